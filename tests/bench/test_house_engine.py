@@ -25,14 +25,8 @@ from speculative.drafters.drafter import ModelDrafter
 from speculative.rules.sampling import SamplingSettings
 
 GAMMA = 3
-ASKED = {
-    "prompt": [1, 40, 41, 42],
-    "max_tokens": 20,
-    "temperature": 0.8,
-    "seed": 5,
-    "ignore_eos": True,
-    "return_token_ids": True,
-}
+ASKED = {"prompt": [1, 40, 41, 42], "max_tokens": 20, "temperature": 0.8, "seed": 5}
+ASKED |= {"ignore_eos": True, "return_token_ids": True}
 
 
 @pytest.fixture(scope="module")

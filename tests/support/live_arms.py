@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -21,6 +23,13 @@ Behaviour = Callable[[int], tuple[float, float, float]]
 
 def steady(ease: float, seconds: float = 0.01, errors: float = 0.0) -> Behaviour:
     return lambda number: (ease, seconds, errors)
+
+
+def write_version(drafts: Path, name: str, parent: str | None, **provenance: Any) -> None:
+    """As `publish` leaves it, without weights."""
+    (drafts / name).mkdir(parents=True)
+    told = {"version": name, "parent": parent, **provenance}
+    (drafts / name / "provenance.json").write_text(json.dumps(told))
 
 
 class Traffic:

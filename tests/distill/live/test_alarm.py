@@ -69,12 +69,11 @@ def test_a_fall_that_passed_is_told_and_does_not_ring() -> None:
 
 def test_the_log_of_one_version_is_compared_with_the_run(tmp_path: Path, tiny_run: Path) -> None:
     baseline = baseline_of(DriftOptions(tiny_run))
-    counts = [
-        {"accepted": row.accepted, "drafted": row.drafted, "blocks": row.blocks, "slice": row.domain}
-        for row in baseline.prompts
+    rows, without = baseline.prompts * 40, {"response_ids": None, "response_tokens": None}
+    same = [
+        record_of(n, accepted=row.accepted, drafted=row.drafted, blocks=row.blocks, slice=row.domain, **without)
+        for n, row in enumerate(rows[:40])
     ]
-    without = {"response_ids": None, "response_tokens": None}
-    same = [record_of(number, **counts[number % len(counts)], **without) for number in range(40)]
     fallen = [record_of(number, accepted=0, drafted=90, blocks=45, draft_version="v0002") for number in range(40, 80)]
     log = read_traffic(write_log(tmp_path / "log", [*same, *fallen]))
     old, new = alarm(log, "v0001", tiny_run, 0.05), alarm(log, "v0002", tiny_run, drop=0.2)

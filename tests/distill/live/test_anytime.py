@@ -9,8 +9,6 @@ from simulation import trials
 
 from distill.live.rollout.anytime import (
     FEWEST_REQUESTS,
-    SCALE,
-    Estimate,
     Sums,
     anytime_interval,
     boundary,
@@ -103,9 +101,8 @@ def test_the_interval_lies_about_the_difference_and_narrows() -> None:
 )
 def test_rates_at_the_edge_and_nothing_drafted_do_not_break_it(accepted: list[int], drafted: list[int]) -> None:
     other = estimate_of(sums_of(*(part[0] for part in requests(np.random.default_rng(0), (1, 100)))))
-    low, high = anytime_interval(
-        difference_of(estimate_of(sums_of(np.array(accepted), np.array(drafted))), other), 0.05
-    )
+    found = estimate_of(sums_of(np.array(accepted), np.array(drafted)))
+    low, high = anytime_interval(difference_of(found, other), 0.05)
     if sum(drafted) < 100:
         assert (low, high) == (-np.inf, np.inf)
     else:
@@ -131,11 +128,6 @@ def test_evidence_is_the_likelihood_ratio_mixed_over_higher_rates(successes: int
         return (other / rate) ** successes * ((1 - other) / (1 - rate)) ** (count - successes) / (1 - rate)
 
     assert evidence_of_more(successes, count, rate) == pytest.approx(integrate.quad(ratio, rate, 1)[0], rel=1e-6)
-
-
-def test_evidence_of_two_errors_of_two_by_hand() -> None:
-    # The mean of (x / .1)^2 over x in (.1, 1): (1 - .1^3) / 3 / .1^2 / .9.
-    assert evidence_of_more(2, 2, 0.1) == pytest.approx(37.0)
     assert evidence_of_more(5000, 5000, 1e-4) > 1e300, "no overflow"
 
 
@@ -181,8 +173,3 @@ def test_evidence_by_chance_is_rare(rate: float) -> None:
     successes = np.cumsum(np.random.default_rng(3).random((streams, count)) < rate, axis=1)
     reached = (evidence_of_more(successes, trial_N, rate) >= 20).any(1).mean()
     assert reached <= 0.05 + 3 * math.sqrt(0.05 / streams)
-
-
-def test_an_infinite_variance_says_nothing() -> None:
-    assert boundary(math.inf, 0.05) == math.inf
-    assert anytime_interval(Estimate(0.0, math.inf), 0.05, SCALE) == (-math.inf, math.inf)

@@ -187,16 +187,6 @@ def test_an_error_of_the_baseline_raises_the_allowance_where_it_must() -> None:
     assert wary.threshold > sure.threshold
 
 
-def test_the_change_point_is_near_where_acceptance_fell() -> None:
-    rng = np.random.default_rng(15)
-    pool = pool_of(*requests(rng, 300), GAMMA)
-    before, after = requests(rng, 400), requests(rng, 200, ease=0.7)
-    accepted, drafted = np.concatenate([before[0], after[0]]), np.concatenate([before[1], after[1]])
-    (alarm,) = monitor(pool, accepted, drafted, chart_for(pool, drafted, 0.01, 0.05))
-    assert 380 <= alarm.since <= 420 < alarm.at < 480
-    assert alarm.until is None
-
-
 def test_simulating_in_small_portions_keeps_the_stated_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = pool_of(*requests(np.random.default_rng(17), 60), GAMMA)
     whole = chart_for(pool, np.full(80, 80), 0.05, 0.05)

@@ -3,7 +3,7 @@
 import json
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 from gateway_server import running_gateway
+from processes import until
 from running_app import running_app
 from scripted_engine import ACCEPTED, DRAFTED, IDS, ScriptedEngine
 
@@ -60,22 +61,14 @@ def metric(url: str, name: str, **labels: str) -> float:
     return sum(value for found, value in page.get(f"understudy_{name}", []) if labels.items() <= found.items())
 
 
-def until(true: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + 20
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize(("path", "body"), [("/v1/completions", PROMPT), ("/v1/chat/completions", TALK)])
 def test_nothing_is_changed_on_either_way_and_the_record_says_what_was_served(
     engine: ScriptedEngine, direct: str, tmp_path: Path, path: str, body: dict[str, Any], stream: bool
 ) -> None:
     log = tmp_path / "log"
-    asked = (
-        b"  " + json.dumps({**body, "stream": stream, "note": "\u00e9"}, indent=1, ensure_ascii=False).encode() + b"\n"
-    )
+    said = json.dumps({**body, "stream": stream, "note": "\u00e9"}, indent=1, ensure_ascii=False)
+    asked = f"  {said}\n".encode()
     with running_gateway(log, direct) as url:
         there, through = (post(one, asked, path, authorization="Bearer secret-7") for one in (direct, url))
         headers, sent = engine.asked[-1]
@@ -129,11 +122,7 @@ def test_with_text_ids_are_asked_for_and_kept(
         ({"best_of": 3}, "completions", "best_of"),
         ({"echo": True}, "completions", "echo"),
         ({"prompt": ["two", "prompts"]}, "completions", "content"),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
-            "chat/completions",
-            "content",
-        ),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "chat/completions", "content"),
         ({}, "embeddings", "path"),
     ],
 )
@@ -372,9 +361,8 @@ def test_a_full_disk_stops_logging_and_never_serving(
 
 
 def test_flags_become_arms_and_those_of_a_rollout_win(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = GatewayOptions(
-        ["http://h:1/v1/", "http://h:2"], tmp_path, [0.1], ["v0001", "v0002"], "t", plain_engine="http://h:3"
-    )
+    urls, versions = ["http://h:1/v1/", "http://h:2"], ["v0001", "v0002"]
+    options = GatewayOptions(urls, tmp_path, [0.1], versions, "t", plain_engine="http://h:3")
     arms = arms_of(options)
     assert [(arm.name, arm.url, round(arm.share, 9), arm.draft_version, arm.drafts) for arm in arms.arms] == [
         ("a", "http://h:1", 0.9, "v0001", True), ("b", "http://h:2", 0.1, "v0002", True), ("plain", "http://h:3", 0, "none", False),

@@ -11,6 +11,7 @@ from typing import Any
 
 import psutil
 import pytest
+from live_arms import write_version
 from rich.console import Console
 from traffic_log import record_of, write_log
 
@@ -126,11 +127,7 @@ def test_the_gate(side: str, whole: bool, gain: Difference, passes: bool) -> Non
     ("sizes", "looks", "small"),
     [
         ({"sql": 50, "chat": 40}, 2, set()),
-        (
-            {"sql": 50, "rare": 1, "odd": 2, "chat": 8},
-            2,
-            {"rare", "odd", "chat"},
-        ),  # 9 are needed of four: 1 + 2 + 8 are 11
+        ({"sql": 50, "rare": 1, "odd": 2, "chat": 8}, 2, {"rare", "odd", "chat"}),  # 9 are needed: 1 + 2 + 8 are 11
         ({"sql": 50, "rare": 3}, 2, {"rare", "sql"}),  # alone it would keep the old draft for ever
         ({"sql": 8, "chat": 8, "code": 50}, 2, set()),  # 1 - .05 / 6: 1 + ceil(6.9) are needed
         ({"sql": 7, "chat": 8, "code": 50}, 2, {"sql", "chat"}),
@@ -195,8 +192,7 @@ def test_a_training_that_a_kill_has_left_is_waited_for(tmp_path: Path, monkeypat
 
 def test_a_version_whose_rollout_has_begun_is_not_pruned(tmp_path: Path) -> None:
     for number, name in enumerate(("v0001", "v0002", "v0003", "v0004", "v0005")):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "provenance.json").write_text(json.dumps({"version": name, "parent": f"v000{number}"}))
+        write_version(tmp_path, name, f"v000{number}")
     make_current(tmp_path, "v0002", "Ann")
     engine = Engine(url="http://127.0.0.1:9", port=9)
     arms = Arms("flags", (Arm("v0002", "http://127.0.0.1:8", 1.0, "v0002"),))

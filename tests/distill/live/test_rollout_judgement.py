@@ -76,13 +76,11 @@ def test_what_is_watched(new: dict[str, Any], law: dict[str, Any], action: str, 
     assert says in decision.reason
 
 
-@pytest.mark.parametrize("silent", ["new", "old"])
-def test_an_engine_that_tells_of_no_drafts_is_no_draft(silent: str) -> None:
-    told, untold = (
-        engine(np.random.default_rng(0), 60, 0.6),
-        Served(requests=60, conversations=60, latency=sums_of(np.zeros(60))),
-    )
-    decision = compare(*((untold, told) if silent == "new" else (told, untold)), LAW)
+@pytest.mark.parametrize(("judge", "silent"), [(compare, "new"), (compare, "old"), (watch, "new")])
+def test_an_engine_that_tells_of_no_drafts_is_no_draft(judge: Any, silent: str) -> None:
+    told = engine(np.random.default_rng(0), 60, 0.6)
+    untold = Served(requests=60, conversations=60, latency=sums_of(np.full(60, -4.0)))
+    decision = judge(*((untold, told) if silent == "new" else (told, untold)), LAW)
     assert decision.action == "back"
     assert f"the {silent} engine tells of no drafted tokens in 60 requests" in decision.reason
 
@@ -97,12 +95,6 @@ def test_an_engine_that_is_healthy_and_hangs_is_seen() -> None:
         assert (decision.action, "errors rise: they hit 60 of 60" in decision.reason) == ("back", True)
     left_later = [replace(one, first_token_s=0.1, total_s=1.0) for one in hung]
     assert served_of(left_later).errors == 0
-
-
-def test_an_engine_that_tells_of_no_drafts_any_more_is_not_watched_to_its_end() -> None:
-    silent = Served(requests=400, conversations=400, latency=sums_of(np.full(400, -4.0)))
-    decision = watch(silent, engine(np.random.default_rng(0), 600, 0.6), LAW)
-    assert (decision.action, "tells of no drafted tokens" in decision.reason) == ("back", True)
 
 
 @pytest.mark.parametrize("judge", [compare, watch])
@@ -124,8 +116,7 @@ def test_what_is_counted() -> None:
     assert (found.latency.requests, found.latency.denominator) == (1, 2.0)
     assert found.latency.numerator == pytest.approx(2 * math.log(0.05))
     turns = [
-        replace(one, id=str(number), conversation="c" if number else "d")
-        for number, one in enumerate([record, cut, failed])
+        replace(one, id=f"of {talk}", conversation=talk) for one, talk in ((record, "d"), (cut, "c"), (failed, "c"))
     ]
     found = served_of(turns)
     assert (found.requests, found.conversations, found.errors) == (3, 2, 1)

@@ -46,18 +46,14 @@ def traffic_of(run: Path, count: int = 60) -> list[TrafficRecord]:
     """Requests of two slices to the target of a run; their answers are words, then its end."""
     tokenizer = load_tokenizer(load_config(run / "config.yaml").target.path)
     version = Store(run / RESPONSES).manifest()["target"]
-    records = []
-    for number in range(count):
-        prompt = tuple(tokenizer(f"class Thing{number}:").input_ids)
-        answer = (*tokenizer(f" def m{number}(x): pass").input_ids[:12], 2)
-        counts = {"accepted": None, "drafted": None, "blocks": None}
-        records.append(
-            record_of(
-                number, prompt_ids=prompt, response_ids=answer, target_version=version, slice="rare" if number % 10 == 0 else "code",
-                **counts,
-            )
-        )  # fmt: skip
-    return records
+    known = {"accepted": None, "drafted": None, "blocks": None, "target_version": version}
+    return [
+        record_of(
+            number, prompt_ids=tuple(tokenizer(f"class Thing{number}:").input_ids), slice="code" if number % 10 else "rare",
+            response_ids=(*tokenizer(f" def m{number}(x): pass").input_ids[:12], 2), **known,
+        )
+        for number in range(count)
+    ]  # fmt: skip
 
 
 @pytest.fixture
@@ -98,17 +94,15 @@ def test_a_run_trains_from_an_export_and_asks_the_target_nothing_that_is_known(
     Store(new / "responses/heldout").adopt(Store(own_run / "responses/heldout"))
     asked = []
     respond = responses.respond
-    monkeypatch.setattr(
-        responses, "respond", lambda *given, label, **more: (asked.append(label), respond(*given, label=label, **more))
-    )
+
+    def answer(*given: Any, label: str, **more: Any) -> Any:
+        asked.append(label)
+        return respond(*given, label=label, **more)
+
+    monkeypatch.setattr(responses, "respond", answer)
     sources = [f"{[{'path': str(folder / name)} for folder in (own_run, tmp_path / 'may')]}" for name in PROMPT_FILES]
-    words = [
-        f"data.train={sources[0]}",
-        f"data.heldout={sources[1]}",
-        "train.steps=2",
-        "judge.every=2",
-        "judge.live=never",
-    ]
+    words = [f"data.train={sources[0]}", f"data.heldout={sources[1]}"]
+    words += ["train.steps=2", "judge.every=2", "judge.live=never"]
     assert train.main([str(tiny_config), f"output={tmp_path}", "name=new", "judge.prompts=100", *words]) == 0
     assert asked == ["heldout responses", "heldout-greedy responses"], "not the training prompts"
     assert len(Store(new / RESPONSES).rows()) == 56 + len(StoredPrompts(own_run / PROMPT_FILES[0]))
@@ -136,11 +130,8 @@ def test_what_the_run_holds_out_is_not_trained_on_and_what_it_learnt_is_not_held
 
 
 def test_an_export_that_makes_no_sense_is_refused(tmp_path: Path, own_run: Path) -> None:
-    records = traffic_of(own_run, 30)
-    log, other = (
-        write_log(tmp_path / "log", records),
-        write_log(tmp_path / "other", [record_of(number) for number in range(30)]),
-    )
+    log = write_log(tmp_path / "log", traffic_of(own_run, 30))
+    other = write_log(tmp_path / "other", [record_of(number) for number in range(30)])
 
     def said(log: Path, run: Path, to: Path) -> str:
         found = refused(lambda: export_traffic(ExportTrafficOptions(log, run, to)))
@@ -148,9 +139,8 @@ def test_an_export_that_makes_no_sense_is_refused(tmp_path: Path, own_run: Path)
         return found
 
     assert "30 another target version (target)" in said(other, own_run, tmp_path / "may")
-    hashes = write_log(
-        tmp_path / "hashes", [record_of(number, prompt_ids=None, response_ids=None) for number in range(30)]
-    )
+    without = {"prompt_ids": None, "response_ids": None}
+    hashes = write_log(tmp_path / "hashes", [record_of(number, **without) for number in range(30)])
     assert "30 no text" in said(hashes, own_run, tmp_path / "may")
     assert "no config.yaml" in said(log, tmp_path, tmp_path / "may")
     (tmp_path / "there").mkdir()
@@ -183,14 +173,8 @@ def test_forgetting_reaches_the_exports_and_names_the_runs(tmp_path: Path, own_r
     salt = read_salt(log)
     for one in victims:
         tokens = json.dumps(one.prompt_ids, separators=(",", ":"))[1:-1].encode()
-        for name in (
-            one.id.encode(),
-            tokens,
-            one.prompt_hash.encode(),
-            row_id(salt, one.id).encode(),
-            b"Thing1:",
-            b"Thing29:",
-        ):
+        names = one.id, one.prompt_hash, row_id(salt, one.id), "Thing1:", "Thing29:"
+        for name in (tokens, *(text.encode() for text in names)):
             assert not [path for path in found if name in path.read_bytes()]
     assert len(read_traffic(log).records) == 28
 
@@ -200,19 +184,12 @@ def test_show_counts_what_came_and_what_was_accepted(tmp_path: Path) -> None:
     new = [record_of(number, draft_version="v0002", slice="chat", accepted=1) for number in range(20, 40)]
     odd = [record_of(39, id="odd", constrained=True, slice="chat", draft_version="v0002")]
     log = write_log(tmp_path / "log", [*old, *new, *odd])
-    shown = show_traffic(
-        ShowOptions(log, bins=4, plot=tmp_path / "plot.svg", as_json=True), Console(file=io.StringIO())
-    )
+    quiet = Console(file=io.StringIO())
+    shown = show_traffic(ShowOptions(log, bins=4, plot=tmp_path / "plot.svg", as_json=True), quiet)
     assert (shown.requests, shown.since, shown.until, shown.finishes) == (41, 0.0, 39.0, {"stop": 41})
     chat, code = shown.slices
-    assert (chat.slice, chat.requests, chat.counted, chat.text, chat.accepted, chat.drafted) == (
-        "chat",
-        21,
-        20,
-        21,
-        20,
-        180,
-    )
+    assert (chat.slice, chat.requests, chat.counted) == ("chat", 21, 20)
+    assert (chat.text, chat.accepted, chat.drafted) == (21, 20, 180)
     # Of the older ones 0, 1, 2, 3, 0, ... of 9 are accepted: 30 of 180.
     assert code.rate == pytest.approx(30 / 180)
     assert code.ci[0] < code.rate < code.ci[1]
@@ -224,10 +201,7 @@ def test_show_counts_what_came_and_what_was_accepted(tmp_path: Path) -> None:
     assert (tmp_path / "plot.svg").read_text().count("<svg") == 1
     assert "41 requests" in said_to(show_traffic, ShowOptions(log))
     silent = write_log(tmp_path / "silent", [record_of(1, accepted=None, drafted=None, blocks=None)])
-    assert (
-        show_traffic(ShowOptions(silent, plot=tmp_path / "one.png"), Console(file=io.StringIO())).versions[0].rate
-        is None
-    )
+    assert show_traffic(ShowOptions(silent, plot=tmp_path / "one.png"), quiet).versions[0].rate is None
 
 
 def test_the_commands_are_there_and_a_forged_log_ends_them_with_one_line(tmp_path: Path) -> None:

@@ -52,21 +52,11 @@ def test_only_the_very_last_line_may_be_torn(tmp_path: Path) -> None:
     assert "no log of traffic" in refused(lambda: read_traffic(tmp_path / "nowhere"))
 
 
-def test_a_forged_line_is_refused_by_file_line_and_field(tmp_path: Path) -> None:
-    """Which lines are none: test_traffic_record.py."""
-    line = to_line(record_of(1)).replace(b'"accepted":1', b'"accepted":5')
-    log = write_log(tmp_path, [record_of(0)], [record_of(2), line, record_of(3)])
-    assert refused(lambda: read_traffic(log)).startswith(f"{log}/log-00002.jsonl:2: crc32: ")
-
-
 def test_acceptance_is_of_one_draft_and_of_free_text(tmp_path: Path) -> None:
     told = [record_of(number, draft_version="v0001" if number < 3 else "v0002") for number in range(6)]
     told[3] = record_of(3, draft_version="v0002", target_version="newer")
-    silent = [
-        record_of(6, accepted=None, drafted=None),
-        record_of(7, constrained=True),
-        record_of(8, accepted=0, drafted=0),
-    ]
+    untold, unused = {"accepted": None, "drafted": None}, {"accepted": 0, "drafted": 0}
+    silent = [record_of(6, **untold), record_of(7, constrained=True), record_of(8, **unused)]
     log = read_traffic(write_log(tmp_path, [*told, *silent]))
     found = acceptance_of(log, "v0002")
     assert [(one.order, one.accepted, one.drafted, one.slice) for one in found.records] == [

@@ -53,9 +53,8 @@ def test_near_equal_prompts_and_turns_of_a_conversation_are_one_group() -> None:
     later = record_of(5, prompt_ids=(70, 71), conversation="cd" * 32)  # its template has left the answer's thoughts out
     second = dataclasses.replace(second, conversation="cd" * 32)
     other = record_of(4, prompt_ids=(1, 2, 3))  # begins like the first, and does not go on from its answer
-    groups = groups_of(
-        [third, other, retold, second, first, later], ["c", "other", "Hello, you!", "b", "hello you", "d"]
-    )
+    texts = ["c", "other", "Hello, you!", "b", "hello you", "d"]
+    groups = groups_of([third, other, retold, second, first, later], texts)
     assert len(set(groups)) == 2
     assert groups.count(groups[0]) == 5
     assert groups[1] not in (groups[0], groups[2])
@@ -68,13 +67,9 @@ def test_groups_are_those_of_comparing_all_with_all(data: st.DataObject) -> None
         before = data.draw(st.sampled_from([(), *(one + other for one, other in zip(ids, answers, strict=True))]))
         ids.append((*before[: data.draw(st.integers(0, len(before)))], data.draw(st.integers(0, 1))))
         answers.append(tuple(data.draw(st.lists(st.integers(0, 1), min_size=CONTINUED - 1, max_size=CONTINUED + 1))))
-    records = [
-        record_of(number, prompt_ids=one, response_ids=other, accepted=None)
-        for number, (one, other) in enumerate(zip(ids, answers, strict=True))
-    ]
-    keys = [
-        one + other[:CONTINUED] if len(other) >= CONTINUED else None for one, other in zip(ids, answers, strict=True)
-    ]
+    both = list(zip(ids, answers, strict=True))
+    records = [record_of(n, prompt_ids=one, response_ids=two, accepted=None) for n, (one, two) in enumerate(both)]
+    keys = [one + two[:CONTINUED] if len(two) >= CONTINUED else None for one, two in both]
     found = list(range(len(ids)))
     for i, j in list(itertools.product(range(len(ids)), repeat=2)) * len(ids):
         key = keys[i]

@@ -48,20 +48,6 @@ def test_files_rotate_and_none_is_lost_or_doubled(tmp_path: Path) -> None:
     assert ids == [*(f"r{number}" for number in range(12)), "last"]
 
 
-def test_a_torn_last_line_is_cut_off_and_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    writer = LogWriter(tmp_path)
-    write(writer, named("a"), named("b"))
-    writer.close()
-    (path,) = log_files(tmp_path)
-    whole = path.read_bytes()
-    path.write_bytes(whole + whole[:100])
-    writer = LogWriter(tmp_path)
-    write(writer, named("c"))
-    writer.close()
-    assert [record.id for record in read_traffic(tmp_path).records] == ["a", "b", "c"]
-    assert "a torn last line of 100 bytes" in capsys.readouterr().err
-
-
 def test_a_second_writer_is_refused_until_the_first_is_done(tmp_path: Path) -> None:
     writer = LogWriter(tmp_path)
     with pytest.raises(UserError, match="another gateway writes there"):

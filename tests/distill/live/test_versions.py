@@ -5,6 +5,7 @@ import stat
 from pathlib import Path
 
 import pytest
+from live_arms import write_version
 
 from distill.live import versions
 from distill.live.versions import (
@@ -20,12 +21,6 @@ from distill.live.versions import (
     waiting_version,
 )
 from speculative.errors import UserError
-
-
-def write_version(drafts: Path, name: str, parent: str | None) -> None:
-    """As `publish` leaves it, without weights."""
-    (drafts / name).mkdir(parents=True)
-    (drafts / name / "provenance.json").write_text(json.dumps({"version": name, "parent": parent}))
 
 
 def test_a_run_becomes_a_version_that_loads_and_cannot_be_written(tiny_run: Path, tmp_path: Path) -> None:
