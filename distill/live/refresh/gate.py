@@ -18,17 +18,10 @@ from distill.run.verdict_record import Record
 from speculative.measure.effects import fewest_prompts
 
 
-class GateSlice(Record):
-    """A part of the text: alpha and tau at the judged gamma, the new draft minus the served one."""
+class GateSlice(Difference):
+    """A part of the text: what the new draft gains there over the served one, and why the gate stays shut, empty where it need not."""
 
     name: str
-    prompts: int
-    tokens: int
-    alpha: float
-    alpha_ci: tuple[float, float]
-    tau: float
-    tau_ci: tuple[float, float]
-    certain: str
     failure: str
 
 
@@ -109,24 +102,23 @@ def _slices(found: Comparison | None, side: str, margin: float) -> list[GateSlic
     if side == "new" or not parts:
         name = "all traffic" if side == "new" else "the old text"
         parts = [(name, found.differences_on()[0], True), *parts]
-    return [_slice(name, gain, side, margin, is_whole) for name, gain, is_whole in parts]
+    return [
+        GateSlice(**dict(gain), name=name, failure=failure_of(name, gain, side, margin, whole))
+        for name, gain, whole in parts
+    ]
 
 
-def _slice(name: str, gain: Difference, side: str, margin: float, whole: bool) -> GateSlice:
+def failure_of(name: str, gain: Difference, side: str, margin: float, whole: bool) -> str:
+    """Why the gate stays shut on a slice; empty where it need not. ``side``: new or old; ``whole``: it is all of the new text."""
     assert gain.alpha is not None
     low, high = gain.alpha.ci
     words = f"alpha {gain.alpha.gain:+.4f} [{low:+.4f}, {high:+.4f}] on {gain.prompts} prompts"
-    few = gain.prompts < gain.fewest_prompts
-    failure = ""
     if side == "new":
         if whole and gain.certain != "gain":
-            failure = f"no certain gain on the new traffic: {words}"
-        elif "loss" in (gain.certain, gain.certain_tau):
-            failure = f"{name} of the new traffic is certainly worse: {words}"
-    elif few or low < -margin:
-        failure = f"old slice {name} may have lost more than {margin:g}: {words}"
-        failure += f", too few to be certain (at least {gain.fewest_prompts})" if few else ""
-    return GateSlice(
-        name=name, prompts=gain.prompts, tokens=gain.tokens, alpha=gain.alpha.gain, alpha_ci=gain.alpha.ci, tau=gain.tau.gain,
-        tau_ci=gain.tau.ci, certain=gain.certain or "none", failure=failure,
-    )  # fmt: skip
+            return f"no certain gain on the new traffic: {words}"
+        worse = "loss" in (gain.certain, gain.certain_tau)
+        return f"{name} of the new traffic is certainly worse: {words}" if worse else ""
+    few = gain.prompts < gain.fewest_prompts
+    if few:
+        words += f", too few to be certain (at least {gain.fewest_prompts})"
+    return f"old slice {name} may have lost more than {margin:g}: {words}" if few or low < -margin else ""

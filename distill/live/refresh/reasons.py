@@ -16,7 +16,7 @@ from distill.live.alarm.alarm import Reason
 from distill.live.traffic.record import TrafficRecord
 from distill.models.target import Target
 from distill.run.responses import frozen_responses_of
-from distill.run.verdict_record import Costs, Interval, Verdict
+from distill.run.verdict_record import Costs, Effects, Verdict
 from speculative.explain.ceilings import closed_share, target_peaks
 from speculative.explain.text_law import text_law
 from speculative.measure.measured import UNDISTILLED
@@ -36,18 +36,19 @@ class OwnText(Reason):
 
 
 class Headroom(Reason):
-    """Of the probe: its steps and seconds, what it was judged on, the served draft's alpha and tau and the gain in them."""
+    """Of the probe: its steps and seconds, the served draft's alpha and tau, and what the probe gained."""
 
     steps: int
     train_seconds: float
-    prompts: int = 0
     alpha: float | None = None
-    alpha_gain: float | None = None
-    alpha_ci: Interval | None = None
     tau: float = 1.0
-    tau_gain: float = 0.0
-    tau_ci: Interval | None = None
+    gain: Effects | None = None
     reachable_alpha: float | None = None
+
+    @property
+    def tau_gain(self) -> float:
+        """Tokens per target call that the probe gained; 0 where nothing is known."""
+        return 0.0 if self.gain is None else self.gain.tau.gain
 
 
 class Payback(Reason):
@@ -107,8 +108,7 @@ def headroom(probe: Verdict, steps: int) -> Headroom:
     )
     words += "" if certain else ": no certain gain, so this student seems to be at its ceiling there"
     return Headroom(
-        holds=certain, sentence=words, steps=steps, train_seconds=seconds, prompts=effects.prompts, alpha=alpha, alpha_gain=gain.gain,
-        alpha_ci=gain.ci, tau=baseline.tau, tau_gain=effects.tau.gain, tau_ci=effects.tau.ci,
+        holds=certain, sentence=words, steps=steps, train_seconds=seconds, alpha=alpha, tau=baseline.tau, gain=effects,
         reachable_alpha=alpha + closed_share(alpha) * (1 - alpha),
     )  # fmt: skip
 

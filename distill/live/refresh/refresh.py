@@ -37,6 +37,7 @@ from distill.live.traffic.export import export_traffic
 from distill.live.traffic.exported import drop_export, note_use
 from distill.live.traffic.reader import TrafficLog, acceptance_of, read_traffic
 from distill.live.versions import Version, current_version, make_current, prune, publish, waiting_version
+from distill.report.table import interval
 from distill.run.checkpoint import judged_scores
 from distill.run.folder import load_verdict
 from distill.run.prompts import HELDOUT_FILE, TRAIN_FILE
@@ -319,11 +320,9 @@ class _Refresh:
         assert gate is not None
         for side, parts in (("new", gate.new), ("old", gate.old)):
             for part in parts:
-                low, high = part.alpha_ci
-                self._say(
-                    f"gate, {side} {part.name}: alpha {part.alpha:+.4f} [{low:+.4f}, {high:+.4f}], tau {part.tau:+.3f}, "
-                    f"{part.prompts} prompts"
-                )
+                assert part.alpha is not None
+                alpha = f"alpha {part.alpha.gain:+.4f} {interval(part.alpha.ci, '+.4f')}"
+                self._say(f"gate, {side} {part.name}: {alpha}, tau {part.tau.gain:+.3f}, {part.prompts} prompts")
         self._say("gate: passed" if gate.passed else f"gate: keep the old one: {'; '.join(gate.failures)}")
         return gate.passed
 
@@ -334,8 +333,8 @@ class _Refresh:
         told = {
             "data_window": [_moment(window.since), _moment(window.until)], "traffic": str(options.traffic),
             "traffic_requests": window.train, "share": options.share, "approved_by": options.approve or None,
-            "gate": {side: {part.name: part.alpha for part in parts} for side, parts in (("new", gate.new), ("old", gate.old))},
-            "expected_gain": {"gamma": gate.gamma, "tau_ci": gate.new[0].tau_ci},  # a rollout goes by it
+            "gate": {side: {part.name: part.alpha.gain for part in parts if part.alpha} for side, parts in (("new", gate.new), ("old", gate.old))},
+            "expected_gain": {"gamma": gate.gamma, "tau_ci": gate.new[0].tau.ci},  # a rollout goes by it
         }  # fmt: skip
         version = publish(self.folder.resolve(), self.drafts, told, parent=state.parent, name=state.version)
         state.published = str(version.folder)

@@ -7,7 +7,7 @@ id, so that they are found without any list of ids.
 import contextlib
 import json
 import shutil
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -68,7 +68,7 @@ def note_export(directory: Path, folder: Path, made: float, rows: int) -> None:
     Raises:
         UserError: the list is damaged, or cannot be written.
     """
-    _write(directory, [Export(str(folder.resolve()), made, rows)])
+    _write(directory, folder, Export(str(folder.resolve()), made, rows))
 
 
 def note_use(folder: Path, run: Path) -> None:
@@ -81,8 +81,8 @@ def note_use(folder: Path, run: Path) -> None:
         log = Path(read_manifest(folder / "prompts")["traffic"]["log"])
     except KeyError as error:
         raise UserError(f"{folder}: not what `understudy traffic export` writes") from error
-    own = [export for export in list_exports(log) if export.folder == str(folder.resolve())]
-    _write(log, [replace(one, uses=sorted({*one.uses, str(run.resolve())})) for one in own])
+    for own in [export for export in list_exports(log) if export.folder == str(folder.resolve())]:
+        _write(log, folder, replace(own, uses=sorted({*own.uses, str(run.resolve())})))
 
 
 def drop_export(directory: Path, folder: Path) -> None:
@@ -92,18 +92,19 @@ def drop_export(directory: Path, folder: Path) -> None:
         UserError: the list is damaged, or cannot be written.
     """
     shutil.rmtree(folder, ignore_errors=True)
-    _write(directory, [], {str(folder.resolve())})
+    _write(directory, folder, None)
 
 
-def _write(directory: Path, entries: list[Export], gone: Collection[str] = ()) -> None:
-    with writing(directory / EXPORTS), write_lock(directory):
-        names = {entry.folder for entry in entries} | set(gone)
-        kept = [export for export in list_exports(directory) if export.folder not in names]
-        if not kept and not entries:
-            (directory / EXPORTS).unlink(missing_ok=True)
-            return
-        content = json.dumps([asdict(export) for export in [*kept, *entries]], indent=2) + "\n"
-        write_bytes(directory / EXPORTS, content.encode(), 0o600)
+def _write(directory: Path, folder: Path, entry: Export | None) -> None:
+    """The entry of a folder, instead of the one that is there; None for none."""
+    path = directory / EXPORTS
+    with writing(path), write_lock(directory):
+        kept = [export for export in list_exports(directory) if export.folder != str(folder.resolve())]
+        kept += [] if entry is None else [entry]
+        if kept:
+            write_bytes(path, (json.dumps(list(map(asdict, kept)), indent=2) + "\n").encode(), 0o600)
+        else:
+            path.unlink(missing_ok=True)
 
 
 def write_rows(store: Store, manifest: Mapping[str, Any], rows: Sequence[Row]) -> None:

@@ -134,8 +134,8 @@ def test_a_good_refresh_becomes_the_next_version(
     gain = gate_of(second, {"v0001"})
     assert gain is not None
     whole = state["gate"]["new"][0]
-    assert (gain.gamma, gain.tau_low, gain.tau_high) == (state["gate"]["gamma"], *whole["tau_ci"])
-    assert gain.tau_low < whole["tau"] < gain.tau_high
+    assert (gain.gamma, gain.tau_low, gain.tau_high) == (state["gate"]["gamma"], *whole["tau"]["ci"])
+    assert gain.tau_low < whole["tau"]["gain"] < gain.tau_high
     # Only a rollout or --approve moves `current`.
     assert (current_version(place / "drafts") or second).name == "v0001"
     assert "waits for its rollout" in call(place)[1]
@@ -144,7 +144,7 @@ def test_a_good_refresh_becomes_the_next_version(
     gate = state["gate"]
     assert gate["new"][0]["certain"] == "gain"
     assert gate["old"][0]["prompts"] == 10
-    assert gate["new"][0]["alpha"] == pytest.approx(gain_by_hand(place), abs=1e-9)
+    assert gate["new"][0]["alpha"]["gain"] == pytest.approx(gain_by_hand(place), abs=1e-9)
     config = (place / "runs" / "tiny-refresh-v0002" / "config.yaml").read_text()
     assert "runs/tiny/prompts/train.arrow" in config
     assert "traffic/prompts/train.arrow" in config

@@ -20,7 +20,7 @@ from distill.commands.compare.comparison import Difference
 from distill.live.arms import Arm, Arms
 from distill.live.options import RefreshOptions
 from distill.live.refresh import refresh
-from distill.live.refresh.gate import _slice, small_slices
+from distill.live.refresh.gate import failure_of, small_slices
 from distill.live.refresh.plan import mixed
 from distill.live.refresh.reasons import concurrency, own_words, payback
 from distill.live.refresh.refresh import refresh_command
@@ -118,9 +118,9 @@ def difference(gain: float, low: float, high: float, prompts: int = 64, certain_
     ],
 )
 def test_the_gate(side: str, whole: bool, gain: Difference, passes: bool) -> None:
-    found = _slice("sql", gain, side, 0.01, whole)
-    assert (found.failure == "") is passes
-    assert passes or "sql" in found.failure or "no certain gain" in found.failure
+    failure = failure_of("sql", gain, side, 0.01, whole)
+    assert (failure == "") is passes
+    assert passes or "sql" in failure or "no certain gain" in failure
 
 
 @pytest.mark.parametrize(

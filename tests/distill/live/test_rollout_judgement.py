@@ -115,9 +115,7 @@ def test_what_is_counted() -> None:
     assert found.acceptance == Sums(1, 6.0, 16.0, 36.0, 96.0, 256.0)
     assert (found.latency.requests, found.latency.denominator) == (1, 2.0)
     assert found.latency.numerator == pytest.approx(2 * math.log(0.05))
-    turns = [
-        replace(one, id=f"of {talk}", conversation=talk) for one, talk in ((record, "d"), (cut, "c"), (failed, "c"))
-    ]
+    turns = [replace(one, id=talk, conversation=talk) for one, talk in ((record, "d"), (cut, "c"), (failed, "c"))]
     found = served_of(turns)
     assert (found.requests, found.conversations, found.errors) == (3, 2, 1)
     assert found.acceptance == Sums(2, 6.0, 16.0, 36.0, 72.0, 160.0)
