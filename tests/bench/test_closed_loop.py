@@ -14,8 +14,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from house_engine import HouseEngine
-from house_server import running_house
+from house_engine import HouseEngine, Pages
 from loop.account import LoopResult, account, alarm_behind
 from loop.clients import CONSTRAINED_EVERY, Clients
 from loop.family import Family
@@ -24,6 +23,7 @@ from loop.options import LoopOptions
 from loop.picture import plot_loop
 from loop.versions import shuffled_version
 from processes import free_port
+from running_app import running_app
 from safetensors.torch import load_file, save_file
 from traffic_log import record_of, write_log
 
@@ -78,7 +78,7 @@ def test_a_family_says_what_a_program_said_last(tmp_path: Path) -> None:
 def engine(tiny_target: Path) -> Any:
     target = Target(TargetConfig(path=str(tiny_target)), torch.device("cpu"))
     pair = HouseEngine(target, ModelDrafter(load_draft(str(tiny_target), target)), 3, "greedy-draft", name="tiny")
-    with running_house(pair) as url:
+    with running_app(Pages(pair).app()) as url:
         yield url
 
 

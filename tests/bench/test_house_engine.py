@@ -10,8 +10,8 @@ import httpx
 import pytest
 import torch
 from gateway_server import running_gateway
-from house_engine import HouseEngine
-from house_server import running_house
+from house_engine import HouseEngine, Pages
+from running_app import running_app
 
 from data.responses.engine_client import counters_of
 from data.responses.engine_counts import read_counts
@@ -38,7 +38,7 @@ def pair(tiny_target: Path) -> tuple[Target, ModelDrafter]:
 
 @pytest.fixture(scope="module")
 def url(pair: tuple[Target, ModelDrafter]) -> Iterator[str]:
-    with running_house(HouseEngine(*pair, GAMMA, "greedy-draft", name="tiny")) as address:
+    with running_app(Pages(HouseEngine(*pair, GAMMA, "greedy-draft", name="tiny")).app()) as address:
         yield address
 
 
@@ -96,7 +96,7 @@ def test_through_the_gateway_gates_and_constraints_keep_the_books(
 ) -> None:
     free = ask(url)["choices"][0]["token_ids"]
     with (
-        running_house(HouseEngine(*pair, GAMMA, "greedy-draft", name="tiny", withheld=[free[4]])) as gated,
+        running_app(Pages(HouseEngine(*pair, GAMMA, "greedy-draft", name="tiny", withheld=[free[4]])).app()) as gated,
         running_gateway(tmp_path, gated, text=True, usage=True) as through,
     ):
         said = [ask(through), ask(through, logit_bias={str(free[4]): -100})]
@@ -166,7 +166,7 @@ def test_counters_are_read_by_our_client(url: str) -> None:
 
 
 def test_without_a_draft_nothing_is_said_of_drafts(pair: tuple[Target, ModelDrafter]) -> None:
-    with running_house(HouseEngine(pair[0], None, GAMMA, "greedy-draft", name="tiny")) as plain:
+    with running_app(Pages(HouseEngine(pair[0], None, GAMMA, "greedy-draft", name="tiny")).app()) as plain:
         answer = ask(plain)
     assert "metrics" not in answer
     assert len(answer["choices"][0]["token_ids"]) == 20

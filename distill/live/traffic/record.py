@@ -17,7 +17,6 @@ import json
 import re
 import secrets
 import zlib
-from operator import le
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
 
@@ -25,6 +24,7 @@ from pydantic import ConfigDict, Field, ValidationError, model_validator
 from pydantic.dataclasses import dataclass
 
 from data.files import write_bytes, writing
+from data.responses.engine_counts import CountsError, RequestCounts
 from speculative.errors import UserError
 
 SALT, LOCK, WRITE_LOCK, FORGOTTEN = "salt", "lock", "write.lock", "forgotten"
@@ -88,20 +88,15 @@ class TrafficRecord:
     @model_validator(mode="after")
     def _check_counts(self) -> Self:
         # How many tokens came of so many steps is no law: a stop or a gate emits fewer, and engines take steps that draft nothing uncounted.
-        accepted, drafted, blocks, steps = self.accepted, self.drafted, self.blocks, len(self.accepted_B)
-        laws = [
-            ("accepted", accepted is None or drafted is None or accepted <= drafted, f"{accepted} tokens of only {drafted} drafted"),
-            ("blocks", blocks != 0 or not (accepted or drafted), f"none, yet {drafted or accepted} drafted tokens"),
-            ("accepted_B", steps == len(self.drafted_B), f"{steps} steps, {len(self.drafted_B)} in drafted_B"),
-            ("accepted_B", all(map(le, self.accepted_B, self.drafted_B)), "a step accepted more tokens than it drafted"),
-            ("accepted_B", not steps or (sum(self.accepted_B), sum(self.drafted_B)) == (accepted, drafted), "the steps do not add up"),
-            ("blocks", not steps or blocks in (None, steps), f"{blocks}, yet {steps} steps are listed"),
-        ]  # fmt: skip
-        for name, ids, count in (
-            ("prompt_ids", self.prompt_ids, self.prompt_tokens),
-            ("response_ids", self.response_ids, self.response_tokens),
-        ):
-            laws.append((name, ids is None or count in (None, len(ids)), f"not {count} tokens"))
+        try:
+            RequestCounts("", self.accepted, self.drafted, self.blocks, None, self.accepted_B, self.drafted_B)
+        except CountsError as error:
+            raise ValueError(f"accepted: {error}") from error
+        steps, blocks = len(self.accepted_B), self.blocks
+        laws = [("blocks", not steps or blocks in (None, steps), f"{blocks}, yet {steps} steps are listed")]
+        for side in ("prompt", "response"):
+            ids, count = getattr(self, f"{side}_ids"), getattr(self, f"{side}_tokens")
+            laws.append((f"{side}_ids", ids is None or count in (None, len(ids)), f"not {count} tokens"))
         for name, holds, why in laws:
             if not holds:
                 raise ValueError(f"{name}: {why}")
