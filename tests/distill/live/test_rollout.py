@@ -236,15 +236,6 @@ def test_killed_on_its_way_back_it_goes_on_back(options: RolloutOptions, tmp_pat
     assert all_is_back(options)
 
 
-def test_killed_and_then_the_engine_dies(options: RolloutOptions, tmp_path: Path) -> None:
-    with running_traffic(traffic_of(options, steady(0.8))):
-        kill_behind("comparing", options, tmp_path)
-        (engine,) = engines_of(options)
-        os.killpg(engine.pid, signal.SIGKILL)
-        assert rollout(options) == TAKEN_BACK
-    assert all_is_back(options)
-
-
 def test_back_is_asked_for(options: RolloutOptions, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"no rollout of .*support is under way"):
         rollout(replace(options, back=True))

@@ -23,8 +23,11 @@ from distill.live.traffic.export import export_traffic
 from distill.live.traffic.exported import (
     PROMPT_FILES,
     RESPONSES,
+    Export,
     forget_command,
+    forget_exported,
     list_exports,
+    note_export,
     note_use,
     partial_of,
     row_id,
@@ -177,6 +180,13 @@ def test_forgetting_reaches_the_exports_and_names_the_runs(tmp_path: Path, own_r
         for name in (tokens, *(text.encode() for text in names)):
             assert not [path for path in found if name in path.read_bytes()]
     assert len(read_traffic(log).records) == 28
+    store = Store(tmp_path / "may" / RESPONSES)
+    rows, manifest = store.read(), store.manifest()
+    store.folder.rename(store.folder.with_name(".anew"))  # as if killed before its last step
+    assert forget_exported(tmp_path / "may", {"unheard of"}) == 0
+    assert (store.read(), store.manifest()) == (rows, manifest)
+    note_export(log, tmp_path / "may", 2.0, 5)
+    assert list_exports(log)[-1] == Export(str(tmp_path / "may"), 2.0, 5), "the later of one folder"
 
 
 def test_show_counts_what_came_and_what_was_accepted(tmp_path: Path) -> None:

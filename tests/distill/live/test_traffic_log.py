@@ -9,17 +9,6 @@ from pathlib import Path
 from refusals import refused
 from traffic_log import record_of, write_log
 
-from data.responses.rendered import RenderedPrompt, StoredPrompts, write_prompts
-from data.responses.store import Row, Store
-from distill.live.traffic.exported import (
-    PROMPT_FILES,
-    RESPONSES,
-    Export,
-    forget_exported,
-    list_exports,
-    note_export,
-    row_id,
-)
 from distill.live.traffic.reader import acceptance_of, read_traffic
 from distill.live.traffic.record import WRITE_LOCK, from_line, priority, read_salt, to_line
 from distill.live.traffic.retention import DAY, forget, sweep
@@ -85,11 +74,9 @@ def test_a_sweep_keeps_the_text_of_a_recent_sample(tmp_path: Path) -> None:
     assert kept == {record.id for record in (*smallest, *rare)}
     assert swept.kept == {"code": [priority(salt, one.id) for one in smallest], "rare": [priority(salt, rare[0].id)]}
     texts = {record.id: record for record in (*old, *recent, *rare)}
-    for record in map(from_line, lines):  # nothing else has changed
-        assert (
-            dataclasses.replace(texts[record.id], prompt_ids=record.prompt_ids, response_ids=record.response_ids)
-            == record
-        )
+    for record in map(from_line, lines):
+        text = {"prompt_ids": record.prompt_ids, "response_ids": record.response_ids}
+        assert dataclasses.replace(texts[record.id], **text) == record, "nothing else has changed"
     assert all(stat.S_IMODE(path.stat().st_mode) == 0o600 for path in log.iterdir())
     assert sweep(log, 7, None, now).scrubbed == 0
     assert sweep(log, 7, 0, now + 1).scrubbed == 5
@@ -125,23 +112,3 @@ def test_a_log_is_rewritten_under_the_lock_of_its_appends(tmp_path: Path) -> Non
         fcntl.flock(lock, fcntl.LOCK_UN)
     thread.join(20)
     assert ids(log) == ["request-0000", "request-0002"]
-
-
-def test_exported_rows_are_forgotten_too(tmp_path: Path) -> None:
-    log, folder = write_log(tmp_path / "log", [record_of(0)]), tmp_path / "may"
-    names = [row_id(read_salt(log), f"request-{number:04d}") for number in range(3)]
-    for path, own in zip(PROMPT_FILES, (names[:2], names[2:]), strict=True):
-        write_prompts(folder / path, [RenderedPrompt(name, "code", (1, 2), "text") for name in own])
-    store = Store(folder / RESPONSES)
-    store.open({"target": "t"})
-    store.write_shard(0, [Row(name, 0, "code", [1, 2, 3], [False, False, True], (), True) for name in names[:2]])
-    assert forget_exported(folder, {names[0], names[2]}) == 2
-    store.folder.rename(store.folder.with_name(".anew"))  # as if killed before its last step
-    assert forget_exported(folder, {names[0]}) == 0
-    assert [prompt.prompt_id for path in PROMPT_FILES for prompt in StoredPrompts(folder / path)] == names[1:2]
-    assert [(row.prompt_id, row.response_ids) for row in store.read()] == [(names[1], [3])]
-    assert store.manifest() == {"target": "t"}
-    assert not [path for path in folder.rglob("*") if path.is_file() and names[0].encode() in path.read_bytes()]
-    note_export(log, folder, 1.0, 3)
-    note_export(log, folder, 2.0, 2)
-    assert list_exports(log) == [Export(str(folder.resolve()), 2.0, 2, [])]
