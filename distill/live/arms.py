@@ -70,8 +70,6 @@ class Arms:
         if shed and (plain := [arm for arm in self.arms if not arm.drafts]):
             return plain[0]
         drafting = [arm for arm in self.arms if arm.drafts and arm.share]
-        if len(drafting) == 1:
-            return drafting[0]
         return min(drafting, key=lambda arm: (_exponential(arm.name, conversation) / arm.share, arm.name))
 
 

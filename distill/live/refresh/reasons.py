@@ -17,7 +17,7 @@ from distill.live.traffic.record import TrafficRecord
 from distill.models.target import Target
 from distill.run.responses import frozen_responses_of
 from distill.run.verdict_record import Costs, Effects, Verdict
-from speculative.explain.ceilings import closed_share, target_peaks
+from speculative.explain.ceilings import target_peaks
 from speculative.explain.text_law import text_law
 from speculative.measure.measured import UNDISTILLED
 from speculative.rules.sampling import SamplingSettings
@@ -43,7 +43,6 @@ class Headroom(Reason):
     alpha: float | None = None
     tau: float = 1.0
     gain: Effects | None = None
-    reachable_alpha: float | None = None
 
     @property
     def tau_gain(self) -> float:
@@ -92,8 +91,7 @@ def own_words(home: Path, export: Path) -> OwnText:
 def headroom(probe: Verdict, steps: int) -> Headroom:
     """How much a few steps on one part of the traffic gain on a later part, judged by replay and paired by prompt.
 
-    ``probe``: of a run whose step 0 is the served draft. reachable_alpha: where distilling brought other drafts that began at this
-    alpha (`closed_share`), an expectation for a student that was never trained here.
+    ``probe``: of a run whose step 0 is the served draft.
     """
     baseline, effects, seconds = probe.judged(UNDISTILLED), probe.gain, probe.seconds.get("train", 0.0)
     if baseline is None or effects is None or baseline.alpha is None or baseline.tau is None:
@@ -107,10 +105,8 @@ def headroom(probe: Verdict, steps: int) -> Headroom:
         f"{effects.prompts} later prompts"
     )
     words += "" if certain else ": no certain gain, so this student seems to be at its ceiling there"
-    return Headroom(
-        holds=certain, sentence=words, steps=steps, train_seconds=seconds, alpha=alpha, tau=baseline.tau, gain=effects,
-        reachable_alpha=alpha + closed_share(alpha) * (1 - alpha),
-    )  # fmt: skip
+    known = {"alpha": alpha, "tau": baseline.tau, "gain": effects}
+    return Headroom(holds=certain, sentence=words, steps=steps, train_seconds=seconds, **known)
 
 
 def payback(

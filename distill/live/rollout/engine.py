@@ -13,11 +13,11 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
-from distill.run.verdict_record import Record
 from speculative.errors import UserError
 
 # In the engine's environment: a rollout that was killed before it wrote down a process number finds the engine by it.
@@ -28,7 +28,8 @@ _TIMEOUT = 5.0
 _TOLD = 200  # characters of a last line
 
 
-class Engine(Record, frozen=False):
+@dataclass
+class Engine:
     """An engine. mark, pid, created: of the process that was started; no mark: it runs by itself."""
 
     url: str
