@@ -2,8 +2,7 @@
 
 import sys
 
-from loop.loop import loop_demo
-from loop.options import LoopOptions
+from loop.loop import LoopOptions, loop_demo
 
 from distill.config.command_line import run_program
 from distill.faults import exit_status

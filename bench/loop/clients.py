@@ -85,11 +85,8 @@ class Clients:
     async def _answered(self, client: httpx.AsyncClient, number: int) -> None:
         """One request until its answer is whole."""
         name = f"loop-{number:05d}"
-        body = self.asked | {
-            "prompt": self.prompts[number % len(self.prompts)],
-            "seed": number,
-            "return_token_ids": True,
-        }
+        prompt = self.prompts[number % len(self.prompts)]
+        body = self.asked | {"prompt": prompt, "seed": number, "return_token_ids": True}
         if number % CONSTRAINED_EVERY == CONSTRAINED_EVERY - 1:
             body |= self.constraint
             self.constrained.add(name)

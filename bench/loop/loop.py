@@ -19,9 +19,13 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from data.files import locked, write_json, writing
 from distill.commands.training_process import terminated_as_interrupted
+from distill.config.command_line import Overrides
 from distill.config.layout import VERDICT, list_steps
 from distill.config.load import load_config
 from distill.config.run import RunConfig
@@ -35,16 +39,30 @@ from loop.account import LoopResult, account, alarm_behind
 from loop.clients import Clients
 from loop.engines import CONSTRAINTS, ENVIRONMENT, engine_of, engine_words
 from loop.family import Family, kill
-from loop.options import LoopOptions
 from loop.picture import plot_loop
 from loop.prompts import shifted_prompts, traffic_prompts
 from loop.versions import shuffled_version
 from speculative.errors import UserError
 
 RUN, DRAFTS, TRAFFIC, RESULT, PICTURE, LOCK = "run", "drafts", "traffic", "loop.json", "loop.png", ".lock"
+CONFIG = "configs/loop.yaml"
 FIRST, SECOND, TARGET = "v0001", "v0002", "target"
 ALARM_WITHIN = 150  # requests behind the shift: later it is a failure
 START_SECONDS = 600.0
+
+
+@dataclass(frozen=True)
+class LoopOptions:
+    """Where the loop runs, on what, and how much of it."""
+
+    config: Annotated[str, typer.Argument(help="of the first draft's run; its data.heldout comes first")] = CONFIG
+    overrides: Overrides = None
+    shifted: Annotated[str, typer.Option(help="prompts behind the shift; default: the library's unit tests")] = ""
+    engine: Annotated[str, typer.Option(help="vllm, house (our own decoder), or auto: vllm where there is one")] = (
+        "auto"
+    )
+    to: Annotated[Path, typer.Option(help="folder of everything that is made")] = Path("runs/loop")
+    fast: Annotated[bool, typer.Option("--fast", help="a third of the requests")] = False
 
 
 @dataclass(frozen=True)
@@ -221,14 +239,8 @@ class LoopDemo:
         return self.family.start(name, words, **ENVIRONMENT)
 
     def _engine_words(self, draft: str, port: str, name: str) -> list[str]:
-        return engine_words(
-            self.engine,
-            self.config,
-            draft,
-            port,
-            str(self.to / f"vllm-{name}.log"),
-            str((self.drafts / FIRST).resolve()),
-        )
+        log, exported = str(self.to / f"vllm-{name}.log"), str((self.drafts / FIRST).resolve())
+        return engine_words(self.engine, self.config, draft, port, log, exported)
 
     def _start_gateway(self) -> None:
         words = [
@@ -296,9 +308,8 @@ class LoopDemo:
     def _finish(self, name: str, process: subprocess.Popen[bytes], status: int = 0) -> None:
         self.clients.wait_until(lambda: process.poll() is not None, self._check)
         if process.returncode != status:
-            raise UserError(
-                f"{name}: exit status {process.returncode}, not {status}: {self.family.last_line(name)} (all in {self.to / f'{name}.log'})"
-            )
+            said = f"{self.family.last_line(name)} (all in {self.to / f'{name}.log'})"
+            raise UserError(f"{name}: exit status {process.returncode}, not {status}: {said}")
 
 
 def loop_demo(options: LoopOptions) -> int:

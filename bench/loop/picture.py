@@ -35,11 +35,7 @@ def plot_loop(path: Path, traffic: Path, result: LoopResult, began: float) -> No
         low, high = zip(*(ratio_interval(accepted, drafted) for accepted, drafted in counts), strict=True)
         axis.fill_between(times, low, high, alpha=0.2, color=line.get_color())
     _write_events(axis, beside, result.events)
-    axis.set(
-        xlabel="seconds",
-        ylabel="accepted / drafted, served",
-        ylim=(0, None),
-    )
+    axis.set(xlabel="seconds", ylabel="accepted / drafted, served", ylim=(0, None))
     axis.set_title(f"The closed loop, engine: {result.engine}", pad=16)
     axis.legend(fontsize=8, loc="upper left")
     axis.grid(alpha=0.3)
@@ -56,13 +52,7 @@ def _write_events(axis: Any, beside: Any, events: Sequence[tuple[float, str]]) -
         axis.axvline(seconds, color=color, linewidth=0.8, linestyle=":" if killed else "-")
         place = next((known for known in above if seconds - known < width), seconds)
         above.setdefault(place, []).append(str(number))
-        beside.text(
-            0,
-            1 - number / (len(events) + 1),
-            f"{number}  {seconds:.0f} s  {words}",
-            color=color,
-            fontsize=8,
-            va="center",
-        )
+        height, line = 1 - number / (len(events) + 1), f"{number}  {seconds:.0f} s  {words}"
+        beside.text(0, height, line, color=color, fontsize=8, va="center")
     for place, numbers in above.items():
         axis.annotate(",".join(numbers), (place, 1.01), xycoords=("data", "axes fraction"), fontsize=7, ha="center")

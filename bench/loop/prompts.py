@@ -35,9 +35,8 @@ def shifted_prompts(config: RunConfig, path: str) -> list[list[int]]:
         return _rendered(config, asked_rows(path)[0])
     heads = unit_test_heads()
     random.Random(config.seed).shuffle(heads)
-    return _rendered(
-        config, [PromptRow(head, None, None, "tests", f"tests:{number}") for number, head in enumerate(heads)]
-    )
+    rows = [PromptRow(head, None, None, "tests", f"tests:{number}") for number, head in enumerate(heads)]
+    return _rendered(config, rows)
 
 
 def _rendered(config: RunConfig, rows: Sequence[PromptRow]) -> list[list[int]]:

@@ -26,8 +26,7 @@ def shuffled_version(drafts: Path, good: str) -> str:
         orders = {key: torch.randperm(len(value), generator=generator) for key, value in weights.items() if value.dim()}
         save_file(weights | {key: weights[key][order] for key, order in orders.items()}, path, {"format": "pt"})
     told = json.loads((folder / PROVENANCE).read_text(encoding="utf-8"))
-    write_json(
-        folder / PROVENANCE, told | {"version": name, "parent": good, "approved_by": "nobody: its weights are shuffled"}
-    )
+    told |= {"version": name, "parent": good, "approved_by": "nobody: its weights are shuffled"}
+    write_json(folder / PROVENANCE, told)
     os.replace(folder, drafts / name)
     return name

@@ -18,8 +18,7 @@ from house_engine import HouseEngine, Pages
 from loop.account import LoopResult, account, alarm_behind
 from loop.clients import CONSTRAINED_EVERY, Clients
 from loop.family import Family
-from loop.loop import LOCK, clear_folder, loop_demo
-from loop.options import LoopOptions
+from loop.loop import LOCK, LoopOptions, clear_folder, loop_demo
 from loop.picture import plot_loop
 from loop.versions import shuffled_version
 from processes import free_port

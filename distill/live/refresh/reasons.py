@@ -110,12 +110,7 @@ def headroom(probe: Verdict, steps: int) -> Headroom:
 
 
 def payback(
-    costs: Costs | None,
-    records: Sequence[TrafficRecord],
-    tau: float,
-    tau_gain: float,
-    training_seconds: float,
-    days: float,
+    costs: Costs | None, records: Sequence[TrafficRecord], tau: float, tau_gain: float, seconds: float, days: float
 ) -> Payback:
     """GPU-hours that the gain saves a day at this load, against those of the training.
 
@@ -124,7 +119,7 @@ def payback(
     Args:
         records: requests that this draft served.
         tau, tau_gain: tokens per target call of the served draft, and what the probe gained.
-        training_seconds: of all devices together.
+        seconds: of the training, on all devices together.
         days: in which it must have paid for itself.
     """
     told = [record for record in records if record.response_tokens and record.drafted and record.blocks]
@@ -140,7 +135,7 @@ def payback(
     block_seconds = costs.target_step_seconds * (gamma * draft + verify)
     at_once = concurrency(told)
     saved = tokens_a_day * block_seconds / at_once * (1 / tau - 1 / max(tau + tau_gain, 1.0)) / HOUR_SECONDS
-    cost = training_seconds / HOUR_SECONDS
+    cost = seconds / HOUR_SECONDS
     needed = cost / saved if saved > 0 else math.inf
     words = (
         f"payback: {tokens_a_day:,.0f} tokens and {len(told) / max(span, 1.0) * DAY_SECONDS:,.0f} requests a day, {at_once:.1f} at once, "

@@ -176,7 +176,7 @@ class _Refresh:
         asked = {name: getattr(options, name) for name in ASKED} | {"overrides": list(options.overrides or [])}
         found = read_state(self.folder)
         self.state = found or State(
-            format=1, kind="refresh", run=str(options.run), home=str(self.home), traffic=str(options.traffic), drafts=str(self.drafts),
+            format=2, kind="refresh", run=str(options.run), home=str(self.home), traffic=str(options.traffic), drafts=str(self.drafts),
             parent=self.version, version=self.folder.name.rpartition("-")[2], asked=asked,
             started=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), reasons=Reasons(), outcome=None,
         )  # fmt: skip

@@ -51,8 +51,9 @@ class State(Record, frozen=False):
     what it is. window: the traffic that it took. What has not been reached is null.
     """
 
-    format: int = 1
-    kind: str = "refresh"
+    FORMAT = 2
+    format: int
+    kind: str
     run: str
     home: str
     traffic: str

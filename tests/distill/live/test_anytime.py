@@ -69,9 +69,7 @@ def test_running_sums_are_those_of_each_beginning() -> None:
 
 
 @pytest.mark.parametrize(("variance", "level", "scale"), [(1e-4, 0.05, 0.05), (0.02, 0.01, 0.05), (3e-6, 0.2, 0.3)])
-def test_at_the_boundary_the_mixture_has_grown_by_one_over_the_level(
-    variance: float, level: float, scale: float
-) -> None:
+def test_at_the_boundary_the_mixture_is_one_over_the_level(variance: float, level: float, scale: float) -> None:
     away = boundary(variance, level, scale)
 
     def ratio(difference: float) -> float:

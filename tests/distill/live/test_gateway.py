@@ -166,9 +166,7 @@ def test_errors_pass_through_and_an_engine_that_is_down_is_one_json_error(direct
     assert [(record.finish, record.arm) for record in records(tmp_path / "down")] == [("error", "a")]
 
 
-def test_a_client_that_leaves_ends_its_request_at_the_engine(
-    engine: ScriptedEngine, direct: str, tmp_path: Path
-) -> None:
+def test_a_client_that_leaves_ends_its_request_there(engine: ScriptedEngine, direct: str, tmp_path: Path) -> None:
     before = engine.left
     with running_gateway(tmp_path, direct) as url:
         with HTTP.stream("POST", f"{url}/v1/completions", json={**PROMPT, "user": "hang", "stream": True}) as answer:
@@ -181,9 +179,7 @@ def test_a_client_that_leaves_ends_its_request_at_the_engine(
     assert [record.finish for record in records(tmp_path)] == ["cancelled", "cancelled"]
 
 
-def test_a_client_that_does_not_read_makes_nobody_hold_its_response(
-    engine: ScriptedEngine, direct: str, tmp_path: Path
-) -> None:
+def test_a_client_that_does_not_read_holds_up_nobody(engine: ScriptedEngine, direct: str, tmp_path: Path) -> None:
     engine.sent = 0
     with running_gateway(tmp_path, direct, idle_seconds=1.0) as url:
         with HTTP.stream("POST", f"{url}/v1/completions", json={**PROMPT, "user": "flood", "stream": True}) as answer:
@@ -296,9 +292,7 @@ def answered(connection: socket.socket) -> bytes:
     return found
 
 
-def test_hostile_clients_are_ended_and_harm_nobody(
-    direct: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hostile_clients_harm_nobody(direct: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "HEADER_SECONDS", 0.3)
     monkeypatch.setattr(limits, "BODY_SECONDS", 0.3)
     post_line = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"

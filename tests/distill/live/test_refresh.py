@@ -115,9 +115,7 @@ def gain_by_hand(place: Path) -> float:
     return float(means[0] - means[1])
 
 
-def test_a_good_refresh_becomes_the_next_version(
-    place: Path, responses: list[TrafficRecord], trained: list[str]
-) -> None:
+def test_a_good_refresh_is_the_next_version(place: Path, responses: list[TrafficRecord], trained: list[str]) -> None:
     status, words = call(place)
     state = state_of(place)
     assert (status, state["outcome"]) == (0, "published"), words
@@ -175,9 +173,7 @@ def test_a_bad_refresh_is_stopped_at_the_gate(place: Path, trained: list[str]) -
     assert (current_version(place / "drafts") or pytest.fail("none")).name == "v0001"
 
 
-def test_nothing_is_trained_on_responses_that_were_mixed_up(
-    place: Path, responses: list[TrafficRecord], trained: list[str]
-) -> None:
+def test_nothing_is_trained_on_mixed_up_text(place: Path, responses: list[TrafficRecord], trained: list[str]) -> None:
     mixed_up = [
         replace(one, response_ids=other.response_ids, response_tokens=other.response_tokens)
         for one, other in zip(responses, [*responses[7:], *responses[:7]], strict=True)

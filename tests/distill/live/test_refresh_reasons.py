@@ -40,14 +40,14 @@ A_DAY = [record_of(number, time=number * 86_390.0, total_s=10.0, response_tokens
 
 def test_payback_is_what_a_hand_finds() -> None:
     # A token takes .015 / tau seconds; from tau 1.5 to 2 that saves .015 x (1 / 1.5 - 1 / 2) = .0025 s, 2.5 s a day.
-    found = payback(COSTS, A_DAY, 1.5, 0.5, training_seconds=5.0, days=2.5)
+    found = payback(COSTS, A_DAY, 1.5, 0.5, seconds=5.0, days=2.5)
     assert found.tokens_per_day == pytest.approx(1000)
     assert found.requests_per_day == pytest.approx(2)
     assert found.block_seconds == pytest.approx(0.015)
     assert found.saved_gpu_hours_per_day == pytest.approx(2.5 / 3600)
     assert found.training_gpu_hours == pytest.approx(5 / 3600)
     assert (found.days, found.holds) == (pytest.approx(2.0), True)
-    assert not payback(COSTS, A_DAY, 1.5, 0.5, training_seconds=7.0, days=2.5).holds
+    assert not payback(COSTS, A_DAY, 1.5, 0.5, seconds=7.0, days=2.5).holds
     # Two at once share every step: half of it is saved.
     twice = [*A_DAY, *(replace(one, id=f"{one.id}b") for one in A_DAY)]
     assert payback(COSTS, twice, 1.5, 0.5, 5.0, 2.5).saved_gpu_hours_per_day == pytest.approx(2.5 / 3600)
@@ -90,9 +90,7 @@ def test_greedy_text_is_told_from_text_that_was_mixed_up(tiny_run: Path, tmp_pat
         (900, 100, 0.25, (300, 100)), (100, 70, 1.0, (0, 70)),
     ],
 )  # fmt: skip
-def test_the_share_is_kept_with_as_many_prompts_as_there_are(
-    old: int, new: int, share: float, expected: tuple[int, int]
-) -> None:
+def test_the_share_is_kept_with_all_that_fits_it(old: int, new: int, share: float, expected: tuple[int, int]) -> None:
     assert mixed(old, new, share) == expected
 
 
@@ -134,9 +132,7 @@ def test_the_gate(side: str, whole: bool, gain: Difference, passes: bool) -> Non
         ({"sql": 3}, 1, set()),
     ],
 )
-def test_slices_that_could_never_be_certain_are_taken_together(
-    sizes: dict[str, int], looks: int, small: set[str]
-) -> None:
+def test_slices_too_small_to_be_certain_go_together(sizes: dict[str, int], looks: int, small: set[str]) -> None:
     assert small_slices(sizes, looks) == small
 
 

@@ -163,9 +163,7 @@ def test_less_than_the_gate_promised_is_taken_back(options: RolloutOptions, serv
 
 
 @pytest.mark.parametrize("stage", ["comparing", "watching"])
-def test_when_the_engine_dies_the_traffic_goes_back(
-    options: RolloutOptions, stage: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_that_dies_gives_back(options: RolloutOptions, stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Killed as soon as the stage has begun."""
     enter = module.Rollout._enter
 
@@ -275,9 +273,7 @@ def test_a_rollout_of_another_draft_that_has_not_ended_comes_first(options: Roll
         assert rollout(replace(options, back=True)) == TAKEN_BACK
 
 
-def test_arms_that_changed_while_the_engine_started_are_kept(
-    options: RolloutOptions, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_arms_that_changed_meanwhile_are_kept(options: RolloutOptions, monkeypatch: pytest.MonkeyPatch) -> None:
     """A gateway that began anew with other flags, and a rollout that goes on or back."""
     wait, now = module.Rollout._wait, Arms("flags", (Arm("v0001", "http://127.0.0.1:19", 1.0, "v0001", "t1"),))
 
@@ -384,9 +380,7 @@ def test_an_engine_that_hangs_has_died(options: RolloutOptions, monkeypatch: pyt
     assert all_is_back(options)
 
 
-def test_a_gateway_that_does_not_read_its_arms_is_told_of(
-    options: RolloutOptions, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gateway_that_reads_no_arms_is_told_of(options: RolloutOptions, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "HEED_SECONDS", 0.1)
     traffic = traffic_of(options, steady(0.8))
     traffic.heeds = False
@@ -426,9 +420,7 @@ def test_a_forged_line_is_named_and_the_old_engine_gets_the_traffic(options: Rol
     ],
     ids=lambda value: str(next(iter(value.items()))) if isinstance(value, dict) else "",
 )
-def test_what_is_refused(
-    options: RolloutOptions, change: dict[str, Any], says: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_refused(options: RolloutOptions, change: dict[str, Any], says: str) -> None:
     with pytest.raises(UserError) as refused:
         rollout(replace(options, **change))
     assert says in str(refused.value)

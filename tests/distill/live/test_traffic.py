@@ -113,9 +113,7 @@ def test_a_run_trains_from_an_export_and_asks_the_target_nothing_that_is_known(
     assert answered >= {prompt.prompt_id for prompt in StoredPrompts(tmp_path / "may" / PROMPT_FILES[1])}
 
 
-def test_what_the_run_holds_out_is_not_trained_on_and_what_it_learnt_is_not_held_out(
-    tmp_path: Path, own_run: Path
-) -> None:
+def test_what_the_run_holds_out_and_what_it_learnt_keep_their_side(tmp_path: Path, own_run: Path) -> None:
     records = traffic_of(own_run, 40)
     held, learnt = (StoredPrompts(own_run / name)[0].prompt_ids for name in PROMPT_FILES[::-1])
     records = [record_of(-1, time=0.0, prompt_ids=held, target_version=records[0].target_version), *records]

@@ -111,9 +111,7 @@ def test_pruning_that_was_killed_leaves_no_half_version(tmp_path: Path, monkeypa
     assert not list(tmp_path.glob("*v0001*")), "what was left is gone too"
 
 
-def test_a_switch_that_was_killed_is_told_when_it_is_asked_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_switch_is_told_when_it_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_version(tmp_path, "v0001", None)
 
     def killed(*_: object) -> None:
