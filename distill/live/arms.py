@@ -94,11 +94,7 @@ def read_arms(path: Path) -> Arms:
 
 
 def write_arms(path: Path, arms: Arms) -> None:
-    """Writes the arms; they are there whole or not at all.
-
-    Raises:
-        UserError: the disk refuses.
-    """
+    """Writes the arms; they are there whole or not at all. Raises UserError: the disk refuses."""
     with writing(path):
         write_bytes(path, (json.dumps(dataclasses.asdict(arms), indent=2) + "\n").encode(), 0o600)
 

@@ -49,11 +49,7 @@ class Version:
 
 
 def read_version(folder: Path) -> Version:
-    """The version in a folder, or behind a link to one.
-
-    Raises:
-        UserError: no version there.
-    """
+    """The version in a folder, or behind a link to one. Raises UserError: no version there."""
     folder = folder.resolve()
     try:
         provenance = json.loads((folder / PROVENANCE).read_text(encoding="utf-8"))
@@ -71,11 +67,7 @@ def list_versions(drafts: Path) -> list[Version]:
 
 
 def current_version(drafts: Path) -> Version | None:
-    """The version that is served; None where there is none yet.
-
-    Raises:
-        UserError: the link points to no version.
-    """
+    """The version that is served; None where there is none yet. Raises UserError: the link points to no version."""
     link = drafts / CURRENT
     return read_version(link) if link.is_symlink() else None
 

@@ -73,11 +73,7 @@ def read_request(
 
 @functools.cache
 def parse_sampling(text: str) -> dict[str, float]:
-    """`temperature=0.7,top_p=0.8` as numbers.
-
-    Raises:
-        UserError: another key, or no number.
-    """
+    """`temperature=0.7,top_p=0.8` as numbers. Raises UserError: another key, or no number."""
     found = {}
     for part in filter(None, text.split(",")):
         key, _, value = part.partition("=")

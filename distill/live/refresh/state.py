@@ -70,22 +70,14 @@ class State(Record, frozen=False):
     outcome: Outcome | None = None
 
     def write(self, folder: Path) -> None:
-        """Writes refresh.json whole.
-
-        Raises:
-            UserError: the disk refuses.
-        """
+        """Writes refresh.json whole. Raises UserError: the disk refuses."""
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
             write_json(folder / STATE, self.record())
 
 
 def read_state(folder: Path) -> State | None:
-    """What refresh.json holds; None where there is none yet.
-
-    Raises:
-        UserError: damaged.
-    """
+    """What refresh.json holds; None where there is none yet. Raises UserError: damaged."""
     path = folder / STATE
     return State.read(path, f"delete {folder} to start again") if path.exists() else None
 

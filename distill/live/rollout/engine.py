@@ -86,11 +86,7 @@ def engine_words(command: str, draft: Path, port: int) -> list[str]:
 
 
 def free_port(port: int) -> int:
-    """This port, or any free one for 0.
-
-    Raises:
-        UserError: it is in use.
-    """
+    """This port, or any free one for 0. Raises UserError: it is in use."""
     try:
         with socket.create_server(("127.0.0.1", port)) as free:
             return int(free.getsockname()[1])
@@ -99,11 +95,7 @@ def free_port(port: int) -> int:
 
 
 def start_engine(engine: Engine, words: list[str], log: Path) -> psutil.Process:
-    """Starts the process of an engine in a session of its own.
-
-    Raises:
-        UserError: no such program.
-    """
+    """Starts the process of an engine in a session of its own. Raises UserError: no such program."""
     try:
         with log.open("ab") as out:
             return psutil.Popen(

@@ -57,21 +57,13 @@ class State(Record, frozen=False):
 
 
 def read_state(drafts: Path) -> State | None:
-    """The last rollout of a draft; None before the first.
-
-    Raises:
-        UserError: it cannot be read.
-    """
+    """The last rollout of a draft; None before the first. Raises UserError: it cannot be read."""
     path = drafts / STATE
     return State.read(path, "see which engines run, then delete it") if path.exists() else None
 
 
 def write_state(drafts: Path, state: State) -> None:
-    """Writes it whole.
-
-    Raises:
-        UserError: the disk refuses.
-    """
+    """Writes it whole. Raises UserError: the disk refuses."""
     with writing(drafts / STATE):
         write_json(drafts / STATE, state.model_dump())
 

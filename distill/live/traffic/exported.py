@@ -48,11 +48,7 @@ def row_id(salt: bytes, record_id: str) -> str:
 
 
 def list_exports(directory: Path) -> list[Export]:
-    """All exports of a log, oldest first.
-
-    Raises:
-        UserError: the list is damaged.
-    """
+    """All exports of a log, oldest first. Raises UserError: the list is damaged."""
     path = directory / EXPORTS
     with contextlib.suppress(FileNotFoundError):
         try:
@@ -63,11 +59,7 @@ def list_exports(directory: Path) -> list[Export]:
 
 
 def note_export(directory: Path, folder: Path, made: float, rows: int) -> None:
-    """Writes down that rows of a log are in a folder.
-
-    Raises:
-        UserError: the list is damaged, or cannot be written.
-    """
+    """Writes down that rows of a log are in a folder. Raises UserError: the list is damaged, or cannot be written."""
     _write(directory, folder, Export(str(folder.resolve()), made, rows))
 
 

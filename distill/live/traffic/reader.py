@@ -111,11 +111,7 @@ def accepts(record: TrafficRecord) -> bool:
 
 
 def acceptance_of(log: TrafficLog, version: str) -> AcceptanceLog:
-    """Acceptance of the requests that one draft served.
-
-    Raises:
-        UserError: no request that such a draft served.
-    """
+    """Acceptance of the requests that one draft served. Raises UserError: no request that such a draft served."""
     told = [record for record in log.records if accepts(record)]
     records = [
         AcceptanceRecord(

@@ -116,11 +116,7 @@ def to_line(record: TrafficRecord) -> bytes:
 
 
 def from_line(line: bytes) -> TrafficRecord:
-    """The record of a line.
-
-    Raises:
-        RecordError: damaged, forged or of another format.
-    """
+    """The record of a line. Raises RecordError: damaged, forged or of another format."""
     body, mark, rest = line.rstrip(b"\n").rpartition(_CHECKSUM)
     if not mark or rest != b'%08x"}' % zlib.crc32(body):
         raise RecordError("crc32: the checksum is another, or there is none")
@@ -149,11 +145,7 @@ def log_files(directory: Path) -> list[Path]:
 
 
 def read_salt(directory: Path) -> bytes:
-    """The secret of a log directory.
-
-    Raises:
-        UserError: it is missing or damaged.
-    """
+    """The secret of a log directory. Raises UserError: it is missing or damaged."""
     try:
         salt = bytes.fromhex((directory / SALT).read_text(encoding="ascii").strip())
     except (OSError, ValueError) as error:

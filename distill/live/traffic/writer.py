@@ -161,11 +161,7 @@ class LogWriter:
         self.writing = writing
 
     def _write(self, records: list[TrafficRecord]) -> None:
-        """All of them or none.
-
-        Raises:
-            OSError: the disk refuses.
-        """
+        """All of them or none. Raises OSError: the disk refuses."""
         path = self.directory / f"log-{self._number:05d}.jsonl"
         fcntl.flock(self._write_lock, fcntl.LOCK_EX)
         try:
