@@ -9,17 +9,7 @@ from typing import Any
 from data.files import MANIFEST, write_bytes
 from data.responses.rendered import StoredPrompts
 from data.responses.store import Store
-from distill.config.layout import (
-    CONFIG,
-    DAY,
-    HELDOUT,
-    HELDOUT_GREEDY,
-    PROMPTS,
-    RESPONSES,
-    SERVED,
-    TRAINING,
-    best_student,
-)
+from distill.config import layout
 from distill.config.load import dump_config, load_config
 from distill.config.run import RunConfig
 from distill.live.versions import Version
@@ -46,9 +36,9 @@ def run_config(run: Path) -> RunConfig:
     Raises:
         UserError: no run there, or one that trains on the dataset's own answers, of which traffic has none.
     """
-    if not (run / CONFIG).is_file():
+    if not (run / layout.CONFIG).is_file():
         raise UserError(f"{run}: no config.yaml there; give the folder of a run, e.g. runs/demo")
-    config = load_config(run / CONFIG)
+    config = load_config(run / layout.CONFIG)
     if config.data.responses == "reference":
         raise UserError(f"{run}: data.responses: reference; a refresh learns from the target's answers alone")
     return config
@@ -60,7 +50,7 @@ def student_of(version: Version | None, run: Path) -> Path:
     ``run``: the run of the first version, wherever it lies by now; ``version``: None for a draft that was never published.
     """
     home = run if version is None or version.parent is None else Path(version.provenance["run"])
-    own = best_student(home)
+    own = layout.best_student(home)
     return own if version is None or own.is_dir() else version.folder
 
 
@@ -81,7 +71,9 @@ def write_training(home: Path, student: Path, export: Path, folder: Path, share:
     """
     config, (old_train, old_heldout), (new_train, new_heldout) = run_config(home), _prompts(home), _prompts(export)
     if not old_train.exists() or not old_heldout.exists():
-        raise UserError(f"{home / PROMPTS}: not there, so nothing is known of what {home} was trained and judged on")
+        raise UserError(
+            f"{home / layout.PROMPTS}: not there, so nothing is known of what {home} was trained and judged on"
+        )
     had, fresh = len(StoredPrompts(old_train)), len(StoredPrompts(new_heldout))
     old, new = mixed(had, len(StoredPrompts(new_train)), share)
     judged = min(config.judge.prompts, len(StoredPrompts(old_heldout)))
@@ -110,7 +102,7 @@ def write_probe(home: Path, student: Path, export: Path, folder: Path, steps: in
 
 
 def _prompts(folder: Path) -> tuple[Path, Path]:
-    return folder / PROMPTS / TRAIN_FILE, folder / PROMPTS / HELDOUT_FILE
+    return folder / layout.PROMPTS / TRAIN_FILE, folder / layout.PROMPTS / HELDOUT_FILE
 
 
 def _sources(*files: tuple[Path, int | None]) -> list[dict[str, str | int | None]]:
@@ -120,7 +112,7 @@ def _sources(*files: tuple[Path, int | None]) -> list[dict[str, str | int | None
 def _write(path: Path, home: Path, student: Path, folder: Path, keys: dict[str, Any], asked: Sequence[str]) -> Path:
     own = {"name": folder.name, "output": str(folder.parent), "student.path": str(student)} | _WARM | keys
     words = [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in own.items()]
-    write_bytes(path, dump_config(load_config(home / CONFIG, [*words, *asked])).encode())
+    write_bytes(path, dump_config(load_config(home / layout.CONFIG, [*words, *asked])).encode())
     return path
 
 
@@ -131,9 +123,9 @@ def adopt_stores(folder: Path, homes: Sequence[Path]) -> None:
         UserError: made with something else, damaged, or the disk refuses.
     """
     for home in homes:
-        for name in (TRAINING, HELDOUT, HELDOUT_GREEDY):
-            if (home / RESPONSES / name / MANIFEST).exists():
-                Store(folder / RESPONSES / name).adopt(Store(home / RESPONSES / name))
-        for name in (DAY, SERVED):
-            if (home / RESPONSES / name).exists() and not (folder / RESPONSES / name).exists():
-                shutil.copyfile(home / RESPONSES / name, folder / RESPONSES / name)
+        for name in (layout.TRAINING, layout.HELDOUT, layout.HELDOUT_GREEDY):
+            if (home / layout.RESPONSES / name / MANIFEST).exists():
+                Store(folder / layout.RESPONSES / name).adopt(Store(home / layout.RESPONSES / name))
+        for name in (layout.DAY, layout.SERVED):
+            if (home / layout.RESPONSES / name).exists() and not (folder / layout.RESPONSES / name).exists():
+                shutil.copyfile(home / layout.RESPONSES / name, folder / layout.RESPONSES / name)

@@ -19,32 +19,9 @@ from distill.faults import Interrupted
 from distill.live.arms import ARMS, Arm, Arms, read_arms, write_arms
 from distill.live.options import RolloutOptions
 from distill.live.rollout import engine as engines
-from distill.live.rollout.engine import (
-    answers,
-    engine_words,
-    find_engine,
-    free_port,
-    last_line,
-    models,
-    start_engine,
-    stop_engine,
-)
+from distill.live.rollout import state as states
 from distill.live.rollout.judgement import SEEN, Decision, GateGain, Law, Served, compare, served_of, watch
-from distill.live.rollout.state import (
-    ENDS,
-    ROLLOUT_LOCK,
-    Event,
-    Stage,
-    State,
-    arms_before,
-    asked_version,
-    begin,
-    check_options,
-    check_same,
-    gateway_runs,
-    read_state,
-    write_state,
-)
+from distill.live.rollout.state import ENDS, Event, Stage, State, arms_before, gateway_runs
 from distill.live.traffic.reader import LogTail
 from distill.live.traffic.record import TrafficRecord
 from distill.live.versions import Version, current_version, make_current, reject
@@ -65,20 +42,13 @@ def rollout(options: RolloutOptions) -> int:
             that does not read arms.json, an engine that does not start, a port in use, an option out of its range.
         Interrupted: Ctrl-C; both engines stay as they are.
     """
-    check_options(options)
+    states.check_options(options)
     if not options.drafts.is_dir() and (named := Path("drafts") / options.drafts).is_dir():
         options = dataclasses.replace(options, drafts=named)
-    version = asked_version(options)
+    version = states.asked_version(options)
     busy = f"{options.drafts}: another rollout of it is running; wait for it or end it"
-    with locked(options.drafts / ROLLOUT_LOCK, busy):
-        state = read_state(options.drafts)
-        if state is not None and state.stage not in ENDS:
-            check_same(state, options)
-            print(f"goes on: {state.version} was {state.stage}", flush=True)
-        elif options.back:
-            raise UserError(f"--back: no rollout of {options.drafts} is under way")
-        else:
-            state = begin(options, version, state)
+    with locked(options.drafts / states.ROLLOUT_LOCK, busy):
+        state = states.opened(options, version)
         try:
             return Rollout(options, version, state).run()
         except KeyboardInterrupt:
@@ -119,18 +89,18 @@ class Rollout:
         """The next stage is written down before it begins."""
         self.state.stage, self.state.since, self.state.reason = stage, time.time(), text
         self.state.events.append(Event(time=self.state.since, stage=stage, text=text))
-        write_state(self.options.drafts, self.state)
+        self.state.write(self.options.drafts)
         print(f"{time.strftime('%H:%M:%S')} {self.state.version} {stage}: {text}", flush=True)
 
     def _start(self) -> None:
         state = self.state
         if state.engine.mark:
-            if (process := find_engine(state.engine)) is None:
-                port = free_port(state.engine.port)
-                words = engine_words(self.options.engine_command, self.version.folder, port)
-                process = start_engine(state.engine, words, self._engine_log())
+            if (process := engines.find_engine(state.engine)) is None:
+                port = engines.free_port(state.engine.port)
+                words = engines.engine_words(self.options.engine_command, self.version.folder, port)
+                process = engines.start_engine(state.engine, words, self._engine_log())
             state.engine.pid, state.engine.created = process.pid, process.create_time()
-            write_state(self.options.drafts, state)
+            state.write(self.options.drafts)
         seconds = self._wait()
         # A gateway may have been restarted meanwhile, with other flags.
         state.before = arms_before(self.arms_file.parent)
@@ -141,10 +111,12 @@ class Rollout:
     def _wait(self) -> float:
         """Seconds until the engine answered."""
         start = time.monotonic()
-        while not answers(self.state.engine.url):
+        while not engines.answers(self.state.engine.url):
             if self._has_died():
                 log = self._engine_log()
-                raise UserError(f"--engine-command: it ended before it answered: {last_line(log)} (all in {log})")
+                raise UserError(
+                    f"--engine-command: it ended before it answered: {engines.last_line(log)} (all in {log})"
+                )
             if time.monotonic() - start > self.options.start_timeout:
                 within = f"--start-timeout {self.options.start_timeout:g} s"
                 raise UserError(f"{self.state.engine.url} does not answer within {within}")
@@ -153,9 +125,9 @@ class Rollout:
 
     def _check_models(self) -> None:
         """Raises UserError when a request for the old engine's model would be refused by the new one."""
-        known = models(self.state.engine.url)
+        known = engines.models(self.state.engine.url)
         asked = [arm.url for arm in self.state.before.arms if arm.drafts and arm.share]
-        missing = {name for url in asked for name in models(url)} - known
+        missing = {name for url in asked for name in engines.models(url)} - known
         if known and missing:
             raise UserError(
                 f"{self.state.engine.url}: serves {', '.join(sorted(known))}, and requests are for {', '.join(sorted(missing))}: start it with "
@@ -166,7 +138,7 @@ class Rollout:
         if self._direct(self.state.share):
             # Whoever was killed before this wrote down a beginning that was none.
             self.state.since = time.time()
-            write_state(self.options.drafts, self.state)
+            self.state.write(self.options.drafts)
         law, begun = self._law(), time.time()
 
         def judge(new: Served, records: list[TrafficRecord]) -> Decision:
@@ -195,9 +167,9 @@ class Rollout:
         """Judges what the new engine has served since the stage began, again and again, until there is a decision or it has died."""
         tail, silent = LogTail(Path(self.state.log), self.state.since), 0
         while True:
-            silent = 0 if answers(self.state.engine.url) else silent + 1
+            silent = 0 if engines.answers(self.state.engine.url) else silent + 1
             if self._has_died():
-                said = last_line(self._engine_log()) or "nothing"
+                said = engines.last_line(self._engine_log()) or "nothing"
                 return self._enter("returning", f"the engine died; it said last: {said}")
             if silent >= SILENT_POLLS:
                 return self._enter("returning", f"{self.state.engine.url} does not answer")
@@ -214,7 +186,7 @@ class Rollout:
         make_current(self.options.drafts, self.state.version, "rollout")
         old, urls = self.state.before_engine, [arm.url for arm in self.state.before.arms if arm.drafts]
         if old is not None and old.url in urls:
-            stop_engine(old, self.options.drain)
+            engines.stop_engine(old, self.options.drain)
             urls.remove(old.url)
         for url in urls:
             print(f"{url} has no traffic any more and was not started here: end it as you started it", flush=True)
@@ -226,9 +198,9 @@ class Rollout:
         if self._directs():
             write_arms(self.arms_file, self.state.before)
         for arm in self.state.before.arms:
-            if arm.share and not answers(arm.url):
+            if arm.share and not engines.answers(arm.url):
                 print(f"arms.{arm.name}: {arm.url} does not answer, and gets its traffic back", flush=True)
-        stop_engine(self.state.engine, self.options.drain)
+        engines.stop_engine(self.state.engine, self.options.drain)
         if self.state.blames:
             reject(self.options.drafts, self.state.version, f"rollout: {reason}")
             self._point_back()
@@ -267,7 +239,7 @@ class Rollout:
         return {arm.name for arm in self.state.before.arms if arm.drafts}
 
     def _has_died(self) -> bool:
-        return bool(self.state.engine.mark) and find_engine(self.state.engine) is None
+        return bool(self.state.engine.mark) and engines.find_engine(self.state.engine) is None
 
     def _engine_log(self) -> Path:
         return self.options.drafts / f"engine-{self.state.version}.log"

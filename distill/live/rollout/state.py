@@ -55,17 +55,16 @@ class State(Record, frozen=False):
     blames: bool = True
     events: list[Event] = Field(default_factory=list)
 
+    def write(self, drafts: Path) -> None:
+        """Writes it whole. Raises UserError: the disk refuses."""
+        with writing(drafts / STATE):
+            write_json(drafts / STATE, self.model_dump())
+
 
 def read_state(drafts: Path) -> State | None:
     """The last rollout of a draft; None before the first. Raises UserError: it cannot be read."""
     path = drafts / STATE
     return State.read(path, "see which engines run, then delete it") if path.exists() else None
-
-
-def write_state(drafts: Path, state: State) -> None:
-    """Writes it whole. Raises UserError: the disk refuses."""
-    with writing(drafts / STATE):
-        write_json(drafts / STATE, state.model_dump())
 
 
 def check_options(options: RolloutOptions) -> None:
@@ -150,5 +149,21 @@ def begin(options: RolloutOptions, version: Version, last: State | None) -> Stat
         version=version.name, log=str(options.log.resolve()), stage="starting", share=options.share, engine=engine, before=before,
         before_engine=earlier, since=time.time(),
     )  # fmt: skip
-    write_state(options.drafts, state)
+    state.write(options.drafts)
     return state
+
+
+def opened(options: RolloutOptions, version: Version) -> State:
+    """Where an unfinished rollout stands, or the first state of a new one.
+
+    Raises:
+        UserError: an unfinished one of another version or log, no gateway, none to take back, see also `begin`.
+    """
+    state = read_state(options.drafts)
+    if state is not None and state.stage not in ENDS:
+        check_same(state, options)
+        print(f"goes on: {state.version} was {state.stage}", flush=True)
+        return state
+    if options.back:
+        raise UserError(f"--back: no rollout of {options.drafts} is under way")
+    return begin(options, version, state)

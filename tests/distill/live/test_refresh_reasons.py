@@ -25,7 +25,7 @@ from distill.live.refresh.plan import mixed
 from distill.live.refresh.reasons import concurrency, own_words, payback
 from distill.live.refresh.refresh import refresh_command
 from distill.live.rollout.engine import Engine
-from distill.live.rollout.state import State, write_state
+from distill.live.rollout.state import State
 from distill.live.versions import list_versions, make_current
 from distill.run.verdict_record import Costs
 from speculative.errors import UserError
@@ -193,6 +193,6 @@ def test_a_version_whose_rollout_has_begun_is_not_pruned(tmp_path: Path) -> None
     engine = Engine(url="http://127.0.0.1:9", port=9)
     arms = Arms("flags", (Arm("v0002", "http://127.0.0.1:8", 1.0, "v0002"),))
     state = State(version="v0003", log=str(tmp_path), stage="starting", share=0.1, engine=engine, before=arms)
-    write_state(tmp_path, state)
+    state.write(tmp_path)
     refresh.prune_unused(tmp_path, 1, None, "v0005", Console(file=io.StringIO()))
     assert [version.name for version in list_versions(tmp_path)] == ["v0001", "v0002", "v0003", "v0005"]

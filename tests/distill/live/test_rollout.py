@@ -192,8 +192,13 @@ def hang_behind(name: str) -> None:
         return wrapped
 
     module.Rollout._enter = hangs(module.Rollout._enter)  # type: ignore[method-assign]
-    for act in ("start_engine", "make_current", "stop_engine", "reject"):
-        setattr(module, act, hangs(getattr(module, act)))
+    for owner, act in (
+        (engines, "start_engine"),
+        (module, "make_current"),
+        (engines, "stop_engine"),
+        (module, "reject"),
+    ):
+        setattr(owner, act, hangs(getattr(owner, act)))
 
 
 def run_apart(options: RolloutOptions, behind: str, reached: Path) -> None:
@@ -302,7 +307,7 @@ def test_one_that_was_approved_before_is_current_no_more_when_it_is_taken_back(o
 
 
 def test_an_engine_with_another_model_gets_no_request(options: RolloutOptions, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "models", lambda url: {"ours"} if url.endswith(":9") else {"theirs"})
+    monkeypatch.setattr(engines, "models", lambda url: {"ours"} if url.endswith(":9") else {"theirs"})
     with pytest.raises(UserError, match="serves theirs, and requests are for ours: start it with the same target"):
         rollout(options)
     assert (shares(options), engines_of(options)) == ({"v0001": 1.0}, [])
