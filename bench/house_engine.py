@@ -34,10 +34,9 @@ from distill.models.draft import load_draft
 from distill.models.target import Target
 from speculative.decode import STOP, DecodeSettings, Event, check_prompts, context_of, end_token_ids, generate
 from speculative.decoder.responses import CommitGate
-from speculative.drafters.draft import Draft
+from speculative.drafters.draft import DRAFTINGS, Draft
 from speculative.drafters.drafter import Drafter
 from speculative.drafters.gamma import FixedGamma
-from speculative.drafters.parallel import DRAFTINGS
 from speculative.errors import UserError
 from speculative.rules.processors import LogitsRules
 from speculative.rules.rule import Rule

@@ -43,8 +43,7 @@ from distill.verdict.field import step_costs, typical_length
 from distill.verdict.question import Question
 from distill.verdict.ways import draft_way
 from speculative.decoder.responses import DecodeSettings
-from speculative.drafters.draft import Draft
-from speculative.drafters.parallel import Drafting
+from speculative.drafters.draft import Draft, Drafting
 from speculative.engine.models import end_token_ids
 from speculative.errors import UserError
 from speculative.evaluate import HeldoutResponse

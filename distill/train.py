@@ -39,7 +39,7 @@ from distill.training.tracking import judged_scalars, start_trackers
 from distill.training.trainer import Checkpoint, Trainer
 from distill.verdict.judge import DraftJudge, require_served
 from speculative.decoder.responses import DecodeSettings
-from speculative.drafters.parallel import Drafting
+from speculative.drafters.draft import Drafting
 from speculative.engine.parallel import mask_token_of
 
 # What ends a run, by its place: training knows nothing of verdicts, reports and exports.

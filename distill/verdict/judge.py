@@ -9,8 +9,7 @@ from distill.models.target import Target
 from distill.run.verdict_record import Judgement
 from distill.training.module import DraftModule
 from speculative.decoder.responses import DecodeSettings
-from speculative.drafters.draft import Draft
-from speculative.drafters.parallel import Drafting
+from speculative.drafters.draft import Draft, Drafting
 from speculative.engine.memory import release
 from speculative.engine.models import max_positions
 from speculative.errors import UserError

@@ -12,8 +12,7 @@ from speculative.decoder.responses import DecodeSettings
 from speculative.drafters.drafter import Proposal
 from speculative.engine.cached_model import upload
 from speculative.rules.sampling import ACCEPTANCE_COIN, RESIDUAL_UNIFORM, logits_to_probs, most_likely_and_peak
-from speculative.rules.tree import TokenTree
-from speculative.rules.tree_verify import verify_tree, verify_tree_greedy
+from speculative.rules.tree import TokenTree, verify_tree, verify_tree_greedy
 from speculative.rules.verify import verify, verify_block, verify_greedy
 
 

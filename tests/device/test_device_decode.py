@@ -15,12 +15,11 @@ from speculative.decode import decode, generate
 from speculative.decoder.device_loop import DeviceLoop, open_loop
 from speculative.decoder.responses import DecodeSettings
 from speculative.drafters.cascade import Cascade
-from speculative.drafters.draft import Draft
+from speculative.drafters.draft import Draft, ParallelDrafter
 from speculative.drafters.drafter import Drafter, ModelDrafter
 from speculative.drafters.early_exit import EarlyExit
 from speculative.drafters.gamma import FixedGamma
 from speculative.drafters.lookup import JacobiPool, PromptLookup
-from speculative.drafters.parallel import ParallelDrafter
 from speculative.drafters.retrieval import Datastore, Retrieval
 from speculative.engine import memory
 from speculative.engine.cache import POSITION_STEP, RaggedCache

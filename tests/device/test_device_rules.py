@@ -15,8 +15,7 @@ from speculative.rules.sampling import (
     sample,
     sample_at,
 )
-from speculative.rules.tree import TokenTree
-from speculative.rules.tree_verify import verify_tree, verify_tree_greedy
+from speculative.rules.tree import TokenTree, verify_tree, verify_tree_greedy
 from speculative.rules.verify import verify, verify_block, verify_greedy
 
 pytestmark = pytest.mark.device

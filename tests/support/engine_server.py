@@ -16,8 +16,7 @@ import torch
 
 from speculative.decode import decode
 from speculative.decoder.responses import DecodeSettings
-from speculative.drafters.draft import Draft
-from speculative.drafters.parallel import Drafting
+from speculative.drafters.draft import Draft, Drafting
 from speculative.rules.rule import Rule
 from speculative.rules.sampling import SamplingSettings
 

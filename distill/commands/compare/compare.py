@@ -29,8 +29,7 @@ from distill.run.frozen_text import FrozenText, load_frozen_text
 from distill.run.responses import decode_settings
 from distill.run.session import context_limit
 from distill.verdict.field import step_costs, typical_length
-from speculative.drafters.draft import Draft
-from speculative.drafters.parallel import Drafting
+from speculative.drafters.draft import Draft, Drafting
 from speculative.engine.models import max_positions
 from speculative.errors import UserError
 from speculative.measure.cost import StepCosts

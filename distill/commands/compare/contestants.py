@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from speculative.drafters.parallel import Drafting
+from speculative.drafters.draft import Drafting
 from speculative.evaluate import HeldoutResponse
 from speculative.measure.cost import StepCosts, given_costs
 from speculative.measure.metrics import CURVE_GAMMAS

@@ -16,8 +16,7 @@ from distill.config.layout import VERDICT
 from distill.run.folder import load_verdict
 from distill.run.frozen_text import load_frozen_text
 from distill.run.verdict_record import drafting_to_serve
-from speculative.drafters.draft import Draft
-from speculative.drafters.parallel import Drafting
+from speculative.drafters.draft import Draft, Drafting
 from speculative.engine.parallel import mask_token_of
 from speculative.errors import UserError
 from speculative.evaluate import HeldoutResponse

@@ -27,8 +27,7 @@ from distill.run.responses import decode_settings
 from distill.run.session import context_limit
 from distill.run.verdict_record import Interval, Record, Row
 from speculative.decode import decode
-from speculative.drafters.draft import Draft
-from speculative.drafters.parallel import DRAFTINGS
+from speculative.drafters.draft import DRAFTINGS, Draft
 from speculative.engine.models import max_positions
 from speculative.errors import UserError
 from speculative.explain.rate_change import rate_change

@@ -27,8 +27,7 @@ from distill.verdict.field import Candidate, line_up
 from distill.verdict.findings import findings_of
 from distill.verdict.question import Question
 from distill.verdict.verdict import verdict_of
-from speculative.drafters.draft import Draft
-from speculative.drafters.parallel import DRAFTINGS
+from speculative.drafters.draft import DRAFTINGS, Draft
 from speculative.errors import UserError
 from speculative.evaluate import judge
 from speculative.measure.cost import best_gamma

@@ -42,9 +42,8 @@ from distill.report.table import interval
 from distill.run.result import Score, ScoreDifference, TaskScores
 from distill.run.session import Pair, open_pair
 from speculative.decoder.responses import Response
-from speculative.drafters.draft import Draft
+from speculative.drafters.draft import Draft, Drafting
 from speculative.drafters.drafter import ModelDrafter
-from speculative.drafters.parallel import Drafting
 from speculative.errors import UserError
 from speculative.explain.losslessness import LEVEL, greedy_equality, sampled_texts
 from speculative.measure.effects import too_few

@@ -22,10 +22,9 @@ from distill.models.draft import cast_weights, load_draft
 from speculative.decode import Event, generate
 from speculative.decoder.proposal_log import ProposalLog
 from speculative.decoder.responses import DecodeSettings, Prompt, Response, Timing
-from speculative.drafters.draft import Draft
+from speculative.drafters.draft import DRAFTINGS, Draft, ParallelDrafter
 from speculative.drafters.drafter import Drafter, ModelDrafter
 from speculative.drafters.gamma import AdaptiveGamma, FixedGamma, GammaPolicy
-from speculative.drafters.parallel import DRAFTINGS, ParallelDrafter
 from speculative.drafters.registry import Parts, make_drafter
 from speculative.engine.models import end_token_ids
 from speculative.errors import UserError

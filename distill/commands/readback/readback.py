@@ -40,8 +40,7 @@ from distill.run.responses import decode_settings, frozen_responses_of
 from distill.run.served_record import SERVED_TEXT, GreedyTexts, ServedRecord, TextLawRecord
 from distill.run.verdict_record import WAYS, Verdict, drafting_to_serve
 from speculative.decoder.responses import Response
-from speculative.drafters.draft import Draft
-from speculative.drafters.parallel import DRAFTINGS
+from speculative.drafters.draft import DRAFTINGS, Draft
 from speculative.engine.parallel import mask_token_of
 from speculative.errors import UserError
 from speculative.evaluate import HeldoutResponse

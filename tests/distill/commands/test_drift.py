@@ -29,9 +29,8 @@ from distill.commands.drift.drift import Drift, drift_command
 from distill.commands.options import DriftOptions
 from speculative.decode import decode
 from speculative.decoder.responses import DecodeSettings
-from speculative.drafters.draft import Draft
+from speculative.drafters.draft import Draft, Drafting
 from speculative.drafters.drafter import ModelDrafter
-from speculative.drafters.parallel import Drafting
 from speculative.errors import UserError
 from speculative.evaluate import HeldoutResponse
 from speculative.measure.replay import expected_blocks_of

@@ -12,7 +12,7 @@ from distill.loss.definitions import Objective
 from distill.training.module import DraftModule
 from distill.verdict.judge import DraftJudge
 from speculative.decoder.responses import DecodeSettings
-from speculative.drafters.parallel import Drafting
+from speculative.drafters.draft import Drafting
 from speculative.evaluate import frozen_responses
 from speculative.measure.replay import expected_blocks_of
 from speculative.measure.token_scores import score_tokens

@@ -9,10 +9,10 @@ from tiny_models import VOCAB, perturbed
 from speculative.decode import decode
 from speculative.decoder.responses import DecodeSettings
 from speculative.drafters.cascade import Cascade
+from speculative.drafters.draft import ParallelDrafter
 from speculative.drafters.drafter import ModelDrafter
 from speculative.drafters.early_exit import EarlyExit
 from speculative.drafters.lookup import JacobiPool, PromptLookup
-from speculative.drafters.parallel import ParallelDrafter
 from speculative.drafters.retrieval import Datastore, Retrieval
 from speculative.rules.sampling import GREEDY, SamplingSettings
 

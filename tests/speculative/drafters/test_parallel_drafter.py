@@ -18,11 +18,10 @@ from tiny_models import perturbed, prompts_of, tiny_model
 from speculative.decode import decode
 from speculative.decoder.responses import DecodeSettings
 from speculative.drafters.cascade import Cascade
-from speculative.drafters.draft import drafts_of
+from speculative.drafters.draft import ParallelDrafter, drafts_of
 from speculative.drafters.drafter import CATCH_UP_TOKENS, ModelDrafter
 from speculative.drafters.gamma import AdaptiveGamma, FixedGamma
 from speculative.drafters.lookup import PromptLookup
-from speculative.drafters.parallel import ParallelDrafter
 from speculative.errors import UserError
 from speculative.measure.metrics import survival
 from speculative.measure.replay import agreement_of, expected_blocks_of, survival_of

@@ -19,16 +19,15 @@ from table_models import (
     text_probs,
 )
 
-from speculative.rules import tree_verify
+from speculative.rules import tree as tree_module
 from speculative.rules.sampling import SamplingSettings
-from speculative.rules.tree import TokenTree, draw_children, top_children
-from speculative.rules.tree_verify import verify_tree
+from speculative.rules.tree import TokenTree, draw_children, top_children, verify_tree
 
 
 @pytest.fixture
 def next_rows(monkeypatch):
     """The rows that the real function draws its next tokens from."""
-    return recorded_rows(monkeypatch, tree_verify)
+    return recorded_rows(monkeypatch, tree_module)
 
 
 def contexts_of(tree, ids, vocab):

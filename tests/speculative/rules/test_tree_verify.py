@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 from table_models import TREES, token_trees
 
 from speculative.rules.sampling import one_hot, sample
-from speculative.rules.tree import TokenTree, draw_children, top_children
-from speculative.rules.tree_verify import verify_tree, verify_tree_greedy
+from speculative.rules.tree import TokenTree, draw_children, top_children, verify_tree, verify_tree_greedy
 from speculative.rules.verify import verify
 
 
