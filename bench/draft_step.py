@@ -30,7 +30,7 @@ from transformers import DynamicCache
 from distill.models.carving import carve
 from distill.models.load import load_model
 from distill.run.provenance import describe_run
-from speculative.decoder import stage_clock
+from speculative.decoder import responses as clock_module
 from speculative.decoder.block_loop import BlockLoop
 from speculative.decoder.responses import DecodeSettings, Timing
 from speculative.drafters.drafter import ModelDrafter
@@ -92,7 +92,7 @@ def in_the_loop(target: Any, draft: Any, ids: torch.Tensor, gamma: int, blocks: 
         for (mode, twin), loop in loops.items():
             loop.timing = Timing()
             with ExitStack() as stack:
-                stack.enter_context(patch.object(stage_clock, "time", SimpleNamespace(perf_counter=time.thread_time)))
+                stack.enter_context(patch.object(clock_module, "time", SimpleNamespace(perf_counter=time.thread_time)))
                 if twin:
                     stack.enter_context(patch.object(sampling_rules, "nucleus", sampling_rules.nucleus_by_sorting))
                 began = time.thread_time()

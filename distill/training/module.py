@@ -18,7 +18,7 @@ from distill.loss.objective import acceptance_sum, chunked_loss, kept_probs
 from distill.loss.offsets import Survival, survival_sums
 from distill.loss.rows import part_of
 from distill.models.heads import SplitModel
-from speculative.decoder.stage_clock import StageClock
+from speculative.decoder.responses import StageClock
 from speculative.engine.parallel import mask_token_of, masked_pass
 
 

@@ -30,7 +30,7 @@ from distill.training.optim import SpikeGuard, make_optimizers, make_schedules, 
 from distill.training.profiling import FlopMeter, traced
 from distill.training.teacher import Teacher, TeacherSource
 from distill.training.tracking import Metrics
-from speculative.decoder.stage_clock import StageClock
+from speculative.decoder.responses import StageClock
 from speculative.engine.memory import peak_bytes
 from speculative.errors import UserError
 

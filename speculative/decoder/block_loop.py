@@ -20,8 +20,7 @@ import torch
 from transformers import PreTrainedModel
 
 from speculative.decoder.decision import Decision, columns, decide
-from speculative.decoder.responses import BlockOutcome, DecodeSettings, Prompt, Timing
-from speculative.decoder.stage_clock import StageClock
+from speculative.decoder.responses import BlockOutcome, DecodeSettings, Prompt, StageClock, Timing
 from speculative.drafters.drafter import Ask, Drafter, Proposal, Seats
 from speculative.engine.cached_model import open_model, upload
 from speculative.engine.memory import release

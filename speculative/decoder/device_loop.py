@@ -19,8 +19,7 @@ from transformers import PreTrainedModel
 
 from speculative.decoder.block_loop import BlockLoop, Layout, in_step_mode, layout_of, outcome_of, packed, unpacked
 from speculative.decoder.decision import decide
-from speculative.decoder.responses import BlockOutcome, DecodeSettings, Prompt
-from speculative.decoder.stage_clock import StageClock
+from speculative.decoder.responses import BlockOutcome, DecodeSettings, Prompt, StageClock
 from speculative.drafters.drafter import DeviceText, Drafter, ModelDrafter, Proposal
 from speculative.engine.cached_model import CachedModel, upload
 from speculative.engine.models import devices_of, is_recurrent

@@ -12,8 +12,7 @@ from speculative import decode as decoding
 from speculative.decode import decode
 from speculative.decoder import device_loop
 from speculative.decoder.device_loop import DeviceLoop
-from speculative.decoder.responses import DecodeSettings
-from speculative.decoder.stage_clock import StageClock
+from speculative.decoder.responses import DecodeSettings, StageClock
 from speculative.drafters.drafter import ModelDrafter
 from speculative.drafters.gamma import FixedGamma
 from speculative.engine import memory

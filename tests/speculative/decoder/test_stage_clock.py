@@ -6,14 +6,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from speculative.decoder import stage_clock
-from speculative.decoder.stage_clock import StageClock
+from speculative.decoder import responses as clock_module
+from speculative.decoder.responses import StageClock
 
 
 @pytest.fixture
 def _a_second_between_two_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     looks = itertools.count()
-    monkeypatch.setattr(stage_clock, "time", SimpleNamespace(perf_counter=lambda: float(next(looks))))
+    monkeypatch.setattr(clock_module, "time", SimpleNamespace(perf_counter=lambda: float(next(looks))))
 
 
 @pytest.mark.usefixtures("_a_second_between_two_looks")
@@ -63,7 +63,7 @@ class _Events:
 @pytest.mark.parametrize("exact", [False, True])
 def test_a_device_is_waited_for_once_or_at_every_mark(exact: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = _Events()
-    monkeypatch.setattr(stage_clock.torch, "cuda", cuda)
+    monkeypatch.setattr(clock_module.torch, "cuda", cuda)
     clock = StageClock(torch.device("cuda"), exact)
     for stage in ("draft", "verify", "draft"):
         clock.mark(stage)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from tiny_models import perturbed, tiny_model
 
-from speculative.decoder import stage_clock
+from speculative.decoder import responses as clock_module
 from speculative.drafters.draft import Draft
 from speculative.measure.cost import (
     StepCosts,
@@ -108,7 +108,7 @@ def test_costs_are_ratios_within_a_repeat_and_their_medians_over_repeats():
 @pytest.fixture
 def cpu_clock(monkeypatch):
     """Stages are timed by this process's own seconds: what else runs here counts for nothing."""
-    monkeypatch.setattr(stage_clock, "time", SimpleNamespace(perf_counter=time.process_time))
+    monkeypatch.setattr(clock_module, "time", SimpleNamespace(perf_counter=time.process_time))
 
 
 def test_measured_costs_are_positive_and_complete(cpu_clock):
