@@ -133,6 +133,10 @@ def test_drift_reads_responses_with_slices_and_engines_files(tmp_path: Path) -> 
         read_acceptance_log(path)
 
 
+def counted(page: str) -> Any:
+    return counts_of(parse_page(page))
+
+
 def vllm_page(drafts: float, drafted: float, accepted: float, places: tuple[float, ...], total: str = "_total") -> str:
     label = '{engine="0",model_name="m \\"x\\" {y}"}'
     lines = [f"# TYPE vllm:spec_decode_num_drafts{total} counter", 'vllm:request_latency_bucket{le="+Inf"} NaN']
@@ -147,36 +151,25 @@ def vllm_page(drafts: float, drafted: float, accepted: float, places: tuple[floa
 
 @pytest.mark.parametrize("total", ["_total", ""])
 def test_two_scrapes_of_vllm_with_and_without_total(total: str) -> None:
-    before, after = (counts_of(parse_page(page)) for page in (vllm_page(10.0, 30.0, 12.0, (8.0, 4.0), total), vllm_page(1e2, 3e2, 1.2e2, (70, 40, 10), total)))  # fmt: skip
-    assert before is not None
-    assert after is not None
-    found = difference(before, after)
+    before = counted(vllm_page(10.0, 30.0, 12.0, (8.0, 4.0), total))
+    found = difference(before, counted(vllm_page(1e2, 3e2, 1.2e2, (70, 40, 10), total)))
     assert (found.blocks, found.drafted, found.accepted, found.accepted_G) == (90, 270, 108, (62, 36, 10))
 
 
-def counted(page: str) -> Any:
-    return counts_of(parse_page(page))
-
-
 def test_counters_that_were_reset_are_noticed() -> None:
-    after = counts_of(parse_page(vllm_page(10, 30, 12, (8, 4))))
-    before = counts_of(parse_page(vllm_page(11, 33, 13, (8, 4))))
-    assert before is not None
-    assert after is not None
-    with pytest.raises(CountsError, match="accepted fell from 13 to 12: the server was restarted"):
-        difference(before, after)
-    with pytest.raises(CountsError, match="position 1 fell from 9 to 4"):
-        difference(counted(vllm_page(9, 27, 10, (1, 9))), after)
+    after = counted(vllm_page(10, 30, 12, (8, 4)))
     # A restarted server that has overtaken the old counters says when they were made.
-    pages = (vllm_page(5, 15, 6, ()), vllm_page(50, 150, 60, ()))
     first, second = (
-        counts_of(parse_page(f"{page}\nvllm:spec_decode_num_drafts_created {time}\n"))
-        for page, time in zip(pages, (1.7e9, 1.8e9), strict=True)
+        counted(f"{vllm_page(5 * times, 15 * times, 6 * times, ())}\nvllm:spec_decode_num_drafts_created {times}e9\n")
+        for times in (1, 2)
     )
-    assert first is not None
-    assert second is not None
-    with pytest.raises(CountsError, match="began anew"):
-        difference(first, second)
+    for before, now, named in (
+        (counted(vllm_page(11, 33, 13, (8, 4))), after, "accepted fell from 13 to 12: the server was restarted"),
+        (counted(vllm_page(9, 27, 10, (1, 9))), after, "position 1 fell from 9 to 4"),
+        (first, second, "began anew"),
+    ):
+        with pytest.raises(CountsError, match=named):
+            difference(before, now)
 
 
 @pytest.mark.parametrize(
@@ -190,13 +183,12 @@ def test_counters_that_were_reset_are_noticed() -> None:
 )
 def test_counters_that_cannot_be_are_refused_by_name(page: str, named: str) -> None:
     with pytest.raises(CountsError, match=named):
-        counts_of(parse_page(page))
+        counted(page)
 
 
 def test_the_counters_of_other_engines() -> None:
     llama = "llamacpp:spec_decode_num_drafts_total 4\nllamacpp:spec_decode_num_draft_tokens_total 12\nllamacpp:spec_decode_num_accepted_tokens_total 5\nllamacpp:tokens_predicted_total 9\n"
-    found = counts_of(parse_page(llama))
-    assert found is not None
+    found = counted(llama)
     assert (found.engine, found.blocks, found.drafted, found.accepted, found.tokens) == ("llama.cpp", 4, 12, 5, 9)
     places = "".join(
         f'trtllm_spec_decode_{what}_tokens_total{{token_position="{place}",worker="{worker}"}} {count}\n'
@@ -204,19 +196,14 @@ def test_the_counters_of_other_engines() -> None:
         for worker in (0, 1)
         for place, count in enumerate(counts)
     )
-    found = counts_of(parse_page(places))
-    assert found is not None
+    found = counted(places)
     assert (found.engine, found.blocks, found.drafted, found.accepted, found.accepted_G) == ("tensorrt-llm", 4, 12, 6, (4, 2, 0))  # fmt: skip
-    found = counts_of(
-        parse_page("trtllm_spec_decode_num_draft_tokens_total 12\ntrtllm_spec_decode_num_accepted_tokens_total 5\n")
-    )
-    assert found is not None
+    found = counted("trtllm_spec_decode_num_draft_tokens_total 12\ntrtllm_spec_decode_num_accepted_tokens_total 5\n")
     assert (found.blocks, found.drafted, found.accepted) == (None, 12, 5)
     sglang = 'sglang:spec_verify_calls_total{tp_rank="0"} 4\nsglang:generation_tokens_total 11\nsglang:num_requests_total 2\nsglang:spec_accept_length 2.25\n'
-    found = counts_of(parse_page(sglang))
-    assert found is not None
+    found = counted(sglang)
     assert (found.engine, found.blocks, found.drafted, found.accepted) == ("sglang", 4, None, 5)
     assert mean_length(parse_page(sglang), None) == 2.25
     assert mean_length({}, {"internal_states": [{"avg_spec_accept_length": 2.5}]}) == 2.5
     assert mean_length({}, {"internal_states": []}) is None
-    assert counts_of(parse_page("up 1\n")) is None
+    assert counted("up 1\n") is None

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import refused
 
 from data.prompts.prompt import PromptRow
 from data.prompts.split import content_hash, deduplicate, held_out, normalised_hash, remove_overlap, split_groups
@@ -29,14 +30,6 @@ ROWS = st.lists(st.one_of(PLAIN_ROWS, CHAT_ROWS), min_size=2, max_size=30)
 # Too few to share a first turn that counts as an instruction.
 FEW_ROWS = st.lists(st.one_of(PLAIN_ROWS, CHAT_ROWS), min_size=2, max_size=8)
 quick = settings(max_examples=60, deadline=None, derandomize=True)
-
-
-def refusal(function, *arguments, **named) -> str:
-    with pytest.raises(UserError) as caught:
-        function(*arguments, **named)
-    message = str(caught.value)
-    assert "\n" not in message
-    return message
 
 
 def test_content_hash_is_the_exact_content():
@@ -100,8 +93,8 @@ def test_deduplicate_keeps_the_first_and_counts():
 
 
 def test_deduplicate_refuses_nothing_and_one_prompt_repeated():
-    assert "empty" in refusal(deduplicate, [])
-    message = refusal(deduplicate, [text_row("a", "f:3"), text_row("a"), text_row("A!")])
+    assert "empty" in refused(deduplicate, [])
+    message = refused(deduplicate, [text_row("a", "f:3"), text_row("a"), text_row("A!")])
     assert "3 rows, 1 unique (first at f:3)" in message
     assert len(deduplicate([text_row("a")])[0]) == 1
 
@@ -126,7 +119,7 @@ IDS = st.lists(st.text(min_size=1, max_size=4), min_size=2, max_size=30, unique=
 @given(IDS, st.integers(1, 29), st.randoms(use_true_random=False))
 def test_who_is_held_out_is_stable_under_order(ids, count, random):
     if count >= len(ids):
-        assert "different prompts" in refusal(held_out, ids, heldout_count=count)
+        assert "different prompts" in refused(held_out, ids, heldout_count=count)
         return
     numbers = held_out(ids, heldout_count=count)
     assert len(set(numbers)) == len(numbers) == count
@@ -158,9 +151,9 @@ def test_who_is_held_out_never_changes():
 
 def test_split_refuses_odd_settings():
     for count in (0, 2, -1):
-        assert "give 1 to 1" in refusal(held_out, ["a", "b"], heldout_count=count)
-    assert "1 different prompts: two are needed" in refusal(held_out, ["a"], heldout_count=1)
-    assert "empty" in refusal(held_out, [], heldout_count=1)
+        assert "give 1 to 1" in refused(held_out, ["a", "b"], heldout_count=count)
+    assert "1 different prompts: two are needed" in refused(held_out, ["a"], heldout_count=1)
+    assert "empty" in refused(held_out, [], heldout_count=1)
 
 
 def asked(row: PromptRow) -> str:
@@ -174,7 +167,7 @@ def asked(row: PromptRow) -> str:
 def test_no_question_is_on_both_sides_after_removal(train, heldout):
     held = {asked(row) for row in heldout}
     if all(asked(row) in held for row in train):
-        assert f"all {len(train)} training prompts" in refusal(remove_overlap, train, heldout)
+        assert f"all {len(train)} training prompts" in refused(remove_overlap, train, heldout)
         return
     kept, removed = remove_overlap(train, heldout)
     assert [row for row in train if asked(row) not in held] == kept
@@ -237,7 +230,7 @@ def test_a_group_is_on_one_side_and_a_larger_count_holds_out_more(ids, data):
     groups = data.draw(st.lists(st.sampled_from("abcde"), min_size=len(ids), max_size=len(ids)))
     count = data.draw(st.integers(1, len(ids) - 1))
     if len(set(groups)) == 1:
-        assert "lower data.heldout_count" in refusal(held_out, ids, count, groups)
+        assert "lower data.heldout_count" in refused(held_out, ids, count, groups)
         return
     try:
         numbers = held_out(ids, count, groups)

@@ -4,12 +4,10 @@ import ast
 import hashlib
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from data.batches.packing import micro_batches, plan_epoch
 from data.prompts import stdlib
-from distill.models.load import EMBEDDED_FOLDER, load_tokenizer
+from distill.models.load import load_tokenizer
 
 SAMPLE = '''
 import os
@@ -181,19 +179,6 @@ def test_corpus_has_modules_then_their_functions(heldout: dict[str, str]) -> Non
 )
 def test_is_heldout(name: str, held: bool) -> None:
     assert stdlib.is_heldout(name) == held
-
-
-def test_padding_of_these_prompts_is_under_ten_percent(heldout_rows: list[tuple[str, str]]) -> None:
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(EMBEDDED_FOLDER)
-    generator = np.random.default_rng(0)
-    heads = [len(ids) for ids in tokenizer([head for _, head in heldout_rows], verbose=False)["input_ids"]]
-    prompts = np.array([length for length in heads if length <= 160])
-    lengths = generator.choice(prompts, 1200) + generator.integers(20, 97, 1200)
-    micro = [share for batch in plan_epoch(lengths, 32, 0, 0) for share in micro_batches(batch, 16, 0, 1)]
-    padded = sum(lengths[own].max() * len(own) for own in micro)
-    assert 1 - sum(lengths[own].sum() for own in micro) / padded < 0.10
 
 
 def test_a_head_ends_where_the_embedded_tokenizer_ends_a_token(heldout_rows: list[tuple[str, str]]) -> None:

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from processes import run_child
+from refusals import refused
 
 from data.files import MANIFEST, require_manifest, write_json
 from data.responses import store as token_store
@@ -21,14 +22,6 @@ from data.responses.store import INDEX, Row, Store, row_keys
 from speculative.errors import UserError
 
 IDENTITY = {"target": "abc", "tokenizer": "def", "sampling": {"temperature": 1.0, "top_k": 0}, "eos_ids": [2]}
-
-
-def refused(call: Any) -> str:
-    with pytest.raises(UserError) as error:
-        call()
-    text = str(error.value)
-    assert "\n" not in text, text
-    return text
 
 
 def row_of(index: int, prompt: int = 3, response: int = 4) -> Row:

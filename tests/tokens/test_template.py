@@ -4,6 +4,7 @@ import logging
 from datetime import date
 
 import pytest
+from refusals import refused
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -17,7 +18,6 @@ from data.prompts.template import (
     render_reference,
     template_fingerprint,
 )
-from speculative.errors import UserError
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -81,14 +81,6 @@ def chat_row(*turns: tuple[str, str], reference: str | None = None) -> PromptRow
     return PromptRow(None, messages, reference, "d", "rows.jsonl:7")
 
 
-def refusal(function, *arguments, **named) -> str:
-    with pytest.raises(UserError) as caught:
-        function(*arguments, **named)
-    message = str(caught.value)
-    assert "\n" not in message
-    return message
-
-
 @pytest.mark.parametrize(
     ("around", "front"), [(None, []), ("<s> $A", ["<s>"]), ("<s> $A </s>", ["<s>"]), ("$A </s>", [])]
 )
@@ -115,26 +107,26 @@ def test_chat_prompt_is_the_template_and_text_becomes_a_user_turn(chat_tokenizer
 
 
 def test_chat_without_a_template_is_refused_with_the_way_out(plain_tokenizer):
-    message = refusal(render_prompt, text_row("a"), plain_tokenizer, **CHAT)
+    message = refused(render_prompt, text_row("a"), plain_tokenizer, **CHAT)
     assert "has no chat template" in message
     assert "mode to plain" in message
     assert "chat_template.jinja" in message
     # A conversation has no plain form: auto and plain must not invent one.
-    assert "plain text" in refusal(render_prompt, chat_row(("user", "a")), plain_tokenizer, **AUTO)
-    assert "mode to chat" in refusal(render_prompt, chat_row(("user", "a")), plain_tokenizer, **PLAIN)
-    assert "not known" in refusal(render_prompt, text_row("a"), plain_tokenizer, mode="chta", chat_template_kwargs={})
+    assert "plain text" in refused(render_prompt, chat_row(("user", "a")), plain_tokenizer, **AUTO)
+    assert "mode to chat" in refused(render_prompt, chat_row(("user", "a")), plain_tokenizer, **PLAIN)
+    assert "not known" in refused(render_prompt, text_row("a"), plain_tokenizer, mode="chta", chat_template_kwargs={})
 
 
 def test_a_prompt_without_a_token_is_refused(plain_tokenizer):
     for mode in (CHAT, AUTO):
-        assert "no token" in refusal(render_prompt, text_row("a"), make_tokenizer("{{ '' }}"), **mode)
+        assert "no token" in refused(render_prompt, text_row("a"), make_tokenizer("{{ '' }}"), **mode)
     for render in (render_prompt, render_reference):
-        assert "no token" in refusal(render, text_row("", reference="b"), plain_tokenizer, **PLAIN)
+        assert "no token" in refused(render, text_row("", reference="b"), plain_tokenizer, **PLAIN)
 
 
 def test_template_that_refuses_a_row_names_it():
     tokenizer = make_tokenizer("{{ raise_exception('Roles must\nalternate') }}")
-    message = refusal(render_prompt, text_row("a"), tokenizer, **CHAT)
+    message = refused(render_prompt, text_row("a"), tokenizer, **CHAT)
     assert message.startswith("rows.jsonl:7: ")
     assert "Roles must alternate" in message
 
@@ -148,9 +140,9 @@ def test_chat_template_kwargs_reach_the_template_and_typos_do_not():
     assert without.endswith("</think>\n\n")
 
     typo = {"mode": "chat", "chat_template_kwargs": {"enable_thinkng": False}}
-    assert "did you mean enable_thinking?" in refusal(render_prompt, text_row("a"), tokenizer, **typo)
+    assert "did you mean enable_thinking?" in refused(render_prompt, text_row("a"), tokenizer, **typo)
     reserved = {"mode": "chat", "chat_template_kwargs": {"add_generation_prompt": False}}
-    assert "set by Understudy itself" in refusal(render_prompt, text_row("a"), tokenizer, **reserved)
+    assert "set by Understudy itself" in refused(render_prompt, text_row("a"), tokenizer, **reserved)
 
 
 def test_kwargs_are_checked_in_a_template_with_transformers_own_tag():
@@ -159,7 +151,7 @@ def test_kwargs_are_checked_in_a_template_with_transformers_own_tag():
     ids = render_prompt(text_row("a"), tokenizer, mode="chat", chat_template_kwargs={"tone": "!"})
     assert tokenizer.decode(ids) == "a!"
     bad = {"mode": "chat", "chat_template_kwargs": {"tune": "!"}}
-    assert "did you mean tone?" in refusal(render_prompt, text_row("a"), tokenizer, **bad)
+    assert "did you mean tone?" in refused(render_prompt, text_row("a"), tokenizer, **bad)
 
 
 def test_plain_reference_ends_with_eos_once(plain_tokenizer):
@@ -221,7 +213,7 @@ def test_thinking_template_is_used_where_it_keeps_the_prompt_and_refused_where_n
     rewriting = make_tokenizer(
         THINKING.replace("<think>\n\n</think>\n\n{% endif %}{{ m.content", "{% endif %}{{ m.content")
     )
-    message = refusal(render_reference, row, rewriting, **CHAT)
+    message = refused(render_reference, row, rewriting, **CHAT)
     assert message.startswith("rows.jsonl:7: ")
     assert "rewrites the prompt" in message
     assert "enable_thinking: false" in message
@@ -230,11 +222,11 @@ def test_thinking_template_is_used_where_it_keeps_the_prompt_and_refused_where_n
 def test_template_that_cuts_the_answer_is_refused():
     template = CHATML.replace("{{ m['content'] }}", "{{ m['content'].split('</think>')[-1] }}")
     row = text_row("hi", reference="<think>hm</think>yes")
-    assert "changes the answer" in refusal(render_reference, row, make_tokenizer(template), **CHAT)
+    assert "changes the answer" in refused(render_reference, row, make_tokenizer(template), **CHAT)
 
 
 def test_reference_is_required(plain_tokenizer):
-    assert "no reference answer" in refusal(render_reference, text_row("a"), plain_tokenizer, **PLAIN)
+    assert "no reference answer" in refused(render_reference, text_row("a"), plain_tokenizer, **PLAIN)
 
 
 def test_loss_mask_covers_the_response_only():
@@ -246,16 +238,16 @@ def test_loss_mask_covers_the_response_only():
 
 def test_a_set_with_nothing_to_learn():
     check_learnable(3, 4, 1, "train")
-    assert refusal(check_learnable, 2, 3, 0, "train").startswith("train: the loss mask is 0 on all 3 tokens")
-    assert "no tokens in 2 rows" in refusal(check_learnable, 2, 0, 0, "held-out")
+    assert refused(check_learnable, 2, 3, 0, "train").startswith("train: the loss mask is 0 on all 3 tokens")
+    assert "no tokens in 2 rows" in refused(check_learnable, 2, 0, 0, "held-out")
 
 
 def test_lengths():
     assert check_lengths([1] * 6, "r:1", 10, 4, "error")
     assert not check_lengths([1] * 7, "r:1", 10, 4, "drop")
-    message = refusal(check_lengths, [1] * 7, "r:1", 10, 4, "error")
+    message = refused(check_lengths, [1] * 7, "r:1", 10, 4, "error")
     assert message.startswith("r:1: a prompt of 7 tokens and 4 new ones")
-    assert "no room for a prompt" in refusal(check_lengths, [1], "r:1", 10, 10, "drop")
+    assert "no room for a prompt" in refused(check_lengths, [1], "r:1", 10, 10, "drop")
 
 
 def test_fingerprint_changes_with_what_changes_prompts(plain_tokenizer, chat_tokenizer, caplog):
@@ -272,7 +264,7 @@ def test_fingerprint_changes_with_what_changes_prompts(plain_tokenizer, chat_tok
     assert all(len(value) == 64 for value in prints)
     assert template_fingerprint(make_tokenizer(), "auto", {}) == prints[0]
     assert template_fingerprint(make_tokenizer(CHATML), "auto", {}) == prints[3]
-    assert "no chat template" in refusal(template_fingerprint, plain_tokenizer, "chat", {})
+    assert "no chat template" in refused(template_fingerprint, plain_tokenizer, "chat", {})
 
     caplog.set_level(logging.WARNING, logger="data.prompts.template")
     template_fingerprint(plain_tokenizer, "plain", {"enable_thinking": False})

@@ -1,10 +1,12 @@
 """Where a draft's first weights come from: carved, random, ready-made; adapters and what is exported of them."""
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from refusals import refused
 from tiny_models import tiny_model
 from tiny_training import tiny_tokenizer
 from torch import Tensor
@@ -16,7 +18,6 @@ from distill.models.carving import carve
 from distill.models.load import dtype_of, load_model, load_tokenizer, saved_dtype
 from distill.models.student import add_lora, from_architecture, refuse_impossible
 from distill.training.module import DraftModule
-from speculative.errors import UserError
 
 ARCHITECTURE = {
     "model_type": "llama",
@@ -26,12 +27,6 @@ ARCHITECTURE = {
     "intermediate_size": 32,
     "max_position_embeddings": 64,
 }
-
-
-def one_line(error: pytest.ExceptionInfo[UserError]) -> str:
-    text = str(error.value)
-    assert "\n" not in text
-    return text
 
 
 def logits(model: Any) -> Tensor:
@@ -75,12 +70,6 @@ def test_carved_layers_are_the_targets_bit_for_bit(kind: str, layers: list[int])
     assert logits(draft).isfinite().all()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_carving_every_layer_is_the_target(kind: str) -> None:
-    target = tiny_model(kind, **KINDS[kind][1])
-    torch.testing.assert_close(logits(carve(target, range(4))), logits(target), rtol=0, atol=0)
-
-
 def test_carving_shares_no_memory_with_the_target_and_leaves_it_alone() -> None:
     target = tiny_model(num_hidden_layers=3)
     before, depth = logits(target), target.config.num_hidden_layers
@@ -109,9 +98,9 @@ def test_a_half_precision_target_gives_a_float32_draft() -> None:
     ("layers", "said"), [([0, 3], "0 to 2"), ([-4], "-3"), ([], "0 to 2"), ([0, -3], "twice"), ([1, 1], "twice")]
 )
 def test_impossible_layers_are_refused(layers: list[int], said: str) -> None:
-    with pytest.raises(UserError, match=r"student\.layers") as error:
-        carve(tiny_model(num_hidden_layers=3), layers)
-    assert said in one_line(error)
+    text = refused(carve, tiny_model(num_hidden_layers=3), layers)
+    assert "student.layers" in text
+    assert said in text
 
 
 def test_random_weights_follow_the_seed_alone() -> None:
@@ -135,37 +124,42 @@ def test_making_random_weights_leaves_the_random_state_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("change", "said"),
     [
-        {"model_type": "lama"},
-        {"model_type": None},
-        {"hidden_size": "wide"},
-        {"num_attention_heads": 3, "hidden_size": 16, "head_dim": None},
+        ({"model_type": "lama"}, "lama"),
+        ({"model_type": None}, "None"),
+        ({"hidden_size": "wide"}, "hidden_size"),
+        ({"num_attention_heads": 3, "hidden_size": 16, "head_dim": None}, "heads"),
+        ({"hiden_size": 32}, "hiden_size: llama has no such field: did you mean hidden_size"),
     ],
 )
-def test_impossible_architectures_are_refused_in_one_line(change: dict[str, Any]) -> None:
-    with pytest.raises(UserError, match=r"student\.architecture") as error:
-        from_architecture(ARCHITECTURE | change, tiny_tokenizer(), 320, seed=0)
-    assert len(one_line(error)) > len("student.architecture: ") + 20, "says why"
+def test_impossible_architectures_are_refused_in_one_line(change: dict[str, Any], said: str) -> None:
+    text = refused(from_architecture, ARCHITECTURE | change, tiny_tokenizer(), 320, seed=0)
+    assert text.startswith("student.architecture")
+    assert said in text
 
 
 def test_unknown_adapter_module_is_refused() -> None:
-    with pytest.raises(UserError, match=r"target_modules.*q_prj") as error:
-        add_lora(tiny_model(), 4, 8.0, ["q_prj"])
-    one_line(error)
+    assert re.search(r"target_modules.*q_prj", refused(add_lora, tiny_model(), 4, 8.0, ["q_prj"]))
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "gemma2"])
 def test_an_adapter_on_a_head_that_stays_tied_is_refused(kind: str) -> None:
     model = tiny_model(kind, tie_word_embeddings=True)
-    with pytest.raises(UserError, match=rf"the head is tied.*{kind} as tied only; leave the head") as error:
-        add_lora(model, 4, 8, ["lm_head"])
-    one_line(error)
+    assert f"{kind} as tied only; leave the head" in refused(add_lora, model, 4, 8, ["lm_head"])
     carved = StudentConfig(layers="auto", lora=LoraConfig(target_modules=("lm_head",)))
-    with pytest.raises(UserError, match="as tied only"):
-        refuse_impossible(carved, model.config)  # before the target has answered anything
+    assert "as tied only" in refused(refuse_impossible, carved, model.config)  # before the target has answered anything
     add_lora(model, 4, 8, "all-linear")
     assert model.config.tie_word_embeddings
+
+
+def moved(adapted: Any) -> Tensor:
+    """Logits once the adapters are no longer zero."""
+    with torch.no_grad():
+        for name, weight in adapted.named_parameters():
+            if "lora_" in name:
+                weight.normal_(std=0.2)
+    return logits(adapted)
 
 
 @pytest.mark.parametrize("modules", [["q_proj", "lm_head"], ["embed_tokens"]])
@@ -173,11 +167,7 @@ def test_adapters_on_tied_tables_are_exported_apart(tmp_path: Path, modules: lis
     torch.manual_seed(0)
     adapted = add_lora(tiny_model(tie_word_embeddings=True), 4, 8, modules)
     plain = logits(adapted)
-    with torch.no_grad():
-        for name, weight in adapted.named_parameters():
-            if "lora_" in name:
-                weight.normal_(std=0.2)
-    expected = logits(adapted)
+    expected = moved(adapted)
     assert (expected - plain).abs().max() > 0.1, "the adapters do something"
     DraftModule(adapted, Objective({"ce": 1.0})).exported().save_pretrained(tmp_path)
     loaded = load_model("draft", str(tmp_path))
@@ -190,16 +180,11 @@ def test_export_of_adapters_is_the_adapted_model(tied: bool) -> None:
     torch.manual_seed(0)
     adapted = add_lora(tiny_model(tie_word_embeddings=tied), 4, 8.0, "all-linear")
     plain = logits(adapted)
-    with torch.no_grad():
-        for name, weight in adapted.named_parameters():
-            if "lora_B" in name:
-                weight.normal_(std=0.2)
+    expected = moved(adapted)
     module = DraftModule(adapted, Objective({"ce": 1.0}))
     exported = module.exported()
-    assert (logits(adapted) - plain).abs().max() > 0.1, "the adapters do something"
-    torch.testing.assert_close(
-        logits(exported), logits(adapted), rtol=1e-4, atol=1e-4
-    )  # merged weights: one product, not two
+    assert (expected - plain).abs().max() > 0.1, "the adapters do something"
+    torch.testing.assert_close(logits(exported), expected, rtol=1e-4, atol=1e-4)  # merged weights: one product, not two
     assert not any("lora" in name for name, _ in exported.named_parameters())
     assert any("lora" in name for name, _ in module.named_parameters()), (
         "a copy was merged, the module goes on training"
@@ -226,28 +211,20 @@ def test_models_that_are_not_there(load: Any, path: str, tmp_path: Path, monkeyp
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     path = path.format(tmp=tmp_path)
-    with pytest.raises(UserError) as error:
-        load(path)
-    text = one_line(error)
+    text = refused(load, path)
     assert repr(path) in text
     if path.startswith("no"):
         assert "hf download" in text
 
 
 def test_a_folder_without_a_model_and_one_with_broken_weights(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"no config.json") as error:
-        load_model("target.path", str(tmp_path))
-    one_line(error)
+    assert "no config.json" in refused(load_model, "target.path", str(tmp_path))
     tiny_model().save_pretrained(tmp_path)
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
-    with pytest.raises(UserError, match="cannot be loaded") as error:
-        load_model("target.path", str(tmp_path))
-    one_line(error)
+    assert "cannot be loaded" in refused(load_model, "target.path", str(tmp_path))
     weights.unlink()
-    with pytest.raises(UserError, match="cannot be loaded") as error:
-        load_model("target.path", str(tmp_path))
-    one_line(error)
+    assert "cannot be loaded" in refused(load_model, "target.path", str(tmp_path))
 
 
 def test_saved_dtype_is_that_of_the_files(tmp_path: Path) -> None:
@@ -258,8 +235,3 @@ def test_saved_dtype_is_that_of_the_files(tmp_path: Path) -> None:
     assert saved_dtype(AutoConfig.from_pretrained(tmp_path)) == torch.bfloat16
     assert dtype_of("auto", torch.device("cuda")) == "auto"
     assert dtype_of("bfloat16", torch.device("cpu")) == torch.bfloat16
-
-
-def test_a_misspelt_architecture_field_names_the_nearest() -> None:
-    with pytest.raises(UserError, match="hiden_size: llama has no such field: did you mean hidden_size"):
-        from_architecture({"model_type": "llama", "hiden_size": 32}, tiny_tokenizer(), 300, seed=0)
