@@ -65,7 +65,7 @@ def read_draft(path: str, target: Target) -> tuple[PreTrainedModel, VocabularyAg
     draft = as_served(load_model("draft", name), target.device) if base is None else _adapted(name, base)
     own = load_tokenizer(base or name)
     agreement = compare_vocabularies(target.tokenizer, rows, own, vocabulary_rows(draft.config))
-    if agreement.verdict == "repair":
+    if agreement.verdict != "refuse":
         repair_rows(draft, rows, agreement.token_rows)
     return draft, agreement
 

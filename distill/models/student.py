@@ -161,8 +161,7 @@ def _pretrained(
             return student
         notes["vocabulary"] = {"exact_share": 1.0}  # nothing to transplant: they agree already
     refuse_rowless(require_agreement(agreement), tokenizer, texts)
-    if agreement.verdict == "repair":
-        repair_rows(student, rows, agreement.token_rows)
+    repair_rows(student, rows, agreement.token_rows)
     return student
 
 

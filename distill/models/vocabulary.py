@@ -31,12 +31,9 @@ class VocabularyAgreement:
     """
 
     verdict: Literal["agree", "repair", "refuse"]
-    target_rows: int
-    draft_rows: int
-    tokens: int  # ids whose strings were compared
-    token_rows: int  # rows 0 .. token_rows-1 hold the target's tokens; the target's rows after them are padding
-    first_difference: TokenDifference | None
     detail: str
+    draft_rows: int
+    token_rows: int  # rows 0 .. token_rows-1 hold the target's tokens; the target's rows after them are padding
     rowless: tuple[int, ...] = ()  # special tokens that the draft has no row for: no prompt may use them
 
 
@@ -75,36 +72,30 @@ def compare_vocabularies(
 
     """
     target_tokens, draft_tokens = tokens_by_id(target_tokenizer), tokens_by_id(draft_tokenizer)
-    compared = len(target_tokens.keys() | draft_tokens.keys())
     token_rows = min(max(target_tokens, default=-1) + 1, target_rows)
     rowless = tuple(i for i in sorted(target_tokens) if draft_rows <= i < target_rows)
 
-    def agreement(verdict: Any, difference: TokenDifference | None, detail: str) -> VocabularyAgreement:
-        return VocabularyAgreement(verdict, target_rows, draft_rows, compared, token_rows, difference, detail, rowless)
+    def agreement(verdict: Any, detail: str) -> VocabularyAgreement:
+        return VocabularyAgreement(verdict, detail, draft_rows, token_rows, rowless)
 
-    difference = first_string_difference(target_tokens, draft_tokens)
-    if difference is not None:
-        token_id, target_string, draft_string = difference
-        sides = f"{_quoted(target_string)} in the target and {_quoted(draft_string)} in the draft"
-        return agreement("refuse", difference, f"token id {token_id} is {sides}")
+    if difference := first_string_difference(target_tokens, draft_tokens):
+        return agreement("refuse", f"token id {difference[0]} is {_sides(*difference[1:])}")
     # Special tokens without a role are not text: one for images, which a smaller sibling never learnt, may have a made-up row.
     unused = special_ids(target_tokenizer) - {getattr(target_tokenizer, f"{role}_token_id", None) for role in ROLES}
     missing = next((i for i in rowless if i not in unused), None)
     if missing is not None:
         detail = f"token id {missing} is {_quoted(target_tokens[missing])} and the draft has only {draft_rows} rows"
-        return agreement("refuse", (missing, target_tokens[missing], None), detail)
+        return agreement("refuse", detail)
 
     repairs = [f"{_quoted(target_tokens[i])} is special and gets a made-up row" for i in rowless]
-    if draft_rows < target_rows:
-        repairs.append(f"the draft's {draft_rows} rows are padded to the target's {target_rows}")
-    elif draft_rows > target_rows:
-        repairs.append(f"the draft's {draft_rows} rows are trimmed to the target's {target_rows}")
-    role_difference, role_detail = _first_role_difference(target_tokenizer, draft_tokenizer, target_tokens)
-    if role_detail:
-        repairs.append(role_detail)
+    if draft_rows != target_rows:
+        how = "padded" if draft_rows < target_rows else "trimmed"
+        repairs.append(f"the draft's {draft_rows} rows are {how} to the target's {target_rows}")
+    repairs += _role_differences(target_tokenizer, draft_tokenizer, target_tokens)[:1]
+    compared = len(target_tokens.keys() | draft_tokens.keys())
     if not repairs:
-        return agreement("agree", None, f"all {compared} token strings and {target_rows} rows are the same")
-    return agreement("repair", role_difference, f"all {compared} token strings are the same; " + "; ".join(repairs))
+        return agreement("agree", f"all {compared} token strings and {target_rows} rows are the same")
+    return agreement("repair", f"all {compared} token strings are the same; " + "; ".join(repairs))
 
 
 def require_agreement(found: VocabularyAgreement) -> VocabularyAgreement:
@@ -130,7 +121,7 @@ def refuse_rowless(found: VocabularyAgreement, tokenizer: Any, texts: Iterable[S
             )
 
 
-def repair_rows(model: Any, rows: int, token_rows: int | None = None) -> None:
+def repair_rows(model: Any, rows: int, token_rows: int) -> None:
     """Pad or trim the input embedding and the head of a causal LM to `rows`, in place; `config.vocab_size` follows.
 
     A new row is the mean of the real rows, in the embedding, the head and the head's bias. Its logit is then
@@ -143,16 +134,14 @@ def repair_rows(model: Any, rows: int, token_rows: int | None = None) -> None:
         model: a `transformers` causal LM.
         rows: rows wanted, the target's.
         token_rows: rows 0 .. token_rows-1 hold tokens (`VocabularyAgreement.token_rows`). Rows after them do not enter
-            the mean. None: every row counts as real, so that nothing may be trimmed.
+            the mean.
 
     Raises:
-        UserError: when `rows` is not positive or a row that holds a token would be trimmed.
+        UserError: when a row that holds a token would be trimmed.
 
     """
     old_rows = model.get_input_embeddings().weight.shape[0]
-    real_rows = old_rows if token_rows is None else min(token_rows, old_rows)
-    if rows < 1:
-        raise UserError(f"a vocabulary of {rows} rows is impossible; give the target's row count")
+    real_rows = min(token_rows, old_rows)
     if rows < real_rows:
         raise UserError(
             f"cannot trim the draft to {rows} rows: row {rows} holds a token ({real_rows} rows do); "
@@ -163,7 +152,7 @@ def repair_rows(model: Any, rows: int, token_rows: int | None = None) -> None:
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         # The library re-initialises new rows at random; the fork keeps that draw out of the run's random state.
         matrices = row_tensors(model)
-        means = [(tensor[:real_rows].to(_wide(tensor)).mean(dim=0)) for tensor in matrices]
+        means = [tensor[:real_rows].mean(dim=0, dtype=_wide(tensor)) for tensor in matrices]
         model.resize_token_embeddings(rows, mean_resizing=False)
         for tensor, mean in zip(row_tensors(model), means, strict=True):
             assert tensor.shape[0] == rows
@@ -221,25 +210,22 @@ def _wide(tensor: torch.Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
-def _first_role_difference(
-    target_tokenizer: Any, draft_tokenizer: Any, target_tokens: dict[int, str]
-) -> tuple[TokenDifference | None, str]:
-    """The first of bos, eos, pad, unk that differs, else the first id whose `special` flag differs, with a sentence."""
+def _role_differences(target_tokenizer: Any, draft_tokenizer: Any, target_tokens: dict[int, str]) -> list[str]:
+    """Roles (bos, eos, pad, unk) that are other tokens, then the lowest id whose `special` flag differs, in words."""
+    found = []
     for role in ROLES:
-        target_id = getattr(target_tokenizer, f"{role}_token_id", None)
-        draft_id = getattr(draft_tokenizer, f"{role}_token_id", None)
-        if target_id != draft_id:
-            target_string, draft_string = (None if i is None else target_tokens.get(i) for i in (target_id, draft_id))
-            sides = f"{_quoted(target_string)} in the target and {_quoted(draft_string)} in the draft"
-            known_ids = [i for i in (target_id, draft_id) if i is not None]
-            return (known_ids[0], target_string, draft_string), f"{role} is {sides}: the target's is used"
-    differing = special_ids(target_tokenizer) ^ special_ids(draft_tokenizer)
-    if differing:
-        token_id = min(differing)
-        string = target_tokens.get(token_id)
-        detail = f"{_quoted(string)} is special in one tokenizer only: the target's flag is used"
-        return (token_id, string, string), detail
-    return None, ""
+        ids = [getattr(one, f"{role}_token_id", None) for one in (target_tokenizer, draft_tokenizer)]
+        if ids[0] != ids[1]:
+            strings = (None if i is None else target_tokens.get(i) for i in ids)
+            found.append(f"{role} is {_sides(*strings)}: the target's is used")
+    if differing := special_ids(target_tokenizer) ^ special_ids(draft_tokenizer):
+        string = _quoted(target_tokens.get(min(differing)))
+        found.append(f"{string} is special in one tokenizer only: the target's flag is used")
+    return found
+
+
+def _sides(target: str | None, draft: str | None) -> str:
+    return f"{_quoted(target)} in the target and {_quoted(draft)} in the draft"
 
 
 def special_ids(tokenizer: Any) -> set[int]:

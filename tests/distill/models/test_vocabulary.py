@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from refusals import refused
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PhiConfig, PhiForCausalLM, PreTrainedTokenizerFast
 
@@ -12,7 +13,6 @@ from distill.models.vocabulary import (
     require_agreement,
     vocabulary_rows,
 )
-from speculative.errors import UserError
 
 BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
 WORDS = [*BYTES, "Ġd", "ef", "<|end|>", "<|pad|>"]
@@ -48,52 +48,45 @@ def logits_of(model, ids=((3, 1, 4, 1, 5, 9, 2, 6),)):
         return model(input_ids=torch.tensor(ids)).logits
 
 
-def test_the_same_tokenizer_and_rows_agree():
-    rows = len(WORDS)
-    found = compare_vocabularies(make_tokenizer(), rows, make_tokenizer(), rows)
-    assert (found.verdict, found.first_difference, found.tokens, found.token_rows) == ("agree", None, rows, rows)
+SWAPPED = [*WORDS[:10], WORDS[20], *WORDS[11:20], WORDS[10], *WORDS[21:]]
+OTHER = ["X" + WORDS[0], *WORDS[1:]]
+
+
+def compared(target=None, draft=None, target_rows=0, draft_rows=0):
+    """Tokenizers of these options; rows beyond the words."""
+    made, rows = [make_tokenizer(**(options or {})) for options in (target, draft)], len(WORDS)
+    return compare_vocabularies(made[0], rows + target_rows, made[1], rows + draft_rows)
 
 
 @pytest.mark.parametrize(
-    ("target_extra", "draft_extra", "word"), [(8, 0, "padded"), (0, 8, "trimmed"), (64, 3, "padded")]
-)
-def test_other_padded_rows_are_repairable(target_extra, draft_extra, word):
-    tokens = len(WORDS)
-    found = require_agreement(
-        compare_vocabularies(make_tokenizer(), tokens + target_extra, make_tokenizer(), tokens + draft_extra)
-    )
-    assert found.verdict == "repair"
-    assert word in found.detail
-    assert (found.target_rows, found.draft_rows, found.token_rows) == (
-        tokens + target_extra,
-        tokens + draft_extra,
-        tokens,
-    )
-
-
-def test_a_swapped_string_is_refused_and_named():
-    swapped = list(WORDS)
-    swapped[10], swapped[20] = swapped[20], swapped[10]
-    found = compare_vocabularies(make_tokenizer(), len(WORDS), make_tokenizer(swapped), len(WORDS))
-    assert found.verdict == "refuse"
-    assert found.first_difference == (10, WORDS[10], WORDS[20])
-    assert "id 10" in found.detail
-    assert repr(WORDS[10]) in found.detail
-    assert repr(WORDS[20]) in found.detail
-
-
-@pytest.mark.parametrize(("target_added", "draft_added"), [(["<tool>"], []), ([], ["<tool>"]), (["<a>"], ["<b>"])])
-def test_added_tokens_are_compared(target_added, draft_added):
-    rows = len(WORDS) + 8
-    found = compare_vocabularies(make_tokenizer(added=target_added), rows, make_tokenizer(added=draft_added), rows)
-    expected = (len(WORDS), *(added[0] if added else None for added in (target_added, draft_added)))
-    assert (found.verdict, found.first_difference) == ("refuse", expected)
-
-
-def test_a_draft_without_a_row_for_a_token_is_refused():
-    found = compare_vocabularies(make_tokenizer(), len(WORDS) + 4, make_tokenizer(), len(WORDS) - 1)
-    assert found.verdict == "refuse"
-    assert found.first_difference == (len(WORDS) - 1, WORDS[-1], None)
+    ("found", "verdict", "said"),
+    [
+        (compared(), "agree", [f"{len(WORDS)} rows are the same"]),
+        # The target itself cannot emit the last token.
+        (compared(target_rows=-1, draft_rows=-1), "agree", []),
+        (compared(target_rows=8), "repair", ["padded"]),
+        (compared(draft_rows=8), "repair", ["trimmed"]),
+        (compared(target_rows=64, draft_rows=3), "repair", ["padded"]),
+        (compared(draft={"eos": "ef"}), "repair", ["eos is '<|end|>' in the target and 'ef' in the draft"]),
+        (compared(draft={"pad": "<|end|>"}), "repair", ["pad is '<|pad|>' in the target and '<|end|>' in the draft"]),
+        (compared(draft={"words": SWAPPED}), "refuse", ["token id 10 ", repr(WORDS[10]), repr(WORDS[20])]),
+        (compared(draft={"words": OTHER}), "refuse", ["token id 0 ", repr(OTHER[0])]),
+        (compared({"added": ["<tool>"]}, {}, 8, 8), "refuse", [f"token id {len(WORDS)} is '<tool>'", "no token in the draft"]),
+        (compared({}, {"added": ["<tool>"]}, 8, 8), "refuse", ["no token in the target", "'<tool>'"]),
+        (compared({"added": ["<a>"]}, {"added": ["<b>"]}, 8, 8), "refuse", ["'<a>'", "'<b>'"]),
+        (compared(target_rows=4, draft_rows=-1), "refuse", [f"token id {len(WORDS) - 1} is '<|pad|>'", "has only"]),
+        # A token of text, or of a role, needs a row of its own.
+        (compared({"added": ["<tool>"]}, {"added": ["<tool>"]}, 4), "refuse", [f"token id {len(WORDS)} is '<tool>'"]),
+        (compared(*[{"words": [*WORDS, "<eot>"], "eos": "<eot>"}] * 2, 4), "refuse", [f"token id {len(WORDS)} is '<eot>'"]),
+    ],
+)  # fmt: skip
+def test_agreement_of_two_vocabularies(found, verdict, said):
+    assert found.verdict == verdict
+    assert all(part in found.detail for part in said), found.detail
+    if verdict == "refuse":
+        assert "choose a draft of the target's family" in refused(lambda: require_agreement(found))
+    else:
+        assert require_agreement(found) is found
 
 
 def test_a_special_token_that_no_text_uses_gets_a_made_up_row():
@@ -108,30 +101,8 @@ def test_a_special_token_that_no_text_uses_gets_a_made_up_row():
     repair_rows(draft, tokens + 64, found.token_rows)
     assert logits_of(draft).shape[-1] == tokens + 64
     refuse_rowless(found, tokenizer, [[0, 1], [tokens - 1]])
-    with pytest.raises(
-        UserError, match=rf"uses '<image>', and the draft has only {tokens} rows; leave such prompts out"
-    ):
-        refuse_rowless(found, tokenizer, [[0, 1], [2, tokens]])
-
-
-def test_a_token_of_text_or_of_a_role_needs_a_row_of_its_own():
-    for tokenizer in (make_tokenizer(added=["<tool>"]), make_tokenizer([*WORDS, "<eot>"], eos="<eot>")):
-        found = compare_vocabularies(tokenizer, len(WORDS) + 4, tokenizer, len(WORDS))
-        assert (found.verdict, found.first_difference[0]) == ("refuse", len(WORDS))
-
-
-def test_tokens_beyond_the_targets_own_rows_need_no_row():
-    rows = len(WORDS) - 1  # the target itself cannot emit the last token
-    found = compare_vocabularies(make_tokenizer(), rows, make_tokenizer(), rows)
-    assert (found.verdict, found.token_rows) == ("agree", rows)
-
-
-@pytest.mark.parametrize(("role", "change"), [("eos", {"eos": "ef"}), ("pad", {"pad": "<|end|>"})])
-def test_other_roles_of_the_same_strings_are_repaired_by_name(role, change):
-    found = compare_vocabularies(make_tokenizer(), len(WORDS), make_tokenizer(**change), len(WORDS))
-    assert found.verdict == "repair"
-    assert role in found.detail
-    assert found.first_difference[1:] == ({"eos": "<|end|>", "pad": "<|pad|>"}[role], change[role])
+    text = refused(lambda: refuse_rowless(found, tokenizer, [[0, 1], [2, tokens]]))
+    assert f"uses '<image>', and the draft has only {tokens} rows; leave such prompts out" in text
 
 
 def test_a_special_flag_that_differs_is_named():
@@ -142,22 +113,11 @@ def test_a_special_flag_that_differs_is_named():
     assert "'ef' is special" in found.detail
 
 
-def test_a_refusal_is_one_line_with_both_strings():
-    other = ["X" + WORDS[0], *WORDS[1:]]
-    with pytest.raises(UserError) as caught:
-        require_agreement(compare_vocabularies(make_tokenizer(), len(WORDS), make_tokenizer(other), len(WORDS)))
-    message = str(caught.value)
-    assert "\n" not in message
-    assert "id 0" in message
-    assert repr(other[0]) in message
-    assert "choose" in message
-
-
 @pytest.mark.parametrize("kind", ["tied", "untied", "bias"])
 def test_padding_keeps_old_logits_and_the_new_one_is_their_mean(kind):
     model = make_phi(40) if kind == "bias" else make_llama(40, kind == "tied")
     before = logits_of(model)
-    repair_rows(model, 56)
+    repair_rows(model, 56, 40)
     after = logits_of(model)
     assert after.shape[-1] == 56 == vocabulary_rows(model.config)
     assert model.get_input_embeddings().weight.shape[0] == 56
@@ -174,7 +134,7 @@ def test_padding_keeps_old_logits_and_the_new_one_is_their_mean(kind):
 def test_a_padded_row_is_never_the_strict_maximum_nor_above_average(dtype):
     for seed in range(5):
         model = make_llama(40, tied=bool(seed % 2), seed=seed, dtype=dtype)
-        repair_rows(model, 64)
+        repair_rows(model, 64, 40)
         logits = logits_of(model, ids=torch.arange(40).reshape(4, 10).tolist()).float()
         assert (logits[..., 40:].amax(-1) < logits[..., :40].amax(-1)).all()
         weights = logits.softmax(-1)
@@ -195,24 +155,17 @@ def test_only_real_rows_enter_the_mean():
 def test_trimming_padded_rows_restores_the_model(tied):
     model = make_llama(40, tied)
     before = logits_of(model)
-    repair_rows(model, 48)
+    repair_rows(model, 48, 40)
     repair_rows(model, 40, token_rows=40)
     assert torch.equal(logits_of(model), before)
     assert vocabulary_rows(model.config) == 40
     assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
 
 
-@pytest.mark.parametrize("token_rows", [36, None])
-def test_trimming_a_row_with_a_token_is_refused(token_rows):
+def test_trimming_a_row_with_a_token_is_refused():
     model = make_llama(40, tied=True)
-    with pytest.raises(UserError, match="row 35 holds a token"):
-        repair_rows(model, 35, token_rows=token_rows)
+    assert "row 35 holds a token" in refused(lambda: repair_rows(model, 35, 36))
     assert model.get_input_embeddings().weight.shape[0] == 40
-
-
-def test_no_rows_are_refused():
-    with pytest.raises(UserError, match="0 rows"):
-        repair_rows(make_llama(40, tied=True), 0)
 
 
 def test_repairing_leaves_the_random_state_and_frozen_weights_alone():
@@ -221,7 +174,7 @@ def test_repairing_leaves_the_random_state_and_frozen_weights_alone():
     torch.manual_seed(7)
     expected = torch.rand(3)
     torch.manual_seed(7)
-    repair_rows(model, 48)
+    repair_rows(model, 48, 40)
     assert torch.equal(torch.rand(3), expected)
     assert not model.lm_head.weight.requires_grad
     assert model.get_input_embeddings().weight.requires_grad
@@ -229,7 +182,7 @@ def test_repairing_leaves_the_random_state_and_frozen_weights_alone():
 
 def test_a_repaired_model_survives_saving(tmp_path):
     model = make_llama(40, tied=True)
-    repair_rows(model, 48)
+    repair_rows(model, 48, 40)
     model.save_pretrained(tmp_path)
     loaded = LlamaForCausalLM.from_pretrained(tmp_path)
     assert torch.equal(logits_of(loaded), logits_of(model))
