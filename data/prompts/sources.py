@@ -1,10 +1,9 @@
 """Where prompts come from: local files, a hub dataset, or the embedded standard-library domain.
 
-Everything becomes a list of ``PromptRow``. Files are read by ``datasets`` in a throw-away cache, so that nothing is
-left in the user's home; a hub dataset goes through its ordinary cache, so that it is downloaded once.
+Everything becomes a list of ``PromptRow``. ``datasets`` says which files of a directory are a split's, and reads hub datasets.
 """
 
-import datetime
+import csv
 import difflib
 import glob
 import gzip
@@ -14,11 +13,13 @@ import re
 import sys
 import tempfile
 import zlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from data.prompts.conversation import conversation_prompts, tools_of
 from data.prompts.prompt import PromptRow, PromptSource
@@ -33,19 +34,28 @@ MESSAGES_NAMES = ("messages", "conversations")
 # Suffix -> the `datasets` builder that reads it; a trailing .gz is looked through.
 FORMATS = {"jsonl": "json", "json": "json", "parquet": "parquet", "txt": "text", "csv": "csv", "arrow": "arrow"}
 TOOLS_NAME = "tools"
-RENDERED = {
-    "prompt_id",
-    "prompt_ids",
-}  # columns of prompts that were rendered before; `text` or `turns`, `domain` beside them
+# Columns of prompts that were rendered before; `text` or `turns`, `domain` beside them.
+RENDERED = {"prompt_id", "prompt_ids"}
+
+
+_Rows = Iterable[tuple[int, dict[str, Any]]]
 
 
 @dataclass(frozen=True)
 class _Table:
-    """One loaded dataset, its name for messages, and row index -> the number a user would count to."""
+    """Rows with named columns. `rows` gives (the number that a user would count to, values) of each, with these columns at least."""
 
-    dataset: Any
     name: str
-    number: Callable[[int], int]
+    columns: list[str]
+    rows: Callable[[Sequence[str]], _Rows]
+
+
+def _arrow_table(table: pa.Table, name: str) -> _Table:
+    def rows(wanted: Sequence[str]) -> _Rows:
+        batches = table.select(list(wanted)).to_batches(max_chunksize=1000)
+        return enumerate((values for batch in batches for values in batch.to_pylist()), start=1)
+
+    return _Table(name, table.column_names, rows)
 
 
 def load_source(
@@ -140,7 +150,9 @@ def _open(source: PromptSource) -> tuple[Iterator[_Table], str]:
             raise UserError(f"{path}: the pattern matches no file: check the folder and the suffix")
         return _file_tables(files, source.format, split), files[0].resolve().parent.name
     if source.format != "auto" or not _looks_like_hub_id(path):
-        raise UserError(_missing_file(local))
+        folder = local.parent
+        there = f"in {folder.resolve()}{_near_files(local)}" if folder.is_dir() else f"nor a folder {folder}"
+        raise UserError(f"{local}: no such file {there}: check the path")
     return iter([_hub_table(path, split, source.subset, source.revision)]), path.split("/")[-1]
 
 
@@ -155,43 +167,20 @@ def _near(name: str, known: Any) -> str:
     return f" (near: {', '.join(found)})" if found else ""
 
 
-def _missing_file(path: Path) -> str:
-    if not path.parent.is_dir():
-        return f"{path}: no such file: the folder {path.parent} does not exist either, check the path"
-    return f"{path}: no such file in {path.parent.resolve()}{_near_files(path)}: check the name"
-
-
 def _near_files(path: Path) -> str:
     return _near(path.name, [entry.name for entry in path.parent.iterdir()]) if path.parent.is_dir() else ""
-
-
-@contextmanager
-def _private_reading() -> Iterator[tuple[Any, str]]:
-    """(datasets, a cache folder that disappears): silent, because we report its errors ourselves in one line."""
-    import datasets
-    from huggingface_hub.utils import logging as hub_logging
-
-    had_bars = not datasets.are_progress_bars_disabled()
-    verbosity, hub_verbosity = datasets.logging.get_verbosity(), hub_logging.get_verbosity()
-    if had_bars:
-        datasets.disable_progress_bars()
-    datasets.logging.set_verbosity(logging.CRITICAL)
-    hub_logging.set_verbosity(logging.CRITICAL)
-    try:
-        with tempfile.TemporaryDirectory(prefix="understudy-source-") as cache:
-            yield datasets, cache
-    finally:
-        if had_bars:
-            datasets.enable_progress_bars()
-        datasets.logging.set_verbosity(verbosity)
-        hub_logging.set_verbosity(hub_verbosity)
 
 
 def _file_tables(files: list[Path], format: str, split: str) -> Iterator[_Table]:
     if split != "train":
         log.warning("%s: split %r is not used: a single file or a glob has no splits", files[0], split)
-    builders = [(file, _builder_of(file, format)) for file in files]
-    return (table for file, builder in builders for table in _read_file(file, builder))
+    told = [(file, format_of(file) if format == "auto" else format) for file in files]
+    for file, kind in told:
+        if kind is None:
+            raise UserError(
+                f"{file}: the suffix tells no format: rename it or set format to one of {', '.join(FORMATS)}"
+            )
+    return (table for file, kind in told for table in _read_file(file, FORMATS[str(kind)]))
 
 
 def format_of(file: Path) -> str | None:
@@ -200,16 +189,11 @@ def format_of(file: Path) -> str | None:
     return suffix if suffix in FORMATS else None
 
 
-def _builder_of(file: Path, format: str) -> str:
-    told = format_of(file) if format == "auto" else format
-    if told is None:
-        raise UserError(f"{file}: the suffix tells no format: rename it or set format to one of {', '.join(FORMATS)}")
-    return FORMATS[told]
-
-
 def _directory_tables(folder: Path, split: str, subset: str | None) -> Iterator[_Table]:
     """The files that ``datasets`` takes for this split, read one by one so that a message can name file and line."""
-    with _private_reading() as (datasets, cache):
+    import datasets
+
+    with tempfile.TemporaryDirectory(prefix="understudy-source-") as cache:  # nothing is left in the user's home
         try:
             builder = datasets.load_dataset_builder(str(folder), name=subset, cache_dir=cache)
         except (OSError, ValueError) as error:
@@ -223,65 +207,78 @@ def _directory_tables(folder: Path, split: str, subset: str | None) -> Iterator[
 
 def _read_file(path: Path, builder: str) -> Iterator[_Table]:
     """One table, or none when the file holds nothing."""
-    line_numbers = _filled_lines(path) if builder in ("json", "text") else None
-    if line_numbers is not None and not line_numbers:
-        return
-    options = {"encoding": "utf-8-sig"} if builder == "text" else {}
-    with _private_reading() as (datasets, cache):
-        try:
-            dataset = datasets.load_dataset(
-                builder, data_files=str(path), split="train", cache_dir=cache, keep_in_memory=True, **options
-            )
-        except (datasets.exceptions.DatasetGenerationError, ValueError, OSError) as error:
-            fault = _line_fault(path, as_json=True) if builder == "json" else None
-            raise UserError(fault or f"{path}: cannot be read as {builder}: {_one_line(error)}") from error
-
-    if builder == "text" and line_numbers is not None:
-        dataset = dataset.select([number - 1 for number in line_numbers])
-    # One JSON object a line, blank lines aside: only then is a row's number a line's number.
-    if line_numbers is not None and len(line_numbers) == len(dataset):
-        yield _Table(dataset, str(path), line_numbers.__getitem__)
-    else:
-        yield _Table(dataset, str(path), lambda index: index + 1)
-
-
-def _filled_lines(path: Path) -> list[int]:
-    """Numbers, from 1, of the lines that are not blank; lines end where ``datasets`` ends them."""
-    opener = gzip.open if path.name.endswith(".gz") else open
     try:
-        with opener(path, "rt", encoding="utf-8-sig") as lines:
-            return [number for number, line in enumerate(lines, start=1) if line.strip()]
+        if builder == "parquet":
+            yield _arrow_table(pq.read_table(path, partitioning=None), str(path))
+            return
+        if builder == "arrow":
+            with pa.memory_map(str(path)) as source:
+                stream = source.read(6) != b"ARROW1"
+                source.seek(0)
+                opened = pa.ipc.open_stream(source) if stream else pa.ipc.open_file(source)
+                yield _arrow_table(opened.read_all(), str(path))
+            return
+        found = list({"json": _json_rows, "csv": _csv_rows, "text": _text_rows}[builder](path))
+    except (OSError, pa.ArrowException, csv.Error, KeyError) as error:
+        raise UserError(f"{path}: cannot be read as {builder}: {_one_line(error)}") from error
+    if found:
+        yield _Table(str(path), list(dict.fromkeys(name for _, values in found for name in values)), lambda _: found)
+
+
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    """(number from 1, text) of each line."""
+    number = 0
+    try:
+        with gzip.open(path, "rb") if path.name.endswith(".gz") else path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                yield number, line.decode("utf-8-sig").rstrip("\r\n")
     except UnicodeDecodeError as error:
-        # The JSON reader would let it pass and fail much later.
-        raise UserError(_line_fault(path, as_json=False) or f"{path}: not UTF-8") from error
+        found = f"byte {error.object[error.start]:#04x}"
+        raise UserError(f"{path}:{number}: not UTF-8 ({found}): save the file as UTF-8") from error
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise UserError(f"{path}: not a whole gzip file ({error}): copy or compress it again") from error
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}") from error
 
 
-def _line_fault(path: Path, as_json: bool) -> str | None:
-    """The first line that is not UTF-8, or no JSON object, in words; None when the fault is none of these."""
-    content = gzip.decompress(path.read_bytes()) if path.name.endswith(".gz") else path.read_bytes()
-    one_value = as_json and content.lstrip().startswith(b"[")
-    for number, line in enumerate([content] if one_value else content.split(b"\n"), start=1):
-        try:
-            text = line.decode("utf-8-sig")
-            value = json.loads(text) if as_json and text.strip() else {}
+def _text_rows(path: Path) -> _Rows:
+    return ((number, {"text": line}) for number, line in _lines(path) if line.strip())
+
+
+def _csv_rows(path: Path) -> _Rows:
+    for number, row in enumerate(csv.DictReader((f"{line}\n" for _, line in _lines(path)), strict=True), start=1):
+        if None in row:
+            raise UserError(f"{path}:{number}: more cells than columns: mend or remove this row")
+        yield number, row
+
+
+def _json_rows(path: Path) -> _Rows:
+    """(number of the line, object) of each line that is not blank; of a file that is one list its places are the numbers."""
+    lines = ((number, line) for number, line in _lines(path) if line.strip())
+    values = ((number, _parsed(line, path, number)) for number, line in lines)
+    if next((line for _, line in _lines(path) if line.strip()), "").lstrip().startswith("["):
+        whole = "\n".join(line for _, line in _lines(path))
+        values = ((number, value) for number, value in enumerate(_parsed(whole, path, 1), start=1))
+    for number, value in values:
+        if not isinstance(value, dict):
+            kind = type(value).__name__
+            raise UserError(f"{path}:{number}: a line must be a JSON object with named columns, not a {kind}")
+        yield number, value
+
+
+def _parsed(text: str, path: Path, number: int) -> Any:
+    """What stands in a text that begins in this line."""
+    try:
+        value = json.loads(text)
+        if "\\ud" in text.lower():
             json.dumps(value, ensure_ascii=False).encode()
-        except UnicodeDecodeError as error:
-            number += line.count(b"\n", 0, error.start)
-            return f"{path}:{number}: not UTF-8 (byte {line[error.start]:#04x}): save the file as UTF-8"
-        except UnicodeEncodeError:
-            return f"{path}:{number}: not valid Unicode (half of a surrogate pair, written \\ud8..): mend or remove this line"
-        except json.JSONDecodeError as error:
-            number += error.lineno - 1
-            return f"{path}:{number}: not valid JSON ({error.msg}, column {error.colno}): mend or remove this line"
-        if value == []:
-            return f"{path}: no rows: the file holds an empty list"
-        if not isinstance(value, dict) and not one_value:
-            return f"{path}:{number}: a line must be a JSON object with named columns, not a {type(value).__name__}"
-    return None
+    except UnicodeEncodeError as error:
+        half = "half of a surrogate pair, written \\ud8.."
+        raise UserError(f"{path}:{number}: not valid Unicode ({half}): mend or remove this line") from error
+    except json.JSONDecodeError as error:
+        place = f"{path}:{number + error.lineno - 1}"
+        raise UserError(
+            f"{place}: not valid JSON ({error.msg}, column {error.colno}): mend or remove this line"
+        ) from error
+    return value
 
 
 def _one_line(error: BaseException) -> str:
@@ -309,34 +306,40 @@ def _hub_table(path: str, split: str, subset: str | None, revision: str | None) 
         ) from error
     except (datasets.exceptions.DatasetsError, ValueError, RuntimeError) as error:
         raise UserError(f"{path}: {_one_line(error)} (subset={subset}, split={split})") from error
-    return _Table(dataset, f"{path}[{split}]", lambda index: index + 1)
+    return _arrow_table(dataset.with_format("arrow")[:], f"{path}[{split}]")
 
 
 def _table_rows(
     table: _Table, source: PromptSource, domain: str, preferred: str | None, bad_rows: list[UserError] | None
 ) -> Iterator[PromptRow]:
-    if set(table.dataset.column_names) >= RENDERED and not (source.prompt_column or source.messages_column):
+    if set(table.columns) >= RENDERED and not (source.prompt_column or source.messages_column):
         yield from _rendered_rows(table, source)
         return
     prompt, messages = _content_columns(table, source, preferred)
     named, tools = source.reference_column, source.tools_column
-    if tools is None and messages and TOOLS_NAME in table.dataset.column_names:
+    if tools is None and messages and TOOLS_NAME in table.columns:
         tools = TOOLS_NAME
     wanted = sorted({column for column in (prompt, messages, named, source.domain_column, tools) if column})
     for column in wanted:
-        _require_column(table, column)
-    for index, values in enumerate(_rows_of(table.dataset.select_columns(wanted))):
-        origin = f"{table.name}:{table.number(index)}"
+        if column not in table.columns:
+            near, known = _near(column, table.columns), ", ".join(table.columns)
+            raise UserError(f"{table.name}: no column {column!r}{near}: it has {known}")
+    for number, values in table.rows(wanted):
+        origin = f"{table.name}:{number}"
         try:
-            reference = _filled(values[named], named, origin) if named else None
+            reference = _filled(values.get(named), named, origin) if named else None
             label = _domain_of(values, source.domain_column, domain, origin)
             if messages:
-                asked = conversation_prompts(values[messages], messages, origin, source.system, source.turns == "all")
+                asked = conversation_prompts(
+                    values.get(messages), messages, origin, source.system, source.turns == "all"
+                )
                 found = [PromptRow(None, turns, reference or own, label, at) for turns, own, at in asked]
             else:
                 assert prompt is not None
-                found = [prompt_row(_filled(values[prompt], prompt, origin), reference, label, origin, source.system)]
-            given = tools_of(values[tools], tools, origin) if tools else None
+                found = [
+                    prompt_row(_filled(values.get(prompt), prompt, origin), reference, label, origin, source.system)
+                ]
+            given = tools_of(values.get(tools), tools, origin) if tools else None
         except UserError as error:
             if bad_rows is None:
                 raise
@@ -347,49 +350,35 @@ def _table_rows(
 
 def _rendered_rows(table: _Table, source: PromptSource) -> Iterator[PromptRow]:
     """Rows as `data/responses/rendered.py` writes them."""
-    for index, values in enumerate(_rows_of(table.dataset)):
+    for number, values in table.rows(table.columns):
         turns = json.loads(values.get("turns") or "{}")
-        origin, label = f"{table.name}:{table.number(index)}", source.domain or values.get("domain") or "prompts"
+        origin, label = f"{table.name}:{number}", source.domain or values.get("domain") or "prompts"
         messages = tuple(turns["messages"]) if turns else None
         row = PromptRow(None if turns else values.get("text") or "", messages, None, label, origin)
         tools = tuple(turns["tools"]) if turns.get("tools") else None
-        if not values["prompt_ids"] or not values["prompt_id"]:
+        if not values.get("prompt_ids") or not values.get("prompt_id"):
             raise UserError(f"{origin}: no prompt_ids or no prompt_id: export or render these prompts again")
         yield replace(row, tools=tools, prompt_ids=tuple(values["prompt_ids"]), prompt_id=values["prompt_id"])
-
-
-def _rows_of(dataset: Any) -> Iterator[dict[str, Any]]:
-    # Decoding a thousand rows at once is many times faster than row by row.
-    for batch in dataset.iter(batch_size=1000):
-        for values in zip(*batch.values(), strict=True):
-            yield dict(zip(batch, values, strict=True))
 
 
 def _content_columns(table: _Table, source: PromptSource, preferred: str | None) -> tuple[str | None, str | None]:
     """(prompt column, None) or (None, messages column): the named one, the preferred or only usual name there is."""
     if source.prompt_column or source.messages_column:
         return source.prompt_column, source.messages_column
-    columns = table.dataset.column_names
     # A column that has another role cannot be the prompt too.
     taken = (source.reference_column, source.domain_column)
-    usual = [name for name in (*PROMPT_NAMES, *MESSAGES_NAMES) if name in columns and name not in taken]
+    usual = [name for name in (*PROMPT_NAMES, *MESSAGES_NAMES) if name in table.columns and name not in taken]
     if preferred in usual:
         usual = [preferred]
     if len(usual) != 1:
         found = f"{len(usual)} columns could be it ({', '.join(usual)})" if usual else "no column has a usual name"
         raise UserError(
             f"{table.name}: which column holds the prompt? {found}: set prompt_column or messages_column to one of "
-            f"{', '.join(columns)}"
+            f"{', '.join(table.columns)}"
         )
     is_prompt = usual[0] in PROMPT_NAMES
     log.info("%s: taking column %r as the %s", table.name, usual[0], "prompt" if is_prompt else "messages")
     return (usual[0], None) if is_prompt else (None, usual[0])
-
-
-def _require_column(table: _Table, column: str) -> None:
-    columns = table.dataset.column_names
-    if column not in columns:
-        raise UserError(f"{table.name}: no column {column!r}{_near(column, columns)}: it has {', '.join(columns)}")
 
 
 def _filled(value: Any, column: str, origin: str) -> str:
@@ -398,14 +387,12 @@ def _filled(value: Any, column: str, origin: str) -> str:
     if value is None or isinstance(value, str):
         raise UserError(f"{origin}: column {column!r} is empty: fill it or remove the row")
     hint = "name it as messages_column if it holds a conversation" if isinstance(value, list) else "write it as text"
-    if isinstance(value, datetime.date):
-        hint = "datasets reads a JSON column of dates only as timestamps, so add a word to them"
     raise UserError(f"{origin}: column {column!r} holds a {type(value).__name__}, not a string: {hint}")
 
 
 def _domain_of(values: dict[str, Any], column: str | None, default: str, origin: str) -> str:
     """The label of a row; a list of strings (several services of one dialogue) is joined by ``+``."""
-    value = values[column] if column else None
+    value = values.get(column) if column else None
     if value is None or value == "" or value == []:
         return default
     if isinstance(value, list) and all(isinstance(part, str) for part in value):
