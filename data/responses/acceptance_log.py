@@ -17,12 +17,11 @@ import io
 import json
 import re
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -82,7 +81,7 @@ class _DamagedError(ValueError):
     """A line that is not what its format says; the message is what it lacks."""
 
 
-_Fields = tuple[int, int, int | None, str | None, str | None]  # drafted, accepted, blocks, slice, time
+_Row = Mapping[str, Any]  # accepted, drafted, perhaps blocks, domain, time; not checked yet
 
 
 def read_acceptance_log(path: Path, format: str = "auto") -> AcceptanceLog:
@@ -105,11 +104,13 @@ def read_acceptance_log(path: Path, format: str = "auto") -> AcceptanceLog:
     rows = _proposals(path) if chosen == "proposals" else _text_rows(path, chosen, warnings)
     records: list[AcceptanceRecord] = []
     idle = 0
-    for drafted, accepted, blocks, name, time in rows:
-        if drafted == 0:
+    for row in rows:
+        if row["drafted"]:
+            time = row.get("time")
+            counts = row["drafted"], row["accepted"], row.get("blocks"), row.get("domain")
+            records.append(AcceptanceRecord(len(records), *counts, None if time is None else str(time)))
+        else:
             idle += 1
-            continue
-        records.append(AcceptanceRecord(len(records), drafted, accepted, blocks, name, time))
     if idle:
         warnings.append(f"{idle} of {idle + len(records)} records drafted nothing and are left out")
     if not records:
@@ -164,9 +165,9 @@ def _lines(path: Path, warnings: list[str]) -> Iterator[tuple[int, str, bool]]:
             raise UserError(f"--log {path}: not readable ({error}); give another copy") from error
 
 
-def _text_rows(path: Path, format: str, warnings: list[str]) -> Iterator[_Fields]:
+def _text_rows(path: Path, format: str, warnings: list[str]) -> Iterator[_Row]:
     """Checked rows of a text log."""
-    parse: Callable[[str], _Fields | None] = {"jsonl": _json_row, "vllm": _vllm_row, "llama.cpp": _llama_row}.get(
+    parse: Callable[[str], _Row | None] = {"jsonl": _json_row, "vllm": _vllm_row, "llama.cpp": _llama_row}.get(
         format, _CsvRows()
     )
     for number, line, whole in _lines(path, warnings):
@@ -175,7 +176,7 @@ def _text_rows(path: Path, format: str, warnings: list[str]) -> Iterator[_Fields
         try:
             row = parse(line)
             if row is not None:
-                _check_counts(*row[:3])
+                _check(row)
         except _DamagedError as error:
             if whole:
                 raise UserError(f"{path}:{number}: {error}; expected {EXPECTED[format]}") from None
@@ -185,34 +186,31 @@ def _text_rows(path: Path, format: str, warnings: list[str]) -> Iterator[_Fields
             yield row
 
 
-def _check_counts(drafted: int, accepted: int, blocks: int | None) -> None:
-    if accepted > drafted:
-        raise _DamagedError(f"accepted {accepted} of only {drafted} drafted tokens")
-    if blocks == 0 and drafted:
-        raise _DamagedError(f"{drafted} drafted tokens in {blocks} blocks")
-
-
-def _json_row(line: str) -> _Fields:
-    try:
-        row = json.loads(line)
-    except ValueError:
-        raise _DamagedError("not a JSON object") from None
-    if not isinstance(row, dict):
-        raise _DamagedError("not a JSON object")
-    if "accepted" not in row and "drafted" not in row:
-        row = _engine_row(row)
+def _check(row: _Row) -> None:
     for key in ("accepted", "drafted", "blocks"):
         value = row.get(key)
         if (type(value) is not int or value < 0) and not (key == "blocks" and value is None):
             raise _DamagedError(f'"{key}" is {"missing" if key not in row else json.dumps(value)}, not a whole number')
-    name = row.get("domain")
+    accepted, drafted, name = row["accepted"], row["drafted"], row.get("domain")
+    if accepted > drafted:
+        raise _DamagedError(f"accepted {accepted} of only {drafted} drafted tokens")
+    if row.get("blocks") == 0 and drafted:
+        raise _DamagedError(f"{drafted} drafted tokens in 0 blocks")
     if name is not None and not isinstance(name, str):
         raise _DamagedError(f'"domain" is {json.dumps(name)}, not a text')
-    time = row.get("time")
-    return row["drafted"], row["accepted"], row.get("blocks"), name, None if time is None else str(time)
 
 
-def _engine_row(row: dict[str, Any]) -> dict[str, Any]:
+def _json_row(line: str) -> _Row:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        row = None
+    if not isinstance(row, dict):
+        raise _DamagedError("not a JSON object")
+    return row if "accepted" in row or "drafted" in row else _engine_row(row)
+
+
+def _engine_row(row: _Row) -> _Row:
     """An engine's own record as a row of ours; one without drafts is one that drafted nothing."""
     response = row["response"] if isinstance(row.get("response"), dict) else row
     try:
@@ -234,8 +232,11 @@ class _CsvRows:
     def __init__(self) -> None:
         self.columns: list[str] | None = None
 
-    def __call__(self, line: str) -> _Fields | None:
-        cells = _cells(line)
+    def __call__(self, line: str) -> _Row | None:
+        try:
+            cells = [cell.strip() for cell in next(csv.reader([line], strict=True), [])]
+        except csv.Error:
+            raise _DamagedError("not a line of cells") from None
         if self.columns is None:
             if not {"accepted", "drafted"} <= set(cells):
                 raise _DamagedError("no header with accepted and drafted")
@@ -243,26 +244,14 @@ class _CsvRows:
             return None
         if len(cells) != len(self.columns):
             raise _DamagedError(f"{len(cells)} cells under {len(self.columns)} columns")
-        row = dict(zip(self.columns, cells, strict=True))
-        drafted, accepted = (_whole(key, row[key]) for key in ("drafted", "accepted"))
-        blocks = _whole("blocks", row["blocks"]) if row.get("blocks") else None
-        return drafted, accepted, blocks, row.get("domain") or None, row.get("time") or None
+        row: dict[str, Any] = {name: cell or None for name, cell in zip(self.columns, cells, strict=True)}
+        for name in ("accepted", "drafted", "blocks"):
+            if re.fullmatch(r"\d+", row.get(name) or "", re.ASCII):
+                row[name] = int(row[name])
+        return row
 
 
-def _whole(key: str, text: str) -> int:
-    if not re.fullmatch(r"\d+", text, re.ASCII):
-        raise _DamagedError(f"{key} is {text!r}, not a whole number")
-    return int(text)
-
-
-def _cells(line: str) -> list[str]:
-    try:
-        return [cell.strip() for cell in next(csv.reader([line], strict=True), [])]
-    except csv.Error:
-        raise _DamagedError("not a line of cells") from None
-
-
-def _vllm_row(line: str) -> _Fields | None:
+def _vllm_row(line: str) -> _Row | None:
     """Blocks are drafted / positions where the mean acceptance length, printed to two places, agrees; else from that length."""
     if _VLLM not in line:
         return None
@@ -276,10 +265,10 @@ def _vllm_row(line: str) -> _Fields | None:
         blocks = max(1, round(drafted / len(places[1].split(","))))
     if length is not None and (blocks is None or abs(1 + accepted / blocks - float(length[1])) > 0.006):
         blocks = _blocks_from(accepted, float(length[1]))
-    return drafted, accepted, blocks, None, time and time[1]
+    return {"accepted": accepted, "drafted": drafted, "blocks": blocks, "time": time and time[1]}
 
 
-def _llama_row(line: str) -> _Fields | None:
+def _llama_row(line: str) -> _Row | None:
     if not _LLAMA.search(line):
         return None
     counts = _LLAMA_COUNTS.search(line)
@@ -288,7 +277,7 @@ def _llama_row(line: str) -> _Fields | None:
     accepted, drafted = int(counts[1]), int(counts[2])
     length, time = _LLAMA_LENGTH.search(line), _LLAMA_TIME.search(line)
     blocks = _blocks_from(accepted, float(length[1])) if length is not None else None
-    return drafted, accepted, blocks, None, time and time[1]
+    return {"accepted": accepted, "drafted": drafted, "blocks": blocks, "time": time and time[1]}
 
 
 def _blocks_from(accepted: int, mean_length: float) -> int | None:
@@ -296,7 +285,7 @@ def _blocks_from(accepted: int, mean_length: float) -> int | None:
     return max(1, round(accepted / (mean_length - 1))) if mean_length > 1 and accepted else None
 
 
-def _proposals(path: Path) -> Iterator[_Fields]:
+def _proposals(path: Path) -> Iterator[_Row]:
     """One row a prompt, in order of first appearance; its slice is not in the file."""
     try:
         table = pq.read_table(path, columns=["prompt", "block", "accepted"])
@@ -306,7 +295,5 @@ def _proposals(path: Path) -> Iterator[_Fields]:
     except (OSError, pa.ArrowException) as error:
         reason = str(error).splitlines()[0]
         raise UserError(f"--log {path}: {reason}; expected {EXPECTED['proposals']}") from error
-    columns = ("accepted_count", "accepted_sum", "block_count_distinct")
-    counts_R3 = np.stack([counted.column(name).to_numpy().astype(np.int64) for name in columns], 1)
-    for drafted, accepted, blocks in counts_R3.tolist():
-        yield drafted, accepted, blocks, None, None
+    names = {"accepted_count": "drafted", "accepted_sum": "accepted", "block_count_distinct": "blocks"}
+    yield from ({name: row[column] for column, name in names.items()} for row in counted.to_pylist())
