@@ -1,11 +1,12 @@
 """The two domains: what is asked before the shift, and what behind it."""
 
+import ast
 import json
 import random
 from collections.abc import Sequence
 
 from data.prompts.sources import PromptRow
-from data.prompts.stdlib import unit_test_heads
+from data.prompts.stdlib import modules
 from data.prompts.template import render_prompt
 from data.responses.rendered import StoredPrompts
 from distill.config.layout import PROMPTS, TARGET_FACTS
@@ -37,6 +38,18 @@ def shifted_prompts(config: RunConfig, path: str) -> list[list[int]]:
     random.Random(config.seed).shuffle(heads)
     rows = [PromptRow(head, None, None, "tests", f"tests:{number}") for number, head in enumerate(heads)]
     return _rendered(config, rows)
+
+
+def unit_test_heads() -> list[str]:
+    """The beginning of a unit test of each public method of the library's classes: another domain than function heads."""
+    found = dict[str, None]()
+    for _, source in modules(heldout=False):
+        for kind in (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ClassDef)):
+            names = (node.name for node in kind.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+            for name in (name for name in names if not name.startswith("_")):
+                made = f"{kind.name.lower()} = {kind.name}()"
+                found[f"    def test_{name}(self):\n        {made}\n        self.assertEqual("] = None
+    return list(found)
 
 
 def _rendered(config: RunConfig, rows: Sequence[PromptRow]) -> list[list[int]]:

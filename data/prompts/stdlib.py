@@ -133,18 +133,6 @@ def function_head_rows(heldout: bool) -> list[tuple[str, str]]:
     return rows
 
 
-def unit_test_heads() -> list[str]:
-    """The beginning of a unit test of each public method of the library's classes: another domain than function heads."""
-    found = dict[str, None]()
-    for _, source in modules(heldout=False):
-        for kind in (node for node in _statements(ast.parse(source)) if isinstance(node, ast.ClassDef)):
-            names = (node.name for node in kind.body if isinstance(node, FunctionNode))
-            for name in (name for name in names if not name.startswith("_")):
-                made = f"{kind.name.lower()} = {kind.name}()"
-                found[f"    def test_{name}(self):\n        {made}\n        self.assertEqual("] = None
-    return list(found)
-
-
 def neighbours() -> Iterator[str]:
     """Source text of every module of the installed NEIGHBOURS; one that is not installed has none."""
     for package in sorted(NEIGHBOURS):
