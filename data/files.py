@@ -15,6 +15,8 @@ from speculative.errors import UserError
 MANIFEST = "manifest.json"
 CHECKSUM = "sha256"  # the manifest's key for the checksum of its other keys
 
+Manifest = Mapping[str, Any]  # JSON: whatever a folder was made from, under names that only its maker knows
+
 
 @contextlib.contextmanager
 def writing(place: str | Path, left: str = "") -> Iterator[None]:
@@ -79,12 +81,12 @@ def open_modes(folder: Path) -> None:
             path.chmod(mode if path.is_dir() else mode & 0o666)
 
 
-def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
+def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Writes a manifest with the checksum of its content."""
     write_json(folder / MANIFEST, {**manifest, CHECKSUM: _digest(manifest)})
 
 
-def read_manifest(folder: Path) -> dict[str, Any]:
+def read_manifest(folder: Path) -> Manifest:
     """The manifest of a store, its checksum checked and left out.
 
     Raises:
@@ -102,13 +104,13 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return found
 
 
-def require_manifest(folder: Path, wanted: Mapping[str, Any], remedy: str) -> None:
+def require_manifest(folder: Path, wanted: Manifest, remedy: str) -> None:
     """Raises UserError when a folder's manifest differs: the first differing key and both values are named, and the remedy."""
     if said := other_key(read_manifest(folder), json.loads(json.dumps(wanted))):
         raise UserError(f"{folder}: {said}; {remedy}")
 
 
-def other_key(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
+def other_key(found: Manifest, wanted: Manifest) -> str:
     """Says the first key under which two manifests differ, and both values; empty when they are the same."""
     # Of another format the other keys are others too.
     for key in sorted(set(wanted) | set(found), key=lambda key: (key != "format", key)):
@@ -125,7 +127,7 @@ def _checksum_line(path: Path, digest: str) -> bytes:
     return f"{digest}  {path.name}\n".encode()
 
 
-def _digest(manifest: Mapping[str, Any]) -> str:
+def _digest(manifest: Manifest) -> str:
     """SHA-256 of the content of a manifest, whatever the order of its keys."""
     content = {key: value for key, value in manifest.items() if key != CHECKSUM}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

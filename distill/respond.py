@@ -7,10 +7,10 @@ Responses as training makes them, and beside them the target's distributions at 
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from data.responses.chat import ChatTarget
 from data.responses.store import StoredRows
+from data.signals.store import SignalFacts
 from distill.config.command_line import RespondOptions, run_program
 from distill.config.layout import CONFIG
 from distill.config.load import load_config
@@ -40,7 +40,7 @@ def _resolved(config_path: str | Path, overrides: Sequence[str], signal: str | N
     return load_config(config_path, asked), True
 
 
-def run(config_path: str | Path, overrides: Sequence[str] = (), signal: str | None = None) -> dict[str, Any] | None:
+def run(config_path: str | Path, overrides: Sequence[str] = (), signal: str | None = None) -> SignalFacts | None:
     """Makes the responses of a run, and the signal store when one is wanted; returns its facts.
 
     Raises:
@@ -61,7 +61,7 @@ def run(config_path: str | Path, overrides: Sequence[str] = (), signal: str | No
     return facts
 
 
-def _signal(run: Run, rows: StoredRows, target: Target) -> dict[str, Any]:
+def _signal(run: Run, rows: StoredRows, target: Target) -> SignalFacts:
     config = run.config
     store = open_signal_store(run, rows.examples, target.facts, repair=True)
     try:

@@ -120,35 +120,20 @@ class EndpointTarget:
         choice = self._complete(text, max_tokens=1, temperature=1.0, logprobs=TOP)
         return ((choice.get("logprobs") or {}).get("top_logprobs") or [{}])[0]
 
-    def respond(
-        self,
-        store: Store,
-        manifest: Mapping[str, Any],
-        prompts: Sequence[RenderedPrompt],
-        settings: DecodeSettings,
-        *,
-        samples_per_prompt: int,
-        shard_size: int,
-        rank: int = 0,
-        ranks: int = 1,
-        label: str = "responses",
-        show: bool = True,
-    ) -> None:
-        """Makes the responses that the store lacks, shards as `data.responses.respond.respond` cuts them; this rank every `ranks`-th.
+    def respond(self, store: Store, plan: ResponsePlan, settings: DecodeSettings, show: bool = True) -> None:
+        """As `data.responses.respond.respond`.
 
         Every request carries a seed made from (settings.seed, prompt id, sample number), so what is made again after a kill is
         the same as far as the server keeps to seeds.
 
         Raises:
-            UserError: the store is another's; the server cannot be asked, or cannot answer at these settings. Whole shards stay.
+            UserError: the server cannot be asked, or cannot answer at these settings. Whole shards stay.
         """
-        plan = ResponsePlan(prompts, samples_per_prompt, shard_size)
-        store.open(dict(manifest))
-        lacking, total = plan.share(store, rank, ranks)
+        lacking, total = plan.share(store)
         if not lacking:
             return
         self.check()
-        self._check_probabilities(settings.sampling, prompts)
+        self._check_probabilities(settings.sampling, plan.prompts)
         answers: dict[int, dict[int, Row]] = {shard: {} for shard, _ in lacking}
         wanted = {shard: len(numbers) for shard, numbers in lacking}
 
@@ -156,7 +141,8 @@ class EndpointTarget:
             prompt, sample = plan.job(job[1])
             return row_of(prompt, sample, self._answer(prompt, settings, f"{prompt.prompt_id}:{sample}"))
 
-        with ResponseBar(label, total, total - sum(wanted.values()), show and rank == 0) as progress:
+        label, done = f"{store.folder.name} responses", total - sum(wanted.values())
+        with ResponseBar(label, total, done, show and plan.rank == 0) as progress:
             for (shard, number), row in self.each(work, ((shard, job) for shard, jobs in lacking for job in jobs)):
                 progress.count(len(row.log_target_probs))
                 answers[shard][number] = row

@@ -3,7 +3,6 @@
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -12,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from transformers import PreTrainedModel
 
-from data.files import MANIFEST
+from data.files import MANIFEST, Manifest
 from data.prompts.template import loss_mask
 from data.responses.rendered import RenderedPrompt, prompt_lengths, texts_of
 from data.responses.store import Row, Store, row_keys
@@ -26,10 +25,13 @@ class ResponsePlan:
     """Every response that is wanted, a job of (prompt, sample number), cut into shards: a function of the arguments alone.
 
     Longest prompts first, so that a batch holds prompts of like length and memory runs out at once or never. J jobs.
+    This rank makes every `ranks`-th shard.
     """
 
-    def __init__(self, prompts: Sequence[RenderedPrompt], samples_per_prompt: int, shard_size: int) -> None:
-        self.prompts, self.shard_size = prompts, shard_size
+    def __init__(
+        self, prompts: Sequence[RenderedPrompt], samples_per_prompt: int, shard_size: int, rank: int = 0, ranks: int = 1
+    ) -> None:
+        self.prompts, self.shard_size, self.rank, self.ranks = prompts, shard_size, rank, ranks
         columns = pa.table({"length": prompt_lengths(prompts), "prompt_id": texts_of(prompts, "prompt_id")})
         keys = [("length", "descending"), ("prompt_id", "ascending")]
         order = pc.sort_indices(columns, sort_keys=keys).to_numpy()
@@ -52,44 +54,35 @@ class ResponsePlan:
         """Places of a shard's jobs."""
         return range(number * self.shard_size, min((number + 1) * self.shard_size, len(self.numbers_J)))
 
-    def share(self, store: Store, rank: int, ranks: int) -> tuple[list[tuple[int, list[int]]], int]:
-        """(the shards of this rank, every `ranks`-th, with the places of the jobs that the store lacks; its jobs in all)."""
-        present_J, mine = store.present(self.keys), range(rank, len(self), ranks)
+    def share(self, store: Store) -> tuple[list[tuple[int, list[int]]], int]:
+        """(the shards of this rank with the places of the jobs that the store lacks; its jobs in all)."""
+        present_J, mine = store.present(self.keys), range(self.rank, len(self), self.ranks)
         lacking = [(shard, [job for job in self.shard(shard) if not present_J[job]]) for shard in mine]
         return [(shard, jobs) for shard, jobs in lacking if jobs], sum(len(self.shard(shard)) for shard in mine)
 
 
 def respond(
     store: Store,
-    manifest: dict[str, Any],
+    plan: ResponsePlan,
     target: PreTrainedModel,
-    prompts: Sequence[RenderedPrompt],
     settings: DecodeSettings,
     *,
-    samples_per_prompt: int,
     batch_size: int,
-    shard_size: int,
-    rank: int = 0,
-    ranks: int = 1,
-    label: str = "responses",
     show: bool = True,
     drafter: Drafter | None = None,
     companion: Callable[[Path, Sequence[Response]], None] | None = None,
 ) -> None:
-    """Makes the responses that the store lacks, with a drafter speculatively. This rank writes every `ranks`-th shard.
+    """Makes the responses of this rank's share that an opened store lacks, with a drafter speculatively.
 
     A response depends on (settings.seed, prompt id, sample number) alone, so a killed and resumed run gives the same ones.
     ``companion`` is given the path of a shard and its responses before it is written: a shard that is there has one.
 
     Raises:
-        UserError: the store was made with another manifest; a prompt that does not fit; disk full.
+        UserError: a prompt that does not fit; disk full.
     """
-    plan = ResponsePlan(prompts, samples_per_prompt, shard_size)
-    # Every rank: one that does not look would write into a store that another refuses.
-    store.open(manifest)
-    lacking, total = plan.share(store, rank, ranks)
+    lacking, total = plan.share(store)
     done = total - sum(len(numbers) for _, numbers in lacking)
-    with ResponseBar(label, total, done, show and rank == 0) as bar:
+    with ResponseBar(f"{store.folder.name} responses", total, done, show and plan.rank == 0) as bar:
         for shard, numbers in lacking:
             jobs = [plan.job(number) for number in numbers]
             keyed = [(f"{prompt.prompt_id}:{sample}", prompt.prompt_ids) for prompt, sample in jobs]
@@ -112,9 +105,7 @@ def row_of(prompt: RenderedPrompt, sample: int, response: Response) -> Row:
     return Row(prompt.prompt_id, sample, prompt.domain, input_ids, mask, log_probs, response.finished)
 
 
-def store_references(
-    store: Store, manifest: dict[str, Any], prompts: Sequence[RenderedPrompt], max_tokens: int, shard_size: int
-) -> None:
+def store_references(store: Store, manifest: Manifest, plan: ResponsePlan, max_tokens: int) -> None:
     """Stores the dataset's own answers, cut at `max_tokens`. Other ones that the store held are deleted.
 
     The target has no part in it: its probabilities of these tokens are not known.
@@ -126,8 +117,7 @@ def store_references(
     if found != manifest and found.get("responses") == manifest["responses"]:
         shutil.rmtree(store.folder)
     store.open(manifest)
-    plan = ResponsePlan(prompts, 1, shard_size)
-    for shard, numbers in plan.share(store, 0, 1)[0]:
+    for shard, numbers in plan.share(store)[0]:
         rows = []
         for prompt, _ in map(plan.job, numbers):
             ids = list(prompt.reference_ids or ())

@@ -13,7 +13,7 @@ its prompt's id and its sample number, so a store grows: what is there stays, wh
 import functools
 import hashlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +27,7 @@ from data.batches.collate import Example
 from data.batches.examples import Examples, example_key
 from data.files import (
     MANIFEST,
+    Manifest,
     _checksum_line,
     _checksum_path,
     read_manifest,
@@ -35,6 +36,7 @@ from data.files import (
     write_manifest,
     writing,
 )
+from data.signals.columns import lists_of
 from speculative.errors import UserError
 
 INDEX = "index.arrow"
@@ -157,7 +159,7 @@ class Store:
         """Nothing is read or written yet."""
         self.folder = folder
 
-    def open(self, manifest: Mapping[str, Any]) -> None:
+    def open(self, manifest: Manifest) -> None:
         """Creates the store, or accepts the one that is there when its manifest is the same.
 
         Raises:
@@ -165,16 +167,13 @@ class Store:
                 folder cannot be written.
         """
         if (self.folder / MANIFEST).exists():
-            return self._require(manifest)
+            remedy = "give the run another name, or delete that folder to make its responses again"
+            return require_manifest(self.folder, manifest, remedy)
         with writing(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
             write_manifest(self.folder, manifest)
 
-    def _require(self, manifest: Mapping[str, Any]) -> None:
-        remedy = "give the run another name, or delete that folder to make its responses again"
-        require_manifest(self.folder, manifest, remedy)
-
-    def manifest(self) -> dict[str, Any]:
+    def manifest(self) -> Manifest:
         """The manifest.
 
         Raises:
@@ -340,9 +339,7 @@ def _table_of(rows: Sequence[Row]) -> pa.Table:
         [np.asarray(row.log_target_probs, dtype=np.float32) for row in rows],
     ]  # fmt: skip
     columns = [pa.array(values, field.type) for values, field in zip(facts, FACTS, strict=True)]
-    for values in lists:
-        offsets = np.concatenate([[0], np.cumsum([len(one) for one in values])]).astype(np.int32)
-        columns.append(pa.ListArray.from_arrays(offsets, pa.array(np.concatenate(values))))
+    columns += map(lists_of, lists)
     return pa.Table.from_arrays(columns, schema=pa.schema([*FACTS, *TOKENS]))
 
 

@@ -8,7 +8,7 @@ means exactly zero. Ids take 16 bits and, packed in a column of their own, the b
 log of the tail mass and the entropy are float32. At k = 64 and 151,936 tokens that is 276 bytes a token.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pyarrow as pa
@@ -27,6 +27,12 @@ COLUMNS = {
     "topk": {**_ENTRIES, "log_tail": pa.float32()},
     "sampled": {"distinct": pa.uint8(), **_ENTRIES, "counts": pa.uint8(), "entropy": pa.float32()},
 }
+
+
+def lists_of(values: Sequence[np.ndarray]) -> pa.ListArray:
+    """A column with an array in each row."""
+    offsets = np.cumsum([0, *map(len, values)]).astype(np.int32)
+    return pa.ListArray.from_arrays(offsets, pa.array(np.concatenate(values)))
 
 
 def encode_log_probs(log_probs: np.ndarray) -> np.ndarray:

@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.progress import track
 
 from data.files import other_key, write_all, writing
-from data.signals.columns import COLUMNS, MAX_SAMPLES, decode, encode
+from data.signals.columns import COLUMNS, MAX_SAMPLES, decode, encode, lists_of
 from data.signals.signal import StoredSignal, TopKSignal, joined
 from speculative.errors import UserError
 
@@ -39,13 +39,31 @@ _FOUND = np.dtype([("file", "<i4"), ("message", "<i8"), ("row", "<i4"), ("figure
 # What Arrow and numpy say of bytes that are no message, or of a row that is not what its schema says.
 _ODD = (pa.ArrowException, OSError, EOFError, ValueError, LookupError, TypeError)
 
+SignalManifest = dict[str, str | float]
 
-class _Damaged(Exception):
+
+class _Damaged(UserError):
     """What is wrong in a file."""
 
-    def __init__(self, path: Path, fault: str) -> None:
-        super().__init__(f"{path}: {fault}")
-        self.path = path
+    def __init__(self, path: Path, fault: str, again: str) -> None:
+        super().__init__(f"{path}: {fault}; run {again} again, which makes it anew")
+        self.path, self.fault = path, fault
+
+
+@dataclass(frozen=True)
+class SignalFacts:
+    """How much signal there is. `mean`, `largest`: of each token the tail mass (topk), the number of distinct ids (sampled).
+
+    The tail mass bounds what truncation does to acceptance: alpha from the store is low by at most its mean, and either side of
+    that by the codes' rounding.
+    """
+
+    kind: str
+    examples: int
+    tokens: int
+    bytes_per_token: float
+    mean: float
+    largest: float
 
 
 @dataclass
@@ -68,7 +86,7 @@ def signal_manifest(
     target_dtype: str,
     seed: int,
     prompts: bool = False,
-) -> dict[str, Any]:
+) -> SignalManifest:
     """What sets one signal apart from another: kind, k or samples, the loss's temperature, target, seed of draws, prompts or not.
 
     Raises:
@@ -78,7 +96,7 @@ def signal_manifest(
         raise UserError(f"signal.k = {entries}: the target's vocabulary has {vocab_rows} tokens; give at most that")
     if kind == "sampled" and not 1 <= entries <= MAX_SAMPLES:
         raise UserError(f"signal.samples = {entries}: from 1 to {MAX_SAMPLES}")
-    manifest = {
+    manifest: SignalManifest = {
         "format": FORMAT, "kind": kind, "k" if kind == "topk" else "samples": entries, "temperature": temperature,
         "vocab_rows": vocab_rows, "target": target, "target_dtype": target_dtype,
     }  # fmt: skip
@@ -95,7 +113,7 @@ class SignalStore:
 
     def open(
         self,
-        manifest: Mapping[str, Any],
+        manifest: SignalManifest,
         lengths: Sequence[int] | np.ndarray,
         keys: Sequence[int] | np.ndarray | None = None,
         *,
@@ -116,7 +134,7 @@ class SignalStore:
         self._known_U, self._place_N = np.unique(self._keys, return_inverse=True)
         self._found_U = np.zeros(len(self._known_U), _FOUND)
         self._found_U["file"] = -1
-        self.manifest = json.loads(json.dumps(manifest))
+        self.manifest = manifest
         self.kind, self._vocab_rows = str(manifest["kind"]), int(manifest["vocab_rows"])
         self._entries = int(manifest["k" if self.kind == "topk" else "samples"])
         settings = json.dumps(self.manifest, sort_keys=True)
@@ -183,9 +201,7 @@ class SignalStore:
         """
         parts = [self._row(index, signal) for index, signal in signals.items()]
         arrays = [pa.array([part[name] for part in parts], kind) for name, kind in [*_FACTS, ("crc", pa.uint32())]]
-        for name in COLUMNS[self.kind]:
-            offsets = np.cumsum([0, *(len(part[name]) for part in parts)]).astype(np.int32)
-            arrays.append(pa.ListArray.from_arrays(offsets, pa.array(np.concatenate([part[name] for part in parts]))))
+        arrays += [lists_of([part[name] for part in parts]) for name in COLUMNS[self.kind]]
         message = pa.RecordBatch.from_arrays(arrays, schema=self._schema).serialize()
         with writing(self.folder, "; what was there before is whole"):
             file, path = self._file()
@@ -202,14 +218,7 @@ class SignalStore:
         Raises:
             UserError: an example that is missing or damaged; file and number are named.
         """
-        signals = []
-        for index in indices:
-            try:
-                signals.append(self._load(index))
-            except _Damaged as damage:
-                raise self._refusal(index, damage) from damage
-            except KeyError:
-                raise UserError(f"{self.folder}: there is no signal of example {index} yet; run {self.again}") from None
+        signals = [self._load(index) for index in indices]
         return joined(signals or [decode(self._nothing, 0, self._entries, self._vocab_rows)])
 
     def verify(self, *, rank: int = 0, ranks: int = 1, show: bool = False) -> None:
@@ -223,24 +232,19 @@ class SignalStore:
         for index in track(numbers, "checking the signal", console=Console(stderr=True), disable=not show):
             self._sound(index, read=True)
 
-    def facts(self) -> dict[str, Any]:
-        """{kind, examples, tokens, bytes_per_token, and of each token tail_mean, tail_max (topk) or distinct_mean, distinct_max}.
-
-        The tail mass bounds what truncation does to acceptance: alpha from the store is low by at most `tail_mean`, and either
-        side of that by the codes' rounding.
-        """
+    def facts(self) -> SignalFacts:
+        """Of the examples that have a row."""
         present = self.present()
         rows, tokens = self._found_U[self._place_N[present]], int(self._lengths[present].sum())
         own = [file for file in self._files.values() if file.schema is not None]
-        what = "tail" if self.kind == "topk" else "distinct"
-        return {
-            "kind": self.kind,
-            "examples": len(rows),
-            "tokens": tokens,
-            "bytes_per_token": sum(file.end for file in own) / max(1, sum(file.tokens for file in own)),
-            f"{what}_mean": float(rows["figure_sum"].sum()) / max(tokens, 1),
-            f"{what}_max": float(rows["figure_max"].max(initial=0.0)),
-        }
+        return SignalFacts(
+            self.kind,
+            len(rows),
+            tokens,
+            sum(file.end for file in own) / max(1, sum(file.tokens for file in own)),
+            float(rows["figure_sum"].sum()) / max(tokens, 1),
+            float(rows["figure_max"].max(initial=0.0)),
+        )
 
     @property
     def _nothing(self) -> dict[str, np.ndarray]:
@@ -342,10 +346,10 @@ class SignalStore:
         return [index for index in dict.fromkeys(indices) if self._found(index)["file"] < 0]
 
     def _load(self, index: int) -> StoredSignal:
-        """An example's signal. Raises _Damaged; KeyError when it is not there."""
+        """An example's signal. Raises UserError when it is not there or damaged."""
         found = self._found(index)
         if found["file"] < 0:
-            raise KeyError(index)
+            raise UserError(f"{self.folder}: there is no signal of example {index} yet; run {self.again}")
         path = self._paths[found["file"]]
         try:
             with self._reading:
@@ -356,10 +360,11 @@ class SignalStore:
             row = {name: batch[name][place].as_py() for name in (*dict(_FACTS), "crc")}
             row |= {name: _values(batch[name], place) for name in COLUMNS[self.kind]}
             if row["crc"] != self._crc(row) or row["key"] != self._keys[index]:
-                raise _Damaged(path, "a row has another checksum")
+                raise ValueError("another checksum")
             return decode(row, int(self._lengths[index]), self._entries, self._vocab_rows)
         except _ODD as error:
-            raise _Damaged(path, f"a row cannot be read ({' '.join(str(error).split())[:80]})") from error
+            fault = f"a row cannot be read ({' '.join(str(error).split())[:80]}) (example {index})"
+            raise _Damaged(path, fault, self.again) from error
 
     def _sound(self, index: int, read: bool = False) -> None:
         """Reads an example's row where that is to be, or where it may be made again. Damage is refused, or deleted."""
@@ -368,14 +373,11 @@ class SignalStore:
                 self._load(index)
         except _Damaged as damage:
             if not self._repair:
-                raise self._refusal(index, damage) from damage
+                raise
             if damage.path.exists():
-                print(f"understudy: {damage} (example {index}); the file's signals are made again", file=sys.stderr)
+                print(f"understudy: {damage.path}: {damage.fault}; the file's signals are made again", file=sys.stderr)
                 damage.path.unlink(missing_ok=True)
             self._forget(damage.path)
-
-    def _refusal(self, index: int, damage: _Damaged) -> UserError:
-        return UserError(f"{damage} (example {index}); run {self.again} again, which makes it anew")
 
 
 def _message(source: Any, schema: pa.Schema) -> pa.RecordBatch:

@@ -2,17 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
-from data.files import MANIFEST
+from data.files import MANIFEST, Manifest
 from data.prompts.template import check_learnable, template_fingerprint
 from data.responses.chat import ChatTarget
 from data.responses.rendered import RenderedPrompt, prompts_fingerprint
 from data.responses.respond import ResponsePlan, respond, store_references
 from data.responses.store import INDEX, Row, Store, StoredRows
-from data.signals.store import signal_manifest
+from data.signals.store import SignalManifest, signal_manifest
 from distill.config.layout import CONFIG, HELDOUT, HELDOUT_GREEDY, RESPONSES, TARGET_FACTS, TRAINING, USER_TURNS
-from distill.config.run import RunConfig
 from distill.config.sections import ServingConfig
 from distill.models.load import tokenizer_fingerprint
 from distill.models.target import Target, TargetFacts
@@ -33,13 +31,13 @@ def decode_settings(serving: ServingConfig, seed: int, target: Target) -> Decode
     return DecodeSettings(sampling, 0, rule, serving.max_tokens, target.facts.eos_ids, seed)
 
 
-def signal_manifest_of(config: RunConfig, facts: TargetFacts) -> dict[str, Any]:
-    """What the run's signal is known by, see `data.signals.store`.
+def signal_manifest_of(run: Run, facts: TargetFacts) -> SignalManifest:
+    """What the run's signal is known by.
 
     Raises:
         UserError: more entries than the vocabulary has tokens, more samples than can be counted.
     """
-    signal = config.signal
+    config, signal = run.config, run.config.signal
     return signal_manifest(
         signal.kind, signal.k if signal.kind == "topk" else signal.samples, temperature=config.loss.temperature,
         vocab_rows=facts.vocab_rows, target=facts.fingerprint, target_dtype=facts.dtype, seed=config.seed,
@@ -60,7 +58,7 @@ class RunStores:
         self.run, self.target = run, target
         self.of_dataset, self.judge_rule = config.data.responses == "reference", config.judge_rule
         kept = config.signal.source == "response_logprobs"
-        self.kept_signal = signal_manifest_of(config, target.facts) if kept else None
+        self.kept_signal = signal_manifest_of(run, target.facts) if kept else None
         self.settings = decode_settings(config.serving, config.seed, target)
         template = config.data.template
         self.identity = {
@@ -77,13 +75,13 @@ class RunStores:
         """Rows to train on: the target's answers, or the dataset's own."""
         if not self.of_dataset:
             return self._make(TRAINING, prompts, self.settings, self.serving.samples_per_prompt)
-        store, size = Store(self.folder / TRAINING), self.serving.shard_size
-        manifest = self.manifest(self.settings) | {"responses": "reference", "prompts": prompts_fingerprint(prompts)}
+        store, plan = Store(self.folder / TRAINING), ResponsePlan(prompts, 1, self.serving.shard_size)
+        manifest = {**self.manifest(self.settings), "responses": "reference", "prompts": prompts_fingerprint(prompts)}
         if not self.answers:
-            return self._found(store, manifest, ResponsePlan(prompts, 1, size))
+            return self._found(store, manifest, plan)
         if self.run.main:
-            store_references(store, manifest, prompts, self.serving.max_tokens, size)
-        return self._in_order(store, ResponsePlan(prompts, 1, size))
+            store_references(store, manifest, plan, self.serving.max_tokens)
+        return self._in_order(store, plan)
 
     def user_turns(
         self, openings: Sequence[RenderedPrompt], samples: int, temperature: float, max_tokens: int
@@ -124,7 +122,8 @@ class RunStores:
         same = all(known.get(key) == own[key] for key in ("target", "sampling", "responses"))
         return store.rows() if same else []
 
-    def manifest(self, settings: DecodeSettings) -> dict[str, Any]:
+    def manifest(self, settings: DecodeSettings) -> Manifest:
+        """Of a store of responses at these settings."""
         return self.identity | {
             "sampling": settings.sampling.as_dict(),
             "max_tokens": settings.max_tokens,
@@ -136,34 +135,28 @@ class RunStores:
     def _make(
         self, name: str, prompts: Sequence[RenderedPrompt], settings: DecodeSettings, samples: int, select: bool = True
     ) -> StoredRows:
-        store, manifest = Store(self.folder / name), self.manifest(settings)
-        plan = ResponsePlan(prompts, samples, self.serving.shard_size)
+        store, manifest, run = Store(self.folder / name), self.manifest(settings), self.run
+        plan = ResponsePlan(prompts, samples, self.serving.shard_size, run.rank, run.ranks)
         if not self.answers:
             return self._found(store, manifest, plan)
 
-        def opened() -> bool:
+        def whole() -> bool:
             store.open(manifest)
             return bool(store.present(plan.keys).all())
 
-        whole = self.run.seen(opened)  # the folder is there before another rank writes into it
-        if not whole:
-            share: dict[str, Any] = {
-                "samples_per_prompt": samples, "shard_size": plan.shard_size, "rank": self.run.rank,
-                "ranks": self.run.ranks, "label": f"{name} responses",
-            }  # fmt: skip
-            if self.target.config.endpoint is not None:
+        if not run.seen(whole):  # the folder is there before another rank writes into it
+            if self.target.config.endpoint is None:
+                respond(store, plan, self.target.model, settings, batch_size=self.serving.batch_size)
+            else:
                 if isinstance(self.target.endpoint, ChatTarget):
                     self.target.endpoint.kept = self.kept_signal if name == TRAINING else None
-                self.target.endpoint.respond(store, manifest, prompts, settings, **share)
-            else:
-                batch_size = self.serving.batch_size
-                respond(store, manifest, self.target.model, prompts, settings, batch_size=batch_size, **share)
-        self.run.wait()
-        if not whole and self.run.main:
-            self.run.await_seen(lambda: bool(store.present(plan.keys).all()), store.folder)
+                self.target.endpoint.respond(store, plan, settings)
+            run.wait()
+            if run.main:
+                run.await_seen(lambda: bool(store.present(plan.keys).all()), store.folder)
         return self._in_order(store, plan, select)
 
-    def _found(self, store: Store, manifest: dict[str, Any], plan: ResponsePlan) -> StoredRows:
+    def _found(self, store: Store, manifest: Manifest, plan: ResponsePlan) -> StoredRows:
         """The plan's rows as an earlier program left them.
 
         Raises:

@@ -134,7 +134,8 @@ class Rollouts:
             "shard_size": serving.shard_size,
         }  # fmt: skip
         store = Store(self.folder / f"{kind}-g{generation:05d}")
-        keys = ResponsePlan(prompts, 1, serving.shard_size).keys
+        plan = ResponsePlan(prompts, 1, serving.shard_size, self.run.rank, self.run.ranks)
+        keys = plan.keys
 
         def lacking() -> bool:
             self._delete_old(kind, generation)
@@ -143,7 +144,7 @@ class Rollouts:
 
         # The main process looks, before the first rank writes: all of them make the draft whole together, or none.
         if self.run.seen(lacking):
-            self._make(kind, store, manifest, prompts, settings, self._as_served(draft()))
+            self._make(kind, store, plan, settings, self._as_served(draft()))
         self.run.wait()
         self.run.await_seen(lambda: bool(store.present(keys).all()), store.folder)
         if lost := int((~store.present(keys)).sum()):
@@ -156,16 +157,14 @@ class Rollouts:
         return draft if draft.dtype == target.dtype else cast_copy(draft, (target.dtype,), target.device)
 
     def _make(
-        self, kind: Kind, store: Store, manifest: dict[str, Any], prompts: Sequence[RenderedPrompt],
-        settings: DecodeSettings, draft: PreTrainedModel,
-    ) -> None:  # fmt: skip
-        serving = self.config.serving
-        speculative = kind == "speculative"
+        self, kind: Kind, store: Store, plan: ResponsePlan, settings: DecodeSettings, draft: PreTrainedModel
+    ) -> None:
+        batch_size = self.config.serving.batch_size
+        if kind != "speculative":
+            return respond(store, plan, draft, settings, batch_size=batch_size, show=False)
         respond(
-            store, manifest, self.target if speculative else draft, prompts, settings, samples_per_prompt=1,
-            batch_size=serving.batch_size, shard_size=serving.shard_size, rank=self.run.rank,
-            ranks=self.run.ranks, show=False, drafter=ModelDrafter(draft) if speculative else None,
-            companion=write_rejected if speculative else None,
+            store, plan, self.target, settings, batch_size=batch_size, show=False, drafter=ModelDrafter(draft),
+            companion=write_rejected,
         )  # fmt: skip
 
     def _delete_old(self, kind: Kind, generation: int) -> None:

@@ -1,7 +1,6 @@
 """Who speaks for the target while the draft learns, and the run's store of what it said."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -9,7 +8,7 @@ from data.batches.collate import Example, collate, pad_id_of
 from data.batches.examples import Examples, as_examples
 from data.responses.respond import ResponseBar
 from data.signals.columns import RELATIVE_ERROR
-from data.signals.store import SignalStore
+from data.signals.store import SignalFacts, SignalStore
 from distill.config.layout import RESPONSES, TRAINING, find_student
 from distill.config.sections import SignalConfig
 from distill.models.load import load_model
@@ -38,7 +37,7 @@ def open_signal_store(
     config = run.config
     store, examples = SignalStore(run.folder / RESPONSES / TRAINING), as_examples(examples)
     examples = examples.with_prompts(config.loss.prompt_weight)
-    store.open(signal_manifest_of(config, facts), examples.predicted_N, examples.keys_N, rank=run.rank, repair=repair)
+    store.open(signal_manifest_of(run, facts), examples.predicted_N, examples.keys_N, rank=run.rank, repair=repair)
     if not repair and (missing := store.missing()):
         old = [f"{config.folder / 'signal'} is of version 0.1"] if (config.folder / "signal").exists() else []
         found = "".join(f" ({said})" for said in [*store.faults(), *old])
@@ -85,17 +84,17 @@ def fill(run: Run, store: SignalStore, target: Target, examples: Examples) -> No
     run.wait()
 
 
-def signal_line(signal: SignalConfig, facts: dict[str, Any]) -> str:
+def signal_line(signal: SignalConfig, facts: SignalFacts) -> str:
     """What is stored, in one line: size, and what truncation can do to an acceptance rate computed from it."""
-    size = f"{facts['bytes_per_token']:.0f} bytes a token, {facts['tokens']:,} tokens of {facts['examples']:,} examples"
-    if facts["kind"] == "topk":
+    size = f"{facts.bytes_per_token:.0f} bytes a token, {facts.tokens:,} tokens of {facts.examples:,} examples"
+    if facts.kind == "topk":
         return (
-            f"signal: topk k {signal.k}, {size}; tail mass mean {facts['tail_mean']:.4f}, at most {facts['tail_max']:.4f} "
+            f"signal: topk k {signal.k}, {size}; tail mass mean {facts.mean:.4f}, at most {facts.largest:.4f} "
             f"(alpha from the store is low by at most the mean, give or take {RELATIVE_ERROR} of rounding)"
         )
     return (
-        f"signal: sampled {signal.samples} draws, {size}; {facts['distinct_mean']:.1f} distinct ids a token, at most "
-        f"{facts['distinct_max']:.0f} (unbiased for forward_kl and ce)"
+        f"signal: sampled {signal.samples} draws, {size}; {facts.mean:.1f} distinct ids a token, at most "
+        f"{facts.largest:.0f} (unbiased for forward_kl and ce)"
     )
 
 

@@ -16,6 +16,7 @@ from tiny_training import TOKENS, tiny_tokenizer, write_prompts, write_target
 from data.responses.chat import ChatTarget
 from data.responses.endpoint_keys import Endpoint
 from data.responses.rendered import RenderedPrompt
+from data.responses.respond import ResponsePlan
 from data.responses.store import Row, Store
 from data.signals.signal import TopKSignal
 from data.signals.store import SHARDS, SignalStore, signal_manifest
@@ -62,7 +63,8 @@ def prompts(count: int = 6) -> list[RenderedPrompt]:
 
 def made(target: ChatTarget, folder: Path, settings: DecodeSettings = PLAIN) -> list[Row]:
     store = Store(folder)
-    target.respond(store, {"a": 1}, prompts(), settings, samples_per_prompt=1, shard_size=4, show=False)
+    store.open({"a": 1})
+    target.respond(store, ResponsePlan(prompts(), 1, 4), settings, show=False)
     return store.read()
 
 
@@ -163,7 +165,7 @@ def test_a_whole_run_on_a_hosted_chat_model(server: Any, tmp_path: Path) -> None
     config.write_text(json.dumps(chat_config(tmp_path, server[0])))
     facts = respond_command.run(config)
     assert facts is not None
-    assert facts["tokens"] > 100
+    assert facts.tokens > 100
     assert [path.parent.name for path in run.rglob(SHARDS)] == ["train"] * 1
     assert train.main([str(config)]) == 0
     verdict = load_verdict(run)

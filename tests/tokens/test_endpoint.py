@@ -14,13 +14,14 @@ import numpy as np
 import pytest
 import torch
 from model_server import MODEL, Behaviour, logits_after
+from refusals import refused
 from tiny_models import tiny_model
 from tiny_training import TOKENS, tiny_tokenizer
 
 from data.responses.endpoint import EndpointTarget
 from data.responses.endpoint_keys import Endpoint
 from data.responses.rendered import RenderedPrompt
-from data.responses.respond import respond
+from data.responses.respond import ResponsePlan, respond
 from data.responses.served import TEXTS, TOP, difference
 from data.responses.store import Row, Store
 from data.signals.signal import TopKSignal
@@ -49,14 +50,15 @@ def rendered(count: int = 9) -> list[RenderedPrompt]:
 
 def made(target: EndpointTarget, folder: Path, settings: DecodeSettings, samples: int = 1) -> list[Row]:
     store = Store(folder)
-    target.respond(store, {"a": 1}, rendered(), settings, samples_per_prompt=samples, shard_size=4, show=False)
+    store.open({"a": 1})
+    target.respond(store, ResponsePlan(rendered(), samples, 4), settings, show=False)
     return store.read()
 
 
 def locally(folder: Path, settings: DecodeSettings) -> list[Row]:
     store = Store(folder)
-    how: dict[str, Any] = {"samples_per_prompt": 1, "batch_size": 4, "shard_size": 4, "show": False}
-    respond(store, {"a": 1}, MODEL, rendered(), settings, **how)
+    store.open({"a": 1})
+    respond(store, ResponsePlan(rendered(), 1, 4), MODEL, settings, batch_size=4, show=False)
     return store.read()
 
 
@@ -242,44 +244,57 @@ def test_a_signal_that_breaks_off_keeps_what_was_written(server: Any, tmp_path: 
     assert asked <= {tuple(rows[index].input_ids) for index in range(4, 9)}, "only what was missing"
 
 
-def refusal(action: Any) -> str:
-    with pytest.raises(UserError) as error:
-        action()
-    text = str(error.value)
-    assert "\n" not in text
-    assert len(text) < 420
-    return text
-
-
 def test_no_server_is_one_line(tmp_path: Path) -> None:
     target = target_at("http://127.0.0.1:9/v1", retries=0)
-    text = refusal(lambda: target.model)
+    text = refused(lambda: target.model)
     assert "target.endpoint.url = http://127.0.0.1:9/v1: no server answers" in text
     assert "refused" in text
 
 
-def test_a_slow_server_is_one_line(server: Any) -> None:
-    url, behaviour = server
-    behaviour.faults = {0: "slow"}
-    text = refusal(lambda: target_at(url, timeout=0.2, retries=0).answer([5], GREEDY, "key"))
-    assert "no answer within 0.2 s" in text
-    assert "target.endpoint.timeout" in text
+def answered(url: str, tokens: int = 1, **options: Any) -> Any:
+    return target_at(url, **options).answer([5] * tokens, GREEDY, "key")
+
+
+def scored(url: str, k: int, tokens: int = 1) -> Any:
+    return target_at(url).score([5], range(6, 6 + tokens), k)
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "ask", "words"),
+    [
+        ({"faults": {0: "slow"}}, lambda url: answered(url, timeout=0.2, retries=0), "no answer within 0.2 s, asked 1 times; raise target.endpoint.timeout"),
+        ({"faults": {0: "junk"}}, answered, "no completion"),
+        ({}, lambda url: target_at(url.removesuffix("/v1")).model, "must end in /v1"),
+        ({}, lambda url: target_at(url, model="huge").model, "serves tiny"),
+        ({"served": ("one", "two")}, lambda url: target_at(url).model, "serves one, two; name one"),
+        ({}, lambda url: answered(url, tokens=245), "data.context_length"),
+        ({"shift": TOKENS}, answered, f"has {TOKENS} rows"),
+        ({"shift": TOKENS}, lambda url: scored(url, 4), f"has {TOKENS} rows"),
+        ({"max_logprobs": 20}, lambda url: scored(url, 64), "at most 20 prompt_logprobs; start it with --max-logprobs 64"),
+        ({"lost_places": 2}, lambda url: scored(url, 4, tokens=3), "--no-enable-prefix-caching"),
+        ({"scale": 0.3}, lambda url: scored(url, 20), "raw_logprobs"),
+        ({"prompt_logprobs": False}, lambda url: scored(url, 4), "no prompt_logprobs"),
+    ],
+)  # fmt: skip
+def test_what_the_server_lacks_is_one_line(server: Any, behaviour: dict[str, Any], ask: Any, words: str) -> None:
+    url, does = server
+    for name, value in behaviour.items():
+        setattr(does, name, value)
+    assert words in refused(ask, url)
 
 
 def test_a_wrong_key_is_one_line(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     url, behaviour = server
     behaviour.key = "right"
     monkeypatch.delenv("MY_KEY", raising=False)
-    assert "MY_KEY" in refusal(lambda: target_at(url, api_key_env="MY_KEY").model)
+    assert "MY_KEY" in refused(lambda: target_at(url, api_key_env="MY_KEY").model)
     monkeypatch.setenv("MY_KEY", "right")
     assert target_at(url, api_key_env="MY_KEY").model == "tiny"
 
 
-def test_another_model_and_several_are_one_line(server: Any) -> None:
+def test_one_of_several_models_may_be_named(server: Any) -> None:
     url, behaviour = server
-    assert "serves tiny" in refusal(lambda: target_at(url, model="huge").model)
     behaviour.served = ("one", "two")
-    assert "serves one, two; name one" in refusal(lambda: target_at(url).model)
     assert target_at(url, model="two").model == "two"
 
 
@@ -302,7 +317,7 @@ def test_another_model_under_the_same_name_is_refused_and_the_same_at_another_ur
     target_at(url.replace("127.0.0.1", "localhost"), record).check()
     assert record.read_text() == before
     behaviour.model = tiny_model(vocab_size=TOKENS, seed=4)
-    text = refusal(target_at(url, record).check)
+    text = refused(target_at(url, record).check)
     assert "is not the model that answered before" in text
     assert str(record) in text
 
@@ -315,54 +330,19 @@ def test_how_far_two_servers_are_apart() -> None:
     assert difference([{}, {}], one) == 0.0, "a server that does not say cannot be told apart"
 
 
-def test_a_url_without_the_version_is_one_line(server: Any) -> None:
-    assert "must end in /v1" in refusal(lambda: target_at(server[0].removesuffix("/v1")).model)
-
-
-def test_no_completion_at_all_is_one_line(server: Any) -> None:
-    url, behaviour = server
-    behaviour.faults = {0: "junk"}
-    assert "no completion" in refusal(lambda: target_at(url).answer([5], GREEDY, "key"))
-
-
-def test_what_a_signal_needs_of_the_server_is_said(server: Any) -> None:
-    url, behaviour = server
-    target = target_at(url)
-    behaviour.max_logprobs = 20
-    assert "at most 20 prompt_logprobs; start it with --max-logprobs 64" in refusal(lambda: target.score([5], [6], 64))
-    behaviour.lost_places = 2
-    assert "--no-enable-prefix-caching" in refusal(lambda: target.score([5], [6, 7, 8], 4))
-    behaviour.lost_places, behaviour.scale = 0, 0.3
-    assert "raw_logprobs" in refusal(lambda: target.score([5], [6], 20))
-    behaviour.prompt_logprobs = False
-    assert "no prompt_logprobs" in refusal(lambda: target.score([5], [6], 4))
-
-
-def test_a_foreign_vocabulary_is_refused(server: Any) -> None:
-    url, behaviour = server
-    behaviour.shift = TOKENS
-    target = target_at(url)
-    assert f"has {TOKENS} rows" in refusal(lambda: target.answer([5], GREEDY, "key"))
-    assert f"has {TOKENS} rows" in refusal(lambda: target.score([5], [6], 4))
-
-
 def test_a_foreign_tokenizer_is_refused(server: Any) -> None:
     class Other:
         def __call__(self, text: str, add_special_tokens: bool) -> dict[str, list[int]]:
             return {"input_ids": [1, 2, 3]}
 
     target = EndpointTarget(Endpoint(url=server[0]), Other(), TOKENS)
-    assert "splits text into other tokens" in refusal(target.check)
-
-
-def test_a_text_too_long_for_the_server_is_one_line(server: Any) -> None:
-    assert "data.context_length" in refusal(lambda: target_at(server[0]).answer([5] * 245, GREEDY, "key"))
+    assert "splits text into other tokens" in refused(target.check)
 
 
 def test_raw_probabilities_are_refused_where_they_would_be_wrong(server: Any, tmp_path: Path) -> None:
     url, behaviour = server
     behaviour.processed = False
-    text = refusal(lambda: made(target_at(url), tmp_path / "a", SAMPLED))
+    text = refused(lambda: made(target_at(url), tmp_path / "a", SAMPLED))
     assert "--logprobs-mode processed_logprobs" in text
     plain = replace(SAMPLED, sampling=SamplingSettings())
     assert len(made(target_at(url), tmp_path / "b", plain)) == 9, "raw and processed are the same there"
@@ -370,7 +350,7 @@ def test_raw_probabilities_are_refused_where_they_would_be_wrong(server: Any, tm
 
 def test_a_missing_package_is_one_line(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "openai", None)
-    assert "pip install openai" in refusal(lambda: target_at(server[0]).client)
+    assert "pip install openai" in refused(lambda: target_at(server[0]).client)
 
 
 @pytest.mark.usefixtures("without_figures")
@@ -410,7 +390,7 @@ judge: {{every: 10, prompts: 8, gamma: 2, live: never}}
     )
     facts = respond_command.run(config)
     assert facts is not None
-    assert facts["tokens"] > 0
+    assert facts.tokens > 0
     assert train.main([str(config)]) == 0
     verdict = load_verdict(tmp_path / "served")
     assert all(row.speed_up is None for row in verdict.measured)

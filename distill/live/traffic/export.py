@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from rich.console import Console
 
-from data.files import MANIFEST, read_manifest, write_manifest, writing
+from data.files import MANIFEST, Manifest, read_manifest, write_manifest, writing
 from data.prompts.template import loss_mask
 from data.responses.rendered import RenderedPrompt, StoredPrompts, write_prompts
 from data.responses.store import Row, Store
@@ -48,7 +48,7 @@ class _Run:
     folder: Path
     config: RunConfig
     made_with: dict[str, Any]
-    manifest: dict[str, Any]
+    manifest: Manifest
     tokenizer: Any
     vocab_rows: int
 

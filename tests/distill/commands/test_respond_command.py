@@ -145,16 +145,16 @@ def test_a_store_is_made_and_told(
     assert facts is not None
     store, config = stored(config_path, tmp_path, kind=kind)
     assert facts == store.facts()
-    assert (facts["kind"], facts["examples"]) == (kind, 12)
+    assert (facts.kind, facts.examples) == (kind, 12)
     said = capsys.readouterr().out.splitlines()
     line = next(line for line in said if line.startswith("signal:"))
     assert line == signal_line(config.signal, facts)
     if kind == "topk":
-        assert f"topk k 9, {facts['bytes_per_token']:.0f} bytes a token" in line
-        assert f"tail mass mean {facts['tail_mean']:.4f}" in line
-        assert 0 < facts["tail_mean"] < facts["tail_max"] < 1
+        assert f"topk k 9, {facts.bytes_per_token:.0f} bytes a token" in line
+        assert f"tail mass mean {facts.mean:.4f}" in line
+        assert 0 < facts.mean < facts.largest < 1
     else:
-        assert f"{facts['distinct_mean']:.1f} distinct ids" in line
+        assert f"{facts.mean:.1f} distinct ids" in line
     assert {path.name for path in (config.folder / "responses").iterdir()} == {"train", "heldout", "heldout-greedy"}
     assert (config.folder / "config.yaml").exists()
 
@@ -182,7 +182,7 @@ def test_without_a_signal_only_responses_are_made(config_path: Path, tmp_path: P
 def test_the_configs_own_signal_is_made_unasked(config_path: Path, tmp_path: Path) -> None:
     facts = respond(config_path, tmp_path, "signal.source=store", "signal.kind=sampled", signal=None)
     assert facts is not None
-    assert facts["kind"] == "sampled"
+    assert facts.kind == "sampled"
 
 
 def test_one_more_prompt_costs_one_response_and_one_signal(
@@ -209,7 +209,7 @@ def test_one_more_prompt_costs_one_response_and_one_signal(
     facts = respond(config_path, tmp_path, *changes)
     assert facts is not None
     # The new prompt is trained on, or held out, and then another one that was held out is trained on.
-    assert (facts["examples"], len(captured)) == (before["examples"] + 1, 1)
+    assert (facts.examples, len(captured)) == (before.examples + 1, 1)
     assert 1 <= len(asked) <= 3
     folder = tmp_path / "tiny" / "responses"
     trained = {row.prompt_id for row in Store(folder / "train").read()}
@@ -290,7 +290,7 @@ def _rank(rank: int, config_path: Path, folder: Path) -> None:
     SignalStore.missing, CapturingTeacher.fill = late, noted  # type: ignore[method-assign]
     facts = respond(config_path, folder, "train.micro_batch_size=2")
     assert facts is not None
-    assert facts["examples"] == 12
+    assert facts.examples == 12
     (folder / f"rank{rank}.json").write_text(json.dumps(taken))
 
 

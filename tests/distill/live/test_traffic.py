@@ -98,16 +98,16 @@ def test_a_run_trains_from_an_export_and_asks_the_target_nothing_that_is_known(
     asked = []
     respond = responses.respond
 
-    def answer(*given: Any, label: str, **more: Any) -> Any:
-        asked.append(label)
-        return respond(*given, label=label, **more)
+    def answer(store: Store, *given: Any, **more: Any) -> Any:
+        asked.append(store.folder.name)
+        return respond(store, *given, **more)
 
     monkeypatch.setattr(responses, "respond", answer)
     sources = [f"{[{'path': str(folder / name)} for folder in (own_run, tmp_path / 'may')]}" for name in PROMPT_FILES]
     words = [f"data.train={sources[0]}", f"data.heldout={sources[1]}"]
     words += ["train.steps=2", "judge.every=2", "judge.live=never"]
     assert train.main([str(tiny_config), f"output={tmp_path}", "name=new", "judge.prompts=100", *words]) == 0
-    assert asked == ["heldout responses", "heldout-greedy responses"], "not the training prompts"
+    assert asked == ["heldout", "heldout-greedy"], "not the training prompts"
     assert len(Store(new / RESPONSES).rows()) == 56 + len(StoredPrompts(own_run / PROMPT_FILES[0]))
     answered = {row.prompt_id for row in Store(new / "responses/heldout").rows()}
     assert answered >= {prompt.prompt_id for prompt in StoredPrompts(tmp_path / "may" / PROMPT_FILES[1])}

@@ -387,10 +387,10 @@ def test_truncation_costs_acceptance_at_most_the_tail(tmp_path: Path, k: int) ->
     assert (lost_R <= tail_R + RELATIVE_ERROR).all()
     assert (lost_R >= -RELATIVE_ERROR).all()
     facts = teacher.store.facts()
-    assert abs(float(lost_R.mean())) <= facts["tail_mean"] + RELATIVE_ERROR
-    assert facts["tail_mean"] == pytest.approx(float(tail_R.double().mean()), rel=1e-6)
+    assert abs(float(lost_R.mean())) <= facts.mean + RELATIVE_ERROR
+    assert facts.mean == pytest.approx(float(tail_R.double().mean()), rel=1e-6)
     if k == TOKENS:
-        assert facts["tail_mean"] == 0.0
+        assert facts.mean == 0.0
 
 
 def test_prompts_are_captured_beside_the_responses(tmp_path: Path) -> None:
