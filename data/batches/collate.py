@@ -1,6 +1,11 @@
 """Sequences -> tensors of a micro-batch. The one place where labels are shifted against inputs.
 
 Legend: B sequences, T positions, R predicted tokens of the micro-batch: its response tokens, and those of prompts that are learnt.
+
+Several sequences may lie in one row without seeing each other: position ids start again at 0 with each, and transformers masks
+attention across such restarts when it is given neither an attention mask nor a cache. Padding behind the last of them is at
+position 0 throughout: every padded position is a sequence of its own, no table of positions is too short for it, and it is never
+predicted from.
 """
 
 from collections.abc import Sequence
@@ -11,6 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
+
+# Packed rows are cut to their longest, rounded up to this: a nearly empty batch costs little, and few shapes occur.
+WIDTH_STEP = 64
 
 
 @dataclass(frozen=True)
@@ -86,10 +94,25 @@ def pad_id_of(tokenizer: PreTrainedTokenizerBase) -> int:
 def collate(examples: Sequence[Example], pad_id: int, indices: Sequence[int] = ()) -> Batch:
     """Right-pads. Causal attention never looks to the right, so padded rows need no attention mask."""
     width = max(len(example.input_ids) for example in examples)
-    return collate_rows([(example,) for example in examples], pad_id, width, indices)
+    return _collate_rows([(example,) for example in examples], pad_id, width, indices)
 
 
-def collate_rows(
+def collate_packed(
+    rows: Sequence[Sequence[Example]], pad_id: int, row_tokens: int, indices: Sequence[int] = ()
+) -> Batch:
+    """Several sequences a row, kept apart by their position ids.
+
+    Raises:
+        ValueError: the sequences of a row have more than `row_tokens` tokens.
+    """
+    longest = max((sum(len(example.input_ids) for example in row) for row in rows), default=1)
+    if longest > row_tokens:
+        raise ValueError(f"a row has {longest} tokens, more than {row_tokens}")
+    width = min(row_tokens, -(-longest // WIDTH_STEP) * WIDTH_STEP)
+    return _collate_rows(rows, pad_id, width, indices, packed=True)
+
+
+def _collate_rows(
     rows: Sequence[Sequence[Example]], pad_id: int, width: int, indices: Sequence[int], packed: bool = False
 ) -> Batch:
     """Sequences one behind the other in rows of `width`, the rest padded; no position predicts the first id of a sequence.

@@ -16,17 +16,13 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from distill.models.heads import SplitModel
-from distill.models.layers import layer_list, per_layer_fields
 from distill.models.quantized import full_weight, quantization_name, quantization_of, without_quantization
 from speculative.errors import UserError
 from speculative.rules.sampling import SamplingSettings, logits_to_probs
 
-WIDTH_FIELDS = (
-    "intermediate_size",
-    "n_inner",
-    "ffn_hidden_size",
-    "ffn_dim",
-)  # names of the MLP's width in transformers' configs
+# Names of the MLP's width in transformers' configs.
+WIDTH_FIELDS = ("intermediate_size", "n_inner", "ffn_hidden_size", "ffn_dim")
+LONGEST, SCORED_TOKENS = 512, 4096  # tokens of a text that is looked at; of all texts that score channels
 BATCH_TOKENS = 2048  # positions of a forward
 CANDIDATES = 8  # layer sets whose hidden states are held at once
 EXCHANGE_GAIN = 1e-4  # alpha; below it an exchange is noise of the arithmetic
@@ -42,6 +38,33 @@ class LayerChoice:
     path: tuple[tuple[int, float], ...]  # (layer removed, alpha of what was left), one at a time
     exchanges: tuple[tuple[int, int, float], ...]  # (layer taken out, layer put in, alpha), after the path
     tokens: int  # positions scored
+
+
+def layer_list(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
+    """(name in the model, list) of the layers: the first list as long as the config says the model is deep.
+
+    Raises:
+        UserError: there is none.
+    """
+    depth = model.config.get_text_config().num_hidden_layers
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and len(module) == depth:
+            return name, module
+    raise UserError(
+        f"{type(model).__name__}: no list of {depth} layers, so it can be neither carved nor sharded; use student.init: config"
+    )
+
+
+def per_layer_fields(config: Any) -> dict[str, list[Any]]:
+    """Fields of a text config with one entry per layer, such as `layer_types`."""
+    return {
+        name: value
+        for name, value in vars(config).items()
+        if isinstance(value, list)
+        and len(value) == config.num_hidden_layers
+        and not name.endswith(("_id", "_ids"))
+        and name != "architectures"
+    }
 
 
 @contextmanager
@@ -160,7 +183,6 @@ def choose_layers(
     *,
     settings: SamplingSettings | None = None,
     tokens: int = 1024,
-    length: int = 512,
 ) -> LayerChoice:
     """The `depth` layers with the highest alpha that a greedy search finds on some of the text.
 
@@ -172,7 +194,7 @@ def choose_layers(
         ValueError: no text.
     """
     total = target.config.get_text_config().num_hidden_layers
-    scorer = LayerScorer(target, sample_sequences(sequences, tokens, length), settings)
+    scorer = LayerScorer(target, sample_sequences(sequences, tokens, LONGEST), settings)
     kept = tuple(range(total))
     drop_one = scorer.alphas([_without(kept, layer) for layer in kept]) if total > 1 else [0.0]
     path: list[tuple[int, float]] = []
@@ -259,9 +281,7 @@ def _mlps(model: PreTrainedModel) -> tuple[str, list[_Mlp]]:
 
 
 @torch.no_grad()
-def channel_scores(
-    model: PreTrainedModel, sequences: Sequence[Sequence[int]], *, tokens: int = 4096, length: int = 512
-) -> list[Tensor]:
+def channel_scores(model: PreTrainedModel, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
     """What each MLP channel writes, one float64 (F,) per layer: mean over positions of |channel| times its output column's norm.
 
     Raises:
@@ -283,7 +303,7 @@ def channel_scores(
     hooks = [down.register_forward_pre_hook(collector(index)) for index, down in enumerate(downs)]
     try:
         count = 0
-        for ids_BT, real_BT in _batches(sample_sequences(sequences, tokens, length), model.device):
+        for ids_BT, real_BT in _batches(sample_sequences(sequences, SCORED_TOKENS, LONGEST), model.device):
             real[:] = [real_BT]
             count += int(real_BT.sum())
             model.base_model(input_ids=ids_BT, use_cache=False)

@@ -12,10 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.batches.collate import Batch, Example, collate, pad_id_of
+from data.batches.collate import Batch, Example, collate, collate_packed, pad_id_of
 from data.batches.examples import Examples, as_examples
 from data.batches.mixture import Mixture, Pool
-from data.batches.packed import collate_packed
 from data.batches.packing import micro_batches, packed_micro_batches
 from data.batches.windows import text_examples
 from data.responses.rendered import RenderedPrompt

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from distill.config.sections import OptimConfig
-from distill.models.layers import layer_list
+from distill.models.carving import layer_list
 from distill.models.quantized import quantization_of
 from distill.models.target import Target
 from distill.training.module import DraftModule

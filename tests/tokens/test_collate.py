@@ -54,34 +54,6 @@ def test_as_the_naive_twin(sequences: list[list[tuple[int, bool]]], pad_id: int)
         assert (batch.input_ids_BT[row, length:] == pad_id).all()
 
 
-def test_prompt_tokens_never_contribute() -> None:
-    prompt, response = [3, 3, 3, 3], [3, 3]  # even when the tokens are the same ones
-    batch = collate([example(prompt + response, [0, 0, 0, 0, 1, 1])], pad_id=3)
-    assert batch.rows_R.tolist() == [3, 4]
-
-
-def test_a_response_token_at_position_zero_has_nothing_before_it_and_is_left_out() -> None:
-    batch = collate([example([5, 6], [1, 1])], pad_id=0)
-    assert as_triples(batch) == [(0, 0, 6)]
-
-
-def test_a_micro_batch_without_response_tokens_is_empty_not_an_error() -> None:
-    batch = collate([example([5, 6], [0, 0])], pad_id=0)
-    assert batch.rows_R.numel() == batch.labels_R.numel() == 0
-
-
-def test_padding_does_not_change_what_a_causal_model_predicts() -> None:
-    from tiny_models import tiny_model
-
-    model = tiny_model(num_hidden_layers=2)
-    long, short = example([5, 6, 7, 8, 9, 10], [0, 1, 1, 1, 1, 1]), example([9, 4, 3], [0, 1, 1])
-    together, alone = collate([long, short], 0), collate([short], 0)
-    with torch.no_grad():
-        wide = model(input_ids=together.input_ids_BT).logits[1, :3]
-        narrow = model(input_ids=alone.input_ids_BT).logits[0]
-    torch.testing.assert_close(wide, narrow, rtol=1e-4, atol=1e-5)  # other matrix shapes, other order of float32 sums
-
-
 def test_a_prompt_with_a_weight_is_predicted_too() -> None:
     learnt = Example(np.array([5, 6, 7, 8]), np.array([False, False, True, True]), np.array([1, 1, 2, 3]), 0.25)
     batch = collate([learnt, example([9, 4, 3], [0, 0, 1])], pad_id=0)

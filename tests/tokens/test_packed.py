@@ -14,8 +14,7 @@ from refusals import refused
 from tiny_models import VOCAB, tiny_model
 from tiny_training import examples_of
 
-from data.batches.collate import Batch, Example, collate
-from data.batches.packed import WIDTH_STEP, collate_packed
+from data.batches.collate import WIDTH_STEP, Batch, Example, collate, collate_packed
 from data.batches.packing import pack
 from distill.loss.definitions import Objective
 from distill.models.heads import SplitModel

@@ -23,11 +23,11 @@ from distill.models.carving import (
     channel_scores,
     choose_layers,
     kept_channels,
+    layer_list,
     layers_only,
     sample_sequences,
     trim_mlps,
 )
-from distill.models.layers import layer_list
 from distill.models.load import load_model, load_tokenizer
 from speculative.rules.sampling import SamplingSettings, logits_to_probs
 

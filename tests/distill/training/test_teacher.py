@@ -13,9 +13,8 @@ from tiny_models import perturbed, tiny_model
 from tiny_training import TOKENS, examples_of
 from torch import Tensor
 
-from data.batches.collate import Batch, collate
+from data.batches.collate import Batch, collate, collate_packed
 from data.batches.examples import as_examples
-from data.batches.packed import collate_packed
 from data.signals.columns import RELATIVE_ERROR
 from data.signals.signal import DenseSignal, SampledSignal, TopKSignal
 from data.signals.store import SignalStore, signal_manifest
