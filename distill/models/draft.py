@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from distill.config.layout import find_student
-from distill.models.load import load_model, load_tokenizer, reason_of
+from distill.models.load import load_model, load_tokenizer, refusing
 from distill.models.quantized import as_served
 from distill.models.target import Target
 from distill.models.vocabulary import (
@@ -73,10 +73,8 @@ def read_draft(path: str, target: Target) -> tuple[PreTrainedModel, VocabularyAg
 def _adapted(name: str, base: str) -> PreTrainedModel:
     from peft import PeftModel  # costs a second to import and is needed for adapters only
 
-    try:
+    with refusing(f"draft {name!r}: the adapter does not fit its base {base}"):
         return PeftModel.from_pretrained(load_model("base of the adapter", base), name).merge_and_unload()
-    except (OSError, ValueError, RuntimeError) as error:
-        raise UserError(f"draft {name!r}: the adapter does not fit its base {base}: {reason_of(error)}") from error
 
 
 def as_exported(model: PreTrainedModel, target: Target) -> PreTrainedModel:

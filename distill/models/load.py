@@ -2,7 +2,8 @@
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,17 @@ def reason_of(error: Exception) -> str:
     """The first line of an error; transformers' config validation has its reason on the second."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return " ".join(line.strip() for line in lines[: 2 if isinstance(error, StrictDataclassError) else 1])
+
+
+@contextmanager
+def refusing(what: str) -> Iterator[None]:
+    """What transformers and peft say against a config or weights, as a UserError of one line that begins with ``what``."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (ValueError, TypeError, KeyError, OSError, RuntimeError, StrictDataclassError) as error:
+        raise UserError(f"{what}: {reason_of(error)}") from error
 
 
 def find_model(what: str, path: str, needed: str = "config.json") -> bool:

@@ -15,7 +15,7 @@ KEY = "student.parallel.mask_token"
 
 def give_mask_token(
     student: PreTrainedModel, wanted: int | Literal["auto"], tokenizer: Any, texts: Iterable[Sequence[int]]
-) -> dict[str, Any]:
+) -> dict[str, int | str | None]:
     """Names the draft's mask token in its config, where engines read it, and returns what was chosen: {mask_token, token: its string or None}.
 
     A draft that has one keeps it with its embedding; a new one starts as the mean of all embeddings. tokenizer: the target's. texts: token

@@ -7,12 +7,11 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from distill.config.sections import StudentConfig
 from distill.models.carving import carve, channel_scores, choose_layers, layers_only, trim_mlps
-from distill.models.load import load_model, load_pretrained, load_tokenizer, reason_of
+from distill.models.load import load_model, load_pretrained, load_tokenizer, refusing
 from distill.models.mask_token import give_mask_token
 from distill.models.transplant import fit_embeddings, transplant_vocabulary
 from distill.models.vocabulary import (
@@ -177,12 +176,7 @@ def context_of(student: StudentConfig) -> int | None:
         )
         return max_positions(config)
     if student.init == "config":
-        fields = dict(student.architecture or {})
-        try:
-            config = AutoConfig.for_model(str(fields.pop("model_type", None)), **fields)
-        except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
-            raise UserError(f"student.architecture: {reason_of(error)}") from error
-        return max_positions(config)
+        return max_positions(_architecture_config(student.architecture or {}))
     return None
 
 
@@ -236,29 +230,26 @@ def from_architecture(
     Raises:
         UserError: no or unknown `model_type`, an unknown or impossible field.
     """
-    fields = dict(architecture)
-    model_type = fields.pop("model_type", None)
-    ids = {
-        "bos_token_id": tokenizer.bos_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
-    }
-    try:
+    ids = {f"{role}_token_id": getattr(tokenizer, f"{role}_token_id") for role in ("bos", "eos", "pad")}
+    config = _architecture_config(architecture, vocab_size=vocab_rows, **ids)
+    with refusing("student.architecture"), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
+def _architecture_config(architecture: dict[str, Any], **defaults: Any) -> PretrainedConfig:
+    """Raises UserError for no or unknown `model_type`, an unknown or impossible field."""
+    model_type = str(architecture.get("model_type"))
+    fields = {name: value for name, value in architecture.items() if name != "model_type"}
+    with refusing("student.architecture"):
         # transformers takes any field and ignores the ones it does not know.
-        plain = AutoConfig.for_model(str(model_type))
+        plain = AutoConfig.for_model(model_type)
         for name in fields:
             if not hasattr(plain, name):
                 near = difflib.get_close_matches(name, plain.to_dict(), n=1)
                 hint = f": did you mean {near[0]}?" if near else ""
                 raise UserError(f"student.architecture.{name}: {model_type} has no such field{hint}")
-        config = AutoConfig.for_model(str(model_type), **{"vocab_size": vocab_rows, **ids, **fields})
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    except UserError:
-        raise
-    except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
-        raise UserError(f"student.architecture: {reason_of(error)}") from error
+        return AutoConfig.for_model(model_type, **{**defaults, **fields})
 
 
 def add_lora(
@@ -277,10 +268,8 @@ def add_lora(
     lora = LoraConfig(
         r=rank, lora_alpha=alpha, target_modules=modules, task_type="CAUSAL_LM", trainable_token_indices=own
     )
-    try:
+    with refusing(f"student.lora.target_modules = {modules}"):
         return get_peft_model(model, lora)
-    except ValueError as error:
-        raise UserError(f"student.lora.target_modules = {modules}: {str(error).splitlines()[0][:200]}") from error
 
 
 def carved_by_measurement(student: StudentConfig) -> bool:

@@ -130,10 +130,9 @@ class Target:
     @property
     def facts(self) -> TargetFacts:
         """What is known of the target; loads the weights when nothing is known yet."""
-        if self._facts is None and self.config.endpoint is not None:
-            self._facts = self._endpoint_facts()
-        elif self._facts is None:
-            self._facts = self._found_facts(self.model)
+        if self._facts is None:
+            served = self.config.endpoint is not None
+            self._facts = self._endpoint_facts() if served else self._found_facts(self.model)
         return self._facts
 
     @property
@@ -188,7 +187,7 @@ class Target:
             return ChatTarget(*known, token_bytes=functools.partial(token_bytes, self.tokenizer))
         return EndpointTarget(*known)
 
-    def _asked(self) -> dict[str, Any]:
+    def _asked(self) -> dict[str, object]:
         """What an earlier start must have asked for, and what local weight files looked like then."""
         folder = Path(resolve(self.config.path))
         files = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []

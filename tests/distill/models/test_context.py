@@ -32,7 +32,7 @@ def pretrained(folder: Path, **keys: Any) -> dict[str, Any]:
 def test_a_shorter_draft_is_refused_by_name_unless_the_run_keeps_within_it(tmp_path: Path) -> None:
     student = pretrained(tmp_path / "draft")
     text = refused(context_for, config_of(student), 256)
-    made = f"{tmp_path / 'draft'} is made for 64 tokens, and the run for 256"
+    made = f"{str(tmp_path / 'draft')!r} is made for 64 tokens, and the run for 256"
     assert all(part in text for part in (made, "student.extend_context: true", "data.context_length: 64")), text
     assert context_for(config_of(student, context_length=64), 256) == 64
     assert context_for(config_of(student), 64) == 64
