@@ -68,7 +68,7 @@ def answer(config: RunConfig, target: Target, prompts: Sequence[RenderedPrompt])
     stores, generator = RunStores(Run(config), target), np.random.default_rng(len(prompts))
     store, plan = Store(config.folder / RESPONSES / TRAINING), ResponsePlan(prompts, 1, config.serving.shard_size)
     store.open(stores.manifest(stores.settings))
-    for shard, numbers in track(plan.share(store, 0, 1)[0], "responses", console=Console(stderr=True)):
+    for shard, numbers in track(plan.share(store)[0], "responses", console=Console(stderr=True)):
         rows = []
         for prompt, sample in map(plan.job, numbers):
             made = generator.integers(0, target.facts.vocab_rows, RESPONSE_TOKENS, dtype=np.int32)

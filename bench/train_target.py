@@ -9,6 +9,7 @@ every release of the packages, and sums differ from machine to machine: the weig
 
 import copy
 import importlib.metadata
+import importlib.util
 import itertools
 import json
 import math
@@ -17,7 +18,7 @@ import platform
 import shutil
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -34,6 +35,8 @@ from data.prompts import stdlib
 from distill.models.load import EMBEDDED_FOLDER, model_fingerprint
 
 PAD, BOS, EOS = "<|pad|>", "<|bos|>", "<|eos|>"
+# Packages that ours are built on, under the BSD and MIT licences, written like the library itself: more text to learn from.
+NEIGHBOURS = frozenset({"click", "fsspec", "jinja2", "networkx", "rich", "urllib3"})
 SEED = 0
 BATCH, MICRO_BATCH = 16, 16  # windows of a step, and of a forward
 # Muon for the layers' matrices, AdamW for embeddings and vectors, at one learning rate; linear warm-up, then straight down to
@@ -42,6 +45,18 @@ LR, BETAS, WEIGHT_DECAY, WARMUP_RATIO, MAX_GRAD_NORM = 2e-3, (0.9, 0.95), 0.1, 0
 HELDOUT_WINDOWS = 128
 PROGRESS = "progress.json"
 PACKAGES = ("torch", "transformers", "accelerate", "tokenizers", "numpy")
+
+
+def neighbours() -> Iterator[str]:
+    """Source text of every module of the installed NEIGHBOURS; one that is not installed has none."""
+    for package in sorted(NEIGHBOURS):
+        spec = importlib.util.find_spec(package)
+        for folder in (spec.submodule_search_locations or []) if spec else []:
+            for path in sorted(Path(folder).rglob("*.py")):
+                if stdlib.EXCLUDED_FOLDERS & set(path.relative_to(folder).parts):
+                    continue
+                if source := path.read_text(encoding="utf-8").strip():
+                    yield source + "\n"
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, max_length: int) -> PreTrainedTokenizerFast:
@@ -274,7 +289,7 @@ def make_card(
     window = heldout.shape[1]
     return {
         "data": "Python standard library source (PSF licence): every module, then every documented function by itself; every "
-        f"module of {', '.join(sorted(stdlib.NEIGHBOURS))} (BSD, MIT)",
+        f"module of {', '.join(sorted(NEIGHBOURS))} (BSD, MIT)",
         "python": platform.python_version(),
         "left_out": "tests, IDLE's tests, encodings, pydoc topics and other generated tables",
         "heldout_modules": sorted(stdlib.HELDOUT_MODULES),
@@ -379,7 +394,7 @@ def train_target(
         raise typer.BadParameter(f"{run} holds a run with other options: give another --run, or remove it")
     write_json(noted, recipe)
     train, heldout = (stdlib.corpus_documents(heldout=side)[: documents or None] for side in (False, True))
-    train += itertools.islice(stdlib.neighbours(), documents or None)
+    train += itertools.islice(neighbours(), documents or None)
     modules = [text for _, text in stdlib.modules(heldout=False)][: documents or None]
     tokenizer = (
         PreTrainedTokenizerFast.from_pretrained(start) if start else train_tokenizer(modules, vocab_size, window)

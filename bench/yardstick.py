@@ -49,7 +49,7 @@ from data.batches.collate import Batch, Example, collate
 from data.batches.examples import as_examples
 from data.batches.packing import plan_epoch
 from data.files import write_json
-from data.prompts.prompt import PromptRow
+from data.prompts.prompt import PromptRow, Template
 from data.prompts.template import loss_mask, render_prompt
 from data.responses.rendered import RenderedPrompt
 from data.responses.synthetic import mixed_rows, sampled_rows, synthetic_rows
@@ -57,9 +57,8 @@ from data.signals.store import SignalStore, signal_manifest
 from distill.config.sections import OptimConfig, SignalConfig
 from distill.loss.definitions import Objective, overlap
 from distill.loss.offsets import Survival, drawn_depths
-from distill.models.carving import carve
+from distill.models.carving import carve, layer_list
 from distill.models.heads import SplitModel
-from distill.models.layers import layer_list
 from distill.models.load import load_model, load_tokenizer, model_fingerprint
 from distill.models.vocabulary import vocabulary_rows
 from distill.run.provenance import describe_run
@@ -183,7 +182,7 @@ def domain_rows(folder: Path, tokenizer: Any, most_tokens: int, count: int) -> l
     found: list[tuple[PromptRow, list[int]]] = []
     for digest in sorted(conversations):
         row = PromptRow(None, tuple(conversations[digest]), None, "", digest)
-        ids = render_prompt(row, tokenizer, mode="chat", chat_template_kwargs={})
+        ids = render_prompt(row, tokenizer, Template(mode="chat"))
         if len(ids) <= most_tokens and ids not in [earlier for _, earlier in found[-50:]]:
             found.append((row, ids))
         if len(found) == count:
@@ -208,12 +207,12 @@ def synthetic_prompts(
         return [(opening.prompt_id, list(turn.response_ids)) for opening, turn in zip(wanted, turns, strict=True)]
 
     def ids(row: PromptRow) -> list[int]:
-        return render_prompt(row, tokenizer, mode="chat", chat_template_kwargs={})
+        return render_prompt(row, tokenizer, Template(mode="chat"))
 
     if recipe.synthetic_method == "mix":
         candidates = mixed_rows(own, 0)
     else:
-        candidates = sampled_rows(own, tokenizer, sampled, end_token_ids(target), 0, {})
+        candidates = sampled_rows(own, tokenizer, sampled, end_token_ids(target), 0, Template())
     rows, counts = synthetic_rows(own, heldout, recipe.synthetic, candidates, lambda row: len(ids(row)) <= most_tokens)
     return [ids(row) for row in rows], counts
 

@@ -45,16 +45,23 @@ def locked(path: Path, busy: str = "") -> Iterator[None]:
         yield
 
 
-def write_bytes(path: Path, content: bytes, mode: int = 0o666) -> None:
-    """Writes a file under a temporary name, then renames; a failed write leaves no trace. mode: less what the umask takes."""
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A temporary name to write a file under, then renamed; a failed write leaves no trace."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with open(os.open(temporary, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, mode), "wb") as file:
-            file.write(content)
+        yield temporary
         os.replace(temporary, path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+
+
+def write_bytes(path: Path, content: bytes, mode: int = 0o666) -> None:
+    """Writes a file, whole or not at all. mode: less what the umask takes."""
+    flags = os.O_CREAT | os.O_WRONLY | os.O_TRUNC
+    with replacing(path) as temporary, open(os.open(temporary, flags, mode), "wb") as file:
+        file.write(content)
 
 
 def write_all(file: int, content: bytes | memoryview) -> None:

@@ -54,8 +54,7 @@ def unit_test_heads() -> list[str]:
 
 def _rendered(config: RunConfig, rows: Sequence[PromptRow]) -> list[list[int]]:
     template, tokenizer = config.data.template, load_tokenizer(config.target.path)
-    how = {"mode": template.mode, "chat_template_kwargs": template.chat_template_kwargs}
-    asked = [render_prompt(row, tokenizer, **how) for row in rows]  # type: ignore[arg-type]
+    asked = [render_prompt(row, tokenizer, template) for row in rows]
     context = json.loads((config.folder / TARGET_FACTS).read_text(encoding="utf-8"))["context_length"]
     limits = (config.data.max_prompt_tokens, context and context - config.serving.max_tokens)
     return [ids for ids in asked if all(limit is None or len(ids) <= limit for limit in limits)]

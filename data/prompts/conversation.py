@@ -3,13 +3,12 @@
 import json
 from typing import Any
 
+from data.prompts.prompt import Turn, Turns
 from speculative.errors import UserError
 
 ROLES = ("system", "user", "assistant", "tool")
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "function": "tool", "observation": "tool"}
 OPTIONAL_TURN_KEYS = ("name", "tool_calls", "tool_call_id", "reasoning_content")
-
-Turns = tuple[dict[str, Any], ...]
 
 
 def conversation_prompts(
@@ -83,7 +82,7 @@ def _without_nulls(value: Any) -> Any:
     return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
-def _turn(turn: Any, where: str) -> dict[str, Any]:
+def _turn(turn: Any, where: str) -> Turn:
     """One turn as role, content and the optional keys that chat templates read; ShareGPT's from/value accepted."""
     if not isinstance(turn, dict):
         raise UserError(f"{where} is a {type(turn).__name__}: a turn is an object with role and content")

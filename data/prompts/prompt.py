@@ -1,9 +1,13 @@
 """Where a prompt comes from, as a user says it, and what is then read."""
 
+import json
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
+
+Turn = dict[str, Any]  # role, content, and what else of a message the chat template reads
+Turns = tuple[Turn, ...]
 
 
 class PromptSource(BaseModel):
@@ -38,6 +42,17 @@ class PromptSource(BaseModel):
     limit: int | None = Field(None, ge=1, description="use only this many rows, spread over the source by content hash")
 
 
+class Template(BaseModel):
+    """How a prompt becomes tokens; a config's keys are these."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    mode: Literal["auto", "chat", "plain"] = Field(
+        "auto", description="chat = the target tokenizer's chat template; auto = chat when there is one"
+    )
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict, description="e.g. {enable_thinking: false}")
+
+
 @dataclass(frozen=True)
 class PromptRow:
     """One prompt: ``text`` (plain) or ``messages`` (chat, up to the assistant turn to be written), never both.
@@ -48,10 +63,18 @@ class PromptRow:
     """
 
     text: str | None
-    messages: tuple[dict[str, Any], ...] | None
+    messages: Turns | None
     reference: str | None
     domain: str
     origin: str
     tools: tuple[dict[str, Any], ...] | None = None
     prompt_ids: tuple[int, ...] | None = None
     prompt_id: str = ""
+
+
+def row_before(text: str, turns: str, domain: str, origin: str) -> PromptRow:
+    """A prompt as it was before it was rendered. turns: JSON of {messages, tools} of a conversation, else empty."""
+    if not turns:
+        return PromptRow(text, None, None, domain, origin)
+    said = json.loads(turns)
+    return PromptRow(None, tuple(said["messages"]), None, domain, origin, tuple(said.get("tools") or ()) or None)

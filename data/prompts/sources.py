@@ -22,7 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from data.prompts.conversation import conversation_prompts, tools_of
-from data.prompts.prompt import PromptRow, PromptSource
+from data.prompts.prompt import PromptRow, PromptSource, row_before
 from data.prompts.split import content_hash
 from speculative.errors import UserError
 
@@ -31,12 +31,11 @@ log = logging.getLogger(__name__)
 STDLIB = "stdlib"
 PROMPT_NAMES = ("prompt", "question", "instruction", "text", "input", "nl")
 MESSAGES_NAMES = ("messages", "conversations")
-# Suffix -> the `datasets` builder that reads it; a trailing .gz is looked through.
+# Suffix -> its kind, as `datasets` names its builders; a trailing .gz is looked through.
 FORMATS = {"jsonl": "json", "json": "json", "parquet": "parquet", "txt": "text", "csv": "csv", "arrow": "arrow"}
 TOOLS_NAME = "tools"
 # Columns of prompts that were rendered before; `text` or `turns`, `domain` beside them.
 RENDERED = {"prompt_id", "prompt_ids"}
-
 
 _Rows = Iterable[tuple[int, dict[str, Any]]]
 
@@ -105,14 +104,17 @@ def source_state(source: PromptSource) -> list[Any]:
     """
     if source.path == STDLIB:
         return [sys.version]
-    local = Path(source.path).expanduser()
-    if local.is_dir():
-        paths = sorted(path for path in local.rglob("*") if path.is_file())
-    elif glob.has_magic(source.path):
-        paths = sorted(Path(name) for name in glob.glob(str(local), recursive=True) if Path(name).is_file())
+    return [[str(path), path.stat().st_size, path.stat().st_mtime_ns] for path in _files(source.path)]
+
+
+def _files(path: str) -> list[Path]:
+    """The files of a local path: itself, those below a folder, or those that a pattern matches."""
+    local = Path(path).expanduser()
+    if local.exists():
+        found = [local, *local.rglob("*")]
     else:
-        paths = [local] if local.is_file() else []
-    return [[str(path), path.stat().st_size, path.stat().st_mtime_ns] for path in paths]
+        found = [Path(name) for name in glob.glob(str(local), recursive=True)]
+    return sorted(one for one in found if one.is_file())
 
 
 def _stdlib_rows(source: PromptSource) -> list[PromptRow]:
@@ -145,8 +147,7 @@ def _open(source: PromptSource) -> tuple[Iterator[_Table], str]:
     if local.is_file():
         return _file_tables([local], source.format, split), Path(local.name.removesuffix(".gz")).stem
     if glob.has_magic(path):
-        files = sorted(Path(name) for name in glob.glob(str(local), recursive=True) if Path(name).is_file())
-        if not files:
+        if not (files := _files(path)):
             raise UserError(f"{path}: the pattern matches no file: check the folder and the suffix")
         return _file_tables(files, source.format, split), files[0].resolve().parent.name
     if source.format != "auto" or not _looks_like_hub_id(path):
@@ -252,11 +253,11 @@ def _csv_rows(path: Path) -> _Rows:
 
 def _json_rows(path: Path) -> _Rows:
     """(number of the line, object) of each line that is not blank; of a file that is one list its places are the numbers."""
-    lines = ((number, line) for number, line in _lines(path) if line.strip())
-    values = ((number, _parsed(line, path, number)) for number, line in lines)
+    values: Iterable[tuple[int, Any]]
     if next((line for _, line in _lines(path) if line.strip()), "").lstrip().startswith("["):
-        whole = "\n".join(line for _, line in _lines(path))
-        values = ((number, value) for number, value in enumerate(_parsed(whole, path, 1), start=1))
+        values = enumerate(_parsed("\n".join(line for _, line in _lines(path)), path, 1), start=1)
+    else:
+        values = ((number, _parsed(line, path, number)) for number, line in _lines(path) if line.strip())
     for number, value in values:
         if not isinstance(value, dict):
             kind = type(value).__name__
@@ -268,7 +269,7 @@ def _parsed(text: str, path: Path, number: int) -> Any:
     """What stands in a text that begins in this line."""
     try:
         value = json.loads(text)
-        if "\\ud" in text.lower():
+        if "\\ud" in text or "\\uD" in text:
             json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         half = "half of a surrogate pair, written \\ud8.."
@@ -351,14 +352,12 @@ def _table_rows(
 def _rendered_rows(table: _Table, source: PromptSource) -> Iterator[PromptRow]:
     """Rows as `data/responses/rendered.py` writes them."""
     for number, values in table.rows(table.columns):
-        turns = json.loads(values.get("turns") or "{}")
-        origin, label = f"{table.name}:{number}", source.domain or values.get("domain") or "prompts"
-        messages = tuple(turns["messages"]) if turns else None
-        row = PromptRow(None if turns else values.get("text") or "", messages, None, label, origin)
-        tools = tuple(turns["tools"]) if turns.get("tools") else None
-        if not values.get("prompt_ids") or not values.get("prompt_id"):
+        prompt_id, text, turns = (values.get(name) or "" for name in ("prompt_id", "text", "turns"))
+        domain, ids = source.domain or values.get("domain") or "prompts", tuple(values.get("prompt_ids") or ())
+        origin = f"{table.name}:{number}"
+        if not ids or not prompt_id:
             raise UserError(f"{origin}: no prompt_ids or no prompt_id: export or render these prompts again")
-        yield replace(row, tools=tools, prompt_ids=tuple(values["prompt_ids"]), prompt_id=values["prompt_id"])
+        yield replace(row_before(text, turns, domain, origin), prompt_ids=ids, prompt_id=prompt_id)
 
 
 def _content_columns(table: _Table, source: PromptSource, preferred: str | None) -> tuple[str | None, str | None]:

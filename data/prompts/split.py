@@ -65,10 +65,8 @@ def deduplicate(rows: Sequence[PromptRow]) -> tuple[list[PromptRow], int]:
     One that was rendered before repeats by its id.
 
     Raises:
-        UserError: no rows, or several rows that are all one prompt.
+        UserError: several rows that are all one prompt.
     """
-    if not rows:
-        raise UserError("the dataset is empty: give a source with at least one prompt")
     exact_seen: set[str] = set()
     normalised_seen: set[str] = set()
     kept: list[PromptRow] = []
@@ -89,24 +87,15 @@ def deduplicate(rows: Sequence[PromptRow]) -> tuple[list[PromptRow], int]:
 
 
 def held_out(prompt_ids: Sequence[str], heldout_count: int, groups: Sequence[str] | None = None) -> list[int]:
-    """Numbers of the prompts that are held out, decided by each one's id: those that a smaller count holds out come first.
+    """Numbers of the prompts that are held out, fewer than all, decided by each one's id: those that a smaller count holds out come first.
 
     A larger count holds out more, never others, and a new prompt takes the place of one group of them at most. The ids are
     distinct (``deduplicate``); near-equal prompts may be on two sides. ``groups`` (see `split_groups`; by default each prompt is
     its own): who shares one is on one side, so that a few more than ``heldout_count`` may be held out.
 
     Raises:
-        UserError: no prompts, or a side that would stay empty.
+        UserError: all would be held out.
     """
-    if not len(prompt_ids):
-        raise UserError("the dataset is empty: give a source with at least one prompt")
-    if len(prompt_ids) < 2:
-        raise UserError("1 different prompts: two are needed for a held-out set, give more prompts")
-    if not 0 < heldout_count < len(prompt_ids):
-        raise UserError(
-            f"heldout_count is {heldout_count} of {len(prompt_ids)} different prompts: give 1 to {len(prompt_ids) - 1}, so "
-            "that both sides have some"
-        )
     if groups is None:
         groups = prompt_ids
     positions = [(_position(group), prompt_id) for group, prompt_id in zip(groups, prompt_ids, strict=True)]

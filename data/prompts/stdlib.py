@@ -6,7 +6,6 @@ so that the model learns where a function ends). As a source of prompts it gives
 
 import ast
 import contextlib
-import importlib.util
 import os
 import sysconfig
 import textwrap
@@ -18,17 +17,9 @@ from pathlib import Path
 # nothing but numbers.
 EXCLUDED_FOLDERS = frozenset(
     {
-        "test",
-        "tests",
-        "idle_test",
-        "site-packages",
-        "dist-packages",
-        "__pycache__",
-        "encodings",
-        "pydoc_data",
-        "_bundled",
+        "test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "encodings", "pydoc_data", "_bundled",
     }
-)
+)  # fmt: skip
 EXCLUDED_MODULES = frozenset(
     {"html/entities.py", "msilib/schema.py", "msilib/sequence.py", "msilib/text.py", "stringprep.py"}
 )
@@ -41,9 +32,6 @@ HELDOUT_MODULES = frozenset(
         "statistics", "textwrap", "zipfile",
     }
 )  # fmt: skip
-
-# Packages that ours are built on, under the BSD and MIT licences, written like the library itself: more text to learn from.
-NEIGHBOURS = frozenset({"click", "fsspec", "jinja2", "networkx", "rich", "urllib3"})
 
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -75,9 +63,8 @@ def _sources(heldout: bool) -> Iterator[tuple[str, str]]:
     """`modules`, those that do not parse among them."""
     root, paths = library_folder(), list[Path]()
     for folder, inner, files in os.walk(root):
-        inner[:] = [
-            name for name in inner if name not in EXCLUDED_FOLDERS
-        ]  # thousands of installed files are not visited
+        # Thousands of installed files are not visited.
+        inner[:] = [name for name in inner if name not in EXCLUDED_FOLDERS]
         paths += [Path(folder, file) for file in files if file.endswith(".py")]
     for path in sorted(paths):
         name = path.relative_to(root).as_posix()
@@ -131,18 +118,6 @@ def function_head_rows(heldout: bool) -> list[tuple[str, str]]:
                     seen.add(head)
                     rows.append((name, head))
     return rows
-
-
-def neighbours() -> Iterator[str]:
-    """Source text of every module of the installed NEIGHBOURS; one that is not installed has none."""
-    for package in sorted(NEIGHBOURS):
-        spec = importlib.util.find_spec(package)
-        for folder in (spec.submodule_search_locations or []) if spec else []:
-            for path in sorted(Path(folder).rglob("*.py")):
-                if EXCLUDED_FOLDERS & set(path.relative_to(folder).parts):
-                    continue
-                if source := path.read_text(encoding="utf-8").strip():
-                    yield source + "\n"
 
 
 def corpus_documents(heldout: bool) -> list[str]:

@@ -17,12 +17,11 @@ from typing import Any, Literal
 import jinja2
 import jinja2.meta
 
-from data.prompts.prompt import PromptRow
+from data.prompts.prompt import PromptRow, Template, Turn, Turns
 from speculative.errors import UserError
 
 log = logging.getLogger(__name__)
 
-Mode = Literal["auto", "chat", "plain"]
 # Arguments of apply_chat_template that decide what we rely on: never the user's.
 RESERVED_KWARGS = frozenset(
     {
@@ -38,7 +37,7 @@ _DATE_CALL = re.compile(r"""strftime_now\s*\(\s*(["'])(.*?)\1\s*\)""")
 COMMON_KWARGS = frozenset({"tools", "documents", "sanitize_control_tokens"})
 
 
-def render_prompt(row: PromptRow, tokenizer: Any, *, mode: Mode, chat_template_kwargs: dict[str, Any]) -> list[int]:
+def render_prompt(row: PromptRow, tokenizer: Any, template: Template) -> list[int]:
     """Ids of the prompt, ready for the first response token.
 
     ``chat``: the chat template with its generation prompt; a plain text becomes one user turn. ``plain``: the text with
@@ -51,8 +50,8 @@ def render_prompt(row: PromptRow, tokenizer: Any, *, mode: Mode, chat_template_k
     """
     if row.prompt_ids is not None:
         ids = list(row.prompt_ids)
-    elif _is_chat(row, tokenizer, mode):
-        ids = _apply(row, _turns(row), tokenizer, chat_template_kwargs, tokenize=True, add_generation_prompt=True)
+    elif _is_chat(row, tokenizer, template):
+        ids = _apply(row, _turns(row), tokenizer, template, tokenize=True, add_generation_prompt=True)
     elif row.text is None:
         raise UserError(f"{row.origin}: a conversation cannot be a plain prompt: set the template's mode to chat")
     else:
@@ -62,7 +61,7 @@ def render_prompt(row: PromptRow, tokenizer: Any, *, mode: Mode, chat_template_k
     return ids
 
 
-def render_opening(row: PromptRow, tokenizer: Any, *, chat_template_kwargs: dict[str, Any]) -> list[int]:
+def render_opening(row: PromptRow, tokenizer: Any, template: Template) -> list[int]:
     """Ids of a chat prompt up to where its last user's turn has its first word: whoever goes on there writes such a turn.
 
     Raises:
@@ -71,16 +70,14 @@ def render_opening(row: PromptRow, tokenizer: Any, *, chat_template_kwargs: dict
     turns = _turns(row)
     last = max((number for number, turn in enumerate(turns) if turn["role"] == "user"), default=len(turns))
     asked = (*turns[:last], {"role": "user", "content": WORD})
-    text = _apply(row, asked, tokenizer, chat_template_kwargs, tokenize=False, add_generation_prompt=False)
+    text = _apply(row, asked, tokenizer, template, tokenize=False, add_generation_prompt=False)
     opening, word, _ = text.rpartition(WORD)
     if not word:
         raise UserError(f"{row.origin}: the chat template does not show the user's turn, so none can be made")
     return list(tokenizer(opening, add_special_tokens=False).input_ids)
 
 
-def render_reference(
-    row: PromptRow, tokenizer: Any, *, mode: Mode, chat_template_kwargs: dict[str, Any]
-) -> tuple[list[int], list[int]]:
+def render_reference(row: PromptRow, tokenizer: Any, template: Template) -> tuple[list[int], list[int]]:
     """(prompt ids, response ids) of a row with the dataset's own answer, its end of turn or EOS included.
 
     The prompt ids equal ``render_prompt``'s. Text that would be one token across the border of prompt and answer is
@@ -91,15 +88,13 @@ def render_reference(
     """
     if row.reference is None:
         raise UserError(f"{row.origin}: no reference answer: map one with reference_column, or let the target answer")
-    prompt_ids = render_prompt(row, tokenizer, mode=mode, chat_template_kwargs=chat_template_kwargs)
-    if _is_chat(row, tokenizer, mode):
+    prompt_ids = render_prompt(row, tokenizer, template)
+    if _is_chat(row, tokenizer, template):
         answered = (*_turns(row), {"role": "assistant", "content": row.reference})
-        prompt_text = _apply(
-            row, _turns(row), tokenizer, chat_template_kwargs, tokenize=False, add_generation_prompt=True
-        )
-        whole_text = _apply(row, answered, tokenizer, chat_template_kwargs, tokenize=False, add_generation_prompt=False)
+        prompt_text = _apply(row, _turns(row), tokenizer, template, tokenize=False, add_generation_prompt=True)
+        whole_text = _apply(row, answered, tokenizer, template, tokenize=False, add_generation_prompt=False)
         response_text = _answer_part(row, prompt_text, whole_text, tokenizer)
-        joint_ids = _apply(row, answered, tokenizer, chat_template_kwargs, tokenize=True, add_generation_prompt=False)
+        joint_ids = _apply(row, answered, tokenizer, template, tokenize=True, add_generation_prompt=False)
         response_ids = _split_off(prompt_ids, joint_ids, response_text, tokenizer)
         closing_text = response_text[response_text.rindex(row.reference.strip()) + len(row.reference.strip()) :]
         response_ids = _end_at_closing_token(response_ids, closing_text, tokenizer)
@@ -135,10 +130,8 @@ def check_learnable(rows: int, tokens: int, learned: int, where: str) -> None:
     """Refuse a set of rows in which nothing is to be predicted: `learned` of their `tokens` are.
 
     Raises:
-        UserError: none is, or there is no token at all. Single rows may be without.
+        UserError: none is. Single rows may be without.
     """
-    if tokens == 0:
-        raise UserError(f"{where}: no tokens in {rows} rows: check the prompts and the responses")
     if learned == 0:
         raise UserError(
             f"{where}: the loss mask is 0 on all {tokens} tokens of {rows} rows: every response is empty or cut away; "
@@ -173,19 +166,20 @@ def check_lengths(
     )
 
 
-def template_fingerprint(tokenizer: Any, mode: Mode, chat_template_kwargs: dict[str, Any]) -> str:
+def template_fingerprint(tokenizer: Any, template: Template) -> str:
     """SHA-256 hex of all that turns a prompt into text around it: mode, template, its arguments, special tokens.
 
     Equal for ``auto`` and what ``auto`` means for this tokenizer. The vocabulary is not part of it.
     """
-    chat = mode == "chat" or (mode == "auto" and _template(tokenizer) is not None)
+    mode, kwargs, text = template.mode, template.chat_template_kwargs, _template(tokenizer)
+    chat = mode == "chat" or (mode == "auto" and text is not None)
     content: dict[str, Any] = {"mode": "chat" if chat else "plain", "special": tokenizer.special_tokens_map}
     if chat:
-        template = _required_template(tokenizer, "set the template's mode to plain")
-        _check_kwargs(template, tokenizer, chat_template_kwargs)
-        content |= {"template": template, "kwargs": chat_template_kwargs}
+        text = _required_template(tokenizer, "set the template's mode to plain")
+        _check_kwargs(text, tokenizer, kwargs)
+        content |= {"template": text, "kwargs": kwargs}
     else:
-        if chat_template_kwargs:
+        if kwargs:
             log.warning("chat_template_kwargs are not used: prompts are rendered plain")
         # Special tokens that surround a text depend on a post-processor that has no name: ask it.
         content["around"] = _plain_ids("a", tokenizer)
@@ -193,14 +187,13 @@ def template_fingerprint(tokenizer: Any, mode: Mode, chat_template_kwargs: dict[
     return hashlib.sha256(canonical.encode()).hexdigest()
 
 
-def _is_chat(row: PromptRow, tokenizer: Any, mode: Mode) -> bool:
-    if mode not in ("auto", "chat", "plain"):
-        raise UserError(f"template mode {mode!r} is not known: auto, chat or plain")
+def _is_chat(row: PromptRow, tokenizer: Any, template: Template) -> bool:
     # A conversation in auto mode has no other way than the template: without one the error below says so.
-    return mode == "chat" or (mode == "auto" and (row.messages is not None or _template(tokenizer) is not None))
+    chat = row.messages is not None or _template(tokenizer) is not None
+    return template.mode == "chat" or (template.mode == "auto" and chat)
 
 
-def _turns(row: PromptRow) -> tuple[dict[str, Any], ...]:
+def _turns(row: PromptRow) -> Turns:
     return row.messages if row.messages is not None else ({"role": "user", "content": row.text},)
 
 
@@ -246,10 +239,9 @@ def _check_kwargs(template: str, tokenizer: Any, chat_template_kwargs: dict[str,
             )
 
 
-def _apply(
-    row: PromptRow, turns: Sequence[dict[str, Any]], tokenizer: Any, kwargs: dict[str, Any], **options: bool
-) -> Any:
+def _apply(row: PromptRow, turns: Sequence[Turn], tokenizer: Any, template: Template, **options: bool) -> Any:
     other_way = "set the template's mode to plain" if row.text is not None else "give prompts that are plain text"
+    kwargs = template.chat_template_kwargs
     _check_kwargs(_required_template(tokenizer, other_way, f"{row.origin}: "), tokenizer, kwargs)
     if row.tools is not None:
         kwargs = {**kwargs, "tools": list(row.tools)}

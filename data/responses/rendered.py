@@ -3,7 +3,6 @@
 import hashlib
 import itertools
 import json
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from data.files import writing
+from data.files import replacing, writing
+from data.prompts.prompt import PromptRow, row_before
 from speculative.errors import UserError
 
 WRITTEN_AT_ONCE = 4096  # prompts held while a file is written
@@ -45,6 +45,10 @@ class RenderedPrompt:
     reference_ids: tuple[int, ...] | None = None
     turns: str = ""
     group: str = ""
+
+    def row(self) -> PromptRow:
+        """The prompt as it was before it was rendered."""
+        return row_before(self.text, self.turns, self.domain, self.prompt_id)
 
 
 class StoredPrompts(Sequence[RenderedPrompt]):
@@ -113,16 +117,15 @@ def write_prompts(path: Path, prompts: Iterable[RenderedPrompt]) -> str:
 
 
 def _write(path: Path, tables: Iterable[pa.Table]) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with writing(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with pa.OSFile(str(temporary), "wb") as sink, pa.ipc.new_file(sink, SCHEMA) as writer:
-                for table in tables:
-                    writer.write_table(table)
-            os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with (
+            replacing(path) as temporary,
+            pa.OSFile(str(temporary), "wb") as sink,
+            pa.ipc.new_file(sink, SCHEMA) as writer,
+        ):
+            for table in tables:
+                writer.write_table(table)
 
 
 def prompts_fingerprint(prompts: Iterable[RenderedPrompt]) -> str:

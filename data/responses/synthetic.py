@@ -7,7 +7,6 @@ joined at two words that both have, behind the turns of the first.
 What comes near a held-out prompt, or repeats another one, is left out by the rules of `data/prompts/split.py`.
 """
 
-import json
 import random
 import re
 from collections import Counter, defaultdict
@@ -15,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from data.prompts.prompt import PromptRow
+from data.prompts.prompt import PromptRow, Template
 from data.prompts.split import content_hash, normalised_hash, split_groups
 from data.prompts.template import render_opening
 from data.responses.rendered import RenderedPrompt
@@ -72,7 +71,7 @@ def sampled_rows(
     sampler: Sampler,
     end_ids: Collection[int],
     seed: int,
-    chat_template_kwargs: dict[str, Any],
+    template: Template,
 ) -> Callable[[int], tuple[list[PromptRow], Counter[str]]]:
     """Candidates by `magpie`. A turn that does not end by itself, by one of `end_ids`, is too long.
 
@@ -82,7 +81,7 @@ def sampled_rows(
     rows = random.Random(seed).sample(list(own), len(own))
     openings: dict[tuple[int, ...], PromptRow] = {}
     for row in rows:
-        openings.setdefault(tuple(render_opening(row, tokenizer, chat_template_kwargs=chat_template_kwargs)), row)
+        openings.setdefault(tuple(render_opening(row, tokenizer, template)), row)
 
     def candidates(wanted: int) -> tuple[list[PromptRow], Counter[str]]:
         chosen = list(openings.items())[:wanted]
@@ -128,15 +127,6 @@ def mixed_rows(own: Sequence[PromptRow], seed: int) -> Callable[[int], tuple[lis
         return found, Counter()
 
     return candidates
-
-
-def row_of(prompt: RenderedPrompt) -> PromptRow:
-    """The prompt as it was before it was rendered."""
-    if not prompt.turns:
-        return PromptRow(prompt.text, None, None, prompt.domain, prompt.prompt_id)
-    turns = json.loads(prompt.turns)
-    tools = tuple(turns["tools"]) if turns.get("tools") else None
-    return PromptRow(None, tuple(turns["messages"]), None, prompt.domain, prompt.prompt_id, tools)
 
 
 def _last_question(row: PromptRow) -> int:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from data.prompts.prompt import PromptSource
+from data.prompts.prompt import PromptSource, Template
 from speculative.rules.rule import Rule
 
 if TYPE_CHECKING:
@@ -111,13 +111,8 @@ class SourceConfig(PromptSource, Section):
     """One place prompts come from."""
 
 
-class TemplateConfig(Section):
+class TemplateConfig(Template, Section):
     """How a prompt becomes tokens."""
-
-    mode: Literal["auto", "chat", "plain"] = "auto"
-    """chat = the target tokenizer's chat template; auto = chat when there is one"""
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """e.g. {enable_thinking: false}"""
 
 
 class MixConfig(Section):

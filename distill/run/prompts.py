@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from data.files import MANIFEST, read_manifest, write_manifest
-from data.prompts.prompt import PromptRow
+from data.files import MANIFEST, Manifest, read_manifest, write_manifest
+from data.prompts.prompt import PromptRow, Template
 from data.prompts.sources import format_of, load_source, source_state
 from data.prompts.split import content_hash, deduplicate, held_out, remove_overlap, split_groups
-from data.prompts.template import Mode, check_lengths, render_prompt, render_reference, template_fingerprint
+from data.prompts.template import check_lengths, render_prompt, render_reference, template_fingerprint
 from data.responses.rendered import SCHEMA, RenderedPrompt, StoredPrompts, write_prompts
 from distill.config.layout import CHECKPOINTS, PROMPTS
 from distill.config.sections import DataConfig, SourceConfig
@@ -108,15 +108,14 @@ def rows_of(sources: Sequence[SourceConfig], bad_rows: list[UserError] | None = 
     return deduplicate([row for source in sources for row in load_source(source, bad_rows=bad_rows)])
 
 
-def _made_with(data: DataConfig, tokenizer: Any, context_length: int, max_tokens: int) -> dict[str, Any]:
+def _made_with(data: DataConfig, tokenizer: Any, context_length: int, max_tokens: int) -> Manifest:
     """Everything that reaches the prompts of a run but the number that is judged, as JSON has it."""
-    template = data.template
     return json.loads(
         json.dumps(
             {
                 "format": [CACHE_FORMAT, *SCHEMA.names], "context_length": context_length, "max_tokens": max_tokens,
                 "tokenizer": tokenizer_fingerprint(tokenizer),
-                "template": template_fingerprint(tokenizer, template.mode, template.chat_template_kwargs)[:16],
+                "template": template_fingerprint(tokenizer, data.template)[:16],
                 "data": data.model_dump(mode="json", exclude={"mix", "rollouts", "text", "text_window", "synthetic"}),
                 "sources": [source_state(source) for source in (*data.train, *data.heldout)],
             }
@@ -124,7 +123,7 @@ def _made_with(data: DataConfig, tokenizer: Any, context_length: int, max_tokens
     )  # fmt: skip
 
 
-def _is_kept(folder: Path, made_with: dict[str, Any], heldout_prompts: int) -> bool:
+def _is_kept(folder: Path, made_with: Manifest, heldout_prompts: int) -> bool:
     """Whether these prompts are there, whole."""
     if not (folder / MANIFEST).exists():
         return False
@@ -135,7 +134,7 @@ def _is_kept(folder: Path, made_with: dict[str, Any], heldout_prompts: int) -> b
     return False
 
 
-def _own_heldout(folder: Path, made_with: dict[str, Any], count: int) -> list[RenderedPrompt]:
+def _own_heldout(folder: Path, made_with: Manifest, count: int) -> list[RenderedPrompt]:
     """What a run of these sources holds out, as far as it fits into other limits; none where that is not known, or not enough.
 
     A split of its own under those limits would judge what the run was trained on.
@@ -156,7 +155,7 @@ def _own_heldout(folder: Path, made_with: dict[str, Any], count: int) -> list[Re
     return []
 
 
-def _drawn_from(made_with: dict[str, Any]) -> dict[str, Any]:
+def _drawn_from(made_with: Manifest) -> Manifest:
     """What decides which prompts a run may hold out, and their ids; the state of the training sources is the run's own."""
     data = made_with["data"]
     told = {name: made_with[name] for name in ("format", "tokenizer", "template")}
@@ -185,7 +184,7 @@ def _read(folder: Path, heldout_prompts: int) -> PromptSets:
     return PromptSets(train, heldout, ", ".join(parts))
 
 
-def _make(data: DataConfig, tokenizer: Any, folder: Path, made_with: dict[str, Any], heldout_prompts: int) -> None:
+def _make(data: DataConfig, tokenizer: Any, folder: Path, made_with: Manifest, heldout_prompts: int) -> None:
     """Reads, de-duplicates, renders and splits into a folder, the manifest last."""
     render, overlapping = _Renderer(data, tokenizer, made_with), 0
     train_rows, repeats = rows_of(data.train, render.bad_rows)
@@ -302,13 +301,13 @@ def render_rows(rows: Sequence[PromptRow], tokenizer: Any, chat: bool) -> list[P
     prompts: list[Prompt] = []
     # Files of one name in several folders keep their folders.
     for row, key in zip(rows, keys if len(set(keys)) == len(keys) else [row.origin for row in rows], strict=True):
-        mode: Mode = "chat" if chat or row.messages is not None else "plain"
-        prompts.append((key, render_prompt(row, tokenizer, mode=mode, chat_template_kwargs={})))
+        template = Template(mode="chat" if chat or row.messages is not None else "plain")
+        prompts.append((key, render_prompt(row, tokenizer, template)))
     return prompts
 
 
 class _Renderer:
-    def __init__(self, data: DataConfig, tokenizer: Any, made_with: dict[str, Any]) -> None:
+    def __init__(self, data: DataConfig, tokenizer: Any, made_with: Manifest) -> None:
         self.data, self.tokenizer = data, tokenizer
         self.context_length, self.max_tokens = made_with["context_length"], made_with["max_tokens"]
         self.tokenizer_fingerprint, self.known_folders = made_with["tokenizer"], set[Path]()
@@ -346,14 +345,12 @@ class _Renderer:
             self.known_folders.add(folder)
 
     def _ids(self, row: PromptRow, with_reference: bool) -> tuple[list[int], tuple[int, ...] | None]:
-        how: dict[str, Any] = {
-            "mode": self.data.template.mode, "chat_template_kwargs": self.data.template.chat_template_kwargs
-        }  # fmt: skip
+        template = self.data.template
         if self.data.responses != "reference" or not with_reference:
-            return render_prompt(row, self.tokenizer, **how), None
+            return render_prompt(row, self.tokenizer, template), None
         if row.reference is None:
             raise UserError(f"{row.origin}: data.responses is reference, but the row has none; map reference_column")
-        prompt_ids, answer_ids = render_reference(row, self.tokenizer, **how)
+        prompt_ids, answer_ids = render_reference(row, self.tokenizer, template)
         return prompt_ids, tuple(answer_ids)
 
 

@@ -60,13 +60,12 @@ class RunStores:
         kept = config.signal.source == "response_logprobs"
         self.kept_signal = signal_manifest_of(run, target.facts) if kept else None
         self.settings = decode_settings(config.serving, config.seed, target)
-        template = config.data.template
         self.identity = {
             "format": STORE_FORMAT,
             "target": target.facts.fingerprint,
             "target_dtype": target.facts.dtype,
             "tokenizer": tokenizer_fingerprint(target.tokenizer),
-            "template": template_fingerprint(target.tokenizer, template.mode, template.chat_template_kwargs)[:16],
+            "template": template_fingerprint(target.tokenizer, config.data.template)[:16],
         }
         if answers:
             run.once(run.folder / TARGET_FACTS, target.remember)

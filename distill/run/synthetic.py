@@ -7,7 +7,7 @@ from data.files import write_json
 from data.prompts.prompt import PromptRow
 from data.prompts.template import render_prompt
 from data.responses.rendered import RenderedPrompt, StoredPrompts, write_prompts
-from data.responses.synthetic import mixed_rows, row_of, sampled_rows, synthetic_rows
+from data.responses.synthetic import mixed_rows, sampled_rows, synthetic_rows
 from distill.config.layout import PROMPTS, SYNTHETIC
 from distill.run.prompts import HELDOUT_FILE, as_rendered, rows_of
 from distill.run.responses import RunStores
@@ -34,8 +34,8 @@ def with_synthetic(
     if asked is None:
         return own, ""
     template, folder = config.data.template, run.folder / PROMPTS
-    rows = [row_of(prompt) for prompt in own]
-    heldout = [row_of(prompt) for prompt in StoredPrompts(folder / HELDOUT_FILE)]
+    rows = [prompt.row() for prompt in own]
+    heldout = [prompt.row() for prompt in StoredPrompts(folder / HELDOUT_FILE)]
     if config.data.heldout:
         heldout += rows_of(config.data.heldout, [] if config.data.bad_rows == "drop" else None)[
             0
@@ -45,12 +45,12 @@ def with_synthetic(
     else:
         candidates = sampled_rows(
             rows, tokenizer, lambda openings, samples: stores.user_turns(openings, samples, asked.temperature, asked.max_tokens),
-            stores.settings.eos_ids, config.seed, template.chat_template_kwargs,
+            stores.settings.eos_ids, config.seed, template,
         )  # fmt: skip
     most = min(context - config.serving.max_tokens, config.data.max_prompt_tokens or context)
 
     def ids(row: PromptRow) -> list[int]:
-        return render_prompt(row, tokenizer, mode=template.mode, chat_template_kwargs=template.chat_template_kwargs)
+        return render_prompt(row, tokenizer, template)
 
     made, counts = synthetic_rows(rows, heldout, asked.count, candidates, lambda row: len(ids(row)) <= most)
     prompts = [as_rendered(row, ids(row)) for row in made]

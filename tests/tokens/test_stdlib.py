@@ -167,20 +167,6 @@ def test_corpus_has_modules_then_their_functions(heldout: dict[str, str]) -> Non
     assert len(documents) > len(heldout) + 200
 
 
-@pytest.mark.parametrize(
-    ("name", "held"),
-    [
-        ("csv.py", True),
-        ("zipfile/_path/glob.py", True),
-        ("zipfile/__init__.py", True),
-        ("json/decoder.py", False),
-        ("csvx.py", False),
-    ],
-)
-def test_is_heldout(name: str, held: bool) -> None:
-    assert stdlib.is_heldout(name) == held
-
-
 def test_a_head_ends_where_the_embedded_tokenizer_ends_a_token(heldout_rows: list[tuple[str, str]]) -> None:
     # Otherwise the prompt's last token is one that the model never saw in the middle of a function.
     tokenizer = load_tokenizer("embedded")

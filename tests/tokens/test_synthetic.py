@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from data.prompts.prompt import PromptRow
+from data.prompts.prompt import PromptRow, Template
 from data.prompts.template import render_opening, render_prompt
 from data.responses.rendered import RenderedPrompt
 from data.responses.synthetic import mixed_rows, sampled_rows, synthetic_rows
@@ -99,9 +99,9 @@ def test_a_mix_begins_like_one_prompt_and_ends_like_another() -> None:
 def test_an_opening_ends_where_the_user_would_write(chat_target: Path) -> None:
     tokenizer = load_tokenizer(str(chat_target))
     row = talk("hi there", "yes", "what now")
-    opening = render_opening(row, tokenizer, chat_template_kwargs={})
+    opening = render_opening(row, tokenizer, Template())
     assert tokenizer.decode(opening) == "user: hi there;assistant: yes;user: "
-    whole = tokenizer.decode(render_prompt(row, tokenizer, mode="chat", chat_template_kwargs={}))
+    whole = tokenizer.decode(render_prompt(row, tokenizer, Template(mode="chat")))
     assert whole.startswith("user: hi there;assistant: yes;user: what now;")
 
 
@@ -115,7 +115,7 @@ def test_a_sampled_turn_stands_behind_the_turns_before_it(chat_target: Path) -> 
         said = [[*tokenizer("and then ", add_special_tokens=False).input_ids, end], [5, 6]]
         return [(opening.prompt_id, said[sample % 2]) for opening in openings for sample in range(samples)]
 
-    made, left_out = sampled_rows(own, tokenizer, sampler, {end}, 0, {})(4)
+    made, left_out = sampled_rows(own, tokenizer, sampler, {end}, 0, Template())(4)
     assert asked_for == [(2, 2)], "questions without anything before them have one opening"
     assert left_out == {"too long": 2}, "the turns that did not end"
     contents = sorted([turn["content"] for turn in row.messages or ()] for row in made)

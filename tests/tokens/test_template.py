@@ -8,7 +8,7 @@ from refusals import refused
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from data.prompts.prompt import PromptRow
+from data.prompts.prompt import PromptRow, Template
 from data.prompts.template import (
     check_learnable,
     check_lengths,
@@ -37,9 +37,7 @@ CORPUS = [
     "hello world, what is the answer?\n",
     "assistant user",
 ] * 8
-PLAIN = {"mode": "plain", "chat_template_kwargs": {}}
-CHAT = {"mode": "chat", "chat_template_kwargs": {}}
-AUTO = {"mode": "auto", "chat_template_kwargs": {}}
+PLAIN, CHAT, AUTO = (Template(mode=mode) for mode in ("plain", "chat", "auto"))
 
 
 def make_tokenizer(template: str | None = None, around: str | None = None) -> PreTrainedTokenizerFast:
@@ -86,79 +84,78 @@ def chat_row(*turns: tuple[str, str], reference: str | None = None) -> PromptRow
 )
 def test_plain_prompt_has_the_tokenizers_front_and_no_end(around, front):
     tokenizer = make_tokenizer(around=around)
-    ids = render_prompt(text_row("hello world"), tokenizer, **PLAIN)
+    ids = render_prompt(text_row("hello world"), tokenizer, PLAIN)
     assert tokenizer.convert_ids_to_tokens(ids)[: len(front)] == front
     assert tokenizer.decode(ids[len(front) :]) == "hello world"
-    assert ids == render_prompt(text_row("hello world"), tokenizer, **AUTO)
+    assert ids == render_prompt(text_row("hello world"), tokenizer, AUTO)
 
 
 def test_plain_prompt_keeps_an_end_token_that_the_user_wrote():
     tokenizer = make_tokenizer(around="<s> $A </s>")
-    assert tokenizer.decode(render_prompt(text_row("hello</s>"), tokenizer, **PLAIN)) == "<s>hello</s>"
+    assert tokenizer.decode(render_prompt(text_row("hello</s>"), tokenizer, PLAIN)) == "<s>hello</s>"
 
 
 def test_chat_prompt_is_the_template_and_text_becomes_a_user_turn(chat_tokenizer):
     expected = "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
     for row in (text_row("hello"), chat_row(("user", "hello"))):
         for mode in (CHAT, AUTO):
-            ids = render_prompt(row, chat_tokenizer, **mode)
+            ids = render_prompt(row, chat_tokenizer, mode)
             assert chat_tokenizer.decode(ids) == expected
-    assert chat_tokenizer.decode(render_prompt(text_row("hello"), chat_tokenizer, **PLAIN)) == "hello"
+    assert chat_tokenizer.decode(render_prompt(text_row("hello"), chat_tokenizer, PLAIN)) == "hello"
 
 
 def test_chat_without_a_template_is_refused_with_the_way_out(plain_tokenizer):
-    message = refused(render_prompt, text_row("a"), plain_tokenizer, **CHAT)
+    message = refused(render_prompt, text_row("a"), plain_tokenizer, CHAT)
     assert "has no chat template" in message
     assert "mode to plain" in message
     assert "chat_template.jinja" in message
     # A conversation has no plain form: auto and plain must not invent one.
-    assert "plain text" in refused(render_prompt, chat_row(("user", "a")), plain_tokenizer, **AUTO)
-    assert "mode to chat" in refused(render_prompt, chat_row(("user", "a")), plain_tokenizer, **PLAIN)
-    assert "not known" in refused(render_prompt, text_row("a"), plain_tokenizer, mode="chta", chat_template_kwargs={})
+    assert "plain text" in refused(render_prompt, chat_row(("user", "a")), plain_tokenizer, AUTO)
+    assert "mode to chat" in refused(render_prompt, chat_row(("user", "a")), plain_tokenizer, PLAIN)
 
 
 def test_a_prompt_without_a_token_is_refused(plain_tokenizer):
     for mode in (CHAT, AUTO):
-        assert "no token" in refused(render_prompt, text_row("a"), make_tokenizer("{{ '' }}"), **mode)
+        assert "no token" in refused(render_prompt, text_row("a"), make_tokenizer("{{ '' }}"), mode)
     for render in (render_prompt, render_reference):
-        assert "no token" in refused(render, text_row("", reference="b"), plain_tokenizer, **PLAIN)
+        assert "no token" in refused(render, text_row("", reference="b"), plain_tokenizer, PLAIN)
 
 
 def test_template_that_refuses_a_row_names_it():
     tokenizer = make_tokenizer("{{ raise_exception('Roles must\nalternate') }}")
-    message = refused(render_prompt, text_row("a"), tokenizer, **CHAT)
+    message = refused(render_prompt, text_row("a"), tokenizer, CHAT)
     assert message.startswith("rows.jsonl:7: ")
     assert "Roles must alternate" in message
 
 
 def test_chat_template_kwargs_reach_the_template_and_typos_do_not():
     tokenizer = make_tokenizer(THINKING)
-    with_thoughts = tokenizer.decode(render_prompt(text_row("a"), tokenizer, **CHAT))
-    kwargs = {"enable_thinking": False}
-    without = tokenizer.decode(render_prompt(text_row("a"), tokenizer, mode="chat", chat_template_kwargs=kwargs))
+    with_thoughts = tokenizer.decode(render_prompt(text_row("a"), tokenizer, CHAT))
+    quiet = Template(mode="chat", chat_template_kwargs={"enable_thinking": False})
+    without = tokenizer.decode(render_prompt(text_row("a"), tokenizer, quiet))
     assert with_thoughts.endswith("<think>\n")
     assert without.endswith("</think>\n\n")
 
-    typo = {"mode": "chat", "chat_template_kwargs": {"enable_thinkng": False}}
-    assert "did you mean enable_thinking?" in refused(render_prompt, text_row("a"), tokenizer, **typo)
-    reserved = {"mode": "chat", "chat_template_kwargs": {"add_generation_prompt": False}}
-    assert "set by Understudy itself" in refused(render_prompt, text_row("a"), tokenizer, **reserved)
+    typo = Template(mode="chat", chat_template_kwargs={"enable_thinkng": False})
+    assert "did you mean enable_thinking?" in refused(render_prompt, text_row("a"), tokenizer, typo)
+    reserved = Template(mode="chat", chat_template_kwargs={"add_generation_prompt": False})
+    assert "set by Understudy itself" in refused(render_prompt, text_row("a"), tokenizer, reserved)
 
 
 def test_kwargs_are_checked_in_a_template_with_transformers_own_tag():
     template = "{% generation %}{{ messages[0].content }}{{ tone }}{% endgeneration %}"
     tokenizer = make_tokenizer(template)
-    ids = render_prompt(text_row("a"), tokenizer, mode="chat", chat_template_kwargs={"tone": "!"})
+    ids = render_prompt(text_row("a"), tokenizer, Template(mode="chat", chat_template_kwargs={"tone": "!"}))
     assert tokenizer.decode(ids) == "a!"
-    bad = {"mode": "chat", "chat_template_kwargs": {"tune": "!"}}
-    assert "did you mean tone?" in refused(render_prompt, text_row("a"), tokenizer, **bad)
+    bad = Template(mode="chat", chat_template_kwargs={"tune": "!"})
+    assert "did you mean tone?" in refused(render_prompt, text_row("a"), tokenizer, bad)
 
 
 def test_plain_reference_ends_with_eos_once(plain_tokenizer):
     for answer in (" world", " world</s>"):
         row = text_row("hello", reference=answer)
-        prompt_ids, response_ids = render_reference(row, plain_tokenizer, **PLAIN)
-        assert prompt_ids == render_prompt(row, plain_tokenizer, **PLAIN)
+        prompt_ids, response_ids = render_reference(row, plain_tokenizer, PLAIN)
+        assert prompt_ids == render_prompt(row, plain_tokenizer, PLAIN)
         assert plain_tokenizer.decode(prompt_ids + response_ids) == "hello world</s>"
 
 
@@ -166,24 +163,24 @@ def test_answer_that_would_merge_into_the_prompt_is_tokenised_apart(plain_tokeni
     whole = "hello"
     (one_token,) = plain_tokenizer(whole).input_ids  # the corpus makes it one token, so any inner border is merged away
     row = text_row("hel", reference="lo")
-    prompt_ids, response_ids = render_reference(row, plain_tokenizer, **PLAIN)
-    assert prompt_ids == render_prompt(row, plain_tokenizer, **PLAIN)
+    prompt_ids, response_ids = render_reference(row, plain_tokenizer, PLAIN)
+    assert prompt_ids == render_prompt(row, plain_tokenizer, PLAIN)
     assert one_token not in prompt_ids + response_ids
     assert plain_tokenizer.decode(prompt_ids + response_ids) == "hello</s>"
 
 
 def test_chat_reference_ends_with_its_turn_and_not_behind_it(chat_tokenizer):
     row = chat_row(("system", "be"), ("user", "hi"), ("assistant", "yes?"), ("user", "go"), reference="  the answer \n")
-    prompt_ids, response_ids = render_reference(row, chat_tokenizer, **CHAT)
-    assert prompt_ids == render_prompt(row, chat_tokenizer, **CHAT)
+    prompt_ids, response_ids = render_reference(row, chat_tokenizer, CHAT)
+    assert prompt_ids == render_prompt(row, chat_tokenizer, CHAT)
     assert chat_tokenizer.decode(response_ids) == "  the answer \n<|im_end|>"
 
 
 def test_chat_answer_that_merges_with_the_generation_prompt(chat_tokenizer):
     # "\n" + "\n" may be one token: the prompt's own ids still come first, unchanged.
     row = text_row("hi", reference="\n\nanswer")
-    prompt_ids, response_ids = render_reference(row, chat_tokenizer, **CHAT)
-    assert prompt_ids == render_prompt(row, chat_tokenizer, **CHAT)
+    prompt_ids, response_ids = render_reference(row, chat_tokenizer, CHAT)
+    assert prompt_ids == render_prompt(row, chat_tokenizer, CHAT)
     assert chat_tokenizer.decode(prompt_ids + response_ids).endswith("assistant\n\n\nanswer<|im_end|>")
 
 
@@ -191,29 +188,29 @@ def test_end_of_turn_that_is_not_eos_closes_the_answer():
     tokenizer = make_tokenizer(CHATML)
     tokenizer.eos_token = "</s>"
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_end|>"]}, replace_extra_special_tokens=False)
-    _, response_ids = render_reference(text_row("hi", reference="yes"), tokenizer, **CHAT)
+    _, response_ids = render_reference(text_row("hi", reference="yes"), tokenizer, CHAT)
     assert tokenizer.decode(response_ids) == "yes<|im_end|>"
 
 
 def test_template_that_closes_nothing_gets_eos():
     tokenizer = make_tokenizer("{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}"
                                "{% if add_generation_prompt %}assistant: {% endif %}")  # fmt: skip
-    _, response_ids = render_reference(text_row("hi", reference="yes"), tokenizer, **CHAT)
+    _, response_ids = render_reference(text_row("hi", reference="yes"), tokenizer, CHAT)
     assert tokenizer.decode(response_ids) == "yes<|im_end|>"
 
 
 def test_thinking_template_is_used_where_it_keeps_the_prompt_and_refused_where_not():
     tokenizer = make_tokenizer(THINKING)
     row = text_row("hi", reference="yes")
-    kwargs = {"mode": "chat", "chat_template_kwargs": {"enable_thinking": False}}
-    prompt_ids, response_ids = render_reference(row, tokenizer, **kwargs)
+    kwargs = Template(mode="chat", chat_template_kwargs={"enable_thinking": False})
+    prompt_ids, response_ids = render_reference(row, tokenizer, kwargs)
     assert tokenizer.decode(prompt_ids).endswith("</think>\n\n")
     assert tokenizer.decode(response_ids) == "yes<|im_end|>"
 
     rewriting = make_tokenizer(
         THINKING.replace("<think>\n\n</think>\n\n{% endif %}{{ m.content", "{% endif %}{{ m.content")
     )
-    message = refused(render_reference, row, rewriting, **CHAT)
+    message = refused(render_reference, row, rewriting, CHAT)
     assert message.startswith("rows.jsonl:7: ")
     assert "rewrites the prompt" in message
     assert "enable_thinking: false" in message
@@ -222,11 +219,11 @@ def test_thinking_template_is_used_where_it_keeps_the_prompt_and_refused_where_n
 def test_template_that_cuts_the_answer_is_refused():
     template = CHATML.replace("{{ m['content'] }}", "{{ m['content'].split('</think>')[-1] }}")
     row = text_row("hi", reference="<think>hm</think>yes")
-    assert "changes the answer" in refused(render_reference, row, make_tokenizer(template), **CHAT)
+    assert "changes the answer" in refused(render_reference, row, make_tokenizer(template), CHAT)
 
 
 def test_reference_is_required(plain_tokenizer):
-    assert "no reference answer" in refused(render_reference, text_row("a"), plain_tokenizer, **PLAIN)
+    assert "no reference answer" in refused(render_reference, text_row("a"), plain_tokenizer, PLAIN)
 
 
 def test_loss_mask_covers_the_response_only():
@@ -239,7 +236,6 @@ def test_loss_mask_covers_the_response_only():
 def test_a_set_with_nothing_to_learn():
     check_learnable(3, 4, 1, "train")
     assert refused(check_learnable, 2, 3, 0, "train").startswith("train: the loss mask is 0 on all 3 tokens")
-    assert "no tokens in 2 rows" in refused(check_learnable, 2, 0, 0, "held-out")
 
 
 def test_lengths():
@@ -253,21 +249,21 @@ def test_lengths():
 def test_fingerprint_changes_with_what_changes_prompts(plain_tokenizer, chat_tokenizer, caplog):
     thinking = make_tokenizer(THINKING)
     prints = [
-        template_fingerprint(plain_tokenizer, "plain", {}),
-        template_fingerprint(make_tokenizer(around="<s> $A"), "plain", {}),
-        template_fingerprint(chat_tokenizer, "plain", {}),
-        template_fingerprint(chat_tokenizer, "chat", {}),
-        template_fingerprint(thinking, "chat", {}),
-        template_fingerprint(thinking, "chat", {"enable_thinking": False}),
+        template_fingerprint(plain_tokenizer, PLAIN),
+        template_fingerprint(make_tokenizer(around="<s> $A"), PLAIN),
+        template_fingerprint(chat_tokenizer, PLAIN),
+        template_fingerprint(chat_tokenizer, CHAT),
+        template_fingerprint(thinking, CHAT),
+        template_fingerprint(thinking, Template(mode="chat", chat_template_kwargs={"enable_thinking": False})),
     ]
     assert len(set(prints)) == len(prints)
     assert all(len(value) == 64 for value in prints)
-    assert template_fingerprint(make_tokenizer(), "auto", {}) == prints[0]
-    assert template_fingerprint(make_tokenizer(CHATML), "auto", {}) == prints[3]
-    assert "no chat template" in refused(template_fingerprint, plain_tokenizer, "chat", {})
+    assert template_fingerprint(make_tokenizer(), AUTO) == prints[0]
+    assert template_fingerprint(make_tokenizer(CHATML), AUTO) == prints[3]
+    assert "no chat template" in refused(template_fingerprint, plain_tokenizer, CHAT)
 
     caplog.set_level(logging.WARNING, logger="data.prompts.template")
-    template_fingerprint(plain_tokenizer, "plain", {"enable_thinking": False})
+    template_fingerprint(plain_tokenizer, Template(mode="plain", chat_template_kwargs={"enable_thinking": False}))
     assert "are not used" in caplog.text
 
 
@@ -277,9 +273,9 @@ def test_a_template_writes_the_day_it_is_told():
         "{{ strftime_now('%Y') | int + 1 }}"
     )
     dated = on_day(tokenizer, date(2024, 2, 29))
-    ids = render_prompt(text_row("x"), dated, mode="chat", chat_template_kwargs={})
+    ids = render_prompt(text_row("x"), dated, CHAT)
     assert dated.decode(ids) == "29 Feb 2024" + "2025"
     assert "strftime_now" in tokenizer.chat_template, "what is saved with a draft asks for the day as before"
-    assert template_fingerprint(dated, "plain", {}) == template_fingerprint(tokenizer, "plain", {})
+    assert template_fingerprint(dated, PLAIN) == template_fingerprint(tokenizer, PLAIN)
     for other in (make_tokenizer(CHATML), make_tokenizer()):
         assert on_day(other, date(2024, 2, 29)) is other

@@ -170,12 +170,11 @@ def _decoded(options: DriftOptions, baseline: Baseline) -> AcceptanceLog:
     config, target = frozen.config, frozen.target.model
     draft = frozen.draft(str(options.run))
     rows, labelled = asked_rows(options.prompts, options.prompt_column, options.messages_column, label="domain")
-    template = config.data.template
     context = context_limit(max_positions(target.config), max_positions(draft.config), config.data.context_length)
     prompts, labels = [], []
     for number, row in enumerate(rows):
-        mode = "chat" if options.chat or row.messages is not None else template.mode
-        ids = render_prompt(row, frozen.target.tokenizer, mode=mode, chat_template_kwargs=template.chat_template_kwargs)
+        chat = {"mode": "chat"} if options.chat or row.messages is not None else {}
+        ids = render_prompt(row, frozen.target.tokenizer, config.data.template.model_copy(update=chat))
         if check_lengths(ids, row.origin, context, config.serving.max_tokens, config.data.too_long):
             # Its coins belong to the prompt and its place, not to the file's name.
             prompts.append((f"{number}:{content_hash(row)}", ids))

@@ -14,7 +14,6 @@ from data.prompts.split import normalised_hash
 from data.responses import respond as respond_module
 from data.responses.rendered import StoredPrompts
 from data.responses.store import Store
-from data.responses.synthetic import row_of
 from distill import respond
 from distill.commands import show
 from distill.config.load import load_config
@@ -55,10 +54,10 @@ def test_a_run_has_more_prompts_and_makes_the_same_ones_again(
     own, prompts, told = made(config)
     assert told.startswith("6 synthetic training prompts (magpie)")
     assert [prompt.prompt_id for prompt in prompts[: len(own)]] == [prompt.prompt_id for prompt in own]
-    heldout = {normalised_hash(row_of(prompt)) for prompt in StoredPrompts(config.folder / "prompts" / "heldout.arrow")}
-    new = [normalised_hash(row_of(prompt)) for prompt in prompts[len(own) :]]
+    heldout = {normalised_hash(prompt.row()) for prompt in StoredPrompts(config.folder / "prompts" / "heldout.arrow")}
+    new = [normalised_hash(prompt.row()) for prompt in prompts[len(own) :]]
     assert not heldout & set(new)
-    assert len({*new, *(normalised_hash(row_of(prompt)) for prompt in own)}) == len(own) + 6
+    assert len({*new, *(normalised_hash(prompt.row()) for prompt in own)}) == len(own) + 6
     record = json.loads((config.folder / "prompts" / "synthetic.json").read_text())
     assert synthetic_line("magpie", record["counts"]) == told
     assert (record["method"], record["count"]) == ("magpie", 6)
