@@ -69,9 +69,7 @@ def _signal(run: Run, rows: StoredRows, target: Target) -> SignalFacts:
             if isinstance(target.endpoint, ChatTarget):
                 target.endpoint.require_kept(store)
             else:
-                target.endpoint.topk(
-                    store, rows, config.signal.k, label="teacher signal", rank=run.rank, ranks=run.ranks
-                )
+                target.endpoint.topk(store, rows, config.signal.k, rank=run.rank, ranks=run.ranks)
             run.wait()
         else:
             fill(run, store, target, rows.examples)

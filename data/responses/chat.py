@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from data.responses.endpoint import EndpointTarget, request_seed
+from data.responses.endpoint import Choice, EndpointTarget, request_seed
 from data.responses.prompt_logprobs import TopK, topk_table
 from data.responses.rendered import RenderedPrompt
 from data.responses.served import TOP
@@ -102,11 +102,11 @@ class ChatTarget(EndpointTarget):
             self._tops[key] = self._top_of(places)
         return response
 
-    def _id_of(self, entry: Mapping[str, Any]) -> int | None:
+    def _id_of(self, entry: Choice) -> int | None:
         text = bytes(entry["bytes"]) if entry.get("bytes") else str(entry["token"]).encode()
         return self._ids.get(text)
 
-    def _top_of(self, places: Sequence[Mapping[str, Any]]) -> TopK:
+    def _top_of(self, places: Sequence[Choice]) -> TopK:
         """The most probable tokens at each place; what the vocabulary does not have counts to the rest's mass."""
         known = [
             {token: float(one["logprob"]) for one in place["top_logprobs"] if (token := self._id_of(one)) is not None}
@@ -119,12 +119,12 @@ class ChatTarget(EndpointTarget):
         except ValueError as error:
             raise UserError(f"{self.endpoint.url}: {error}") from error
 
-    def _chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> tuple[dict[str, Any], int | None]:
+    def _chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> tuple[Choice, int | None]:
         """(the first choice of an answer to a conversation, tokens that the server counts in its prompt)."""
         raw, model = self.client.chat.completions.with_raw_response, self.model
         body = {"logprobs": True, **options}
 
-        def call() -> tuple[dict[str, Any], int | None]:
+        def call() -> tuple[Choice, int | None]:
             answer = json.loads(raw.create(model=model, messages=messages, extra_body=body).http_response.content)
             choice = answer["choices"][0]
             return {**choice, "message": choice["message"]}, (answer.get("usage") or {}).get("prompt_tokens")
@@ -154,6 +154,6 @@ class ChatTarget(EndpointTarget):
             )
 
 
-def _places(choice: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _places(choice: Choice) -> list[Choice]:
     """One entry a response token: token, logprob, top_logprobs."""
     return (choice.get("logprobs") or {}).get("content") or []

@@ -31,6 +31,9 @@ from speculative.rules.sampling import SamplingSettings
 _PROBE_TEXT = 'def f(x):\n    return "na\u00efve \u6771\u4eac" + str(12345)  # ok'
 
 
+Choice = Mapping[str, Any]  # one of an answer's, as its server wrote it
+
+
 class EndpointTarget:
     """A target whose weights are elsewhere. Safe to use from threads; nothing is asked before the first call."""
 
@@ -76,16 +79,12 @@ class EndpointTarget:
         """
         if self._model is None:
             listed = self._ask(lambda: {str(model.id): model for model in self.client.models.list()})
-            served, wanted = list(listed), self.endpoint.model
-            if wanted is None and len(served) != 1:
-                raise UserError(
-                    f"target.endpoint.model (--model): {self.endpoint.url} serves {_names(served)}; name one of them"
-                )
-            if wanted is not None and wanted not in served:
-                raise UserError(
-                    f"target.endpoint.model (--model) = {wanted}: {self.endpoint.url} serves {_names(served)}"
-                )
-            self._model = wanted or served[0]
+            url, wanted, names = self.endpoint.url, self.endpoint.model, ", ".join(listed) or "no model"
+            if wanted is None and len(listed) != 1:
+                raise UserError(f"target.endpoint.model (--model): {url} serves {names}; name one of them")
+            if wanted is not None and wanted not in listed:
+                raise UserError(f"target.endpoint.model (--model) = {wanted}: {url} serves {names}")
+            self._model = wanted or next(iter(listed))
             # vLLM's own: the directory or hub id that the name stands for.
             self._root = getattr(listed[self._model], "root", None)
         return self._model
@@ -151,18 +150,10 @@ class EndpointTarget:
                     ordered = [rows[number] for number in sorted(rows)]
                     self._before_shard(store, ordered)
                     store.write_shard(shard, ordered)
-                    progress.advance(len(rows))
+                    progress.store(len(rows))
 
     def topk(
-        self,
-        store: SignalStore,
-        rows: Sequence[Row],
-        k: int,
-        *,
-        rank: int = 0,
-        ranks: int = 1,
-        label: str = "signal",
-        show: bool = True,
+        self, store: SignalStore, rows: Sequence[Row], k: int, *, rank: int = 0, ranks: int = 1, show: bool = True
     ) -> None:
         """Writes the signal that an opened store lacks: example i is row i; this rank every `ranks`-th.
 
@@ -178,11 +169,11 @@ class EndpointTarget:
         def work(index: int) -> TopKSignal:
             return self.score(rows[index].prompt_ids, rows[index].response_ids, k)
 
-        with ResponseBar(label, mine, mine - len(missing), show and rank == 0) as progress:
+        with ResponseBar("teacher signal", mine, mine - len(missing), show and rank == 0) as progress:
             for index, signal in self.each(work, missing):
                 store.write({index: signal})
                 progress.count(len(signal.log_tail_R))
-                progress.advance(1)
+                progress.store(1)
 
     def _answer(self, prompt: RenderedPrompt, settings: DecodeSettings, key: str) -> Response:
         return self.answer(prompt.prompt_ids, settings, key)
@@ -196,18 +187,12 @@ class EndpointTarget:
         Raises:
             UserError: the server cannot be asked; its answer cannot be read as tokens.
         """
-        sampling = settings.sampling
-        choice = self._complete(
-            list(prompt_ids), **request_of(settings, key), logprobs=1, return_tokens_as_token_ids=True
-        )
+        options = request_of(settings, key)
+        choice = self._complete(list(prompt_ids), **options, logprobs=1, return_tokens_as_token_ids=True)
         finished = choice.get("finish_reason") == "stop"
-        ids = self._ids_of(choice)
-        if finished and (not ids or ids[-1] not in settings.eos_ids):
-            ids.append(end_token(choice, settings.eos_ids, self.endpoint.url))
-        if any(not 0 <= token < self.vocab_rows for token in ids):
-            raise self._foreign(ids)
+        ids = self._ended(self._ids_of(choice), choice, settings.eos_ids)
         answer = Response(key, list(prompt_ids), response_ids=ids, finish_reason="end" if finished else "length")
-        if sampling.greedy:
+        if settings.sampling.greedy:
             answer.log_target_probs = [0.0] * len(ids)
             return answer
         log_probs = [float(value) for value in (choice.get("logprobs") or {}).get("token_logprobs") or []]
@@ -233,7 +218,27 @@ class EndpointTarget:
             raise UserError(f"{self.endpoint.url}: {error}") from error
         return TopKSignal(*map(torch.from_numpy, found))
 
-    def _ids_of(self, choice: Mapping[str, Any]) -> list[int]:
+    def _ended(self, ids: list[int], choice: Choice, eos_ids: Sequence[int]) -> list[int]:
+        """A response's ids, the end token behind them where it ended by itself and they leave it out.
+
+        Raises:
+            UserError: it is not said which of several end tokens; a token of another vocabulary.
+        """
+        if choice.get("finish_reason") == "stop" and (not ids or ids[-1] not in eos_ids):
+            said = choice.get("stop_reason", choice.get("matched_stop"))
+            if said not in eos_ids and len(eos_ids) != 1:
+                raise UserError(
+                    f"{self.endpoint.url}: does not say which of the end tokens {list(eos_ids)} ended a response; use vLLM"
+                )
+            ids = [*ids, said if isinstance(said, int) and said in eos_ids else eos_ids[0]]
+        if foreign := [token for token in ids if not 0 <= token < self.vocab_rows]:
+            raise UserError(
+                f"{self.endpoint.url}: {self.model} said token {foreign[0]}, but target.path's vocabulary has {self.vocab_rows} rows; "
+                "target.path must be the model that is served"
+            )
+        return ids
+
+    def _ids_of(self, choice: Choice) -> list[int]:
         """Token ids of a response: given as such, in the names of its tokens, or from its text when that is beyond doubt."""
         if choice.get("token_ids") is not None:
             return [int(token) for token in choice["token_ids"]]
@@ -268,8 +273,8 @@ class EndpointTarget:
                     "--logprobs-mode processed_logprobs, or serve at temperature 1 without top_k, top_p and min_p"
                 )
 
-    def _complete(self, prompt: str | list[int], **options: Any) -> dict[str, Any]:
-        """The first choice of a completion as a plain dict; OpenAI's parameters and the servers' own in one."""
+    def _complete(self, prompt: str | list[int], **options: Any) -> Choice:
+        """The first choice of a completion; OpenAI's parameters and the servers' own in one."""
         content = self._content(prompt, **options)
         return self._ask(lambda: dict(json.loads(content)["choices"][0]))
 
@@ -325,13 +330,6 @@ class EndpointTarget:
         status = getattr(error, "status_code", None)
         return f"{url}: {status or type(error).__name__}: {said}; {stays}"
 
-    def _foreign(self, ids: Sequence[int]) -> UserError:
-        largest = max(ids, key=abs)
-        return UserError(
-            f"{self.endpoint.url}: {self.model} said token {largest}, but target.path's vocabulary has {self.vocab_rows} rows; "
-            "target.path must be the model that is served"
-        )
-
     def each(self, work: Callable[[Any], Any], jobs: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
         """(job, result) as they come, `concurrency` at a time; after a fault or Ctrl-C no further request is made."""
         waiting, under_way = iter(jobs), dict[Future[Any], Any]()
@@ -356,17 +354,7 @@ class EndpointTarget:
             pool.shutdown(wait=not under_way, cancel_futures=True)
 
 
-def end_token(choice: Mapping[str, Any], eos_ids: Sequence[int], url: str) -> int:
-    """The end token of a response whose ids leave it out."""
-    said = choice.get("stop_reason", choice.get("matched_stop"))
-    if isinstance(said, int) and said in eos_ids:
-        return said
-    if len(eos_ids) == 1:
-        return eos_ids[0]
-    raise UserError(f"{url}: does not say which of the end tokens {list(eos_ids)} ended a response; use vLLM")
-
-
-def request_of(settings: DecodeSettings, key: str) -> dict[str, Any]:
+def request_of(settings: DecodeSettings, key: str) -> dict[str, object]:
     """What a request says of how to sample, with a seed made from the settings' and ``key``, and that token ids are wanted."""
     sampling = settings.sampling
     return {
@@ -390,7 +378,3 @@ def request_of(settings: DecodeSettings, key: str) -> dict[str, Any]:
 def request_seed(seed: int, key: str) -> int:
     """31 bits of SHA-256 over both."""
     return int.from_bytes(hashlib.sha256(f"{seed}\x00{key}".encode()).digest()[:4], "big") >> 1
-
-
-def _names(served: Sequence[str]) -> str:
-    return ", ".join(served) or "no model"

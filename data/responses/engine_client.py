@@ -1,14 +1,15 @@
 """A running engine as a user's client sees it: who it is, its answers with token ids and counts, its counters."""
 
+import contextlib
 import http.client
 import json
 import time
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from data.responses.endpoint import EndpointTarget, end_token, request_of
+from data.responses.endpoint import Choice, EndpointTarget, request_of
 from data.responses.endpoint_keys import Endpoint, is_address, root_of
 from data.responses.engine_counts import CountsError, RequestCounts, read_counts
 from data.responses.engine_metrics import PAGES, ServerCounts, counts_of, mean_length, parse_page
@@ -125,10 +126,8 @@ class EngineClient(EndpointTarget):
         choice = body["choices"][0]
         finished = choice.get("finish_reason") == "stop"
         ids = _ids_in(choice)
-        if ids is not None and finished and (not ids or ids[-1] not in settings.eos_ids):
-            ids = [*ids, end_token(choice, settings.eos_ids, self.endpoint.url)]
-        if ids and not all(0 <= token < self.vocab_rows for token in ids):
-            raise self._foreign(ids)
+        if ids is not None:
+            ids = self._ended(ids, choice, settings.eos_ids)
         tokens = len(ids) if ids is not None else int(body["usage"]["completion_tokens"])
         if not tokens:
             raise UserError(f"{self.endpoint.url}: its answer to {key} has no tokens ({choice.get('finish_reason')})")
@@ -170,7 +169,7 @@ class EngineClient(EndpointTarget):
         return self.tokenizer.decode(list(prompt_ids), skip_special_tokens=False)
 
 
-def _ids_in(choice: dict[str, Any]) -> list[int] | None:
+def _ids_in(choice: Choice) -> list[int] | None:
     """Token ids of a response in vLLM's and SGLang's words, or llama.cpp's; None where there is text only."""
     content = (choice.get("logprobs") or {}).get("content") or []
     for ids in (choice.get("token_ids"), choice.get("tokens"), [part.get("id") for part in content] or None):
@@ -212,9 +211,9 @@ def _page(url: str, key: str) -> str | None:
         return None
 
 
-def _json(text: str | None) -> dict[str, Any]:
-    try:
-        found = json.loads(text or "")
-    except ValueError:
-        return {}
-    return found if isinstance(found, dict) else {}
+def _json(text: str | None) -> Mapping[str, Any]:
+    """What a page says, as its server wrote it; nothing of one that is no JSON object."""
+    with contextlib.suppress(ValueError):
+        if isinstance(found := json.loads(text or ""), dict):
+            return found
+    return {}

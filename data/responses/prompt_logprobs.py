@@ -3,6 +3,7 @@
 Legend: R response tokens, K entries of a row, N entries of all rows together.
 """
 
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -45,7 +46,7 @@ def read_topk(content: bytes, start: int, total: int, k: int, vocab_rows: int) -
     return topk_table(ids_N, np.array(entries, dtype=np.float64), counts_R, k)
 
 
-def _places(content: bytes) -> list[dict[str, Any] | None] | None:
+def _places(content: bytes) -> Sequence[Mapping[str, Any] | None] | None:
     """`prompt_logprobs` of the first choice; some servers put it beside the choices."""
     import jiter  # comes with the openai client; three times as fast as json here
 

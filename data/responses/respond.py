@@ -93,7 +93,7 @@ def respond(
                 companion(store.shard_path(shard), responses)
             pairs = zip(jobs, responses, strict=True)
             store.write_shard(shard, [row_of(prompt, sample, response) for (prompt, sample), response in pairs])
-            bar.advance(len(responses))
+            bar.store(len(responses))
     release()  # Training may follow, and needs the memory.
 
 
@@ -127,7 +127,7 @@ def store_references(store: Store, manifest: Manifest, plan: ResponsePlan, max_t
         store.write_shard(shard, rows)
 
 
-class ResponseBar:
+class ResponseBar(Progress):
     """A progress line: responses done, tokens/s of this run, remaining time."""
 
     def __init__(self, label: str, total: int, done: int, show: bool) -> None:
@@ -136,26 +136,18 @@ class ResponseBar:
             TextColumn("{task.fields[rate]}"), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(),
         )  # fmt: skip
         # On stderr: stdout may be JSON for a script.
-        self.progress = Progress(
+        super().__init__(
             *columns, console=Console(stderr=True), disable=not show or done == total, refresh_per_second=2
         )
-        self.task = self.progress.add_task(label, total=total, completed=done, rate="")
-        self.tokens = 0
-
-    def __enter__(self) -> "ResponseBar":
-        self.progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.progress.stop()
+        self.task = self.add_task(label, total=total, completed=done, rate="")
+        self.counted = 0
 
     def count(self, tokens: int) -> None:
         """Counts decoded tokens."""
-        self.tokens += tokens
-        elapsed = self.progress.tasks[0].elapsed or 0.0
-        rate = f"{self.tokens / elapsed:,.0f} tok/s" if elapsed > 1.0 else ""
-        self.progress.update(self.task, rate=rate)
+        self.counted += tokens
+        elapsed = self.tasks[0].elapsed or 0.0
+        self.update(self.task, rate=f"{self.counted / elapsed:,.0f} tok/s" if elapsed > 1.0 else "")
 
-    def advance(self, responses: int) -> None:
+    def store(self, responses: int) -> None:
         """Counts stored responses."""
-        self.progress.advance(self.task, responses)
+        self.advance(self.task, responses)

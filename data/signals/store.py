@@ -8,7 +8,9 @@ writer leaves whole messages, perhaps with part of one behind them: examples wit
 checksum over settings, key and values, which is looked at whenever the row is read.
 """
 
+import contextlib
 import functools
+import io
 import json
 import os
 import sys
@@ -147,7 +149,7 @@ class SignalStore:
         self._other: dict[str, Any] | None = None  # settings that other files were made with
         self._reading = threading.Lock()
         self._mapped = functools.lru_cache(MAPPED_FILES)(lambda number, _: pa.memory_map(str(self._paths[number])))
-        self._writer: tuple[int, Path] | None = None  # file descriptor, and the file that nobody else ever writes into
+        self._writer: io.FileIO | None = None  # the file that nobody else ever writes into
         self._look()
 
     @property
@@ -164,7 +166,7 @@ class SignalStore:
     def close(self) -> None:
         """Gives the files back. What was written is there already."""
         if self._writer is not None:
-            os.close(self._writer[0])
+            self._writer.close()
             self._writer = None
         self._mapped.cache_clear()
 
@@ -204,11 +206,11 @@ class SignalStore:
         arrays += [lists_of([part[name] for part in parts]) for name in COLUMNS[self.kind]]
         message = pa.RecordBatch.from_arrays(arrays, schema=self._schema).serialize()
         with writing(self.folder, "; what was there before is whole"):
-            file, path = self._file()
+            file = self._file()
             self._writer = None  # while part of a message is in it: behind that nothing could be read
-            write_all(file, memoryview(message))
-        self._writer = file, path
-        self._take_in(path)
+            write_all(file.fileno(), memoryview(message))
+        self._writer = file
+        self._take_in(Path(file.name))
 
     def read(self, indices: Sequence[int]) -> StoredSignal:
         """Rows of these examples behind each other, in this order, on the CPU. Every row's checksum is checked.
@@ -250,7 +252,7 @@ class SignalStore:
     def _nothing(self) -> dict[str, np.ndarray]:
         return {name: np.zeros(0, kind.to_pandas_dtype()) for name, kind in COLUMNS[self.kind].items()}
 
-    def _row(self, index: int, signal: StoredSignal) -> dict[str, Any]:
+    def _row(self, index: int, signal: StoredSignal) -> Mapping[str, Any]:
         rows = signal.ids_RK if isinstance(signal, TopKSignal) else signal.ids_RS
         if len(rows) != self._lengths[index] or isinstance(signal, TopKSignal) != (self.kind == "topk"):
             raise ValueError(f"example {index} has {self._lengths[index]} tokens of kind {self.kind}, not these")
@@ -262,7 +264,7 @@ class SignalStore:
             "key": int(self._keys[index]), "tokens": len(rows), "figure_sum": float(figures.sum()),
             "figure_max": float(max(figures.tolist(), default=0.0)), **encode(signal, self._entries, self._vocab_rows),
         }  # fmt: skip
-        return row | {"crc": self._crc(row)}
+        return {**row, "crc": self._crc(row)}
 
     def _crc(self, row: Mapping[str, Any]) -> int:
         facts = np.array([tuple(row[name] for name, _ in _FACTS)], "<u8,<i4,<f8,<f8")
@@ -271,24 +273,21 @@ class SignalStore:
             crc = zlib.crc32(row[name].tobytes(), crc)
         return crc
 
-    def _file(self) -> tuple[int, Path]:
+    def _file(self) -> io.FileIO:
         """The file that this opening appends to."""
         if self._writer is not None:
-            state = os.fstat(self._writer[0])
+            state = os.fstat(self._writer.fileno())
             if state.st_size < SHARD_BYTES and state.st_nlink:  # not deleted by who found damage in it
                 return self._writer
         self.close()
         self.folder.mkdir(parents=True, exist_ok=True)
         number = len(list(self.folder.glob(f"signal-{self._rank:03d}-*.arrows")))
         while True:
-            path = self.folder / f"signal-{self._rank:03d}-{number:03d}.arrows"
-            try:
-                file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o644)
-            except FileExistsError:
-                number += 1
-                continue
-            write_all(file, memoryview(self._schema.serialize()))
-            return file, path
+            with contextlib.suppress(FileExistsError):
+                file = io.FileIO(self.folder / f"signal-{self._rank:03d}-{number:03d}.arrows", "x")
+                write_all(file.fileno(), memoryview(self._schema.serialize()))
+                return file
+            number += 1
 
     def _look(self) -> None:
         """Takes in what was written since, by whichever rank, and forgets what is gone."""

@@ -80,7 +80,7 @@ def fill(run: Run, store: SignalStore, target: Target, examples: Examples) -> No
             for indices in mine:
                 batch = collate([examples[index] for index in indices], pad_id_of(target.tokenizer), indices)
                 teacher.fill(batch.to(run.device))
-                bar.advance(len(indices))
+                bar.store(len(indices))
     run.wait()
 
 
