@@ -141,7 +141,11 @@ def test_the_reader_sees_parameters_and_circles() -> None:
 def test_every_part_has_a_layer() -> None:
     assert {path.relative_to(ROOT).parts[0] for path in FILES} == set(PACKAGES)
     for package, layers in LAYERS.items():
-        own = {path.relative_to(ROOT / package).with_suffix("").parts[0] for path in FILES if package in path.parts}
+        own = {
+            path.relative_to(ROOT / package).with_suffix("").parts[0]
+            for path in FILES
+            if path.is_relative_to(ROOT / package)
+        }
         assert own - {"__init__"} == {name for layer in layers for name in layer}
 
 
