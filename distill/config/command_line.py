@@ -11,38 +11,46 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 HELP = {"help_option_names": ["-h", "--help"]}
+
+
+def option(told: str, *names: str, **more: Any) -> Any:
+    """An option with its help; by default it is named as its field."""
+    return typer.Option(*names, help=told, **more)
+
+
+def argument(told: str) -> Any:
+    """An argument with its help."""
+    return typer.Argument(help=told)
+
+
 # What several commands are asked, each said once. Of every command with --prompts, named as in a config:
-PromptColumn = Annotated[str, typer.Option(help="of --prompts: column with a plain prompt; default: a usual name")]
-MessagesColumn = Annotated[str, typer.Option(help="of --prompts: column with chat messages (role, content)")]
-Chat = Annotated[bool, typer.Option(help="wrap each prompt in the target's chat template")]
-TargetModel = Annotated[str, typer.Argument(help="target: directory, hub id or `embedded`")]
-RuleName = Annotated[str, typer.Option(help="engine rule: sample, greedy-draft, greedy or block; default: the run's")]
+PromptColumn = Annotated[str, option("of --prompts: column with a plain prompt; default: a usual name")]
+MessagesColumn = Annotated[str, option("of --prompts: column with chat messages (role, content)")]
+Chat = Annotated[bool, option("wrap each prompt in the target's chat template")]
+TargetModel = Annotated[str, argument("target: directory, hub id or `embedded`")]
+RuleName = Annotated[str, option("engine rule: sample, greedy-draft, greedy or block; default: the run's")]
 DraftingName = Annotated[
-    str,
-    typer.Option(help="how the draft drafts: autoregressive, or parallel (a block in one pass); default: as exported"),
+    str, option("how the draft drafts: autoregressive, or parallel (a block in one pass); default: as exported")
 ]
-Dtype = Annotated[str, typer.Option(help="auto (as the target is saved), float32, bfloat16, float16")]
-Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1; default: cuda where there is one")]
-Seed = Annotated[int, typer.Option(help="of all sampling")]
-Overrides = Annotated[list[str] | None, typer.Argument(help="key=value for the config, e.g. optim.lr=3e-4")]
-Launcher = Annotated[str, typer.Option(help='before `-m distill.train`, e.g. "accelerate launch --num_processes 2"')]
-TargetSeconds = Annotated[
-    str, typer.Option(help="given instead of measured: one target step, e.g. 25ms (with --t-draft)")
-]
+Dtype = Annotated[str, option("auto (as the target is saved), float32, bfloat16, float16")]
+Device = Annotated[str, option("cpu, cuda, cuda:1; default: cuda where there is one")]
+Seed = Annotated[int, option("of all sampling")]
+Overrides = Annotated[list[str] | None, argument("key=value for the config, e.g. optim.lr=3e-4")]
+Launcher = Annotated[str, option('before `-m distill.train`, e.g. "accelerate launch --num_processes 2"')]
+TargetSeconds = Annotated[str, option("given instead of measured: one target step, e.g. 25ms (with --t-draft)")]
 DraftSeconds = Annotated[
-    str,
-    typer.Option(help="given: one draft call (a token, or a block drafted in one pass), e.g. 3ms (with --t-target)"),
+    str, option("given: one draft call (a token, or a block drafted in one pass), e.g. 3ms (with --t-target)")
 ]
-Out = Annotated[Path | None, typer.Option(help="also write everything here as JSON")]
-Plot = Annotated[Path | None, typer.Option(help="a picture, png or svg")]
-Json = Annotated[bool, typer.Option("--json", help="print the result as JSON")]
+Out = Annotated[Path | None, option("also write everything here as JSON")]
+Plot = Annotated[Path | None, option("a picture, png or svg")]
+Json = Annotated[bool, option("print the result as JSON", "--json")]
 
 
 @dataclass(frozen=True)
 class TrainOptions:
     """Train on this machine's one device; for several use `accelerate launch -m distill.train CONFIG`."""
 
-    config: Annotated[str, typer.Argument(help="YAML file, e.g. configs/demo.yaml")]
+    config: Annotated[str, argument("YAML file, e.g. configs/demo.yaml")]
     overrides: Overrides = None
 
 
@@ -53,12 +61,12 @@ class RespondOptions:
     On several devices: `accelerate launch -m distill.respond CONFIG --signal topk`.
     """
 
-    config: Annotated[str, typer.Argument(help="YAML file, e.g. configs/demo.yaml")]
+    config: Annotated[str, argument("YAML file, e.g. configs/demo.yaml")]
     overrides: Overrides = None
     signal: Annotated[
         str,
-        typer.Option(
-            help="keep the target's distributions too: topk, sampled or none; default: what the config's signal.source needs"
+        option(
+            "keep the target's distributions too: topk, sampled or none; default: what the config's signal.source needs"
         ),
     ] = ""
 
