@@ -68,7 +68,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tiny_target: Path) -> Path:
     (place / "chats.jsonl").write_text(
         "".join(json.dumps({"messages": [{"role": "user", "content": line}], "n": 1}) + "\n" for line in lines)
     )
-    (place / "empty.txt").write_text("\n", encoding="utf-8")
     return place
 
 
@@ -283,22 +282,16 @@ def test_prompts_are_distinct_and_fit(given, folder, chat_target):
         ({"t_verify": "3ms"}, "--t-verify 3ms is less than --t-target 25ms"),
         ({"t_target": "fast"}, "--t-target fast: give a time"),
         ({"temperatures": "warm"}, "--temperatures warm: give numbers from 0"),
-        ({"temperatures": "-1"}, "--temperatures -1: "),
         ({"gammas": "1,17"}, "--gammas 1,17: give numbers from 1 to 16"),
         ({"batch_sizes": "0"}, "--batch-sizes 0: "),
-        ({"batch_sizes": "1.5"}, "--batch-sizes 1.5: "),
-        ({"dtype": "int8"}, "--dtype int8: auto, float32"),
-        ({"device": "tpu0"}, "--device tpu0: "),
         ({"target": "./nowhere"}, "target './nowhere': no config.json there"),
         ({"drafts": ["./nowhere"]}, "draft './nowhere': no config.json there"),
         ({"chat": True}, "--chat: the target's tokenizer has no chat template"),
         ({"max_tokens": 125}, "that exceeds the target's context of 128"),
         ({"max_tokens": 1000, "prompts": "stdlib"}, "leaves no room for a prompt in the target's context of 128"),
         ({"prompts": "long.jsonl"}, "prompt long.jsonl:1 has "),
-        ({"prompts": "empty.txt"}, "empty.txt: no rows"),
         ({"prompts": "chats.jsonl"}, "chats.jsonl:1: the tokenizer"),
         ({"prompts": "stdlib", "prompt_column": "text"}, "stdlib has no columns"),
-        ({"prompts": "missing.txt"}, "--prompts missing.txt: no such file"),
         ({"drafts": ["foreign"]}, "it does not share the target's vocabulary"),
         ({"drafts": ["short"]}, "its context of 16 tokens is too short"),
         ({"drafts": ["huge"]}, "the draft returned NaN or infinite logits"),
