@@ -75,10 +75,10 @@ def _drafting(counted: Counted, replayer: Replayer, found: Predicted) -> str:
     )
     if way is replayer:
         return ""
-    wanted = "true" if replayer.draft.parallel else "false"
+    wanted, theirs = str(replayer.draft.parallel).lower(), way.draft.drafting
     return (
-        f"drafting: the counts are those of `{WAYS[way.draft.drafting]}` (rule {rule}, tau {way.predict(counted, rule, counted.gamma).tau:.2f}), "
-        f'not of `{WAYS[replayer.draft.drafting]}`: start it with "parallel_drafting": {wanted}, or give --drafting {way.draft.drafting}'
+        f"drafting: the counts are those of `{WAYS[theirs]}` (rule {rule}, tau {way.predict(counted, rule, counted.gamma).tau:.2f}), "
+        f'not of `{WAYS[replayer.draft.drafting]}`: start it with "parallel_drafting": {wanted}, or give --drafting {theirs}'
     )
 
 
@@ -110,11 +110,8 @@ def _foreign(counted: Counted, replayer: Replayer, found: Predicted) -> list[str
     else:
         told = f"{never:,} of {accepted:,} accepted tokens are none that the run's best draft proposes there"
         strange = never >= _LEAST_TESTS and never > _FOREIGN * accepted
-    return (
-        [f"draft: {told}: the server has another draft (another checkpoint, or one for another target)"]
-        if strange
-        else []
-    )
+    cause = f"draft: {told}: the server has another draft (another checkpoint, or one for another target)"
+    return [cause] if strange else []
 
 
 def _trimmed(counted: Counted, replayer: Replayer, found: Predicted) -> list[str]:
@@ -180,11 +177,9 @@ def _candidates(asked: SamplingSettings, target: Target) -> dict[str, SamplingSe
 
 def few_note(counted: Counted, found: Predicted) -> list[str]:
     """How far blocks may lie from replay's unseen, where that is far."""
-    if found.unseen < _FAR:
-        return []
-    return [
-        f"{counted.blocks:,} blocks are too few to tell less than {100 * found.unseen:.0f} % from replay's: ask more prompts"
-    ]
+    far = f"{100 * found.unseen:.0f} %"
+    note = f"{counted.blocks:,} blocks are too few to tell less than {far} from replay's: ask more prompts"
+    return [note] if found.unseen >= _FAR else []
 
 
 def end_note(counted: Counted, engine: str) -> list[str]:
@@ -193,8 +188,7 @@ def end_note(counted: Counted, engine: str) -> list[str]:
         return []
     last = [row.drafted_B[-1] for row in counted.rows if row.drafted_B]
     short = sum(drafted < counted.gamma for drafted in last)
-    return (
-        [f"{engine} drafts fewer tokens in {short} of {len(last)} last blocks: it cuts drafts at the end of a response"]
-        if short
-        else []
+    note = (
+        f"{engine} drafts fewer tokens in {short} of {len(last)} last blocks: it cuts drafts at the end of a response"
     )
+    return [note] if short else []

@@ -137,10 +137,9 @@ def served_texts(asked: Asked, law: TextLaw | None = None) -> list[Decoded] | No
     for index, (own, answer) in enumerate(zip(asked.texts, asked.answers, strict=True)):
         if answer.ids is None:
             return None
-        # A broken engine says tokens that neither model can: such a one is no kept draft.
-        logs = (
-            np.maximum(law.log_target_probs[index], IMPOSSIBLE).tolist() if law is not None else [0.0] * len(answer.ids)
-        )
+        logs = [0.0] * len(answer.ids)
+        if law is not None:  # A broken engine says tokens that neither model can: such a one is no kept draft.
+            logs = np.maximum(law.log_target_probs[index], IMPOSSIBLE).tolist()
         texts.append(behind_prefill(Decoded(own.prompt_ids, answer.ids, logs)))
     return texts
 
@@ -182,16 +181,14 @@ def count(asked: Asked, gamma: int) -> Counted:
 
 def _llama_cpp_gamma(answers: Sequence[Answer]) -> int:
     """The longest drafts of an engine that tells no blocks, from responses cut at their length, whose calls are known; 0: none."""
-    known = [
-        (one.counts.drafted, one.tokens - 1 - one.counts.accepted)
-        for one in answers
-        if one.counts is not None
-        and one.counts.blocks is None
-        and one.counts.drafted
-        and one.counts.accepted is not None
-        and not one.finished
-    ]
-    return max((math.ceil(drafted / blocks) for drafted, blocks in known if blocks > 0), default=0)
+    longest = 0
+    for one in answers:
+        counts = one.counts
+        if one.finished or counts is None or counts.blocks is not None or counts.accepted is None:
+            continue
+        if (blocks := one.tokens - 1 - counts.accepted) > 0:
+            longest = max(longest, math.ceil((counts.drafted or 0) / blocks))
+    return longest
 
 
 def _row(answer: Answer, gamma: int) -> ServedBlocks | None:

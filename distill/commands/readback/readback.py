@@ -150,12 +150,10 @@ def _law(asked: Asked, frozen: FrozenText) -> tuple[TextLaw | None, list[str]]:
     if frozen.target.config.endpoint is not None:
         return None, ["the target's weights are on a server: whether the text is its own is not tested here"]
     if any(answer.ids is None for answer in asked.answers):
-        return None, [
-            "the server gives no token ids: whether the text is the target's own is not tested, and replay is of the run's text"
-        ]
-    texts = [
-        Decoded(own.prompt_ids, answer.ids or [], []) for own, answer in zip(asked.texts, asked.answers, strict=True)
-    ]
+        without = "the server gives no token ids: whether the text is the target's own is not tested, and replay is of the run's text"
+        return None, [without]
+    pairs = zip(asked.texts, asked.answers, strict=True)
+    texts = [Decoded(own.prompt_ids, answer.ids or [], []) for own, answer in pairs]
     return text_law(frozen.target.model, texts, asked.settings.sampling), []
 
 
@@ -188,9 +186,7 @@ def _record(
         made=datetime.now(UTC).isoformat(timespec="seconds"),
         sampling=main.settings.sampling.as_dict() | {"max_tokens": main.settings.max_tokens},
         **_measured(options, main, counted, replayer, found), z=found.z, agrees=not causes, greedy=texts,
-        text_law=None if law is None else TextLawRecord(
-            p=law.p, same=law.same, log_prob=law.log_prob, expected=law.expected, tokens=law.tokens
-        ),
+        text_law=None if law is None else TextLawRecord.model_validate(law, from_attributes=True),
         causes=causes, notes=notes + counted.notes + few_note(counted, found) + end_note(counted, client.engine),
     )  # fmt: skip
 
