@@ -7,7 +7,7 @@ from typing import Any
 from distill.commands.probe.memory import Memory
 from speculative.drafters.draft import Draft
 from speculative.explain.ceilings import WORTH_DISTILLING, WORTHWHILE, Outlook, Price
-from speculative.measure.measured import BY_BLOCK, BY_TOKEN, Measured
+from speculative.measure.measured import BY_BLOCK, BY_TOKEN, DRAFT, Measured
 
 FORMAT = 2
 
@@ -58,7 +58,8 @@ class Candidate:
     @property
     def drafting(self) -> str:
         """In words."""
-        return BY_BLOCK if self.draft is not None and self.draft.parallel else BY_TOKEN
+        parallel = self.draft is not None and self.draft.parallel
+        return (BY_BLOCK if parallel else BY_TOKEN).removeprefix(f"{DRAFT}, ")
 
     def record(self) -> dict[str, Any]:
         """As JSON: without the rows, which stand with all others."""
