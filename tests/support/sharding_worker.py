@@ -11,22 +11,24 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from accelerate import Accelerator
 from tiny_models import tiny_model
 from tiny_training import (
     TOKENS,
+    before_step,
     examples_of,
     fit,
     forget_accelerators,
     make_loop,
     run_config,
+    step_of,
     tiny_tokenizer,
+    uneven_examples,
     write_target,
 )
 
-from data.batches.collate import Example, collate
+from data.batches.collate import collate
 from distill import train
 from distill.config.run import RunConfig
 from distill.config.sections import ParallelConfig
@@ -44,20 +46,7 @@ from distill.training.teacher import Teacher
 from distill.training.trainer import Trainer
 from speculative.engine.parallel import mask_token_of
 
-# Response tokens per sequence: unequal between sequences, micro-batches and ranks.
-RESPONSE_TOKENS = (1, 14, 3, 9, 2, 2, 11, 5, 4, 4, 13, 1, 6, 2, 8, 3)
 STEPS, STOP = 4, 2
-
-
-def uneven_examples() -> list[Example]:
-    """Sixteen sequences, two steps an epoch."""
-    generator = np.random.default_rng(7)
-    examples = []
-    for index, count in enumerate(RESPONSE_TOKENS):
-        length = count + 2 + index % 3
-        ids = generator.integers(3, TOKENS, length).astype(np.int32)
-        examples.append(Example(ids, np.arange(length) >= length - count))
-    return examples
 
 
 def steps_config(folder: Path, micro_batch_size: int) -> RunConfig:
@@ -119,27 +108,18 @@ def new_loop(config: RunConfig, variant: str = "", engine: str = "") -> Trainer:
         tiny_student(variant), Objective({"forward_kl": 1.0}, chunk_tokens=5), make_survival(config.student.parallel)
     )
     run = Run(config, accelerator, resume_point(config.folder)[0])
-    batches = BatchSource(run, uneven_examples(), 0)
+    batches = BatchSource(run, uneven_examples(16), 0)
     return Trainer(run, module, Teacher(target), batches, tiny_tokenizer(), {"seed": 0})
 
 
 def trained(config: RunConfig, variant: str = "", engine: str = "", until: int = STEPS) -> dict[str, Any]:
     """Steps from where the run stands to ``until``, with checkpoints: first gradients, what was logged, final weights."""
     loop = new_loop(config, variant, engine)
-    gradients: dict[str, torch.Tensor] = {}
-    clip = loop.clip_gradients
-
-    def recording_clip() -> float:
-        if not gradients:
-            for name, weight in loop.wrapped.named_parameters():
-                if weight.grad is not None:
-                    gradients[name.removeprefix("module.")] = sharding.whole(weight.grad).clone()
-        return clip()
-
-    loop.clip_gradients = recording_clip  # type: ignore[method-assign]
-    logged = []
+    logged, gradients = [], {}
     while loop.progress.step < until:
-        logged.append(loop.step(loop.micro_batches(loop.progress.step))._asdict())
+        result, found = step_of(loop, loop.progress.step)
+        gradients = gradients or found
+        logged.append(result._asdict())
         loop.progress.step += 1
         if loop.progress.step % STOP == 0:
             loop.save()
@@ -159,7 +139,7 @@ def teacher_case(folder: Path) -> dict[str, torch.Tensor]:
     write_target(path, tie_word_embeddings=True)  # transformers lets the main process write
     accelerator.wait_for_everyone()
     target = Target(TargetConfig(path=str(path)), torch.device("cpu"))
-    batch = collate(uneven_examples()[:4], 0)
+    batch = collate(uneven_examples(4), 0)
     seen = {"whole": Teacher(target.model).signal(batch).hidden_RD}
     whole_numbers = sum(weight.numel() for weight in target.model.parameters())
     if not accelerator.is_main_process:
@@ -207,14 +187,7 @@ def slow_train(path: Path) -> int:
         loop = make_loop(
             run.config, accelerator=run.accelerator, examples=examples_of([9, 12, 7, 15, 10, 8, 11, 14, 6, 13])
         )
-        step = loop.step
-
-        def slowed(window: Any) -> Any:
-            time.sleep(0.1)
-            return step(window)
-
-        loop.step = slowed  # type: ignore[method-assign]
-        fit(loop)
+        fit(before_step(loop, None, lambda: time.sleep(0.1)))
 
     train.distil = distil
     return train.main([str(path)])

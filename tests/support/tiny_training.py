@@ -29,6 +29,7 @@ from distill.run.run import Run
 from distill.train import judge_all
 from distill.training.batches import BatchSource, make_survival
 from distill.training.module import DraftModule
+from distill.training.sharding import whole
 from distill.training.teacher import Teacher
 from distill.training.trainer import StepResult, Trainer
 
@@ -106,6 +107,21 @@ def examples_of(lengths: Sequence[int], vocab: int = TOKENS, seed: int = 0) -> l
     return examples
 
 
+# Response tokens per sequence: unequal between sequences, micro-batches and ranks.
+RESPONSE_TOKENS = (1, 14, 3, 9, 2, 2, 11, 5, 4, 4, 13, 1, 6, 2, 8, 3)
+
+
+def uneven_examples(count: int = 8) -> list[Example]:
+    """The first so many sequences of `RESPONSE_TOKENS`."""
+    generator = np.random.default_rng(7)
+    examples = []
+    for index, tokens in enumerate(RESPONSE_TOKENS[:count]):
+        length = tokens + 2 + index % 3
+        ids = generator.integers(3, TOKENS, length).astype(np.int32)
+        examples.append(Example(ids, np.arange(length) >= length - tokens))
+    return examples
+
+
 class ScriptedJudge:
     """Scores a checkpoint by a rule of its step and notes every call."""
 
@@ -175,12 +191,15 @@ def step_of(trainer: Any, step: int = 0) -> tuple[StepResult, dict[str, torch.Te
     clip = trainer.clip_gradients
 
     def recording_clip() -> float:
-        named = trainer.module.named_parameters()
-        gradients.update({name: weight.grad.clone() for name, weight in named if weight.grad is not None})
+        for name, weight in trainer.wrapped.named_parameters():
+            if weight.grad is not None:
+                gradients[name.removeprefix("module.")] = whole(weight.grad).clone()
         return clip()
 
     trainer.clip_gradients = recording_clip
-    return trainer.step(trainer.micro_batches(step)), gradients
+    result = trainer.step(trainer.micro_batches(step))
+    trainer.clip_gradients = clip
+    return result, gradients
 
 
 def metrics_of(config: RunConfig) -> list[dict[str, Any]]:

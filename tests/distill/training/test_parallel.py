@@ -27,7 +27,7 @@ from tiny_training import (
 )
 from torch import Tensor
 
-from data.batches.collate import Batch, Example, collate
+from data.batches.collate import Example, collate
 from distill.config.layout import step_folder
 from distill.config.run import RunConfig
 from distill.loss.definitions import Objective
@@ -68,10 +68,6 @@ def in_blocks(example: Example, depths: Any) -> Example:
     return replace(example, depths=own)
 
 
-def passed(module: DraftModule, signal: Any, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-    return module(batch, signal)
-
-
 def one_by_one(module: DraftModule, target: Any, examples: list[Example]) -> tuple[Tensor, Tensor]:
     """The slow twin: a forward of prefix and masks for each block, all logits, autograd. (Summed loss, survival sums of the deepest blocks)"""
     total, survival = torch.zeros((), dtype=torch.float64), torch.zeros(2, len(module.survival.kept_J))
@@ -101,7 +97,7 @@ def test_one_pass_is_each_block_asked_alone(kind: str) -> None:
     drawn = ([4, 1, 2], [3], [1, 4])
     examples = [in_blocks(one, depths) for one, depths in zip(texts_of((11, 7, 9)), drawn, strict=True)]
     batch = collate(examples, 1)
-    loss, _, _ = passed(module, Teacher(target).signal(batch), batch)
+    loss, _, _ = module(batch, Teacher(target).signal(batch))
     loss.backward()
     gradients = {name: weight.grad.clone() for name, weight in module.named_parameters() if weight.grad is not None}
     module.zero_grad()
@@ -132,7 +128,7 @@ def test_the_mean_over_drops_is_the_dense_loss() -> None:
             if share:
                 batch = collate([in_blocks(text, depths)], 1)
                 module.zero_grad()
-                loss, _, _ = passed(module, signal_of(batch), batch)
+                loss, _, _ = module(batch, signal_of(batch))
                 loss.backward()
                 numbers = {name: weight.grad for name, weight in module.named_parameters()} | {"loss": loss.detach()}
                 mean = {name: mean.get(name, 0.0) + share * number for name, number in numbers.items()}
@@ -235,6 +231,6 @@ def test_a_stored_signal_serves_every_offset(kind: str) -> None:
     stored: Any = topk_signal(dense.head, dense.hidden_RD, TOKENS)
     if kind == "sampled":
         stored = sampled_signal(dense.head, dense.hidden_RD, 20_000, torch.full((len(batch.rows_R),), 0.5))
-    losses = [float(passed(module, signal, batch)[0].detach()) for signal in (dense, stored)]
+    losses = [float(module(batch, signal)[0].detach()) for signal in (dense, stored)]
     # 16 bits of a logarithm are not in it: nothing was written to disk. Systematic draws are within half a draw.
     assert losses[1] == pytest.approx(losses[0], rel=1e-5 if kind == "topk" else 2e-2)

@@ -14,6 +14,7 @@ import torch
 from processes import free_port, rank_statuses, run_ranks
 from tiny_training import (
     ScriptedJudge,
+    before_step,
     examples_of,
     fit,
     forget_accelerators,
@@ -100,14 +101,11 @@ class RefusingJudge(ScriptedJudge):
 
 
 def _out_of_memory(loop: Trainer) -> None:
-    step = loop.step
-
-    def failing(window: Any) -> Any:
-        if loop.progress.step == 1 and not loop.accelerator.is_main_process:
+    def failing() -> None:
+        if not loop.accelerator.is_main_process:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-        return step(window)
 
-    loop.step = failing  # type: ignore[method-assign]
+    before_step(loop, 1, failing)
 
 
 def _full_disk(loop: Trainer) -> None:

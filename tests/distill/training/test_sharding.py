@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,7 +14,7 @@ import pytest
 import torch
 import yaml
 from accelerate.utils import FullyShardedDataParallelPlugin
-from processes import run_ranks
+from processes import free_port, run_ranks
 from sharding_worker import STEPS, STOP, cases, new_accelerator, new_loop, steps_config, trained
 from tiny_models import tiny_model
 from tiny_training import (
@@ -54,15 +53,12 @@ def _no_launcher() -> Iterator[None]:
 
 def torchrun(config: Path) -> subprocess.Popen[str]:
     """Two CPU ranks of the worker, in a process group of their own."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     paths = os.pathsep.join([str(SUPPORT), str(ROOT), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
     return subprocess.Popen(
         [
             sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_addr", "127.0.0.1",
-            "--master_port", str(port), str(SUPPORT / "sharding_worker.py"), str(config),
+            "--master_port", str(free_port()), str(SUPPORT / "sharding_worker.py"), str(config),
         ],
         env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
     )  # fmt: skip

@@ -11,13 +11,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from eager_loss import eager_loss
 from processes import forked, killed_often, run_child, run_ranks
 from safetensors.torch import load_file
 from tiny_training import (
+    RESPONSE_TOKENS,
     ScriptedJudge,
     before_step,
     final_weights,
@@ -28,11 +28,12 @@ from tiny_training import (
     metrics_of,
     run_config,
     step_of,
+    uneven_examples,
     write_prompts,
     write_target,
 )  # fmt: skip
 
-from data.batches.collate import Example, collate
+from data.batches.collate import collate
 from data.responses.store import Store
 from distill import train
 from distill.config.layout import JUDGEMENT, PROGRESS, list_steps, step_folder
@@ -46,23 +47,11 @@ from distill.training.trainer import NotFinite, Trainer
 from speculative.errors import UserError
 from speculative.rules.sampling import GREEDY, SamplingSettings, logits_to_probs
 
-# Response tokens per sequence: unequal between sequences, micro-batches and ranks.
-RESPONSE_TOKENS = (1, 14, 3, 9, 2, 2, 11, 5)
+TOKENS = sum(RESPONSE_TOKENS[:8])
 
 
 class Killed(BaseException):
     """Stands for kill -9 inside one process: nothing in our code may catch it."""
-
-
-def uneven_examples() -> list[Example]:
-    generator = np.random.default_rng(7)
-    examples = []
-    for index, count in enumerate(RESPONSE_TOKENS):
-        length = count + 2 + index % 3
-        examples.append(
-            Example(generator.integers(3, 300, length).astype(np.int32), np.arange(length) >= length - count)
-        )
-    return examples
 
 
 def step_config(folder: Path, micro_batch_size: int, **sections: Any) -> RunConfig:
@@ -115,7 +104,7 @@ def test_step_is_the_same_however_the_batch_is_shared(steps: dict[str, dict[str,
         )
     for key in ("loss", "alpha", "grad_norm"):
         assert shared["result"][key] == pytest.approx(whole["result"][key], rel=1e-5), key
-    assert shared["result"]["tokens"] == whole["result"]["tokens"] == sum(RESPONSE_TOKENS)
+    assert shared["result"]["tokens"] == whole["result"]["tokens"] == TOKENS
     changed = 0.0
     for name, weight in whole["weights"].items():
         # Adam divides a gradient by its own size: where that is nearly zero, rounding decides the sign of a step of lr = 1e-2.
@@ -139,10 +128,10 @@ def test_step_is_the_mean_over_response_tokens_by_definition(steps: dict[str, di
     hidden_BTD = split.hidden(batch.input_ids_BT)
     student = Student(hidden_BTD.reshape(-1, hidden_BTD.shape[-1])[batch.rows_R], split.head)
     sums = eager_loss(loop.module.objective, student, teacher.signal(batch), batch.labels_R)
-    (sums.loss / sum(RESPONSE_TOKENS)).backward()
+    (sums.loss / TOKENS).backward()
     result = steps["1x1"]["result"]
-    assert result["loss"] == pytest.approx(float(sums.loss.detach()) / sum(RESPONSE_TOKENS), rel=1e-5)
-    assert result["alpha"] == pytest.approx(float(sums.overlap_R.sum()) / sum(RESPONSE_TOKENS), rel=1e-5)
+    assert result["loss"] == pytest.approx(float(sums.loss.detach()) / TOKENS, rel=1e-5)
+    assert result["alpha"] == pytest.approx(float(sums.overlap_R.sum()) / TOKENS, rel=1e-5)
     squares = 0.0
     for name, weight in loop.module.named_parameters():
         assert weight.grad is not None
@@ -165,13 +154,13 @@ def test_prompts_add_their_weighted_loss_and_nothing_to_alpha(tmp_path: Path) ->
         batch = collate(examples, 0)
         student = Student(split.hidden(batch.input_ids_BT).flatten(0, 1)[batch.rows_R], split.head)
         sums.append(eager_loss(loop.module.objective, student, teacher.signal(batch), batch.labels_R))
-    loss = (sums[0].loss + 0.3 * sums[1].loss) / sum(RESPONSE_TOKENS)
+    loss = (sums[0].loss + 0.3 * sums[1].loss) / TOKENS
     loss.backward()
     for share in shares:
         result = share["result"]
         assert result["loss"] == pytest.approx(float(loss.detach()), rel=1e-5)
-        assert result["alpha"] == pytest.approx(float(sums[0].overlap_R.sum()) / sum(RESPONSE_TOKENS), rel=1e-5)
-        assert result["tokens"] == sum(RESPONSE_TOKENS)
+        assert result["alpha"] == pytest.approx(float(sums[0].overlap_R.sum()) / TOKENS, rel=1e-5)
+        assert result["tokens"] == TOKENS
         for name, weight in loop.module.named_parameters():
             assert weight.grad is not None
             torch.testing.assert_close(share["gradients"][name], weight.grad, rtol=1e-4, atol=1e-6)  # order of sums
