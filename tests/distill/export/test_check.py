@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from tiny_models import tiny_model
 
 from distill.export.check import _difference, check_with_transformers, counted_calls
 
@@ -10,19 +10,7 @@ PROMPTS = [[5, 6, 7], [40, 41, 42, 43, 44], [10], [0, 9]]  # the last starts wit
 
 
 def make_llama(seed, layers=2, eos=None):
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=layers,
-        num_attention_heads=2,
-        initializer_range=0.3,
-        bos_token_id=None,
-        eos_token_id=eos,
-        pad_token_id=0,
-    )
-    return LlamaForCausalLM(config).eval()
+    return tiny_model(seed=seed, vocab_size=64, num_hidden_layers=layers, initializer_range=0.3, eos_token_id=eos)
 
 
 @pytest.mark.parametrize("eos", [None, 63])

@@ -11,8 +11,9 @@ import torch
 import yaml
 from file_modes import other_modes, umask
 from peft import LoraConfig, get_peft_model
+from tiny_models import tiny_model
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from distill.export import export as export_module
 from distill.export.export import export_draft
@@ -50,22 +51,10 @@ def make_tokenizer(swap=False):
     return fast
 
 
-def make_llama(rows, layers=1, tied=True, seed=0, width=32, context=256, spread=0.2):
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=rows,
-        hidden_size=width,
-        intermediate_size=2 * width,
-        num_hidden_layers=layers,
-        num_attention_heads=2,
-        max_position_embeddings=context,
-        tie_word_embeddings=tied,
-        initializer_range=spread,
-        bos_token_id=None,
-        eos_token_id=0,
-        pad_token_id=1,
-    )
-    return LlamaForCausalLM(config).eval()
+def make_llama(rows, layers=1, tied=True, context=256, seed=0):
+    ids = {"bos_token_id": None, "eos_token_id": 0, "pad_token_id": 1}
+    shape = {"vocab_size": rows, "num_hidden_layers": layers, "max_position_embeddings": context}
+    return tiny_model(seed=seed, tie_word_embeddings=tied, **shape, **ids)
 
 
 @pytest.fixture(scope="module")
@@ -242,15 +231,20 @@ def test_padded_rows_are_repaired(tmp_path, target_dir, tokenizer, tied, rows_be
     assert "no tokenizer beside the student" in report.warnings[0]
 
 
+def adapted_to(base_dir, rows, modules):
+    """The base with so many rows and a random adapter on it."""
+    loaded = AutoModelForCausalLM.from_pretrained(base_dir)
+    repair_rows(loaded, rows)
+    torch.manual_seed(5)
+    return get_peft_model(loaded, LoraConfig(r=4, target_modules=modules, init_lora_weights=False)).eval()
+
+
 @pytest.mark.parametrize("base_rows", [0, PADDED_ROWS])
 def test_an_adapter_is_merged(tmp_path, target_dir, tokenizer, base_rows):
     base_dir, adapter_dir = tmp_path / "base", tmp_path / "adapter"
     base = make_llama(len(tokenizer) + base_rows)
     base.save_pretrained(base_dir)
-    loaded = AutoModelForCausalLM.from_pretrained(base_dir)
-    repair_rows(loaded, len(tokenizer) + PADDED_ROWS)
-    torch.manual_seed(5)
-    adapted = get_peft_model(loaded, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)).eval()
+    adapted = adapted_to(base_dir, len(tokenizer) + PADDED_ROWS, "all-linear")
     adapted.save_pretrained(adapter_dir)
     report = export(adapter_dir, target_dir, tmp_path / "out", dtype="float32")
     draft = AutoModelForCausalLM.from_pretrained(report.path)
@@ -266,10 +260,7 @@ def test_an_adapter_is_merged(tmp_path, target_dir, tokenizer, base_rows):
 def test_an_adapter_on_a_tied_head_is_merged_into_a_head_of_its_own(tmp_path, target_dir, tokenizer):
     base_dir, adapter_dir = tmp_path / "base", tmp_path / "adapter"
     make_llama(len(tokenizer) + PADDED_ROWS).save_pretrained(base_dir)
-    loaded = AutoModelForCausalLM.from_pretrained(base_dir)
-    torch.manual_seed(5)
-    lora = LoraConfig(r=4, target_modules=["q_proj", "lm_head"], init_lora_weights=False)
-    adapted = get_peft_model(loaded, lora).eval()
+    adapted = adapted_to(base_dir, len(tokenizer) + PADDED_ROWS, ["q_proj", "lm_head"])
     adapted.save_pretrained(adapter_dir, save_embedding_layers=False)
     report = export(adapter_dir, target_dir, tmp_path / "out", dtype="float32")
     draft = AutoModelForCausalLM.from_pretrained(report.path)
@@ -396,25 +387,36 @@ def refused(match, **call):
     assert "\n" not in str(caught.value)
 
 
-def test_bad_inputs_are_refused_and_leave_nothing(tmp_path, student_dir, target_dir, tokenizer, monkeypatch):
-    call = {"student_dir": student_dir, "target_dir": target_dir, "to": tmp_path / "out" / "x"}
-    refused("no such directory", **call | {"student_dir": tmp_path / "missing"})
-    (tmp_path / "empty").mkdir()
-    refused("does not load", **call | {"student_dir": tmp_path / "empty"})
-    refused("target .* cannot be read", **call | {"target_dir": str(tmp_path / "empty")})
+@pytest.mark.parametrize(
+    ("match", "changed"),
+    [
+        ("no such directory", {"student_dir": "missing"}),
+        ("does not load", {"student_dir": "empty"}),
+        ("target .* cannot be read", {"target_dir": "empty"}),
+        ("local directory", {"target_dir": "nobody/nothing"}),
+        ("dtype 'int8' is unknown", {"dtype": "int8"}),
+        (r"id \d+ is 'A' in the target and 'B' in the draft", {"student_dir": "other"}),
+        (r"the draft has only \d+ rows", {"student_dir": "few"}),
+        ("cannot write", {"to": "file/out"}),
+    ],
+)
+def test_bad_inputs_are_refused_and_leave_nothing(
+    tmp_path, student_dir, target_dir, tokenizer, monkeypatch, match, changed
+):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    refused("local directory", **call | {"target_dir": "nobody/nothing"})
-    refused("dtype 'int8' is unknown", **call | {"dtype": "int8"})
-    other = tmp_path / "other"
-    shutil.copytree(student_dir, other)
-    make_tokenizer(swap=True).save_pretrained(other)
-    swapped = tokenizer.convert_tokens_to_ids("A")
-    refused(f"id {swapped} is 'A' in the target and 'B' in the draft", **call | {"student_dir": other})
-    few = tmp_path / "few"
-    make_llama(len(tokenizer) - 3).save_pretrained(few)
-    refused(f"the draft has only {len(tokenizer) - 3} rows", **call | {"student_dir": few})
-    assert not (tmp_path / "out").exists()
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "empty").mkdir()
+    make_tokenizer(swap=True).save_pretrained(shutil.copytree(student_dir, tmp_path / "other"))
+    make_llama(len(tokenizer) - 3).save_pretrained(tmp_path / "few")
+    call = {"student_dir": student_dir, "target_dir": target_dir, "to": tmp_path / "out" / "x"}
+    there = {name for entry in tmp_path.iterdir() if (name := entry.name)}
+    own = {
+        key: tmp_path / value if value.split("/")[0] in there | {"missing"} else value for key, value in changed.items()
+    }
+    refused(match, **call | own)
+    assert {entry.name for entry in tmp_path.iterdir()} == there
+    assert (tmp_path / "file").read_text() == "x"
 
 
 def test_missing_and_overflowing_weights_are_refused(tmp_path, target_dir, tokenizer):
@@ -475,10 +477,3 @@ def test_an_interruption_leaves_no_half_directory(tmp_path, student_dir, target_
         assert "No space left" in str(caught.value)
     assert [entry.name for entry in tmp_path.iterdir()] == (["out"] if earlier else [])
     assert before == ({entry.name: entry.read_bytes() for entry in to.iterdir()} if earlier else {})
-
-
-def test_a_parent_that_is_a_file_is_refused(tmp_path, student_dir, target_dir):
-    (tmp_path / "file").write_text("x")
-    refused("cannot write", student_dir=student_dir, target_dir=target_dir, to=tmp_path / "file" / "out")
-    assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
-    assert (tmp_path / "file").read_text() == "x"
