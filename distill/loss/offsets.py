@@ -12,8 +12,6 @@ l(s, j) at a cost of 1 / (1 - retain) rows a start. w_1 = 1: offset 1 is the aut
 Legend: J offsets, B texts, R starts (response tokens), N asked offsets above 1.
 """
 
-from typing import Any
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -78,10 +76,10 @@ class Survival:
         """What was noted since the last step is no step's."""
         self.seen_2J = torch.zeros_like(self.seen_2J)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, list[float]]:
         """For a checkpoint."""
         return {"kept": list(self.kept_J)}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, list[float]]) -> None:
         """From a checkpoint."""
         self.kept_J = list(state["kept"])

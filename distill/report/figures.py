@@ -53,7 +53,7 @@ def figures_of(view: View) -> dict[str, str]:
     return drawn
 
 
-def _style(view: View, name: str) -> dict[str, Any]:
+def _style(view: View, name: str) -> dict[str, str]:
     others = [known for known in view.ways if known not in COLOURS]
     marker, line = SHAPES.get(name, ("D", ":"))
     # SVG is XML, which has no signs for control characters.

@@ -26,7 +26,7 @@ from distill.report.money import Prices, price_rows
 from distill.report.section import SECTIONS, Made, Section
 from distill.report.sections.tokens import token_text
 from distill.report.view import OUTCOMES, GivenTimes, View, measured_times
-from distill.run.result import RESULT_FORMAT, Result, load_result
+from distill.run.result import RESULT_FORMAT, Result, RuleCurves, load_result
 from distill.run.served_record import load_served
 from speculative.errors import UserError
 
@@ -139,25 +139,18 @@ def render_page(result: Result, given: GivenTimes | None = None, prices: Prices 
     )
 
 
-def _curve_data(view: View) -> dict[str, Any]:
+def _curve_data(view: View) -> dict[str, object]:
     """tau over gamma of every rule, for the script that predicts speed-up at other times."""
+
+    def series(curves: RuleCurves) -> list[dict[str, object]]:
+        return [
+            {"name": name, "gammas": curve.gammas, "tau": curve.tau, "parallel": view.in_one_pass(name)}
+            for name, curve in view.in_order(curves)
+        ]
+
+    rules = view.result.curves.rules if view.result.curves else []
     return {
         "chosen": view.curves.rule if view.curves else None,
         "columns": [name for name, _ in view.in_order(view.curves)] if view.curves else [],
-        "rules": [
-            {
-                "rule": curves.rule,
-                "series": [
-                    {
-                        "name": name,
-                        "label": name,
-                        "gammas": curve.gammas,
-                        "tau": curve.tau,
-                        "parallel": view.in_one_pass(name),
-                    }
-                    for name, curve in view.in_order(curves)
-                ],
-            }
-            for curves in (view.result.curves.rules if view.result.curves else [])
-        ],
+        "rules": [{"rule": curves.rule, "series": series(curves)} for curves in rules],
     }

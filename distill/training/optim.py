@@ -128,7 +128,7 @@ class SpikeGuard:
         self.norms.clear()
         self.skipped_in_a_row = 0
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, list[float] | int]:
         """For a checkpoint."""
         return {"norms": list(self.norms), "skipped_in_a_row": self.skipped_in_a_row}
 

@@ -19,7 +19,7 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from data.batches.collate import Example
-from data.files import write_bytes
+from data.files import write_bytes, writing
 from data.responses.rendered import RenderedPrompt, prompt_lengths, prompts_fingerprint
 from data.responses.respond import ResponsePlan, respond
 from data.responses.store import Row, Store
@@ -193,10 +193,8 @@ def write_rejected(shard: Path, responses: Sequence[Response]) -> None:
     path = rejected_path(shard)
     content = io.BytesIO()
     np.savez_compressed(content, lengths=[len(mask) for mask in masks], rejected=np.concatenate(masks))
-    try:
+    with writing(path):
         write_bytes(path, content.getvalue())
-    except OSError as error:
-        raise UserError(f"{path}: cannot be written ({error.strerror or error})") from error
 
 
 def read_rejected(shard: Path) -> list[np.ndarray]:
