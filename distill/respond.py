@@ -18,8 +18,7 @@ from distill.config.run import RunConfig
 from distill.faults import check_imports, exit_status
 from distill.models.target import Target
 from distill.run.answers import Answers
-from distill.run.folder import claim_folder
-from distill.run.run import Run, new_accelerator
+from distill.run.run import Run, claim_folder, new_accelerator
 from distill.run.session import run_prompts
 from distill.training.signal import fill, open_signal_store, signal_line
 from speculative.errors import UserError

@@ -25,9 +25,8 @@ from distill.models.student import refuse_impossible
 from distill.models.target import Target
 from distill.run.answers import Answers, first_student
 from distill.run.checkpoint import keep_judgement, resume_point
-from distill.run.folder import claim_folder
 from distill.run.responses import decode_settings
-from distill.run.run import Run, new_accelerator
+from distill.run.run import Run, claim_folder, new_accelerator
 from distill.run.session import check_instrument, run_prompts
 from distill.training.batches import check_packing, make_batches, make_objective, make_survival
 from distill.training.micro_batch import check_batches, chosen_micro_batch

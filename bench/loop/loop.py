@@ -34,7 +34,7 @@ from distill.live.rollout.engine import answers
 from distill.live.rollout.rollout import TAKEN_BACK
 from distill.live.traffic.reader import read_traffic
 from distill.live.versions import remove_read_only
-from distill.run.folder import claim_folder
+from distill.run.run import claim_folder
 from loop.account import LoopResult, account, alarm_behind
 from loop.clients import Clients
 from loop.engines import CONSTRAINTS, ENVIRONMENT, engine_of, engine_words

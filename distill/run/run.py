@@ -1,4 +1,4 @@
-"""A run: its folder, the ranks that share it, and where its time goes."""
+"""A run: its folder and who may go on in it, the ranks that share it, and where its time goes."""
 
 import contextlib
 import hashlib
@@ -14,7 +14,9 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs, broadcast_object_list
 
-from data.files import write_json
+from data.files import MANIFEST, write_bytes, write_json
+from distill.config.layout import CHECKPOINTS, CONFIG, PROMPTS, SELF_CHECKS, STUDENT_NOTES
+from distill.config.load import dump_config, load_config
 from distill.config.run import RunConfig
 from speculative.errors import UserError
 
@@ -143,3 +145,63 @@ def _digest(path: Path) -> bytes | None:
             return hashlib.file_digest(file, "sha256").digest()
     except OSError:
         return None
+
+
+# Keys that a resumed run may have changed: they do not reach what is trained on, only how it is laid out or shown.
+MAY_DIFFER = (
+    "resume", "output", "target.shard", "target.device_map", "student.gradient_checkpointing", "target.endpoint.url", "target.endpoint.api_key_env",
+    "target.endpoint.concurrency", "target.endpoint.timeout", "target.endpoint.retries", "train.micro_batch_size", "train.log_every", "train.keep_states", "train.profile_steps", "loss.chunk_tokens",
+    "serving.batch_size", "judge.batch_size", "judge.speed_prompts", "judge.speed_seconds", "judge.speed_threads", "judge.served", "tracking.trackers",
+    "tracking.project", "export.quantize",
+)  # fmt: skip
+
+
+def claim_folder(config: RunConfig) -> None:
+    """Makes the run's folder, or accepts it when it holds the same config (apart from `MAY_DIFFER`).
+
+    Raises:
+        UserError: another config is there (first differing line named), or the folder cannot be written.
+    """
+    folder, text = config.folder, dump_config(config)
+    path = folder / CONFIG
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        # Before the first checkpoint only the responses could hang on the config, and their manifests guard them: a start
+        # that failed may be mended.
+        if path.exists() and (folder / CHECKPOINTS).exists():
+            may = set(MAY_DIFFER)
+            if config.loss.weighting.name == "selected":
+                may.discard("train.micro_batch_size")  # it chooses within a micro-batch
+            old_tree, new_tree = load_config(path).model_dump(mode="json"), config.model_dump(mode="json")
+            difference = _first_difference(old_tree, new_tree, may)
+            if difference is not None:
+                key, old, new = difference
+                # An earlier version kept no prompts, and its responses are of another format.
+                copied = " (its responses may be copied there)" if (folder / PROMPTS / MANIFEST).exists() else ""
+                raise UserError(
+                    f"{folder}: holds a run with another config ({key} is {old}, now {new}); "
+                    f"choose another name=...{copied}, or delete the folder"
+                )
+            if config.resume == "never":
+                raise UserError(
+                    f"{folder}: holds a run already and resume is never; choose another name=..., or delete the folder"
+                )
+        elif path.exists() and path.read_text(encoding="utf-8") != text:
+            for stale in (SELF_CHECKS, STUDENT_NOTES):
+                (folder / stale).unlink(missing_ok=True)
+        write_bytes(path, text.encode())
+    except OSError as error:
+        raise UserError(
+            f"{folder}: cannot be written ({error.strerror}); set output=... to a folder that can"
+        ) from error
+
+
+def _first_difference(old: Any, new: Any, may: set[str], key: str = "") -> tuple[str, str, str] | None:
+    """(dotted key, old value, new value) of the first difference between two trees that matters."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        for name in (*old, *(name for name in new if name not in old)):
+            found = _first_difference(old.get(name), new.get(name), may, f"{key}.{name}".lstrip("."))
+            if found is not None:
+                return found
+        return None
+    return None if old == new or key in may else (key, json.dumps(old), json.dumps(new))

@@ -22,7 +22,7 @@ from distill.config.load import dump_config, load_config
 from distill.config.run import RunConfig
 from distill.run import checkpoint
 from distill.run.checkpoint import load_judgements
-from distill.run.folder import claim_folder
+from distill.run.run import claim_folder
 from speculative.errors import UserError
 
 
