@@ -108,14 +108,14 @@ def distil(run: Run) -> None:
 def learn(answers: Answers, student: Any, settings: DecodeSettings) -> None:
     """Trains the student on what the target answered; each checkpoint is judged and the best is kept."""
     run, target, config = answers.run, answers.target, answers.run.config
-    rows = answers.training if config.data.mix.target else None  # on-policy alone trains on nothing of them
+    # Answered while the target is here; on-policy alone trains on nothing of them.
+    rows = answers.training if config.data.mix.target else None
     drafting: Drafting = "autoregressive" if config.student.parallel is None else "parallel"
     judge = DraftJudge(
         config.judge, settings, target, answers.heldout, drafting, [(one.weight, one.heldout) for one in answers.others]
     )
     with arranged(run, target):
-        trainer = new_trainer(answers, student, rows, answers.provenance())
-        judge_all(trainer, judge)
+        judge_all(new_trainer(answers, student, rows), judge)
 
 
 def judge_all(trainer: Trainer, judge: DraftJudge) -> None:
@@ -135,13 +135,11 @@ def arranged(run: Run, target: Target) -> AbstractContextManager[None]:
     if config.target.shard and run.ranks > 1 and config.signal.source == "online":
         return target.arranged(functools.partial(sharded_teacher, run.accelerator, target))
     if config.signal.source == "store" and config.judge.live != "checkpoint":
-        return (
-            target.arranged()
-        )  # the store speaks for it, and replay judges: until the verdict nobody needs its weights
+        return target.arranged()  # the store speaks for it, replay judges: nobody needs its weights until the verdict
     return nullcontext()
 
 
-def new_trainer(answers: Answers, student: Any, rows: StoredRows | None, provenance: Mapping[str, Any]) -> Trainer:
+def new_trainer(answers: Answers, student: Any, rows: StoredRows | None) -> Trainer:
     """The student with everything that trains it: objective, teacher, batches."""
     run, target, others, config = answers.run, answers.target, answers.others, answers.run.config
     module = DraftModule(student, make_objective(config), make_survival(config.student.parallel))
@@ -169,7 +167,7 @@ def new_trainer(answers: Answers, student: Any, rows: StoredRows | None, provena
     batches.micro_batch_size = chosen_micro_batch(
         config.train, config.optim, run.accelerator, module, alone, batches.longest
     )
-    return Trainer(run, module, teacher, batches, target.tokenizer, provenance, reference)
+    return Trainer(run, module, teacher, batches, target.tokenizer, answers.provenance(), reference)
 
 
 def keep(trainer: Trainer, judge: DraftJudge, checkpoint: Checkpoint, path: Path) -> None:
