@@ -67,8 +67,7 @@ from distill.training.optim import make_optimizers, weight_average
 from distill.training.teacher import CapturingTeacher, Teacher
 from speculative.decode import decode
 from speculative.decoder.responses import DecodeSettings
-from speculative.engine.models import end_token_ids
-from speculative.engine.parallel import mask_token_of
+from speculative.engine.models import end_token_ids, mask_token_of
 from speculative.errors import UserError
 from speculative.evaluate import HeldoutResponse
 from speculative.measure.replay import replay

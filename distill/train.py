@@ -39,7 +39,7 @@ from distill.training.trainer import Checkpoint, Trainer
 from distill.verdict.judge import DraftJudge, require_served
 from speculative.decoder.responses import DecodeSettings
 from speculative.drafters.draft import Drafting
-from speculative.engine.parallel import mask_token_of
+from speculative.engine.models import mask_token_of
 
 # What ends a run, by its place: training knows nothing of verdicts, reports and exports.
 CONCLUSION = "distill.verdict.conclusion:conclude_run"

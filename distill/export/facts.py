@@ -11,8 +11,7 @@ from distill.models.target import TargetSide
 from distill.models.vocabulary import TokenDifference, first_string_difference, tokens_by_id, vocabulary_rows
 from distill.run.result import Curves
 from distill.run.verdict_record import WAYS, Verdict, drafting_to_serve
-from speculative.engine.models import max_positions
-from speculative.engine.parallel import mask_token_of
+from speculative.engine.models import mask_token_of, max_positions
 from speculative.measure.load import MOST_LOAD
 from speculative.measure.measured import DRAFT, LOOKUP, TOGETHER, Measured
 from speculative.rules.sampling import SamplingSettings

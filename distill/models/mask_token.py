@@ -7,7 +7,7 @@ import torch
 from transformers import PreTrainedModel
 
 from distill.models.vocabulary import special_ids, tokens_by_id, vocabulary_rows
-from speculative.engine.parallel import check_parallel, mask_token_of
+from speculative.engine.models import check_parallel, mask_token_of
 from speculative.errors import UserError
 
 KEY = "student.parallel.mask_token"

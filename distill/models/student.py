@@ -23,8 +23,7 @@ from distill.models.vocabulary import (
     untie_for_adapters,
     vocabulary_rows,
 )
-from speculative.engine.models import max_positions
-from speculative.engine.parallel import mask_token_of
+from speculative.engine.models import mask_token_of, max_positions
 from speculative.errors import UserError
 from speculative.rules.sampling import SamplingSettings
 

@@ -19,7 +19,7 @@ from distill.loss.offsets import Survival, survival_sums
 from distill.loss.rows import part_of
 from distill.models.heads import SplitModel
 from speculative.decoder.responses import StageClock
-from speculative.engine.parallel import mask_token_of, masked_pass
+from speculative.engine.models import mask_token_of, masked_pass
 
 
 @dataclass(frozen=True)

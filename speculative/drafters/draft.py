@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from speculative.drafters.drafter import Ask, DeviceText, Drafter, ModelDrafter, Proposal, Seats
 from speculative.drafters.registry import Parts, registers
 from speculative.engine.cached_model import CachedModel
-from speculative.engine.parallel import check_parallel, mask_token_of
+from speculative.engine.models import check_parallel, mask_token_of
 from speculative.errors import UserError
 from speculative.rules.tree import TokenTree
 

@@ -11,8 +11,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from speculative.engine.models import evaluating, takes_logits_to_keep, vocab_rows
-from speculative.engine.parallel import mask_token_of, masked_pass
+from speculative.engine.models import evaluating, mask_token_of, masked_pass, takes_logits_to_keep, vocab_rows
 from speculative.errors import UserError
 from speculative.rules.rule import draft_draws
 from speculative.rules.sampling import SamplingSettings, logits_to_probs

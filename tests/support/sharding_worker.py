@@ -44,7 +44,7 @@ from distill.training.batches import BatchSource, make_survival
 from distill.training.module import DraftModule
 from distill.training.teacher import Teacher
 from distill.training.trainer import Trainer
-from speculative.engine.parallel import mask_token_of
+from speculative.engine.models import mask_token_of
 
 STEPS, STOP = 4, 2
 

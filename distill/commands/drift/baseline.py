@@ -17,7 +17,7 @@ from distill.run.folder import load_verdict
 from distill.run.frozen_text import load_frozen_text
 from distill.run.verdict_record import drafting_to_serve
 from speculative.drafters.draft import Draft, Drafting
-from speculative.engine.parallel import mask_token_of
+from speculative.engine.models import mask_token_of
 from speculative.errors import UserError
 from speculative.evaluate import HeldoutResponse
 from speculative.explain.rate_change import FEWEST_REQUESTS

@@ -41,7 +41,7 @@ from distill.run.served_record import SERVED_TEXT, GreedyTexts, ServedRecord, Te
 from distill.run.verdict_record import WAYS, Verdict, drafting_to_serve
 from speculative.decoder.responses import Response
 from speculative.drafters.draft import DRAFTINGS, Draft
-from speculative.engine.parallel import mask_token_of
+from speculative.engine.models import mask_token_of
 from speculative.errors import UserError
 from speculative.evaluate import HeldoutResponse
 from speculative.explain.text_law import TextLaw, text_law

@@ -16,7 +16,7 @@ from distill.models.load import load_model
 from distill.models.mask_token import free_token, give_mask_token
 from distill.models.student import make_student
 from distill.training.module import DraftModule
-from speculative.engine.parallel import mask_token_of
+from speculative.engine.models import mask_token_of
 
 FULL = len(tiny_tokenizer())  # rows of a vocabulary without padding
 

@@ -5,7 +5,7 @@ import torch
 from tiny_models import tiny_model
 from transformers import LlamaConfig
 
-from speculative.engine.parallel import mask_token_of, masked_pass
+from speculative.engine.models import mask_token_of, masked_pass
 from speculative.errors import UserError
 
 MASK = 49
