@@ -87,11 +87,11 @@ def deduplicate(rows: Sequence[PromptRow]) -> tuple[list[PromptRow], int]:
 
 
 def held_out(prompt_ids: Sequence[str], heldout_count: int, groups: Sequence[str] | None = None) -> list[int]:
-    """Numbers of the prompts that are held out, fewer than all, decided by each one's id: those that a smaller count holds out come first.
+    """Numbers of the prompts that are held out, decided by each one's id: those that a smaller count holds out come first.
 
-    A larger count holds out more, never others, and a new prompt takes the place of one group of them at most. The ids are
-    distinct (``deduplicate``); near-equal prompts may be on two sides. ``groups`` (see `split_groups`; by default each prompt is
-    its own): who shares one is on one side, so that a few more than ``heldout_count`` may be held out.
+    ``heldout_count`` is at least 1 and less than all. A larger one holds out more, never others, and a new prompt takes the place
+    of one group of them at most. The ids are distinct (``deduplicate``); near-equal prompts may be on two sides. ``groups`` (see
+    `split_groups`; by default each prompt is its own): who shares one is on one side, so that a few more may be held out.
 
     Raises:
         UserError: all would be held out.

@@ -15,10 +15,6 @@ from distill.loss.chunk_heads import OutputHead
 from speculative.errors import UserError
 
 
-def _no_packed_rows(position_ids: Tensor) -> Tensor | None:
-    return None
-
-
 def _packed_rows(position_ids: Tensor) -> Tensor | None:
     """Number (B, T) of the sequence in its row that each position belongs to."""
     before_B1 = position_ids[:, :1] - 1
@@ -29,7 +25,7 @@ def _packed_rows(position_ids: Tensor) -> Tensor | None:
 def _rows_known(packed: bool) -> Iterator[None]:
     """transformers reads from the device whether rows hold several sequences, a wait in every forward: here it is told."""
     asked = masking_utils.find_packed_sequence_indices
-    masking_utils.find_packed_sequence_indices = _packed_rows if packed else _no_packed_rows
+    masking_utils.find_packed_sequence_indices = _packed_rows if packed else lambda position_ids: None
     try:
         yield
     finally:

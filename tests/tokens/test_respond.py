@@ -263,18 +263,11 @@ def test_ranks_share_the_shards(tmp_path: Path, ranks: int) -> None:
 
 
 def test_fingerprint_of_prompts_sees_ids_tokens_domains_and_order() -> None:
-    prompts = prompts_of(4)
-    changed = [
-        prompts[::-1],
-        prompts[:3],
-        [*prompts[:3], RenderedPrompt("other", prompts[3].domain, prompts[3].prompt_ids)],
-        [*prompts[:3], RenderedPrompt(prompts[3].prompt_id, "other", prompts[3].prompt_ids)],
-        [*prompts[:3], RenderedPrompt(prompts[3].prompt_id, prompts[3].domain, (9,))],
-        [
-            *prompts[:3],
-            RenderedPrompt(prompts[3].prompt_id, prompts[3].domain, prompts[3].prompt_ids, reference_ids=(1,)),
-        ],
-    ]
+    *others, last = prompts = prompts_of(4)
+    changes: list[dict[str, Any]] = [
+        {"prompt_id": "other"}, {"domain": "other"}, {"prompt_ids": (9,)}, {"reference_ids": (1,)}
+    ]  # fmt: skip
+    changed = [prompts[::-1], others, *([*others, replace(last, **change)] for change in changes)]
     prints = {prompts_fingerprint(prompts), *map(prompts_fingerprint, changed)}
     assert len(prints) == 7
     assert prompts_fingerprint(prompts_of(4)) == prompts_fingerprint(prompts)

@@ -47,15 +47,6 @@ def opened(folder: Path) -> Store:
     return store
 
 
-def test_prompt_and_response_of_a_row() -> None:
-    row = row_of(10)
-    assert (row.prompt_ids, row.response_ids) == ([10, 11, 12], [13, 14, 15, 16])
-    example = row.example()
-    assert example.input_ids.tolist() == row.input_ids
-    assert example.input_ids.dtype == np.int32
-    assert example.loss_mask.dtype == bool
-
-
 rows = st.lists(
     st.builds(
         Row,
