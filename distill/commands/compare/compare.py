@@ -19,8 +19,16 @@ from typing import Any
 from rich.console import Console
 
 from data.files import read_manifest, writing
-from distill.commands.compare.comparison import Comparison, JudgedGate, comparison
-from distill.commands.compare.contestants import Entry, draft_of, drafting_of, looks_up, with_lookup
+from distill.commands.compare.comparison import (
+    Comparison,
+    Entry,
+    JudgedGate,
+    comparison,
+    draft_of,
+    drafting_of,
+    looks_up,
+    with_lookup,
+)
 from distill.commands.compare.screen import plot_comparison, print_comparison
 from distill.commands.options import CompareOptions
 from distill.commands.output import check_known, check_plot, check_writable, write_asked

@@ -7,8 +7,7 @@ import matplotlib
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from distill.commands.compare.comparison import Comparison
-from distill.commands.compare.contestants import drafting_of
+from distill.commands.compare.comparison import Comparison, drafting_of
 from distill.report.plot import write_figure
 from distill.report.table import Cell, Column, Table, interval
 from speculative.measure.effects import too_few

@@ -10,8 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from distill.commands.compare.compare import read_drafts
-from distill.commands.compare.comparison import Comparison, Difference, comparison
-from distill.commands.compare.contestants import PARALLEL, Entry
+from distill.commands.compare.comparison import PARALLEL, Comparison, Difference, Entry, comparison
 from distill.commands.drift.baseline import OTHERS
 from distill.run.frozen_text import FrozenText, load_frozen_text
 from distill.run.verdict_record import Record
