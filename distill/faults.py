@@ -4,6 +4,7 @@ import contextlib
 import errno
 import importlib.util
 import json
+import logging
 import os
 import sys
 import threading
@@ -20,6 +21,9 @@ MISTAKE, FAILED_CHECK, INTERRUPTED = 2, 1, 130
 _DEAD_RANK = ("closed by peer", "reset by peer", "socket timeout", "timed out waiting", "remote process exited", "nccl")
 # Seconds that trackers have to send what they hold when a run of several ranks fails.
 TRACKER_SECONDS = 20.0
+# transformers imports torchao where it is installed, which on a CPU warns at every start of what only CUDA needs.
+for _library in ("torchao", "torch.utils._pytree"):
+    logging.getLogger(_library).setLevel(logging.ERROR)
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR)
 
 

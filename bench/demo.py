@@ -1,0 +1,70 @@
+"""README's demo: `understudy demo` from nothing, timed; its verdict as JSON, and the block of README that is made from it.
+
+python bench/demo.py # writes bench/results/demo_cpu.json and README.md
+python bench/demo.py --no-readme configs/demo.yaml output=/tmp/runs      # JSON only, with any override
+"""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+
+from data.files import write_bytes, write_json
+from distill.config.load import load_config
+from distill.report.measured import ways_tables
+from distill.run.folder import load_verdict
+from distill.run.provenance import describe_run
+from distill.run.verdict_record import Verdict
+
+BEGIN, END = "<!-- demo -->", "<!-- end of demo -->"
+
+
+def block_of(verdict: Verdict, seconds: float, cores: str) -> str:
+    """The table of ways, what the verdict says of it, and where it comes from."""
+    minutes = f"{seconds // 60:.0f} minutes {seconds % 60:.0f} seconds"
+    facts = "\n".join(f"- {fact}" for fact in verdict.facts)
+    return "\n\n".join(
+        (ways_tables(verdict)[0].markdown(), f"**{verdict.headline}**", facts, f"*`make demo`, {cores}, {minutes}.*")
+    )
+
+
+def put_into(readme: str, block: str) -> str:
+    """README with the block between its two marks."""
+    before, rest = readme.split(BEGIN)
+    return f"{before}{BEGIN}\n{block}\n{END}{rest.split(END)[1]}"
+
+
+def main(
+    config: Annotated[str, typer.Argument(help="the demo's config")] = "configs/demo.yaml",
+    overrides: Annotated[list[str] | None, typer.Argument(help="key=value")] = None,
+    out: Annotated[Path, typer.Option(help="JSON")] = Path("bench/results/demo_cpu.json"),
+    readme: Annotated[bool, typer.Option(help="write README's block too")] = True,
+) -> None:
+    """Run the demo, keep what it found."""
+    loaded = load_config(config, overrides or [])
+    if loaded.folder.exists():
+        raise typer.BadParameter(f"{loaded.folder} is there already; remove it, the minutes are those of a whole run")
+    program = Path(sys.executable).with_name("understudy")
+    began = time.perf_counter()
+    subprocess.run([program, "demo", config, *(overrides or [])], check=True)
+    seconds = time.perf_counter() - began
+    verdict, machine = load_verdict(loaded.folder), describe_run(loaded.seed)
+    cores = f"{torch.get_num_threads()} CPU cores, torch {machine['versions']['torch']}"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_json(
+        out,
+        {
+            "command": "python bench/demo.py", "machine": machine, "cores": cores, "seconds": seconds, "verdict": verdict.record(),
+        },
+    )  # fmt: skip
+    if readme:
+        page = Path("README.md")
+        write_bytes(page, put_into(page.read_text(encoding="utf-8"), block_of(verdict, seconds, cores)).encode())
+
+
+if __name__ == "__main__":
+    typer.run(main)
