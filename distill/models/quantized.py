@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from distill.config.sections import Quantization
 from speculative.errors import UserError
 
 # Up to so many rows the 8-bit product is used: it is made for few, and dequantising a weight is worth it for many.
@@ -16,7 +15,7 @@ FEW_ROWS = 16
 KERNEL_STEP = 64
 
 
-def require_quantizer(how: Quantization | None) -> None:
+def require_quantizer(how: str | None) -> None:
     """Refuses 8 bits without the library, before the long work.
 
     Raises:

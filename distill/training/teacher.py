@@ -5,7 +5,7 @@ ones among them.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -15,10 +15,12 @@ from transformers import PreTrainedModel
 from data.batches.collate import Batch
 from data.signals.signal import DenseSignal, SampledSignal, Signal, StoredSignal, TopKSignal, joined
 from data.signals.store import SignalStore
-from distill.config.sections import SignalConfig
 from distill.models.heads import SplitModel
 from speculative.errors import UserError
 from speculative.rules.sampling import row_uniforms, sample_at
+
+if TYPE_CHECKING:  # pydantic need not be there
+    from distill.config.sections import SignalConfig
 
 Head = Callable[[Tensor], Tensor]
 CHUNK_BYTES = 64 << 20  # of one float32 (C, V) tensor; half a dozen of its size exist at once
@@ -169,7 +171,7 @@ class CapturingTeacher(StoredTeacher):
         self,
         teacher: TeacherSource,
         store: SignalStore,
-        config: SignalConfig,
+        config: "SignalConfig",
         temperature: float,
         seed: int,
         chunk: int | None = None,

@@ -164,6 +164,8 @@ def imported_at_once(path: Path) -> set[str]:
                 ]
                 waiting += [file for file in files if file.exists()]
                 found |= names
+            elif isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+                statements += node.orelse
             elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 statements += ast.iter_child_nodes(node)
     return found
