@@ -9,7 +9,7 @@ from distill.config.layout import ADAPTER, RAW
 from distill.config.load import load_config
 from distill.export.check import OutsideCheck, outside_check
 from distill.export.export import ExportReport, export_draft
-from distill.run.folder import read_run
+from distill.export.facts import read_run
 from distill.run.session import open_pair
 from speculative.errors import UserError
 

@@ -14,8 +14,8 @@ from distill.report.money import parse_prices
 from distill.report.page import given_times, report_command
 from distill.report.screen import last_screen, marked_completion, print_money
 from distill.run.folder import load_verdict
+from distill.run.responses import synthetic_line
 from distill.run.session import open_pair
-from distill.run.synthetic import synthetic_line
 from distill.run.verdict_record import Verdict
 from speculative.decode import decode
 from speculative.drafters.draft import Draft

@@ -87,7 +87,7 @@ def publish(
     """
     # Here: whoever looks at versions, or moves them, needs no torch.
     from distill.export.export import export_draft
-    from distill.run.folder import read_run
+    from distill.export.facts import read_run
 
     facts = read_run(run)
     with locked(drafts / _LOCK):

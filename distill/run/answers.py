@@ -19,7 +19,6 @@ from distill.run.prompts import PromptSets
 from distill.run.provenance import describe_run
 from distill.run.responses import RunStores
 from distill.run.run import Run
-from distill.run.synthetic import with_synthetic
 from speculative.evaluate import HeldoutResponse
 from speculative.rules.rule import Rule
 
@@ -44,9 +43,7 @@ class Answers:
     def prompts(self) -> Sequence[RenderedPrompt]:
         """Training prompts, the synthetic ones behind the user's."""
         with self.run.progress.timed("respond"):
-            prompts, self.synthetic = with_synthetic(
-                self.run, self.tokenizer, self.sets.train, self.stores, self.context
-            )
+            prompts, self.synthetic = self.stores.with_synthetic(self.sets.train, self.tokenizer, self.context)
             return prompts
 
     @functools.cached_property

@@ -19,7 +19,6 @@ from distill.run.checkpoint import resume_point
 from distill.run.responses import RunStores
 from distill.run.run import Run
 from distill.run.session import run_prompts
-from distill.run.synthetic import with_synthetic
 from speculative.errors import UserError
 from speculative.evaluate import HeldoutResponse
 
@@ -94,7 +93,7 @@ def open_others(
             )
         limit, tokenizer, sets = run_prompts(there, one)
         stores = RunStores(there, one, answers=False)
-        prompts, _ = with_synthetic(there, tokenizer, sets.train, stores, limit)
+        prompts, _ = stores.with_synthetic(sets.train, tokenizer, limit)
         _require_apart(key, (train, heldout), (prompts, sets.heldout))
         examples, text = stores.training(prompts).examples, stores.heldout(sets.heldout, config.judge_rule)
         longest = max((len(said.prompt_ids) + len(said.response_ids) for said in text), default=0)

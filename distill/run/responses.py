@@ -2,18 +2,32 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
-from data.files import MANIFEST, Manifest
-from data.prompts.template import check_learnable, template_fingerprint
+from data.files import MANIFEST, Manifest, write_json
+from data.prompts.prompt import PromptRow
+from data.prompts.template import check_learnable, render_prompt, template_fingerprint
 from data.responses.chat import ChatTarget
-from data.responses.rendered import RenderedPrompt, prompts_fingerprint
+from data.responses.rendered import RenderedPrompt, StoredPrompts, prompts_fingerprint, write_prompts
 from data.responses.respond import ResponsePlan, respond, store_references
 from data.responses.store import INDEX, Row, Store, StoredRows
+from data.responses.synthetic import mixed_rows, sampled_rows, synthetic_rows
 from data.signals.store import SignalManifest, signal_manifest
-from distill.config.layout import CONFIG, HELDOUT, HELDOUT_GREEDY, RESPONSES, TARGET_FACTS, TRAINING, USER_TURNS
+from distill.config.layout import (
+    CONFIG,
+    HELDOUT,
+    HELDOUT_GREEDY,
+    PROMPTS,
+    RESPONSES,
+    SYNTHETIC,
+    TARGET_FACTS,
+    TRAINING,
+    USER_TURNS,
+)
 from distill.config.sections import ServingConfig
 from distill.models.load import tokenizer_fingerprint
 from distill.models.target import Target, TargetFacts
+from distill.run.prompts import HELDOUT_FILE, as_rendered, rows_of
 from distill.run.run import Run
 from speculative.decoder.responses import DecodeSettings
 from speculative.errors import UserError
@@ -81,6 +95,52 @@ class RunStores:
         if self.run.main:
             store_references(store, manifest, plan, self.serving.max_tokens)
         return self._in_order(store, plan)
+
+    def with_synthetic(
+        self, own: Sequence[RenderedPrompt], tokenizer: Any, context: int
+    ) -> tuple[Sequence[RenderedPrompt], str]:
+        """The training prompts and the synthetic ones behind them, made from them and never near the held-out ones; one line of how
+        many were made, kept, left out and why. All ranks call it.
+
+        What the target writes is kept in the run's folder, and all else follows from it, so a killed run makes the same prompts.
+
+        Args:
+            own: training prompts.
+            tokenizer: the target's, as the run renders its prompts.
+            context: tokens of prompt and response.
+
+        Raises:
+            UserError: magpie without a chat template, mix with prompts that have nothing in common.
+        """
+        config = self.run.config
+        asked = config.data.synthetic
+        if asked is None:
+            return own, ""
+        template, folder = config.data.template, self.run.folder / PROMPTS
+        rows = [prompt.row() for prompt in own]
+        heldout = [prompt.row() for prompt in StoredPrompts(folder / HELDOUT_FILE)]
+        if config.data.heldout:  # also those not judged
+            heldout += rows_of(config.data.heldout, [] if config.data.bad_rows == "drop" else None)[0]
+        if asked.method == "mix":
+            candidates = mixed_rows(rows, config.seed)
+        else:
+            candidates = sampled_rows(
+                rows, tokenizer, lambda openings, samples: self.user_turns(openings, samples, asked.temperature, asked.max_tokens),
+                self.settings.eos_ids, config.seed, template,
+            )  # fmt: skip
+        most = min(context - self.serving.max_tokens, config.data.max_prompt_tokens or context)
+
+        def ids(row: PromptRow) -> list[int]:
+            return render_prompt(row, tokenizer, template)
+
+        made, counts = synthetic_rows(rows, heldout, asked.count, candidates, lambda row: len(ids(row)) <= most)
+        prompts, told = [as_rendered(row, ids(row)) for row in made], synthetic_line(asked.method, counts)
+        if self.run.main:
+            fingerprint = write_prompts(folder / f"{SYNTHETIC}.arrow", prompts)
+            record = asked.model_dump(mode="json") | {"prompts": fingerprint, "counts": counts}
+            write_json(folder / f"{SYNTHETIC}.json", record)
+            self.run.say(told)
+        return [*own, *prompts], told
 
     def user_turns(
         self, openings: Sequence[RenderedPrompt], samples: int, temperature: float, max_tokens: int
@@ -179,6 +239,13 @@ class RunStores:
         tokens, learned = int(rows.tokens_N.sum()), int(rows.response_tokens_N.sum())
         check_learnable(len(rows), tokens, learned, str(store.folder))
         return rows
+
+
+def synthetic_line(method: str, counts: dict[str, int]) -> str:
+    """What came of it, in one line."""
+    left_out = ", ".join(f"{count} {why}" for why, count in counts.items() if why not in ("made", "kept"))
+    told = f"{counts['kept']} synthetic training prompts ({method}) of {counts['made']} candidates"
+    return told + (f", left out: {left_out}" if left_out else "")
 
 
 def frozen_responses_of(rows: Sequence[Row]) -> list[HeldoutResponse]:

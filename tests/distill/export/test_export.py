@@ -17,9 +17,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from distill.export import export as export_module
 from distill.export.export import export_draft
-from distill.export.facts import serving_gamma
+from distill.export.facts import RunFacts, serving_gamma
 from distill.models.vocabulary import repair_rows
-from distill.run.folder import RunFacts
 from distill.run.result import Curves
 from distill.run.verdict_record import DraftOf, Verdict
 from speculative.errors import UserError

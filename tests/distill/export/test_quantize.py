@@ -22,12 +22,12 @@ from distill.config.command_line import TrainOptions
 from distill.config.load import load_config
 from distill.export.check import outside_check
 from distill.export.export import export_draft
+from distill.export.facts import RunFacts
 from distill.export.quantize import lighter_draft
 from distill.models.draft import load_draft
 from distill.models.load import load_model
 from distill.models.quantized import FEW_ROWS, Int8Linear, as_served
 from distill.models.target import Target
-from distill.run.folder import RunFacts
 from distill.run.frozen_text import load_frozen_text
 from distill.run.responses import decode_settings
 from distill.run.session import open_pair

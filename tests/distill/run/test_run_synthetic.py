@@ -20,9 +20,8 @@ from distill.config.load import load_config
 from distill.config.run import RunConfig
 from distill.models.target import Target
 from distill.run.prompts import load_prompts
-from distill.run.responses import RunStores
+from distill.run.responses import RunStores, synthetic_line
 from distill.run.run import Run
-from distill.run.synthetic import synthetic_line, with_synthetic
 from speculative.errors import UserError
 
 
@@ -33,7 +32,7 @@ def made(config: RunConfig) -> tuple[Any, Any, str]:
     sets = load_prompts(config.data, target.tokenizer, 128, 16, 10, folder=config.folder)
     stores = RunStores(run, target)
     stores.settings = replace(stores.settings, eos_ids=tuple(range(2, 1500, 4)))
-    return sets.train, *with_synthetic(run, target.tokenizer, sets.train, stores, 128)
+    return sets.train, *stores.with_synthetic(sets.train, target.tokenizer, 128)
 
 
 @pytest.fixture
