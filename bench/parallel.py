@@ -39,9 +39,8 @@ from distill.models.target import Target
 from distill.run.prompts import asked_rows, render_rows
 from distill.run.provenance import describe_run
 from distill.verdict.contest import hold
-from distill.verdict.field import step_costs, typical_length
+from distill.verdict.field import draft_way, step_costs, typical_length
 from distill.verdict.question import Question
-from distill.verdict.ways import draft_way
 from speculative.decoder.responses import DecodeSettings
 from speculative.drafters.draft import Draft, Drafting
 from speculative.engine.models import end_token_ids

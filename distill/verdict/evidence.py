@@ -5,19 +5,52 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from transformers import PreTrainedModel
+
 from distill.models.target import Target
 from distill.run.verdict_record import Judgement
-from distill.verdict.contest import Contest, hold
-from distill.verdict.field import Candidate, Field, cpu_threads, score_all, ways_of
+from distill.verdict.contest import Contest, hold, hold_at_load
+from distill.verdict.field import (
+    Candidate,
+    Field,
+    cpu_threads,
+    draft_way,
+    free_ways,
+    live_ways,
+    score_all,
+    typical_length,
+    ways_of,
+)
 from distill.verdict.judge import judge_by_replay
-from distill.verdict.load import Loads, held_at_loads
 from distill.verdict.question import Question
+from speculative.decode import context_of
 from speculative.decoder.proposal_log import ProposalLog
 from speculative.decoder.responses import Response
+from speculative.engine.memory import check_memory
+from speculative.errors import UserError
 from speculative.evaluate import judge
-from speculative.measure.cost import StepCosts
+from speculative.measure.cost import TIMED_BLOCKS as COST_BLOCKS
+from speculative.measure.cost import StepCosts, measure_costs
+from speculative.measure.load import TIMED_BLOCKS, LoadCurve, fit_roofline
 from speculative.measure.measured import TOGETHER
-from speculative.measure.token_scores import TokenScores
+from speculative.measure.replay import expected_blocks_of
+from speculative.measure.token_scores import TokenScores, scored_gammas
+
+MOST_GAMMA = 16
+# Of the calls that the roofline is fitted to. At a large load wide calls take long and say nothing new, so beyond the first
+# two gammas only calls of so many tokens are timed.
+FITTED_GAMMAS = (1, 3, 8, 16)
+FITTED_TOKENS = 64
+REPEATS = 2
+
+
+@dataclass(frozen=True)
+class Loads:
+    """Contests beyond one request, the curve through the draft's speeds at all of them, and what was left out."""
+
+    contests: tuple[Contest, ...] = ()
+    curve: LoadCurve | None = None
+    warnings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,3 +127,66 @@ def gather_by_replay(question: Question, candidates: Sequence[Candidate], known:
             own = scores[question.rule][one.name]
             judged[one.name] = judge_by_replay(one.draft, question.frozen, question.settings, own)
     return Evidence(candidates=tuple(candidates), scores=scores, question=question, judged=judged)
+
+
+def held_at_loads(question: Question, target: PreTrainedModel, field: Field, first: Contest) -> Loads:
+    """The draft in question, what needs no training and lookup before the draft behind it, at each of judge.load.
+
+    Two passes over the loads: the steps of both models, which give the roofline and, with replay's tau on all held-out prompts, each
+    load's best gammas; then blocks at those and plain steps in turn, every row taken. first: the contest at one request, whose
+    numbers stand for that load. What the machine has no memory for is left out with a warning.
+    """
+    if not question.judge.load:
+        return Loads()
+    best, own = field.candidates[-1], field.scores[question.rule]
+    context, _ = context_of(target, best.draft.drafter())
+    room = MOST_GAMMA if context is None else context // (2 * TIMED_BLOCKS) - 1
+    known = scored_gammas(own[best.name], range(MOST_GAMMA + 1))[-1]
+    most = max(question.gamma, min(MOST_GAMMA, room, known))
+    costs, warnings = _costs_at_loads(question, target, best, context, most)
+    costs = [field.costs[best.name], *costs]
+    gammas = range(1, most + 1)
+    blocks_G = expected_blocks_of(own[best.name], question.law, gammas).sum(0)
+    taus = dict(zip(gammas, (question.tokens_N.sum() / blocks_G).tolist(), strict=True))
+    roofline = fit_roofline(costs)
+    behind = next(one for one in (*field.others, *field.candidates) if one.name == first[TOGETHER].behind)
+    contests = []
+    for at_load in costs[1:]:
+        ways = [
+            draft_way(question, best.name, best.draft.drafter, own[best.name], at_load, gammas),
+            *free_ways(question, target, own[behind.name], behind, at_load, gammas),
+            *live_ways(question.judge.ways, target, best.draft.drafter),
+        ]
+        held, left_out = hold_at_load(question, target, ways, at_load.batch_size, first)
+        warnings += left_out
+        contests += [held] if held is not None else []
+    measured = {
+        one.concurrency: one.speed(best.name).speed_up / roofline.speed_up(one.concurrency, gamma, taus[gamma])
+        for one in (first, *contests)
+        if best.name in one and (gamma := one[best.name].gamma) in taus
+    }
+    return Loads(tuple(contests), LoadCurve(roofline, taus, measured), tuple(warnings))
+
+
+def _costs_at_loads(
+    question: Question, target: PreTrainedModel, best: Candidate, context: int | None, most: int
+) -> tuple[list[StepCosts], list[str]]:
+    """Stage times at every load beyond one request that there is memory for, and what is said of the others."""
+    costs: list[StepCosts] = []
+    warnings, needed = [], (COST_BLOCKS + 2) * (most + 1)
+    typical = typical_length(question.frozen)
+    typical = typical if context is None else max(2, min(typical, context - needed))
+    for load in sorted(set(question.judge.load) - {1}):
+        try:
+            check_memory(target, best.draft.model, load, typical + needed, most + 1)
+        except UserError as error:
+            warnings.append(f"judge.load {load} was not measured: {error}")
+            continue
+        widest = min(most, max(FITTED_GAMMAS[1], FITTED_TOKENS // load - 1))
+        gammas: Sequence[int] = [gamma for gamma in FITTED_GAMMAS if gamma <= widest]
+        costs.append(
+            measure_costs(
+                target, best.draft, question.settings, gammas=gammas, batch_size=load, context=typical, repeats=REPEATS
+            )
+        )
+    return costs, warnings

@@ -11,10 +11,11 @@ from distill.config.load import load_config
 from distill.models.carving import carve
 from distill.models.target import Target
 from distill.run.responses import decode_settings
-from distill.verdict import contest, load, question, ways
-from distill.verdict.evidence import gather
+from distill.verdict import contest, question
+from distill.verdict import evidence as gathering
+from distill.verdict import field as lining
+from distill.verdict.evidence import Loads, gather, held_at_loads
 from distill.verdict.field import Candidate, line_up
-from distill.verdict.load import Loads, held_at_loads
 from distill.verdict.question import Question
 from distill.verdict.verdict import verdict_of
 from speculative.decode import decode
@@ -98,7 +99,7 @@ def test_what_is_timed_at_a_load_is_what_is_counted(judged, monkeypatch: pytest.
         return tuned_lookup(texts, costs, gammas, drafted)
 
     monkeypatch.setattr(contest, "full_batch_seconds", scripted)
-    monkeypatch.setattr(ways, "tuned_lookup", tuned)
+    monkeypatch.setattr(lining, "tuned_lookup", tuned)
     monkeypatch.setattr(question, "CROSS_FIT_BELOW", 0)
     frozen = evidence.question.frozen
     config = evidence.question.judge.model_copy(update={"ways": ()})
@@ -164,13 +165,13 @@ def test_a_way_or_a_load_without_room_is_a_warning(judged, monkeypatch: pytest.M
     found = held_at_loads(evidence.question, target.model, field, evidence.contest)
     assert [one.name for one in found.contests[0].ways] == [DRAFT, LOOKUP, *LIVE]
     assert found.warnings == ("lookup + draft at judge.load 3 was not measured: no room",)
-    monkeypatch.setattr(load, "check_memory", full)
+    monkeypatch.setattr(gathering, "check_memory", full)
     found = held_at_loads(evidence.question, target.model, field, evidence.contest)
     assert (found.contests, found.warnings) == ((), ("judge.load 3 was not measured: needs more",))
 
 
 def test_nothing_is_timed_that_was_not_asked_for(judged, monkeypatch: pytest.MonkeyPatch) -> None:
     target, field, evidence = judged
-    monkeypatch.delattr(load, "measure_costs")
+    monkeypatch.delattr(gathering, "measure_costs")
     silent = replace(evidence.question, judge=evidence.question.judge.model_copy(update={"load": ()}))
     assert held_at_loads(silent, target.model, field, evidence.contest) == Loads()

@@ -11,9 +11,8 @@ from tiny_models import tiny_model
 from distill.config.sections import JudgeConfig
 from distill.run.verdict_record import Judgement, Outcome, Verdict
 from distill.verdict.contest import Contest
-from distill.verdict.evidence import Evidence
+from distill.verdict.evidence import Evidence, Loads
 from distill.verdict.field import Candidate
-from distill.verdict.load import Loads
 from distill.verdict.question import Question
 from distill.verdict.verdict import looks_of, verdict_of
 from speculative.decoder.responses import DecodeSettings, Response
