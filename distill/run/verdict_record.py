@@ -141,15 +141,8 @@ class Judgement(OnText):
 
     def without_sums(self) -> "Judgement":
         """The judgement without its lists by response, those under other rules included."""
-        return Judgement.model_validate(_without_sums(self.record()))
-
-
-def _without_sums(tree: dict[str, Any]) -> dict[str, Any]:
-    return {
-        key: _without_sums(value) if isinstance(value, dict) else value
-        for key, value in tree.items()
-        if key != "per_response"
-    }
+        plain = self.model_dump(exclude_unset=True, exclude={"per_response": True, "greedy": {"per_response"}})
+        return Judgement.model_validate(plain)
 
 
 class Detectable(Record):

@@ -49,13 +49,6 @@ def test_training_prompts_do_not_depend_on_how_many_are_judged(tmp_path: Path) -
     assert not set(ids(many.train)) & set(ids(many.heldout))
 
 
-def test_one_more_prompt_moves_one_at_most(tmp_path: Path) -> None:
-    before, after = loaded(data_of(tmp_path, 40), 8), loaded(data_of(tmp_path, 41), 8)
-    assert len(set(ids(before.train)) ^ set(ids(after.train))) == 1
-    held = set(ids(before.heldout)) ^ set(ids(after.heldout))
-    assert len(held) in (0, 2)
-
-
 def test_what_does_not_fit_is_left_out_before_the_split(tmp_path: Path) -> None:
     lengths = sorted(len(prompt.prompt_ids) for prompt in loaded(data_of(tmp_path)).train)
     most = lengths[len(lengths) // 2]

@@ -227,21 +227,6 @@ def test_the_dial_is_read_between_checkpoints(other_run: Path) -> None:
     assert dialled[1]["dial/alpha"] != first["judge/alpha"]
 
 
-@pytest.mark.usefixtures("without_figures")
-def test_a_pair_without_headroom_ends_in_no_measurable_gain(tiny_config: Path, tmp_path: Path) -> None:
-    tree = yaml.safe_load(tiny_config.read_text(encoding="utf-8"))
-    tree |= {"name": "same", "output": str(tmp_path)}
-    tree["student"] = {"init": "pretrained", "path": tree["target"]["path"]}  # the draft is the target already
-    tree["train"] |= {"steps": 2}
-    tree["judge"] |= {"every": 2, "speed_prompts": 1, "prompts": 6}
-    (tmp_path / "same.yaml").write_text(yaml.safe_dump(tree), encoding="utf-8")
-    assert train.main([str(tmp_path / "same.yaml")]) == 0
-    verdict = json.loads((tmp_path / "same" / "verdict.json").read_text())
-    assert verdict["outcome"] in ("no_measurable_gain", "loss")
-    assert verdict["checkpoints"][0]["alpha"] > 0.999
-    assert any(line.startswith(("No measurable gain: ", "It got worse: ")) for line in verdict["facts"])
-
-
 def test_a_served_draft_that_cannot_be_judged_is_refused_before_the_work(
     tiny_config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

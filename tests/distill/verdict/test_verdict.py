@@ -191,14 +191,6 @@ def test_averaged_weights_are_a_second_look():
     assert looks_of([averaged, averaged, plain]) == 3
 
 
-def test_lists_by_response_stay_with_the_checkpoints():
-    sums = {"accept_sums": [1.0], "tokens": [1]}
-    record = judgement(step=0, per_response=sums, greedy={"alpha": 0.5, "per_response": sums})
-    found = verdict_of(evidence_of(0.1, FAST), checkpoints=[record], self_checks={})
-    assert found.checkpoints == [judgement(step=0, greedy={"alpha": 0.5})]
-    assert record.per_response is not None
-
-
 def test_a_best_checkpoint_that_is_the_baseline_itself_is_called_so():
     evidence = evidence_of(0.1, FAST)
     evidence.scores["sample"][DRAFT] = evidence.scores["sample"][UNDISTILLED]
