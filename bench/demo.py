@@ -16,9 +16,8 @@ import typer
 from data.files import write_bytes, write_json
 from distill.config.load import load_config
 from distill.report.measured import ways_tables
-from distill.run.folder import load_verdict
 from distill.run.provenance import describe_run
-from distill.run.verdict_record import Verdict
+from distill.run.verdict_record import Verdict, load_verdict
 
 BEGIN, END = "<!-- demo -->", "<!-- end of demo -->"
 

@@ -85,6 +85,7 @@ def distil(run: Run) -> None:
     context, tokenizer, sets = run_prompts(run, target)
     run.say(sets.report)
     # Before the long work: whatever is wrong with the config or the student is told now, not after the target has answered.
+    pkgutil.resolve_name(CONCLUSION)
     refuse_impossible(config.student, target.side.config)
     check_signal(config.signal, target.facts.vocab_rows)
     require_served(

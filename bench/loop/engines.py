@@ -8,8 +8,7 @@ from typing import Any
 
 from distill.commands.serve import BUILT
 from distill.config.run import RunConfig
-from distill.run.folder import load_verdict
-from distill.run.verdict_record import drafting_to_serve
+from distill.run.verdict_record import drafting_to_serve, load_verdict
 from speculative.errors import UserError
 
 HOUSE = Path(__file__).resolve().parents[1] / "house_engine.py"

@@ -13,10 +13,9 @@ from distill.config.load import load_config
 from distill.report.money import parse_prices
 from distill.report.page import given_times, report_command
 from distill.report.screen import last_screen, marked_completion, print_money
-from distill.run.folder import load_verdict
 from distill.run.responses import synthetic_line
 from distill.run.session import open_pair
-from distill.run.verdict_record import Verdict
+from distill.run.verdict_record import Verdict, load_verdict
 from speculative.decode import decode
 from speculative.drafters.draft import Draft
 

@@ -14,9 +14,8 @@ from distill.export.load_table import LoadRange, drafts_by
 from distill.models.quantized import quantization_of
 from distill.models.target import TargetSide
 from distill.models.vocabulary import TokenDifference, first_string_difference, tokens_by_id, vocabulary_rows
-from distill.run.folder import load_verdict
 from distill.run.result import Curves, load_result
-from distill.run.verdict_record import WAYS, Verdict, drafting_to_serve
+from distill.run.verdict_record import WAYS, Verdict, drafting_to_serve, load_verdict
 from speculative.engine.models import mask_token_of, max_positions
 from speculative.errors import UserError
 from speculative.measure.load import MOST_LOAD

@@ -6,6 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, InstanceOf, PlainSerializer, ValidationError
 
+from distill.config.layout import VERDICT
 from distill.run.provenance import version_of
 from speculative.errors import UserError
 from speculative.measure.measured import BY_BLOCK, BY_TOKEN, HELD_OUT, Measured, row_of
@@ -332,3 +333,13 @@ def drafting_to_serve(verdict: Verdict | None, parallel: bool) -> Drafting:
     if verdict is None:
         return "parallel"
     return next((way for way in WAYS if WAYS[way] == verdict.to_run()), verdict.drafts[-1].drafting)
+
+
+def load_verdict(run: Path) -> Verdict:
+    """verdict.json of a finished run.
+
+    Raises:
+        UserError: not there or damaged, or a key is missing or holds something else (it is named).
+    """
+    unfinished = "not there; the run is not finished, start its command again"
+    return Verdict.read(run / VERDICT, "delete it, and start the run's command again", unfinished)

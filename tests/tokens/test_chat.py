@@ -24,9 +24,9 @@ from distill import respond as respond_command
 from distill import train
 from distill.config.load import parse_config
 from distill.models.transplant import token_bytes
-from distill.run.folder import load_verdict
 from distill.run.frozen_text import load_frozen_text
 from distill.run.result import load_result
+from distill.run.verdict_record import load_verdict
 from speculative.decoder.responses import DecodeSettings
 from speculative.errors import UserError
 from speculative.measure.measured import DRAFT, UNDISTILLED

@@ -362,7 +362,7 @@ def test_a_whole_run_with_a_target_that_only_a_server_has(
 
     from distill import respond as respond_command
     from distill import train
-    from distill.run.folder import load_verdict
+    from distill.run.verdict_record import load_verdict
 
     url, _ = server
     MODEL.config.save_pretrained(tmp_path / "target")

@@ -13,9 +13,8 @@ import numpy as np
 from data.responses.acceptance_log import AcceptanceLog, AcceptanceRecord
 from distill.commands.options import DriftOptions
 from distill.config.layout import VERDICT
-from distill.run.folder import load_verdict
 from distill.run.frozen_text import load_frozen_text
-from distill.run.verdict_record import drafting_to_serve
+from distill.run.verdict_record import drafting_to_serve, load_verdict
 from speculative.drafters.draft import Draft, Drafting
 from speculative.engine.models import mask_token_of
 from speculative.errors import UserError

@@ -34,11 +34,10 @@ from distill.config.layout import (
 from distill.export.facts import serving_gamma
 from distill.export.load_table import drafts_by, gamma_by_load
 from distill.report.sections.served import served_lines, served_tables
-from distill.run.folder import load_verdict
 from distill.run.frozen_text import FrozenText, load_frozen_text
 from distill.run.responses import decode_settings, frozen_responses_of
 from distill.run.served_record import SERVED_TEXT, GreedyTexts, ServedRecord, TextLawRecord
-from distill.run.verdict_record import WAYS, Verdict, drafting_to_serve
+from distill.run.verdict_record import WAYS, Verdict, drafting_to_serve, load_verdict
 from speculative.decoder.responses import Response
 from speculative.drafters.draft import DRAFTINGS, Draft
 from speculative.engine.models import mask_token_of

@@ -11,8 +11,7 @@ from scipy import stats
 
 from distill.commands.sweep.plan import SEED, SweepFile, Trial
 from distill.report.table import Cell, Column, Table
-from distill.run.folder import load_verdict
-from distill.run.verdict_record import Interval
+from distill.run.verdict_record import Interval, load_verdict
 from speculative.measure.measured import DRAFT, Measured
 
 BEST, NOISE = "best", "within noise of the best"

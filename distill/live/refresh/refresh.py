@@ -39,9 +39,8 @@ from distill.live.traffic.reader import TrafficLog, acceptance_of, read_traffic
 from distill.live.versions import Version, current_version, make_current, prune, publish, waiting_version
 from distill.report.table import interval
 from distill.run.checkpoint import judged_scores
-from distill.run.folder import load_verdict
 from distill.run.prompts import HELDOUT_FILE, TRAIN_FILE
-from distill.run.verdict_record import drafting_to_serve
+from distill.run.verdict_record import drafting_to_serve, load_verdict
 from speculative.errors import UserError
 
 TRAFFIC, PROBE = "traffic", "probe"

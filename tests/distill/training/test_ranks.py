@@ -33,8 +33,8 @@ from distill.config.run import RunConfig
 from distill.models import student
 from distill.run import run
 from distill.run.checkpoint import judged_scores, last_resumable
-from distill.run.folder import load_verdict
 from distill.run.run import Run
+from distill.run.verdict_record import load_verdict
 from distill.training.trainer import Trainer
 from speculative.errors import UserError
 

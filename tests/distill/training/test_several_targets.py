@@ -24,9 +24,9 @@ from distill.models import target as target_module
 from distill.models.load import load_model, load_tokenizer
 from distill.models.target import Target
 from distill.report.page import report_command
-from distill.run.folder import load_verdict
 from distill.run.others import open_others
 from distill.run.run import Run
+from distill.run.verdict_record import load_verdict
 from distill.training.batches import BatchSource
 from distill.training.teacher import JoinedTeacher
 from speculative.errors import UserError

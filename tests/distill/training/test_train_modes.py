@@ -17,7 +17,7 @@ from distill.config.layout import AVERAGED, RAW, list_steps, step_folder
 from distill.config.load import load_config
 from distill.models.target import Target
 from distill.run import checkpoint
-from distill.run.folder import load_verdict
+from distill.run.verdict_record import load_verdict
 from distill.training.trainer import MOST_SKIPS, NotFinite, Trainer
 from distill.verdict import conclusion
 from speculative.measure.measured import DRAFT
