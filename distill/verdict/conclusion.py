@@ -1,39 +1,74 @@
-"""The end of a run and of an evaluation: evidence gathered, verdict.json, result.json, the report and the plot written."""
+"""The end of a run and of an evaluation: evidence gathered, verdict and findings, then result.json, the report, the plot and verdict.json."""
 
+import datetime
 import json
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from data.files import write_json
-from distill.config.layout import PROPOSALS, PROVENANCE, RESULT, STUDENT, VERDICT, step_folder
+from distill.config.layout import EXPORT, PROPOSALS, PROVENANCE, RESULT, STUDENT, VERDICT, best_student, step_folder
 from distill.config.load import dump_config
 from distill.config.sections import Quantization
+from distill.export.engine import check_all, with_places
+from distill.export.facts import gather_facts, lookups_of, ways_to_serve
 from distill.export.quantize import lighter_draft
 from distill.models.draft import as_exported, load_draft
 from distill.models.load import load_model
-from distill.models.target import Target
+from distill.models.target import Target, load_target_side
 from distill.report.page import report_command
 from distill.report.plot import plot_run
 from distill.report.wandb_panels import log_result
 from distill.run.answers import Answers
 from distill.run.checkpoint import load_judgements
 from distill.run.responses import decode_settings
-from distill.run.result import Result
-from distill.run.verdict_record import Judgement
+from distill.run.result import (
+    RESULT_FORMAT,
+    Calibration,
+    Curve,
+    Curves,
+    Disagreement,
+    Result,
+    RuleCurves,
+    ServeCommand,
+    SliceTable,
+    TemperatureRow,
+    TokenView,
+    WhereRow,
+)
+from distill.run.verdict_record import VERSION, Judgement, Verdict
 from distill.verdict.evidence import Evidence, gather, gather_by_replay
 from distill.verdict.field import Candidate, line_up
-from distill.verdict.findings import SeenByBoth, findings_of, serve_commands
 from distill.verdict.question import Question
 from distill.verdict.temperatures import temperature_rows
 from distill.verdict.token_view import spread_over, token_view
 from distill.verdict.verdict import looks_of, verdict_of
 from speculative.drafters.draft import Draft
+from speculative.explain.calibration import calibration, stop_below
+from speculative.explain.disagreements import disagreements
+from speculative.explain.slices import slice_tables
 from speculative.explain.target_view import target_entropies
-from speculative.measure.measured import DRAFT, SERVED, UNDISTILLED
+from speculative.explain.token_class import token_pieces
+from speculative.explain.where_helps import where_each_helps
+from speculative.measure.cost import best_gamma
+from speculative.measure.measured import DRAFT, SERVED, TARGET, UNDISTILLED
+from speculative.measure.metrics import CURVE_GAMMAS, RuleCurve, rule_curve
+from speculative.measure.race import Standings
+from speculative.rules.rule import RULES, rules_of_text
+from speculative.rules.sampling import SamplingSettings
 
 SHOWN_RESPONSES = 8
+
+
+class SeenByBoth(NamedTuple):
+    """What only the target's weights can tell beside the live run. entropies: the target's at every frozen token."""
+
+    entropies: list[np.ndarray]
+    token_view: TokenView
+    temperatures: list[TemperatureRow]
 
 
 def conclude_run(answers: Answers, self_checks: dict[str, Any]) -> None:
@@ -125,3 +160,146 @@ def _lighter(how: Quantization | None, target: Target, best: Candidate) -> Candi
         return None
     draft = Draft(lighter_draft(load_model(DRAFT, best.path), how, target))
     return Candidate(f"{DRAFT} in {how}", best.path, best.step, draft)
+
+
+def findings_of(
+    evidence: Evidence,
+    verdict: Verdict,
+    tokenizer: Any,
+    *,
+    kind: str,
+    name: str,
+    seen: SeenByBoth | None,
+    trained_on: list[str] | None = None,
+) -> Result:
+    """The result, less where it comes from. trained_on: domains of the training prompts; None when nobody trained."""
+    question, best = evidence.question, evidence.best.name
+    scores = {one.name: evidence.own_scores(one.name) for one in evidence.candidates}
+    pieces = [token_pieces(tokenizer, response.response_ids) for response in question.frozen]
+    slices = slice_tables(
+        question.frozen, scores, rule=question.rule, pieces=pieces, entropies=seen.entropies if seen else None, best=best,
+    )  # fmt: skip
+    costs = evidence.best_costs
+    worst = disagreements(
+        question.frozen, scores[best], rule=question.rule, gamma=question.gamma, tokenizer=tokenizer,
+        seconds_per_block=costs.target_seconds * costs.block_price(question.gamma) if costs else None,
+    )  # fmt: skip
+    return Result(
+        format=RESULT_FORMAT,
+        version=VERSION,
+        kind=kind,
+        name=name,
+        made=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        verdict=verdict,
+        curves=curves_of(evidence),
+        slices=[SliceTable.model_validate(table, from_attributes=True) for table in slices],
+        where=_where(evidence),
+        disagreements=[Disagreement.model_validate(row, from_attributes=True) for row in worst],
+        calibration=_calibration(evidence),
+        trained_on=trained_on,
+        timed_prompts=_timed(evidence),
+        token_view=seen.token_view if seen else None,
+        temperatures=seen.temperatures if seen else [],
+    )
+
+
+def curves_of(evidence: Evidence) -> Curves:
+    """Every rule that some frozen text has a law for; the others with the reason."""
+    rules, covered = [], set()
+    for text_rule, text in evidence.question.texts.items():
+        keys = [response.prompt for response in text]
+        sampling = "temperature 0" if text_rule == "greedy" else "the serving settings"
+        known = not any(np.isnan(response.log_target_probs).any() for response in text)
+        for rule in rules_of_text(text_rule, known):
+            if rule in covered:
+                continue
+            covered.add(rule)
+            of = {
+                name: _with_speed(
+                    evidence, name, rule_curve(scores, keys, rule, survival_gamma=evidence.question.gamma)
+                )
+                for name, scores in evidence.scores[text_rule].items()
+            }
+            note = f"replayed from text answered at {sampling}{_costs_note(evidence, rule)}"
+            rules.append(RuleCurves(rule=rule, ways=of, note=note))
+    rules.sort(key=lambda entry: entry.rule != evidence.question.rule)
+    lacking = "needs text that the target sampled, and this run serves at temperature 0"
+    if "greedy-draft" in covered:
+        lacking = "needs the probabilities of the target's text under the serving settings, and its server tells the model's own alone"
+    refused = {rule: lacking for rule in RULES if rule not in covered}
+    if "greedy" in refused:
+        refused["greedy"] = "needs text that the target answered at temperature 0, and this run has none"
+    return Curves(gammas=list(CURVE_GAMMAS), rules=rules, refused=refused)
+
+
+def _with_speed(evidence: Evidence, name: str, curve: RuleCurve) -> Curve:
+    """The curve with the predicted speed-up at every gamma; None beyond the timed ones."""
+    costs = evidence.costs.get(name)
+    speeds = costs and [
+        tau / costs.block_price(gamma) if gamma <= max(costs.verify_seconds) else None
+        for gamma, tau in zip(curve.gammas, curve.tau, strict=True)
+    ]
+    return Curve.model_validate(vars(curve) | {"predicted_speed_up": speeds})
+
+
+def _costs_note(evidence: Evidence, rule: str) -> str:
+    """Steps are timed under the run's own rule; sampling adds a little to each."""
+    return (
+        f", at the step times of rule {evidence.question.rule}"
+        if evidence.costs and rule != evidence.question.rule
+        else ""
+    )
+
+
+def _calibration(evidence: Evidence) -> Calibration:
+    scores, costs = evidence.own_scores(evidence.best.name), evidence.best_costs
+    found = calibration(evidence.question.frozen, scores, evidence.question.rule, name=evidence.best.name)
+    if costs is None:
+        words = f"{found.words}; no advice on a confidence stop: nothing was timed"
+        return Calibration.model_validate(replace(found, words=words), from_attributes=True)
+    gamma = evidence.question.gamma
+    slope = (costs.verify_ratio(gamma) - 1.0) / gamma
+    _, speed_up = best_gamma(costs.timed(evidence.judged[evidence.best.name].replay), costs)  # 1 where none pays
+    threshold, words = stop_below(
+        scores, evidence.question.rule, cost_ratio=costs.cost_ratio, verify_slope=slope, speed_up=speed_up, parallel=costs.parallel,
+    )  # fmt: skip
+    advised = replace(found, stop_below=threshold, words=f"{found.words}. {words}")
+    return Calibration.model_validate(advised, from_attributes=True)
+
+
+def _where(evidence: Evidence) -> list[WhereRow]:
+    if evidence.contest is None:
+        return []
+    timed = evidence.contest.timed
+    assert isinstance(timed, Standings)
+    steps = {name: timed.steps_N(name) for name in (TARGET, *(one.name for one in evidence.contest.ways))}
+    rows = where_each_helps(evidence.question.frozen, steps)
+    return [WhereRow.model_validate(row, from_attributes=True) for row in rows]
+
+
+def _timed(evidence: Evidence) -> dict[str, dict[str, float]]:
+    rates: dict[str, dict[str, float]] = {}
+    for name, laps in evidence.contest.laps.items() if evidence.contest else ():
+        for key, lap in laps.items():
+            rates.setdefault(key, {})[name] = lap.tokens_per_second
+    return rates
+
+
+def serve_commands(
+    run: Path, target: Target, verdict: Verdict, sampling: SamplingSettings, curves: Curves | None
+) -> list[ServeCommand]:
+    """What starts each engine with this run's draft once it is exported to RUN/export."""
+    student = load_target_side(str(best_student(run)), False)
+    draft = str((run / EXPORT).resolve())
+    gamma, taus, one_pass = ways_to_serve(verdict, curves, student.config)
+    facts = gather_facts(
+        target.side, student, draft, gamma, measured_rule=verdict.rule, sampling=sampling, taus=taus, one_pass=one_pass,
+        **lookups_of(verdict),
+    )  # fmt: skip
+    return [
+        ServeCommand(
+            engine=one.engine, ok=one.ok, language=one.language, note=one.rule_note,
+            command=with_places(one.command, one.language, draft, facts.target),
+        )
+        for one in check_all(facts)
+    ]  # fmt: skip

@@ -14,9 +14,9 @@ from distill.export.facts import ways_to_serve
 from distill.models.carving import carve
 from distill.models.target import Target
 from distill.run.responses import decode_settings
+from distill.verdict.conclusion import curves_of
 from distill.verdict.evidence import Evidence, gather, gather_by_replay
 from distill.verdict.field import Candidate, line_up
-from distill.verdict.findings import curves_of
 from distill.verdict.question import Question
 from distill.verdict.verdict import verdict_of
 from speculative.decode import decode

@@ -19,7 +19,7 @@ from distill.models.target import Target
 from distill.run.result import load_result
 from distill.run.verdict_record import Judgement, PerResponse
 from distill.verdict import conclusion
-from distill.verdict.findings import serve_commands
+from distill.verdict.conclusion import serve_commands
 from distill.verdict.token_view import spread_over, writers
 from distill.verdict.verdict import with_gains
 from speculative.decoder.responses import Response
