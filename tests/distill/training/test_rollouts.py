@@ -231,15 +231,6 @@ def test_another_generation_samples_another_text_of_the_same_prompts(tmp_path: P
     assert sum(texts[0][prompt] == texts[1][prompt] for prompt in texts[0]) < 4
 
 
-def test_what_is_on_disk_is_read_and_not_made_again(tmp_path: Path) -> None:
-    config = config_of(tmp_path)
-    first, other = Draft(draft_model()), Draft(tiny_model(vocab_size=TOKENS, seed=5))
-    for kind in ("student", "speculative"):
-        written = made(rollouts_of(config), kind, 3, first)
-        assert same(made(rollouts_of(config), kind, 3, other), written)
-    assert (first.asked, other.asked) == (2, 0)
-
-
 @pytest.mark.parametrize("kind", ["student", "speculative"])
 @pytest.mark.parametrize("ranks", [2, 3, 5])
 def test_any_number_of_ranks_makes_the_same(tmp_path: Path, kind: Any, ranks: int) -> None:

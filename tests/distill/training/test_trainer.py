@@ -355,15 +355,6 @@ def test_a_run_killed_at_any_rename_goes_on_exactly(
     assert deadly >= 8, "two checkpoints of at least four renames each"
 
 
-def test_judgement_is_not_repeated_after_a_resume(tmp_path: Path) -> None:
-    config = run_config(tmp_path, train={"steps": 4})
-    first = finish(config)
-    again = finish(config)
-    assert first.judge.steps == [0, 2, 4]  # type: ignore[attr-defined]
-    assert again.judge.steps == []  # type: ignore[attr-defined]
-    assert again.progress.step == 4
-
-
 def test_best_is_the_highest_score_and_the_first_of_equals(tmp_path: Path) -> None:
     config = run_config(tmp_path, train={"steps": 8})
     loop = finish(config, score=lambda step: {0: 1.0, 2: 3.0, 4: 2.0, 6: 3.0, 8: 0.5}[step])
@@ -515,25 +506,6 @@ def test_judging_touches_the_random_numbers_of_its_own_device_only(
 
 
 # --- a real process, a real kill ----------------------------------------------------------------------------------------
-
-
-def _fit_in_child(config: RunConfig, pause: float) -> None:
-    torch.set_num_threads(1)
-    fit(before_step(make_loop(config, kind="gpt2"), None, lambda: time.sleep(pause)))
-
-
-def test_kill_minus_nine_at_random_moments(tmp_path: Path) -> None:
-    whole, killed = (
-        run_config(tmp_path / name, train={"steps": 12}, judge={"every": 3}) for name in ("whole", "killed")
-    )
-    assert run_child(_fit_in_child, whole, 0.0) == 0
-
-    def lines() -> int:
-        path = killed.folder / "metrics.jsonl"
-        return len(path.read_text().splitlines()) if path.exists() else 0
-
-    assert killed_often(_fit_in_child, killed, 0.02, progress=lines, times=5, most=5, seed=0) >= 2
-    assert_same_run(killed, whole)
 
 
 YAML = """
