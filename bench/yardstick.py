@@ -54,7 +54,7 @@ from data.prompts.template import loss_mask, render_prompt
 from data.responses.rendered import RenderedPrompt
 from data.responses.synthetic import mixed_rows, sampled_rows, synthetic_rows
 from data.signals.store import SignalStore, signal_manifest
-from distill.config.sections import OptimConfig, SignalConfig
+from distill.config.sections import OptimConfig
 from distill.loss.definitions import Objective, overlap
 from distill.loss.offsets import Survival, drawn_depths
 from distill.models.carving import carve, layer_list
@@ -359,14 +359,13 @@ def batches(
 
 def captured(target: Any, examples: Sequence[Example], k: int, temperature: float, folder: str) -> CapturingTeacher:
     """A teacher whose target runs once per sequence."""
-    config = SignalConfig(source="capture", kind="topk", k=k)
     manifest = signal_manifest(
         "topk", k, temperature=temperature, vocab_rows=vocabulary_rows(target.config), target="", target_dtype=str(target.dtype),
         seed=0,
     )  # fmt: skip
     store = SignalStore(Path(folder))
     store.open(manifest, as_examples(examples).predicted_N)
-    return CapturingTeacher(Teacher(target), store, config, temperature, 0)
+    return CapturingTeacher(Teacher(target), store)
 
 
 def train_ours(

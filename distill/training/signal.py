@@ -73,9 +73,7 @@ def fill(run: Run, store: SignalStore, target: Target, examples: Examples) -> No
     order = missing[np.argsort(-examples.lengths_N[missing].astype(np.int64), kind="stable")].tolist()
     mine = [order[start : start + size] for start in range(0, len(order), size)][rank::ranks]
     if mine:
-        teacher = CapturingTeacher(
-            Teacher(target.model), store, config.signal, config.loss.temperature, config.seed, config.loss.chunk_tokens
-        )
+        teacher = CapturingTeacher(Teacher(target.model), store, config.loss.chunk_tokens)
         with ResponseBar("teacher signal", sum(map(len, mine)), 0, show) as bar:
             for indices in mine:
                 batch = collate([examples[index] for index in indices], pad_id_of(target.tokenizer), indices)
@@ -120,9 +118,7 @@ def make_teacher(
         stores = [store, *(open_signal_store(*one, repair=False) for one in known)]
         counts = [len(examples), *(len(of_other) for _, of_other, _ in known)]
         return JoinedTeacher(stores, counts) if others else StoredTeacher(store)
-    return CapturingTeacher(
-        Teacher(target.model), store, signal, config.loss.temperature, config.seed, config.loss.chunk_tokens
-    )
+    return CapturingTeacher(Teacher(target.model), store, config.loss.chunk_tokens)
 
 
 def make_reference(path: str | None, target: Target) -> Teacher | None:

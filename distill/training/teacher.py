@@ -1,11 +1,11 @@
 """Who says what the target says while the draft learns: the target itself, and its word paid once, in few numbers, and read back.
 
-Legend: B sequences, T positions, R response tokens (rows), C rows of a chunk, D hidden width, V vocabulary, K stored entries, N draws of a row, S distinct
-ones among them.
+Legend: B sequences, T positions, R response tokens (rows), C rows of a chunk, D hidden width, V vocabulary, K stored entries,
+N draws of a row, S distinct ones among them.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -18,9 +18,6 @@ from data.signals.store import SignalStore
 from distill.models.heads import SplitModel
 from speculative.errors import UserError
 from speculative.rules.sampling import row_uniforms, sample_at
-
-if TYPE_CHECKING:  # pydantic need not be there
-    from distill.config.sections import SignalConfig
 
 Head = Callable[[Tensor], Tensor]
 CHUNK_BYTES = 64 << 20  # of one float32 (C, V) tensor; half a dozen of its size exist at once
@@ -167,19 +164,10 @@ class JoinedTeacher(StoredTeacher):
 class CapturingTeacher(StoredTeacher):
     """Asks the online teacher once per example and keeps the answer; who comes again gets what was kept."""
 
-    def __init__(
-        self,
-        teacher: TeacherSource,
-        store: SignalStore,
-        config: "SignalConfig",
-        temperature: float,
-        seed: int,
-        chunk: int | None = None,
-    ) -> None:
-        """``store`` is open, to repair; ``temperature`` is the loss's; ``chunk``: rows whose logits exist at once."""
+    def __init__(self, teacher: TeacherSource, store: SignalStore, chunk: int | None = None) -> None:
+        """``store`` is open, to repair: its manifest says what is made. ``chunk``: rows whose logits exist at once."""
         super().__init__(store)
-        self.teacher, self.config = teacher, config
-        self.temperature, self.seed, self.chunk = temperature, seed, chunk
+        self.teacher, self.chunk = teacher, chunk
 
     def signal(self, batch: Batch) -> StoredSignal:
         """The distributions at the rows of a micro-batch as the store gives them back, rounding included, on its device.
@@ -230,12 +218,13 @@ class CapturingTeacher(StoredTeacher):
     def _made(self, dense: DenseSignal, indices: tuple[int, ...], lengths: list[int]) -> StoredSignal:
         """The signal of all rows, on the CPU."""
         signal: StoredSignal
-        if self.config.kind == "topk":
-            signal = topk_signal(dense.head, dense.hidden_RD, self.config.k, self.temperature, self.chunk)
+        told, (hidden_RD, head) = self.store.manifest, (dense.hidden_RD, dense.head)
+        temperature = float(told["temperature"])  # the loss's
+        if told["kind"] == "topk":
+            signal = topk_signal(head, hidden_RD, int(told["k"]), temperature, self.chunk)
         else:
-            keys = self.store.keys(indices)
-            uniforms = [draw_uniforms(self.seed, key, length) for key, length in zip(keys, lengths, strict=True)]
-            signal = sampled_signal(
-                dense.head, dense.hidden_RD, self.config.samples, torch.cat(uniforms), self.temperature, self.chunk
-            )
+            keys, seed = self.store.keys(indices), int(told["seed"])
+            uniforms = [draw_uniforms(seed, key, length) for key, length in zip(keys, lengths, strict=True)]
+            samples = int(told["samples"])
+            signal = sampled_signal(head, hidden_RD, samples, torch.cat(uniforms), temperature, self.chunk)
         return signal.to(torch.device("cpu"))

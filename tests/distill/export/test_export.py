@@ -233,7 +233,7 @@ def test_padded_rows_are_repaired(tmp_path, target_dir, tokenizer, tied, rows_be
 def adapted_to(base_dir, rows, modules):
     """The base with so many rows and a random adapter on it."""
     loaded = AutoModelForCausalLM.from_pretrained(base_dir)
-    repair_rows(loaded, rows)
+    repair_rows(loaded, rows, loaded.config.vocab_size)
     torch.manual_seed(5)
     return get_peft_model(loaded, LoraConfig(r=4, target_modules=modules, init_lora_weights=False)).eval()
 

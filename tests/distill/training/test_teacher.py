@@ -217,7 +217,7 @@ def batch_of(*indices: int) -> Batch:
 
 def capturing(folder: Path, config: SignalConfig, rank: int = 0) -> tuple[CapturingTeacher, Counting]:
     online = Counting(Teacher(tiny_model(vocab_size=TOKENS)))
-    return CapturingTeacher(online, open_store(folder, config, rank), config, 1.5, 7), online
+    return CapturingTeacher(online, open_store(folder, config, rank)), online
 
 
 def same(left: Any, right: Any) -> bool:
@@ -374,7 +374,7 @@ def test_truncation_costs_acceptance_at_most_the_tail(tmp_path: Path, k: int) ->
     config = SignalConfig(kind="topk", k=k)
     target = tiny_model(vocab_size=TOKENS)
     online, draft = Teacher(target), Teacher(perturbed(target, scale=0.1))
-    teacher = CapturingTeacher(online, open_store(tmp_path, config), config, 1.5, 7)
+    teacher = CapturingTeacher(online, open_store(tmp_path, config))
     batch = batch_of(*range(8))
     signal, dense, drafted = teacher.signal(batch), online.signal(batch), draft.signal(batch)
     assert isinstance(signal, TopKSignal)
@@ -399,7 +399,7 @@ def test_prompts_are_captured_beside_the_responses(tmp_path: Path) -> None:
         "topk", config.k, temperature=1.5, vocab_rows=TOKENS, target="t", target_dtype="float32", seed=7, prompts=True
     )
     store.open(manifest, whole.predicted_N)
-    both = CapturingTeacher(Teacher(tiny_model(vocab_size=TOKENS)), store, config, 1.5, 7)
+    both = CapturingTeacher(Teacher(tiny_model(vocab_size=TOKENS)), store)
     batch = collate([whole[index] for index in (3, 0, 5)], 0, (3, 0, 5))
     assert batch.answers_R is not None
     assert not batch.answers_R.all()
