@@ -49,7 +49,8 @@ def names_imported(source: str, package: str) -> list[str]:
             names += [name for name in files if (ROOT / f"{name.replace('.', '/')}.py").exists()] or [above]
         elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
             called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-            names += [str(node.args[0].value)] if called in ("import_module", "__import__") else []
+            by_name = called in ("import_module", "__import__", "resolve_name")
+            names += [str(node.args[0].value).partition(":")[0]] if by_name else []
     return names
 
 
