@@ -69,9 +69,10 @@ def test_a_run_on_a_quantised_target(int8_target: Path, tmp_path: Path, monkeypa
     assert train.main(["run.yaml"]) == 0
     run = tmp_path / "runs" / "run"
     result: dict[str, Any] = json.loads((run / "result.json").read_text())
-    assert result["checks"]["alpha_live"] == pytest.approx(1.0, abs=0.015)
-    assert result["checks"]["dtype"] == "bfloat16"
-    assert result["costs"]["cost_ratio"] > 0
+    checks = result["verdict"]["self_checks"]
+    assert checks["alpha_live"] == pytest.approx(1.0, abs=0.015)
+    assert checks["dtype"] == "bfloat16"
+    assert result["verdict"]["costs"]["cost_ratio"] > 0
     saved = json.loads(next(run.glob("**/student/config.json")).read_text())
     assert "quantization_config" not in saved
 
