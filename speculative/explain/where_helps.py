@@ -22,7 +22,7 @@ class Part:
 
     repeated, looping: shares of the tokens (`repetition.repeats`). speed_up: by way, the target's steps over its own, pooled, so
     that the parts come to the speed-up of the whole. speed_up_ci: bootstrap over prompts, each stands alone; None for a single
-    prompt. best: the fastest way there, "target" where none beats it. certain: whether it beats every other one in paired
+    prompt. best: the fastest way there, `TARGET` where none beats it. certain: whether it beats every other one in paired
     resamples of the prompts, for all rows of the dimension together (Bonferroni), on enough prompts.
     """
 

@@ -78,7 +78,9 @@ class Measured:
     tau: Annotated[float | None, "tokens per target call at this gamma"] = None
     tau_ci: Annotated[Interval | None, "its interval"] = None
     accepted_per_drafted: Annotated[float | None, "accepted over drafted tokens at this gamma"] = None
-    tokens_per_second: Annotated[float | None, "of all requests together"] = None
+    tokens_per_second: Annotated[
+        float | None, "of all requests together; of a served row of one request, with the others under way"
+    ] = None
     speed_up: Annotated[float | None, "tokens/s over those of the target alone at the same concurrency, pooled"] = None
     speed_up_ci: Annotated[Interval | None, "its interval; null: too few prompts to be certain"] = None
     how: Annotated[dict[str, How], "how each figure was obtained: `live`, `replay`, `timed`, `predicted`, `served`"] = (

@@ -200,7 +200,7 @@ def _measured(
     served = Measured(
         DRAFT, found.rule, options.concurrency, SERVED_TEXT, len(asked.answers), tokens, counted.gamma, tau=counted.tau,
         tau_ci=tau_interval(counted, shown.tau, shown.tau_ci), accepted_per_drafted=counted.accepted_per_drafted,
-        tokens_per_second=options.concurrency * speed.tokens_per_second, speed_up=speed.speed_up, speed_up_ci=speed.speed_up_ci,
+        tokens_per_second=speed.tokens_per_second, speed_up=speed.speed_up, speed_up_ci=speed.speed_up_ci,
         how=dict.fromkeys(("tau", "accepted_per_drafted", "tokens_per_second", "speed_up"), "served"),
     )  # fmt: skip
     of_text = replace(Measured(DRAFT, found.rule), text=SERVED_TEXT if known else HELD_OUT, prompts=served.prompts)
@@ -213,7 +213,7 @@ def _measured(
         rows.append(
             replace(
                 served, way=TARGET, tokens=sum(answer.tokens for answer in asked.plain), gamma=0, tau=1.0, tau_ci=None,
-                accepted_per_drafted=None, tokens_per_second=options.concurrency * speed.plain, speed_up=1.0, speed_up_ci=None,
+                accepted_per_drafted=None, tokens_per_second=speed.plain, speed_up=1.0, speed_up_ci=None,
                 how={"tokens_per_second": "served"},
             )
         )  # fmt: skip
@@ -224,7 +224,7 @@ def _measured(
         )
     return {
         "measured": rows, "survival": {"replay": survival} | ({} if counted.survival is None else {"served": counted.survival}),
-        "tokens_per_second_ci": tuple(options.concurrency * end for end in speed.tokens_per_second_ci),
+        "tokens_per_second_ci": speed.tokens_per_second_ci,
         "latency": speed.latency, "latency_ci": speed.latency_ci,
     }  # fmt: skip
 
