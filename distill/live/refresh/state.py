@@ -1,6 +1,7 @@
 """Where a refresh stands, and its folder: numbered, locked, found again after a kill."""
 
 import contextlib
+import json
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -82,6 +83,13 @@ def read_state(folder: Path) -> State | None:
     return State.read(path, f"delete {folder} to start again") if path.exists() else None
 
 
+def _outcome(folder: Path) -> str | None:
+    """How a refresh ended, whichever version wrote it; None: it did not, or nobody can tell."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        return json.loads((folder / STATE).read_text(encoding="utf-8")).get("outcome")
+    return None
+
+
 @contextlib.contextmanager
 def refresh_folder(
     options: RefreshOptions, stem: Path, drafts: Path, version: str, console: Console
@@ -97,8 +105,8 @@ def refresh_folder(
         with tempfile.TemporaryDirectory(prefix="understudy-refresh-") as passing:
             yield Path(passing) / f"{stem.name}{next_name(drafts)}"
         return
-    found = {path: read_state(path) for path in sorted(stem.parent.glob(f"{stem.name}v*")) if path.is_dir()}
-    left = [path for path, state in found.items() if state is None or state.outcome is None]
+    found = {path: _outcome(path) for path in sorted(stem.parent.glob(f"{stem.name}v*")) if path.is_dir()}
+    left = [path for path, outcome in found.items() if outcome is None]
     waiting = waiting_version(drafts)
     if not left and waiting is not None and not options.force:
         words = "waits for its rollout; --approve makes it current, --force makes another version"
@@ -106,17 +114,17 @@ def refresh_folder(
         yield None
         return
     folder = left[0] if left else _new_folder(stem, next_name(drafts), found)
-    state = found[folder] if left else None
+    state = read_state(folder) if left else None
     if state is not None and version not in (state.parent, state.version):
         raise UserError(f"{folder}: a refresh of {state.parent} that did not end; {version} is served now: delete it")
     with locked(folder / LOCK, f"{folder}: another refresh is at work there; wait for it"):
         yield folder
 
 
-def _new_folder(stem: Path, name: str, found: dict[Path, State | None]) -> Path:
+def _new_folder(stem: Path, name: str, found: dict[Path, str | None]) -> Path:
     """That of the next number; behind one that trained in vain, which stays to be looked at."""
     number = int(name[1:])
-    taken = {path for path, state in found.items() if state is not None and state.outcome not in UNTRAINED}
+    taken = {path for path, outcome in found.items() if outcome not in UNTRAINED}
     while (folder := stem.with_name(f"{stem.name}v{number:04d}")) in taken:
         number += 1
     if folder in found:

@@ -24,6 +24,7 @@ from distill.live.refresh.gate import failure_of, small_slices
 from distill.live.refresh.plan import mixed
 from distill.live.refresh.reasons import concurrency, own_words, payback
 from distill.live.refresh.refresh import refresh_command
+from distill.live.refresh.state import refresh_folder
 from distill.live.rollout.engine import Engine
 from distill.live.rollout.state import State
 from distill.live.versions import list_versions, make_current
@@ -196,3 +197,13 @@ def test_a_version_whose_rollout_has_begun_is_not_pruned(tmp_path: Path) -> None
     state.write(tmp_path)
     refresh.prune_unused(tmp_path, 1, None, "v0005", Console(file=io.StringIO()))
     assert [version.name for version in list_versions(tmp_path)] == ["v0001", "v0002", "v0003", "v0005"]
+
+
+@pytest.mark.parametrize(("outcome", "name"), [("not needed", "v0001"), ("published", "v0002")])
+def test_an_ended_refresh_of_another_version_of_ours_is_in_nobodys_way(tmp_path: Path, outcome: str, name: str) -> None:
+    ended = tmp_path / "tiny-refresh-v0001"
+    ended.mkdir()
+    (ended / "refresh.json").write_text(json.dumps({"outcome": outcome, "parent": "v0001"}))
+    options = RefreshOptions(tmp_path, traffic=tmp_path, drafts=tmp_path / "drafts")
+    with refresh_folder(options, tmp_path / "tiny-refresh-", tmp_path / "drafts", "v0001", Console()) as folder:
+        assert folder == tmp_path / f"tiny-refresh-{name}"
