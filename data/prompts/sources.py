@@ -51,8 +51,15 @@ class _Table:
 
 def _arrow_table(table: pa.Table, name: str) -> _Table:
     def rows(wanted: Sequence[str]) -> _Rows:
-        batches = table.select(list(wanted)).to_batches(max_chunksize=1000)
-        return enumerate((values for batch in batches for values in batch.to_pylist()), start=1)
+        chosen = table.select(list(wanted))
+        found: Iterable[dict[str, Any]] = (
+            values for batch in chosen.to_batches(max_chunksize=1000) for values in batch.to_pylist()
+        )
+        if any("arrow.json" in str(one) for one in chosen.schema.types):  # objects of unequal keys, written as JSON
+            import datasets
+
+            found = map(datasets.Features.from_arrow_schema(chosen.schema).decode_example, found)
+        return enumerate(found, start=1)
 
     return _Table(name, table.column_names, rows)
 
@@ -226,13 +233,13 @@ def _read_file(path: Path, builder: str) -> Iterator[_Table]:
         yield _Table(str(path), list(dict.fromkeys(name for _, values in found for name in values)), lambda _: found)
 
 
-def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """(number from 1, text) of each line."""
+def _lines(path: Path, ends: bool = False) -> Iterator[tuple[int, str]]:
+    """(number from 1, text) of each line, with or without what ends it: a line feed, a carriage return or both."""
     number = 0
     try:
         with gzip.open(path, "rb") if path.name.endswith(".gz") else path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                yield number, line.decode("utf-8-sig").rstrip("\r\n")
+            for number, line in enumerate((one for some in file for one in some.splitlines(ends)), start=1):
+                yield number, line.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         found = f"byte {error.object[error.start]:#04x}"
         raise UserError(f"{path}:{number}: not UTF-8 ({found}): save the file as UTF-8") from error
@@ -240,24 +247,32 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
         raise UserError(f"{path}: not a whole gzip file ({error}): copy or compress it again") from error
 
 
+def _filled_lines(path: Path) -> Iterator[tuple[int, str]]:
+    return ((number, line) for number, line in _lines(path) if line.strip())
+
+
 def _text_rows(path: Path) -> _Rows:
-    return ((number, {"text": line}) for number, line in _lines(path) if line.strip())
+    return ((number, {"text": line}) for number, line in _filled_lines(path))
 
 
 def _csv_rows(path: Path) -> _Rows:
-    for number, row in enumerate(csv.DictReader((f"{line}\n" for _, line in _lines(path)), strict=True), start=1):
+    csv.field_size_limit(sys.maxsize)  # of one cell: 131,072 characters else
+    for number, row in enumerate(csv.DictReader((line for _, line in _lines(path, ends=True)), strict=True), start=1):
         if None in row:
             raise UserError(f"{path}:{number}: more cells than columns: mend or remove this row")
         yield number, row
 
 
 def _json_rows(path: Path) -> _Rows:
-    """(number of the line, object) of each line that is not blank; of a file that is one list its places are the numbers."""
+    """(number of its first line, object) of each object; of a file that is one list its places are the numbers."""
     values: Iterable[tuple[int, Any]]
-    if next((line for _, line in _lines(path) if line.strip()), "").lstrip().startswith("["):
-        values = enumerate(_parsed("\n".join(line for _, line in _lines(path)), path, 1), start=1)
+    if next(_filled_lines(path), (1, ""))[1].lstrip().startswith("["):
+        listed = _parsed("\n".join(line for _, line in _lines(path)), path, 1)
+        if all(isinstance(value, str) for value in listed):
+            listed = [{"text": value} for value in listed]
+        values = enumerate(listed, start=1)
     else:
-        values = ((number, _parsed(line, path, number)) for number, line in _lines(path) if line.strip())
+        values = ((number, _parsed(text, path, number)) for number, text in _json_texts(path))
     for number, value in values:
         if not isinstance(value, dict):
             kind = type(value).__name__
@@ -265,20 +280,54 @@ def _json_rows(path: Path) -> _Rows:
         yield number, value
 
 
+def _json_texts(path: Path) -> Iterable[tuple[int, str]]:
+    """(number of its first line, text) of each value: every line is one, unless the first is an object that goes on behind its line."""
+    first, line = next(_filled_lines(path), (1, ""))
+    try:
+        json.loads(line)
+        return _filled_lines(path)
+    except (ValueError, RecursionError):
+        if not line.lstrip().startswith("{"):
+            return _filled_lines(path)
+    text = "\n".join(line for _, line in _lines(path))
+    found, number, start = [], first, text.index("{")
+    try:
+        while start < len(text):
+            _, end = json.JSONDecoder().raw_decode(text, start)
+            found.append((number, text[start:end]))
+            while end < len(text) and text[end].isspace():
+                end += 1
+            number, start = number + text.count("\n", start, end), end
+    except (ValueError, RecursionError):
+        return [*found, (number, text[start:])] if number > first else _filled_lines(path)
+    return found
+
+
+def _named_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{max(names, key=names.count)!r} is specified twice")
+    return found
+
+
+_STRICT_JSON = json.JSONDecoder(object_pairs_hook=_named_once)
+
+
 def _parsed(text: str, path: Path, number: int) -> Any:
     """What stands in a text that begins in this line."""
     try:
-        value = json.loads(text)
+        value = _STRICT_JSON.decode(text)
         if "\\ud" in text or "\\uD" in text:
             json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         half = "half of a surrogate pair, written \\ud8.."
         raise UserError(f"{path}:{number}: not valid Unicode ({half}): mend or remove this line") from error
-    except json.JSONDecodeError as error:
-        place = f"{path}:{number + error.lineno - 1}"
-        raise UserError(
-            f"{place}: not valid JSON ({error.msg}, column {error.colno}): mend or remove this line"
-        ) from error
+    except (ValueError, RecursionError) as error:  # too: a key twice, a number of too many digits, lists in lists
+        what = _one_line(error)
+        if isinstance(error, json.JSONDecodeError):
+            what, number = f"{error.msg}, column {error.colno}", number + error.lineno - 1
+        raise UserError(f"{path}:{number}: not valid JSON ({what}): mend or remove this line") from error
     return value
 
 

@@ -58,6 +58,35 @@ def test_every_format_gives_the_same_rows(tmp_path):
         assert load(path=path, **mapping) == expected
 
 
+def test_turns_of_unequal_keys_come_as_they_were_written(tmp_path, monkeypatch):
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {"a": 2}}}]}
+    user = {"role": "user", "content": "2 + 2?"}
+    turns = [user, call, {"role": "tool", "content": "4", "name": "add"}, user]
+    made = datasets.Dataset.from_list([{"messages": turns}, {"messages": turns[:1]}], on_mixed_types="use_json")
+    made.to_parquet(str(tmp_path / "a.parquet"))
+    made.save_to_disk(str(tmp_path / "saved"))
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: made)
+    (arrow,) = (tmp_path / "saved").glob("*.arrow")
+    for path in (str(tmp_path / "a.parquet"), str(arrow), "some-org/chats"):
+        assert [row.messages for row in load(path=path)] == [tuple(turns), (user,)], path
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "prompts"),
+    [
+        ("strings.json", '["a", "b"]', {1: "a", 2: "b"}),
+        ("spread.json", '\n{\n  "text": "a"\n}\n\n{\n  "text": "b"\n}\n{"text": "c"}', {2: "a", 6: "b", 9: "c"}),
+        ("one.json", '{\n  "text":\n  "a"}', {1: "a"}),
+        ("long.csv", f"text,n\n{'a' * 200_000},1\n", {1: "a" * 200_000}),
+        ("old.csv", 'text,n\ra,1\r"b\rc\r\nd",2\r', {1: "a", 2: "b\rc\r\nd"}),
+        ("old.txt", "a\rb\u2028b\r\n\rc\x0b\n", {1: "a", 2: "b\u2028b", 4: "c\x0b"}),
+    ],
+)
+def test_odd_files_are_read(tmp_path, name, content, prompts):
+    rows = load(path=write(tmp_path / name, content), prompt_column="text")
+    assert {int(row.origin.rpartition(":")[2]): row.text for row in rows} == prompts
+
+
 def test_format_overrides_the_suffix(tmp_path):
     path = write(tmp_path / "prompts.data", ROWS)
     assert "suffix tells no format" in refusal(path=path)
@@ -141,6 +170,9 @@ def test_misspelt_column_names_the_nearest(tmp_path):
         (b'{"prompt": "b"', "not valid JSON"),
         (b'["b"]', "a line must be a JSON object"),
         (b'{"prompt": "caf\xe9"}', "not UTF-8 (byte 0xe9)"),
+        (b'{"prompt": "a", "prompt": "b"}', "not valid JSON ('prompt' is specified twice)"),
+        (b'{"prompt": ' + b"9" * 5000 + b"}", "not valid JSON (Exceeds the limit (4300 digits)"),
+        (b'{"prompt": ' + b"[" * 200_000, "not valid JSON (maximum recursion depth exceeded"),
     ],
 )
 def test_malformed_line_is_named(tmp_path, name, bad_line, complaint):
@@ -151,7 +183,11 @@ def test_malformed_line_is_named(tmp_path, name, bad_line, complaint):
 def test_malformed_whole_files_are_named(tmp_path):
     array = write(tmp_path / "a.json", '[\n{"prompt": "a"},\n{"prompt": \n]')
     assert refusal(path=array).startswith(f"{array}:4: not valid JSON")
+    for content, line in (('{"prompt": \n{"prompt": "b"}', 1), ('{\n"prompt": "a"\n}\n{\n"prompt" "b"\n}', 5)):
+        spread = write(tmp_path / "s.json", content)
+        assert refusal(path=spread).startswith(f"{spread}:{line}: not valid JSON")
     assert "cannot be read as parquet" in refusal(path=write(tmp_path / "b.parquet", "no parquet"))
+    assert "specified twice" in refusal(path=write(tmp_path / "c.jsonl", '{"prompt": "a", "prompt": "b"}\n'))
     broken = tmp_path / "d.jsonl.gz"
     broken.write_bytes(gzip.compress(b'{"prompt": "a"}\n' * 99)[:-9])
     assert "not a whole gzip file" in refusal(path=str(broken))
