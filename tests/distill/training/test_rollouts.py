@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from processes import killed_often
+from processes import killed_often, rank_statuses
 from tiny_models import perturbed, prompts_of, tiny_model
-from tiny_training import TOKENS, run_config, tiny_tokenizer
+from tiny_training import TOKENS, fresh_accelerator, run_config, tiny_tokenizer
 from transformers import PreTrainedModel
 
 from data.batches.collate import Example
@@ -22,6 +22,7 @@ from distill.loss.definitions import Objective
 from distill.models.draft import cast_copy
 from distill.models.student import add_lora
 from distill.run import checkpoint
+from distill.run.run import Run
 from distill.training.module import DraftModule
 from distill.training.rollouts import (
     Rollouts,
@@ -350,10 +351,10 @@ def test_a_draft_is_asked_in_the_dtype_that_it_is_served_in(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("harm", "said"),
     [
-        ("cut", "missing or damaged"),
-        ("empty", "missing or damaged"),
-        ("gone", "missing or damaged"),
-        ("another", "do not agree"),
+        ("cut", r"shard-00001\.rejected\.npz: missing or damaged"),
+        ("empty", r"shard-00001\.rejected\.npz: missing or damaged"),
+        ("gone", r"shard-00001\.rejected\.npz: missing or damaged"),
+        ("another", r"speculative-g00000: shards and their \.rejected\.npz files do not agree"),
     ],
 )
 def test_a_damaged_companion_is_refused_by_name(tmp_path: Path, harm: str, said: str) -> None:
@@ -381,6 +382,26 @@ def test_rollouts_of_other_settings_are_refused(tmp_path: Path) -> None:
     changed = config_of(tmp_path, rollouts={"gamma": 2})
     with pytest.raises(UserError, match="another gamma"):
         rollouts_of(changed).speculative(0, Draft(draft_model()))
+
+
+def _asked_of_another_target(rank: int, config: RunConfig) -> None:
+    run = Run(config, fresh_accelerator(config.folder))
+    Rollouts(run, target_model(seed=9), tiny_tokenizer(), rendered(16)).student(0, Draft(draft_model()))
+
+
+def test_rollouts_of_another_target_are_refused_before_any_rank_writes(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config = config_of(tmp_path)
+    rollouts_of(config).student(0, Draft(draft_model()))
+    folder = config.folder / "rollouts" / "student-g00000"
+    (folder / "shard-00001.arrow").unlink()  # the second rank's share
+    before = sorted(folder.iterdir())
+    first, second = rank_statuses(_asked_of_another_target, config)
+    assert first == 1
+    assert second not in (0, None)
+    assert "made with another target" in capfd.readouterr().err
+    assert sorted(folder.iterdir()) == before
 
 
 def test_a_full_disk_is_told_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
