@@ -25,10 +25,10 @@ BEGIN, END = "<!-- demo -->", "<!-- end of demo -->"
 def block_of(verdict: Verdict, seconds: float, cores: str) -> str:
     """The table of ways, what the verdict says of it, and where it comes from."""
     minutes = f"{seconds // 60:.0f} minutes {seconds % 60:.0f} seconds"
-    facts = "\n".join(f"- {fact}" for fact in verdict.facts)
-    return "\n\n".join(
-        (ways_tables(verdict)[0].markdown(), f"**{verdict.headline}**", facts, f"*`make demo`, {cores}, {minutes}.*")
-    )
+    table = ways_tables(verdict)[0]
+    text, table.title = table.title, ""
+    said = " ".join((f"**{verdict.headline}**", *verdict.facts))
+    return f"{table.markdown()}\n\n{said} *`make demo`, {cores}, {minutes}; {text}.*"
 
 
 def put_into(readme: str, block: str) -> str:
