@@ -1,7 +1,9 @@
 """README's demo: `understudy demo` from nothing, timed; its verdict as JSON, and the block of README that is made from it.
 
-python bench/demo.py # writes bench/results/demo_cpu.json and README.md
-python bench/demo.py --no-readme configs/demo.yaml output=/tmp/runs      # JSON only, with any override
+The run's folder must not exist yet.
+
+    python bench/demo.py                        # writes bench/results/demo_cpu.json and README.md
+    python bench/demo.py --no-readme configs/demo.yaml output=runs/again      # JSON only, with any override
 """
 
 import subprocess

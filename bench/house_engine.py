@@ -74,7 +74,7 @@ class Job:
     cancelled: bool = False
 
     def say(self, event: Event | Exception) -> None:
-        """From the decoding thread to whoever waits."""
+        """From the decoding thread to the request that waits."""
         with contextlib.suppress(RuntimeError):  # the server is gone
             self.loop.call_soon_threadsafe(self.events.put_nowait, event)
 

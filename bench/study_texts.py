@@ -54,7 +54,7 @@ class RememberingTeacher(Teacher):
     def signal(self, batch: Batch) -> DenseSignal:
         """As `Teacher.signal`; of examples of which all are known nobody is asked. Micro-batches that are not packed."""
         counts = torch.bincount(batch.rows_R // batch.input_ids_BT.shape[1], minlength=len(batch.indices)).tolist()
-        # With the rows: the same example has more of them where its prompt is learnt too.
+        # With the rows: the same example has more of them where the loss covers its prompt.
         keys = list(zip(batch.indices, counts, strict=True))
         if not all(key in self._hidden for key in keys):
             asked = super().signal(batch)

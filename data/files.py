@@ -29,7 +29,7 @@ def writing(place: str | Path, left: str = "") -> Iterator[None]:
 
 @contextlib.contextmanager
 def locked(path: Path, busy: str = "") -> Iterator[None]:
-    """Holds the lock of a file; the system takes it from whoever is killed. busy: what to say when another holds it; empty: wait for it.
+    """Holds the lock of a file; the system releases it when its process dies. busy: what to say when another holds it; empty: wait for it.
 
     Raises:
         UserError: another holds it, or the disk refuses.

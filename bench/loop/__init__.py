@@ -1,1 +1,1 @@
-"""The whole loop shown on one machine: traffic shifts, the draft is trained anew, replaced, and a bad one is sent back."""
+"""The whole loop shown on one machine: traffic shifts, the draft is retrained and replaced, and a bad one is rolled back."""

@@ -175,7 +175,7 @@ class LoopDemo:
         clients.wait(max(1, plan.shifted - (len(clients.whole) - begun)), self._check)
 
     def _refresh(self) -> None:
-        """The draft is trained anew while traffic goes on; the trainer dies once."""
+        """The draft is retrained while traffic goes on; the trainer dies once."""
         self.clients.at_once = 1
         words = (
             "refresh", str(self.config.folder), "judge.live=never", "--traffic", str(self.traffic), "--drafts", str(self.drafts), "--target-version",
@@ -216,7 +216,7 @@ class LoopDemo:
         return process
 
     def _bad_version(self) -> None:
-        """A draft that is no draft slips through and is sent back."""
+        """A draft that is no draft slips through and is rolled back."""
         name = shuffled_version(self.drafts, SECOND)
         process = self._start_rollout(f"{name}, with shuffled weights,", self._rollout_words(name, share=0.5))
         self._finish("rollout", process, status=TAKEN_BACK)
