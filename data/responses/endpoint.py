@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from data.responses.endpoint_keys import Endpoint
+from data.responses.engine_http import engine_http, within
 from data.responses.prompt_logprobs import read_topk
 from data.responses.rendered import RenderedPrompt
 from data.responses.respond import ResponseBar, ResponsePlan, row_of
@@ -28,6 +29,8 @@ from speculative.decoder.responses import DecodeSettings, Response
 from speculative.errors import UserError
 from speculative.rules.sampling import SamplingSettings
 
+_ENTRY_BYTES = 200  # of `prompt_logprobs`, at most: an id, its log-probability, rank and text
+_RETRY_SECONDS = 60.0  # that openai waits at most before it asks again
 _PROBE_TEXT = 'def f(x):\n    return "na\u00efve \u6771\u4eac" + str(12345)  # ok'
 
 
@@ -37,6 +40,7 @@ Choice = Mapping[str, Any]  # one of an answer's, as its server wrote it
 class EndpointTarget:
     """A target whose weights are elsewhere. Safe to use from threads; nothing is asked before the first call."""
 
+    most_bytes = 1 << 28  # of one answer
     no_completion = "the answer is no completion ({said}); target.endpoint.url must be that of an OpenAI-compatible server, with /v1 at its end"
 
     def __init__(self, endpoint: Endpoint, tokenizer: Any, vocab_rows: int, record: Path | None = None) -> None:
@@ -61,14 +65,19 @@ class EndpointTarget:
                 import openai
             except ImportError as error:
                 raise UserError("target.endpoint: `pip install openai` to ask a server") from error
-            key = os.environ.get(self.endpoint.api_key_env) or "EMPTY"
             self._client = openai.OpenAI(
                 base_url=self.endpoint.url,
-                api_key=key,
+                api_key="EMPTY",  # Without one it takes another from the environment. The HTTP client sends the right one.
                 timeout=self.endpoint.timeout,
                 max_retries=self.endpoint.retries,
+                http_client=engine_http(self.endpoint.url, self.key, most_bytes=self.most_bytes),
             )
         return self._client
+
+    @property
+    def key(self) -> str:
+        """What the server wants to be told; empty: nothing."""
+        return os.environ.get(self.endpoint.api_key_env, "")
 
     @property
     def model(self) -> str:
@@ -163,6 +172,9 @@ class EndpointTarget:
         missing = [index for index in store.missing() if index % ranks == rank]
         if not missing:
             return
+        longest = max(len(rows[index].prompt_ids) + len(rows[index].response_ids) for index in missing)
+        if (needed := longest * (k + 2) * _ENTRY_BYTES) > self.most_bytes:
+            self.most_bytes, self._client = needed, None
         self.check()
         mine = len(range(rank, len(rows), ranks))
 
@@ -291,11 +303,14 @@ class EndpointTarget:
     def _ask(self, call: Callable[[], Any], k: int | None = None) -> Any:
         import openai
 
+        endpoint = self.endpoint
+        seconds = endpoint.timeout * (endpoint.retries + 1) + _RETRY_SECONDS * endpoint.retries + 1.0
         try:
-            return call()
+            with within(seconds, endpoint.url, self.client.close):
+                return call()
         except openai.OpenAIError as error:
             raise UserError(self._refusal(error, k)) from error
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             if isinstance(error, UserError):
                 raise
             said = f"{type(error).__name__}: {str(error)[:80]}"
@@ -317,7 +332,8 @@ class EndpointTarget:
             cause = str(error.__cause__ or "").split("\n")[0] or said
             return f"target.endpoint.url = {url}: no server answers ({cause}); start it (`vllm serve MODEL`); {stays}"
         if isinstance(error, openai.AuthenticationError | openai.PermissionDeniedError):
-            return f"{url}: refuses the key; put the right one into the environment variable {endpoint.api_key_env}"
+            named = endpoint.api_key_env or "that target.endpoint.api_key_env (--api-key-env) gives the name of"
+            return f"{url}: refuses the key; put the right one into the environment variable {named}"
         if isinstance(error, openai.NotFoundError):
             return f"{url}: {said or 'not found'}; target.endpoint.url must end in /v1, and {self._model or 'a model'} must be served there"
         limit = re.search(r"logprobs.*(?:max allowed|maximum)\D*(\d+)", said)

@@ -1,11 +1,14 @@
 """Where a server is, as a user says it. Free of torch, so that a config is read at once."""
 
 import contextlib
+import os
 import re
 import urllib.parse
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
+
+from speculative.errors import UserError
 
 
 class Endpoint(BaseModel):
@@ -18,7 +21,9 @@ class Endpoint(BaseModel):
         "completions", description="chat: a hosted API of messages; goes with signal.source: response_logprobs"
     )
     model: str | None = Field(None, description="its name there; null = the only one served")
-    api_key_env: str = Field("OPENAI_API_KEY", description="environment variable with the key")
+    api_key_env: str = Field(
+        "", description="environment variable with the key, e.g. OPENAI_API_KEY; empty: none is sent"
+    )
     concurrency: int = Field(32, ge=1, description="requests under way at once")
     timeout: float = Field(600.0, gt=0, description="seconds of one request")
     retries: int = Field(5, ge=0, description="of a request that meets a dropped connection, 429 or 5xx")
@@ -31,6 +36,17 @@ def is_address(url: str) -> bool:
         valid_host = re.fullmatch(r"[\w.:-]+", parts.hostname or "") is not None
         return parts.scheme in ("http", "https") and valid_host and parts.port != 0 and not parts.query
     return False
+
+
+def key_in(variable: str) -> str:
+    """The key that ``--api-key-env`` gives the variable of; empty where it gives none.
+
+    Raises:
+        UserError: nothing is in that variable.
+    """
+    if variable and not os.environ.get(variable):
+        raise UserError(f"--api-key-env {variable}: the variable is empty; export it with the key")
+    return os.environ[variable] if variable else ""
 
 
 def root_of(url: str) -> str:

@@ -1,17 +1,17 @@
 """A running engine as a user's client sees it: who it is, its answers with token ids and counts, its counters."""
 
 import contextlib
-import http.client
 import json
 import time
-import urllib.request
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Any
 
 from data.responses.endpoint import Choice, EndpointTarget, request_of
 from data.responses.endpoint_keys import Endpoint, is_address, root_of
 from data.responses.engine_counts import CountsError, RequestCounts, read_counts
+from data.responses.engine_http import page_at
 from data.responses.engine_metrics import PAGES, ServerCounts, counts_of, mean_length, parse_page
 from speculative.decoder.responses import DecodeSettings
 from speculative.errors import UserError
@@ -59,10 +59,12 @@ class EngineClient(EndpointTarget):
     """A server that is asked one prompt at a time; a request is never made twice, since the server's counters would count both."""
 
     no_completion = "not the answer of an OpenAI-compatible server ({said})"
+    most_bytes = 1 << 26
 
     def __init__(
-        self, url: str, tokenizer: Any, vocab_rows: int, *, model: str | None, timeout: float, concurrency: int
-    ) -> None:
+        self, url: str, tokenizer: Any, vocab_rows: int, *, model: str | None, timeout: float, concurrency: int,
+        api_key_env: str = "",
+    ) -> None:  # fmt: skip
         """``tokenizer``: the target's. ``url``: of the API; /v1 is put at its end where it lacks.
 
         Raises:
@@ -72,10 +74,12 @@ class EngineClient(EndpointTarget):
             raise UserError(f"{url or 'no address'}: give the address of the API, e.g. http://127.0.0.1:8000/v1")
         self.root = root_of(url)  # the server itself, where its counters are
         super().__init__(
-            Endpoint(url=f"{self.root}/v1", model=model, timeout=timeout, retries=0, concurrency=concurrency),
+            Endpoint(
+                url=f"{self.root}/v1", model=model, api_key_env=api_key_env, timeout=timeout, retries=0, concurrency=concurrency,
+            ),
             tokenizer,
             vocab_rows,
-        )
+        )  # fmt: skip
         self.engine, self.version = "unknown", ""
         self._as_text = False
 
@@ -89,7 +93,7 @@ class EngineClient(EndpointTarget):
         owners = self._ask(lambda: [str(getattr(model, "owned_by", "")).lower() for model in self.client.models.list()])
         self.engine = next((ENGINES[owner] for owner in owners if owner in ENGINES), "unknown")
         for path, key, engine in _VERSIONS:
-            value = _json(_page(self.root + path, self.client.api_key)).get(key)
+            value = _json(_page(self.root + path, self.key)).get(key)
             if isinstance(value, str) and value:
                 self.version = value
                 self.engine = engine if engine and self.engine == "unknown" else self.engine
@@ -145,11 +149,11 @@ class EngineClient(EndpointTarget):
         Raises:
             UserError: counters that cannot be.
         """
-        found, waited = counters_of(self.root, self.client.api_key), 0.0
+        found, waited = counters_of(self.root, self.key), 0.0
         while settle and found is not None and waited < _LONGEST_SETTLING:
             time.sleep(_SETTLED_SECONDS)
             waited += _SETTLED_SECONDS
-            before, found = found, counters_of(self.root, self.client.api_key)
+            before, found = found, counters_of(self.root, self.key)
             if before == found:
                 break
         return found
@@ -203,17 +207,13 @@ def mean_length_of(root: str, key: str = "") -> float | None:
 
 def _page(url: str, key: str) -> str | None:
     """The text of a page; None where there is none."""
-    request = urllib.request.Request(url, headers={"Authorization": f"Bearer {key}"} if key else {})
-    try:
-        with urllib.request.urlopen(request, timeout=10.0) as answer:
-            return answer.read().decode(errors="replace")
-    except (OSError, ValueError, http.client.HTTPException):
-        return None
+    page = page_at(url, key)
+    return page.text if page is not None and page.status == HTTPStatus.OK else None
 
 
 def _json(text: str | None) -> Mapping[str, Any]:
     """What a page says, as its server wrote it; nothing of one that is no JSON object."""
-    with contextlib.suppress(ValueError):
+    with contextlib.suppress(ValueError, RecursionError):
         if isinstance(found := json.loads(text or ""), dict):
             return found
     return {}

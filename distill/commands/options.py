@@ -30,6 +30,7 @@ from distill.config.command_line import (
 
 STDLIB = "stdlib"
 RunFolder = Annotated[Path, argument("run folder")]
+KeyVariable = Annotated[str, option("environment variable with the key that the engine wants; default: none is sent")]
 
 
 @dataclass(frozen=True)
@@ -183,6 +184,7 @@ class DriftOptions:
     ] = ""
     interval: Annotated[float, option("of --metrics-url: seconds between scrapes")] = 60.0
     scrapes: Annotated[int, option("of --metrics-url: how many, at least 2")] = 2
+    api_key_env: KeyVariable = ""
     prompt_column: PromptColumn = ""
     messages_column: MessagesColumn = ""
     chat: Chat = False
@@ -289,6 +291,7 @@ class ReadbackOptions:
     concurrency: Annotated[int, option("requests under way at once", min=1, max=1024)] = 1
     model: Annotated[str, option("its name at the server; default: the only one")] = ""
     timeout: Annotated[float, option("seconds of one request")] = 600.0
+    api_key_env: KeyVariable = ""
     seed: Annotated[int, option("of the requests, added to the run's")] = 0
     resume: Annotated[bool, option("keep what an interrupted readback was answered", "--resume")] = False
     json: Json = False

@@ -2,7 +2,6 @@
 
 import contextlib
 import ctypes
-import http.client
 import json
 import os
 import shlex
@@ -14,11 +13,13 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterator
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any, NoReturn
 
 from rich.console import Console
 
+from data.responses.engine_http import page_at
 from distill.commands.options import ServeOptions
 from distill.config.layout import EXPORT, SERVING_FILE, SERVING_FORMAT, run_of
 from distill.faults import Interrupted
@@ -206,19 +207,14 @@ def _wait(engine: subprocess.Popen[bytes], name: str, options: ServeOptions, log
 
 
 def _healthy(host: str, port: int) -> bool:
-    connection = http.client.HTTPConnection(_reached(host), port, timeout=5)
-    try:
-        connection.request("GET", "/health")
-        return connection.getresponse().status == http.HTTPStatus.OK
-    except (OSError, http.client.HTTPException):
-        return False
-    finally:
-        connection.close()
+    page = page_at(f"{_url(host, port)}/health", direct=True, seconds=5.0)
+    return page is not None and page.status == HTTPStatus.OK
 
 
-def _reached(host: str) -> str:
+def _url(host: str, port: int) -> str:
     """Where a server that listens on `host` is found from here."""
-    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def _died(engine: subprocess.Popen[bytes], name: str, log: Path) -> NoReturn:
@@ -238,8 +234,7 @@ def _told(
     options: ServeOptions, name: str, target: str, sampling: dict[str, Any], seconds: float, log: Path
 ) -> list[str]:
     """What answers, and how to call it."""
-    host = _reached(options.host)
-    url = f"http://{f'[{host}]' if ':' in host else host}:{options.port}"
+    url = _url(options.host, options.port)
     body = json.dumps({"model": target, "prompt": "Hello", "max_tokens": 64, **sampling})
     what = "alone" if options.alone else "with the draft"
     lines = [

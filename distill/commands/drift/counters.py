@@ -1,7 +1,6 @@
 """A running engine's counters as an acceptance log: what was counted between scrapes, one record an interval."""
 
 import itertools
-import os
 import time
 
 from data.responses.acceptance_log import AcceptanceLog, AcceptanceRecord
@@ -11,8 +10,8 @@ from data.responses.engine_metrics import PAGES, ServerCounts, difference
 from speculative.errors import UserError
 
 
-def scrape(url: str, scrapes: int, interval: float, gamma: int | None) -> AcceptanceLog:
-    """Scrapes a server so many times. ``gamma``: drafted tokens a block of an engine that counts blocks only.
+def scrape(url: str, scrapes: int, interval: float, gamma: int | None, key: str = "") -> AcceptanceLog:
+    """Scrapes a server so many times. ``gamma``: drafted tokens a block of an engine that counts blocks only. ``key``: that it wants.
 
     Raises:
         UserError: no counters there, nothing drafted meanwhile, or restarted in every interval.
@@ -20,7 +19,6 @@ def scrape(url: str, scrapes: int, interval: float, gamma: int | None) -> Accept
     root = url.rstrip("/")
     for page in (*PAGES[::-1], "/v1"):
         root = root.removesuffix(page)
-    key = os.environ.get("OPENAI_API_KEY", "")
     seen = []
     for number in range(scrapes):
         if number:

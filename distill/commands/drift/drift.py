@@ -16,6 +16,7 @@ from rich.console import Console
 from data.prompts.split import content_hash
 from data.prompts.template import check_lengths, render_prompt
 from data.responses.acceptance_log import AcceptanceLog, AcceptanceRecord, read_acceptance_log
+from data.responses.endpoint_keys import key_in
 from distill.commands.drift.baseline import Baseline, baseline_of, engine_notes, gamma_of, slices_of
 from distill.commands.drift.counters import scrape
 from distill.commands.options import DriftOptions
@@ -126,7 +127,7 @@ def _check(options: DriftOptions) -> None:
 def _served(options: DriftOptions) -> AcceptanceLog:
     if options.log is not None:
         return read_acceptance_log(options.log, options.format)
-    return scrape(options.metrics_url, options.scrapes, options.interval, options.gamma)
+    return scrape(options.metrics_url, options.scrapes, options.interval, options.gamma, key_in(options.api_key_env))
 
 
 def _compared(options: DriftOptions, log: AcceptanceLog, baseline: Baseline, notes: list[str]) -> Drift:

@@ -14,6 +14,7 @@ from typing import Any
 from rich.console import Console
 
 from data.files import write_json
+from data.responses.endpoint_keys import key_in
 from data.responses.engine_client import EngineClient
 from data.responses.store import Store
 from distill.commands.options import ReadbackOptions
@@ -91,6 +92,7 @@ def _check(options: ReadbackOptions) -> None:
     check_known("--drafting", options.drafting, ("", *DRAFTINGS))
     if not 0 < options.timeout < math.inf:
         raise UserError(f"--timeout {options.timeout:g}: give a positive number of seconds")
+    key_in(options.api_key_env)
     check_writable("--out", options.out)
 
 
@@ -132,6 +134,7 @@ def _clients(options: ReadbackOptions, frozen: FrozenText) -> list[EngineClient]
         "model": options.model or None,
         "timeout": options.timeout,
         "concurrency": options.concurrency,
+        "api_key_env": options.api_key_env,
     }
     urls = [options.url, *([options.plain] if options.plain else [])]
     clients = [EngineClient(url, tokenizer, rows, **how) for url in urls]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import uvicorn
 
-from data.responses.endpoint_keys import root_of
+from data.responses.endpoint_keys import key_in, root_of
 from distill.commands.serve import listening
 from distill.live.arms import ARMS, BY_FLAGS, Arm, Arms, read_arms, write_arms
 from distill.live.gateway.app import Gateway
@@ -29,7 +29,7 @@ def gateway(options: GatewayOptions) -> None:
         UserError: options that cannot be, a log directory in use, a port in use.
     """
     os.umask(0o077)
-    flags, key = arms_of(options), _key(options.api_key_env)
+    flags, key = arms_of(options), key_in(options.api_key_env) or None
     parse_sampling(options.sampling)  # refused here, before anything is there
     with listening(options.host, options.port) as listener:
         writer = LogWriter(options.log, options.text, options.reservoir, options.retention_days)
@@ -68,12 +68,6 @@ def arms_of(options: GatewayOptions) -> Arms:
     if options.plain_engine:
         arms.append(Arm("plain", root_of(options.plain_engine), 0.0, "none", options.target_version, drafts=False))
     return Arms(BY_FLAGS, tuple(arms))
-
-
-def _key(variable: str) -> str | None:
-    if variable and not os.environ.get(variable):
-        raise UserError(f"--api-key-env {variable}: the variable is empty; export it with the key")
-    return os.environ[variable] if variable else None
 
 
 def _clients_for(wanted: int) -> int:

@@ -10,14 +10,14 @@ import shlex
 import socket
 import subprocess
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from http import HTTPStatus
 from pathlib import Path
 
 import psutil
 
+from data.responses.engine_http import page_at
 from speculative.errors import UserError
 
 # In the engine's environment: a rollout that was killed before it wrote down a process number finds the engine by it.
@@ -158,22 +158,15 @@ def _connected(process: psutil.Process, port: int) -> bool:
 def answers(url: str) -> bool:
     """Whether an engine is healthy: /health where it has one, else its list of models."""
     for path in ("/health", "/v1/models"):
-        try:
-            with urllib.request.urlopen(url + path, timeout=_TIMEOUT) as reply:
-                return bool(reply.status == 200)
-        except urllib.error.HTTPError as error:
-            error.close()
-            if error.code != 404:
-                return False
-        except (OSError, ValueError):
-            return False
+        page = page_at(url + path, direct=True, seconds=_TIMEOUT)
+        if page is None or page.status != HTTPStatus.NOT_FOUND:
+            return page is not None and page.status == HTTPStatus.OK
     return False
 
 
 def models(url: str) -> set[str]:
     """The names of the models that an engine serves; none where it does not say."""
-    try:
-        with urllib.request.urlopen(f"{url}/v1/models", timeout=_TIMEOUT) as reply:
-            return {str(model["id"]) for model in json.load(reply)["data"]}
-    except (OSError, ValueError, LookupError, TypeError):
-        return set()
+    page = page_at(f"{url}/v1/models", direct=True, seconds=_TIMEOUT)
+    with contextlib.suppress(ValueError, LookupError, TypeError, RecursionError):
+        return {str(model["id"]) for model in json.loads(page.text if page else "")["data"]}
+    return set()
