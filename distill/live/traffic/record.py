@@ -14,6 +14,7 @@ import dataclasses
 import hashlib
 import hmac
 import json
+import os
 import re
 import secrets
 import zlib
@@ -155,15 +156,30 @@ def read_salt(directory: Path) -> bytes:
     return salt
 
 
-def prepare_directory(directory: Path) -> bytes:
-    """Makes a log directory that only its owner reads, with a secret of its own; returns the secret, made or found. One at a time.
+def make_directory(directory: Path) -> None:
+    """Makes a directory that only its owner reads; one that is there keeps its mode, since all files of a log are private.
 
     Raises:
-        UserError: it cannot be written.
+        UserError: another user's that others can read, or it cannot be made.
     """
     with writing(directory):
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        directory.chmod(0o700)
+        found = directory.stat()
+    if found.st_uid != os.geteuid() and found.st_mode & 0o077:
+        raise UserError(
+            f"{directory}: belongs to another user (uid {found.st_uid}) and others can read it; give a --log of your own, for example "
+            f"{directory / 'traffic'}"
+        )
+
+
+def prepare_directory(directory: Path) -> bytes:
+    """Makes a log directory with a secret of its own; returns the secret, made or found. One at a time.
+
+    Raises:
+        UserError: it cannot be written, or see `make_directory`.
+    """
+    make_directory(directory)
+    with writing(directory):
         if not (directory / SALT).exists():
             write_bytes(directory / SALT, secrets.token_hex(_SALT_BYTES).encode() + b"\n", 0o600)
     return read_salt(directory)

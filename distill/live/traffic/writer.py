@@ -22,6 +22,7 @@ from distill.live.traffic.record import (
     forgotten_hashes,
     keyed_hash,
     log_files,
+    make_directory,
     prepare_directory,
     priority,
     to_line,
@@ -71,14 +72,14 @@ class LogWriter:
         """``sample_size``: texts kept a slice; None: all. A sweep at the start, after each ``file_bytes`` and every hour sees to that.
 
         Raises:
-            UserError: another gateway writes here, or nothing can be written.
+            UserError: another gateway writes here, others can read another user's directory, or nothing can be written.
         """
         self.directory, self.text, self.file_bytes, self.retention_days = directory, text, file_bytes, retention_days
         self.samples = Samples(sample_size)
         self.dropped = 0
         self.writing = True
+        make_directory(directory)
         with writing(directory), contextlib.ExitStack() as undo:
-            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._lock = undo.enter_context(open(os.open(directory / LOCK, os.O_CREAT | os.O_RDWR, 0o600), "rb"))
             try:
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import stat
 import zlib
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from refusals import refused
 
 from distill.live.traffic.record import (
     RecordError,
@@ -20,6 +22,7 @@ from distill.live.traffic.record import (
     read_salt,
     to_line,
 )
+from distill.live.traffic.writer import LogWriter
 from speculative.errors import UserError
 
 RECORD = TrafficRecord(
@@ -95,3 +98,32 @@ def test_the_directory_is_its_owners_and_its_secret_stays(tmp_path: Path) -> Non
     (folder / "salt").write_text("ab\n")
     with pytest.raises(UserError, match="salt: damaged"):
         read_salt(folder)
+
+
+@pytest.mark.parametrize("mode", [0o2775, 0o755, 0o700])
+def test_a_directory_that_is_there_keeps_its_mode(tmp_path: Path, mode: int) -> None:
+    folder = tmp_path / "log"
+    folder.mkdir()
+    folder.chmod(mode)
+    LogWriter(folder).close()
+    assert stat.S_IMODE(folder.stat().st_mode) == mode
+    assert {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == {0o600}
+
+
+def test_a_directory_of_another_user_that_others_can_read_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, own = tmp_path / "theirs", os.geteuid()
+    folder.mkdir()
+    folder.chmod(0o755)
+    monkeypatch.setattr(os, "geteuid", lambda: own + 1)
+    for opened in (LogWriter, prepare_directory):
+        said = refused(opened, folder)
+        assert said == (
+            f"{folder}: belongs to another user (uid {own}) and others can read it; give a --log of your own, for example {folder}/traffic"
+        )
+    assert (stat.S_IMODE(folder.stat().st_mode), list(folder.iterdir())) == (0o755, [])
+    folder.chmod(0o700)
+    LogWriter(folder).close()
+    LogWriter(folder / "traffic").close()
+    assert stat.S_IMODE((folder / "traffic").stat().st_mode) == 0o700
