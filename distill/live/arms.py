@@ -61,20 +61,21 @@ class Arms:
         if abs(sum(arm.share for arm in drafting) - 1) > _TOLERANCE:
             raise UserError(f"arms: the shares add up to {sum(arm.share for arm in drafting):g}; they must to 1")
 
-    def choose(self, conversation: bytes, shed: bool = False) -> Arm:
+    def choose(self, conversation: bytes, key: bytes, shed: bool = False) -> Arm:
         """The arm of a conversation; with ``shed`` the one without a draft, where there is one.
 
         Weighted rendezvous hashing: each arm draws an exponential time of rate `share` by a stable hash, the first wins. So arms get their
-        shares, and an arm whose share grows takes conversations from others and gives none away.
+        shares, and an arm whose share grows takes conversations from others and gives none away. ``key``: the log's secret, without which
+        no client can tell where its conversation goes.
         """
         if shed and (plain := [arm for arm in self.arms if not arm.drafts]):
             return plain[0]
         drafting = [arm for arm in self.arms if arm.drafts and arm.share]
-        return min(drafting, key=lambda arm: (_exponential(arm.name, conversation) / arm.share, arm.name))
+        return min(drafting, key=lambda arm: (_exponential(arm.name, conversation, key) / arm.share, arm.name))
 
 
-def _exponential(name: str, conversation: bytes) -> float:
-    digest = hashlib.blake2b(name.encode() + b"\0" + conversation, digest_size=8).digest()
+def _exponential(name: str, conversation: bytes, key: bytes) -> float:
+    digest = hashlib.blake2b(name.encode() + b"\0" + conversation, digest_size=8, key=key).digest()
     return -math.log((int.from_bytes(digest, "big") + 0.5) / 2**64)
 
 

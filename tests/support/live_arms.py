@@ -42,7 +42,7 @@ class Traffic:
 
     def record(self, arms: Arms) -> TrafficRecord:
         self._number += 1
-        arm = arms.choose(f"conversation {self._number}".encode())
+        arm = arms.choose(f"conversation {self._number}".encode(), b"key")
         number = self.counts[arm.name] = self.counts.get(arm.name, 0) + 1
         ease, seconds, errors = self.behaviour[arm.name](number)
         blocks = int(self._rng.integers(10, 30))

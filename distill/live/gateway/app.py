@@ -73,14 +73,17 @@ class Gateway:
             await asyncio.to_thread(self.writer.close)
 
     async def _health(self, _: Request) -> Response:
-        arms = [{"name": arm.name, "reached": arm.name not in self._unreachable} for arm in self.arms.arms]
-        return JSONResponse({"status": "ok", "arms": arms, "logging": self.writer.writing})
+        """Open to all, so it says nothing of arms."""
+        return JSONResponse({"status": "ok", "logging": self.writer.writing})
 
     async def _page(self, request: Request) -> Response:
         if not self._may(dict(request.scope["headers"])):
             return _error(401, "the key is another")
         self.metrics.in_flight.set(len(self.exchanges))
         self.metrics.logging.set(self.writer.writing)
+        self.metrics.reached.clear()
+        for arm in self.arms.arms:
+            self.metrics.reached.labels(arm.name).set(arm.name not in self._unreachable)
         return Response(self.metrics.page(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -111,7 +114,7 @@ class Gateway:
         path = scope["path"] if scope["method"] == "POST" else ""
         asked = read_request(path, headers, body, self.options, self.writer.salt)
         shed = len(self.exchanges) >= self.options.shed_above and scope["path"] in PATHS
-        arm = self.arms.choose(asked.conversation, shed)
+        arm = self.arms.choose(asked.conversation, self.writer.salt, shed)
         self.metrics.shed.inc(shed and not arm.drafts)
         task = asyncio.current_task()
         assert task is not None
@@ -163,7 +166,9 @@ class Gateway:
             kept = _passed_on(received) + ([(b"content-length", b"%d" % left)] if left is not None else [])
             kept.append((b"x-understudy-id", asked.id.encode()))
             exchange.status = response.status
+            exchange.sending = True
             await send({"type": "http.response.start", "status": response.status, "headers": kept})
+            exchange.sending = False
             async for piece in response.aiter_stream():
                 if exchange.first_token_s is None:
                     exchange.first_token_s = round(time.perf_counter() - exchange.began, 6)
@@ -174,8 +179,9 @@ class Gateway:
                     left -= len(piece)
                 if left == 0 or (tap is not None and tap.ended):
                     await self._record(exchange)
+                exchange.sending = True
                 await send({"type": "http.response.body", "body": piece, "more_body": True})
-                exchange.moved = time.perf_counter()
+                exchange.sending, exchange.moved = False, time.perf_counter()
             await self._record(exchange)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
@@ -240,7 +246,9 @@ class Gateway:
         """An answer that is not whole: one JSON error if none has begun, else a connection cut off, so that nobody takes it for whole."""
         if exchange.why_ended and not exchange.recorded:
             self.metrics.cancelled.labels(exchange.arm.name).inc()
-        await self._record(exchange, "cancelled" if exchange.why_ended else "error", wait=False)
+        # Silence is the engine's error, but not while the client takes nothing.
+        left = exchange.why_ended == "cancelled" or (exchange.why_ended and exchange.sending)
+        await self._record(exchange, "cancelled" if left else "error", wait=False)
         if exchange.why_ended == "cancelled":
             return
         if exchange.status is None:

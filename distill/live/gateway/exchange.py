@@ -19,8 +19,8 @@ _COUNTS = ("accepted", "drafted", "blocks", "accepted_B", "drafted_B")
 class Exchange:
     """Times are of one clock, in seconds; arrived is of the clock on the wall.
 
-    scope, receive, send: its client's, as ASGI has them. task: answers it. moved: when a byte last went on. why_ended: it was cancelled by us, `cancelled` (the client left) or `idle`. status: that
-    the client got. recorded: its record is made, or it leaves none.
+    scope, receive, send: its client's, as ASGI has them. task: answers it. moved: when a byte last went on. why_ended: it was cancelled by us, `cancelled` (the client left) or `idle`. sending: the
+    client has not yet taken what is sent. status: that the client got. recorded: its record is made, or it leaves none.
     """
 
     asked: Asked
@@ -37,6 +37,7 @@ class Exchange:
     tap: Tap | None = None
     first_token_s: float | None = None
     why_ended: str = ""
+    sending: bool = False
     recorded: bool = False
 
     def end(self, why: str) -> None:

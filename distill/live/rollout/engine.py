@@ -24,7 +24,7 @@ from speculative.errors import UserError
 MARK = "UNDERSTUDY_ROLLOUT"
 GRACE_SECONDS = 15.0  # for an engine to end by itself
 POLL_SECONDS = 0.5
-_TIMEOUT = 5.0
+_TIMEOUT, _TOKEN_TIMEOUT = 5.0, 30.0
 _TOLD = 200  # characters of a last line
 
 
@@ -162,6 +162,21 @@ def answers(url: str) -> bool:
         if page is None or page.status != HTTPStatus.NOT_FOUND:
             return page is not None and page.status == HTTPStatus.OK
     return False
+
+
+def generates(url: str) -> bool:
+    """Whether an engine answers a request for one token, an error included: one that is healthy and hangs does not."""
+    words = {"model": min(models(url), default=""), "prompt": "a", "max_tokens": 1}
+    headers = {"content-type": "application/json"}
+    asked = urllib.request.Request(f"{url}/v1/completions", json.dumps(words).encode(), headers)
+    try:
+        with urllib.request.urlopen(asked, timeout=_TOKEN_TIMEOUT) as reply:
+            return bool(reply.read())
+    except urllib.error.HTTPError as error:
+        error.close()
+        return True
+    except (OSError, ValueError):
+        return False
 
 
 def models(url: str) -> set[str]:

@@ -39,7 +39,8 @@ SEEN = 0.05  # The difference of which it is told how many requests show it.
 
 @dataclass(frozen=True)
 class Served:
-    """What an engine did in one phase. errors: conversations that met one. gamma: drafted tokens a block. acceptance: of accepted / drafted,
+    """What an engine did in one phase. left: requests that clients ended before the first byte, which count nowhere else, since a client
+    can end as many as it likes. errors: conversations that met one. gamma: drafted tokens a block. acceptance: of accepted / drafted,
     latency: of log seconds a token, both by conversation.
     """
 
@@ -49,6 +50,7 @@ class Served:
     gamma: float | None = None
     acceptance: Sums = field(default_factory=Sums)
     latency: Sums = field(default_factory=Sums)
+    left: int = 0
 
 
 @dataclass(frozen=True)
@@ -96,8 +98,12 @@ def served_of(records: Iterable[TrafficRecord]) -> Served:
     A conversation is what a hash sent to an engine, and its requests resemble each other: it is one draw, its requests added up.
     """
     by_conversation: dict[str, list[TrafficRecord]] = defaultdict(list)
+    left = 0
     for record in records:
-        by_conversation[record.conversation or record.id].append(record)
+        if record.finish == "cancelled" and record.first_token_s is None:
+            left += 1
+        else:
+            by_conversation[record.conversation or record.id].append(record)
     told, timed, drafted, blocks = [], [], 0, 0
     for turns in by_conversation.values():
         drafts = [turn for turn in turns if accepts(turn)]
@@ -110,15 +116,11 @@ def served_of(records: Iterable[TrafficRecord]) -> Served:
     return Served(
         sum(map(len, by_conversation.values())),
         len(by_conversation),
-        sum(any(map(_failed, turns)) for turns in by_conversation.values()),
+        sum(any(turn.finish == "error" for turn in turns) for turns in by_conversation.values()),
         drafted / blocks if blocks else None,
         *(sums_of(*np.array(pairs, dtype=np.float64).reshape(-1, 2).T) for pairs in (told, timed)),
+        left,
     )
-
-
-def _failed(turn: TrafficRecord) -> bool:
-    """An error, or nobody waited for the first word: so does an engine look that is healthy and hangs."""
-    return turn.finish == "error" or (turn.finish == "cancelled" and turn.first_token_s is None)
 
 
 def compare(new: Served, old: Served, law: Law) -> Decision:

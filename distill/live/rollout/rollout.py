@@ -144,7 +144,7 @@ class Rollout:
         def judge(new: Served, records: list[TrafficRecord]) -> Decision:
             others = [record for record in records if record.arm in self._old_arms()]
             self.state.old = served_of(others)
-            if not new.requests:
+            if not new.requests + new.left:
                 self._check_heeded(served_of(one for one in others if one.time > begun + HEED_SECONDS).conversations)
             return compare(new, self.state.old, law)
 
@@ -165,16 +165,21 @@ class Rollout:
 
     def _look(self, judge: Callable[[Served, list[TrafficRecord]], Decision], following: Stage) -> None:
         """Judges what the new engine has served since the stage began, again and again, until there is a decision or it has died."""
-        tail, silent = LogTail(Path(self.state.log), self.state.since), 0
+        tail, url, silent, left = LogTail(Path(self.state.log), self.state.since), self.state.engine.url, 0, 0
         while True:
-            silent = 0 if engines.answers(self.state.engine.url) else silent + 1
+            records = tail.read()
+            new = served_of(record for record in records if record.arm == self.state.version)
+            # That clients left proves nothing: an engine may be healthy and hang, so it is asked.
+            if engines.answers(url) and (new.left == left or engines.generates(url)):
+                silent, left = 0, new.left
+            else:
+                silent += 1
             if self._has_died():
                 said = engines.last_line(self._engine_log()) or "nothing"
                 return self._enter("returning", f"the engine died; it said last: {said}")
             if silent >= SILENT_POLLS:
-                return self._enter("returning", f"{self.state.engine.url} does not answer")
-            records = tail.read()
-            decision = judge(served_of(record for record in records if record.arm == self.state.version), records)
+                return self._enter("returning", f"{url} does not answer")
+            decision = judge(new, records)
             if decision.action != "wait":
                 return self._enter(following if decision.action == "on" else "returning", decision.reason)
             self._tell(decision)

@@ -1,5 +1,6 @@
 """Which conversation goes to which arm: stable, in shares, and monotone when a share grows."""
 
+import itertools
 import json
 import stat
 from pathlib import Path
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from distill.live.arms import Arm, Arms, read_arms, write_arms
 from speculative.errors import UserError
 
+KEY = b"the log's secret"
 TALKS = [f"conversation {number}".encode() for number in range(4000)]
 
 
@@ -27,22 +29,30 @@ def test_among_many_arms_nothing_moves_but_to_the_one_that_grows(weights: list[f
         for all_of in (weights, grown)
     )  # fmt: skip
     for talk in TALKS[:200]:
-        was, now = before.choose(talk).name, after.choose(talk).name
+        was, now = before.choose(talk, KEY).name, after.choose(talk, KEY).name
         assert now in (was, "arm0")
 
 
 def test_arms_get_their_shares_and_a_conversation_its_arm_in_every_process() -> None:
-    chosen = [two(0.1).choose(talk).name for talk in TALKS]
+    chosen = [two(0.1).choose(talk, KEY).name for talk in TALKS]
     assert abs(chosen.count("b") / len(TALKS) - 0.1) < 4 * (0.1 * 0.9 / len(TALKS)) ** 0.5
     # Arms must not move when the gateway is started again or updated.
-    assert [two(0.5).choose(talk).name for talk in TALKS[:12]] == list("bbaabababaaa")
+    assert [two(0.5).choose(talk, KEY).name for talk in TALKS[:12]] == list("bbabaababaaa")
+
+
+def test_without_the_key_no_client_can_choose_its_arm() -> None:
+    keys = [f"log {number}".encode() for number in range(4)]
+    chosen = [[two(0.5).choose(talk, key).name for talk in TALKS] for key in keys]
+    for one, other in itertools.combinations(chosen, 2):
+        same = sum(map(str.__eq__, one, other)) / len(TALKS)
+        assert abs(same - 0.5) < 5 * (0.25 / len(TALKS)) ** 0.5
 
 
 def test_under_load_the_arm_without_a_draft_is_asked() -> None:
     arms = Arms("flags", (*two(0.5).arms, Arm("plain", "http://h:3", 0, "none", drafts=False)))
-    assert {arms.choose(talk, shed=True).name for talk in TALKS[:9]} == {"plain"}
-    assert "plain" not in {arms.choose(talk).name for talk in TALKS}
-    assert two(1.0).choose(b"x", shed=True).name == "b"
+    assert {arms.choose(talk, KEY, shed=True).name for talk in TALKS[:9]} == {"plain"}
+    assert "plain" not in {arms.choose(talk, KEY).name for talk in TALKS}
+    assert two(1.0).choose(b"x", KEY, shed=True).name == "b"
 
 
 def test_arms_are_read_as_they_were_written(tmp_path: Path) -> None:

@@ -1,6 +1,10 @@
 """The gateway before scripted engines: nothing of an answer is changed, everything of it that can be is written down."""
 
+import dataclasses
+import hashlib
+import itertools
 import json
+import math
 import socket
 import time
 from collections.abc import Iterator
@@ -22,6 +26,7 @@ from distill.live.gateway import limits
 from distill.live.gateway.command import _begin_with, arms_of
 from distill.live.gateway.request import parse_sampling
 from distill.live.options import GatewayOptions
+from distill.live.rollout.judgement import Law, compare, served_of, watch
 from distill.live.traffic.reader import read_traffic
 from distill.live.traffic.record import TrafficRecord, keyed_hash, read_salt
 from speculative.errors import UserError
@@ -162,7 +167,8 @@ def test_errors_pass_through_and_an_engine_that_is_down_is_one_json_error(direct
         assert answer.status_code == 502
         assert answer.json()["error"]["code"] == 502
         health = HTTP.get(f"{url}/health").json()
-    assert health == {"status": "ok", "arms": [{"name": "a", "reached": False}], "logging": True}
+        assert metric(url, "engine_reached", arm="a") == 0
+    assert health == {"status": "ok", "logging": True}, "it is open to all: no arm's name"
     assert [(record.finish, record.arm) for record in records(tmp_path / "down")] == [("error", "a")]
 
 
@@ -193,6 +199,7 @@ def test_a_client_that_does_not_read_holds_up_nobody(engine: ScriptedEngine, dir
             assert engine.sent == stalled < 32 << 20
             until(lambda: metric(url, "cancelled") == 1)  # It stood still.
         until(lambda: not metric(url, "in_flight"))
+    assert sorted(record.finish for record in records(tmp_path)) == ["cancelled", "stop"], "the engine was not silent"
 
 
 def test_an_engine_that_says_nothing_is_given_up(direct: str, tmp_path: Path) -> None:
@@ -202,6 +209,39 @@ def test_an_engine_that_says_nothing_is_given_up(direct: str, tmp_path: Path) ->
     broken = pytest.raises((httpx.RemoteProtocolError, httpx.ReadError))
     with running_gateway(tmp_path, direct, idle_seconds=1.5) as url, broken:
         post(url, {**PROMPT, "user": "hang", "stream": True})
+    assert [record.finish for record in records(tmp_path)] == ["error", "error"]
+
+
+def foretold(conversation: str, shares: dict[str, float]) -> str:
+    """The arm that who knows the names and no secret expects."""
+    drawn = {}
+    for name, share in shares.items():
+        digest = hashlib.blake2b(name.encode() + b"\0" + conversation.encode(), digest_size=8).digest()
+        drawn[name] = -math.log((int.from_bytes(digest, "big") + 0.5) / 2**64) / share
+    return min(drawn, key=drawn.__getitem__)
+
+
+def test_clients_that_leave_take_no_version_back(engine: ScriptedEngine, direct: str, tmp_path: Path) -> None:
+    """Three requests of conversations chosen for the new arm, each left before its first byte."""
+    aimed = (word for word in map(str, itertools.count()) if foretold(word, {"a": 0.9, "b": 0.1}) == "b")
+    law = Law(0.1, 0.0, 0.05, 0.05, 20_000, 500)
+    with running_gateway(tmp_path, direct, direct, share=0.1) as url:
+        for _ in range(60):
+            post(url, PROMPT, **{"x-understudy-conversation": next(aimed)})
+        before = engine.left
+        for number in range(1, 4):
+            headers = {"x-understudy-conversation": next(aimed)}
+            with pytest.raises(httpx.ReadTimeout):
+                HTTP.post(f"{url}/v1/completions", json={**PROMPT, "user": "silent"}, headers=headers, timeout=0.1)
+            until(lambda number=number: engine.left == before + number)
+        until(lambda: metric(url, "cancelled") == 3)
+    found = records(tmp_path)
+    assert sum(record.arm == "a" for record in found) > 30, "where the hash has no key, none"
+    left = [dataclasses.replace(record, arm="b") for record in found if record.finish == "cancelled"]
+    new, old = (served_of(one for one in [*found[:60], *left] if one.arm == arm) for arm in "ba")
+    assert (new.left, new.errors) == (3, 0)
+    for judge in (compare, watch):
+        assert "errors" not in judge(new, old, law).reason
 
 
 def test_streams_without_counts_are_said_once(

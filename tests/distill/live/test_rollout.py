@@ -32,7 +32,7 @@ from distill.live.rollout import rollout as module
 from distill.live.rollout.engine import MARK, Engine
 from distill.live.rollout.rollout import TAKEN_BACK, rollout
 from distill.live.rollout.state import ROLLOUT_LOCK, State, read_state
-from distill.live.traffic.record import LOCK
+from distill.live.traffic.record import LOCK, TrafficRecord
 from distill.live.versions import current_version, history, make_current
 from speculative.errors import UserError
 
@@ -381,6 +381,38 @@ def test_an_engine_that_hangs_has_died(options: RolloutOptions, monkeypatch: pyt
     monkeypatch.setattr(module.Rollout, "_direct", stopping)
     monkeypatch.setattr(engines, "GRACE_SECONDS", 0.1)
     assert rollout(options) == TAKEN_BACK
+    assert "does not answer" in state_of(options).reason
+    assert all_is_back(options)
+
+
+class Leaving(Traffic):
+    """Clients of the new arm leave before the first byte, the first so many of them."""
+
+    most = 30
+
+    def record(self, arms: Arms) -> TrafficRecord:
+        record = super().record(arms)
+        if record.arm != "v0002" or self.counts["v0002"] > self.most:
+            return record
+        return replace(record, finish="cancelled", accepted=None, drafted=None, blocks=None, response_tokens=None)
+
+
+def test_clients_that_leave_take_no_good_version_back(options: RolloutOptions) -> None:
+    with running_traffic(Leaving(options.log, {"v0001": steady(0.7), "v0002": steady(0.8)})):
+        assert rollout(options) == 0
+    assert served(options) == "v0002"
+
+
+def test_an_engine_that_is_healthy_and_hangs_has_died(
+    options: RolloutOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engines, "_TOKEN_TIMEOUT", 0.1)
+    hanging = ENGINE.replace("    def do_GET", "    def do_POST(self): import time; time.sleep(30)\n    def do_GET")
+    (tmp_path / "engine.py").write_text(hanging.replace("http.server.HTTPServer", "http.server.ThreadingHTTPServer"))
+    traffic = Leaving(options.log, {"v0001": steady(0.7), "v0002": steady(0.7)})
+    traffic.most = 10**9
+    with running_traffic(traffic):
+        assert rollout(options) == TAKEN_BACK
     assert "does not answer" in state_of(options).reason
     assert all_is_back(options)
 

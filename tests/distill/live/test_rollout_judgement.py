@@ -85,16 +85,17 @@ def test_an_engine_that_tells_of_no_drafts_is_no_draft(judge: Any, silent: str) 
     assert f"the {silent} engine tells of no drafted tokens in 60 requests" in decision.reason
 
 
-def test_an_engine_that_is_healthy_and_hangs_is_seen() -> None:
-    """Nobody gets a word; clients, or the gateway's patience, end it."""
+def test_silence_is_an_error_and_a_client_that_left_is_none() -> None:
     record = TrafficRecord("a", 1.0, "all", "new", "v2", "t", None, "0" * 64, finish="cancelled", total_s=300.0)
-    hung = [replace(record, id=str(number)) for number in range(60)]
+    left = served_of(replace(record, id=str(number)) for number in range(600))
+    assert (left.left, left.requests, left.conversations, left.errors) == (600, 0, 0, 0)
     old = engine(np.random.default_rng(0), 600, 0.6)
+    silent = served_of(replace(record, id=str(number), finish="error") for number in range(60))
     for judge in (compare, watch):
-        decision = judge(served_of(hung), old, LAW)
+        assert judge(left, old, LAW).action == "wait"
+        decision = judge(silent, old, LAW)
         assert (decision.action, "errors rise: they hit 60 of 60" in decision.reason) == ("back", True)
-    left_later = [replace(one, first_token_s=0.1, total_s=1.0) for one in hung]
-    assert served_of(left_later).errors == 0
+    assert served_of([replace(record, first_token_s=0.1)]).requests == 1
 
 
 @pytest.mark.parametrize("judge", [compare, watch])
