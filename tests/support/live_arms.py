@@ -6,7 +6,7 @@ import fcntl
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from distill.live.arms import ARMS, BY_FLAGS, Arm, Arms, read_arms, write_arms
+from distill.live.rollout.judgement import Served, Tally
 from distill.live.traffic.record import LOCK, TrafficRecord, to_line
 
 GAMMA = 4
@@ -23,6 +24,13 @@ Behaviour = Callable[[int], tuple[float, float, float]]
 
 def steady(ease: float, seconds: float = 0.01, errors: float = 0.0) -> Behaviour:
     return lambda number: (ease, seconds, errors)
+
+
+def served_of(records: Iterable[TrafficRecord]) -> Served:
+    tally = Tally()
+    for record in records:
+        tally.add(record)
+    return tally.served()
 
 
 def write_version(drafts: Path, name: str, parent: str | None, **provenance: Any) -> None:

@@ -6,8 +6,6 @@ watched afterwards is compared with what the old engine did then, so a change of
 """
 
 import math
-from collections import defaultdict
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -92,35 +90,50 @@ class Law:
         return 2 * self.false_alarms / WAYS_BACK
 
 
-def served_of(records: Iterable[TrafficRecord]) -> Served:
-    """Sums of records; a constraint on the text says nothing of the draft, and an answer cut short nothing of its speed.
+class Tally:
+    """What an engine did, record by record: each request once, and of a conversation a few numbers.
 
-    A conversation is what a hash sent to an engine, and its requests resemble each other: it is one draw, its requests added up.
+    A conversation is what a hash sent to an engine, and its requests resemble each other: it is one draw, its requests added up. A
+    constraint on the text says nothing of the draft, and an answer cut short nothing of its speed.
     """
-    by_conversation: dict[str, list[TrafficRecord]] = defaultdict(list)
-    left = 0
-    for record in records:
+
+    def __init__(self) -> None:
+        self._seen: set[int] = set()
+        self._talks: dict[int, list[float]] = {}  # accepted, drafted, log seconds a token, requests of these, errors
+        self._drafted = self._blocks = self._left = 0
+
+    def add(self, record: TrafficRecord) -> None:
+        """One record; of several with one id the first counts."""
+        if (request := hash(record.id)) in self._seen:
+            return
+        self._seen.add(request)
         if record.finish == "cancelled" and record.first_token_s is None:
-            left += 1
-        else:
-            by_conversation[record.conversation or record.id].append(record)
-    told, timed, drafted, blocks = [], [], 0, 0
-    for turns in by_conversation.values():
-        drafts = [turn for turn in turns if accepts(turn)]
-        told.append((sum(turn.accepted or 0 for turn in drafts), sum(turn.drafted or 0 for turn in drafts)))
-        drafted += sum(turn.drafted or 0 for turn in drafts if turn.blocks)
-        blocks += sum(turn.blocks or 0 for turn in drafts)
-        whole = [(turn.total_s, turn.response_tokens) for turn in turns if turn.finish in WHOLE]
-        paces = [math.log(seconds / tokens) for seconds, tokens in whole if seconds and tokens]
-        timed.append((sum(paces), len(paces)))
-    return Served(
-        sum(map(len, by_conversation.values())),
-        len(by_conversation),
-        sum(any(turn.finish == "error" for turn in turns) for turns in by_conversation.values()),
-        drafted / blocks if blocks else None,
-        *(sums_of(*np.array(pairs, dtype=np.float64).reshape(-1, 2).T) for pairs in (told, timed)),
-        left,
-    )
+            self._left += 1
+            return
+        sums = self._talks.setdefault(hash(record.conversation or record.id), [0.0] * 5)
+        if accepts(record):
+            accepted, drafted = record.accepted or 0, record.drafted or 0
+            self._drafted += drafted if record.blocks else 0
+            self._blocks += record.blocks or 0
+            sums[0] += accepted
+            sums[1] += drafted
+        if record.finish in WHOLE and record.total_s and record.response_tokens:
+            sums[2] += math.log(record.total_s / record.response_tokens)
+            sums[3] += 1
+        sums[4] += record.finish == "error"
+
+    def served(self) -> Served:
+        """The sums over all N conversations."""
+        sums_NK = np.array(list(self._talks.values()), dtype=np.float64).reshape(-1, 5)
+        return Served(
+            len(self._seen) - self._left,
+            len(sums_NK),
+            int(np.count_nonzero(sums_NK[:, 4])),
+            self._drafted / self._blocks if self._blocks else None,
+            sums_of(sums_NK[:, 0], sums_NK[:, 1]),
+            sums_of(sums_NK[:, 2], sums_NK[:, 3]),
+            self._left,
+        )
 
 
 def compare(new: Served, old: Served, law: Law) -> Decision:

@@ -20,10 +20,9 @@ from distill.live.arms import ARMS, Arm, Arms, read_arms, write_arms
 from distill.live.options import RolloutOptions
 from distill.live.rollout import engine as engines
 from distill.live.rollout import state as states
-from distill.live.rollout.judgement import SEEN, Decision, GateGain, Law, Served, compare, served_of, watch
+from distill.live.rollout.judgement import SEEN, Decision, GateGain, Law, Served, Tally, compare, watch
 from distill.live.rollout.state import ENDS, Event, Stage, State, arms_before, gateway_runs
-from distill.live.traffic.reader import LogTail
-from distill.live.traffic.record import TrafficRecord
+from distill.live.traffic.reader import LogTail, end_of
 from distill.live.versions import Version, current_version, make_current, reject
 from speculative.errors import UserError
 
@@ -87,10 +86,17 @@ class Rollout:
 
     def _enter(self, stage: Stage, text: str) -> None:
         """The next stage is written down before it begins."""
-        self.state.stage, self.state.since, self.state.reason = stage, time.time(), text
+        self.state.stage, self.state.reason = stage, text
+        self._mark(stage in ("comparing", "watching"))
         self.state.events.append(Event(time=self.state.since, stage=stage, text=text))
         self.state.write(self.options.drafts)
         print(f"{time.strftime('%H:%M:%S')} {self.state.version} {stage}: {text}", flush=True)
+
+    def _mark(self, looks: bool = True) -> None:
+        """The stage begins now; one that ``looks`` at the log does so from here on."""
+        self.state.since = time.time()
+        if looks:
+            self.state.place = end_of(Path(self.state.log))
 
     def _start(self) -> None:
         state = self.state
@@ -137,16 +143,18 @@ class Rollout:
     def _compare(self) -> None:
         if self._direct(self.state.share):
             # Whoever was killed before this wrote down a beginning that was none.
-            self.state.since = time.time()
+            self._mark()
             self.state.write(self.options.drafts)
-        law, begun = self._law(), time.time()
+        law, heeds, unheeded = self._law(), time.monotonic() + HEED_SECONDS, 0
 
-        def judge(new: Served, records: list[TrafficRecord]) -> Decision:
-            others = [record for record in records if record.arm in self._old_arms()]
-            self.state.old = served_of(others)
-            if not new.requests + new.left:
-                self._check_heeded(served_of(one for one in others if one.time > begun + HEED_SECONDS).conversations)
-            return compare(new, self.state.old, law)
+        def judge(new: Served, old: Served) -> Decision:
+            nonlocal unheeded
+            self.state.old = old
+            if time.monotonic() < heeds:
+                unheeded = old.conversations
+            elif not new.requests + new.left:
+                self._check_heeded(old.conversations - unheeded)
+            return compare(new, old, law)
 
         self._look(judge, "watching")
 
@@ -163,12 +171,17 @@ class Rollout:
         law = self._law()
         self._look(lambda new, _: watch(new, self.state.old, law), "finishing")
 
-    def _look(self, judge: Callable[[Served, list[TrafficRecord]], Decision], following: Stage) -> None:
+    def _look(self, judge: Callable[[Served, Served], Decision], following: Stage) -> None:
         """Judges what the new engine has served since the stage began, again and again, until there is a decision or it has died."""
-        tail, url, silent, left = LogTail(Path(self.state.log), self.state.since), self.state.engine.url, 0, 0
+        log, url, silent, left = Path(self.state.log), self.state.engine.url, 0, 0
+        tail = LogTail(log, self.state.place or end_of(log))
+        mine, others = Tally(), Tally()
+        tallies = {**dict.fromkeys(self._old_arms(), others), self.state.version: mine}
         while True:
-            records = tail.read()
-            new = served_of(record for record in records if record.arm == self.state.version)
+            for record in tail.read():
+                if record.arm in tallies:
+                    tallies[record.arm].add(record)
+            new = mine.served()
             # That clients left proves nothing: an engine may be healthy and hang, so it is asked.
             if engines.answers(url) and (new.left == left or engines.generates(url)):
                 silent, left = 0, new.left
@@ -179,7 +192,7 @@ class Rollout:
                 return self._enter("returning", f"the engine died; it said last: {said}")
             if silent >= SILENT_POLLS:
                 return self._enter("returning", f"{url} does not answer")
-            decision = judge(new, records)
+            decision = judge(new, others.served())
             if decision.action != "wait":
                 return self._enter(following if decision.action == "on" else "returning", decision.reason)
             self._tell(decision)

@@ -18,6 +18,7 @@ from distill.live.arms import ARMS, BY_FLAGS, Arms, read_arms
 from distill.live.options import RolloutOptions
 from distill.live.rollout.engine import Engine, engine_words, free_port
 from distill.live.rollout.judgement import Served
+from distill.live.traffic.reader import Place
 from distill.live.traffic.record import LOCK
 from distill.live.versions import Version, list_versions, read_version
 from distill.run.verdict_record import Record
@@ -38,7 +39,7 @@ class Event(Record):
 
 class State(Record, frozen=False):
     """A rollout. log: the gateway's directory. share: of the new engine while compared. before: arms.json as it was found. before_engine:
-    the one that an earlier rollout started. since: Unix seconds of the stage's beginning. old: what the old engine did while they were
+    the one that an earlier rollout started. since: Unix seconds of the stage's beginning. place: where the log ended then. old: what the old engine did while they were
     compared. reason: why it went on, or back. blames: whether going back says something of the draft.
     """
 
@@ -50,6 +51,7 @@ class State(Record, frozen=False):
     before: Arms
     before_engine: Engine | None = None
     since: float = 0.0
+    place: Place | None = None
     old: Served = Field(default_factory=Served)
     reason: str = ""
     blames: bool = True

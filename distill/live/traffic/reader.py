@@ -1,8 +1,10 @@
 """The log of live traffic, read back: every line checked, repeats and forgotten requests left out."""
 
+import contextlib
 import datetime
 import os
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,58 +31,83 @@ class TrafficLog:
     warnings: list[str]
 
 
-class LogTail:
-    """A log as it grows: reads on from where it stood; a file that was rewritten meanwhile (retention, forget) from its beginning."""
+@dataclass(frozen=True)
+class Place:
+    """Where a log ended: its last file, and the whole lines of it. No time: clocks are set."""
 
-    def __init__(self, directory: Path, since: float = 0.0) -> None:
-        """``since``: Unix seconds; requests that arrived earlier are left out."""
-        self.directory, self.since = directory, since
+    file: str = ""
+    lines: int = 0
+
+
+def end_of(directory: Path) -> Place:
+    """Where a log ends. Raises UserError: it cannot be read."""
+    place = Place()
+    for path in log_files(directory)[-1:]:
+        with contextlib.suppress(FileNotFoundError), _reading(path), path.open("rb") as file:
+            place = Place(path.name, sum(line.endswith(b"\n") for line in file))
+    return place
+
+
+class LogTail:
+    """A log as it grows: reads on from where it stood; a file that was rewritten meanwhile (retention, forget) from its beginning.
+
+    Nothing that was read stays here but the number of lines.
+    """
+
+    def __init__(self, directory: Path, after: Place | None = None) -> None:
+        """``after``: what lies before this place is left out."""
+        self.directory, self.after = directory, after or Place()
         self.lines, self.torn = 0, ""  # that were read; where the last one has no end yet
-        self._records: dict[str, TrafficRecord] = {}
         self._stood: dict[Path, tuple[int, int, int]] = {}  # file: (inode, bytes, lines) that were read
 
-    def read(self) -> list[TrafficRecord]:
-        """All records since then; of several with one id the last.
+    def read(self) -> Iterator[TrafficRecord]:
+        """The records that came; those of a rewritten file come again, and so does one whose line has no end yet.
 
         Raises:
             UserError: a line that is damaged or forged (file, line and field are named).
         """
         files, self.torn = log_files(self.directory), ""
         for path in files:
-            try:
-                self._read_on(path, path == files[-1])
-            except FileNotFoundError:  # retention was quicker
-                continue
-            except OSError as error:
-                raise UserError(f"{path}: cannot be read ({error.strerror or error})") from error
-        return list(self._records.values())
+            if path.name >= self.after.file:
+                with contextlib.suppress(FileNotFoundError):  # retention was quicker
+                    yield from self._read_on(path, path == files[-1])
 
-    def _read_on(self, path: Path, is_last: bool) -> None:
-        with path.open("rb") as file:
+    def _read_on(self, path: Path, is_last: bool) -> Iterator[TrafficRecord]:
+        skipped = self.after.lines if path.name == self.after.file else 0
+        with _reading(path), path.open("rb") as file:
             status = os.fstat(file.fileno())
             inode, place, lines = self._stood.get(path, (status.st_ino, 0, 0))
             if inode != status.st_ino or status.st_size < place:
                 place = lines = 0
-            if not place and status.st_mtime < self.since:
-                return
             file.seek(place)
-            content = file.read()
-        for number, line in enumerate(content.splitlines(keepends=True), start=lines + 1):
-            try:
-                record = from_line(line)
-            except RecordError as error:
-                if is_last and not line.endswith(b"\n"):
-                    self.torn = f"{path}:{number}"
-                    break
-                raise UserError(
-                    f"{path}:{number}: {error}; nobody but the gateway writes here: if the line is damaged, take it out "
-                    f"(sed -i {number}d {path})"
-                ) from error
-            self.lines += 1
-            if record.time >= self.since:
-                self._records[record.id] = record
-        whole = content.rfind(b"\n") + 1
-        self._stood[path] = status.st_ino, place + whole, lines + content.count(b"\n")
+            for number, line in enumerate(file, start=lines + 1):
+                try:
+                    record = from_line(line)
+                except RecordError as error:
+                    if is_last and not line.endswith(b"\n"):
+                        self.torn = f"{path}:{number}"
+                        break
+                    raise UserError(
+                        f"{path}:{number}: {error}; nobody but the gateway writes here: if the line is damaged, take it out "
+                        f"(sed -i {number}d {path})"
+                    ) from error
+                if number > skipped:
+                    self.lines += 1
+                    yield record
+                if line.endswith(b"\n"):
+                    place, lines = place + len(line), number
+        self._stood[path] = status.st_ino, place, lines
+
+
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """A file that cannot be read is a UserError; one that is not there stays what it is."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror or error})") from error
 
 
 def read_traffic(directory: Path) -> TrafficLog:
@@ -94,7 +121,8 @@ def read_traffic(directory: Path) -> TrafficLog:
     if not log_files(directory):
         raise UserError(f"{directory}: no log of traffic (log-00001.jsonl) there; give the gateway's --log directory")
     tail = LogTail(directory)
-    records, warnings = tail.read(), list[str]()
+    by_id, warnings = {record.id: record for record in tail.read()}, list[str]()
+    records = list(by_id.values())
     if tail.torn:
         warnings.append(f"{tail.torn}: the last line is torn and left out")
     if tail.lines > len(records):

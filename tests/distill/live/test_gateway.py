@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 import pytest
 from gateway_server import running_gateway
+from live_arms import served_of
 from processes import until
 from running_app import running_app
 from scripted_engine import ACCEPTED, DRAFTED, IDS, ScriptedEngine
@@ -26,7 +27,7 @@ from distill.live.gateway import limits
 from distill.live.gateway.command import _begin_with, arms_of
 from distill.live.gateway.request import parse_sampling
 from distill.live.options import GatewayOptions
-from distill.live.rollout.judgement import Law, compare, served_of, watch
+from distill.live.rollout.judgement import Law, compare, watch
 from distill.live.traffic.reader import read_traffic
 from distill.live.traffic.record import TrafficRecord, keyed_hash, read_salt
 from speculative.errors import UserError

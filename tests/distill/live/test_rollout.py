@@ -1,5 +1,6 @@
 """A rollout from its first request to its end, with a program in the engine's place and traffic that goes where arms.json says."""
 
+import itertools
 import json
 import os
 import signal
@@ -383,6 +384,31 @@ def test_an_engine_that_hangs_has_died(options: RolloutOptions, monkeypatch: pyt
     assert rollout(options) == TAKEN_BACK
     assert "does not answer" in state_of(options).reason
     assert all_is_back(options)
+
+
+@pytest.mark.parametrize("stepped", [-3600.0, 3600.0])
+def test_a_clock_that_is_set_stalls_no_rollout(
+    options: RolloutOptions, monkeypatch: pytest.MonkeyPatch, stepped: float
+) -> None:
+    """From the comparison on the gateway's clock says something else."""
+    direct, wall, offset = module.Rollout._direct, time.time, [0.0]
+    monkeypatch.setattr(time, "time", lambda: wall() + offset[0])
+    answers, polls = engines.answers, itertools.count()
+
+    def polled(url: str) -> bool:
+        assert next(polls) < 1000, "it stalls"
+        return answers(url)
+
+    monkeypatch.setattr(engines, "answers", polled)
+
+    def stepping(self: Any, *arguments: Any, **more: Any) -> bool:
+        changed: bool = direct(self, *arguments, **more)
+        offset[0] = stepped
+        return changed
+
+    monkeypatch.setattr(module.Rollout, "_direct", stepping)
+    with running_traffic(traffic_of(options, steady(0.8))):
+        assert rollout(options) == 0
 
 
 class Leaving(Traffic):

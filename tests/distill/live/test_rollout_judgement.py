@@ -1,20 +1,21 @@
 """When a rollout goes on and when back: each reason on numbers made for it, the whole of them by simulation; and the log as it grows."""
 
 import math
-import time
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from live_arms import Traffic, gateway_directory, steady
+from live_arms import Traffic, gateway_directory, served_of, steady
 from simulation import trials
+from traffic_log import record_of
 
 from distill.live.arms import ARMS, read_arms
 from distill.live.rollout.anytime import Sums, sums_of
-from distill.live.rollout.judgement import GateGain, Law, Served, compare, served_of, watch
-from distill.live.traffic.reader import LogTail
+from distill.live.rollout.judgement import GateGain, Law, Served, Tally, compare, watch
+from distill.live.traffic.reader import LogTail, end_of
 from distill.live.traffic.record import TrafficRecord, to_line
 from speculative.errors import UserError
 
@@ -109,14 +110,19 @@ def test_what_is_counted() -> None:
     record = TrafficRecord("a", 1.0, "all", "new", "v2", "t", None, "0" * 64, response_tokens=10, accepted=6, drafted=12, blocks=4,
                            total_s=0.5, finish="stop")  # fmt: skip
     constrained = replace(record, constrained=True)
-    cut = replace(record, accepted=0, drafted=4, blocks=1, finish="cancelled", response_tokens=1)
+    cut = replace(record, accepted=0, drafted=4, blocks=1, finish="cancelled", first_token_s=0.1, response_tokens=1)
     failed = replace(record, accepted=None, drafted=None, blocks=None, response_tokens=None, finish="error")
-    found = served_of([record, constrained, cut, failed])
-    assert (found.requests, found.conversations, found.errors, found.gamma) == (4, 1, 1, 16 / 5), "of one id, so one"
+    turns = [
+        replace(one, id=str(number), conversation="c") for number, one in enumerate((record, constrained, cut, failed))
+    ]
+    found = served_of([*turns, turns[0]])
+    assert (found.requests, found.conversations, found.errors, found.gamma) == (4, 1, 1, 16 / 5), "each id once"
     assert found.acceptance == Sums(1, 6.0, 16.0, 36.0, 96.0, 256.0)
     assert (found.latency.requests, found.latency.denominator) == (1, 2.0)
     assert found.latency.numerator == pytest.approx(2 * math.log(0.05))
-    turns = [replace(one, id=talk, conversation=talk) for one, talk in ((record, "d"), (cut, "c"), (failed, "c"))]
+    turns = [
+        replace(one, id=str(id(one)), conversation=talk) for one, talk in ((record, "d"), (cut, "c"), (failed, "c"))
+    ]
     found = served_of(turns)
     assert (found.requests, found.conversations, found.errors) == (3, 2, 1)
     assert found.acceptance == Sums(2, 6.0, 16.0, 36.0, 72.0, 160.0)
@@ -147,30 +153,55 @@ def test_a_draft_as_good_as_the_old_one_is_seldom_taken_back_or_on() -> None:
     assert ends["on"] / streams <= 0.0125 + slack
 
 
-def test_the_tail_reads_each_record_once_and_only_whole_lines(tmp_path: Path) -> None:
+def test_the_tail_reads_on_from_a_place_and_only_whole_lines(tmp_path: Path) -> None:
     with gateway_directory(tmp_path / "traffic") as log:
         traffic = Traffic(log, {"v0001": steady(0.7)})
         records = [traffic.record(read_arms(log / ARMS)) for _ in range(5)]
         lines, path = [to_line(record) for record in records], log / "log-00001.jsonl"
-        tail = LogTail(log, records[1].time)
-        assert tail.read() == []
+        assert list(LogTail(log, end_of(log)).read()) == []
+        path.write_bytes(lines[0] + lines[1][:40])
+        tail = LogTail(log, end_of(log))
         path.write_bytes(lines[0] + lines[1] + lines[2][:40])
-        assert tail.read() == [records[1]], "the first came before, the last is being written"
+        assert list(tail.read()) == [records[1]], "the first came before, the last is being written"
         path.write_bytes(lines[0] + lines[1] + lines[2])
         (log / "log-00002.jsonl").write_bytes(lines[3])
-        assert tail.read() == records[1:4]
-        # As retention and forget do.
-        (log / "new").write_bytes(lines[1] + lines[2])
-        (log / "new").replace(path)
+        assert list(tail.read()) == records[2:4]
         with (log / "log-00002.jsonl").open("ab") as file:
-            file.write(lines[4] + lines[3])
-        assert tail.read() == records[1:5]
+            file.write(lines[4])
+        assert list(tail.read()) == records[4:]
+        assert list(LogTail(log, end_of(log)).read()) == []
+        # As retention and forget do.
+        (log / "new").write_bytes(lines[0] + lines[1] + lines[2])
+        (log / "new").replace(path)
+        assert list(tail.read()) == records[1:3]
+        assert served_of([*records, *records[1:3]]) == served_of(records), "each counts once"
         with path.open("ab") as file:
             file.write(lines[4].replace(b'"accepted":', b'"accepted":9'))
-        with pytest.raises(UserError, match=r"log-00001\.jsonl:3: crc32"):
-            tail.read()
+        with pytest.raises(UserError, match=r"log-00001\.jsonl:4: crc32"):
+            list(tail.read())
 
 
 def test_files_of_the_past_are_not_read(tmp_path: Path) -> None:
     (tmp_path / "log-00001.jsonl").write_text("not a record\n")
-    assert LogTail(tmp_path, time.time() + 60).read() == []
+    (tmp_path / "log-00002.jsonl").touch()
+    assert list(LogTail(tmp_path, end_of(tmp_path)).read()) == []
+
+
+def test_long_texts_pass_through_a_rollout_and_stay_nowhere(tmp_path: Path) -> None:
+    record = record_of(
+        1, prompt_ids=tuple(range(40_000, 60_000)), response_ids=tuple(range(9_000, 10_000)), drafted=900, blocks=None
+    )
+    with (tmp_path / "log-00001.jsonl").open("wb") as file:
+        file.writelines(to_line(replace(record, id=f"r{number}")) for number in range(60))
+    tracemalloc.start()
+    try:
+        tail, tally = LogTail(tmp_path), Tally()
+        for found in tail.read():
+            tally.add(found)
+        del found
+        held, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert tally.served().requests == 60
+    assert held < 1e5
+    assert peak < 5e6, "a line at a time"
