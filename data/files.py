@@ -57,11 +57,25 @@ def replacing(path: Path) -> Iterator[Path]:
             temporary.unlink(missing_ok=True)
 
 
-def write_bytes(path: Path, content: bytes, mode: int = 0o666) -> None:
-    """Writes a file, whole or not at all. mode: less what the umask takes."""
+def write_bytes(path: Path, content: bytes, mode: int = 0o666, synced: bool = False) -> None:
+    """Writes a file, whole or not at all. mode: less what the umask takes. synced: so that it survives a loss of power."""
     flags = os.O_CREAT | os.O_WRONLY | os.O_TRUNC
     with replacing(path) as temporary, open(os.open(temporary, flags, mode), "wb") as file:
         file.write(content)
+        if synced:
+            file.flush()
+            os.fsync(file.fileno())
+    if synced:
+        sync_directory(path.parent)
+
+
+def sync_directory(directory: Path) -> None:
+    """Returns when the names of its files are on the disk."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def write_all(file: int, content: bytes | memoryview) -> None:

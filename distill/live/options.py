@@ -35,6 +35,7 @@ class GatewayOptions:
     text: Annotated[bool, typer.Option("--text", help="keep token ids of text, not hashes only")] = False
     reservoir: Annotated[int, typer.Option(help="with --text: responses a slice whose text is kept", min=0)] = 10_000
     retention_days: Annotated[float, typer.Option(help="with --text: days that text is kept", min=0)] = 30.0
+    trust_clock: Annotated[bool, typer.Option("--trust-clock", help="erase old text though the clock jumped")] = False
     exclude_tenant: Annotated[
         list[str] | None, typer.Option(help="x-understudy-tenant whose requests are never logged; again for more")
     ] = None

@@ -32,7 +32,9 @@ def gateway(options: GatewayOptions) -> None:
     flags, key = arms_of(options), key_in(options.api_key_env) or None
     parse_sampling(options.sampling)  # refused here, before anything is there
     with listening(options.host, options.port) as listener:
-        writer = LogWriter(options.log, options.text, options.reservoir, options.retention_days)
+        writer = LogWriter(
+            options.log, options.text, options.reservoir, options.retention_days, trust_clock=options.trust_clock
+        )
         arms = _begin_with(options.log / ARMS, flags)
         app = Gateway(options, key, arms, writer).app()
         config = uvicorn.Config(

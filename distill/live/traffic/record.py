@@ -6,6 +6,7 @@ A line is flat JSON, its last field `crc32` the checksum of the bytes before `,"
     salt                the directory's secret: prompts and ids are hashed with it
     lock                held by the one gateway that writes here
     write.lock          held for each append and for each rewrite of a file
+    swept               when old text was last erased, Unix seconds
     forgotten           keyed hashes of ids that are never written again, one on a line
 """
 
@@ -28,7 +29,7 @@ from data.files import write_bytes, writing
 from data.responses.engine_counts import CountsError, RequestCounts
 from speculative.errors import UserError
 
-SALT, LOCK, WRITE_LOCK, FORGOTTEN = "salt", "lock", "write.lock", "forgotten"
+SALT, LOCK, WRITE_LOCK, SWEPT, FORGOTTEN = "salt", "lock", "write.lock", "swept", "forgotten"
 LOG_FILES = f"log-{5 * '[0-9]'}.jsonl"
 SANE = re.compile(r"[A-Za-z0-9._:@+/-]{1,128}")  # An id, a slice, a version: nothing that breaks a line or a label.
 _CHECKSUM = b',"crc32":"'

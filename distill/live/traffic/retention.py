@@ -3,20 +3,22 @@
 Every file is rewritten whole, under the lock that each append takes, so a gateway may be running.
 """
 
+import contextlib
 import dataclasses
 import fcntl
 import heapq
 import json
+import math
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from data.files import write_bytes, writing
 from distill.live.traffic.record import (
     FORGOTTEN,
+    SWEPT,
     WRITE_LOCK,
     RecordError,
     TrafficRecord,
@@ -28,8 +30,9 @@ from distill.live.traffic.record import (
     read_salt,
     to_line,
 )
+from speculative.errors import UserError
 
-DAY = 86400.0
+DAY, HOUR = 86400.0, 3600.0
 _WITHOUT_TEXT = b'"prompt_ids":null,"response_ids":null'
 
 
@@ -41,7 +44,7 @@ class Swept:
     kept: dict[str, list[str]]
 
 
-@contextmanager
+@contextlib.contextmanager
 def write_lock(directory: Path) -> Iterator[None]:
     """Held by whoever appends to a log or rewrites it."""
     with open(os.open(directory / WRITE_LOCK, os.O_CREAT | os.O_RDWR, 0o600), "rb") as file:
@@ -49,21 +52,27 @@ def write_lock(directory: Path) -> Iterator[None]:
         yield
 
 
-def sweep(directory: Path, retention_days: float, reservoir: int | None, now: float) -> Swept:
+def sweep(
+    directory: Path, retention_days: float, reservoir: int | None, now: float, trust_clock: bool = False
+) -> Swept:
     """Takes the text out of records that are too old, or beyond their slice's sample.
 
     A slice keeps the text of the ``reservoir`` records (None: of all) whose keyed hashes are the smallest: a random sample, the same
-    whoever draws it. ``now``: Unix seconds.
+    whoever draws it. ``now``: Unix seconds. ``trust_clock``: also after a jump.
 
     Raises:
-        UserError: the directory cannot be read or written.
+        UserError: the clock has jumped, or the directory cannot be read or written.
     """
-    salt, oldest = read_salt(directory), now - retention_days * DAY
+    salt, oldest, newest = read_salt(directory), now - retention_days * DAY, -math.inf
     seen: dict[str, set[str]] = defaultdict(set)
     for path in log_files(directory):
         for line in path.read_bytes().splitlines(keepends=True):
-            if (record := _with_text(line)) is not None and record.time >= oldest:
-                seen[record.slice].add(priority(salt, record.id))
+            if (record := _with_text(line)) is not None:
+                newest = max(newest, record.time)
+                if record.time >= oldest:
+                    seen[record.slice].add(priority(salt, record.id))
+    if newest > -math.inf and not trust_clock:
+        _check_clock(directory, newest, retention_days, now)
     most = max(map(len, seen.values()), default=0) if reservoir is None else reservoir
     kept = {name: heapq.nsmallest(most, places) for name, places in seen.items()}
     dropped = {name: places.difference(kept[name]) for name, places in seen.items()}
@@ -75,7 +84,25 @@ def sweep(directory: Path, retention_days: float, reservoir: int | None, now: fl
             return line
         return to_line(dataclasses.replace(record, prompt_ids=None, response_ids=None))
 
-    return Swept(rewrite(directory, scrubbed), kept)
+    done = Swept(rewrite(directory, scrubbed), kept)
+    with writing(directory / SWEPT):
+        write_bytes(directory / SWEPT, b"%d\n" % now, 0o600)
+    return done
+
+
+def _check_clock(directory: Path, newest: float, retention_days: float, now: float) -> None:
+    """Raises UserError for a clock that stepped back, or so far forward that all text would be erased at once.
+
+    Judged by the last sweep, before the first one by the newest text: a wrong clock writes wrong times into records too.
+    """
+    last = newest
+    with contextlib.suppress(OSError, ValueError):
+        last = float((directory / SWEPT).read_text(encoding="ascii"))
+    if not -HOUR <= now - last <= DAY * max(1.0, retention_days):
+        raise UserError(
+            f"{directory}: by the clock {(now - last) / DAY:+,.1f} days have passed since text was last erased or written; nothing is "
+            "erased, for the clock may be wrong: set it, or start the gateway with --trust-clock"
+        )
 
 
 def _with_text(line: bytes) -> TrafficRecord | None:
@@ -108,7 +135,7 @@ def rewrite(directory: Path, changed: Callable[[bytes], bytes]) -> int:
                 before = left[0].read_bytes().splitlines(keepends=True)
                 after = [known[line] if line in known else changed(line) for line in before]
                 if after != before:
-                    write_bytes(left[0], b"".join(after), 0o600)
+                    write_bytes(left[0], b"".join(after), 0o600, synced=True)
                     count += sum(old != new for old, new in zip(before, after, strict=True))
         done.add(left[0])
     return count
@@ -124,7 +151,7 @@ def forget(directory: Path, ids: Sequence[str]) -> int:
     # First, so that no reader sees them from here on, whatever happens to this process.
     with writing(directory), write_lock(directory):
         known = forgotten_hashes(directory) | {keyed_hash(salt, FORGOTTEN, one) for one in ids}
-        write_bytes(directory / FORGOTTEN, "".join(f"{one}\n" for one in sorted(known)).encode(), 0o600)
+        write_bytes(directory / FORGOTTEN, "".join(f"{one}\n" for one in sorted(known)).encode(), 0o600, synced=True)
     named = [json.dumps(one)[1:-1].encode() for one in ids]
 
     def without(line: bytes) -> bytes:

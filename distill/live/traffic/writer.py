@@ -13,7 +13,7 @@ from dataclasses import replace
 from io import FileIO
 from pathlib import Path
 
-from data.files import write_all, writing
+from data.files import sync_directory, write_all, writing
 from distill.live.traffic.record import (
     FORGOTTEN,
     LOCK,
@@ -67,9 +67,10 @@ class LogWriter:
 
     def __init__(
         self, directory: Path, text: bool = False, sample_size: int | None = None, retention_days: float = 30.0,
-        file_bytes: int = 64 << 20,
+        file_bytes: int = 64 << 20, trust_clock: bool = False,
     ) -> None:  # fmt: skip
-        """``sample_size``: texts kept a slice; None: all. A sweep at the start, after each ``file_bytes`` and every hour sees to that.
+        """``sample_size``: texts kept a slice; None: all. A sweep at the start, after each ``file_bytes`` and every hour sees to that,
+        the first one also after a jump of the clock with ``trust_clock``.
 
         Raises:
             UserError: another gateway writes here, others can read another user's directory, or nothing can be written.
@@ -96,6 +97,7 @@ class LogWriter:
         self._file: FileIO | None = None
         self._forgotten: tuple[tuple[int, int], set[str]] = ((0, 0), set())
         self._sweep_now, self._closed = threading.Event(), False
+        self._trust_clock, self._began = trust_clock, (time.time(), time.monotonic())
         self._queue: queue.Queue[tuple[TrafficRecord, Done] | None] = queue.Queue(QUEUE_RECORDS)
         self._thread = threading.Thread(target=self._run, name="traffic log", daemon=True)
         self._thread.start()
@@ -124,7 +126,9 @@ class LogWriter:
     def _sweep(self) -> None:
         while not self._closed:
             try:
-                kept = sweep(self.directory, self.retention_days, self.samples.size, time.time()).kept
+                now = min(time.time(), self._began[0] + time.monotonic() - self._began[1])
+                kept = sweep(self.directory, self.retention_days, self.samples.size, now, self._trust_clock).kept
+                self._trust_clock = False
                 self.samples.reset(kept)
                 if not self.text and not any(kept.values()):
                     return  # No text is here, and none will come.
@@ -162,7 +166,7 @@ class LogWriter:
         self.writing = writing
 
     def _write(self, records: list[TrafficRecord]) -> None:
-        """All of them or none. Raises OSError: the disk refuses."""
+        """All of them or none; returns when they are on the disk itself. Raises OSError: the disk refuses."""
         path = self.directory / f"log-{self._number:05d}.jsonl"
         fcntl.flock(self._write_lock, fcntl.LOCK_EX)
         try:
@@ -178,6 +182,7 @@ class LogWriter:
                 raise
         finally:
             fcntl.flock(self._write_lock, fcntl.LOCK_UN)
+        os.fsync(file)  # One for the whole batch, and nobody waits for the lock meanwhile: a rewrite syncs its copy.
         if size + len(lines) >= self.file_bytes:
             self._number += 1
             self._sweep_now.set()
@@ -191,6 +196,7 @@ class LogWriter:
             self._file.close()
             self._file = None
         self._file = FileIO(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "a")
+        sync_directory(self.directory)
         return self._file
 
     def _with_or_without_text(self, record: TrafficRecord) -> TrafficRecord:

@@ -6,6 +6,7 @@ import stat
 import threading
 from pathlib import Path
 
+import pytest
 from refusals import refused
 from traffic_log import record_of, write_log
 
@@ -80,6 +81,24 @@ def test_a_sweep_keeps_the_text_of_a_recent_sample(tmp_path: Path) -> None:
     assert all(stat.S_IMODE(path.stat().st_mode) == 0o600 for path in log.iterdir())
     assert sweep(log, 7, None, now).scrubbed == 0
     assert sweep(log, 7, 0, now + 1).scrubbed == 5
+
+
+@pytest.mark.parametrize(("days", "swept"), [(400.0, False), (400.0, True), (-2.0, False), (-2.0, True)])
+def test_a_clock_that_jumped_erases_nothing_unless_it_is_trusted(tmp_path: Path, days: float, swept: bool) -> None:
+    now, records = 1000 * DAY, [record_of(number, time=(990 + number) * DAY) for number in range(10)]
+    log = write_log(tmp_path, records)
+    if swept:
+        assert sweep(log, 30, None, now).scrubbed == 0
+        with (log / "log-00001.jsonl").open("ab") as file:  # as a gateway writes by such a clock
+            file.write(to_line(record_of(99, time=now + days * DAY)))
+    before = (log / "log-00001.jsonl").read_bytes()
+    said = refused(sweep, log, 30, None, now + days * DAY)
+    assert f"by the clock {days if swept else days + 1:+,.1f} days have passed" in said
+    assert (log / "log-00001.jsonl").read_bytes() == before
+    if swept:
+        assert sweep(log, 30, None, now + 29 * DAY).scrubbed == 9 + (days < 0)
+    else:
+        assert sweep(log, 30, None, now + days * DAY, trust_clock=True).scrubbed == (10 if days > 0 else 0)
 
 
 def test_of_a_forgotten_request_not_a_byte_is_left(tmp_path: Path) -> None:

@@ -2,14 +2,19 @@
 
 import dataclasses
 import os
+import queue
+import stat
 import threading
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from test_traffic_record import RECORD
 
+from distill.live.traffic import retention
 from distill.live.traffic import writer as module
 from distill.live.traffic.reader import read_traffic
 from distill.live.traffic.record import FORGOTTEN, from_line, log_files, priority
@@ -46,6 +51,59 @@ def test_files_rotate_and_none_is_lost_or_doubled(tmp_path: Path) -> None:
     assert all(path.stat().st_size < 3000 for path in files)
     ids = [from_line(line).id for path in files for line in path.read_bytes().splitlines()]
     assert ids == [*(f"r{number}" for number in range(12)), "last"]
+
+
+def test_a_record_is_on_the_disk_itself_before_its_response_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """What a loss of power would leave: the bytes of each file when it was last synced, under the names that were."""
+    safe, names, breaks, sync = dict[int, bytes](), set[str](), [False], os.fsync
+
+    def synced(descriptor: int) -> None:
+        if breaks[0]:
+            raise OSError(5, "Input/output error")
+        sync(descriptor)
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            names.update(os.listdir(descriptor))
+        else:
+            safe[os.fstat(descriptor).st_ino] = Path(f"/proc/self/fd/{descriptor}").read_bytes()
+
+    monkeypatch.setattr(os, "fsync", synced)
+    writer, path = LogWriter(tmp_path), tmp_path / "log-00001.jsonl"
+    for number in range(3):
+        assert write(writer, named(f"r{number}")) == [True]
+        assert safe[path.stat().st_ino] == path.read_bytes()
+        assert path.name in names
+        if number == 1:
+            forget(tmp_path, ["r0"])
+            assert safe[path.stat().st_ino].count(b"\n") == 1
+    breaks[0] = True
+    assert write(writer, named("lost")) == [False]
+    writer.close()
+    assert "Input/output error" in capfd.readouterr().err
+
+
+def test_a_clock_that_is_set_ahead_while_the_gateway_runs_is_not_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wall, offset, asked = time.time, [0.0], queue.Queue[float]()
+
+    def sweep(directory: Path, days: float, size: int | None, now: float, trust_clock: bool) -> Any:
+        asked.put(now)
+        return retention.sweep(directory, days, size, now, trust_clock)
+
+    monkeypatch.setattr(time, "time", lambda: wall() + offset[0])
+    monkeypatch.setattr(module, "sweep", sweep)
+    writer = LogWriter(tmp_path, text=True, file_bytes=1)
+    began = asked.get(timeout=20)
+    offset[0] = 400 * retention.DAY
+    write(writer, dataclasses.replace(RECORD, time=began))
+    assert asked.get(timeout=20) - began < retention.DAY
+    offset[0] = -400 * retention.DAY
+    write(writer, dataclasses.replace(RECORD, id="r2", time=began))
+    assert asked.get(timeout=20) < began
+    writer.close()
+    assert all(record.response_ids for record in read_traffic(tmp_path).records)
 
 
 def test_a_second_writer_is_refused_until_the_first_is_done(tmp_path: Path) -> None:
