@@ -94,12 +94,14 @@ def within(seconds: float, url: str, close: Callable[[], None]) -> Iterator[None
         timer.cancel()
 
 
-def page_at(url: str, key: str = "", *, direct: bool = False, seconds: float = PAGE_SECONDS) -> Page | None:
-    """The page at an address, whatever its status; None where there is no answer within bounds."""
+def page_at(
+    url: str, key: str = "", *, body: object = None, direct: bool = False, seconds: float = PAGE_SECONDS
+) -> Page | None:
+    """The page at an address, whatever its status; None where there is no answer within bounds. ``body``: posted as JSON."""
     try:
         client = engine_http(url, key, timeout=seconds, direct=direct)
         with client, within(seconds, url, client.close):
-            answer = client.get(url)
+            answer = client.get(url) if body is None else client.post(url, json=body)
     except (OSError, ValueError, httpx2.HTTPError, httpx2.InvalidURL):
         return None
     return Page(answer.status_code, answer.content.decode(errors="replace"))

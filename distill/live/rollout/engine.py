@@ -167,16 +167,7 @@ def answers(url: str) -> bool:
 def generates(url: str) -> bool:
     """Whether an engine answers a request for one token, an error included: one that is healthy and hangs does not."""
     words = {"model": min(models(url), default=""), "prompt": "a", "max_tokens": 1}
-    headers = {"content-type": "application/json"}
-    asked = urllib.request.Request(f"{url}/v1/completions", json.dumps(words).encode(), headers)
-    try:
-        with urllib.request.urlopen(asked, timeout=_TOKEN_TIMEOUT) as reply:
-            return bool(reply.read())
-    except urllib.error.HTTPError as error:
-        error.close()
-        return True
-    except (OSError, ValueError):
-        return False
+    return page_at(f"{url}/v1/completions", body=words, direct=True, seconds=_TOKEN_TIMEOUT) is not None
 
 
 def models(url: str) -> set[str]:
