@@ -44,7 +44,7 @@ class GatewayOptions:
     )
     sampling: Annotated[str, typer.Option(help="the engines' defaults: temperature=0.7,top_p=0.8,..")] = ""
     max_body: Annotated[int, typer.Option(help="largest request body in bytes", min=1)] = 16 << 20
-    max_connections: Annotated[int, typer.Option(help="clients at once; more get 503", min=1)] = 2048
+    max_connections: Annotated[int, typer.Option(help="clients answered at once; more get 503", min=1)] = 2048
     idle_seconds: Annotated[float, typer.Option(help="seconds without a byte: ended", min=1)] = 300.0
 
 

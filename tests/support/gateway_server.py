@@ -1,19 +1,44 @@
-"""A gateway on a port of its own, in this process."""
+"""A gateway on a port of its own, in this process or in one of its own, and its page of metrics."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from running_app import running_app
+import httpx
+from running_app import running_server
 
+from data.responses.engine_metrics import parse_page
 from distill.live.arms import ARMS, Arm, Arms, write_arms
 from distill.live.gateway.app import Gateway
-from distill.live.gateway.limits import BoundedProtocol
+from distill.live.gateway.command import configured
 from distill.live.options import GatewayOptions
 from distill.live.traffic.writer import LogWriter
+
+HTTP = httpx.Client(verify=False, timeout=20)
+SAYS = "the gateway answers at "
+
+
+def metric(url: str, name: str, key: str | None = None, **labels: str) -> float:
+    page = parse_page(HTTP.get(f"{url}/metrics", headers={"authorization": f"Bearer {key}"}).text)
+    return sum(value for found, value in page.get(f"understudy_{name}", []) if labels.items() <= found.items())
+
+
+@contextmanager
+def gateway_process(engine: str, log: Path, **how: Any) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    command = [sys.executable, "-m", "distill.cli", "gateway", "--engine", engine, "--log", str(log), "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **how) as child:
+        try:
+            assert child.stdout is not None
+            line = next((line for line in child.stdout if SAYS in line), "")
+            assert line, child.stderr and child.stderr.read()
+            yield child, line.removeprefix(SAYS).partition(",")[0]
+        finally:
+            child.kill()
 
 
 @contextmanager
@@ -25,6 +50,6 @@ def running_gateway(
     arms += [Arm("plain", plain, 0.0, "none", "t", drafts=False)] if plain else []
     writer = LogWriter(log, text=options.get("text", False))
     write_arms(log / ARMS, Arms("flags", tuple(arms)))
-    app = Gateway(GatewayOptions([], log, **options), key, Arms("flags", tuple(arms)), writer).app()
-    with running_app(app, http=BoundedProtocol, server_header=False, date_header=False) as url:
+    gateway = Gateway(GatewayOptions([], log, **options), key, Arms("flags", tuple(arms)), writer)
+    with running_server(configured(gateway, gateway.options.max_connections)) as url:
         yield url

@@ -14,8 +14,14 @@ import uvicorn
 @contextmanager
 def running_app(app: Any, **config: Any) -> Iterator[str]:
     """Its url."""
-    options = {"log_level": "critical", "timeout_graceful_shutdown": 1, **config}
-    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, **options))
+    with running_server(uvicorn.Config(app, **{"log_level": "critical", **config})) as url:
+        yield url
+
+
+@contextmanager
+def running_server(config: uvicorn.Config) -> Iterator[str]:
+    config.host, config.port, config.timeout_graceful_shutdown = "127.0.0.1", 0, 1
+    server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     while not server.started:

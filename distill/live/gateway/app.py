@@ -6,17 +6,20 @@ import gc
 import hmac
 import sys
 import time
+import traceback
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
-import httpcore
+import h11
+from starlette.middleware.errors import ServerErrorMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route, Router
+from starlette.types import ASGIApp
 
 from distill.live.arms import ARMS, Arms, read_arms
 from distill.live.gateway.exchange import Exchange
-from distill.live.gateway.limits import Bodies, Refused
+from distill.live.gateway.limits import Bodies, Refused, bounded
 from distill.live.gateway.metrics import Metrics
 from distill.live.gateway.request import PATHS, read_request
 from distill.live.gateway.tap import Tap
@@ -35,6 +38,7 @@ _OWN_HEADERS = {
     b"transfer-encoding", b"upgrade", b"host", b"content-length", b"accept-encoding", b"expect",
 }  # fmt: skip
 _PREFIX = b"x-understudy-"
+_CLOSE = {"connection": "close"}  # for answers that do not wait for the whole request
 _HINT = (
     "a stream said nothing of drafts, so its acceptance is unknown: vLLM says it when it is started with "
     "--per-request-spec-decode-metrics detailed, in streams that ask for usage (--usage, or vLLM's --enable-force-include-usage)"
@@ -51,12 +55,14 @@ class Gateway:
         self.exchanges: set[Exchange] = set()
         self._slices: set[str] = set()
         self._unreachable: set[str] = set()
+        self._faults: set[str] = set()
         self._log_is_late = self._hinted = False
 
-    def app(self) -> Router:
+    def app(self) -> ASGIApp:
         """With /health and /metrics of the gateway's own; all else goes to an engine."""
         routes = [Route("/health", self._health), Route("/metrics", self._page)]
-        return Router(routes, default=self, redirect_slashes=False, lifespan=self._lifespan)
+        pages = Router(routes, default=self, redirect_slashes=False, lifespan=self._lifespan)
+        return ServerErrorMiddleware(bounded(pages), self._fault)
 
     @contextlib.asynccontextmanager
     async def _lifespan(self, _: Router) -> AsyncIterator[None]:
@@ -74,7 +80,7 @@ class Gateway:
 
     async def _health(self, _: Request) -> Response:
         """Open to all, so it says nothing of arms."""
-        return JSONResponse({"status": "ok", "logging": self.writer.writing})
+        return JSONResponse({"status": "ok", "logging": self.writer.writing}, headers=_CLOSE)
 
     async def _page(self, request: Request) -> Response:
         if not self._may(dict(request.scope["headers"])):
@@ -84,7 +90,19 @@ class Gateway:
         self.metrics.reached.clear()
         for arm in self.arms.arms:
             self.metrics.reached.labels(arm.name).set(arm.name not in self._unreachable)
-        return Response(self.metrics.page(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        return Response(self.metrics.page(), media_type="text/plain; version=0.0.4; charset=utf-8", headers=_CLOSE)
+
+    async def _fault(self, _: Request, error: Exception) -> Response:
+        """Counts what ended a request unforeseen, and prints each kind once: where it was, not what the request said."""
+        frames = traceback.extract_tb(error.__traceback__)
+        kind = type(error).__name__
+        place = f"{kind} at {frames[-1].filename}:{frames[-1].lineno}"
+        self.metrics.unhandled.labels(kind).inc()
+        if place not in self._faults:
+            self._faults.add(place)
+            told = f"a fault of the gateway ended a request: {place}; the next ones are counted in /metrics only"
+            print(told, *traceback.format_list(frames), sep="\n", file=sys.stderr, flush=True)
+        return _error(500, "a fault of its own")
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Answers one request; lifespan messages never come here."""
@@ -92,6 +110,10 @@ class Gateway:
         try:
             if not self._may(headers):
                 raise Refused(401, "the key is another; send it as `Authorization: Bearer KEY`")
+            if scope["state"]["connection"].is_one_too_many():
+                raise Refused(503, "too many clients at once")
+            if not scope["raw_path"].startswith(b"/"):
+                raise Refused(400, "a request's target begins with /")
             body = await self.bodies.read(headers, receive)
         except Refused as refused:
             self.metrics.requests.labels("", refused.status).inc()
@@ -111,6 +133,7 @@ class Gateway:
     async def _exchange(self, scope: Any, headers: dict[bytes, bytes], body: bytes, receive: Any, send: Any) -> None:
         # Not the loop's clock: uvloop's stands still within a turn and ticks in milliseconds.
         arrived, began = time.time(), time.perf_counter()
+        scope["state"]["connection"].allow(None)  # From here on `_watch` ends what stands still.
         path = scope["path"] if scope["method"] == "POST" else ""
         asked = read_request(path, headers, body, self.options, self.writer.salt)
         shed = len(self.exchanges) >= self.options.shed_above and scope["path"] in PATHS
@@ -135,10 +158,10 @@ class Gateway:
             if shutting_down:
                 raise
             task.uncancel()
-        except httpcore.LocalProtocolError as error:  # The client's doing: no error of the arm's.
+        except h11.LocalProtocolError as error:  # The client's doing: no error of the arm's.
             exchange.recorded = True
             await self._fail(exchange, 400, str(error))
-        except (OSError, httpcore.NetworkError, httpcore.ProtocolError) as error:
+        except (OSError, h11.RemoteProtocolError) as error:
             self._unreachable.add(arm.name)
             await self._fail(exchange, 502, f"the engine cannot be reached ({type(error).__name__})")
         finally:
@@ -155,21 +178,20 @@ class Gateway:
             scope["method"], arm.url, target, _passed_on(scope["headers"]), asked.body
         ) as response:
             self._unreachable.discard(arm.name)
-            received = [(name.lower(), value) for name, value in response.headers]
-            told = dict(received)
+            told = dict(response.headers)
             if b"transfer-encoding" in told:
                 told.pop(b"content-length", None)  # Whoever says both means the chunks.
             left = int(told[b"content-length"]) if b"content-length" in told else None
             if not exchange.recorded:
                 self._tap(exchange, response.status, told)
             tap = exchange.tap
-            kept = _passed_on(received) + ([(b"content-length", b"%d" % left)] if left is not None else [])
+            kept = _passed_on(response.headers) + ([(b"content-length", b"%d" % left)] if left is not None else [])
             kept.append((b"x-understudy-id", asked.id.encode()))
             exchange.status = response.status
             exchange.sending = True
             await send({"type": "http.response.start", "status": response.status, "headers": kept})
             exchange.sending = False
-            async for piece in response.aiter_stream():
+            async for piece in response.pieces:
                 if exchange.first_token_s is None:
                     exchange.first_token_s = round(time.perf_counter() - exchange.began, 6)
                     self.metrics.first_token.labels(arm.name).observe(exchange.first_token_s)
@@ -255,7 +277,7 @@ class Gateway:
             exchange.status = status
             await _error(status, why)(exchange.scope, exchange.receive, exchange.send)
         else:
-            exchange.scope["state"]["abort"]()
+            exchange.scope["state"]["connection"].transport.abort()
 
     def _slice(self, name: str) -> str:
         """A bounded number of names: a client may say what it likes."""
@@ -298,4 +320,4 @@ def _passed_on(headers: Sequence[tuple[bytes, bytes]]) -> list[tuple[bytes, byte
 
 def _error(status: int, why: str) -> Response:
     error = {"message": f"understudy gateway: {why}", "type": "gateway_error", "param": None, "code": status}
-    return JSONResponse({"error": error}, status, {"connection": "close"})
+    return JSONResponse({"error": error}, status, _CLOSE)

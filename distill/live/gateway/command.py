@@ -3,7 +3,9 @@
 import os
 import resource
 import sys
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 
@@ -11,7 +13,7 @@ from data.responses.endpoint_keys import key_in, root_of
 from distill.commands.serve import listening
 from distill.live.arms import ARMS, BY_FLAGS, Arm, Arms, read_arms, write_arms
 from distill.live.gateway.app import Gateway
-from distill.live.gateway.limits import BoundedProtocol
+from distill.live.gateway.limits import HEADER_BYTES, BoundedProtocol, Limits
 from distill.live.gateway.request import parse_sampling
 from distill.live.options import GatewayOptions
 from distill.live.traffic.writer import LogWriter
@@ -36,12 +38,7 @@ def gateway(options: GatewayOptions) -> None:
             options.log, options.text, options.reservoir, options.retention_days, trust_clock=options.trust_clock
         )
         arms = _begin_with(options.log / ARMS, flags)
-        app = Gateway(options, key, arms, writer).app()
-        config = uvicorn.Config(
-            app, http=BoundedProtocol, ws="none", lifespan="on", log_config=None, log_level="critical", access_log=False,
-            proxy_headers=False, server_header=False, date_header=False,
-            limit_concurrency=_clients_for(options.max_connections), timeout_graceful_shutdown=_GRACE_SECONDS,
-        )  # fmt: skip
+        config = configured(Gateway(options, key, arms, writer), _clients_for(options.max_connections))
         host, port = listener.getsockname()[:2]
         print(f"the gateway answers at http://{f'[{host}]' if ':' in host else host}:{port}, its log is {options.log}")
         for arm in arms.arms:
@@ -49,6 +46,17 @@ def gateway(options: GatewayOptions) -> None:
             print(f"  {arm.name}: {arm.url}, {when}, draft {arm.draft_version}")
         sys.stdout.flush()
         uvicorn.Server(config).run(sockets=[listener])
+
+
+def configured(gateway: Gateway, clients: int) -> uvicorn.Config:
+    """A server of the gateway for so many clients at once. A request may take twice its largest body, for chunks of few bytes each."""
+    limits = Limits(clients, 2 * gateway.options.max_body + HEADER_BYTES)
+    protocol: Any = partial(BoundedProtocol, limits)
+    return uvicorn.Config(
+        gateway.app(), http=protocol, ws="none", lifespan="on", log_config=None, log_level="critical", access_log=False,
+        proxy_headers=False, server_header=False, date_header=False, h11_max_incomplete_event_size=HEADER_BYTES,
+        timeout_graceful_shutdown=_GRACE_SECONDS,
+    )  # fmt: skip
 
 
 def arms_of(options: GatewayOptions) -> Arms:

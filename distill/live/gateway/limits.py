@@ -1,13 +1,17 @@
-"""What a client may not do: send headers slowly or without end, a body that is too large or never whole, stand still."""
+"""What a client may not do: send a request slowly, without end or too large, stand still, open connections without number."""
 
 import asyncio
+from dataclasses import dataclass, field
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+import h11
+from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 HEADER_SECONDS, BODY_SECONDS = 10.0, 60.0
-HEADER_BYTES = 1 << 16
+HEADER_BYTES = 1 << 16  # h11 holds no more of headers, of a chunk's extensions, or of trailers.
 HELD_BODY_BYTES = 512 << 20  # of all requests together
+_SPARE_CONNECTIONS = 32  # above the clients: they are told that there are too many
 
 
 class Refused(Exception):
@@ -18,49 +22,91 @@ class Refused(Exception):
         self.status = status
 
 
-class BoundedProtocol(HttpToolsProtocol):
-    """uvicorn's protocol, with a clock and a limit on headers; requests find `abort` of their connection in their state."""
+@dataclass(frozen=True)
+class Limits:
+    """clients: that are answered at once. request_bytes: of one request as it is sent, with all that surrounds its body. waiting: connections
+    without a request whose headers are whole, the oldest first.
+    """
 
-    _clock: asyncio.TimerHandle | None = None
-    _header_bytes = 0
+    clients: int
+    request_bytes: int
+    waiting: "dict[BoundedProtocol, None]" = field(default_factory=dict)
+
+
+class BoundedProtocol(H11Protocol):
+    """uvicorn's protocol with limits on connections and, for each unfinished request, on seconds and bytes.
+
+    A request finds it as `connection` in its state.
+    """
+
+    def __init__(self, limits: Limits, app_state: dict[str, Any], **others: Any) -> None:
+        """``app_state``, ``others``: as uvicorn gives them."""
+        super().__init__(app_state=app_state | {"connection": self}, **others)
+        self.limits, self.request_bytes = limits, 0
+        self.clock: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """A client: its headers have so much time."""
+        """A client; beyond the limit it takes the place of the one that has waited longest."""
         super().connection_made(transport)  # type: ignore[arg-type]
-        self._start_clock()
+        self.wait(HEADER_SECONDS)
+        if len(self.connections) > self.limits.clients + _SPARE_CONNECTIONS:
+            oldest = next(iter(self.limits.waiting))
+            del self.limits.waiting[oldest]
+            oldest.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The client is gone."""
-        self._stop_clock()
+        self.allow(None)
+        self.limits.waiting.pop(self, None)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Counts what belongs to headers that are not complete."""
-        self._header_bytes += len(data)
-        super().data_received(data)
-        if self._clock is not None and self._header_bytes > HEADER_BYTES:
+        """The next bytes; the first of a request start its clock."""
+        if not self.request_bytes:
+            self.allow(HEADER_SECONDS)
+        self.request_bytes += len(data)
+        if self.request_bytes > self.limits.request_bytes:
             self.transport.abort()
+        else:
+            super().data_received(data)
 
-    def on_message_begin(self) -> None:
-        """The first byte of a request, of the connection's first or of a later one."""
-        super().on_message_begin()
-        self.scope["state"]["abort"] = self.transport.abort
-        self._stop_clock()
-        self._start_clock()
+    def is_one_too_many(self) -> bool:
+        """Whether more clients are being answered than may be, this one among them."""
+        return len(self.connections) - len(self.limits.waiting) > self.limits.clients
 
-    def on_headers_complete(self) -> None:
-        """Headers are whole; from here on the body's limits hold."""
-        self._stop_clock()
-        super().on_headers_complete()
+    def wait(self, seconds: float) -> None:
+        """For the next request."""
+        self.request_bytes = 0
+        self.limits.waiting[self] = None
+        self.allow(seconds)
 
-    def _start_clock(self) -> None:
-        self._header_bytes = 0
-        self._clock = self.loop.call_later(HEADER_SECONDS, self.transport.abort)
+    def allow(self, seconds: float | None) -> None:
+        """The connection is cut off so many seconds from now, unless that changes before; None: it is not."""
+        if self.clock is not None:
+            self.clock.cancel()
+        self.clock = None if seconds is None else self.loop.call_later(seconds, self.transport.abort)
 
-    def _stop_clock(self) -> None:
-        if self._clock is not None:
-            self._clock.cancel()
-        self._clock = None
+
+def bounded(app: ASGIApp) -> ASGIApp:
+    """The application, with a limit on the seconds of each request until `allow` changes it, and of taking the end of its answer."""
+
+    async def within(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await app(scope, receive, send)
+            return
+        connection: BoundedProtocol = scope["state"]["connection"]
+        connection.limits.waiting.pop(connection, None)
+        connection.allow(BODY_SECONDS + HEADER_SECONDS)
+        try:
+            await app(scope, receive, send)
+        except (
+            h11.LocalProtocolError
+        ):  # uvicorn found the rest of the request to be no HTTP, and said so before this answer began.
+            connection.transport.abort()
+        finally:
+            connection.wait(BODY_SECONDS)
+
+    return within
 
 
 class Bodies:

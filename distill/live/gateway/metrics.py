@@ -29,6 +29,7 @@ class Metrics:
         self.not_logged = counter("not_logged", "Responses that leave no record, by reason", ("reason",))
         self.records = counter("records", "Records handed to the log", ("arm", "finish"))
         self.records_failed = counter("records_failed", "Records that were not on disk when the response ended")
+        self.unhandled = counter("unhandled", "Requests that a fault of the gateway ended, by its kind", ("kind",))
         self.odd_counts = counter("counts_refused", "Responses whose counts of drafts contradict themselves", ("arm",))
         self.tokens = counter("tokens", "Tokens", ("arm", "kind"))
         self.accepted = counter("served_accepted_tokens", "Drafted tokens that were accepted", _BY_DRAFT)

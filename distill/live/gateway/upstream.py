@@ -1,102 +1,141 @@
-"""Connections to engines: httpcore's HTTP/1.1 (what httpx speaks) over asyncio's streams.
+"""Connections to engines: HTTP/1.1 by h11, which reads the clients' side too, over asyncio's streams.
 
-httpx's own pool looks at every open connection at each begin and end of a request; with hundreds of open streams that takes longer than all
-else here. So the few idle connections are kept by this file. Reads have no clock of their own: idle exchanges are ended by their watch.
+The pool of a client library looks at every open connection at each begin and end of a request; with hundreds of open streams that takes longer
+than all else here. So the few idle connections are kept by this file. Reads have no clock of their own: idle exchanges are ended by their watch.
 """
 
 import asyncio
 import contextlib
 import ssl
+import time
 from collections.abc import AsyncIterator, Iterable
+from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
-import httpcore
+import h11
 
 CONNECT_SECONDS = 5.0
 _IDLE_SECONDS = 2.0  # Less than engines keep a connection open, so that none is taken that is about to close.
 _IDLE_MOST = 32  # of one engine
-_READ_BYTES = 1 << 16
+_READ_BYTES = 1 << 16  # What nobody reads stays with the engine.
+_HEAD_BYTES = 1 << 16
+_HIGHEST_STATUS = 599
 
 
-class _Stream(httpcore.AsyncNetworkStream):
-    """httpcore's idea of a socket. Its buffer is bounded: what nobody reads stays with the engine."""
+@dataclass(frozen=True)
+class Answer:
+    """Of an engine. headers: names in lower case. pieces: of its body, as they come."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.reader, self.writer = reader, writer
+    status: int
+    headers: list[tuple[bytes, bytes]]
+    pieces: AsyncIterator[bytes]
 
-    async def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
+
+@dataclass(frozen=True)
+class _Connection:
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+    http: h11.Connection
+
+    async def send(self, *events: h11.Event) -> None:
+        self.writer.writelines([self.http.send(event) or b"" for event in events])
+        await self.writer.drain()
+
+    async def head(self) -> Any:
+        """The answer's status and headers, behind what only announces it."""
+        while type(event := self.http.next_event()) is not h11.Response:
+            if event is h11.NEED_DATA:
+                self.http.receive_data(await self.reader.read(_READ_BYTES))
+        return event
+
+    async def pieces(self) -> AsyncIterator[bytes]:
+        """The answer's body: all that a read brought in one piece."""
+        parts: list[bytes] = []
+        while type(event := self.http.next_event()) is not h11.EndOfMessage:
+            if isinstance(event, h11.Data):
+                parts.append(event.data)
+                continue
+            if parts:
+                yield b"".join(parts)
+                parts = []
+            self.http.receive_data(await self.reader.read(_READ_BYTES))
+        if parts:
+            yield b"".join(parts)
+
+    def begin_anew(self) -> bool:
+        """Whether it can be asked again: the answer is whole, and the engine said nothing beyond it, which the next client would get."""
+        both = self.http.our_state, self.http.their_state
+        if both != (h11.DONE, h11.DONE) or self.http.trailing_data[0]:
+            return False
+        self.http.start_next_cycle()
+        return True
+
+    async def is_silent(self) -> bool:
+        """Whether the engine neither closed it nor said anything since its last answer."""
         try:
-            return await self.reader.read(max_bytes)
-        except OSError as error:
-            raise httpcore.ReadError(str(error)) from error
-
-    async def write(self, buffer: bytes, timeout: float | None = None) -> None:
-        try:
-            self.writer.write(buffer)
-            await self.writer.drain()
-        except OSError as error:
-            raise httpcore.WriteError(str(error)) from error
-
-    async def aclose(self) -> None:
-        self.writer.close()
-
-    def get_extra_info(self, info: str) -> Any:
-        return self.reader.at_eof() or bool(self.reader._buffer) if info == "is_readable" else None  # type: ignore[attr-defined]
+            async with asyncio.timeout(0):
+                await self.reader.read(1)
+        except TimeoutError:
+            return True
+        except OSError:
+            pass
+        return False
 
 
 class Upstream:
     """Engines as clients see them. Used from one event loop."""
 
     def __init__(self) -> None:
-        self._idle: dict[str, list[httpcore.AsyncHTTP11Connection]] = {}
+        self._idle: dict[str, list[tuple[float, _Connection]]] = {}
         self._tls = ssl.create_default_context()
 
     @contextlib.asynccontextmanager
     async def ask(
         self, method: str, root: str, target: bytes, headers: Iterable[tuple[bytes, bytes]], body: bytes
-    ) -> AsyncIterator[httpcore.Response]:
+    ) -> AsyncIterator[Answer]:
         """The engine's answer to a request of ``target`` under ``root``, its body still to come. A connection whose answer was not read to its end is closed, which ends the request
         at the engine.
 
         Raises:
             OSError: the engine cannot be reached.
-            httpcore.NetworkError, httpcore.ProtocolError: it does not answer, or not in HTTP.
+            h11.LocalProtocolError: the request is none of HTTP.
+            h11.RemoteProtocolError: the engine does not answer, or not in HTTP.
         """
-        url = httpcore.URL(root)
-        url = httpcore.URL(scheme=url.scheme, host=url.host, port=url.port, target=url.target.rstrip(b"/") + target)
-        sent = [(b"host", root.partition("//")[2].partition("/")[0].encode()), *headers]
+        url = urlsplit(root)
+        sent = [(b"host", url.netloc.encode()), *headers]
         if body:
             sent.append((b"content-length", b"%d" % len(body)))
-        request = httpcore.Request(method, url, headers=sent, content=body)
-        connection = await self._connection(request.url.origin)
+        request = h11.Request(method=method, target=url.path.rstrip("/").encode() + target, headers=sent)
+        connection = await self._connection(root)
         try:
-            response = await connection.handle_async_request(request)
-            try:
-                yield response
-            finally:
-                await response.aclose()
+            await connection.send(request, h11.Data(data=body), h11.EndOfMessage())
+            head = await connection.head()
+            if head.status_code > _HIGHEST_STATUS:
+                raise h11.RemoteProtocolError(f"status {head.status_code}")
+            yield Answer(head.status_code, list(head.headers), connection.pieces())
         finally:
-            idle = self._idle.setdefault(str(request.url.origin), [])
-            # An engine that said more than its answer is not asked again there: the next client would get the rest.
-            if connection.is_idle() and not connection._h11_state.trailing_data[0] and len(idle) < _IDLE_MOST:
-                idle.append(connection)
+            idle = self._idle.setdefault(root, [])
+            if len(idle) < _IDLE_MOST and connection.begin_anew():
+                idle.append((time.monotonic() + _IDLE_SECONDS, connection))
             else:
-                await connection.aclose()
+                connection.writer.close()
 
-    async def _connection(self, origin: httpcore.Origin) -> httpcore.AsyncHTTP11Connection:
-        idle = self._idle.get(str(origin), [])
+    async def _connection(self, root: str) -> _Connection:
+        idle = self._idle.get(root, [])
         while idle:
-            connection = idle.pop()
-            if not connection.has_expired():
+            until, connection = idle.pop()
+            if time.monotonic() < until and await connection.is_silent():
                 return connection
-            await connection.aclose()
-        tls = self._tls if origin.scheme == b"https" else None
+            connection.writer.close()
+        url = urlsplit(root)
+        port, tls = (443, self._tls) if url.scheme == "https" else (80, None)
         async with asyncio.timeout(CONNECT_SECONDS):
-            streams = await asyncio.open_connection(origin.host.decode(), origin.port, ssl=tls, limit=_READ_BYTES)
-        return httpcore.AsyncHTTP11Connection(origin, _Stream(*streams), keepalive_expiry=_IDLE_SECONDS)
+            streams = await asyncio.open_connection(url.hostname, url.port or port, ssl=tls, limit=_READ_BYTES)
+        return _Connection(*streams, h11.Connection(h11.CLIENT, _HEAD_BYTES))
 
     async def close(self) -> None:
         """Closes what is idle."""
         for connections in self._idle.values():
-            for connection in connections:
-                await connection.aclose()
+            for _, connection in connections:
+                connection.writer.close()

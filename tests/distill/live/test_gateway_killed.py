@@ -1,33 +1,15 @@
 """Kill -9 of a real gateway under load: whoever has a whole response has its record, once, and the next gateway goes on."""
 
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
+from gateway_server import gateway_process
 from running_app import running_app
 from scripted_engine import ScriptedEngine
 
 from distill.live.traffic.reader import read_traffic
-
-SAYS = "the gateway answers at "
-
-
-@contextmanager
-def process(engine: str, log: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    command = [sys.executable, "-m", "distill.cli", "gateway", "--engine", engine, "--log", str(log), "--port", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
-        try:
-            assert child.stdout is not None
-            line = next((line for line in child.stdout if SAYS in line), "")
-            assert line, child.stderr and child.stderr.read()
-            yield child, line.removeprefix(SAYS).partition(",")[0]
-        finally:
-            child.kill()
 
 
 def ask_on(url: str, client: int, whole: list[str]) -> None:
@@ -48,7 +30,7 @@ def ask_on(url: str, client: int, whole: list[str]) -> None:
 def test_after_kill_9_nobody_has_a_whole_response_without_its_record(tmp_path: Path) -> None:
     whole: list[str] = []
     with running_app(ScriptedEngine().app()) as engine:
-        with process(engine, tmp_path) as (child, url):
+        with gateway_process(engine, tmp_path) as (child, url):
             clients = [threading.Thread(target=ask_on, args=(url, number, whole)) for number in range(8)]
             for client in clients:
                 client.start()
@@ -65,6 +47,6 @@ def test_after_kill_9_nobody_has_a_whole_response_without_its_record(tmp_path: P
         assert len(file.read_bytes().splitlines()) == len(set(found)) <= len(whole) + 8
         with file.open("ab") as torn:
             torn.write(b'{"id":"half')
-        with process(engine, tmp_path) as (_, url):
+        with gateway_process(engine, tmp_path) as (_, url):
             assert httpx.post(f"{url}/v1/completions", json={"prompt": "say"}, timeout=20).status_code == 200
     assert len(read_traffic(tmp_path).records) == len(found) + 1
