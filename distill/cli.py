@@ -43,7 +43,7 @@ COMMANDS = (
 TRAFFIC_COMMANDS = (
     ("show", ShowOptions, "distill.live.traffic.show:show_traffic"),
     ("export", ExportTrafficOptions, "distill.live.traffic.export:export_command"),
-    ("forget", ForgetOptions, "distill.live.traffic.exported:forget_command"),
+    ("forget", ForgetOptions, "distill.live.traffic.forget:forget_command"),
 )
 
 app = typer.Typer(

@@ -79,9 +79,11 @@ class ExportTrafficOptions:
 
 @dataclass(frozen=True)
 class ForgetOptions:
-    """Remove requests from a log and from its exports for good; the gateway may be running.
+    """Remove requests from a log and its exports for good, and their text from the rest of the conversation; the gateway may be running.
 
     understudy traffic forget 4f1c2a --log traffic/
+
+    Exit status: 0 all were found, 1 one of them nowhere, 2 a mistake.
     """
 
     ids: Annotated[list[str], typer.Argument(help="ids of requests, as in their header x-understudy-id")]

@@ -23,14 +23,13 @@ from distill.live.options import ExportTrafficOptions
 from distill.live.traffic.exported import (
     PROMPT_FILES,
     RESPONSES,
-    forget_exported,
     note_export,
     partial_of,
     row_id,
     write_rows,
 )
 from distill.live.traffic.reader import read_traffic
-from distill.live.traffic.record import FORGOTTEN, TrafficRecord, forgotten_hashes, keyed_hash, priority, read_salt
+from distill.live.traffic.record import TrafficRecord, forgotten_hashes, priority, read_salt
 from distill.live.traffic.selection import Wanted, capped, fault_of, groups_of, near_hash, split_by_time
 from distill.models.target import Target
 from distill.models.vocabulary import vocabulary_rows
@@ -116,7 +115,7 @@ def export_traffic(options: ExportTrafficOptions) -> Exported:
         UserError: no log or a forged line, no run that could read it, nothing left to train on or to hold out, a folder that is there.
     """
     log, to, quotas = options.log, options.to, _quotas(options.quota)
-    salt, known = read_salt(log), _read_run(options.run)
+    salt, known, forgotten = read_salt(log), _read_run(options.run), forgotten_hashes(log)
     if to.exists():
         raise UserError(f"--to {to}: is there already; give a new folder, or delete it first")
     traffic, serving = read_traffic(log), known.config.serving
@@ -154,7 +153,7 @@ def export_traffic(options: ExportTrafficOptions) -> Exported:
         left_out=dict(left_out.most_common()), warnings=traffic.warnings,
     )  # fmt: skip
     note_export(log, to, time.time(), len(train) + len(heldout))  # first: what a killed export leaves is known of
-    _write(to, known, salt, (train, heldout), made)
+    _write(to, known, salt, (train, heldout), made, forgotten)
     return made
 
 
@@ -184,8 +183,10 @@ def _too_few(log: Path, requests: int, train: int, latest: int, left_out: Counte
     )
 
 
-def _write(to: Path, known: _Run, salt: bytes, sides: tuple[list[_Found], list[_Found]], made: Exported) -> None:
-    """The folder, whole or not at all; nobody but its owner reads it."""
+def _write(
+    to: Path, known: _Run, salt: bytes, sides: tuple[list[_Found], list[_Found]], made: Exported, forgotten: set[str]
+) -> None:
+    """The folder, whole or not at all; nobody but its owner reads it. ``forgotten``: before the log was read."""
     partial = partial_of(to)
     shutil.rmtree(partial, ignore_errors=True)
     before = os.umask(0o077)
@@ -196,13 +197,16 @@ def _write(to: Path, known: _Run, salt: bytes, sides: tuple[list[_Found], list[_
                 write_prompts(partial / name, (_prompt(salt, one) for one in side))
             write_rows(Store(partial / RESPONSES), known.manifest, [_row(salt, one.record, known) for one in sides[0]])
             write_manifest(partial / PROMPTS, {"made_with": known.made_with, "traffic": made.record()})
-            forgotten, ids = forgotten_hashes(Path(made.log)), [one.record.id for side in sides for one in side]
-            late = {row_id(salt, one) for one in ids if keyed_hash(salt, FORGOTTEN, one) in forgotten}
-            if late:  # while this was written
-                forget_exported(partial, late)
-            partial.rename(to)
+            if forgotten_hashes(Path(made.log)) == forgotten:
+                partial.rename(to)
+    except UserError:
+        if forgotten_hashes(Path(made.log)) == forgotten:  # else `forget` removed what was written so far
+            raise
     finally:
+        shutil.rmtree(partial, ignore_errors=True)
         os.umask(before)
+    if not to.exists():
+        raise UserError(f"{made.log}: requests were forgotten while it was exported; give the command again")
 
 
 def _prompt(salt: bytes, one: _Found) -> RenderedPrompt:

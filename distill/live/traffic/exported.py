@@ -1,4 +1,4 @@
-"""Where a log's text was exported to, and `understudy traffic forget`: requests removed from a log and from what was exported of it.
+"""Where a log's text was exported to, and rows removed from there.
 
 exports.json of a log directory: [{folder, made, rows, uses: [runs that have rows of it]}]. Rows carry a keyed hash of their request's
 id, so that they are found without any list of ids.
@@ -7,20 +7,18 @@ id, so that they are found without any list of ids.
 import contextlib
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 
 from data.files import MANIFEST, read_manifest, write_bytes, writing
 from data.responses.rendered import StoredPrompts
 from data.responses.store import Row, Store
-from distill.live.options import ForgetOptions
-from distill.live.traffic.record import keyed_hash, read_salt
-from distill.live.traffic.retention import forget, write_lock
+from distill.live.traffic.record import keyed_hash
+from distill.live.traffic.retention import write_lock
 from speculative.errors import UserError
 
 EXPORTS, EXPORT_SHARD = "exports.json", 512
@@ -106,8 +104,10 @@ def write_rows(store: Store, manifest: Mapping[str, Any], rows: Sequence[Row]) -
         store.write_shard(number, rows[start : start + EXPORT_SHARD])
 
 
-def forget_exported(folder: Path, row_ids: set[str]) -> int:
+def forget_exported(folder: Path, goes: Callable[[str, Sequence[int]], bool]) -> int:
     """Removes rows from an export that is still there, prompts and responses; returns how many prompts there were.
+
+    ``goes``: whether a row does, by its id and its token ids.
 
     Raises:
         UserError: a file of the export is damaged, or cannot be written.
@@ -117,7 +117,7 @@ def forget_exported(folder: Path, row_ids: set[str]) -> int:
         if not path.exists():
             continue
         prompts = StoredPrompts(path)
-        chosen_N = np.array([one not in row_ids for one in prompts.column("prompt_id").to_pylist()], dtype=bool)
+        chosen_N = np.array([not goes(one.prompt_id, one.prompt_ids) for one in prompts], dtype=bool)
         if not chosen_N.all():
             found += int((~chosen_N).sum())
             prompts.write(path, chosen_N)
@@ -126,7 +126,7 @@ def forget_exported(folder: Path, row_ids: set[str]) -> int:
         anew.folder.rename(store.folder)
     if (store.folder / MANIFEST).exists():
         rows = store.read()
-        kept = [row for row in rows if row.prompt_id not in row_ids]
+        kept = [row for row in rows if not goes(row.prompt_id, row.input_ids)]
         if len(kept) < len(rows):
             with writing(store.folder):
                 shutil.rmtree(anew.folder, ignore_errors=True)
@@ -134,30 +134,3 @@ def forget_exported(folder: Path, row_ids: set[str]) -> int:
                 shutil.rmtree(store.folder)
                 anew.folder.rename(store.folder)
     return found
-
-
-def forget_command(options: ForgetOptions, console: Console) -> None:
-    """Forgets in the log and in its exports that are still there, and says where else rows may lie.
-
-    Raises:
-        UserError: no log there; a file that is damaged or cannot be written.
-    """
-    salt = read_salt(options.log)
-    removed = forget(options.log, options.ids)
-    lines = [f"{options.log}: {removed:,} lines removed; a keyed hash of each id is kept, and nothing else"]
-    rows = {row_id(salt, one) for one in options.ids}
-    for export in list_exports(options.log):
-        folder = Path(export.folder)
-        shutil.rmtree(partial_of(folder), ignore_errors=True)  # of an export that was killed
-        lines += [f"{folder}: an export that is no longer there: if it was moved or copied, delete it there"]
-        if folder.is_dir():
-            found = forget_exported(folder, rows)
-            what = f"{found} rows removed, prompts and responses" if found else "held nothing of it"
-            lines[-1] = f"{folder}: {what}"
-        for run in filter(Path.exists, map(Path, export.uses)):
-            lines.append(
-                f"{run}: was trained from it and may hold copies: delete its prompts/, responses/ and rollouts/, and with held-out "
-                "prompts also report.*, result.json and proposals.parquet; its drafts work without"
-            )
-    for line in lines:
-        console.print(line, highlight=False, markup=False, soft_wrap=True)

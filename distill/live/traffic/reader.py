@@ -10,14 +10,13 @@ from pathlib import Path
 
 from data.responses.acceptance_log import AcceptanceLog, AcceptanceRecord
 from distill.live.traffic.record import (
-    FORGOTTEN,
     RecordError,
     TrafficRecord,
     forgotten_hashes,
     from_line,
-    keyed_hash,
     log_files,
     read_salt,
+    remembered,
 )
 from speculative.errors import UserError
 
@@ -122,14 +121,14 @@ def read_traffic(directory: Path) -> TrafficLog:
         raise UserError(f"{directory}: no log of traffic (log-00001.jsonl) there; give the gateway's --log directory")
     tail = LogTail(directory)
     by_id, warnings = {record.id: record for record in tail.read()}, list[str]()
-    records = list(by_id.values())
     if tail.torn:
         warnings.append(f"{tail.torn}: the last line is torn and left out")
-    if tail.lines > len(records):
-        warnings.append(f"{tail.lines - len(records):,} lines repeat an id: the last of each counts")
+    if tail.lines > len(by_id):
+        warnings.append(f"{tail.lines - len(by_id):,} lines repeat an id: the last of each counts")
+    records = list(by_id.values())
     if forgotten := forgotten_hashes(directory):
-        salt = read_salt(directory)
-        records = [one for one in records if keyed_hash(salt, FORGOTTEN, one.id) not in forgotten]
+        kept = (remembered(one, read_salt(directory), forgotten) for one in records)
+        records = [one for one in kept if one is not None]
     return TrafficLog(directory, sorted(records, key=lambda record: (record.time, record.id)), warnings)
 
 

@@ -7,7 +7,7 @@ A line is flat JSON, its last field `crc32` the checksum of the bytes before `,"
     lock                held by the one gateway that writes here
     write.lock          held for each append and for each rewrite of a file
     swept               when old text was last erased, Unix seconds
-    forgotten           keyed hashes of ids that are never written again, one on a line
+    forgotten           keyed hashes of ids that are never written again and of conversations whose text is not, one on a line
 """
 
 import contextlib
@@ -19,6 +19,7 @@ import os
 import re
 import secrets
 import zlib
+from collections.abc import Set
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
 
@@ -30,6 +31,7 @@ from data.responses.engine_counts import CountsError, RequestCounts
 from speculative.errors import UserError
 
 SALT, LOCK, WRITE_LOCK, SWEPT, FORGOTTEN = "salt", "lock", "write.lock", "swept", "forgotten"
+CONVERSATION = "forgotten conversation"  # purpose of a hash in the file FORGOTTEN
 LOG_FILES = f"log-{5 * '[0-9]'}.jsonl"
 SANE = re.compile(r"[A-Za-z0-9._:@+/-]{1,128}")  # An id, a slice, a version: nothing that breaks a line or a label.
 _CHECKSUM = b',"crc32":"'
@@ -103,6 +105,12 @@ class TrafficRecord:
             if not holds:
                 raise ValueError(f"{name}: {why}")
         return self
+
+    def without_text(self) -> Self:
+        """The same without token ids."""
+        if self.prompt_ids is None and self.response_ids is None:
+            return self
+        return dataclasses.replace(self, prompt_ids=None, response_ids=None)  # type: ignore[type-var]
 
 
 def is_setting(value: Any) -> bool:
@@ -197,8 +205,16 @@ def priority(salt: bytes, record_id: str) -> str:
     return keyed_hash(salt, "priority", record_id)
 
 
+def remembered(record: TrafficRecord, salt: bytes, forgotten: Set[str]) -> TrafficRecord | None:
+    """What may be kept: None of a forgotten request, no text of another one of its conversation."""
+    if keyed_hash(salt, FORGOTTEN, record.id) in forgotten:
+        return None
+    hidden = bool(forgotten) and keyed_hash(salt, CONVERSATION, record.conversation) in forgotten
+    return record.without_text() if hidden else record
+
+
 def forgotten_hashes(directory: Path) -> set[str]:
-    """Keyed hashes of the ids that were forgotten."""
+    """Keyed hashes of the ids, and of the conversations, that were forgotten."""
     with contextlib.suppress(FileNotFoundError):
         return set((directory / FORGOTTEN).read_text(encoding="ascii", errors="replace").split())
     return set()

@@ -1,30 +1,25 @@
-"""What a log keeps, and for how long: text of a sample of recent requests, and nothing of a request that is to be forgotten.
+"""What a log keeps, and for how long: text of a sample of recent requests.
 
 Every file is rewritten whole, under the lock that each append takes, so a gateway may be running.
 """
 
 import contextlib
-import dataclasses
 import fcntl
 import heapq
-import json
 import math
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from data.files import write_bytes, writing
 from distill.live.traffic.record import (
-    FORGOTTEN,
     SWEPT,
     WRITE_LOCK,
     RecordError,
     TrafficRecord,
-    forgotten_hashes,
     from_line,
-    keyed_hash,
     log_files,
     priority,
     read_salt,
@@ -82,7 +77,7 @@ def sweep(
         # One that came since the samples were drawn waits for the next sweep.
         if record is None or (record.time >= oldest and priority(salt, record.id) not in dropped.get(record.slice, ())):
             return line
-        return to_line(dataclasses.replace(record, prompt_ids=None, response_ids=None))
+        return to_line(record.without_text())
 
     done = Swept(rewrite(directory, scrubbed), kept)
     with writing(directory / SWEPT):
@@ -109,11 +104,16 @@ def _with_text(line: bytes) -> TrafficRecord | None:
     """The record of a line, if it has text; a line that is no record is for readers to refuse."""
     if _WITHOUT_TEXT in line:
         return None
+    record = record_in(line)
+    return None if record is None or record.without_text() is record else record
+
+
+def record_in(line: bytes) -> TrafficRecord | None:
+    """The record of a line; None of a damaged one."""
     try:
-        record = from_line(line)
+        return from_line(line)
     except RecordError:
         return None
-    return None if record.prompt_ids is None and record.response_ids is None else record
 
 
 def rewrite(directory: Path, changed: Callable[[bytes], bytes]) -> int:
@@ -139,27 +139,3 @@ def rewrite(directory: Path, changed: Callable[[bytes], bytes]) -> int:
                     count += sum(old != new for old, new in zip(before, after, strict=True))
         done.add(left[0])
     return count
-
-
-def forget(directory: Path, ids: Sequence[str]) -> int:
-    """Removes requests from a log, and keeps them out of it; returns how many lines there were. Of each a keyed hash is left.
-
-    Raises:
-        UserError: the directory cannot be read or written.
-    """
-    salt = read_salt(directory)
-    # First, so that no reader sees them from here on, whatever happens to this process.
-    with writing(directory), write_lock(directory):
-        known = forgotten_hashes(directory) | {keyed_hash(salt, FORGOTTEN, one) for one in ids}
-        write_bytes(directory / FORGOTTEN, "".join(f"{one}\n" for one in sorted(known)).encode(), 0o600, synced=True)
-    named = [json.dumps(one)[1:-1].encode() for one in ids]
-
-    def without(line: bytes) -> bytes:
-        if not any(name in line for name in named):
-            return line
-        try:
-            return b"" if from_line(line).id in ids else line
-        except RecordError:
-            return b""  # damaged, and it names the request
-
-    return rewrite(directory, without)

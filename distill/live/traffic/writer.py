@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from io import FileIO
 from pathlib import Path
 
@@ -20,11 +19,11 @@ from distill.live.traffic.record import (
     WRITE_LOCK,
     TrafficRecord,
     forgotten_hashes,
-    keyed_hash,
     log_files,
     make_directory,
     prepare_directory,
     priority,
+    remembered,
     to_line,
 )
 from distill.live.traffic.retention import sweep, write_lock
@@ -171,8 +170,8 @@ class LogWriter:
         fcntl.flock(self._write_lock, fcntl.LOCK_EX)
         try:
             forgotten = self._read_forgotten()
-            kept = [record for record in records if keyed_hash(self.salt, FORGOTTEN, record.id) not in forgotten]
-            lines = b"".join(to_line(self._with_or_without_text(record)) for record in kept)
+            kept = (remembered(record, self.salt, forgotten) for record in records)
+            lines = b"".join(to_line(self._with_or_without_text(record)) for record in kept if record is not None)
             file = self._open(path).fileno()
             size = os.fstat(file).st_size
             try:
@@ -200,11 +199,10 @@ class LogWriter:
         return self._file
 
     def _with_or_without_text(self, record: TrafficRecord) -> TrafficRecord:
-        if record.response_ids is None and record.prompt_ids is None:
+        bare = record.without_text()
+        if bare is record or (self.text and self.samples.take(record.slice, priority(self.salt, record.id))):
             return record
-        if self.text and self.samples.take(record.slice, priority(self.salt, record.id)):
-            return record
-        return replace(record, prompt_ids=None, response_ids=None)
+        return bare
 
     def _read_forgotten(self) -> set[str]:
         """What is never written again; read anew when the file changed."""

@@ -1,5 +1,6 @@
 """`understudy traffic`: a log shown, exported, trained from without asking the target again, and made to forget."""
 
+import dataclasses
 import io
 import json
 import shutil
@@ -19,12 +20,12 @@ from data.responses.store import Store
 from distill.cli import app
 from distill.config.load import load_config
 from distill.live.options import ExportTrafficOptions, ForgetOptions, ShowOptions
+from distill.live.traffic import export
 from distill.live.traffic.export import export_traffic
 from distill.live.traffic.exported import (
     PROMPT_FILES,
     RESPONSES,
     Export,
-    forget_command,
     forget_exported,
     list_exports,
     note_export,
@@ -32,8 +33,9 @@ from distill.live.traffic.exported import (
     partial_of,
     row_id,
 )
+from distill.live.traffic.forget import forget, forget_command
 from distill.live.traffic.reader import read_traffic
-from distill.live.traffic.record import TrafficRecord, read_salt
+from distill.live.traffic.record import TrafficRecord, read_salt, to_line
 from distill.live.traffic.show import show_traffic
 from distill.models.load import load_tokenizer
 from speculative.errors import UserError
@@ -181,10 +183,53 @@ def test_forgetting_reaches_the_exports_and_names_the_runs(tmp_path: Path, own_r
     store = Store(tmp_path / "may" / RESPONSES)
     rows, manifest = store.read(), store.manifest()
     store.folder.rename(store.folder.with_name(".anew"))  # as if killed before its last step
-    assert forget_exported(tmp_path / "may", {"unheard of"}) == 0
+    assert forget_exported(tmp_path / "may", lambda row, ids: row == "unheard of") == 0
     assert (store.read(), store.manifest()) == (rows, manifest)
     note_export(log, tmp_path / "may", 2.0, 5)
     assert list_exports(log)[-1] == Export(str(tmp_path / "may"), 2.0, 5), "the later of one folder"
+
+
+def test_forgetting_a_turn_reaches_what_repeats_it_in_exports_too(tmp_path: Path, own_run: Path) -> None:
+    records = traffic_of(own_run, 30)
+    first = records[3].prompt_ids or ()
+    records[4] = dataclasses.replace(records[4], conversation="a" * 64)
+    records[5] = dataclasses.replace(records[5], prompt_ids=(*first, *first), prompt_tokens=2 * len(first))
+    records[6] = dataclasses.replace(records[6], conversation="a" * 64)
+    log = write_log(tmp_path / "log", records)
+    export_traffic(ExportTrafficOptions(log, own_run, tmp_path / "may", heldout=3))
+    # What it was found by is in the export alone, for its text was too old for the log; a call that was killed begins again.
+    (log / "log-00001.jsonl").write_bytes(b"".join(to_line(record.without_text()) for record in records))
+    asked = ["traffic", "forget", records[3].id, records[4].id, "--log", str(log)]
+    result = CliRunner().invoke(app, asked)
+    assert result.exit_code == 0
+    assert "2 lines removed; 0 other requests of the same conversation" in result.stdout
+    assert "what stays there: numbers, times and keyed hashes" in result.stdout
+    assert f"{tmp_path}/may: 4 rows removed" in result.stdout
+    left = [row.input_ids for row in Store(tmp_path / "may" / RESPONSES).read()]
+    left += [prompt.prompt_ids for name in PROMPT_FILES for prompt in StoredPrompts(tmp_path / "may" / name)]
+    for number in (3, 4, 6):
+        own = list(records[number].prompt_ids or ())
+        assert own not in [list(ids[: len(own)]) for ids in left]
+    result = CliRunner().invoke(app, asked)
+    assert result.exit_code == 1
+    assert f"{records[3].id}: found in no line of the log and in no export" in result.stdout
+
+
+def test_an_export_during_which_requests_are_forgotten_is_given_up(
+    tmp_path: Path, own_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log, write = write_log(tmp_path / "log", traffic_of(own_run, 30)), export.write_rows
+
+    def forgetting(*given: Any) -> None:
+        write(*given)
+        forget(log, ["request-0004"])
+
+    monkeypatch.setattr(export, "write_rows", forgetting)
+    assert "requests were forgotten while it was exported" in refused(
+        export_traffic, ExportTrafficOptions(log, own_run, tmp_path / "may")
+    )
+    assert not (tmp_path / "may").exists()
+    assert not partial_of(tmp_path / "may").exists()
 
 
 def test_show_counts_what_came_and_what_was_accepted(tmp_path: Path) -> None:

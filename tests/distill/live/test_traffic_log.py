@@ -10,9 +10,10 @@ import pytest
 from refusals import refused
 from traffic_log import record_of, write_log
 
+from distill.live.traffic.forget import Forgotten, forget
 from distill.live.traffic.reader import acceptance_of, read_traffic
 from distill.live.traffic.record import WRITE_LOCK, from_line, priority, read_salt, to_line
-from distill.live.traffic.retention import DAY, forget, sweep
+from distill.live.traffic.retention import DAY, sweep
 
 
 def ids(directory: Path) -> list[str]:
@@ -107,7 +108,7 @@ def test_of_a_forgotten_request_not_a_byte_is_left(tmp_path: Path) -> None:
         tmp_path, [record_of(0), secret], [record_of(1), secret, b"damaged client-77\n", b'damaged "client-77"\n', record_of(2)]
     )  # fmt: skip
     (log / ".log-00002.jsonl.99.tmp").write_bytes(to_line(secret))  # of a rewrite that was killed
-    assert forget(log, ["client-77", "unheard-of"]) == 4
+    assert forget(log, ["client-77", "unheard-of"]) == Forgotten(4, 0, {}, ["unheard-of"])
     everything = b"".join(path.read_bytes() for path in log.iterdir())
     for part in (b"client-77", b"31337", b"4242", secret.prompt_hash.encode(), b"unheard-of"):
         assert part not in everything
@@ -117,6 +118,33 @@ def test_of_a_forgotten_request_not_a_byte_is_left(tmp_path: Path) -> None:
     assert ids(log) == ["request-0000", "request-0001", "request-0002"]
     assert (log / "forgotten").read_text().count("\n") == 2
     assert stat.S_IMODE((log / "forgotten").stat().st_mode) == 0o600
+
+
+def test_text_that_later_turns_repeat_is_forgotten_too(tmp_path: Path) -> None:
+    turn = [
+        record_of(n, id=f"turn{n}", conversation="a" * 64, prompt_ids=tuple(range(100, 103 + 9 * n))) for n in range(3)
+    ]
+    # Another template, or another id of the conversation: one repeats the conversation, the other the tokens.
+    other = [
+        record_of(3, id="of-it", conversation="a" * 64, prompt_ids=(9, 9, *range(100, 103))),
+        record_of(4, id="repeats", conversation="b" * 64, prompt_ids=(*range(100, 103), 77)),
+    ]
+    kept = [
+        record_of(5, id="near", conversation="c" * 64, prompt_ids=(100, 101, 1020)),
+        record_of(6, prompt_ids=(100,)),
+    ]
+    log = write_log(tmp_path, [turn[1], *other], [turn[2], *kept, turn[0]])
+    assert forget(log, ["turn0"]) == Forgotten(1, 4, {}, [])
+    everything = b"".join(path.read_bytes() for path in log.iterdir())
+    assert [part in everything for part in (b"100,101,102,", b"100,101,102]")] == [False, False]
+    found = {record.id: record for record in read_traffic(log).records}
+    assert found == {one.id: one.without_text() for one in (*turn[1:], *other)} | {one.id: one for one in kept}
+    with (log / "log-00002.jsonl").open("ab") as file:
+        file.write(to_line(turn[0]) + to_line(turn[2]))  # they were under way
+    assert {record.id for record in read_traffic(log).records if record.prompt_ids} == {"near", "request-0006"}
+    assert forget(log, ["turn0"]).removed == 1
+    assert forget(log, ["turn0"]).unknown == ["turn0"]
+    assert forget(log, ["request-0006"]) == Forgotten(1, 0, {}, []), "one id alone begins every text"
 
 
 def test_a_log_is_rewritten_under_the_lock_of_its_appends(tmp_path: Path) -> None:

@@ -16,9 +16,10 @@ from test_traffic_record import RECORD
 
 from distill.live.traffic import retention
 from distill.live.traffic import writer as module
+from distill.live.traffic.forget import forget
 from distill.live.traffic.reader import read_traffic
 from distill.live.traffic.record import FORGOTTEN, from_line, log_files, priority
-from distill.live.traffic.retention import forget, write_lock
+from distill.live.traffic.retention import write_lock
 from distill.live.traffic.writer import LogWriter, Samples
 from speculative.errors import UserError
 
@@ -160,6 +161,21 @@ def test_what_was_forgotten_within_one_tick_of_the_clock_is_never_written(tmp_pa
         write(writer, named(name))
     writer.close()
     assert log_files(tmp_path)[0].read_bytes() == b""
+
+
+def test_of_a_conversation_that_was_forgotten_no_text_is_written(tmp_path: Path) -> None:
+    first, second, other = (
+        dataclasses.replace(RECORD, id=f"r{number}", time=NOW, conversation=talk * 64)
+        for number, talk in enumerate("aab")
+    )
+    writer = LogWriter(tmp_path, text=True, retention_days=1e9)
+    write(writer, first)
+    forget(tmp_path, ["r0"])
+    write(writer, first, second, other)
+    writer.close()
+    assert {record.id: record.response_ids for record in read_traffic(tmp_path).records} == {
+        "r1": None, "r2": RECORD.response_ids
+    }  # fmt: skip
 
 
 def test_what_cannot_be_its_file_is_named_or_left_alone(tmp_path: Path) -> None:
