@@ -86,17 +86,12 @@ class Rollout:
 
     def _enter(self, stage: Stage, text: str) -> None:
         """The next stage is written down before it begins."""
-        self.state.stage, self.state.reason = stage, text
-        self._mark(stage in ("comparing", "watching"))
+        self.state.stage, self.state.since, self.state.reason = stage, time.time(), text
+        if stage in ("comparing", "watching"):
+            self.state.place = end_of(Path(self.state.log))
         self.state.events.append(Event(time=self.state.since, stage=stage, text=text))
         self.state.write(self.options.drafts)
         print(f"{time.strftime('%H:%M:%S')} {self.state.version} {stage}: {text}", flush=True)
-
-    def _mark(self, looks: bool = True) -> None:
-        """The stage begins now; one that ``looks`` at the log does so from here on."""
-        self.state.since = time.time()
-        if looks:
-            self.state.place = end_of(Path(self.state.log))
 
     def _start(self) -> None:
         state = self.state
@@ -143,7 +138,7 @@ class Rollout:
     def _compare(self) -> None:
         if self._direct(self.state.share):
             # Whoever was killed before this wrote down a beginning that was none.
-            self._mark()
+            self.state.place = end_of(Path(self.state.log))
             self.state.write(self.options.drafts)
         law, heeds, unheeded = self._law(), time.monotonic() + HEED_SECONDS, 0
 

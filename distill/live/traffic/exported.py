@@ -7,7 +7,7 @@ id, so that they are found without any list of ids.
 import contextlib
 import json
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -104,10 +104,8 @@ def write_rows(store: Store, manifest: Mapping[str, Any], rows: Sequence[Row]) -
         store.write_shard(number, rows[start : start + EXPORT_SHARD])
 
 
-def forget_exported(folder: Path, goes: Callable[[str, Sequence[int]], bool]) -> int:
+def forget_exported(folder: Path, row_ids: set[str]) -> int:
     """Removes rows from an export that is still there, prompts and responses; returns how many prompts there were.
-
-    ``goes``: whether a row does, by its id and its token ids.
 
     Raises:
         UserError: a file of the export is damaged, or cannot be written.
@@ -117,7 +115,7 @@ def forget_exported(folder: Path, goes: Callable[[str, Sequence[int]], bool]) ->
         if not path.exists():
             continue
         prompts = StoredPrompts(path)
-        chosen_N = np.array([not goes(one.prompt_id, one.prompt_ids) for one in prompts], dtype=bool)
+        chosen_N = np.array([one not in row_ids for one in prompts.column("prompt_id").to_pylist()], dtype=bool)
         if not chosen_N.all():
             found += int((~chosen_N).sum())
             prompts.write(path, chosen_N)
@@ -126,7 +124,7 @@ def forget_exported(folder: Path, goes: Callable[[str, Sequence[int]], bool]) ->
         anew.folder.rename(store.folder)
     if (store.folder / MANIFEST).exists():
         rows = store.read()
-        kept = [row for row in rows if not goes(row.prompt_id, row.input_ids)]
+        kept = [row for row in rows if row.prompt_id not in row_ids]
         if len(kept) < len(rows):
             with writing(store.folder):
                 shutil.rmtree(anew.folder, ignore_errors=True)

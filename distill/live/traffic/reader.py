@@ -1,6 +1,5 @@
 """The log of live traffic, read back: every line checked, repeats and forgotten requests left out."""
 
-import contextlib
 import datetime
 import os
 from collections import Counter
@@ -39,10 +38,10 @@ class Place:
 
 
 def end_of(directory: Path) -> Place:
-    """Where a log ends. Raises UserError: it cannot be read."""
+    """Where a log ends."""
     place = Place()
     for path in log_files(directory)[-1:]:
-        with contextlib.suppress(FileNotFoundError), _reading(path), path.open("rb") as file:
+        with path.open("rb") as file:
             place = Place(path.name, sum(line.endswith(b"\n") for line in file))
     return place
 
@@ -68,12 +67,16 @@ class LogTail:
         files, self.torn = log_files(self.directory), ""
         for path in files:
             if path.name >= self.after.file:
-                with contextlib.suppress(FileNotFoundError):  # retention was quicker
+                try:
                     yield from self._read_on(path, path == files[-1])
+                except FileNotFoundError:  # retention was quicker
+                    continue
+                except OSError as error:
+                    raise UserError(f"{path}: cannot be read ({error.strerror or error})") from error
 
     def _read_on(self, path: Path, is_last: bool) -> Iterator[TrafficRecord]:
         skipped = self.after.lines if path.name == self.after.file else 0
-        with _reading(path), path.open("rb") as file:
+        with path.open("rb") as file:
             status = os.fstat(file.fileno())
             inode, place, lines = self._stood.get(path, (status.st_ino, 0, 0))
             if inode != status.st_ino or status.st_size < place:
@@ -96,17 +99,6 @@ class LogTail:
                 if line.endswith(b"\n"):
                     place, lines = place + len(line), number
         self._stood[path] = status.st_ino, place, lines
-
-
-@contextlib.contextmanager
-def _reading(path: Path) -> Iterator[None]:
-    """A file that cannot be read is a UserError; one that is not there stays what it is."""
-    try:
-        yield
-    except FileNotFoundError:
-        raise
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror or error})") from error
 
 
 def read_traffic(directory: Path) -> TrafficLog:

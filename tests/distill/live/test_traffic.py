@@ -183,7 +183,7 @@ def test_forgetting_reaches_the_exports_and_names_the_runs(tmp_path: Path, own_r
     store = Store(tmp_path / "may" / RESPONSES)
     rows, manifest = store.read(), store.manifest()
     store.folder.rename(store.folder.with_name(".anew"))  # as if killed before its last step
-    assert forget_exported(tmp_path / "may", lambda row, ids: row == "unheard of") == 0
+    assert forget_exported(tmp_path / "may", {"unheard of"}) == 0
     assert (store.read(), store.manifest()) == (rows, manifest)
     note_export(log, tmp_path / "may", 2.0, 5)
     assert list_exports(log)[-1] == Export(str(tmp_path / "may"), 2.0, 5), "the later of one folder"
@@ -212,7 +212,7 @@ def test_forgetting_a_turn_reaches_what_repeats_it_in_exports_too(tmp_path: Path
         assert own not in [list(ids[: len(own)]) for ids in left]
     result = CliRunner().invoke(app, asked)
     assert result.exit_code == 1
-    assert f"{records[3].id}: found in no line of the log and in no export" in result.stdout
+    assert f"{records[3].id}: no request of this id in the log or in its exports" in result.stdout
 
 
 def test_an_export_during_which_requests_are_forgotten_is_given_up(
