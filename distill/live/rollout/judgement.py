@@ -188,6 +188,7 @@ def _seen(new: Served, old: Served, law: Law) -> tuple[Interval, int | None, str
     told += f"{_rate(old.acceptance)} of the old draft's {old.requests:,}"
     if math.isfinite(difference.variance):
         told += f"; difference {float(difference.value):+.3f} [{low:+.3f}, {high:+.3f}]"
+    told += f"; clients ended {new.left:,} more before the first byte" if new.left else ""
     return (low, high), to_see, told
 
 

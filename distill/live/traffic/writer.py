@@ -123,7 +123,8 @@ class LogWriter:
                 file.close()
 
     def _sweep(self) -> None:
-        while not self._closed:
+        ended = False
+        while not ended:
             try:
                 now = min(time.time(), self._began[0] + time.monotonic() - self._began[1])
                 kept = sweep(self.directory, self.retention_days, self.samples.size, now, self._trust_clock).kept
@@ -135,6 +136,7 @@ class LogWriter:
                 print(f"{error}; old text stays until the next sweep", file=sys.stderr, flush=True)
             self._sweep_now.wait(SWEEP_SECONDS)
             self._sweep_now.clear()
+            ended = self._closed
 
     def _run(self) -> None:
         ended = False

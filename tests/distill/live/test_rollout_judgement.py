@@ -93,7 +93,8 @@ def test_silence_is_an_error_and_a_client_that_left_is_none() -> None:
     old = engine(np.random.default_rng(0), 600, 0.6)
     silent = served_of(replace(record, id=str(number), finish="error") for number in range(60))
     for judge in (compare, watch):
-        assert judge(left, old, LAW).action == "wait"
+        waits = judge(left, old, LAW)
+        assert (waits.action, "clients ended 600 more before the first byte" in waits.reason) == ("wait", True)
         decision = judge(silent, old, LAW)
         assert (decision.action, "errors rise: they hit 60 of 60" in decision.reason) == ("back", True)
     assert served_of([replace(record, first_token_s=0.1)]).requests == 1

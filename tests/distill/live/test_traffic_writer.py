@@ -107,6 +107,19 @@ def test_a_clock_that_is_set_ahead_while_the_gateway_runs_is_not_followed(
     assert all(record.response_ids for record in read_traffic(tmp_path).records)
 
 
+def test_text_that_is_all_too_old_at_the_start_is_erased_when_the_clock_is_trusted(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    LogWriter(tmp_path).close()
+    (tmp_path / retention.SWEPT).unlink()
+    (tmp_path / "log-00001.jsonl").write_bytes(module.to_line(RECORD))
+    for trusted in (False, True):
+        LogWriter(tmp_path, text=True, trust_clock=trusted).close()
+        assert (read_traffic(tmp_path).records[0].response_ids is None) is trusted
+    said = capfd.readouterr().err.splitlines()
+    assert [line.startswith(f"{tmp_path}: by the clock +") and "--trust-clock" in line for line in said] == [True]
+
+
 def test_a_second_writer_is_refused_until_the_first_is_done(tmp_path: Path) -> None:
     writer = LogWriter(tmp_path)
     with pytest.raises(UserError, match="another gateway writes there"):
