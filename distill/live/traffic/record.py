@@ -190,7 +190,7 @@ def prepare_directory(directory: Path) -> bytes:
     make_directory(directory)
     with writing(directory):
         if not (directory / SALT).exists():
-            write_bytes(directory / SALT, secrets.token_hex(_SALT_BYTES).encode() + b"\n", 0o600)
+            write_bytes(directory / SALT, secrets.token_hex(_SALT_BYTES).encode() + b"\n", 0o600, synced=True)
     return read_salt(directory)
 
 

@@ -71,6 +71,7 @@ def test_a_record_is_on_the_disk_itself_before_its_response_ends(
 
     monkeypatch.setattr(os, "fsync", synced)
     writer, path = LogWriter(tmp_path), tmp_path / "log-00001.jsonl"
+    assert (tmp_path / "salt").read_bytes() in safe.values(), "without it no request is found by its id"
     for number in range(3):
         assert write(writer, named(f"r{number}")) == [True]
         assert safe[path.stat().st_ino] == path.read_bytes()
