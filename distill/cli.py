@@ -73,9 +73,10 @@ def demo(options: of.DemoOptions) -> int:
     overrides = list(options.overrides or [])
     status = train.command(TrainOptions(options.config, overrides))
     if status == 0:
-        run = load_config(options.config, overrides).folder
-        export_run(of.ExportOptions(run, run / EXPORT, overwrite=True))
-        show_run(run)
+        config = load_config(options.config, overrides)
+        run, trusted = config.folder, config.target.trust_remote_code  # as the training did
+        export_run(of.ExportOptions(run, run / EXPORT, overwrite=True, trust_remote_code=trusted))
+        show_run(run, trusted)
     return status
 
 

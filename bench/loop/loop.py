@@ -24,13 +24,13 @@ from typing import Annotated
 import typer
 
 from data.files import locked, write_json, writing
+from data.responses.engine_http import answers
 from distill.commands.training_process import terminated_as_interrupted
 from distill.config.command_line import Overrides
 from distill.config.layout import VERDICT, list_steps
 from distill.config.load import load_config
 from distill.config.run import RunConfig
 from distill.live.alarm.alarm import Alarm, alarm
-from distill.live.rollout.engine import answers
 from distill.live.rollout.rollout import TAKEN_BACK
 from distill.live.traffic.reader import read_traffic
 from distill.live.versions import remove_read_only

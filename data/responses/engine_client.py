@@ -208,7 +208,7 @@ def mean_length_of(root: str, key: str = "") -> float | None:
 def _page(url: str, key: str) -> str | None:
     """The text of a page; None where there is none."""
     page = page_at(url, key)
-    return page.text if page is not None and page.status == HTTPStatus.OK else None
+    return page.text if page is not None and page.status_code == HTTPStatus.OK else None
 
 
 def _json(text: str | None) -> Mapping[str, Any]:

@@ -3,25 +3,19 @@
 import contextlib
 import ipaddress
 import threading
+import time
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from http import HTTPStatus
 
 import httpx2
 
 from speculative.errors import UserError
 
-PAGE_BYTES, PAGE_SECONDS = 1 << 24, 10.0
+PAGE_BYTES, PAGE_SECONDS, _HEALTH_SECONDS = 1 << 24, 10.0, 5.0
 # openai adds headers from its environment (an organization, OPENAI_CUSTOM_HEADERS). It looks for the last one itself.
 _SENT = {
     "host", "accept", "accept-encoding", "connection", "content-type", "content-length", "user-agent", "x-stainless-raw-response",
 }  # fmt: skip
-
-
-class Page(NamedTuple):
-    """What a server says at an address."""
-
-    status: int
-    text: str
 
 
 class _Bounded(httpx2.SyncByteStream):
@@ -53,7 +47,7 @@ def engine_http(
     home = httpx2.URL(url)
 
     def leave(request: httpx2.Request) -> None:
-        if _origin(request.url) != _origin(home):
+        if (request.url.scheme, request.url.netloc) != (home.scheme, home.netloc):
             raise UserError(f"{url}: redirects to {request.url.scheme}://{request.url.netloc.decode()}: not followed")
         for name in set(request.headers) - _SENT:
             del request.headers[name]
@@ -67,7 +61,7 @@ def engine_http(
         response.stream = _Bounded(response.stream, url, most_bytes)
 
     return httpx2.Client(
-        timeout=timeout, follow_redirects=True, trust_env=not (direct or _is_here(home.host)),
+        timeout=timeout, follow_redirects=True, trust_env=not (direct or home.host == "0.0.0.0" or is_loopback(home.host)),
         verify=home.scheme == "https", headers={"accept-encoding": "identity"},
         limits=httpx2.Limits(max_connections=None), event_hooks={"request": [leave], "response": [arrive]},
     )  # fmt: skip
@@ -80,14 +74,13 @@ def within(seconds: float, url: str, close: Callable[[], None]) -> Iterator[None
     Raises:
         UserError: the time is over.
     """
-    late = threading.Event()
-    timer = threading.Timer(seconds, lambda: (late.set(), close()))
+    start, timer = time.monotonic(), threading.Timer(seconds, close)
     timer.daemon = True
     timer.start()
     try:
         yield
     except Exception as error:
-        if late.is_set():
+        if time.monotonic() - start >= seconds:
             raise UserError(f"{url}: no whole answer within {seconds:g} s") from error
         raise
     finally:
@@ -96,7 +89,7 @@ def within(seconds: float, url: str, close: Callable[[], None]) -> Iterator[None
 
 def page_at(
     url: str, key: str = "", *, body: object = None, direct: bool = False, seconds: float = PAGE_SECONDS
-) -> Page | None:
+) -> httpx2.Response | None:
     """The page at an address, whatever its status; None where there is no answer within bounds. ``body``: posted as JSON."""
     try:
         client = engine_http(url, key, timeout=seconds, direct=direct)
@@ -104,15 +97,19 @@ def page_at(
             answer = client.get(url) if body is None else client.post(url, json=body)
     except (OSError, ValueError, httpx2.HTTPError, httpx2.InvalidURL):
         return None
-    return Page(answer.status_code, answer.content.decode(errors="replace"))
+    answer.encoding = "utf-8"  # whatever it says
+    return answer
 
 
-def _origin(url: httpx2.URL) -> tuple[str, str, int | None]:
-    return url.scheme, url.host, url.port
+def answers(url: str) -> bool:
+    """Whether an engine is healthy: /health where it has one, else its list of models."""
+    pages = (page_at(url + path, direct=True, seconds=_HEALTH_SECONDS) for path in ("/health", "/v1/models"))
+    found = next((page for page in pages if page is None or page.status_code != HTTPStatus.NOT_FOUND), None)
+    return found is not None and found.status_code == HTTPStatus.OK
 
 
-def _is_here(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches a host of that name."""
     with contextlib.suppress(ValueError):
-        address = ipaddress.ip_address(host)
-        return address.is_loopback or address.is_unspecified
+        return ipaddress.ip_address(host).is_loopback
     return host == "localhost"

@@ -6,7 +6,7 @@ from typing import Any
 
 from distill.commands.options import CheckExportOptions, ExportOptions
 from distill.config.layout import ADAPTER, RAW
-from distill.config.load import load_config
+from distill.config.load import load_trusted
 from distill.export.check import OutsideCheck, outside_check
 from distill.export.export import ExportReport, export_draft
 from distill.export.facts import read_run
@@ -25,7 +25,7 @@ def export_run(options: ExportOptions) -> ExportReport:
     Raises:
         UserError: no such run, or see `export_draft`.
     """
-    facts = read_run(options.run)
+    facts = read_run(options.run, options.trust_remote_code)
     if options.quantize:
         quantize: Any = None if options.quantize == "none" else options.quantize
         facts = replace(facts, quantize=quantize)
@@ -44,7 +44,7 @@ def _require_adapter(adapter: Path) -> None:
 
 def check_export(options: CheckExportOptions) -> int:
     """Prints what transformers' own assisted generation found; the exit status, 1 when it does not agree with us."""
-    config = load_config(options.config, options.overrides or [])
+    config = load_trusted(options.config, options.trust_remote_code, options.overrides or [])
     found = outside_check(open_pair(config, str(options.exported), options.prompts), options.exported, options.gamma)
     print("\n".join(outside_check_lines(found, options.gamma)))
     return 0 if found.agrees else 1

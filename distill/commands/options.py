@@ -24,6 +24,7 @@ from distill.config.command_line import (
     Seed,
     TargetModel,
     TargetSeconds,
+    TrustRemoteCode,
     argument,
     option,
 )
@@ -43,6 +44,7 @@ class ShowRunOptions:
     """The verdict of a finished run, with completions whose accepted tokens are marked."""
 
     run: RunFolder
+    trust_remote_code: TrustRemoteCode = False
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,7 @@ class ExportOptions:
             "none; default export.quantize of the run"
         ),
     ] = ""
+    trust_remote_code: TrustRemoteCode = False
 
 
 @dataclass(frozen=True)
@@ -112,6 +115,7 @@ class CheckExportOptions:
     prompts: Annotated[int, option("held-out prompts", min=1)] = 20
     gamma: Annotated[int, option("drafted tokens per block", min=1, max=16)] = 4
     overrides: Overrides = None
+    trust_remote_code: TrustRemoteCode = False
 
 
 @dataclass(frozen=True)
@@ -124,6 +128,7 @@ class ServeOptions:
     run: Annotated[Path, argument("run folder (what is exported in it) or an exported directory")]
     words: Annotated[list[str] | None, argument("more flags for the engine, after --, e.g. -- --dtype float32")] = None
     engine: Annotated[str, option("the engine: vllm")] = "vllm"
+    target: Annotated[str, option("directory or hub id of the target; default: the run's, or the export's hub id")] = ""
     host: Annotated[str, option("address to listen on")] = "127.0.0.1"
     port: Annotated[int, option("port to listen on", min=1024, max=65535)] = 8000
     alone: Annotated[bool, option("the target without the draft, to compare with", "--alone")] = False
@@ -158,6 +163,7 @@ class CompareOptions:
         bool, option("exit 1 when the first draft is certainly worse than another", "--fail-if-worse")
     ] = False
     plot: Plot = None
+    trust_remote_code: TrustRemoteCode = False
     out: Out = None
 
 
@@ -193,6 +199,7 @@ class DriftOptions:
     rule: RuleName = ""
     drafting: DraftingName = ""
     confidence: Annotated[float, option("of the interval that says whether acceptance fell")] = 0.95
+    trust_remote_code: TrustRemoteCode = False
     out: Out = None
 
 
@@ -229,6 +236,7 @@ class EvaluateOptions:
         bool, option("--losslessness: a third set of texts at 1.1 times the temperature, which must be told apart")
     ] = True
     overrides: Overrides = None
+    trust_remote_code: TrustRemoteCode = False
 
 
 @dataclass(frozen=True)
@@ -294,6 +302,7 @@ class ReadbackOptions:
     api_key_env: KeyVariable = ""
     seed: Annotated[int, option("of the requests, added to the run's")] = 0
     resume: Annotated[bool, option("keep what an interrupted readback was answered", "--resume")] = False
+    trust_remote_code: TrustRemoteCode = False
     json: Json = False
     out: Out = None
 

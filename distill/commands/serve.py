@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -13,19 +14,24 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterator
-from http import HTTPStatus
 from pathlib import Path
 from typing import Any, NoReturn
 
+from pydantic import TypeAdapter
 from rich.console import Console
 
-from data.responses.engine_http import page_at
+from data.responses.engine_http import answers, is_loopback
 from distill.commands.options import ServeOptions
-from distill.config.layout import EXPORT, SERVING_FILE, SERVING_FORMAT, run_of
+from distill.config.layout import CONFIG, EXPORT, SERVING_FILE, SERVING_FORMAT, run_of
+from distill.config.load import load_config
+from distill.export.engine import check, check_directory_name
+from distill.export.facts import EngineFacts
 from distill.faults import Interrupted
+from distill.models.load import resolve
 from speculative.errors import UserError
 
-ENGINES = {"vllm": ("vLLM", ["vllm", "serve"])}  # its name in serving.json, and how its command begins
+ENGINES = {"vllm": ("vLLM", "vllm")}  # its name in serving.json, and its program
+_HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 # What `make engines` builds.
 BUILT = Path(__file__).resolve().parents[2] / ".venv-vllm" / "bin"
 TOLD_LINES = 12  # of the log of an engine that died
@@ -48,9 +54,10 @@ def serve(options: ServeOptions) -> int:
         UserError: no export, a pair that the engine does not take, no engine, a port in use, or the engine ended by itself.
         Interrupted: ended while the engine was starting.
     """
-    directory, serving = _read_export(options.run)
-    name, words = engine_words(options, directory, serving)
-    listening(options.host, options.port).close()  # refused now, not by the engine in minutes
+    directory, facts = _read_export(options.run)
+    name, words = engine_words(options, directory, facts)
+    keyed = "VLLM_API_KEY" in os.environ or any(word.startswith("--api-key") for word in words)
+    listening(options.host, options.port, keyed).close()  # refused now, not by the engine in minutes
     log = options.log or directory.parent / f"{options.engine}.log"
     console = Console(stderr=True)
     answered = False
@@ -58,8 +65,7 @@ def serve(options: ServeOptions) -> int:
         with _running(words, log) as engine:
             seconds = _wait(engine, name, options, log, console)
             answered = True
-            sampling = serving.get("sampling") or {}
-            print("\n".join(_told(options, name, serving["target"]["name"], sampling, seconds, log)), flush=True)
+            print("\n".join(_told(options, name, words[2], facts.request, seconds, log)), flush=True)
             engine.wait()
             _died(engine, name, log)
     except _Ended:
@@ -69,46 +75,58 @@ def serve(options: ServeOptions) -> int:
     return 0
 
 
-def engine_words(options: ServeOptions, directory: Path, serving: dict[str, Any]) -> tuple[str, list[str]]:
+def engine_words(options: ServeOptions, directory: Path, facts: EngineFacts) -> tuple[str, list[str]]:
     """(the engine's name, the words of its command): SERVING.md's, then address, port and what the user adds.
 
+    They are made here from numbers and choices, since an export may be somebody else's.
+
     Raises:
-        UserError: an unknown engine, one that does not take the pair, or one that is not installed.
+        UserError: an unknown engine, one that does not take the pair, or one that is not installed; no target here.
     """
     if options.engine not in ENGINES:
         raise UserError(f"--engine {options.engine}: not one that is started here; known: {', '.join(ENGINES)}")
-    name, begin = ENGINES[options.engine]
-    record = serving["engines"][name]
-    if not record["ok"]:
-        raise UserError(f"{directory / SERVING_FILE}: {name} does not take this pair: {'; '.join(record['reasons'])}")
-    # No shell: the file may be somebody else's.
-    words = shlex.split(record["command"])
-    if words[: len(begin)] != begin:
-        raise UserError(
-            f"{directory / SERVING_FILE}: its {name} command is not `{shlex.join(begin)} ...`: export again"
-        )
-    places = {"$DRAFT": str(directory), "$TARGET": serving["target"]["name"]}
+    name, program_name = ENGINES[options.engine]
+    check_directory_name(directory)
+    engine = check(name, facts)
+    if not engine.ok:
+        raise UserError(f"{directory / SERVING_FILE}: {name} does not take this pair: {'; '.join(engine.reasons)}")
+    places = {"$DRAFT": str(directory), "$TARGET": _target(options, directory, facts.target)}
+    words = shlex.split(engine.command)
     for variable, place in places.items():
         words = [word.replace(variable, place) for word in words]
     if options.alone:
         at = words.index("--speculative-config")
         del words[at : at + 2]
     path = os.pathsep.join([os.environ.get("PATH", ""), str(Path(sys.executable).parent), str(BUILT)])
-    program = shutil.which(begin[0], path=path)
+    program = shutil.which(program_name, path=path)
     if program is None:
         raise UserError(
-            f"{name} is not installed: no program `{begin[0]}` in PATH; install it, or `make engines` builds it for CPUs"
+            f"{name} is not installed: no program `{program_name}` in PATH; install it, or `make engines` builds it for CPUs"
         )
     return name, [program, *words[1:], "--host", options.host, "--port", str(options.port), *(options.words or [])]
 
 
-def _read_export(path: Path) -> tuple[Path, dict[str, Any]]:
-    """(the exported directory that `path` is or holds, its serving.json)."""
+def _target(options: ServeOptions, directory: Path, name: str) -> str:
+    """Where the target is on this machine: as asked, as the run says, or the public name in the export.
+
+    Raises:
+        UserError: neither a directory nor a hub id.
+    """
+    run = run_of(options.run) or run_of(directory.parent)
+    place = resolve(options.target or (load_config(run / CONFIG).target.path if run else name))
+    if not (_HUB_ID.fullmatch(place) or Path(place).is_dir()):
+        raise UserError(f"{directory}: its target {name} is not at {place}: give its directory or hub id with --target")
+    return str(Path(place).resolve()) if Path(place).is_dir() else place
+
+
+def _read_export(path: Path) -> tuple[Path, EngineFacts]:
+    """(the exported directory that `path` is or holds, what its commands are made from)."""
     directory = (path if (path / SERVING_FILE).exists() else path / EXPORT).resolve()
     try:
         serving = json.loads((directory / SERVING_FILE).read_text(encoding="utf-8"))
         if serving["format"] != SERVING_FORMAT:
             raise ValueError(serving["format"])
+        facts = TypeAdapter(EngineFacts).validate_python(serving["facts"])
     except FileNotFoundError as error:
         if run_of(path) is None:
             raise UserError(
@@ -117,17 +135,21 @@ def _read_export(path: Path) -> tuple[Path, dict[str, Any]]:
         raise UserError(
             f"{path}: nothing is exported there; `understudy export {path} --to {path / EXPORT}` writes what is served"
         ) from error
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{directory / SERVING_FILE}: cannot be read ({error}); export again") from error
-    return directory, serving
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise UserError(
+            f"{directory / SERVING_FILE}: cannot be read ({' '.join(str(error).split())[:200]}); export again"
+        ) from error
+    return directory, facts
 
 
-def listening(host: str, port: int) -> socket.socket:
-    """A socket that listens there.
+def listening(host: str, port: int, keyed: bool) -> socket.socket:
+    """A socket that listens there; a warning where others can reach it and need no key.
 
     Raises:
         UserError: the port is in use, or the address is not this machine's.
     """
+    if not keyed and not is_loopback(host):
+        print(f"warning: --host {host} without a key: whoever reaches this machine can use it", file=sys.stderr)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family, backlog=2048)
@@ -197,18 +219,13 @@ def _wait(engine: subprocess.Popen[bytes], name: str, options: ServeOptions, log
     if not console.is_terminal:
         print(f"{name} starts; its log is {log}", file=sys.stderr, flush=True)
     with console.status(f"{name} starts") as status:
-        while not _healthy(options.host, options.port):
+        while not answers(_url(options.host, options.port)):
             if engine.poll() is not None:
                 _died(engine, name, log)
             line = (_last_lines(log, 1) or [""])[0][: max(20, console.width - 30)]
             status.update(f"{name} starts, {time.monotonic() - start:.0f} s: [dim]{line.replace('[', '(')}[/dim]")
             time.sleep(POLL_SECONDS)
     return time.monotonic() - start
-
-
-def _healthy(host: str, port: int) -> bool:
-    page = page_at(f"{_url(host, port)}/health", direct=True, seconds=5.0)
-    return page is not None and page.status == HTTPStatus.OK
 
 
 def _url(host: str, port: int) -> str:

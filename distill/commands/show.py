@@ -9,7 +9,7 @@ from rich.panel import Panel
 
 from distill.commands.options import ReportOptions, ShowRunOptions
 from distill.config.layout import CONFIG, EXPORT, PROMPTS, SYNTHETIC, best_student
-from distill.config.load import load_config
+from distill.config.load import load_trusted
 from distill.report.money import parse_prices
 from distill.report.page import given_times, report_command
 from distill.report.screen import last_screen, marked_completion, print_money
@@ -22,10 +22,10 @@ from speculative.drafters.draft import Draft
 
 def show(options: ShowRunOptions) -> None:
     """Prints what `show_run` prints."""
-    show_run(options.run)
+    show_run(options.run, options.trust_remote_code)
 
 
-def show_run(run: Path) -> None:
+def show_run(run: Path, trusted: bool = False) -> None:
     """Prints the verdict of a finished run, a few completions, and what to type next.
 
     Raises:
@@ -36,17 +36,17 @@ def show_run(run: Path) -> None:
         made = json.loads(synthetic.read_text(encoding="utf-8"))
         Console().print(synthetic_line(made["method"], made["counts"]))
     # A target that is only served elsewhere cannot show what it accepts.
-    shown = held_out_completions(run, 3, verdict) if verdict.run else []
+    shown = held_out_completions(run, 3, verdict, trusted) if verdict.run else []
     last_screen(Console(), run, verdict, shown, run / EXPORT if (run / EXPORT).exists() else None)
 
 
-def held_out_completions(run: Path, count: int, verdict: Verdict) -> list[Panel]:
+def held_out_completions(run: Path, count: int, verdict: Verdict, trusted: bool) -> list[Panel]:
     """Completions of the first held-out prompts with the best draft, accepted tokens marked.
 
     Raises:
         UserError: the run is not finished, or its target is gone.
     """
-    config = load_config(run / CONFIG)
+    config = load_trusted(run / CONFIG, trusted)
     pair = open_pair(config, str(best_student(run)), config.judge.prompts)
     settings = replace(pair.settings.under(config.judge_rule, config.judge.gamma), seed=config.seed + 2)
     responses, _ = decode(

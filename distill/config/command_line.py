@@ -41,6 +41,9 @@ TargetSeconds = Annotated[str, option("given instead of measured: one target ste
 DraftSeconds = Annotated[
     str, option("given: one draft call (a token, or a block drafted in one pass), e.g. 3ms (with --t-target)")
 ]
+TrustRemoteCode = Annotated[
+    bool, option("run code that comes with the weights, where the config asks for it", "--trust-remote-code")
+]
 Out = Annotated[Path | None, option("also write everything here as JSON")]
 Plot = Annotated[Path | None, option("a picture, png or svg")]
 Json = Annotated[bool, option("print the result as JSON", "--json")]

@@ -138,6 +138,21 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     return parse_config(tree, origin)
 
 
+def load_trusted(path: str | Path, trusted: bool, overrides: Sequence[str] = ()) -> RunConfig:
+    """`load_config` for programs that load the models of a config that somebody else may have written.
+
+    Raises:
+        UserError: see `load_config`; the file alone asks for code that comes with the weights. ``trusted``: the command line does too.
+    """
+    config = load_config(path, overrides)
+    said = trusted or any(one.startswith("target.trust_remote_code=") for one in overrides)
+    if config.target.trust_remote_code and not said:
+        raise UserError(
+            f"{path}: target.trust_remote_code is true, so code that comes with the model would run; add --trust-remote-code (target.trust_remote_code=true) if you trust it"
+        )
+    return config
+
+
 # Keys that a run's folder may hold although there is nothing behind them, at the values that ask for nothing.
 RETIRED = {
     "student.tokenizer": None,

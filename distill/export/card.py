@@ -10,7 +10,9 @@ from typing import Any
 import yaml
 
 from distill.export.engine import environment, places
+from distill.export.facts import without_folders
 from distill.export.load_table import load_words
+from distill.models.load import EMBEDDED
 from distill.report.measured import ways_tables
 from distill.run.verdict_record import Verdict
 
@@ -49,7 +51,9 @@ def model_card(serving: dict[str, Any], verdict: Verdict | None, provenance: dic
             no_gain=NO_GAIN.format(gamma=serving["gamma"]),
             not_measured=NOT_MEASURED,
             command=facts.get("command") or shlex.join(map(str, facts.get("argv") or [])),
-            recorded=json.dumps(recorded, indent=2, default=str, ensure_ascii=False) if recorded else "",
+            recorded=without_folders(json.dumps(recorded, indent=2, default=str, ensure_ascii=False))
+            if recorded
+            else "",
         )
     )
 
@@ -61,10 +65,17 @@ def serving_page(serving: dict[str, Any]) -> str:
         .get_template("SERVING.md.j2")
         .render(
             serving=serving,
-            places=places('"$PWD"', shlex.quote(serving["target"]["name"])),
+            places=places('"$PWD"', _place(serving["target"]["name"])),
             by_load=load_words(serving["gamma_by_load"]),
         )
     )
+
+
+def _place(target: str) -> str:
+    """A shell word for where the target is; a directory lies elsewhere on each machine."""
+    if target == EMBEDDED:
+        return "\"$(python -c 'import distill.models as here; print(*here.__path__)')/embedded\""
+    return shlex.quote(target) + ("" if "/" in target else "  # its directory on this machine")
 
 
 def _front_matter(target: str, facts: dict[str, Any], data: list[str]) -> str:

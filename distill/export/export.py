@@ -4,8 +4,9 @@ Everything is written and checked in a temporary sibling directory, which is the
 """
 
 import json
+import os
 import shutil
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,20 @@ from distill.config.layout import ADAPTER, PROVENANCE, SERVING_FILE, SERVING_FOR
 from distill.export.card import NO_GAIN, NOT_MEASURED, model_card, serving_page
 from distill.export.destination import appearing_directory, check_destination
 from distill.export.engine import EngineVerdict, check_all, others
-from distill.export.facts import RunFacts, gather_facts, lookups_of, serving_gamma, shorter_context, ways_to_serve
+from distill.export.facts import (
+    RunFacts,
+    gather_facts,
+    lookups_of,
+    serving_gamma,
+    shorter_context,
+    ways_to_serve,
+    without_folders,
+)
 from distill.export.load_table import drafts_by, gamma_by_load
 from distill.export.merge import load_merged_student
 from distill.export.quantize import quantize_draft
 from distill.models.draft import ADAPTER_FILE, base_of_adapter, cast_weights
-from distill.models.load import resolve, saved_dtype
+from distill.models.load import public_name, resolve, saved_dtype
 from distill.models.target import TargetSide, load_target_side
 from distill.models.vocabulary import VocabularyAgreement, vocabulary_rows
 from distill.run.verdict_record import Verdict
@@ -30,7 +39,7 @@ from speculative.errors import UserError
 from speculative.measure.measured import HELD_OUT
 from speculative.rules.sampling import SamplingSettings
 
-SERVING_VERSION = 3
+SERVING_VERSION = 4
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 CHECK_TEXT = "The draft proposes and the target decides; what is accepted was said by both."
 CHECK_TOKENS = 16
@@ -87,11 +96,11 @@ def export_draft(
     warnings = student.notes + _warnings(student.model.config, target_side.config, gamma, gain, run.quantize)
     parameters = sum(parameter.numel() for parameter in student.model.parameters())
     target_record = {
-        "name": target_side.name, "rows": rows, "dtype": _dtype_name(saved_dtype(target_side.config)),
+        "name": public_name(run.target), "rows": rows, "dtype": _dtype_name(saved_dtype(target_side.config)),
         "quantised": getattr(target_side.config, "quantization_config", None) is not None,
     }  # fmt: skip
     draft_record = {
-        "path": str(path), "rows": vocabulary_rows(student.model.config), "dtype": _dtype_name(export_dtype),
+        "name": path.name, "rows": vocabulary_rows(student.model.config), "dtype": _dtype_name(export_dtype),
         "quantised": run.quantize, "parameters": parameters,
     }  # fmt: skip
     packed = quantize_draft(student.model, run.quantize) if run.quantize else None
@@ -106,12 +115,13 @@ def export_draft(
                 gamma_by_load=tuple(gamma_by_load(verdict, way)), **lookups_of(verdict),
             )  # fmt: skip
             engines = check_all(facts)
+            told = replace(facts, target=public_name(run.target), draft=path.name, lookup=None, together=None)
             serving = {
                 "format": SERVING_FORMAT, "version": SERVING_VERSION, "target": target_record, "draft": draft_record,
                 "vocabulary": asdict(student.agreement), "gamma": gamma, "gamma_source": gamma_source, "gain": gain,
                 "measured": [one.record() for one in verdict.measured if one.text == HELD_OUT] if verdict else None,
                 "headline": verdict.headline if verdict else "", "run": verdict.run if verdict else {}, "gamma_by_load": facts.gamma_by_load, "sampling": facts.request,
-                "engines": {engine.engine: asdict(engine) for engine in engines}, "other_engines": others(facts),
+                "facts": asdict(told), "engines": {engine.engine: asdict(engine) for engine in engines}, "other_engines": others(facts),
                 "warnings": warnings, "checks": checks,
             }  # fmt: skip
             files = _write_pages(working, serving, verdict, run.provenance)
@@ -165,7 +175,8 @@ def _save(model: Any, packed: Any, adapter: Path | None, working: Path) -> None:
     if adapter is not None:
         shutil.copytree(adapter, working / ADAPTER)
         config = json.loads((adapter / ADAPTER_FILE).read_text(encoding="utf-8"))
-        config["base_model_name_or_path"] = str(Path(base_of_adapter(adapter) or "").resolve())
+        base = base_of_adapter(adapter) or ""
+        config["base_model_name_or_path"] = os.path.relpath(base, working / ADAPTER) if Path(base).is_dir() else base
         (working / ADAPTER / ADAPTER_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
@@ -191,9 +202,10 @@ def _write_pages(
 ) -> list[str]:
     """Write cards and records; the names of everything in the directory, sorted."""
     texts = {"SERVING.md": serving_page(serving), "README.md": model_card(serving, verdict, provenance)}
-    for record, name in ((verdict and verdict.record(), VERDICT), (provenance, PROVENANCE)):
-        if record is not None:
-            texts[name] = json.dumps(record, indent=2, default=str) + "\n"
+    if verdict is not None:
+        texts[VERDICT] = without_folders(json.dumps(verdict.record(), indent=2, default=str)) + "\n"
+    if provenance is not None:
+        texts[PROVENANCE] = json.dumps(provenance, indent=2, default=str) + "\n"
     files = sorted({entry.name for entry in working.iterdir()} | texts.keys() | {SERVING_FILE})
     texts[SERVING_FILE] = json.dumps({**serving, "files": files}, indent=2) + "\n"
     for name, text in texts.items():

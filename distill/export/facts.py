@@ -1,16 +1,18 @@
 """What an export knows of a run, and what the engines' rules look at: one target and one exported draft."""
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from distill.config.layout import BEST_LINK, CONFIG, PROVENANCE, RESULT, STUDENT, VERDICT, run_of, step_folder
-from distill.config.load import dump_config, load_config
+from distill.config.load import dump_config, load_trusted
 from distill.config.sections import Quantization
 from distill.export.gguf import pre_tokenizer_name
 from distill.export.load_table import LoadRange, drafts_by
+from distill.models.load import public_name
 from distill.models.quantized import quantization_of
 from distill.models.target import TargetSide
 from distill.models.vocabulary import TokenDifference, first_string_difference, tokens_by_id, vocabulary_rows
@@ -24,6 +26,7 @@ from speculative.rules.sampling import SamplingSettings
 
 LLAMA_CPP_FIRST_COMPARED_ID = 5
 GAMMA_WITHOUT_VERDICT = 4
+_FOLDERS = re.compile(r"""(?:(?<=\\n)|(?<![\w.:/~)-]))~?(?:/[^\s/'",;:]+)*/(?=[^\s/'",;:])""")
 
 
 @dataclass(frozen=True)
@@ -45,8 +48,8 @@ class RunFacts:
     quantize: Quantization | None = None
 
 
-def read_run(path: Path) -> RunFacts:
-    """Facts of a run's best checkpoint, or of one checkpoint of a run.
+def read_run(path: Path, trusted: bool = False) -> RunFacts:
+    """Facts of a run's best checkpoint, or of one checkpoint of a run. ``trusted``: see `load_trusted`.
 
     Raises:
         UserError: neither a run's folder nor a checkpoint of one, or nothing judged yet.
@@ -57,19 +60,26 @@ def read_run(path: Path) -> RunFacts:
     folder = path if run != path else run / BEST_LINK
     if not (folder / STUDENT).exists():
         raise UserError(f"{path}: no checkpoint there yet; finish the run first (the same command goes on)")
-    config = load_config(run / CONFIG)
+    config = load_trusted(run / CONFIG, trusted)
     verdict = load_verdict(run) if (run / VERDICT).exists() else None
     if verdict is not None and folder.resolve() != step_folder(run, verdict.drafts[-1].step or 0).resolve():
         verdict = None  # the verdict is of another checkpoint
     curves = load_result(run / RESULT).curves if verdict is not None and (run / RESULT).exists() else None
     provenance = json.loads((folder / PROVENANCE).read_text(encoding="utf-8"))
     data = [source.path for source in config.data.train]
-    provenance |= {"data": data, "config": dump_config(config), "base": config.student.path}
+    base = config.student.path and public_name(config.student.path)
+    provenance |= {"data": data, "config": dump_config(config), "base": base}
+    provenance = json.loads(without_folders(json.dumps(provenance)))
     where = config.target
     return RunFacts(
         folder / STUDENT, where.path, verdict, curves, provenance, config.serving.sampling, where.revision,
         where.trust_remote_code, config.export.quantize,
     )  # fmt: skip
+
+
+def without_folders(text: str) -> str:
+    """JSON that is to be published: of each absolute path of this machine only the last part."""
+    return _FOLDERS.sub("", text)
 
 
 class OnePass(NamedTuple):
@@ -87,8 +97,8 @@ class EngineFacts:
     `gamma` and `taus` are of a draft that proposes token by token, where `one_pass` stands beside them.
     """
 
-    target: str  # hub id or directory, as the server is given it
-    draft: str  # absolute path of the exported directory
+    target: str  # hub id or directory
+    draft: str  # the exported directory
     gamma: int
     target_rows: int
     draft_rows: int

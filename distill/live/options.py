@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from distill.config.command_line import Launcher, Overrides
+from distill.config.command_line import Launcher, Overrides, TrustRemoteCode
 
 TargetVersion = Annotated[str, typer.Option(help="RUN's target in the log; default: fingerprint, path")]
 AssumeSampling = Annotated[bool, typer.Option("--assume-sampling", help="unknown sampling is RUN's")]
@@ -75,6 +75,7 @@ class ExportTrafficOptions:
     quota: Annotated[list[str] | None, typer.Option(help="most to train on of each slice: 5000, or code=2000")] = None
     target_version: TargetVersion = ""
     assume_sampling: AssumeSampling = False
+    trust_remote_code: TrustRemoteCode = False
 
 
 @dataclass(frozen=True)
@@ -116,6 +117,7 @@ class RefreshOptions:
     dry_run: Annotated[bool, typer.Option("--dry-run", help="tell the reasons and write nothing")] = False
     force: Annotated[bool, typer.Option("--force", help="train all the same; the gate still judges")] = False
     approve: Annotated[str, typer.Option(help="your name: what passed the gate is `current` at once")] = ""
+    trust_remote_code: TrustRemoteCode = False
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,14 @@ def resolve(path: str) -> str:
     return str(Path(path).expanduser()) if path.startswith("~") else path
 
 
+def public_name(path: str) -> str:
+    """A model's name without the folders of this machine: a hub id or `embedded` as it is, the last part of a directory."""
+    place = Path(resolve(path)).resolve()
+    if place == EMBEDDED_FOLDER:
+        return EMBEDDED
+    return place.name if place.is_dir() or Path(path).is_absolute() else path
+
+
 def reason_of(error: Exception) -> str:
     """The first line of an error; transformers' config validation has its reason on the second."""
     lines = str(error).strip().splitlines() or [type(error).__name__]

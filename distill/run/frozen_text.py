@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from data.responses.store import Store
 from distill.config.layout import CONFIG, HELDOUT, HELDOUT_GREEDY, RESPONSES
-from distill.config.load import load_config
+from distill.config.load import load_trusted
 from distill.config.run import RunConfig
 from distill.models.draft import as_exported, load_draft
 from distill.models.target import Target
@@ -41,15 +41,15 @@ class FrozenText:
         return as_exported(load_draft(path, self.target), self.target)
 
 
-def load_frozen_text(run: Path, rule: Rule | None = None) -> FrozenText:
-    """The held-out text of a run for a rule, by default the one its config judges by.
+def load_frozen_text(run: Path, rule: Rule | None = None, trusted: bool = False) -> FrozenText:
+    """The held-out text of a run for a rule, by default the one its config judges by. ``trusted``: see `load_trusted`.
 
     Raises:
         UserError: no run there, or it stopped before its target had answered the held-out prompts; text that a rule cannot replay.
     """
     if not (run / CONFIG).is_file():
         raise UserError(f"{run}: no config.yaml there; give the folder of a run, e.g. runs/demo")
-    config = load_config(run / CONFIG)
+    config = load_trusted(run / CONFIG, trusted)
     chosen: Rule = rule or config.judge_rule
     if said := config.unreplayable(chosen):
         raise UserError(f"{run}: {said}")

@@ -11,7 +11,7 @@ from typing import Any
 from data.batches.examples import Examples
 from data.responses.rendered import RenderedPrompt
 from distill.config.layout import CONFIG, PROVENANCE, TARGET_FACTS
-from distill.config.load import load_config
+from distill.config.load import load_trusted
 from distill.config.run import RunConfig
 from distill.models.load import tokenizer_fingerprint
 from distill.models.target import Target
@@ -74,7 +74,9 @@ def open_others(
                 f"{key} {folder}: no run that was answered; run `understudy respond CONFIG --signal {config.signal.kind} target.path=...` of "
                 "that target first, with the same data and serving"
             )
-        own = load_config(folder / CONFIG).model_copy(update={"output": str(folder.parent), "name": folder.name})
+        own = load_trusted(folder / CONFIG, config.target.trust_remote_code).model_copy(
+            update={"output": str(folder.parent), "name": folder.name}
+        )
         _require_alike(config, own, key)
         # Its store is read here, whoever speaks when that run itself is trained.
         own = own.model_copy(update={"signal": config.signal})

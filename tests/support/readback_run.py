@@ -58,7 +58,9 @@ def draft(frozen: FrozenText) -> Any:
 def _quick(monkeypatch: pytest.MonkeyPatch, frozen: FrozenText, draft: Any) -> None:
     """Nothing is waited for, and models are loaded once."""
     monkeypatch.setattr(engine_client, "_SETTLED_SECONDS", 0.001)
-    monkeypatch.setattr(readback, "load_frozen_text", lambda run, rule: load_frozen_text(run, rule) if rule else frozen)
+    monkeypatch.setattr(
+        readback, "load_frozen_text", lambda run, rule, *_: load_frozen_text(run, rule) if rule else frozen
+    )
     monkeypatch.setattr(FrozenText, "draft", lambda own, path: draft)
 
 

@@ -21,11 +21,11 @@ from data.responses import engine_client, engine_http
 from data.responses.endpoint import EndpointTarget
 from data.responses.endpoint_keys import Endpoint
 from data.responses.engine_client import EngineClient, counters_of
-from data.responses.engine_http import page_at
+from data.responses.engine_http import answers, page_at
 from distill.commands.drift.counters import scrape
 from distill.commands.options import ReadbackOptions
 from distill.commands.readback.readback import readback_command
-from distill.live.rollout.engine import answers, models
+from distill.live.rollout.engine import models
 from speculative.errors import UserError
 
 SECRET = "sk-secret"
@@ -211,7 +211,9 @@ def test_another_machine_is_asked_through_the_proxy(monkeypatch: pytest.MonkeyPa
         monkeypatch.setenv("http_proxy", proxy)
         monkeypatch.delenv("no_proxy", raising=False)
         monkeypatch.delenv("NO_PROXY", raising=False)
-        assert page_at("http://engine.invalid:8000/metrics") == (200, "{}")
+        page = page_at("http://engine.invalid:8000/metrics")
+        assert page is not None
+        assert page.text == "{}"
         assert heads[0].startswith(b"GET http://engine.invalid:8000/metrics ")
         assert not answers("http://engine.invalid:8000")
     assert len(heads) == 1

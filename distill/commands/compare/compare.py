@@ -152,7 +152,7 @@ def load_text(options: CompareOptions) -> FrozenText:
             f"none of {', '.join(paths)} is a run with held-out responses to judge on: give one with --on RUN"
         )
     rule: Any = options.rule or None
-    text = load_frozen_text(home, rule)
+    text = load_frozen_text(home, rule, options.trust_remote_code)
     if rule is not None:
         draft_settings_for(rule, text.sampling)
     wanted = str(text.manifest["target"])

@@ -70,7 +70,7 @@ def baseline_of(options: DriftOptions, gamma: int | None = None) -> Baseline:
     run = options.run
     verdict = load_verdict(run) if (run / VERDICT).is_file() else None
     asked: Any = options.rule or (verdict.rule if verdict else None)
-    frozen = load_frozen_text(run, asked)
+    frozen = load_frozen_text(run, asked, options.trust_remote_code)
     draft, gamma = frozen.draft(str(run)), gamma or (verdict.gamma if verdict else frozen.config.judge.gamma)
     way: Any = options.drafting or drafting_to_serve(verdict, mask_token_of(draft.config) is not None)
     offsets = Draft(draft, way).offsets(gamma, least=gamma)

@@ -167,7 +167,7 @@ def _compared(options: DriftOptions, log: AcceptanceLog, baseline: Baseline, not
 
 def _decoded(options: DriftOptions, baseline: Baseline) -> AcceptanceLog:
     """Fresh prompts decoded live by target and best draft, as the run serves them; one record a prompt."""
-    frozen = load_frozen_text(options.run, baseline.rule)
+    frozen = load_frozen_text(options.run, baseline.rule, options.trust_remote_code)
     config, target = frozen.config, frozen.target.model
     draft = frozen.draft(str(options.run))
     rows, labelled = asked_rows(options.prompts, options.prompt_column, options.messages_column, label="domain")

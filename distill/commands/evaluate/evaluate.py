@@ -11,7 +11,7 @@ from distill.commands.evaluate.proofs import add_proofs, lossless_lines, lossles
 from distill.commands.evaluate.scores import Asked, score_lines, task_scores
 from distill.commands.options import EvaluateOptions
 from distill.commands.output import check_known, check_writable, write_asked
-from distill.config.load import dump_config, load_config
+from distill.config.load import dump_config, load_trusted
 from distill.config.run import RunConfig
 from distill.report.measured import ways_tables
 from distill.report.screen import judgement_table
@@ -41,7 +41,7 @@ def evaluate_command(options: EvaluateOptions) -> int:
     Raises:
         UserError: options that contradict each other, a place that cannot be written, and see `evaluate`.
     """
-    config = load_config(options.config, options.overrides or [])
+    config = load_trusted(options.config, options.trust_remote_code, options.overrides or [])
     rule: Any = options.rule or config.judge_rule
     drafting: Any = options.drafting or DRAFTINGS[0]
     check_known("--rule", rule, RULES)

@@ -99,7 +99,7 @@ def _check(options: ReadbackOptions) -> None:
 def _frozen(options: ReadbackOptions) -> tuple[FrozenText, list[HeldoutResponse]]:
     """(the run's text for the rule, its greedy text: empty where it has none), as many prompts as asked for."""
     wanted: Any = None if options.rule == "auto" else options.rule
-    frozen = load_frozen_text(options.run, wanted)
+    frozen = load_frozen_text(options.run, wanted, options.trust_remote_code)
     frozen = replace(frozen, responses=frozen.responses[: options.prompts])
     if not frozen.responses:
         raise UserError(f"{options.run}: no held-out responses in it; give a run that has judged its draft")

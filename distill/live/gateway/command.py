@@ -33,7 +33,7 @@ def gateway(options: GatewayOptions) -> None:
     os.umask(0o077)
     flags, key = arms_of(options), key_in(options.api_key_env) or None
     parse_sampling(options.sampling)  # refused here, before anything is there
-    with listening(options.host, options.port) as listener:
+    with listening(options.host, options.port, key is not None) as listener:
         writer = LogWriter(
             options.log, options.text, options.reservoir, options.retention_days, trust_clock=options.trust_clock
         )

@@ -53,7 +53,7 @@ def judge_gate(
     Raises:
         UserError: no text, or a draft that cannot be judged on it.
     """
-    text = load_frozen_text(run)
+    text = load_frozen_text(run, trusted=True)
     prefix = PARALLEL if parallel else ""
     gamma = text.config.judge.gamma
     entries = read_drafts(text, [f"{prefix}{served}", f"{prefix}{run}"], gamma, timing=False)

@@ -10,7 +10,7 @@ from data.files import MANIFEST, write_bytes
 from data.responses.rendered import StoredPrompts
 from data.responses.store import Store
 from distill.config import layout
-from distill.config.load import dump_config, load_config
+from distill.config.load import dump_config, load_config, load_trusted
 from distill.config.run import RunConfig
 from distill.live.versions import Version
 from distill.run.prompts import HELDOUT_FILE, TRAIN_FILE
@@ -30,15 +30,15 @@ _PROBE = {
 }  # fmt: skip
 
 
-def run_config(run: Path) -> RunConfig:
-    """The config of a run.
+def run_config(run: Path, trusted: bool = True) -> RunConfig:
+    """The config of a run. ``trusted``: see `load_trusted`.
 
     Raises:
         UserError: no run there, or one that trains on the dataset's own answers, of which traffic has none.
     """
     if not (run / layout.CONFIG).is_file():
         raise UserError(f"{run}: no config.yaml there; give the folder of a run, e.g. runs/demo")
-    config = load_config(run / layout.CONFIG)
+    config = load_trusted(run / layout.CONFIG, trusted)
     if config.data.responses == "reference":
         raise UserError(f"{run}: data.responses: reference; a refresh learns from the target's answers alone")
     return config

@@ -61,11 +61,12 @@ def refresh_command(options: RefreshOptions, console: Console) -> int:
         Interrupted: Ctrl-C while training, which has stopped with its checkpoint.
     """
     _check(options)
-    name = run_config(options.run).name
+    name = run_config(options.run, options.trust_remote_code).name
     drafts = options.drafts or Path("drafts") / name
     load_verdict(options.run)
     served = current_version(drafts)
     home = _home(options.run, served)
+    run_config(home, options.trust_remote_code)  # What follows trains, judges and publishes with it.
     log = _usable_log(options.traffic, options.target_version, home) if options.traffic is not None else None
     if served is None and not options.dry_run:
         served = _first(options, drafts, console)

@@ -12,7 +12,6 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from http import HTTPStatus
 from pathlib import Path
 
 import psutil
@@ -24,7 +23,7 @@ from speculative.errors import UserError
 MARK = "UNDERSTUDY_ROLLOUT"
 GRACE_SECONDS = 15.0  # for an engine to end by itself
 POLL_SECONDS = 0.5
-_TIMEOUT, _TOKEN_TIMEOUT = 5.0, 30.0
+_TOKEN_TIMEOUT = 30.0
 _TOLD = 200  # characters of a last line
 
 
@@ -155,15 +154,6 @@ def _connected(process: psutil.Process, port: int) -> bool:
     return False
 
 
-def answers(url: str) -> bool:
-    """Whether an engine is healthy: /health where it has one, else its list of models."""
-    for path in ("/health", "/v1/models"):
-        page = page_at(url + path, direct=True, seconds=_TIMEOUT)
-        if page is None or page.status != HTTPStatus.NOT_FOUND:
-            return page is not None and page.status == HTTPStatus.OK
-    return False
-
-
 def generates(url: str) -> bool:
     """Whether an engine answers a request for one token, an error included: one that is healthy and hangs does not."""
     words = {"model": min(models(url), default=""), "prompt": "a", "max_tokens": 1}
@@ -172,7 +162,7 @@ def generates(url: str) -> bool:
 
 def models(url: str) -> set[str]:
     """The names of the models that an engine serves; none where it does not say."""
-    page = page_at(f"{url}/v1/models", direct=True, seconds=_TIMEOUT)
+    page = page_at(f"{url}/v1/models", direct=True)
     with contextlib.suppress(ValueError, LookupError, TypeError, RecursionError):
         return {str(model["id"]) for model in json.loads(page.text if page else "")["data"]}
     return set()

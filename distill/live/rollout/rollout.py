@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from data.files import locked
+from data.responses.engine_http import answers
 from distill.faults import Interrupted
 from distill.live.arms import ARMS, Arm, Arms, read_arms, write_arms
 from distill.live.options import RolloutOptions
@@ -112,7 +113,7 @@ class Rollout:
     def _wait(self) -> float:
         """Seconds until the engine answered."""
         start = time.monotonic()
-        while not engines.answers(self.state.engine.url):
+        while not answers(self.state.engine.url):
             if self._has_died():
                 log = self._engine_log()
                 raise UserError(
@@ -178,7 +179,7 @@ class Rollout:
                     tallies[record.arm].add(record)
             new = mine.served()
             # That clients left proves nothing: an engine may be healthy and hang, so it is asked.
-            if engines.answers(url) and (new.left == left or engines.generates(url)):
+            if answers(url) and (new.left == left or engines.generates(url)):
                 silent, left = 0, new.left
             else:
                 silent += 1
@@ -211,7 +212,7 @@ class Rollout:
         if self._directs():
             write_arms(self.arms_file, self.state.before)
         for arm in self.state.before.arms:
-            if arm.share and not engines.answers(arm.url):
+            if arm.share and not answers(arm.url):
                 print(f"arms.{arm.name}: {arm.url} does not answer, and gets its traffic back", flush=True)
         engines.stop_engine(self.state.engine, self.options.drain)
         if self.state.blames:

@@ -17,7 +17,7 @@ from data.responses.rendered import RenderedPrompt, StoredPrompts, write_prompts
 from data.responses.store import Row, Store
 from distill.config.layout import CONFIG, PROMPTS, TRAINING
 from distill.config.layout import RESPONSES as RUN_RESPONSES
-from distill.config.load import load_config
+from distill.config.load import load_trusted
 from distill.config.run import RunConfig
 from distill.live.options import ExportTrafficOptions
 from distill.live.traffic.exported import (
@@ -115,7 +115,7 @@ def export_traffic(options: ExportTrafficOptions) -> Exported:
         UserError: no log or a forged line, no run that could read it, nothing left to train on or to hold out, a folder that is there.
     """
     log, to, quotas = options.log, options.to, _quotas(options.quota)
-    salt, known, forgotten = read_salt(log), _read_run(options.run), forgotten_hashes(log)
+    salt, known, forgotten = read_salt(log), _read_run(options.run, options.trust_remote_code), forgotten_hashes(log)
     if to.exists():
         raise UserError(f"--to {to}: is there already; give a new folder, or delete it first")
     traffic, serving = read_traffic(log), known.config.serving
@@ -157,10 +157,10 @@ def export_traffic(options: ExportTrafficOptions) -> Exported:
     return made
 
 
-def _read_run(run: Path) -> _Run:
+def _read_run(run: Path, trusted: bool) -> _Run:
     if not (run / CONFIG).is_file():
         raise UserError(f"--run {run}: no config.yaml there; give the folder of a run, e.g. runs/demo")
-    config, store = load_config(run / CONFIG), Store(run / RUN_RESPONSES / TRAINING)
+    config, store = load_trusted(run / CONFIG, trusted), Store(run / RUN_RESPONSES / TRAINING)
     if config.target.endpoint is not None and config.target.endpoint.api == "chat":
         raise UserError(f"--run {run}: target.endpoint.api: chat applies the template itself and takes no token ids")
     for folder in (run / PROMPTS, store.folder):

@@ -15,12 +15,15 @@ from typing import Any
 import psutil
 import pytest
 from processes import forked, free_port, until
+from refusals import refused
 
 from distill.commands import serve as module
 from distill.commands.options import ServeOptions
-from distill.commands.serve import engine_words, serve
+from distill.commands.serve import _read_export as read_export
+from distill.commands.serve import engine_words, listening, serve
 from distill.config.layout import SERVING_FORMAT
 from distill.faults import INTERRUPTED, MISTAKE, exit_status
+from distill.models.load import EMBEDDED_FOLDER
 from speculative.errors import UserError
 
 # It has a child of its own, like the real one, and says its words when asked.
@@ -41,16 +44,21 @@ class Handler(http.server.BaseHTTPRequestHandler):
 port = int(sys.argv[sys.argv.index("--port") + 1])
 http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
 """
-COMMAND = 'vllm serve "$TARGET" --speculative-config \'{"model":"\'"$DRAFT"\'","num_speculative_tokens":3,"parallel_drafting":true}\' --max-model-len 64'
+FACTS = {
+    "target": "some/target", "draft": "export", "gamma": 5, "target_rows": 8, "draft_rows": 8, "first_difference": None,
+    "first_difference_from_5": None, "added_tokens_equal": True, "added_ends_equal": True, "tokenizer_kind_equal": True,
+    "target_quantised": False, "draft_context": 64, "one_pass": [2, 3, {"greedy-draft": 2.0}],
+}  # fmt: skip
 
 
-def write_export(folder: Path, **record: Any) -> Path:
+def write_export(folder: Path, **facts: Any) -> Path:
     directory = folder / "my run" / "export"
     directory.mkdir(parents=True)
-    engine = {"ok": True, "reasons": [], "command": COMMAND} | record
-    tree = {"format": SERVING_FORMAT, "target": {"name": "some/target"}, "engines": {"vLLM": engine}}
+    evil = {"ok": True, "reasons": [], "command": 'vllm serve "$TARGET" --trust-remote-code --middleware evil.mod'}
+    tree = {"format": SERVING_FORMAT, "facts": FACTS | facts, "engines": {"vLLM": evil}}
     (directory / "serving.json").write_text(json.dumps(tree))
-    (directory.parent / "config.yaml").write_text("name: my run")
+    text = "{name: mine, target: {path: some/target}, data: {train: [{path: x.jsonl}]}}"
+    (directory.parent / "config.yaml").write_text(text)
     return directory
 
 
@@ -77,17 +85,71 @@ def start(options: ServeOptions, out: Path) -> None:
     os._exit(status)
 
 
-def test_the_command_is_that_of_the_export(tmp_path: Path, options: ServeOptions) -> None:
+def words_of(options: ServeOptions) -> list[str]:
+    return engine_words(options, *read_export(options.run))[1]
+
+
+def test_the_command_is_made_from_the_facts_and_not_read(options: ServeOptions) -> None:
+    """The stored command, which may be somebody else's, asks for remote code and a module of its own."""
     directory = options.run / "export"
-    serving = json.loads((directory / "serving.json").read_text())
-    name, words = engine_words(replace(options, words=["--dtype", "float32"]), directory, serving)
-    config = {"model": str(directory), "num_speculative_tokens": 3, "parallel_drafting": True}
+    words = words_of(replace(options, words=["--dtype", "float32"]))
+    config = {
+        "method": "draft_model", "model": str(directory), "num_speculative_tokens": 3, "parallel_drafting": True,
+    }  # fmt: skip
     end = ["--max-model-len", "64", "--host", "127.0.0.1", "--port", str(options.port)]
-    assert (name, words[1:3]) == ("vLLM", ["serve", "some/target"])
+    assert words[1:3] == ["serve", "some/target"]
     assert (words[3], json.loads(words[4])) == ("--speculative-config", config)
     assert words[5:] == [*end, "--dtype", "float32"]
-    alone = engine_words(replace(options, alone=True), directory, serving)[1]
+    alone = words_of(replace(options, alone=True))
     assert alone[2:] == ["some/target", *end]
+
+
+EVIL = "3 --trust-remote-code --middleware evil.mod"
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {"gamma": EVIL}, {"draft_context": EVIL}, {"one_pass": [2, EVIL, {}]}, {"one_pass": [2, 3, {"sample": EVIL}]},
+        {"gamma_by_load": [[1, 4, EVIL], [5, 8, 0]]}, {"sampling": {"temperature": EVIL}}, {"taus": EVIL},
+        {"sampling": {"temperature": 0.7, "top_k": EVIL}}, {"target_rows": None},
+    ],
+)  # fmt: skip
+def test_words_in_place_of_numbers_are_refused(tmp_path: Path, options: ServeOptions, facts: dict[str, Any]) -> None:
+    other = write_export(tmp_path / "evil", **facts)
+    assert "serving.json: cannot be read" in refused(words_of, replace(options, run=other))
+
+
+@pytest.mark.parametrize("target", ["--trust-remote-code", "--middleware=evil.mod", "a b", "/not/here", "../x", "-x/y"])
+def test_a_target_that_is_none_is_refused(tmp_path: Path, options: ServeOptions, target: str) -> None:
+    assert "--target" in refused(words_of, replace(options, target=target))
+    config = options.run / "config.yaml"
+    config.write_text(json.dumps({"name": "x", "target": {"path": target}, "data": {"train": [{"path": "x"}]}}))
+    assert "--target" in refused(words_of, options)
+    config.unlink()  # An export by itself.
+    write = json.loads((options.run / "export" / "serving.json").read_text())
+    write["facts"]["target"] = target
+    (options.run / "export" / "serving.json").write_text(json.dumps(write))
+    assert "--target" in refused(words_of, options)
+
+
+def test_where_the_target_is(tmp_path: Path, options: ServeOptions) -> None:
+    (tmp_path / "model").mkdir()
+    assert words_of(replace(options, target=str(tmp_path / "model")))[2] == str(tmp_path / "model")
+    assert words_of(replace(options, target="embedded"))[2] == str(EMBEDDED_FOLDER)
+    (options.run / "config.yaml").unlink()
+    assert words_of(options)[2] == "some/target"
+
+
+@pytest.mark.parametrize(
+    ("host", "warned"), [("127.0.0.1", False), ("localhost", False), ("0.0.0.0", True), ("::", True)]
+)
+def test_an_open_address_without_a_key_is_a_warning(
+    host: str, warned: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for keyed in (False, True):
+        listening(host, free_port(), keyed).close()
+        assert bool(capsys.readouterr().err) is (warned and not keyed)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -152,7 +214,7 @@ def test_a_signal_whose_exception_is_lost_ends_it_all_the_same(
 ) -> None:
     out, lost = tmp_path / "out", tmp_path / "lost"
 
-    def deaf_once(host: str, port: int) -> bool:
+    def deaf_once(url: str) -> bool:
         try:
             time.sleep(0.1)
         except module._Ended:
@@ -161,7 +223,7 @@ def test_a_signal_whose_exception_is_lost_ends_it_all_the_same(
             lost.touch()
         return False
 
-    monkeypatch.setattr(module, "_healthy", deaf_once)
+    monkeypatch.setattr(module, "answers", deaf_once)
     monkeypatch.setattr(module, "POLL_SECONDS", 0)
     with forked(start, options, out) as child:
         until(lambda: len(psutil.Process(child.pid).children(recursive=True)) == 2)
@@ -187,12 +249,10 @@ def test_what_is_refused(tmp_path: Path, options: ServeOptions, monkeypatch: pyt
         serve(replace(options, engine="ollama"))
     with pytest.raises(UserError, match="neither a run's folder nor an exported directory"):
         serve(replace(options, run=tmp_path))
-    other = write_export(tmp_path / "a", ok=False, reasons=["4 draft rows and 5 target rows"])
+    other = write_export(tmp_path / "a", draft_rows=4, target_rows=5)
     with pytest.raises(UserError, match="vLLM does not take this pair: 4 draft rows"):
         serve(replace(options, run=other))
-    other = write_export(tmp_path / "b", command="vllm-serve; rm -rf /")
-    with pytest.raises(UserError, match="export again"):
-        serve(replace(options, run=other))
+    other = write_export(tmp_path / "b")
     (other / "serving.json").write_text("[]")
     with pytest.raises(UserError, match=r"serving\.json: cannot be read"):
         serve(replace(options, run=other))

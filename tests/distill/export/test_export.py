@@ -2,7 +2,6 @@
 
 import json
 import re
-import shlex
 import shutil
 from pathlib import Path
 
@@ -11,13 +10,16 @@ import torch
 import yaml
 from file_modes import other_modes, umask
 from peft import LoraConfig, get_peft_model
+from pydantic import TypeAdapter
 from tiny_models import tiny_model
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from distill.export import export as export_module
+from distill.export.engine import check
 from distill.export.export import export_draft
-from distill.export.facts import RunFacts, serving_gamma
+from distill.export.facts import EngineFacts, RunFacts, serving_gamma
+from distill.models.draft import base_of_adapter
 from distill.models.vocabulary import repair_rows
 from distill.run.result import Curves
 from distill.run.verdict_record import DraftOf, Verdict
@@ -161,9 +163,9 @@ def test_the_generation_config_serves_as_measured(exported):
 def test_serving_json(exported, target_dir, tokenizer):
     serving = json.loads((exported.path / "serving.json").read_text())
     rows = len(tokenizer) + PADDED_ROWS
-    assert (serving["format"], serving["version"]) == ("understudy-serving", 3)
-    assert serving["target"] == {"name": str(target_dir), "rows": rows, "dtype": "bfloat16", "quantised": False}
-    assert (serving["draft"]["path"], serving["draft"]["rows"]) == (str(exported.path), rows)
+    assert (serving["format"], serving["version"]) == ("understudy-serving", 4)
+    assert serving["target"] == {"name": "target", "rows": rows, "dtype": "bfloat16", "quantised": False}
+    assert (serving["draft"]["name"], serving["draft"]["rows"]) == (exported.path.name, rows)
     assert serving["vocabulary"]["verdict"] == "agree"
     assert (serving["gamma"], serving["gain"]) == (3, True)
     assert serving["gamma_source"] == "the best timed for one request at a time"
@@ -179,10 +181,21 @@ def test_serving_json(exported, target_dir, tokenizer):
     assert serving["files"] == exported.files
 
 
+def commands_again(directory):
+    """The commands as `understudy serve` makes them: from the numbers in serving.json, not from its words."""
+    facts = TypeAdapter(EngineFacts).validate_python(json.loads((directory / "serving.json").read_text())["facts"])
+    return {name: check(name, facts).command for name in ("vLLM", "SGLang", "TensorRT-LLM", "transformers")}
+
+
+def test_the_commands_can_be_made_again_from_serving_json(exported):
+    told = {one.engine: one.command for one in exported.engines}
+    assert commands_again(exported.path).items() <= told.items()
+
+
 def test_the_pages_name_what_counts(exported, target_dir):
     card = (exported.path / "README.md").read_text()
     front = yaml.safe_load(card.split("---\n")[1])
-    assert (front["base_model"], front["target_model"]) == ("org/base", str(target_dir))
+    assert (front["base_model"], front["target_model"]) == ("org/base", "target")
     assert (front["datasets"], front["license"]) == (["gsm8k"], "apache-2.0")
     for needle in (
         "0.750 [0.480, 0.520]",
@@ -198,7 +211,7 @@ def test_the_pages_name_what_counts(exported, target_dir):
         assert f"## {engine.engine}: takes this pair" in page
         assert engine.command in page
     assert str(exported.path) not in page, "the commands survive a move"
-    assert f'export DRAFT="$PWD" TARGET={shlex.quote(str(target_dir))}' in page
+    assert 'export DRAFT="$PWD" TARGET=target  # its directory on this machine' in page
     assert '{"temperature": 0.7, "top_p": 0.9}' in page
     assert "tau 2.80" in page
     assert "tau 2.25" in page
@@ -268,6 +281,17 @@ def test_an_adapter_on_a_tied_head_is_merged_into_a_head_of_its_own(tmp_path, ta
     assert any("head and embedding are exported apart" in warning for warning in report.warnings)
 
 
+def test_an_adapter_that_is_kept_apart_finds_its_base_from_where_it_is(tmp_path, student_dir, target_dir, tokenizer):
+    base_dir, adapter_dir = tmp_path / "run" / "base", tmp_path / "run" / "adapter"
+    make_llama(len(tokenizer) + PADDED_ROWS).save_pretrained(base_dir)
+    adapted_to(base_dir, len(tokenizer) + PADDED_ROWS, "all-linear").save_pretrained(adapter_dir)
+    export_draft(RunFacts(student_dir, str(target_dir)), tmp_path / "out" / "one", adapter=adapter_dir)
+    moved = (tmp_path / "out").rename(tmp_path / "moved") / "one" / "adapter"
+    named = json.loads((moved / "adapter_config.json").read_text())["base_model_name_or_path"]
+    assert named == "../../../run/base"
+    assert Path(base_of_adapter(moved)).samefile(base_dir)
+
+
 def test_an_adapter_without_its_base_is_refused(tmp_path, target_dir):
     (tmp_path / "adapter").mkdir()
     config = tmp_path / "adapter" / "adapter_config.json"
@@ -317,6 +341,7 @@ def test_every_command_drafts_the_gamma_that_was_timed_as_best_for_one_request(t
     given = json.loads(re.search("'({.*})'", commands["vLLM"].split(" --gen")[0].replace("'\"$DRAFT\"'", "d"))[1])
     assert given["num_speculative_tokens"] == 3
     assert given["num_speculative_tokens_per_batch_size"] == [[1, 2, 3], [3, 4096, 1]]
+    assert commands_again(report.path).items() <= commands.items()
     for name, flag in (("SGLang", "num-steps 3"), ("llama.cpp", "n-max 3"), ("TensorRT-LLM", "max_draft_len: 3")):
         assert flag in commands[name]
     assert json.loads((report.path / "generation_config.json").read_text())["num_assistant_tokens"] == 3
@@ -350,6 +375,7 @@ def test_a_draft_of_one_pass_is_used_token_by_token_by_transformers_at_the_gamma
         found = {one.engine: one for one in report.engines}
         assert ("parallel_drafting" in found["vLLM"].command) is one_pass
         assert f'"num_speculative_tokens":{gamma}' in found["vLLM"].command
+        assert commands_again(report.path)["vLLM"] == found["vLLM"].command
         assert json.loads((report.path / "generation_config.json").read_text())["num_assistant_tokens"] == 2
         assert report.gamma == gamma
         assert f"Gamma of the commands: {gamma}, the best timed" in (report.path / "README.md").read_text()

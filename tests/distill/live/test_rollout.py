@@ -24,6 +24,7 @@ from scripted_engine import ScriptedEngine
 from starlette.responses import JSONResponse
 
 from data.files import locked
+from data.responses import engine_http
 from distill.faults import exit_status
 from distill.live.arms import ARMS, Arm, Arms, read_arms, write_arms
 from distill.live.gateway import app as gateway_app
@@ -372,7 +373,7 @@ def test_behind_the_real_gateway(
 
 
 def test_an_engine_that_hangs_has_died(options: RolloutOptions, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engines, "_TIMEOUT", 0.05)
+    monkeypatch.setattr(engine_http, "_HEALTH_SECONDS", 0.05)
     direct = module.Rollout._direct
 
     def stopping(self: Any, *arguments: Any) -> bool:
@@ -393,13 +394,13 @@ def test_a_clock_that_is_set_stalls_no_rollout(
     """From the comparison on the gateway's clock says something else."""
     direct, wall, offset = module.Rollout._direct, time.time, [0.0]
     monkeypatch.setattr(time, "time", lambda: wall() + offset[0])
-    answers, polls = engines.answers, itertools.count()
+    answers, polls = module.answers, itertools.count()
 
     def polled(url: str) -> bool:
         assert next(polls) < 1000, "it stalls"
         return answers(url)
 
-    monkeypatch.setattr(engines, "answers", polled)
+    monkeypatch.setattr(module, "answers", polled)
 
     def stepping(self: Any, *arguments: Any, **more: Any) -> bool:
         changed: bool = direct(self, *arguments, **more)

@@ -31,7 +31,8 @@ def test_a_run_becomes_a_version_that_loads_and_cannot_be_written(tiny_run: Path
     assert (first.name, first.parent, first.provenance["approved_by"]) == ("v0001", None, "Ann")
     assert first.provenance["run"] == str(tiny_run)
     assert first.provenance["target_fingerprint"]
-    assert json.loads((first.folder / "serving.json").read_text())["draft"]["path"] == str(drafts / "v0001")
+    assert json.loads((first.folder / "serving.json").read_text())["draft"]["name"] == "v0001"
+    assert str(tiny_run) not in (first.folder / "README.md").read_text()
     AutoModelForCausalLM.from_pretrained(first.folder)
     assert not [path for path in (first.folder, *first.folder.rglob("*")) if path.stat().st_mode & stat.S_IWUSR]
     second = publish(tiny_run, drafts, {}, parent="v0001")
