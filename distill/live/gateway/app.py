@@ -54,7 +54,6 @@ class Gateway:
         self.metrics, self.upstream, self.bodies = Metrics(), Upstream(), Bodies(options.max_body)
         self.exchanges: set[Exchange] = set()
         self._slices: set[str] = set()
-        self._unreachable: set[str] = set()
         self._faults: set[str] = set()
         self._log_is_late = self._hinted = False
 
@@ -87,9 +86,6 @@ class Gateway:
             return _error(401, "the key is another")
         self.metrics.in_flight.set(len(self.exchanges))
         self.metrics.logging.set(self.writer.writing)
-        self.metrics.reached.clear()
-        for arm in self.arms.arms:
-            self.metrics.reached.labels(arm.name).set(arm.name not in self._unreachable)
         return Response(self.metrics.page(), media_type="text/plain; version=0.0.4; charset=utf-8", headers=_CLOSE)
 
     async def _fault(self, _: Request, error: Exception) -> Response:
@@ -162,7 +158,6 @@ class Gateway:
             exchange.recorded = True
             await self._fail(exchange, 400, str(error))
         except (OSError, h11.RemoteProtocolError) as error:
-            self._unreachable.add(arm.name)
             await self._fail(exchange, 502, f"the engine cannot be reached ({type(error).__name__})")
         finally:
             watch.cancel()
@@ -177,7 +172,6 @@ class Gateway:
         async with self.upstream.ask(
             scope["method"], arm.url, target, _passed_on(scope["headers"]), asked.body
         ) as response:
-            self._unreachable.discard(arm.name)
             told = dict(response.headers)
             if b"transfer-encoding" in told:
                 told.pop(b"content-length", None)  # Whoever says both means the chunks.

@@ -22,7 +22,6 @@ class Metrics:
 
         self.in_flight = Gauge("understudy_in_flight", "Requests being answered", registry=registry)
         self.logging = Gauge("understudy_logging", "1 while records can be written", registry=registry)
-        self.reached = Gauge("understudy_engine_reached", "1 unless a request failed", ("arm",), registry=registry)
         self.requests = counter("requests", "Requests by the status that the client got", ("arm", "status"))
         self.cancelled = counter("cancelled", "Requests that the client left, or that stood still", ("arm",))
         self.shed = counter("shed", "Requests that went to the arm without a draft because of the load")

@@ -29,21 +29,15 @@ class TrafficLog:
     warnings: list[str]
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where a log ended: its last file, and the whole lines of it. No time: clocks are set."""
-
-    file: str = ""
-    lines: int = 0
+Place = tuple[str, int]  # in a log: a file, and the whole lines of it. No time: clocks are set.
 
 
 def end_of(directory: Path) -> Place:
     """Where a log ends."""
-    place = Place()
     for path in log_files(directory)[-1:]:
         with path.open("rb") as file:
-            place = Place(path.name, sum(line.endswith(b"\n") for line in file))
-    return place
+            return path.name, sum(line.endswith(b"\n") for line in file)
+    return "", 0
 
 
 class LogTail:
@@ -52,9 +46,9 @@ class LogTail:
     Nothing that was read stays here but the number of lines.
     """
 
-    def __init__(self, directory: Path, after: Place | None = None) -> None:
+    def __init__(self, directory: Path, after: Place = ("", 0)) -> None:
         """``after``: what lies before this place is left out."""
-        self.directory, self.after = directory, after or Place()
+        self.directory, (self._file, self._skipped) = directory, after
         self.lines, self.torn = 0, ""  # that were read; where the last one has no end yet
         self._stood: dict[Path, tuple[int, int, int]] = {}  # file: (inode, bytes, lines) that were read
 
@@ -66,7 +60,7 @@ class LogTail:
         """
         files, self.torn = log_files(self.directory), ""
         for path in files:
-            if path.name >= self.after.file:
+            if path.name >= self._file:
                 try:
                     yield from self._read_on(path, path == files[-1])
                 except FileNotFoundError:  # retention was quicker
@@ -75,7 +69,7 @@ class LogTail:
                     raise UserError(f"{path}: cannot be read ({error.strerror or error})") from error
 
     def _read_on(self, path: Path, is_last: bool) -> Iterator[TrafficRecord]:
-        skipped = self.after.lines if path.name == self.after.file else 0
+        skipped = self._skipped if path.name == self._file else 0
         with path.open("rb") as file:
             status = os.fstat(file.fileno())
             inode, place, lines = self._stood.get(path, (status.st_ino, 0, 0))

@@ -163,7 +163,7 @@ def test_errors_pass_through_and_an_engine_that_is_down_is_one_json_error(direct
         assert answer.status_code == 502
         assert answer.json()["error"]["code"] == 502
         health = HTTP.get(f"{url}/health").json()
-        assert metric(url, "engine_reached", arm="a") == 0
+        assert metric(url, "requests", arm="a", status="502") == 1
     assert health == {"status": "ok", "logging": True}, "it is open to all: no arm's name"
     assert [(record.finish, record.arm) for record in records(tmp_path / "down")] == [("error", "a")]
 
