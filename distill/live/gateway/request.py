@@ -180,7 +180,7 @@ def _asking(parsed: dict[str, Any], body: bytes, text: bool, usage: bool) -> byt
 
 def _conversation(content: Any, body: bytes) -> bytes:
     """The first messages up to and with the first of a user; of a completion the prompt."""
-    if isinstance(content, list) and content and isinstance(content[0], dict):
+    if isinstance(content, list) and content and all(isinstance(message, dict) for message in content):
         users = (number for number, message in enumerate(content) if message.get("role") == "user")
         content = content[: next(users, len(content) - 1) + 1]
     return body if content is None else json.dumps(content, sort_keys=True).encode()

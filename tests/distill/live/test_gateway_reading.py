@@ -101,3 +101,9 @@ def test_a_conversation_is_known_by_its_first_user_message() -> None:
 
     assert talk("s", "one") == talk("s", "one", "x", "two") != talk("s", "other")
     assert talk("s", "one") != talk("t", "one")
+
+
+def test_a_list_of_messages_that_holds_something_else_passes_unlogged() -> None:
+    asked = read({"messages": [{"role": "user", "content": "a"}, 5]}, "/v1/chat/completions")
+    assert asked.why_not == "content"
+    assert asked.conversation == b'[{"content": "a", "role": "user"}, 5]'
