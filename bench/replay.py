@@ -47,7 +47,7 @@ from speculative.drafters.drafter import ModelDrafter
 from speculative.engine.models import end_token_ids
 from speculative.errors import UserError
 from speculative.measure.cost import measure_costs, predicted_speed_up
-from speculative.measure.effects import effects_of_sums
+from speculative.measure.effects import Gain, effects_of_sums
 from speculative.measure.intervals import intervals_of_sums
 from speculative.measure.replay import agreement_of, block_variance, expected_blocks_of, law_of, texts_of
 from speculative.measure.token_scores import score_tokens
@@ -154,8 +154,8 @@ def matched_text(bench: Bench, rule: str, gamma: int) -> dict[str, Any]:
         scores = score_tokens(bench.draft, responses, settings.sampling)
         check = agreement_of(scores, law, [response.blocks for response in responses], gamma)
         tokens += sum(len(response.response_ids) for response in responses)
-        counted += check["live_blocks"]
-        expected += check["predicted_blocks"]
+        counted += check.live_blocks
+        expected += check.predicted_blocks
         variance += block_variance(texts_of(scores, law), gamma).sum()
         seconds += spent
         rounds += 1
@@ -250,13 +250,13 @@ def coverage(bench: Bench, texts: Sequence[Response], other: PreTrainedModel, ga
     def numbers_of(sums_C: np.ndarray) -> np.ndarray:
         return np.stack((sums_C[..., 1] / sums_C[..., 0], sums_C[..., 0] / sums_C[..., 2]), -1)
 
-    def gains(rows: np.ndarray) -> dict[str, Any]:
+    def gains(rows: np.ndarray) -> dict[str, Gain]:
         drawn = [(accepted_N[rows], blocks_N[rows]) for accepted_N, blocks_N in sides]
-        return effects_of_sums(range(len(rows)), tokens_N[rows], *drawn)
+        found = effects_of_sums(range(len(rows)), tokens_N[rows], *drawn)
+        return {"alpha gain": found.alpha, "tau gain": found.tau}
 
-    everything = gains(np.arange(len(texts)))
     truth = dict(zip(("alpha", "tau"), numbers_of(pool_N3.sum(0)).tolist(), strict=True))
-    truth |= {f"{name} gain": everything[name]["gain"] for name in ("alpha", "tau")}
+    truth |= {name: own.gain for name, own in gains(np.arange(len(texts))).items()}
     rng = np.random.default_rng(0)
     shares: dict[str, dict[str, float]] = {name: {} for name in truth}
     for prompts in bench.sizes.heldout:
@@ -266,7 +266,7 @@ def coverage(bench: Bench, texts: Sequence[Response], other: PreTrainedModel, ga
             found = dict(
                 zip(("alpha", "tau"), intervals_of_sums(pool_N3[rows], numbers_of, seed=simulation), strict=True)
             )
-            found |= {f"{name} gain": own["ci"] for name, own in gains(rows).items() if name in ("alpha", "tau")}
+            found |= {name: own.ci for name, own in gains(rows).items()}
             for name, (low, high) in found.items():
                 held[name] += low <= truth[name] <= high
         for name, count in held.items():

@@ -1,10 +1,11 @@
 """Judge a draft on held-out prompts: frozen target text for alpha and every gamma, live decoding for tau."""
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypedDict
+from typing import Any
 
 import numpy as np
+from pydantic import Field
 from transformers import PreTrainedModel
 
 from speculative.decode import decode
@@ -13,10 +14,12 @@ from speculative.decoder.responses import DecodeSettings, Prompt, Response
 from speculative.drafters.draft import Draft
 from speculative.engine.recurrent_model import recurrence_warning
 from speculative.errors import UserError
+from speculative.measure.effects import Gain
+from speculative.measure.intervals import Interval
 from speculative.measure.metrics import CURVE_GAMMAS, alpha_with_interval, latency, live_metrics, stage_seconds
-from speculative.measure.replay import agreement_of, agreement_warning, expected_blocks_of, law_of
+from speculative.measure.record import Record, Text
+from speculative.measure.replay import ReplayCheck, agreement_of, agreement_warning, expected_blocks_of, law_of
 from speculative.measure.token_scores import TokenScores, score_tokens, scored_gammas
-from speculative.rules.rule import Rule, rules_of_text
 
 
 @dataclass(frozen=True)
@@ -35,30 +38,59 @@ class HeldoutResponse:
         return tuple(self.prompt_ids)
 
 
-class UnderRule(TypedDict):
-    """A draft under one rule, by replay: tau by gamma."""
+class PerResponse(Record):
+    """Sums by held-out response, so that two judgements on the same text can be paired without a model."""
 
-    alpha: float
-    replay: dict[int, float]
-
-
-class OnText(UnderRule):
-    """The same with alpha's interval, on a text of so many prompts and tokens."""
-
-    alpha_ci: list[float]
-    prompts: int
-    tokens: int
+    accept_sums: list[float] = Field(description="of the acceptance probabilities")
+    tokens: list[int] = Field(description="of each response")
+    blocks: list[float] | None = Field(None, description="expected at the judged gamma")
 
 
-class FrozenJudgement(OnText):
-    """rules: what the same text tells of every other rule it has a law for. per_response: {accept_sums, tokens, blocks: expected at
-    `settings.gamma`}, so that two judgements on the same text can be paired later without a model.
-    """
+class OnText(Record):
+    """How a draft does on a text. Null: only live decoding tells, and nothing was decoded."""
 
-    rule: Rule
-    rules: dict[Rule, UnderRule]
-    domains: dict[str, OnText]
-    per_response: dict[str, list[float]]
+    alpha: float = Field(description="acceptance rate on the frozen text")
+    alpha_ci: Interval | None = Field(None, description="its 95 % interval")
+    tau: float | None = Field(None, description="tokens per target call at the judged gamma")
+    tau_ci: Interval | None = Field(None, description="its 95 % interval; null: tau is by replay")
+    accepted_per_drafted: float | None = Field(None, description="accepted over drafted tokens")
+    survival: list[float] | None = Field(
+        None, description="share of blocks whose first j tokens are all accepted, j from 1"
+    )
+    prompts: int | None = Field(None, description="held-out prompts")
+    tokens: int | None = Field(None, description="tokens of their frozen responses")
+    replay: dict[int, float] = Field({}, description="tau by gamma, from the frozen text")
+
+
+class Judgement(OnText):
+    """judgement.json of a checkpoint: what `speculative.evaluate.judge` (or replay alone) found, and when."""
+
+    step: int | None = Field(None, description="of the checkpoint; null: none of this run")
+    score: float | None = Field(
+        None,
+        description="what checkpoints are picked by: tau under the configured rule, with target.others the weighted mean over targets",
+    )
+    tau: float = Field(description="tokens per target call: counted live, else by replay")
+    rule: str | None = Field(None, description="engine rule")
+    gamma: int | None = Field(None, description="drafted tokens per block")
+    domains: dict[str, OnText] = Field({}, description="the same numbers by domain")
+    live: bool = Field(True, description="whether the prompts were decoded live")
+    live_tokens: int | None = Field(None, description="tokens of the live run")
+    replay_check: ReplayCheck | None = Field(None, description="the live run's blocks beside replay of its very text")
+    warnings: list[Text] = Field([], description="where live decoding and replay part")
+    weights: str | None = Field(None, description="raw or ema: which were better, where averaged ones were judged too")
+    score_raw: float | None = Field(None, description="score of the raw weights, where both were judged")
+    score_ema: float | None = Field(None, description="score of the averaged ones")
+    per_response: PerResponse | None = Field(None, description="sums by response; in judgement.json only")
+    gain: Gain | None = Field(
+        None,
+        description="in a verdict: in alpha over step 0, paired by prompt on the same text; the interval stands alone",
+    )
+
+    def without_sums(self) -> "Judgement":
+        """The judgement without its lists by response, those under other rules included."""
+        plain = self.model_dump(exclude_unset=True, exclude={"per_response": True, "greedy": {"per_response"}})
+        return Judgement.model_validate(plain)
 
 
 def judge_frozen(
@@ -67,8 +99,8 @@ def judge_frozen(
     settings: DecodeSettings,
     *,
     scores: Sequence[TokenScores] | None = None,
-) -> FrozenJudgement:
-    """The cheap half of `judge`: one draft pass over frozen text, no target in memory; plain numbers.
+) -> Judgement:
+    """The cheap half of `judge`: alpha and tau from one draft pass over frozen text, no target in memory.
 
     scores: of this draft on this text, where they are known: nothing is run then. Alpha is that of a block's first token however it
     drafts, replay goes as far as it was scored.
@@ -79,7 +111,6 @@ def judge_frozen(
         scores = score_tokens(draft.model, heldout, settings.sampling, offsets=draft.offsets(settings.gamma))
     law = law_of(settings.rule, settings.sampling)
     accept_probs = [own.accept_probs(law) for own in scores]
-    known = not any(np.isnan(own.log_target_probs).any() for own in scores)
     gammas = tuple(scored_gammas(scores, CURVE_GAMMAS))
     blocks_NK = expected_blocks_of(scores, law, (*gammas, settings.gamma))
     tokens_N = np.array([len(own) for own in scores])
@@ -88,34 +119,30 @@ def judge_frozen(
         probs = [accept_probs[index] for index in indices]
         alpha, interval = alpha_with_interval(probs, [heldout[index].prompt for index in indices])
         tokens = int(tokens_N[indices].sum())
-        return {
-            "alpha": alpha,
-            "alpha_ci": list(interval),
-            "prompts": len({heldout[index].prompt for index in indices}),
-            "tokens": tokens,
-            "replay": dict(zip(gammas, (tokens / blocks_NK[indices, : len(gammas)].sum(0)).tolist(), strict=True)),
-        }
+        return OnText(
+            alpha=alpha,
+            alpha_ci=interval,
+            prompts=len({heldout[index].prompt for index in indices}),
+            tokens=tokens,
+            replay=dict(zip(gammas, (tokens / blocks_NK[indices, : len(gammas)].sum(0)).tolist(), strict=True)),
+        )
 
-    return {
-        **numbers(range(len(heldout))),
-        "rule": settings.rule,
-        "rules": {rule: _under_rule(scores, rule, gammas) for rule in rules_of_text(law, known) if rule != law},
+    whole = numbers(range(len(heldout)))
+    return Judgement(
+        **whole.record(),
+        tau=whole.replay[settings.gamma],
+        rule=settings.rule,
+        gamma=settings.gamma,
         # A domain of empty responses has nothing to judge.
-        "domains": {name: numbers(indices) for name, indices in _by_domain(heldout).items() if tokens_N[indices].any()},
-        "per_response": {
-            "accept_sums": [float(probs.sum()) for probs in accept_probs],
-            "tokens": tokens_N.tolist(),
-            "blocks": blocks_NK[:, -1].tolist(),
-        },
-    }
-
-
-def _under_rule(scores: Sequence[TokenScores], rule: Rule, gammas: Sequence[int]) -> UnderRule:
-    tokens = sum(len(own) for own in scores)
-    return {
-        "alpha": float(sum(own.accept_probs(rule).sum() for own in scores) / tokens),
-        "replay": dict(zip(gammas, (tokens / expected_blocks_of(scores, rule, gammas).sum(0)).tolist(), strict=True)),
-    }
+        domains={name: numbers(indices) for name, indices in _by_domain(heldout).items() if tokens_N[indices].any()},
+        per_response=PerResponse(
+            accept_sums=[float(probs.sum()) for probs in accept_probs],
+            tokens=tokens_N.tolist(),
+            blocks=blocks_NK[:, -1].tolist(),
+        ),
+        live=False,
+        warnings=[],
+    )
 
 
 def judge(
@@ -127,7 +154,7 @@ def judge(
     batch_size: int = 16,
     log: ProposalLog | None = None,
     scores: Sequence[TokenScores] | None = None,
-) -> tuple[dict[str, Any], list[Response]]:
+) -> tuple[Judgement, list[Response]]:
     """(all numbers of one draft, the live run's responses): `judge_frozen`, and each held-out prompt decoded live once.
 
     Adds {gamma, tau, tau_ci, accepted_per_drafted, accepted_per_tested, overlap, survival, live_tokens, blocks,
@@ -144,22 +171,21 @@ def judge(
     chosen = sorted(first_of_prompt.values(), key=lambda response: (len(response.prompt_ids), response.key))
     prompts = [(response.key, response.prompt_ids) for response in chosen]
     responses, timing = decode(target, draft.drafter(), prompts, settings, batch_size=batch_size, log=log)
-    domains: dict[str, Mapping[str, Any]] = dict(result["domains"])
+    domains = dict(result.domains)
     for name, indices in _by_domain(chosen).items():
         if name in domains:
             live = live_metrics([responses[index] for index in indices], settings.gamma)
-            domains[name] = {**domains[name], **live}
+            domains[name] = domains[name].model_copy(update=dict(live))
     check = None
     if settings.active_rules is None and settings.tree is None:
         own = score_tokens(draft.model, responses, settings.sampling, offsets=draft.offsets(settings.gamma, 1))
         law = law_of(settings.rule, settings.sampling)
         check = agreement_of(own, law, [response.blocks for response in responses], settings.gamma)
     warnings = (agreement_warning(check), recurrence_warning(target), recurrence_warning(draft.model))
-    record = {
-        **result,
+    found: dict[str, Any] = {
         **live_metrics(responses, settings.gamma),
         "domains": domains,
-        "gamma": settings.gamma,
+        "live": True,
         "tokens_per_second": sum(len(response.response_ids) for response in responses) / timing.total_seconds,
         "batch_size": batch_size,
         "latency": latency(responses),
@@ -168,7 +194,7 @@ def judge(
         "replay_check": check,
         "warnings": [warning for warning in dict.fromkeys(warnings) if warning],
     }
-    return record, responses
+    return result.model_copy(update=found), responses
 
 
 def _by_domain(heldout: Sequence[HeldoutResponse]) -> dict[str, list[int]]:

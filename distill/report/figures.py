@@ -13,7 +13,8 @@ import matplotlib
 from matplotlib.figure import Figure
 
 from distill.report.view import View
-from distill.run.result import Calibration, Curve, RuleCurves
+from distill.run.result import Curve, RuleCurves
+from speculative.explain.calibration import Calibration
 from speculative.measure.measured import DRAFT, SERVED, UNDISTILLED
 
 SIZE = (4.9, 2.9)  # inches; a page shows it 360 to 480 pixels wide, so that 9 points are readable on a phone

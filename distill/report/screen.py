@@ -15,8 +15,9 @@ from distill.report.money import Prices
 from distill.report.sections.money import money_lines, money_table
 from distill.report.table import Cell, Column, Table
 from distill.run.result import Result
-from distill.run.verdict_record import Judgement, OnText, Verdict
+from distill.run.verdict_record import Verdict
 from speculative.decoder.responses import Response
+from speculative.evaluate import Judgement, OnText
 from speculative.explain.token_class import token_pieces
 from speculative.measure.replay import agreement_words
 
@@ -34,14 +35,13 @@ def print_money(console: Console, result: Result, prices: Prices) -> None:
 
 def judgement_table(title: str, judgement: Judgement) -> Table:
     """Numbers of one draft: overall and by domain."""
-    check = judgement.replay_check
     table = Table(
         [
             "", Column("alpha", ".3f"), Column("tau", ".2f"), Column("accepted / drafted", ".3f"), "survival 1..gamma",
             Column("prompts", ","), Column("tokens", ","),
         ],
         title=title,
-        caption=f"tau beside {agreement_words(check.record() if check else None, judgement.live_tokens or 0)}",
+        caption=f"tau beside {agreement_words(judgement.replay_check, judgement.live_tokens or 0)}",
     )  # fmt: skip
     rows: list[tuple[str, OnText]] = [("all", judgement)]
     rows += sorted(judgement.domains.items()) if len(judgement.domains) > 1 else []

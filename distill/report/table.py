@@ -13,6 +13,8 @@ from rich import box
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from speculative.measure.intervals import interval
+
 NOTHING = "\N{EN DASH}"
 NARROWEST = 8  # characters that a head may take before it is wrapped on a terminal
 WIDEST_NOTE = 16  # and a note
@@ -41,10 +43,6 @@ class Column:
         if isinstance(value, str):
             return value
         return format(value, self.form).replace("%", " %") + self.unit
-
-    def interval(self, ends: Sequence[float] | None) -> str:
-        """`[low, high]` written as the values are, nothing for null."""
-        return "" if ends is None else interval(ends, self.form)
 
 
 @dataclass(frozen=True)
@@ -95,7 +93,7 @@ class Table:
 
     def note(self, place: int, cell: Cell) -> str:
         """The second line of a cell: its interval, then its note."""
-        return " ".join(part for part in (self.heads[place].interval(cell.ci), cell.note) if part)
+        return " ".join(part for part in (interval(cell.ci, self.heads[place].form), cell.note) if part)
 
     def texts(self) -> list[list[str]]:
         """Every row as plain text, the second lines and marks behind the values."""
@@ -125,7 +123,7 @@ class Table:
         return shown
 
     def _entry(self, place: int, cell: Cell) -> Text:
-        notes = (self.heads[place].interval(cell.ci), *textwrap.wrap(cell.note, WIDEST_NOTE), cell.mark)
+        notes = (interval(cell.ci, self.heads[place].form), *textwrap.wrap(cell.note, WIDEST_NOTE), cell.mark)
         lines = [self.text(place, cell), *(line for line in notes if line)]
         return Text("\n".join(lines), style="bold" if cell.strong else "")
 
@@ -148,11 +146,6 @@ class Table:
         parts = (f"**{text}**" if cell.strong and text else text, escaped(self.note(place, cell)))
         mark = f"**{escaped(cell.mark)}**" if cell.mark else ""
         return " ".join(part for part in (*parts, mark) if part)
-
-
-def interval(ends: Sequence[float] | None, form: str = ".3f") -> str:
-    """`[low, high]`, nothing for null."""
-    return "" if ends is None else f"[{', '.join(format(end, form) for end in ends)}]"
 
 
 def escaped(text: str) -> str:

@@ -96,8 +96,7 @@ class View:
         found = {
             way: curve.survival for way, curve in (self.in_order(self.curves) if self.curves else []) if curve.survival
         }
-        live = self.verdict.judgement.survival if self.verdict.judgement else None
-        return found | ({self.draft.way: live} if live else {})
+        return found | ({self.draft.way: self.verdict.survival} if self.verdict.survival else {})
 
     def in_order(self, curves: RuleCurves) -> list[tuple[str, Curve]]:
         """(way, curve) of those that have one, in the order of `ways`."""

@@ -26,8 +26,8 @@ from distill.config.layout import (
     step_folder,
 )
 from distill.run.run import Progress, Run
-from distill.run.verdict_record import Judgement
 from speculative.errors import UserError
+from speculative.evaluate import Judgement
 
 
 def last_resumable(run: Path) -> int | None:

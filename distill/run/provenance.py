@@ -1,7 +1,6 @@
 """Where a run came from: code, versions, models, command. Written beside every checkpoint."""
 
 import hashlib
-import importlib.metadata
 import platform
 import subprocess
 import sys
@@ -9,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from speculative.measure.record import version_of
 
 PACKAGES = ("torch", "transformers", "accelerate", "datasets", "peft", "tokenizers", "numpy", "understudy")
 HOME = Path(__file__).resolve().parents[2]
@@ -20,14 +21,6 @@ def _git(*arguments: str) -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return result.stdout.strip() if result.returncode == 0 else None
-
-
-def version_of(package: str) -> str | None:
-    """Of an installed package; None where it is not."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def describe_run(seed: int) -> dict[str, Any]:

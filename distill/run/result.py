@@ -6,14 +6,14 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 
 from distill.run.served_record import ServedRecord
-from distill.run.verdict_record import (
-    Certain,
-    Interval,
-    Judgement,
-    Record,
-    Text,
-    Verdict,
-)
+from distill.run.verdict_record import Verdict
+from speculative.evaluate import Judgement
+from speculative.explain.calibration import Calibration
+from speculative.explain.disagreements import Disagreement
+from speculative.explain.slices import SliceTable
+from speculative.explain.where_helps import WhereRow
+from speculative.measure.intervals import Interval
+from speculative.measure.record import Record, Text
 
 RESULT_FORMAT: Literal[2] = 2
 Writer = Literal["draft", "target", "bonus"]
@@ -55,46 +55,6 @@ class Curves(Record):
         """tau of a draft by rule at a gamma; what was not replayed is left out."""
         of_draft = {entry.rule: entry.ways[way] for entry in self.rules if way in entry.ways}
         return {rule: curve.tau[curve.gammas.index(gamma)] for rule, curve in of_draft.items() if gamma in curve.gammas}
-
-
-class SliceRow(Record):
-    """A part of the frozen text."""
-
-    name: Text = Field(description="the slice")
-    tokens: int = Field(description="in it")
-    prompts: int = Field(description="in it")
-    alpha: dict[str, float] = Field(description="by draft")
-    alpha_ci: dict[str, Interval | None] = Field({}, description="by draft; each stands alone")
-    gain: float | None = Field(None, description="draft minus undistilled draft")
-    gain_ci: Interval | None = Field(None, description="at `corrected_confidence`")
-    certain: Certain | None = Field(None, description="whether that excludes 0, on enough prompts")
-    lost_share: float | None = Field(None, description="of all rejected probability")
-
-
-class SliceTable(Record):
-    """The frozen text cut along one dimension."""
-
-    dimension: Text = Field(description="domain, position, token class, ...")
-    unit: Text | None = Field(None, description="of its bounds")
-    corrected_confidence: float | None = Field(None, description="of each gain's interval (Bonferroni over the rows)")
-    rows: list[SliceRow] = Field(description="they partition the tokens")
-
-
-class WhereRow(Record):
-    """Which way of decoding helps on a part of the text: speed-ups over the target alone, pooled."""
-
-    dimension: Text = Field(description="domain, or repetition: thirds of the responses by their repeated share")
-    name: Text = Field(description="the slice")
-    tokens: int = Field(description="in it")
-    prompts: int = Field(description="in it")
-    repeated: float | None = Field(None, description="share of its tokens inside 8 in a row that stood earlier")
-    looping: float | None = Field(None, description="share of its tokens in a loop")
-    speed_up: dict[str, float] = Field(description="by way")
-    speed_up_ci: dict[str, Interval | None] = Field({}, description="by way; each stands alone")
-    best: str | None = Field(None, description="the fastest there; `target alone`: nobody beats it")
-    certain: bool | None = Field(
-        None, description="whether it beats every other one there, in all rows of the dimension together"
-    )
 
 
 class TemperatureRow(Record):
@@ -161,44 +121,6 @@ class TaskScores(Record):
     difference: ScoreDifference = Field(description="between the two")
     passed: bool = Field(description="whether they are certainly not different")
     sentence: Text = Field(description="the answer in words")
-
-
-class Disagreement(Record):
-    """What the target said where the draft wanted something else."""
-
-    context: Text = Field(description="text before a place of it")
-    target_said: Text = Field(description="token")
-    draft_wanted: Text = Field(description="token")
-    count: int = Field(description="places")
-    prompts: int = Field(description="prompts with such a place")
-    lost_share: float | None = Field(None, description="of all rejected probability")
-    tau_if_agreed: float | None = Field(None, description="by replay, had the draft been right there")
-    tokens_per_second_lost: float | None = Field(None, description="at the measured steps")
-    example: dict[str, Any] | None = Field(None, description="{key, position} of a place")
-
-
-class CalibrationBin(Record):
-    """Drafted tokens of one confidence."""
-
-    low: float = Field(description="lower edge of the confidence")
-    high: float = Field(description="upper edge")
-    weight: float = Field(description="share of drafted tokens")
-    confidence: float = Field(description="mean probability the draft gave")
-    accepted: float = Field(description="share accepted")
-    ci: Interval | None = Field(None, description="its 95 % interval")
-
-
-class Calibration(Record):
-    """What the judged draft's confidence is worth."""
-
-    rule: str | None = Field(None, description="engine rule")
-    name: str | None = Field(None, description="of the draft")
-    bins: list[CalibrationBin] = Field(description="by confidence")
-    expected_error: float | None = Field(None, description="mean distance of acceptance and confidence")
-    stop_below: float | None = Field(
-        None, description="advised confidence stop; 0: none; null: not known, or none pays"
-    )
-    words: Text = Field(description="the advice in words")
 
 
 class TokenSeen(Record):

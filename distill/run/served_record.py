@@ -6,8 +6,10 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 
 from distill.config.layout import READBACK
-from distill.run.verdict_record import Drafting, Interval, Record, Row, Text
-from speculative.measure.measured import HELD_OUT, Measured
+from distill.run.verdict_record import Drafting
+from speculative.measure.intervals import Interval
+from speculative.measure.measured import HELD_OUT, Measured, Row
+from speculative.measure.record import Record, Text
 
 SERVED_TEXT = "served"  # The text of a row that is of what the engine answered.
 

@@ -25,21 +25,8 @@ from distill.report.wandb_panels import log_result
 from distill.run.answers import Answers
 from distill.run.checkpoint import load_judgements
 from distill.run.responses import decode_settings
-from distill.run.result import (
-    RESULT_FORMAT,
-    Calibration,
-    Curve,
-    Curves,
-    Disagreement,
-    Result,
-    RuleCurves,
-    ServeCommand,
-    SliceTable,
-    TemperatureRow,
-    TokenView,
-    WhereRow,
-)
-from distill.run.verdict_record import VERSION, Judgement, Verdict
+from distill.run.result import RESULT_FORMAT, Curve, Curves, Result, RuleCurves, ServeCommand, TemperatureRow, TokenView
+from distill.run.verdict_record import Verdict
 from distill.verdict.evidence import Evidence, gather, gather_by_replay
 from distill.verdict.field import Candidate, line_up
 from distill.verdict.question import Question
@@ -47,16 +34,18 @@ from distill.verdict.temperatures import temperature_rows
 from distill.verdict.token_view import spread_over, token_view
 from distill.verdict.verdict import looks_of, verdict_of
 from speculative.drafters.draft import Draft
-from speculative.explain.calibration import calibration, stop_below
+from speculative.evaluate import Judgement
+from speculative.explain.calibration import Calibration, calibration, stop_below
 from speculative.explain.disagreements import disagreements
 from speculative.explain.slices import slice_tables
 from speculative.explain.target_view import target_entropies
 from speculative.explain.token_class import token_pieces
-from speculative.explain.where_helps import where_each_helps
+from speculative.explain.where_helps import WhereRow, where_each_helps
 from speculative.measure.cost import best_gamma
 from speculative.measure.measured import DRAFT, SERVED, TARGET, UNDISTILLED
 from speculative.measure.metrics import CURVE_GAMMAS, RuleCurve, rule_curve
 from speculative.measure.race import Standings
+from speculative.measure.record import VERSION
 from speculative.rules.rule import RULES, rules_of_text
 from speculative.rules.sampling import SamplingSettings
 
@@ -192,9 +181,9 @@ def findings_of(
         made=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         verdict=verdict,
         curves=curves_of(evidence),
-        slices=[SliceTable.model_validate(table, from_attributes=True) for table in slices],
+        slices=slices,
         where=_where(evidence),
-        disagreements=[Disagreement.model_validate(row, from_attributes=True) for row in worst],
+        disagreements=worst,
         calibration=_calibration(evidence),
         trained_on=trained_on,
         timed_prompts=_timed(evidence),
@@ -255,16 +244,14 @@ def _calibration(evidence: Evidence) -> Calibration:
     scores, costs = evidence.own_scores(evidence.best.name), evidence.best_costs
     found = calibration(evidence.question.frozen, scores, evidence.question.rule, name=evidence.best.name)
     if costs is None:
-        words = f"{found.words}; no advice on a confidence stop: nothing was timed"
-        return Calibration.model_validate(replace(found, words=words), from_attributes=True)
+        return found.model_copy(update={"words": f"{found.words}; no advice on a confidence stop: nothing was timed"})
     gamma = evidence.question.gamma
     slope = (costs.verify_ratio(gamma) - 1.0) / gamma
     _, speed_up = best_gamma(costs.timed(evidence.judged[evidence.best.name].replay), costs)  # 1 where none pays
     threshold, words = stop_below(
         scores, evidence.question.rule, cost_ratio=costs.cost_ratio, verify_slope=slope, speed_up=speed_up, parallel=costs.parallel,
     )  # fmt: skip
-    advised = replace(found, stop_below=threshold, words=f"{found.words}. {words}")
-    return Calibration.model_validate(advised, from_attributes=True)
+    return found.model_copy(update={"stop_below": threshold, "words": f"{found.words}. {words}"})
 
 
 def _where(evidence: Evidence) -> list[WhereRow]:
@@ -273,8 +260,7 @@ def _where(evidence: Evidence) -> list[WhereRow]:
     timed = evidence.contest.timed
     assert isinstance(timed, Standings)
     steps = {name: timed.steps_N(name) for name in (TARGET, *(one.name for one in evidence.contest.ways))}
-    rows = where_each_helps(evidence.question.frozen, steps)
-    return [WhereRow.model_validate(row, from_attributes=True) for row in rows]
+    return where_each_helps(evidence.question.frozen, steps)
 
 
 def _timed(evidence: Evidence) -> dict[str, dict[str, float]]:

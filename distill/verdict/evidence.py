@@ -8,7 +8,6 @@ from pathlib import Path
 from transformers import PreTrainedModel
 
 from distill.models.target import Target
-from distill.run.verdict_record import Judgement
 from distill.verdict.contest import Contest, hold, hold_at_load
 from distill.verdict.field import (
     Candidate,
@@ -21,14 +20,13 @@ from distill.verdict.field import (
     typical_length,
     ways_of,
 )
-from distill.verdict.judge import judge_by_replay
 from distill.verdict.question import Question
 from speculative.decode import context_of
 from speculative.decoder.proposal_log import ProposalLog
 from speculative.decoder.responses import Response
 from speculative.engine.memory import check_memory
 from speculative.errors import UserError
-from speculative.evaluate import judge
+from speculative.evaluate import Judgement, judge, judge_frozen
 from speculative.measure.cost import TIMED_BLOCKS as COST_BLOCKS
 from speculative.measure.cost import StepCosts, measure_costs
 from speculative.measure.load import TIMED_BLOCKS, LoadCurve, fit_roofline
@@ -110,7 +108,7 @@ def gather(
                 target.model, one.draft, question.frozen, question.settings, batch_size=question.judge.batch_size, log=opened,
                 scores=own[one.name],
             )  # fmt: skip
-        judged[one.name] = Judgement.model_validate(record | {"step": one.step, "live": True})
+        judged[one.name] = record.model_copy(update={"step": one.step})
     ways, best = ways_of(question, target.model, field), candidates[-1].name
     picked = [best, TOGETHER, *(one.name for one in field.others), *question.judge.ways]
     with cpu_threads(question.judge.speed_threads):
@@ -125,7 +123,7 @@ def gather_by_replay(question: Question, candidates: Sequence[Candidate], known:
     for one in candidates:
         if one.name not in judged:
             own = scores[question.rule][one.name]
-            judged[one.name] = judge_by_replay(one.draft, question.frozen, question.settings, own)
+            judged[one.name] = judge_frozen(one.draft, question.frozen, question.settings, scores=own)
     return Evidence(candidates=tuple(candidates), scores=scores, question=question, judged=judged)
 
 

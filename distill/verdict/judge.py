@@ -6,29 +6,17 @@ from typing import Any
 from distill.config.sections import JudgeConfig
 from distill.models.draft import as_exported, load_draft
 from distill.models.target import Target
-from distill.run.verdict_record import Judgement
 from distill.training.module import DraftModule
 from speculative.decoder.responses import DecodeSettings
 from speculative.drafters.draft import Draft, Drafting
 from speculative.engine.memory import release
 from speculative.engine.models import max_positions
 from speculative.errors import UserError
-from speculative.evaluate import HeldoutResponse, judge, judge_frozen
+from speculative.evaluate import HeldoutResponse, Judgement, judge, judge_frozen
+from speculative.measure.intervals import interval
 from speculative.measure.replay import agreement_words, expected_blocks_of
-from speculative.measure.token_scores import TokenScores, score_tokens
+from speculative.measure.token_scores import score_tokens
 from speculative.rules.rule import Rule
-
-
-def judge_by_replay(
-    draft: Draft,
-    heldout: list[HeldoutResponse],
-    settings: DecodeSettings,
-    scores: Sequence[TokenScores] | None = None,
-) -> Judgement:
-    """The numbers of a draft that need no target in memory: alpha and tau from frozen text, or from its scores."""
-    found = judge_frozen(draft, heldout, settings, scores=scores)
-    known = {"tau": found["replay"][settings.gamma], "gamma": settings.gamma, "live": False, "warnings": []}
-    return Judgement.model_validate(found | known)
 
 
 class DraftJudge:
@@ -57,7 +45,7 @@ class DraftJudge:
         """
         draft = self._draft(module)
         main, *rest = (self.judge(draft, rule) for rule in self.heldout)
-        taus = [(weight, judge_by_replay(draft, text, self.settings).tau) for weight, text in self.others]
+        taus = [(weight, judge_frozen(draft, text, self.settings).tau) for weight, text in self.others]
         release()  # Training needs the memory until the next checkpoint is judged.
         score = main.tau
         if taus:
@@ -81,28 +69,24 @@ class DraftJudge:
         """All numbers of a draft under one rule; live decoding of the held-out prompts needs the target's weights."""
         settings, heldout = self.settings.under(rule, self.settings.gamma), self.heldout[rule]
         if self.judging.live != "checkpoint":
-            return judge_by_replay(draft, heldout, settings)
-        found, _ = judge(self.target.model, draft, heldout, settings, batch_size=self.judging.batch_size)
-        return Judgement.model_validate(found | {"live": True})
+            return judge_frozen(draft, heldout, settings)
+        return judge(self.target.model, draft, heldout, settings, batch_size=self.judging.batch_size)[0]
 
     def headline(self, record: dict[str, Any]) -> str:
         """One line: alpha and tau with intervals, accepted/drafted; a warning when replay and live decoding part."""
-        low, high = record["alpha_ci"]
-        averaged = "  (averaged weights)" if record.get("weights") == "ema" else ""
+        own = Judgement.model_validate(record)
+        averaged = "  (averaged weights)" if own.weights == "ema" else ""
         if self.others:
-            averaged = f"  score {record['score']:.3f} on {1 + len(self.others)} targets{averaged}"
-        start = f"step {record['step']:>5}  {record['rule']}  alpha {record['alpha']:.3f} [{low:.3f}, {high:.3f}]  "
-        if not record.get("live", True):
-            return f"{start}tau {record['tau']:.2f} at gamma {record['gamma']} by replay{averaged}"
-        tau_low, tau_high = record["tau_ci"]
+            averaged = f"  score {own.score:.3f} on {1 + len(self.others)} targets{averaged}"
+        start = f"step {own.step:>5}  {own.rule}  alpha {own.alpha:.3f} {interval(own.alpha_ci)}  "
+        if not own.live:
+            return f"{start}tau {own.tau:.2f} at gamma {own.gamma} by replay{averaged}"
         line = (
-            f"{start}tau {record['tau']:.2f} [{tau_low:.2f}, {tau_high:.2f}] at gamma {record['gamma']} "
-            f"({agreement_words(record['replay_check'], record['live_tokens'])})  "
-            f"accepted/drafted {record['accepted_per_drafted']:.3f}{averaged}"
+            f"{start}tau {own.tau:.2f} {interval(own.tau_ci, '.2f')} at gamma {own.gamma} "
+            f"({agreement_words(own.replay_check, own.live_tokens or 0)})  "
+            f"accepted/drafted {own.accepted_per_drafted:.3f}{averaged}"
         )
-        for warning in record["warnings"]:
-            line += f"\n  warning: {warning}"
-        return line
+        return "\n  warning: ".join((line, *own.warnings))
 
 
 def require_served(path: str | None, target: Target, longest: int) -> None:

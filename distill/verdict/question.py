@@ -9,6 +9,7 @@ import numpy as np
 from distill.config.sections import JudgeConfig
 from speculative.decoder.responses import DecodeSettings
 from speculative.evaluate import HeldoutResponse
+from speculative.measure.effects import confidence_of
 from speculative.measure.replay import law_of
 from speculative.measure.token_scores import StoredText
 from speculative.rules.rule import Rule
@@ -69,4 +70,4 @@ class Question:
 
     def confidence(self, picked: bool) -> float:
         """Of one interval, so that with those of all looks it holds with 95 %. picked: of the draft in question."""
-        return 1.0 - 0.05 / (self.looks if picked else 1)
+        return confidence_of(self.looks if picked else 1)

@@ -2,11 +2,12 @@
 
 from dataclasses import dataclass
 
-from distill.run.verdict_record import Effects, Outcome
+from distill.run.verdict_record import Outcome
 from distill.verdict.contest import Contest
 from distill.verdict.evidence import Evidence
 from speculative.explain.ceilings import advice
-from speculative.measure.intervals import Interval
+from speculative.measure.effects import Effects
+from speculative.measure.intervals import Interval, interval
 from speculative.measure.measured import (
     DRAFT,
     LOOKUP,
@@ -113,10 +114,9 @@ def _at_load(contest: Contest) -> str:
 
 
 def _learned(gain: Effects) -> str:
-    value, (low, high) = gain.alpha.gain, gain.alpha.ci
-    if value == low == high == 0.0:
+    if gain.alpha.gain == gain.alpha.ci[0] == gain.alpha.ci[1] == 0.0:
         return "No measurable gain: the draft is the undistilled one, no checkpoint is better."
-    numbers = f"{value:+.3f} [{low:+.3f}, {high:+.3f}]"
+    numbers = f"{gain.alpha:+.3f}"
     if gain.certain == "loss":
         return f"It got worse: the draft accepts {numbers} alpha over the undistilled one."
     if gain.certain == "gain":
@@ -131,13 +131,12 @@ def _learned(gain: Effects) -> str:
 
 def _against(effects: Effects) -> str:
     """How it stands to the draft that is served today."""
-    gain, (low, high) = effects.alpha.gain, effects.alpha.ci
     word = {"gain": "accepts more than", "loss": "accepts less than", "none": "is not to be told in alpha from"}
-    return f"It {word[effects.certain]} the draft served today ({gain:+.3f} [{low:+.3f}, {high:+.3f}] alpha)."
+    return f"It {word[effects.certain]} the draft served today ({effects.alpha:+.3f} alpha)."
 
 
-def _ends(interval: Interval | None) -> str:
-    return f" [{interval[0]:.2f}, {interval[1]:.2f}]" if interval else ""
+def _ends(ends: Interval | None) -> str:
+    return f" {interval(ends, '.2f')}" if ends else ""
 
 
 def _line(words: str) -> str:

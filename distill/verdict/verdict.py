@@ -8,33 +8,20 @@ import numpy as np
 import torch
 
 from distill.run.others import OtherTarget
-from distill.run.verdict_record import (
-    VERSION,
-    WAYS,
-    Costs,
-    DraftOf,
-    Effects,
-    Gain,
-    Judgement,
-    Latency,
-    OnTarget,
-    OnText,
-    Repetition,
-    Roofline,
-    Verdict,
-)
+from distill.run.verdict_record import WAYS, Costs, DraftOf, OnTarget, Roofline, Verdict
 from distill.verdict.contest import alpha_of
 from distill.verdict.evidence import Evidence
-from distill.verdict.judge import judge_by_replay
 from distill.verdict.question import Question
 from distill.verdict.sentence import conclude
+from speculative.evaluate import Judgement, OnText, judge_frozen
 from speculative.explain.repetition import repetition
 from speculative.measure.cost import StepCosts, break_even_alpha, near_best_gammas
-from speculative.measure.effects import paired_effects
+from speculative.measure.effects import Effects, Gain, paired_effects
 from speculative.measure.intervals import ratio_interval, sum_by_prompt
 from speculative.measure.load import LoadCurve
 from speculative.measure.measured import HELD_OUT, SERVED, UNDISTILLED, Measured
-from speculative.measure.metrics import latency
+from speculative.measure.metrics import Latency, latency
+from speculative.measure.record import VERSION
 from speculative.measure.token_scores import TokenScores, score_tokens
 
 
@@ -73,7 +60,7 @@ def verdict_of(
     gain = _effects(evidence, UNDISTILLED) if UNDISTILLED in names else None
     against_served = _effects(evidence, SERVED) if SERVED in names else None
     said = conclude(evidence, gain, against_served)
-    repeated = Repetition.model_validate(repetition(question.frozen), from_attributes=True)
+    repeated = repetition(question.frozen)
     elsewhere = [on_other(evidence, other) for other in others]
     measured = [
         *judged_rows(evidence), *(row for contest in evidence.contests for row in contest.rows(evidence.scores[question.rule])),
@@ -93,7 +80,9 @@ def verdict_of(
         **vars(said) | {"facts": facts},
         gain=gain,
         against_served=against_served,
-        judgement=best.without_sums().model_copy(update={"domains": {}}),
+        survival=best.survival,
+        live_tokens=best.live_tokens,
+        replay_check=best.replay_check,
         rule=question.rule,
         gamma=question.gamma,
         prompts=best.prompts or 0,
@@ -179,8 +168,7 @@ def _lighter(evidence: Evidence) -> list[str]:
     for one in evidence.others:
         if one.name not in WAYS.values():
             change = effects_of(question, evidence.own_scores(one.name), ours, question.keys, 1).alpha
-            ends = f"[{change.ci[0]:+.4f}, {change.ci[1]:+.4f}]"
-            told.append(f"The {one.name} accepts {change.gain:+.4f} {ends} alpha over the draft as it is.")
+            told.append(f"The {one.name} accepts {change:+.4f} alpha over the draft as it is.")
     return told
 
 
@@ -188,15 +176,13 @@ def effects_of(
     question: Question, ours: Sequence[TokenScores], other: Sequence[TokenScores], keys: Sequence[Any], looks: int
 ) -> Effects:
     """What one gains over the other on the same text, widened for the looks."""
-    found = paired_effects(ours, other, keys, rule=question.rule, gamma=question.gamma, looks=looks)
-    return Effects.model_validate(found)
+    return paired_effects(ours, other, keys, rule=question.rule, gamma=question.gamma, looks=looks)
 
 
 def _latency(evidence: Evidence) -> dict[str, Latency]:
     """Of the responses that were timed one at a time, by way and of the target alone."""
     laps = evidence.contest.laps if evidence.contest else {}
-    said = {name: [lap.response for lap in of.values()] for name, of in laps.items()}
-    return {name: Latency.model_validate(latency(responses)) for name, responses in said.items()}
+    return {name: latency([lap.response for lap in of.values()]) for name, of in laps.items()}
 
 
 def on_other(evidence: Evidence, other: OtherTarget) -> tuple[list[Measured], OnTarget, str]:
@@ -207,14 +193,11 @@ def on_other(evidence: Evidence, other: OtherTarget) -> tuple[list[Measured], On
     for one in (next(one for one in evidence.candidates if one.name == UNDISTILLED), evidence.best):
         offsets = one.draft.offsets(question.gamma)
         scores.append(score_tokens(one.draft.model, other.heldout, question.settings.sampling, offsets=offsets))
-        judged = judge_by_replay(one.draft, other.heldout, question.settings, scores[-1])
+        judged = judge_frozen(one.draft, other.heldout, question.settings, scores=scores[-1])
         rows.append(_row(evidence, one.name, judged, other.name, False))
     keys, (before, after) = [text.prompt for text in other.heldout], rows
     gain = effects_of(question, scores[1], scores[0], keys, question.looks).alpha
-    told = (
-        f"On {other.name} the draft has tau {after.tau:.2f} (undistilled {before.tau:.2f}), alpha {gain.gain:+.3f} "
-        f"[{gain.ci[0]:+.3f}, {gain.ci[1]:+.3f}]."
-    )
+    told = f"On {other.name} the draft has tau {after.tau:.2f} (undistilled {before.tau:.2f}), alpha {gain:+.3f}."
     return rows, OnTarget(target=other.name, weight=other.weight, gain=gain), told
 
 

@@ -9,14 +9,15 @@ Shapes: T tokens of one response, P prompts, C bins of confidence.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from pydantic import Field
 
 from speculative.explain.slices import SlicedText
-from speculative.measure.intervals import ratio_interval, sum_by_prompt
+from speculative.measure.intervals import Interval, ratio_interval, sum_by_prompt
 from speculative.measure.measured import DRAFT
+from speculative.measure.record import Record, Text
 from speculative.measure.token_scores import CONFIDENCE_EDGES, TokenScores
 from speculative.rules.rule import draft_draws
 
@@ -26,33 +27,28 @@ CENTRES = (EDGES[:-1] + EDGES[1:]) / 2
 ENOUGH = 20  # Drafted tokens expected in a bin before it may decide about a confidence stop.
 
 
-@dataclass(frozen=True)
-class Bin:
-    """Drafted tokens of one confidence, from `low` to `high`; weight: their share of all.
+class CalibrationBin(Record):
+    """Drafted tokens of one confidence."""
 
-    accepted: how probable it is that one of them is accepted once a block reaches it, its interval over prompts (BCa; None for a
-    single prompt), both cut at 1, which importance weights can pass by chance. Where all are accepted, or none, resampling would
-    be sure of it: there the interval is that of a binomial with a trial for each prompt, or each drafted token if those are fewer.
-    """
-
-    low: float
-    high: float
-    weight: float
-    confidence: float
-    accepted: float
-    ci: list[float] | None
+    low: float = Field(description="lower edge of the confidence")
+    high: float = Field(description="upper edge")
+    weight: float = Field(description="share of drafted tokens")
+    confidence: float = Field(description="mean probability the draft gave")
+    accepted: float = Field(description="share accepted")
+    ci: Interval | None = Field(None, description="its 95 % interval")
 
 
-@dataclass(frozen=True)
-class Reliability:
-    """A draft's reliability curve; bins in which nothing is drafted are left out. expected_error: sum of weight |accepted - confidence|."""
+class Calibration(Record):
+    """What the judged draft's confidence is worth."""
 
-    rule: str
-    name: str
-    bins: list[Bin]
-    expected_error: float
-    stop_below: float | None
-    words: str
+    rule: str | None = Field(None, description="engine rule")
+    name: str | None = Field(None, description="of the draft")
+    bins: list[CalibrationBin] = Field(description="by confidence")
+    expected_error: float | None = Field(None, description="mean distance of acceptance and confidence")
+    stop_below: float | None = Field(
+        None, description="advised confidence stop; 0: none; null: not known, or none pays"
+    )
+    words: Text = Field(description="the advice in words")
 
 
 def calibration(
@@ -62,7 +58,7 @@ def calibration(
     *,
     name: str = DRAFT,
     confidence: float = 0.95,
-) -> Reliability:
+) -> Calibration:
     """The reliability curve of a draft's confidence in the token it drafts; `stop_below` is left open.
 
     Rules that draft the argmax: confidence is the argmax's probability, and a draft whose probabilities hold lies on the
@@ -70,6 +66,10 @@ def calibration(
     min(1, target / draft), so a draft equal to the target is accepted at every confidence. Mean confidence of a bin is
     exact there from 0.5 up, where a bin has room for one token of the vocabulary; below it is the bin's mass over the
     number of tokens that fit it best, and in the lowest bin that of the accepted tokens.
+
+    Bins in which nothing is drafted are left out. accepted: how probable it is that a drafted token of the bin is accepted once a block
+    reaches it, cut at 1, which importance weights can pass by chance. Where all are accepted, or none, its interval is that of
+    a binomial with a trial for each prompt, or each drafted token if those are fewer; None for a single prompt.
 
     Raises ValueError for sampled drafting when the scores lack `confidence_mass_TC`.
     """
@@ -83,13 +83,14 @@ def calibration(
         drafted_P, accepted_P = drafted_PC[inside_P, place], accepted_PC[inside_P, place]
         drafted = float(drafted_P.sum())
         bins.append(
-            Bin(
-                place / BINS, (place + 1) / BINS, drafted / total, float(confidences_C[place]),
-                min(1.0, float(accepted_P.sum()) / drafted), _interval(accepted_P, drafted_P, confidence),
+            CalibrationBin(
+                low=place / BINS, high=(place + 1) / BINS, weight=drafted / total, confidence=float(confidences_C[place]),
+                accepted=min(1.0, float(accepted_P.sum()) / drafted), ci=_interval(accepted_P, drafted_P, confidence),
             )
         )  # fmt: skip
     error = float(sum(one.weight * abs(one.accepted - one.confidence) for one in bins))
-    return Reliability(rule, name, bins, error, None, _words(bins, error))
+    words = _words(bins, error)
+    return Calibration(rule=rule, name=name, bins=bins, expected_error=error, stop_below=None, words=words)
 
 
 def stop_below(
@@ -145,7 +146,7 @@ def stop_below(
     return threshold, f"stop drafting behind a token of probability below {threshold:.1f}: {why}"
 
 
-def _interval(accepted_P: np.ndarray, drafted_P: np.ndarray, confidence: float) -> list[float] | None:
+def _interval(accepted_P: np.ndarray, drafted_P: np.ndarray, confidence: float) -> Interval | None:
     if len(drafted_P) < 2:
         return None
     low, high = (min(1.0, end) for end in ratio_interval(accepted_P, drafted_P, confidence))
@@ -153,8 +154,8 @@ def _interval(accepted_P: np.ndarray, drafted_P: np.ndarray, confidence: float) 
         # Clopper and Pearson's bound for no failure in so many trials.
         trials = max(1.0, min(len(drafted_P), float(drafted_P.sum())))
         bound = ((1.0 - confidence) / 2) ** (1.0 / trials)
-        return [0.0, 1.0 - bound] if low == 0.0 else [bound, 1.0]
-    return [low, high]
+        return (0.0, 1.0 - bound) if low == 0.0 else (bound, 1.0)
+    return low, high
 
 
 def _drafted(own: TokenScores, rule: str) -> tuple[np.ndarray, np.ndarray]:
@@ -203,7 +204,7 @@ def _by_prompt(keys: Sequence[Any], values_NTC: Sequence[np.ndarray]) -> np.ndar
     return np.stack([sum_by_prompt(keys, values_N) for values_N in sums_NC.T], 1)
 
 
-def _words(bins: Sequence[Bin], error: float) -> str:
+def _words(bins: Sequence[CalibrationBin], error: float) -> str:
     if not bins:
         return "nothing was drafted"
     ends = [bins[-1]] if len(bins) == 1 else [bins[-1], bins[0]]

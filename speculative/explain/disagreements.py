@@ -5,13 +5,16 @@ Shapes: N responses, T tokens of one response.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
+from pydantic import Field
 from transformers import PreTrainedTokenizerBase
 
 from speculative.decoder.text import UNDECODED
 from speculative.explain.slices import SlicedText
 from speculative.explain.token_class import token_text
+from speculative.measure.record import Record, Text
 from speculative.measure.replay import expected_blocks_of
 from speculative.measure.token_scores import TokenScores
 
@@ -20,26 +23,18 @@ CONTEXT_TOKENS = 12
 REPLAYED_AT_ONCE = 2048
 
 
-@dataclass(frozen=True)
-class Disagreement:
-    """Places where the target said one token and the draft wanted another.
+class Disagreement(Record):
+    """What the target said where the draft wanted something else."""
 
-    lost_share: of the rejected mass of all tokens, those included where both models like the same token best. tau_if_agreed: tau
-    of all the text, replayed as if the draft had been right at these places (kept for certain once a block reaches it), all else
-    unchanged; costs do not add up, a place behind another rejection costs less than it seems. tokens_per_second_lost: the
-    difference of tau / seconds_per_block; None without it. example, context: the place that rejects most, its number in the
-    response (from 0), and the text before it.
-    """
-
-    context: str
-    target_said: str
-    draft_wanted: str
-    count: int
-    prompts: int
-    lost_share: float
-    tau_if_agreed: float
-    tokens_per_second_lost: float | None
-    example: dict[str, str | int]
+    context: Text = Field(description="text before a place of it")
+    target_said: Text = Field(description="token")
+    draft_wanted: Text = Field(description="token")
+    count: int = Field(description="places")
+    prompts: int = Field(description="prompts with such a place")
+    lost_share: float | None = Field(None, description="of all rejected probability")
+    tau_if_agreed: float | None = Field(None, description="by replay, had the draft been right there")
+    tokens_per_second_lost: float | None = Field(None, description="at the measured steps")
+    example: dict[str, Any] | None = Field(None, description="{key, position} of a place")
 
 
 @dataclass
@@ -74,6 +69,9 @@ def disagreements(
     The most expensive first: of the `count` groups that reject the most probability mass sum (1 - a), by what they really cost
     at `gamma`.
 
+    tau_if_agreed is of all the text, all else unchanged: costs do not add up, a place behind another rejection costs less than it
+    seems. The example and its context are of the place that rejects most.
+
     Under rule `block` a is that of `sample`, and being right means giving the token the target's own probability.
     """
     if [len(text.response_ids) for text in texts] != [len(own) for own in scores]:
@@ -95,15 +93,15 @@ def disagreements(
         text = texts[response]
         rows.append(
             Disagreement(
-                _context(tokenizer, [*text.prompt_ids, *text.response_ids[:place]][-CONTEXT_TOKENS:]),
-                token_text(tokenizer, group.said),
-                token_text(tokenizer, group.wanted),
-                sum(len(places) for places in group.places.values()),
-                len({texts[index].prompt for index in group.places}),
-                group.lost / lost,
-                tau_if_agreed,
-                float((tau_if_agreed - tau) / seconds_per_block) if seconds_per_block else None,
-                {"key": text.key, "position": place},
+                context=_context(tokenizer, [*text.prompt_ids, *text.response_ids[:place]][-CONTEXT_TOKENS:]),
+                target_said=token_text(tokenizer, group.said),
+                draft_wanted=token_text(tokenizer, group.wanted),
+                count=sum(len(places) for places in group.places.values()),
+                prompts=len({texts[index].prompt for index in group.places}),
+                lost_share=group.lost / lost,
+                tau_if_agreed=tau_if_agreed,
+                tokens_per_second_lost=float((tau_if_agreed - tau) / seconds_per_block) if seconds_per_block else None,
+                example={"key": text.key, "position": place},
             )
         )
     order = sorted(range(len(rows)), key=lambda row: (-saved[row], -groups[row].lost, row))

@@ -4,12 +4,13 @@ Shapes: N responses, L tokens of all prompts and responses one after the other, 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+from pydantic import Field
 
 from speculative.explain.slices import SlicedText
+from speculative.measure.record import Record, Text
 from speculative.measure.token_scores import StoredText
 
 # So many tokens in a row hardly stand twice by chance; a line of code has about as many.
@@ -83,21 +84,21 @@ def _looping(ids_L: np.ndarray, text_L: np.ndarray, said_L: np.ndarray) -> np.nd
     return marked_L
 
 
-@dataclass(frozen=True)
-class Shares:
-    """Of all response tokens, those that repeat and those that loop."""
+class RepetitionShares(Record):
+    """How much of some text repeats itself."""
 
-    repeated: float
-    looping: float
-    tokens: int
+    repeated: float = Field(description="share of tokens inside 8 in a row that stood earlier in prompt or response")
+    looping: float = Field(
+        description="share of tokens in a stretch that goes on repeating its last 1 to 64 tokens, twice more and for 16 at least"
+    )
+    tokens: int | None = Field(None, description="of the text")
 
 
-@dataclass(frozen=True)
-class Repetition(Shares):
-    """The same by domain, and a line where too much loops."""
+class Repetition(RepetitionShares):
+    """How much of the target's own text repeats itself: acceptance on a loop says little."""
 
-    by_domain: dict[str, Shares]
-    warning: str | None
+    by_domain: dict[str, RepetitionShares] = Field({}, description="the same by domain")
+    warning: Text | None = Field(None, description="where more than 10 % loops")
 
 
 def repetition(texts: Sequence[SlicedText]) -> Repetition:
@@ -113,9 +114,9 @@ def repetition(texts: Sequence[SlicedText]) -> Repetition:
         "says little; sample (serving.temperature), or take a better target"
     )
     worrying = whole.looping > WORRYING_LOOPING
-    return Repetition(whole.repeated, whole.looping, whole.tokens, by_domain, warning if worrying else None)
+    return Repetition(**whole.record(), by_domain=by_domain, warning=warning if worrying else None)
 
 
-def _shares(found: Repeats, rows: list[int]) -> Shares:
+def _shares(found: Repeats, rows: list[int]) -> RepetitionShares:
     tokens, repeated, looping = (int(counts_N[rows].sum()) for counts_N in found)
-    return Shares(repeated / max(1, tokens), looping / max(1, tokens), tokens)
+    return RepetitionShares(repeated=repeated / max(1, tokens), looping=looping / max(1, tokens), tokens=tokens)

@@ -5,15 +5,16 @@ Shapes: N responses, T tokens of one response, P prompts, S slices of a dimensio
 
 import itertools
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+from pydantic import Field
 
 from speculative.explain.token_class import CLASSES, token_classes
-from speculative.measure.effects import fewest_prompts
+from speculative.measure.effects import Certain, certain_of
 from speculative.measure.intervals import Interval, ratio_interval
 from speculative.measure.measured import DRAFT, UNDISTILLED
+from speculative.measure.record import Record, Text
 from speculative.measure.token_scores import StoredText, TokenScores
 
 POSITION_EDGES = (1, 5, 17, 65, 257)  # Lower edges; the first token of a response is at 1.
@@ -35,34 +36,27 @@ class SlicedText(StoredText, Protocol):
     def prompt(self) -> Hashable: ...
 
 
-@dataclass(frozen=True)
-class Slice:
-    """Part of the text. alpha: mean acceptance probability by draft under the rule (for rule `block` that of `sample`).
+class SliceRow(Record):
+    """A part of the frozen text."""
 
-    gain: the best minus the undistilled draft on the same tokens; None without that. certain: "gain" or "loss" where its interval excludes 0
-    and there are enough prompts for that (`effects.fewest_prompts`), else "none". lost_share: this slice's share of the rejected
-    probability mass sum (1 - a) of best, 0 where nothing was rejected. Intervals are None for a single prompt.
-    """
-
-    name: str
-    tokens: int
-    prompts: int
-    alpha: dict[str, float]
-    alpha_ci: dict[str, Interval | None]
-    gain: float | None
-    gain_ci: Interval | None
-    certain: str
-    lost_share: float
+    name: Text = Field(description="the slice")
+    tokens: int = Field(description="in it")
+    prompts: int = Field(description="in it")
+    alpha: dict[str, float] = Field(description="by draft")
+    alpha_ci: dict[str, Interval | None] = Field({}, description="by draft; each stands alone")
+    gain: float | None = Field(None, description="draft minus undistilled draft")
+    gain_ci: Interval | None = Field(None, description="at `corrected_confidence`")
+    certain: Certain | None = Field(None, description="whether that excludes 0, on enough prompts")
+    lost_share: float | None = Field(None, description="of all rejected probability")
 
 
-@dataclass(frozen=True)
-class SliceTable:
-    """The slices of one dimension; they partition all response tokens. corrected_confidence: of each gain's interval."""
+class SliceTable(Record):
+    """The frozen text cut along one dimension."""
 
-    dimension: str
-    unit: str
-    corrected_confidence: float
-    rows: list[Slice]
+    dimension: Text = Field(description="domain, position, token class, ...")
+    unit: Text | None = Field(None, description="of its bounds")
+    corrected_confidence: float | None = Field(None, description="of each gain's interval (Bonferroni over the rows)")
+    rows: list[SliceRow] = Field(description="they partition the tokens")
 
 
 # Of every token: the number of its slice, and the name of each number.
@@ -87,7 +81,8 @@ def slice_tables(
 
     Intervals resample prompts (BCa, `intervals.ratio_interval`). Each interval of alpha stands alone; those of the gains of one
     dimension hold together with `confidence` (Bonferroni over its rows). Slices by what was said (token class, surprisal)
-    describe text: which of these tokens came from the draft.
+    describe text: which of these tokens came from the draft. Under rule `block` alpha is that of `sample`. Gains are of `best` over
+    the undistilled draft, on the same tokens. Intervals are None for a single prompt.
 
     Raises ValueError when `best` is not scored or something is not of the same text.
     """
@@ -137,25 +132,20 @@ def _table(
         alphas = {name: _ratio(own_SP[place][inside_P], tokens_P, confidence) for name, own_SP in accepted_SP.items()}
         gain, gain_ci = (None, None) if gains_SP is None else _ratio(gains_SP[place][inside_P], tokens_P, corrected)
         rows.append(
-            Slice(
-                names[place], int(tokens_P.sum()), len(tokens_P), {name: alpha for name, (alpha, _) in alphas.items()},
-                {name: ends for name, (_, ends) in alphas.items()}, gain, gain_ci, _certain(gain_ci, len(tokens_P), corrected),
-                float(lost_S[place] / max(lost_S.sum(), 1e-300)),
+            SliceRow(
+                name=names[place], tokens=int(tokens_P.sum()), prompts=len(tokens_P),
+                alpha={name: alpha for name, (alpha, _) in alphas.items()}, alpha_ci={name: ends for name, (_, ends) in alphas.items()},
+                gain=gain, gain_ci=gain_ci, certain=certain_of(gain_ci, len(tokens_P), corrected),
+                lost_share=float(lost_S[place] / max(lost_S.sum(), 1e-300)),
             )
         )  # fmt: skip
-    return SliceTable(dimension, unit, corrected, rows)
+    return SliceTable(dimension=dimension, unit=unit, corrected_confidence=corrected, rows=rows)
 
 
 def _ratio(values_P: np.ndarray, tokens_P: np.ndarray, confidence: float) -> tuple[float, Interval | None]:
     """Mean per token, and its interval."""
     interval = ratio_interval(values_P, tokens_P, confidence) if len(tokens_P) > 1 else None
     return float(values_P.sum() / tokens_P.sum()), interval
-
-
-def _certain(interval: Interval | None, prompts: int, confidence: float) -> str:
-    if interval is None or prompts < fewest_prompts(confidence):
-        return "none"
-    return "gain" if interval[0] > 0 else "loss" if interval[1] < 0 else "none"
 
 
 def _dimensions(

@@ -4,48 +4,45 @@ Shapes: N responses, P prompts (the resampling unit), C ways to decode, S slices
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from pydantic import Field
 
 from speculative.explain.repetition import repeats
 from speculative.explain.slices import SlicedText
 from speculative.measure.effects import fewest_prompts
-from speculative.measure.intervals import intervals_of_sums, sum_by_prompt
+from speculative.measure.intervals import Interval, intervals_of_sums, sum_by_prompt
 from speculative.measure.measured import TARGET
+from speculative.measure.record import Record, Text
 
 
-@dataclass(frozen=True)
-class Part:
-    """Part of the responses, by domain or by how much they repeat (thirds of them by `repeated`, equal ones together).
+class WhereRow(Record):
+    """Which way of decoding helps on a part of the text: speed-ups over the target alone, pooled."""
 
-    repeated, looping: shares of the tokens (`repetition.repeats`). speed_up: by way, the target's steps over its own, pooled, so
-    that the parts come to the speed-up of the whole. speed_up_ci: bootstrap over prompts, each stands alone; None for a single
-    prompt. best: the fastest way there, `TARGET` where none beats it. certain: whether it beats every other one in paired
-    resamples of the prompts, for all rows of the dimension together (Bonferroni), on enough prompts.
-    """
-
-    dimension: str
-    name: str
-    tokens: int
-    prompts: int
-    repeated: float
-    looping: float
-    speed_up: dict[str, float]
-    speed_up_ci: dict[str, list[float] | None]
-    best: str
-    certain: bool
+    dimension: Text = Field(description="domain, or repetition: thirds of the responses by their repeated share")
+    name: Text = Field(description="the slice")
+    tokens: int = Field(description="in it")
+    prompts: int = Field(description="in it")
+    repeated: float | None = Field(None, description="share of its tokens inside 8 in a row that stood earlier")
+    looping: float | None = Field(None, description="share of its tokens in a loop")
+    speed_up: dict[str, float] = Field(description="by way")
+    speed_up_ci: dict[str, Interval | None] = Field({}, description="by way; each stands alone")
+    best: str | None = Field(None, description="the fastest there; `target alone`: nobody beats it")
+    certain: bool | None = Field(
+        None, description="whether it beats every other one there, in all rows of the dimension together"
+    )
 
 
 def where_each_helps(
     texts: Sequence[SlicedText], steps: Mapping[str, Sequence[float] | np.ndarray], confidence: float = 0.95
-) -> list[Part]:
-    """Speed-ups over the target alone of several ways to decode, dimension after dimension.
+) -> list[WhereRow]:
+    """Speed-ups over the target alone of several ways to decode, by domain and by how much a response repeats (`repetition.repeats`).
 
     Each dimension's rows partition the responses; responses without a token are left out. steps: by way, the seconds that each
     response takes, over the seconds of one plain step of the target (`race.Standings.steps_N`); of the target alone one a token
-    where they are not given.
+    where they are not given. Speed-ups come to that of the whole. Intervals are None for a single prompt. The fastest way is certain
+    where it leads every other one in paired resamples of the prompts, in all rows of the dimension together (Bonferroni).
 
     Raises ValueError for a way that was not given one number a response.
     """
@@ -68,11 +65,14 @@ def where_each_helps(
         for part, rows in parts:
             keys, inside = [texts[row].prompt for row in rows], {name: column[rows] for name, column in columns.items()}
             tokens = int(found.tokens_N[rows].sum())
-            repeated, looping = (
-                float(counts_N[rows].sum() / tokens) for counts_N in (found.repeated_N, found.looping_N)
-            )
-            compared = _compared(keys, inside, confidence, len(parts))
-            told.append(Part(dimension, part, tokens, len(set(keys)), repeated, looping, *compared))
+            speeds, intervals, best, certain = _compared(keys, inside, confidence, len(parts))
+            told.append(
+                WhereRow(
+                    dimension=dimension, name=part, tokens=tokens, prompts=len(set(keys)),
+                    repeated=float(found.repeated_N[rows].sum() / tokens), looping=float(found.looping_N[rows].sum() / tokens),
+                    speed_up=speeds, speed_up_ci=intervals, best=best, certain=certain,
+                )
+            )  # fmt: skip
     return told
 
 
@@ -93,7 +93,7 @@ def _thirds(rows: list[int], shares_R: np.ndarray) -> list[tuple[str, list[int]]
 
 def _compared(
     prompt_keys: Sequence[Any], columns: Mapping[str, np.ndarray], confidence: float, parts: int
-) -> tuple[dict[str, float], dict[str, list[float] | None], str, bool]:
+) -> tuple[dict[str, float], dict[str, Interval | None], str, bool]:
     """Speed-ups of one slice, their intervals, which way is fastest and whether for certain; columns: steps (N,), the target's last."""
     names = list(columns)
     sums_PC = np.stack([sum_by_prompt(prompt_keys, columns[name]) for name in names], 1)
@@ -115,6 +115,6 @@ def _compared(
     corrected = 1.0 - (1.0 - confidence) / max(1, parts * others)
     enough = others > 0 and prompts >= fewest_prompts(corrected)
     certain = enough and all(low > 0.0 for low, _ in intervals_of_sums(sums_PC, leads_of, corrected))
-    intervals = intervals_of_sums(sums_PC, speeds_of, confidence) if prompts > 1 else [None] * others
+    intervals = [*intervals_of_sums(sums_PC, speeds_of, confidence)] if prompts > 1 else [None] * others
     by_way = {name: speeds[name] for name in names[:-1]}
     return by_way, dict(zip(names[:-1], intervals, strict=True)), best, bool(certain)

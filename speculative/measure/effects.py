@@ -4,18 +4,63 @@ Shapes: N responses, P prompts (the resampling unit).
 """
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
+from pydantic import Field
 from scipy import special
 
-from speculative.measure.intervals import intervals_of_sums, sum_by_prompt
+from speculative.measure.intervals import Interval, interval, intervals_of_sums, sum_by_prompt
+from speculative.measure.record import Record
 from speculative.measure.replay import expected_blocks_of
 from speculative.measure.token_scores import TokenScores
 
 CONFIDENCE = 0.95  # of all looks together
 POWER = 0.8
 NO_SPREAD = 1e-12  # Rounding, not a spread.
+Certain = Literal["gain", "loss", "none"]
+
+
+class Gain(Record):
+    """A difference and its interval."""
+
+    gain: float = Field(description="the difference")
+    ci: Interval = Field(description="its interval")
+
+    def __format__(self, form: str) -> str:
+        """`+0.012 [+0.001, +0.023]` for `+.3f`."""
+        return f"{self.gain:{form}} {interval(self.ci, form)}"
+
+
+class Detectable(Record):
+    """The smallest true differences that would be told from 0; null where prompts are too few or show no spread."""
+
+    alpha: float | None = Field(None, description="with 80 % power")
+    tau: float | None = Field(None, description="with 80 % power")
+
+
+class CallEffects(Record):
+    """What one way of drafting gains over another on the same frozen text, in target calls."""
+
+    tau: Gain = Field(description="in tau, by replay")
+    speed_up: Gain | None = Field(None, description="in predicted speed-up; null: not timed")
+    confidence: float = Field(description="of all looks together")
+    looks: int = Field(description="judged drafts of which this one is the best")
+    corrected_confidence: float = Field(description="of each interval (Bonferroni over the looks)")
+    method: str = Field(description="how the intervals were made")
+    prompts: int = Field(description="prompts compared on")
+    tokens: int = Field(description="their tokens")
+    fewest_prompts: int = Field(0, description="fewer are never certain")
+    minimal_detectable: Detectable = Field(description="smallest differences told from 0")
+    prompts_for_half: int = Field(description="prompts that would see half of that")
+    certain_tau: Certain = Field("none", description="whether the interval of tau excludes 0, on enough prompts")
+
+
+class Effects(CallEffects):
+    """What one draft gains over another on the same frozen text, paired by prompt."""
+
+    alpha: Gain = Field(description="in alpha")
+    certain: Certain = Field(description="whether the interval of alpha excludes 0, on enough prompts")
 
 
 def paired_effects(
@@ -26,11 +71,11 @@ def paired_effects(
     rule: str,
     gamma: int,
     looks: int = 1,
-) -> dict[str, Any]:
+) -> Effects:
     """What `ours` gains over `baseline` on the same text: in alpha, and in tau at `gamma`.
 
-    looks: judged checkpoints of which `ours` is the best; the intervals are then wider, at 1 - 0.05 / looks each (Bonferroni),
-    so that all of them hold together with 95 %. See `effects_of_sums` for what is returned.
+    looks: judged checkpoints of which `ours` is the best; the intervals are then wider, so that all of them hold together with
+    95 % (`confidence_of`).
 
     Raises ValueError for drafts that were not scored on the same text.
     """
@@ -51,19 +96,12 @@ def effects_of_sums(
     baseline: tuple[np.ndarray, np.ndarray],
     *,
     looks: int = 1,
-) -> dict[str, Any]:
+) -> Effects:
     """`paired_effects` from what is left of the scores: per response its tokens, and by draft (sum of acceptance
     probabilities, expected blocks), each (N,).
-
-    {"alpha": {"gain", "ci"}, "tau": {"gain", "ci"}, "speed_up": None, "confidence", "looks", "corrected_confidence",
-    "method", "prompts", "tokens", "fewest_prompts", "minimal_detectable": {"alpha", "tau"},
-    "prompts_for_half", "certain": "gain" | "loss" | "none", "certain_tau": the same}.
-    certain, certain_tau: whether the interval of alpha, or tau, excludes 0, and there are at least `fewest_prompts`.
-    minimal_detectable: the smallest true difference that such an interval tells from 0 with 80 % power, None where
-    prompts show no spread or are too few to be certain of anything; half of it needs `prompts_for_half`.
     """
     columns = (tokens_N, ours[0], baseline[0], ours[1], baseline[1])
-    return _effects(prompt_keys, columns, _gains, ("alpha", "tau"), looks)
+    return Effects(**_effects(prompt_keys, columns, _gains, ("alpha", "tau"), looks))
 
 
 def effects_of_calls(
@@ -73,17 +111,15 @@ def effects_of_calls(
     baseline: tuple[np.ndarray, np.ndarray | None],
     *,
     looks: int = 1,
-) -> dict[str, Any]:
+) -> CallEffects:
     """`effects_of_sums` where one of the two has no acceptance per token (prompt lookup, a cascade): of tau and speed-up.
 
     ours, baseline: per response the target calls (N,) and the target steps that they take with all their drafting (N,),
-    None where nothing was timed. "alpha" and "certain" are None.
+    None where nothing was timed.
     """
     timed = ours[1] is not None and baseline[1] is not None
     columns = (tokens_N, ours[0], baseline[0], *((ours[1], baseline[1]) if timed else ()))
-    found = _effects(prompt_keys, columns, _call_gains, ("tau",), looks)
-    found["minimal_detectable"]["alpha"] = None
-    return found | {"alpha": None, "certain": None}
+    return CallEffects(**_effects(prompt_keys, columns, _call_gains, ("tau",), looks))
 
 
 def _call_gains(sums_C: np.ndarray) -> np.ndarray:
@@ -103,19 +139,18 @@ def _effects(
 
     columns: tokens first; then, for two names, accepted and blocks of both, else calls of both.
     """
-    if looks < 1:
-        raise ValueError(f"looks = {looks}: at least 1")
+    corrected = confidence_of(looks)
     sums_PC = np.stack([sum_by_prompt(prompt_keys, np.asarray(values_N)) for values_N in columns], 1)
     sums_PC = sums_PC[sums_PC[:, 0] > 0]
     if not len(sums_PC):
         raise ValueError("no response has a token to compare on")
-    corrected = 1.0 - (1.0 - CONFIDENCE) / looks
     gains, intervals = gains_of(sums_PC.sum(0)).tolist(), intervals_of_sums(sums_PC, gains_of, corrected)
-    found = [{"gain": gain, "ci": ci} for gain, ci in zip(gains, intervals, strict=True)]
+    found = [Gain(gain=gain, ci=ci) for gain, ci in zip(gains, intervals, strict=True)]
     fewest = fewest_prompts(corrected)
     enough = len(sums_PC) >= fewest
     errors = standard_errors(sums_PC) if len(names) > 1 else (_tau_error(*sums_PC.T[:3]),)
-    certain = [_certain(one["ci"]) if enough else "none" for one in found]
+    certain = [certain_of(one.ci, len(sums_PC), corrected) for one in found]
+    seen = {name: _detectable(error, corrected) if enough else None for name, error in zip(names, errors, strict=True)}
     return {
         **dict(zip(names, found, strict=False)),
         "speed_up": found[len(names)] if len(found) > len(names) else None,
@@ -126,17 +161,24 @@ def _effects(
         "prompts": len(sums_PC),
         "tokens": int(sums_PC[:, 0].sum()),
         "fewest_prompts": fewest,
-        "minimal_detectable": {
-            name: _detectable(error, corrected) if enough else None for name, error in zip(names, errors, strict=True)
-        },
+        "minimal_detectable": Detectable(alpha=seen.get("alpha"), tau=seen["tau"]),
         "prompts_for_half": 4 * len(sums_PC),
         **dict(zip(("certain", "certain_tau")[-len(names) :], certain, strict=False)),
     }
 
 
-def _certain(interval: Sequence[float]) -> str:
-    low, high = interval
-    return "gain" if low > 0 else "loss" if high < 0 else "none"
+def confidence_of(looks: int) -> float:
+    """Of each interval, so that all of so many hold together with 95 % (Bonferroni). Raises ValueError for none."""
+    if looks < 1:
+        raise ValueError(f"looks = {looks}: at least 1")
+    return 1.0 - (1.0 - CONFIDENCE) / looks
+
+
+def certain_of(interval: Interval | None, prompts: int, confidence: float) -> Certain:
+    """Whether the interval of a difference excludes 0, on enough prompts for such a confidence (`fewest_prompts`)."""
+    if interval is None or prompts < fewest_prompts(confidence):
+        return "none"
+    return "gain" if interval[0] > 0 else "loss" if interval[1] < 0 else "none"
 
 
 def fewest_prompts(confidence: float) -> int:
@@ -192,21 +234,20 @@ def _tau_error(tokens_P: np.ndarray, blocks_P: np.ndarray, blocks_base_P: np.nda
     return _standard_error(np.asarray(tau_P), np.ones(len(tokens_P)))
 
 
-def words(effects: dict[str, Any]) -> str:
+def words(effects: Effects) -> str:
     """One sentence: the gain in alpha with its interval, and what such a number of prompts can see."""
-    gain, (low, high), prompts = effects["alpha"]["gain"], effects["alpha"]["ci"], effects["prompts"]
-    sentence = f"alpha {gain:+.3f} [{low:+.3f}, {high:+.3f}]"
-    if effects["looks"] > 1:
-        sentence += f" (best of {effects['looks']} judged drafts, interval widened for it)"
-    few = too_few(prompts, effects["corrected_confidence"])
+    prompts, sentence = effects.prompts, f"alpha {effects.alpha:+.3f}"
+    if effects.looks > 1:
+        sentence += f" (best of {effects.looks} judged drafts, interval widened for it)"
+    few = too_few(prompts, effects.corrected_confidence)
     if few is not None:
         return f"{sentence}; {few}"
-    seen = effects["minimal_detectable"]["alpha"]
+    seen = effects.minimal_detectable.alpha
     if seen is None:
         return f"{sentence}; all {prompts} prompts agree"
     return (
         f"{sentence}; with {prompts} prompts a difference of {seen:.3f} can be seen (80 % power): "
-        f"{effects['prompts_for_half']} prompts would see {seen / 2:.3f}"
+        f"{effects.prompts_for_half} prompts would see {seen / 2:.3f}"
     )
 
 

@@ -20,6 +20,11 @@ ROUNDING = 1e-12
 DRAWN_AT_ONCE = 4_000_000
 
 
+def interval(ends: Sequence[float] | None, form: str = ".3f") -> str:
+    """`[low, high]`, nothing for null."""
+    return "" if ends is None else f"[{', '.join(format(end, form) for end in ends)}]"
+
+
 def sum_by_prompt(prompt_keys: Sequence[Hashable], values_N: np.ndarray) -> np.ndarray:
     """Sums (P,) of the values of each prompt, prompts in order of first appearance."""
     index: dict[Hashable, int] = {}
@@ -51,8 +56,7 @@ def ratio_interval(
         with np.errstate(divide="ignore", invalid="ignore"):
             return sums_C[..., :1] / sums_C[..., 1:]
 
-    low, high = intervals_of_sums(np.stack((numerators_P, denominators_P), 1), ratio, confidence, seed, RESAMPLES)[0]
-    return low, high
+    return intervals_of_sums(np.stack((numerators_P, denominators_P), 1), ratio, confidence, seed, RESAMPLES)[0]
 
 
 def intervals_of_sums(
@@ -61,7 +65,7 @@ def intervals_of_sums(
     confidence: float = 0.95,
     seed: int = 0,
     resamples: int | None = None,
-) -> list[list[float]]:
+) -> list[Interval]:
     """Bootstrap intervals over prompts of K numbers that are made of C sums: one draw of prompts serves them all.
 
     numbers_of takes sums (..., C) to numbers (..., K). A resample is a count of each prompt, so its sums are one matrix
@@ -74,7 +78,7 @@ def intervals_of_sums(
     total_C = sums_PC.sum(0)
     numbers_K = numbers_of(total_C)
     if prompts < 2:
-        return [[float(number)] * 2 for number in numbers_K]
+        return [(float(number), float(number)) for number in numbers_K]
     tail = expanded_tail(confidence, prompts)
     if resamples is None:
         resamples = int(min(max(RESAMPLES, BEYOND_EACH_END / max(tail, 1e-12)), MOST_RESAMPLES))
@@ -82,13 +86,13 @@ def intervals_of_sums(
         tail = max(tail, 1.0 / resamples)
     left_out_PK = numbers_of(total_C - sums_PC)
     drawn_RK = np.concatenate([numbers_of(counts_RP @ sums_PC) for counts_RP in _resamples(prompts, resamples, seed)])
-    intervals = []
+    intervals: list[Interval] = []
     for number, left_out_P, drawn_R in zip(numbers_K, left_out_PK.T, drawn_RK.T, strict=True):
         if np.ptp(left_out_P) < ROUNDING * max(1.0, abs(number)):
-            intervals.append([float(number)] * 2)
+            intervals.append((float(number), float(number)))
             continue
         low, high = np.quantile(drawn_R, bca_levels(number, left_out_P, drawn_R, tail))
-        intervals.append([float(low), float(high)])
+        intervals.append((float(low), float(high)))
     return intervals
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, Literal
 
 import numpy as np
+from pydantic import PlainSerializer
 
 from speculative.decoder.responses import DecodeSettings
 from speculative.drafters.drafter import Drafter
@@ -100,6 +101,10 @@ class Measured:
         """What is known, as plain values."""
         known = {one.name: getattr(self, one.name) for one in fields(self)}
         return {name: value for name, value in known.items() if value is not None}
+
+
+# As a part of a record: what is not known is not written.
+Row = Annotated[Measured, PlainSerializer(Measured.record)]
 
 
 def row_of(rows: list[Measured], way: str, concurrency: int = 1, text: str = HELD_OUT) -> Measured | None:

@@ -9,10 +9,12 @@ from dataclasses import dataclass
 from typing import TypedDict
 
 import numpy as np
+from pydantic import Field
 
 from speculative.decoder.responses import Response, Timing
 from speculative.errors import UserError
 from speculative.measure.intervals import Interval, intervals_of_sums, ratio_interval, sum_by_prompt
+from speculative.measure.record import Record
 from speculative.measure.replay import expected_blocks_of, survival_of
 from speculative.measure.token_scores import TokenScores, scored_gammas
 
@@ -78,7 +80,7 @@ def _curve(
         return np.concatenate((sums_C[..., 1:2] / sums_C[..., :1], sums_C[..., :1] / sums_C[..., 2:]), -1)
 
     alpha, *taus = numbers_of(sums_PC.sum(0)).tolist()
-    alpha_ci, *tau_ci = ((low, high) for low, high in intervals_of_sums(sums_PC, numbers_of))
+    alpha_ci, *tau_ci = intervals_of_sums(sums_PC, numbers_of)
     return CallsCurve(int(tokens_N.sum()), len(sums_PC), taus, tau_ci), alpha, alpha_ci
 
 
@@ -112,7 +114,7 @@ class LiveNumbers(TypedDict):
     """
 
     tau: float
-    tau_ci: list[float]
+    tau_ci: Interval
     accepted_per_drafted: float
     accepted_per_tested: float
     overlap: float
@@ -131,7 +133,7 @@ def live_metrics(responses: Sequence[Response], gamma: int) -> LiveNumbers:
     tested = sum(response.tested for response in responses)
     return {
         "tau": float(tokens_P.sum() / blocks_P.sum()),
-        "tau_ci": list(ratio_interval(tokens_P, blocks_P)),
+        "tau_ci": ratio_interval(tokens_P, blocks_P),
         "accepted_per_drafted": sum(counts) / max(1, sum(drafted)),
         "accepted_per_tested": sum(counts) / max(1, tested),
         "overlap": sum(response.overlap_sum for response in responses) / max(1, tested),
@@ -141,12 +143,31 @@ def live_metrics(responses: Sequence[Response], gamma: int) -> LiveNumbers:
     }
 
 
-def latency(responses: Sequence[Response]) -> dict[str, dict[str, float]]:
-    """Percentiles in seconds: {"first_token", "between_commits", "per_token", "per_response": {"p50", "p90", "p99"}}.
+class Percentiles(Record):
+    """Of what was observed, in seconds."""
+
+    p50: float = Field(description="the median")
+    p90: float = Field(description="nine of ten are at most this")
+    p99: float = Field(description="99 of 100 are")
+
+
+class Latency(Record):
+    """What a reader waits for, one request at a time. Null: nothing of the kind was observed."""
+
+    first_token: Percentiles | None = Field(None, description="to the first tokens, both models' prefill included")
+    between_commits: Percentiles | None = Field(
+        None, description="pauses of the stream: a block's tokens come together"
+    )
+    per_token: Percentiles | None = Field(None, description="mean pause per token of each response, behind the first")
+    per_response: Percentiles | None = Field(None, description="from the request to the response's last token")
+
+
+def latency(responses: Sequence[Response]) -> Latency:
+    """Of responses that were decoded one at a time or together.
 
     first_token: from the moment a prompt got its row (its prefill included) to its first tokens. between_commits: the
     pauses a reader of the stream sees; a block's tokens arrive together. per_token: mean pause per token of each
-    response behind its first commit. per_response: to its last tokens. Keys without any observation are left out.
+    response behind its first commit. per_response: to its last tokens. What was never observed is not set.
     """
     firsts = [response.commit_seconds[0] for response in responses if response.commit_seconds]
     pauses = [np.diff(response.commit_seconds) for response in responses if len(response.commit_seconds) > 1]
@@ -161,11 +182,12 @@ def latency(responses: Sequence[Response]) -> dict[str, dict[str, float]]:
         "per_token": rates,
         "per_response": [response.commit_seconds[-1] for response in responses if response.commit_seconds],
     }
-    return {
-        name: {f"p{percent}": float(np.percentile(values, percent)) for percent in (50, 90, 99)}
-        for name, values in observed.items()
-        if values
-    }
+    return Latency(**{name: _percentiles(values) for name, values in observed.items() if values})
+
+
+def _percentiles(values: Sequence[float]) -> Percentiles:
+    p50, p90, p99 = np.percentile(values, (50, 90, 99)).tolist()
+    return Percentiles(p50=p50, p90=p90, p99=p99)
 
 
 def stage_seconds(timing: Timing) -> dict[str, float]:

@@ -25,10 +25,12 @@ Shapes: N responses, T positions (padded), K gammas, J offsets of a block, J1 = 
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, TypedDict
+from typing import NamedTuple
 
 import numpy as np
+from pydantic import Field
 
+from speculative.measure.record import Record
 from speculative.measure.token_scores import TokenScores
 from speculative.rules.rule import draft_draws
 from speculative.rules.sampling import SamplingSettings
@@ -293,17 +295,13 @@ def replay(accept_probs: Sequence[np.ndarray], gammas: Iterable[int] = GAMMAS) -
     return dict(zip(gammas, taus_K.tolist(), strict=True))
 
 
-class Agreement(TypedDict):
-    """A live run's blocks beside replay of the very text it produced.
+class ReplayCheck(Record):
+    """Blocks that a live run counted beside what replay of its own text predicts."""
 
-    z: in standard deviations of the coins; where nothing is random (greedy) 0 when both are equal within rounding and None
-    otherwise.
-    """
-
-    predicted_blocks: float
-    live_blocks: int
-    z: float | None
-    agrees: bool
+    predicted_blocks: float = Field(description="by replay")
+    live_blocks: int = Field(description="counted")
+    z: float | None = Field(None, description="how far apart, in standard errors; null: apart though nothing is drawn")
+    agrees: bool = Field(True, description="whether that can be chance")
 
 
 def agreement_of(
@@ -314,8 +312,10 @@ def agreement_of(
     *,
     stop_below: float = 0.0,
     sure: Sequence[np.ndarray] | None = None,
-) -> Agreement:
+) -> ReplayCheck:
     """Replay of a live run's text against the blocks it counted; sure: `TextCosts.sure_T` of a cascade.
+
+    z is in standard deviations of the coins. Where nothing is random (greedy) it is 0 if both are equal within rounding, else None.
 
     It sees faults that leave the text right and only lower acceptance, such as draft positions off by one.
     """
@@ -326,27 +326,27 @@ def agreement_of(
     gap = counted - predicted
     z = 0.0 if abs(gap) < 1e-6 else gap / deviation if deviation > 1e-6 else None
     agrees = abs(gap) <= GREEDY_BLOCK_TOLERANCE * predicted if z is None else abs(z) <= WORRYING_Z
-    return {"predicted_blocks": predicted, "live_blocks": counted, "z": z, "agrees": bool(agrees)}
+    return ReplayCheck(predicted_blocks=predicted, live_blocks=counted, z=z, agrees=bool(agrees))
 
 
-def agreement_words(check: Agreement | dict[str, Any] | None, tokens: int) -> str:
+def agreement_words(check: ReplayCheck | None, tokens: int) -> str:
     """`replay 2.31, z +0.4`: tau that replay predicts for a live run of so many tokens, to stand beside live tau."""
     if check is None:
         return "no replay for this rule"
     # Where a draft takes its argmax, the text alone says how many blocks it took.
-    certain = check["z"] == 0 and float(check["predicted_blocks"]).is_integer()
-    how = "exact" if certain else "not exact" if check["z"] is None else f"z {check['z']:+.1f}"
-    return f"replay {tokens / check['predicted_blocks']:.2f}, {how}"
+    certain = check.z == 0 and float(check.predicted_blocks).is_integer()
+    how = "exact" if certain else "not exact" if check.z is None else f"z {check.z:+.1f}"
+    return f"replay {tokens / check.predicted_blocks:.2f}, {how}"
 
 
-def agreement_warning(check: Agreement | None) -> str | None:
+def agreement_warning(check: ReplayCheck | None) -> str | None:
     """A line when live decoding and replay part by more than coins (|z| > 4) or, at temperature 0, near-ties explain."""
-    if check is None or check["agrees"]:
+    if check is None or check.agrees:
         return None
-    size = "nothing is random here" if check["z"] is None else f"z = {check['z']:+.1f}"
+    size = "nothing is random here" if check.z is None else f"z = {check.z:+.1f}"
     return (
-        f"live decoding counted {check['live_blocks']} blocks where replay of its text predicts "
-        f"{check['predicted_blocks']:.0f} ({size}): the text is right, but acceptance is not what this draft's "
+        f"live decoding counted {check.live_blocks} blocks where replay of its text predicts "
+        f"{check.predicted_blocks:.0f} ({size}): the text is right, but acceptance is not what this draft's "
         "probabilities give; look for draft positions, masks or sampling that differ between the two, or for rounding "
         "(bfloat16) in a nearly deterministic draft"
     )

@@ -95,11 +95,11 @@ def served_agreement(
     z is a number where nothing is random too: in units of which `WORRYING_Z` are the tolerated share of blocks.
     """
     found = agreement_of(scores, rule, blocks_N, gamma)
-    predicted, z = found["predicted_blocks"], found["z"]
+    predicted, z = found.predicted_blocks, found.z
     if z is None:
         unit = GREEDY_BLOCK_TOLERANCE * predicted / WORRYING_Z
-        z = (found["live_blocks"] - predicted) / max(unit, 1e-9)
-    return predicted, z, found["agrees"]
+        z = (found.live_blocks - predicted) / max(unit, 1e-9)
+    return predicted, z, found.agrees
 
 
 def foreign_tokens(

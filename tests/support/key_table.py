@@ -9,7 +9,7 @@ from dataclasses import is_dataclass
 from typing import Any
 
 from distill.run.result import Result
-from distill.run.verdict_record import Record
+from speculative.measure.record import Record
 
 WORDS = {int: "integer", float: "number", str: "text", bool: "true or false", Any: "anything"}
 

@@ -176,7 +176,7 @@ def _verdict(live: list[dict[str, Any]]) -> dict[str, Any]:
         "run": {"1": DRAFT, "4": TOGETHER, "16": TARGET}, "headline": "Run the draft: 1.36x [1.31, 1.42] as fast as the target alone.",
         "facts": ["prompt lookup, which needs no training, gives 1.20x."], "gain": effects,
         "against_served": copy.deepcopy(effects) | {"alpha": {"gain": 0.04, "ci": [0.01, 0.07]}, "speed_up": None},
-        "judgement": judged | {"replay_check": check, "survival": survival},
+        "survival": survival, "live_tokens": tokens, "replay_check": check,
         # Judged in passing, in another live run than the last one.
         "checkpoints": [*first, last | judged | {"tau": tokens / (blocks + 9), "replay_check": check | {"live_blocks": blocks + 9, "z": 0.6}}],
         "costs": {
@@ -271,7 +271,17 @@ def not_timed(result: dict[str, Any]) -> dict[str, Any]:
         row["how"]["tau"] = "replay"
         row.pop("tau_ci", None)
         row.pop("accepted_per_drafted", None)
-    for key in ("run", "costs", "self_checks", "plain_wins_from", "best_gamma_range", "roofline", "latency", "pays"):
+    for key in (
+        "run",
+        "costs",
+        "self_checks",
+        "plain_wins_from",
+        "best_gamma_range",
+        "roofline",
+        "latency",
+        "pays",
+        "survival",
+    ):
         del verdict[key]
     verdict |= {
         "measured": judged,
@@ -279,9 +289,8 @@ def not_timed(result: dict[str, Any]) -> dict[str, Any]:
         "headline": "Not timed here: the draft has more.",
         "facts": [],
     }
-    verdict["judgement"] = {"step": 120, "alpha": ALPHA[DRAFT], "tau": tau_of(ALPHA[DRAFT], GAMMA)}
     for key in ("replay_check", "live_tokens"):
-        del verdict["checkpoints"][-1][key]
+        del verdict[key], verdict["checkpoints"][-1][key]
     for step in verdict["checkpoints"]:
         del step["tau_ci"]
     for curves in made["curves"]["rules"]:
@@ -330,7 +339,7 @@ def bare(result: dict[str, Any]) -> dict[str, Any]:
     verdict = made["verdict"]
     verdict["measured"] = [row for row in verdict["measured"] if "speed_up" not in row]
     kept = (
-        "version", "rule", "gamma", "prompts", "tokens", "outcome", "drafts", "measured", "headline", "judgement"
+        "version", "rule", "gamma", "prompts", "tokens", "outcome", "drafts", "measured", "headline", "survival"
     )  # fmt: skip
     last = {"checkpoints": verdict["checkpoints"][-1:]}
     return made | {"verdict": {key: verdict[key] for key in kept} | last}

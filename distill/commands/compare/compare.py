@@ -251,9 +251,8 @@ def judge_gates(result: Comparison, gates: Sequence[Gate], fail_if_worse: bool) 
             lines.append(f"{first.way}: {what}{at} is {value:.4g}, below {gate.bound:g} (--fail-below {gate.text})")
     for other in result.differences_on() if fail_if_worse else []:
         if other.certain_tau == "gain":
-            low, high = other.tau.ci
             lines.append(
                 f"{first.way}: tau at gamma {result.gamma} is certainly worse than that of {other.way}, by "
-                f"{other.tau.gain:.3f} [{low:.3f}, {high:.3f}] (--fail-if-worse)"
+                f"{other.tau:.3f} (--fail-if-worse)"
             )
     return found, lines

@@ -11,13 +11,14 @@ from typing import Any, Literal
 import numpy as np
 
 from distill.run.frozen_text import FrozenText
-from distill.run.verdict_record import CallEffects, Certain, Gain, Interval, Record, Row
 from speculative.drafters.draft import Drafting
 from speculative.evaluate import HeldoutResponse
 from speculative.measure.cost import StepCosts, given_costs
-from speculative.measure.effects import effects_of_calls, paired_effects
-from speculative.measure.measured import HELD_OUT, How, Measured, Way
+from speculative.measure.effects import CallEffects, Certain, Gain, effects_of_calls, paired_effects
+from speculative.measure.intervals import Interval
+from speculative.measure.measured import HELD_OUT, How, Measured, Row, Way
 from speculative.measure.metrics import CURVE_GAMMAS, alpha_with_interval, calls_curve
+from speculative.measure.record import Record
 from speculative.measure.replay import Blocks, expected_blocks, survival_of, texts_of
 from speculative.measure.rival_replay import found_blocks, found_steps, kept_by_lookup, tuned_lookup
 from speculative.measure.token_scores import TokenScores, scored_gammas
@@ -279,5 +280,5 @@ def _difference(
     found = effects_of_calls(keys, first.tokens_N, *sides, looks=looks)
     if ours.judged is not None and first.judged is not None:
         paired = paired_effects(ours.judged, first.judged, keys, rule=rule, gamma=gamma, looks=looks)
-        found = paired | {"speed_up": found["speed_up"]}
-    return Difference.model_validate({"way": ours.way, "text": text} | found)
+        return Difference(way=ours.way, text=text, **dict(paired) | {"speed_up": found.speed_up})
+    return Difference(way=ours.way, text=text, alpha=None, certain=None, **dict(found))

@@ -9,8 +9,9 @@ from rich.console import Console
 
 from distill.commands.compare.comparison import Comparison, drafting_of
 from distill.report.plot import write_figure
-from distill.report.table import Cell, Column, Table, interval
+from distill.report.table import Cell, Column, Table
 from speculative.measure.effects import too_few
+from speculative.measure.intervals import interval
 
 SHOWN_GAMMAS = 16
 
@@ -50,10 +51,9 @@ def difference_lines(result: Comparison) -> list[str]:
     """One line per way behind the first: what it gains or loses, and what could have been seen, if anything."""
     lines, differences = [], result.differences_on()
     for other in differences:
-        tau, alpha = other.tau, other.alpha
         answer = {"gain": "better", "loss": "worse", "none": "no certain difference"}[other.certain_tau]
-        line = f"{other.way} against {result.against}: {answer}; tau {tau.gain:+.3f} {interval(tau.ci, '+.3f')}"
-        line += f", alpha {alpha.gain:+.4f} {interval(alpha.ci, '+.4f')}" if alpha else ""
+        line = f"{other.way} against {result.against}: {answer}; tau {other.tau:+.3f}"
+        line += f", alpha {other.alpha:+.4f}" if other.alpha else ""
         if other.speed_up is not None:
             line += f", speed {other.speed_up.gain:+.2f}x {interval(other.speed_up.ci, '+.2f')}"
         seen, few = other.minimal_detectable.tau, too_few(other.prompts, other.corrected_confidence)
@@ -82,8 +82,7 @@ def domain_table(result: Comparison) -> Table | None:
         cells = [
             Cell(
                 result.row(own.way, domain).tau,
-                note=f"{own.tau.gain:+.2f} {interval(own.tau.ci, '+.2f')}"
-                + (" *" if own.certain_tau != "none" else ""),
+                note=f"{own.tau:+.2f}" + (" *" if own.certain_tau != "none" else ""),
             )
             for own in result.differences_on(domain)
         ]

@@ -21,18 +21,18 @@ from distill.commands.drift.baseline import Baseline, baseline_of, engine_notes,
 from distill.commands.drift.counters import scrape
 from distill.commands.options import DriftOptions
 from distill.commands.output import check_known, check_writable, write_asked
-from distill.report.table import interval
 from distill.run.frozen_text import load_frozen_text
 from distill.run.prompts import asked_rows
 from distill.run.responses import decode_settings
 from distill.run.session import context_limit
-from distill.run.verdict_record import Interval, Record, Row
 from speculative.decode import decode
 from speculative.drafters.draft import DRAFTINGS, Draft
 from speculative.engine.models import max_positions
 from speculative.errors import UserError
 from speculative.explain.rate_change import rate_change
-from speculative.measure.measured import DRAFT, HELD_OUT, How, Measured
+from speculative.measure.intervals import Interval, interval
+from speculative.measure.measured import DRAFT, HELD_OUT, How, Measured, Row
+from speculative.measure.record import Record
 from speculative.rules.rule import RULES
 
 REFRESH = 3  # Exit status when a refresh is advised.

@@ -20,7 +20,6 @@ from distill.run.responses import RunStores
 from distill.run.result import Losslessness, Result
 from distill.run.run import Run
 from distill.run.session import CHECKED_PROMPTS, open_pair
-from distill.run.verdict_record import Judgement
 from distill.verdict.conclusion import findings_of, seen_by_both
 from distill.verdict.evidence import gather
 from distill.verdict.field import Candidate, line_up
@@ -28,7 +27,7 @@ from distill.verdict.question import Question
 from distill.verdict.verdict import verdict_of
 from speculative.drafters.draft import DRAFTINGS, Draft
 from speculative.errors import UserError
-from speculative.evaluate import judge
+from speculative.evaluate import Judgement, judge
 from speculative.measure.cost import best_gamma
 from speculative.measure.measured import DRAFT
 from speculative.measure.self_checks import self_checks
@@ -145,11 +144,10 @@ def evaluate(config: RunConfig, path: str, gammas: list[int], rule: Rule, log: P
     chosen = gammas[0]
     if len(gammas) > 1:
         for gamma in gammas:
-            record, _ = judge(
+            by_gamma[gamma], _ = judge(
                 target.model, field.candidates[-1].draft, frozen, pair.settings.under(rule, gamma), batch_size=config.judge.batch_size,
                 scores=field.scores[rule][DRAFT],
             )  # fmt: skip
-            by_gamma[gamma] = Judgement.model_validate(record)
         costs = field.costs[DRAFT]
         best, _ = best_gamma(costs.timed(by_gamma[chosen].replay), costs)
         chosen = min(gammas, key=lambda gamma: abs(gamma - (best or 1)))

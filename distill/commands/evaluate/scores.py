@@ -38,7 +38,6 @@ from data.prompts.sources import load_source
 from data.prompts.split import content_hash
 from data.responses.rendered import RenderedPrompt
 from distill.config.run import RunConfig
-from distill.report.table import interval
 from distill.run.result import Score, ScoreDifference, TaskScores
 from distill.run.session import Pair, open_pair
 from speculative.decoder.responses import Response
@@ -47,7 +46,7 @@ from speculative.drafters.drafter import ModelDrafter
 from speculative.errors import UserError
 from speculative.explain.losslessness import LEVEL, greedy_equality, sampled_texts
 from speculative.measure.effects import too_few
-from speculative.measure.intervals import Interval, intervals_of_sums
+from speculative.measure.intervals import Interval, interval, intervals_of_sums
 from speculative.rules.rule import Rule
 
 Scorer = Callable[[str, str, str | None], float]
@@ -230,9 +229,9 @@ def summarise(speculative_PS: np.ndarray, alone_PS: np.ndarray, confidence: floa
     unseen = 1.0 - (1.0 - confidence) ** (1.0 / len(own_P))
     for place, (value, floor) in enumerate(zip(values, (0.0, 0.0, -1.0), strict=True)):
         if np.ptp(sums_PC[:, place]) == 0:
-            intervals[place] = [max(floor, value - unseen), min(1.0, value + unseen)]
-    own, alone = (Score(score=values[side], ci=(*intervals[side],)) for side in (0, 1))
-    return PairedScores(own, alone, ScoreDifference(value=values[2], ci=(*intervals[2],)))
+            intervals[place] = (max(floor, value - unseen), min(1.0, value + unseen))
+    own, alone = (Score(score=values[side], ci=intervals[side]) for side in (0, 1))
+    return PairedScores(own, alone, ScoreDifference(value=values[2], ci=intervals[2]))
 
 
 def task_scores(asked: Asked, scorer: str, references: Path | None = None) -> TaskScores:

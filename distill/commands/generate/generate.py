@@ -29,7 +29,7 @@ from speculative.drafters.registry import Parts, make_drafter
 from speculative.engine.models import end_token_ids
 from speculative.errors import UserError
 from speculative.measure.metrics import latency, live_metrics, stage_seconds
-from speculative.measure.replay import agreement_of, agreement_warning, agreement_words, law_of
+from speculative.measure.replay import ReplayCheck, agreement_of, agreement_warning, agreement_words, law_of
 from speculative.measure.token_scores import score_tokens
 from speculative.rules.processors import LogitsRules
 from speculative.rules.sampling import SamplingSettings
@@ -217,7 +217,7 @@ def summary(
     tokens, drafter = sum(len(response.response_ids) for response in responses), loaded.drafter
     result: dict[str, Any] = {
         "tokens": tokens, "tokens_per_second": tokens / timing.total_seconds, "seconds": stage_seconds(timing),
-        "latency": latency(responses), "peak_bytes": timing.peak_bytes, "drafter": None if drafter is None else drafter.name,
+        "latency": latency(responses).record(), "peak_bytes": timing.peak_bytes, "drafter": None if drafter is None else drafter.name,
         "finish_reasons": dict(sorted(Counter(str(response.finish_reason) for response in responses).items())),
     }  # fmt: skip
     if drafter is None:
@@ -231,7 +231,7 @@ def summary(
         scores = score_tokens(drafter.model, responses, settings.sampling, offsets=offsets)  # type: ignore[arg-type]
         law, counted = law_of(settings.rule, settings.sampling), [response.blocks for response in responses]
         check = agreement_of(scores, law, counted, settings.gamma, stop_below=policy.stop_below)
-        result["replay_check"] = check
+        result["replay_check"] = check.record()
         result["warning"] = agreement_warning(check)
     return result
 
@@ -249,7 +249,7 @@ def summary_lines(result: dict[str, Any], gamma: str) -> list[str]:
             f"accepted/drafted {result['accepted_per_drafted']:.3f}"
         )
         if "replay_check" in result:
-            line += f"; {agreement_words(result['replay_check'], result['tokens'])}"
+            line += f"; {agreement_words(ReplayCheck(**result['replay_check']), result['tokens'])}"
         lines.append(line)
         if chosen := result.get("gammas_chosen"):
             lines.append(f"gamma chosen: {', '.join(f'{width} x{count}' for width, count in chosen.items())}")

@@ -10,9 +10,10 @@ from rich.text import Text
 
 from distill.commands.probe.plan import Plan
 from distill.commands.probe.result import Candidate, Probe, draft_sentence
-from distill.report.table import NOTHING, Cell, Column, Table, interval
+from distill.report.table import NOTHING, Cell, Column, Table
 from speculative.explain.ceilings import Price
 from speculative.measure.effects import too_few
+from speculative.measure.intervals import interval
 from speculative.measure.measured import TARGET, Measured
 
 DECISION_WORDS = {

@@ -11,7 +11,8 @@ from scipy import stats
 
 from distill.commands.sweep.plan import SEED, SweepFile, Trial
 from distill.report.table import Cell, Column, Table
-from distill.run.verdict_record import Interval, load_verdict
+from distill.run.verdict_record import load_verdict
+from speculative.measure.intervals import Interval
 from speculative.measure.measured import DRAFT, Measured
 
 BEST, NOISE = "best", "within noise of the best"

@@ -13,10 +13,10 @@ from distill.commands.drift.baseline import ALL, Baseline, Slice, baseline_of, g
 from distill.commands.options import DriftOptions
 from distill.live.alarm.cusum import Crossing, chart_for, monitor, pool_of
 from distill.live.traffic.reader import TrafficLog, acceptance_of
-from distill.report.table import interval
-from distill.run.verdict_record import Interval, Record
 from speculative.errors import UserError
 from speculative.explain.rate_change import rate_change
+from speculative.measure.intervals import Interval, interval
+from speculative.measure.record import Record
 
 _MOST_TOLD = 3  # Slices without an alarm that the sentence names; of more, the one that has fallen most.
 

@@ -13,8 +13,8 @@ from distill.commands.compare.compare import read_drafts
 from distill.commands.compare.comparison import PARALLEL, Comparison, Difference, Entry, comparison
 from distill.commands.drift.baseline import OTHERS
 from distill.run.frozen_text import FrozenText, load_frozen_text
-from distill.run.verdict_record import Record
 from speculative.measure.effects import fewest_prompts
+from speculative.measure.record import Record
 
 
 class GateSlice(Difference):
@@ -110,8 +110,7 @@ def _slices(found: Comparison | None, side: str, margin: float) -> list[GateSlic
 def failure_of(name: str, gain: Difference, side: str, margin: float, whole: bool) -> str:
     """Why the gate stays shut on a slice; empty where it need not. ``side``: new or old; ``whole``: it is all of the new text."""
     assert gain.alpha is not None
-    low, high = gain.alpha.ci
-    words = f"alpha {gain.alpha.gain:+.4f} [{low:+.4f}, {high:+.4f}] on {gain.prompts} prompts"
+    words = f"alpha {gain.alpha:+.4f} on {gain.prompts} prompts"
     if side == "new":
         if whole and gain.certain != "gain":
             return f"no certain gain on the new traffic: {words}"
@@ -120,4 +119,4 @@ def failure_of(name: str, gain: Difference, side: str, margin: float, whole: boo
     few = gain.prompts < gain.fewest_prompts
     if few:
         words += f", too few to be certain (at least {gain.fewest_prompts})"
-    return f"old slice {name} may have lost more than {margin:g}: {words}" if few or low < -margin else ""
+    return f"old slice {name} may have lost more than {margin:g}: {words}" if few or gain.alpha.ci[0] < -margin else ""

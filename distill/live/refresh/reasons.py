@@ -16,9 +16,10 @@ from distill.live.alarm.alarm import Reason
 from distill.live.traffic.record import TrafficRecord
 from distill.models.target import Target
 from distill.run.responses import frozen_responses_of
-from distill.run.verdict_record import Costs, Effects, Verdict
+from distill.run.verdict_record import Costs, Verdict
 from speculative.explain.ceilings import target_peaks
 from speculative.explain.text_law import text_law
+from speculative.measure.effects import Effects
 from speculative.measure.measured import UNDISTILLED
 from speculative.rules.sampling import SamplingSettings
 
@@ -98,10 +99,9 @@ def headroom(probe: Verdict, steps: int) -> Headroom:
         words = "headroom: the probe could not be compared with the served draft"
         return Headroom(holds=False, sentence=words, steps=steps, train_seconds=seconds)
     alpha, gain = baseline.alpha, effects.alpha
-    low, high = gain.ci
     certain = effects.certain == "gain"
     words = (
-        f"headroom: alpha {alpha:.3f} on fresh traffic, {gain.gain:+.3f} [{low:+.3f}, {high:+.3f}] after {steps} steps, judged on "
+        f"headroom: alpha {alpha:.3f} on fresh traffic, {gain:+.3f} after {steps} steps, judged on "
         f"{effects.prompts} later prompts"
     )
     words += "" if certain else ": no certain gain, so this student seems to be at its ceiling there"

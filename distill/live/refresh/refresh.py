@@ -37,11 +37,11 @@ from distill.live.traffic.export import export_traffic
 from distill.live.traffic.exported import drop_export, note_use
 from distill.live.traffic.reader import TrafficLog, acceptance_of, read_traffic
 from distill.live.versions import Version, current_version, make_current, prune, publish, waiting_version
-from distill.report.table import interval
 from distill.run.checkpoint import judged_scores
 from distill.run.prompts import HELDOUT_FILE, TRAIN_FILE
 from distill.run.verdict_record import drafting_to_serve, load_verdict
 from speculative.errors import UserError
+from speculative.measure.intervals import interval
 
 TRAFFIC, PROBE = "traffic", "probe"
 FEWEST_PROMPTS = 24  # to train on; a probe of fewer tells nothing

@@ -18,8 +18,8 @@ from distill.live.refresh.gate import Gate
 from distill.live.refresh.reasons import Headroom, OwnText, Payback
 from distill.live.traffic.export import Exported
 from distill.live.versions import next_name, waiting_version
-from distill.run.verdict_record import Record
 from speculative.errors import UserError
+from speculative.measure.record import Record
 
 STATE, LOCK = "refresh.json", ".refresh.lock"
 Outcome = Literal["not needed", "refused the text", "kept the old one", "published"]

@@ -21,8 +21,8 @@ from distill.live.rollout.judgement import Served
 from distill.live.traffic.reader import Place
 from distill.live.traffic.record import LOCK
 from distill.live.versions import Version, list_versions, read_version
-from distill.run.verdict_record import Record
 from speculative.errors import UserError
+from speculative.measure.record import Record
 
 STATE, ROLLOUT_LOCK = "rollout.json", ".rollout.lock"
 Stage = Literal["starting", "comparing", "watching", "finishing", "returning", "done", "back"]

@@ -17,8 +17,8 @@ from distill.live.traffic.reader import TrafficLog, accepts, read_traffic
 from distill.live.traffic.record import TrafficRecord
 from distill.report.plot import write_figure
 from distill.report.table import Cell, Column, Table
-from distill.run.verdict_record import Interval, Record
-from speculative.measure.intervals import ratio_interval
+from speculative.measure.intervals import Interval, ratio_interval
+from speculative.measure.record import Record
 
 
 class Traffic(Record):

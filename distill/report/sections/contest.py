@@ -4,8 +4,9 @@ from distill.report.measured import load_table, ways_tables
 from distill.report.section import Made, Part, Piece, fine, section
 from distill.report.table import Column, Table
 from distill.report.view import View
-from distill.run.verdict_record import Effects, Latency, Percentiles, Verdict
-from speculative.measure.effects import words
+from distill.run.verdict_record import Verdict
+from speculative.measure.effects import Effects, words
+from speculative.measure.metrics import Latency, Percentiles
 
 PERCENTILES = ("p50", "p90", "p99")
 WAITED_FOR = {
@@ -25,13 +26,11 @@ def numbers(view: View) -> Made:
 def effect_lines(verdict: Verdict) -> list[str]:
     """How sure the gain is, and what these prompts could have seen."""
     gain, against_served = verdict.gain, verdict.against_served
-    served = (
-        [f"Against the served draft, paired by prompt: {words(against_served.record())}."] if against_served else []
-    )
+    served = [f"Against the served draft, paired by prompt: {words(against_served)}."] if against_served else []
     if not gain:
         return served
     return [
-        f"Gain over the undistilled draft, paired by prompt: {words(gain.record())}.",
+        f"Gain over the undistilled draft, paired by prompt: {words(gain)}.",
         *served,
         f"Both drafts on the same {gain.prompts:,} prompts ({gain.tokens:,} tokens), tau and speed-up by replay: so a gain can "
         f"differ from the difference of two live runs. {gain.method[0].upper()}{gain.method[1:]}; {_confidence(gain)}.",

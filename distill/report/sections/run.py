@@ -117,13 +117,13 @@ def check_lines(result: Result) -> list[str]:
 def _agreement_line(result: Result) -> str:
     """Live decoding against replay of its own text: both of one run, the last one that was counted."""
     verdict = result.verdict
-    runs = [verdict.judgement, *(one for one in verdict.checkpoints if one.step == verdict.drafts[-1].step)]
-    checked = ((one.replay_check, one.live_tokens) for one in runs if one is not None)
-    check, tokens = next(((check, tokens) for check, tokens in checked if check and tokens), (None, 0))
+    judged = [one for one in verdict.checkpoints if one.step == verdict.drafts[-1].step]
+    runs = [(verdict.replay_check, verdict.live_tokens), *((one.replay_check, one.live_tokens) for one in judged)]
+    check, tokens = next(((check, tokens) for check, tokens in runs if check and tokens), (None, 0))
     start = "Live decoding against replay of its own text:"
     if check is None:
         return f"{start} not compared, no live run was counted."
-    return f"{start} tau {tokens / check.live_blocks:.2f} beside {agreement_words(check.record(), tokens)}."
+    return f"{start} tau {tokens / check.live_blocks:.2f} beside {agreement_words(check, tokens)}."
 
 
 def run_facts(view: View) -> list[tuple[str, str]]:

@@ -5,7 +5,8 @@ import re
 from distill.report.section import Made, Part, Piece, fine, section
 from distill.report.table import Cell, Column, Table
 from distill.report.view import View
-from distill.run.result import Disagreement, SliceRow, SliceTable
+from speculative.explain.disagreements import Disagreement
+from speculative.explain.slices import SliceRow, SliceTable
 from speculative.measure.measured import UNDISTILLED
 
 SHOWN_DISAGREEMENTS = 12  # the page folds the rest

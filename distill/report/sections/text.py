@@ -4,7 +4,8 @@ from distill.report.section import Made, section
 from distill.report.sections.slices import prompts_of
 from distill.report.table import Cell, Column, Table
 from distill.report.view import View
-from distill.run.result import TemperatureRow, WhereRow
+from distill.run.result import TemperatureRow
+from speculative.explain.where_helps import WhereRow
 from speculative.measure.measured import TARGET
 
 

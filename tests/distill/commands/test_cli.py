@@ -14,8 +14,9 @@ from typer.testing import CliRunner
 from distill import cli
 from distill.config.command_line import run_program
 from distill.run.result import load_result
-from distill.run.verdict_record import Verdict
+from distill.run.verdict_record import Verdict, load_verdict
 from speculative.errors import UserError
+from speculative.measure.measured import DRAFT
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -90,11 +91,13 @@ def test_evaluate_prints_a_table_and_writes_the_shape_of_the_verdict(
     assert list(result["gammas"]) == ["1", "2", "3"]
     assert [one["way"] for one in found["drafts"]] == ["draft"]
     assert (tmp_path / result["files"]["proposals"]).exists()
-    verdict = json.loads((tiny_run / "verdict.json").read_text())
+    judged, own = Verdict.model_validate(found).judged(DRAFT), load_verdict(tiny_run).judged(DRAFT)
+    assert judged is not None
+    assert own is not None
     # The same frozen text and the same weights as the run's own judgement.
-    assert found["judgement"]["alpha"] == pytest.approx(verdict["judgement"]["alpha"], abs=1e-5)
-    assert result["gammas"]["3"]["tau"] == pytest.approx(verdict["judgement"]["tau"], abs=1e-6)
-    assert f"{found['judgement']['alpha']:.3f}" in text
+    assert judged.alpha == pytest.approx(own.alpha, abs=1e-5)
+    assert result["gammas"]["3"]["tau"] == pytest.approx(own.tau, abs=1e-6)
+    assert f"{judged.alpha:.3f}" in text
     assert "report.html" in run("report", str(out))
     refused = CliRunner().invoke(
         cli.app, ["evaluate", str(tiny_run), "--config", str(tiny_config), "--out", str(tiny_run / "result.json")]
@@ -142,7 +145,7 @@ def test_evaluate_json_is_json_alone(
     arguments = ["--config", str(tiny_config), "--rule", "greedy", "--json", "--out", str(tmp_path / "r.json")]
     result = json.loads(run("evaluate", str(tiny_run), *arguments))
     assert result["rule"] == "greedy"
-    assert result["judgement"]["alpha"] > 0
+    assert result["measured"][0]["alpha"] > 0
 
 
 def test_export_show_and_the_outside_check(tiny_run: Path, tiny_config: Path, tmp_path: Path) -> None:

@@ -20,9 +20,9 @@ from distill.commands.compare.comparison import ComparedWay, Comparison, Differe
 from distill.commands.compare.screen import compare_table, difference_lines, domain_table, plot_comparison
 from distill.commands.options import CompareOptions
 from distill.models.target import Target
-from distill.run.verdict_record import Gain
 from speculative.errors import UserError
 from speculative.measure.cost import StepCosts, predicted_speed_up
+from speculative.measure.effects import Gain
 from speculative.measure.measured import HELD_OUT
 from speculative.measure.replay import expected_blocks_of, texts_of
 from speculative.measure.rival_replay import found_blocks, kept_by_lookup, tuned_lookup

@@ -8,7 +8,8 @@ import re
 import pytest
 from rich.console import Console
 
-from distill.report.table import NOTHING, Cell, Column, Table, code_span, escaped, interval
+from distill.report.table import NOTHING, Cell, Column, Table, code_span, escaped
+from speculative.measure.intervals import interval
 
 
 def example() -> Table:

@@ -5,7 +5,7 @@ import json
 import pytest
 from result_example import bare, example_result, no_baseline, not_timed, typed
 
-from distill.run.verdict_record import Judgement
+from speculative.evaluate import Judgement
 
 
 @pytest.mark.parametrize("variant", [lambda tree: tree, bare, no_baseline, not_timed])
@@ -16,9 +16,9 @@ def test_what_is_written_is_what_was_read(variant) -> None:
 
 def test_a_key_of_another_version_is_kept() -> None:
     tree = example_result() | {"later": {"x": 1}}
-    tree["verdict"]["judgement"]["later"] = 2
+    tree["verdict"]["replay_check"]["later"] = 2
     written = typed(tree).record()
-    assert (written["later"], written["verdict"]["judgement"]["later"]) == ({"x": 1}, 2)
+    assert (written["later"], written["verdict"]["replay_check"]["later"]) == ({"x": 1}, 2)
 
 
 def test_text_that_no_utf8_has_is_text_all_the_same() -> None:

@@ -17,12 +17,12 @@ from distill.config.load import load_config
 from distill.models.load import load_model
 from distill.models.target import Target
 from distill.run.result import load_result
-from distill.run.verdict_record import Judgement, PerResponse
 from distill.verdict import conclusion
 from distill.verdict.conclusion import serve_commands
 from distill.verdict.token_view import spread_over, writers
 from distill.verdict.verdict import with_gains
 from speculative.decoder.responses import Response
+from speculative.evaluate import Judgement, PerResponse
 from speculative.measure.measured import DRAFT, HELD_OUT, LOOKUP, PAST, SERVED, TARGET, TOGETHER, UNDISTILLED
 from speculative.measure.token_scores import score_responses
 from speculative.rules.sampling import SamplingSettings
@@ -34,21 +34,18 @@ def result(tiny_run: Path) -> dict:
 
 
 def test_tau_is_that_of_the_proposal_log(result: dict, tiny_run: Path) -> None:
-    judged = result["verdict"]["judgement"]
-    (row,) = (
+    verdict = result["verdict"]
+    (judged,) = (
         row
-        for row in result["verdict"]["measured"]
+        for row in verdict["measured"]
         if (row["way"], row["how"].get("tau"), row["text"]) == (DRAFT, "live", HELD_OUT)
     )
-    assert {key: row[key] for key in ("alpha", "tau", "accepted_per_drafted")} == {
-        key: judged[key] for key in ("alpha", "tau", "accepted_per_drafted")
-    }
-    blocks = judged["replay_check"]["live_blocks"]
-    assert judged["live_tokens"] / blocks == pytest.approx(judged["tau"], rel=1e-12)
+    blocks = verdict["replay_check"]["live_blocks"]
+    assert verdict["live_tokens"] / blocks == pytest.approx(judged["tau"], rel=1e-12)
     log = pq.read_table(tiny_run / result["files"]["proposals"]).to_pandas()
     assert log["accepted"].mean() == pytest.approx(judged["accepted_per_drafted"], rel=1e-12)
     drafted, kept = (rows.groupby(["prompt", "block"]).size() for rows in (log, log[log["accepted"]]))
-    for j, share in enumerate(judged["survival"], start=1):
+    for j, share in enumerate(verdict["survival"], start=1):
         assert (kept >= j).sum() / (drafted >= j).sum() == pytest.approx(share, rel=1e-12)
     assert len(drafted) <= blocks  # a block that drafted nothing (no room left) leaves no row
 
@@ -118,7 +115,8 @@ def test_slices_partition_the_frozen_text(result: dict) -> None:
         assert sum(row["tokens"] for row in rows) == verdict["tokens"], table["dimension"]
         assert sum(row["lost_share"] for row in rows) == pytest.approx(1.0)
         mean = sum(row["tokens"] * row["alpha"][DRAFT] for row in rows) / verdict["tokens"]
-        assert mean == pytest.approx(verdict["judgement"]["alpha"], abs=1e-9)
+        judged = next(row for row in verdict["measured"] if (row["way"], row["text"]) == (DRAFT, HELD_OUT))
+        assert mean == pytest.approx(judged["alpha"], abs=1e-9)
 
 
 def test_every_checkpoint_is_paired_with_the_first(result: dict) -> None:

@@ -9,7 +9,7 @@ import pytest
 from tiny_models import tiny_model
 
 from distill.config.sections import JudgeConfig
-from distill.run.verdict_record import Judgement, Outcome, Verdict
+from distill.run.verdict_record import Outcome, Verdict
 from distill.verdict.contest import Contest
 from distill.verdict.evidence import Evidence, Loads
 from distill.verdict.field import Candidate
@@ -17,7 +17,7 @@ from distill.verdict.question import Question
 from distill.verdict.verdict import looks_of, verdict_of
 from speculative.decoder.responses import DecodeSettings, Response
 from speculative.drafters.draft import Draft
-from speculative.evaluate import HeldoutResponse
+from speculative.evaluate import HeldoutResponse, Judgement
 from speculative.explain.ceilings import advice
 from speculative.measure.cost import StepCosts
 from speculative.measure.intervals import ratio_interval

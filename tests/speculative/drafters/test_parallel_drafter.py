@@ -112,11 +112,11 @@ def test_replay_agrees_with_live_decoding_and_with_its_survival(rule: str) -> No
     settings = DecodeSettings(SAMPLED, 4, rule, max_tokens=40)
     live, _ = decode(SMALL_TARGET, ParallelDrafter(SMALL), small_prompts(120), settings, batch_size=120)
     scores, counted = score_tokens(SMALL, live, SAMPLED, offsets=4), [response.blocks for response in live]
-    assert abs(agreement_of(scores, rule, counted, 4)["z"]) < 3.5
+    assert abs(agreement_of(scores, rule, counted, 4).z) < 3.5
     kept = [count for response in live for count in response.accepted_counts]
     np.testing.assert_allclose(survival_of(scores, rule, 4), survival(kept, 4), atol=0.03)
     # As one that drafts token by token it would keep another number.
-    assert not agreement_of(score_tokens(SMALL, live, SAMPLED), rule, counted, 4)["agrees"]
+    assert not agreement_of(score_tokens(SMALL, live, SAMPLED), rule, counted, 4).agrees
 
 
 def test_replay_knows_a_confidence_stop_and_a_lookup_before_the_draft() -> None:
@@ -124,14 +124,14 @@ def test_replay_knows_a_confidence_stop_and_a_lookup_before_the_draft() -> None:
     policy = FixedGamma(4, stop_below=0.2)
     live, _ = decode(SMALL_TARGET, ParallelDrafter(SMALL), small_prompts(60), settings, batch_size=60, policy=policy)
     scores, counted = score_tokens(SMALL, live, SAMPLED, offsets=4), [response.blocks for response in live]
-    assert abs(agreement_of(scores, "sample", counted, 4, stop_below=0.2)["z"]) < 3.5
-    assert agreement_of(scores, "sample", counted, 4)["predicted_blocks"] < sum(counted) - 50
+    assert abs(agreement_of(scores, "sample", counted, 4, stop_below=0.2).z) < 3.5
+    assert agreement_of(scores, "sample", counted, 4).predicted_blocks < sum(counted) - 50
 
     both = Cascade(PromptLookup(min_ngram=2), ParallelDrafter(SMALL))
     live, _ = decode(SMALL_TARGET, both, small_prompts(60), settings, batch_size=60)
     scores, counted = score_tokens(SMALL, live, SAMPLED, offsets=4), [response.blocks for response in live]
     sure = [kept_by_lookup(text, 4, min_ngram=2) for text in live]
-    assert abs(agreement_of(scores, "sample", counted, 4, sure=sure)["z"]) < 3.5
+    assert abs(agreement_of(scores, "sample", counted, 4, sure=sure).z) < 3.5
 
 
 def test_other_ways_to_decode_leave_the_text_alone() -> None:

@@ -56,7 +56,7 @@ def test_architectures_equal_transformers_generate(name):
         assert texts(responses) == expected
         # The draft saw what it should have: positions or windows off by one would only lower its acceptance.
         check = agreement_of(score_tokens(draft, responses, GREEDY), "greedy", [text.blocks for text in responses], 3)
-        assert check["live_blocks"] == pytest.approx(check["predicted_blocks"])
+        assert check.live_blocks == pytest.approx(check.predicted_blocks)
     assert "sliding" not in name or set(attention_windows(target)) - {None} == {6}
 
 

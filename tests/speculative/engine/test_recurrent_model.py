@@ -59,9 +59,9 @@ def test_a_hybrid_judges_itself_and_a_draft_as_replay_predicts():
         HeldoutResponse(r.key, "d", tuple(r.prompt_ids), tuple(r.response_ids), r.log_target_probs) for r in plain
     ]
     record, _ = judge(target, Draft(draft), heldout, settings)
-    assert abs(record["replay_check"]["z"]) < 4
-    assert len(record["warnings"]) == 1
-    assert "speeds and c are not" in record["warnings"][0]
+    assert abs(record.replay_check.z) < 4
+    assert len(record.warnings) == 1
+    assert "speeds and c are not" in record.warnings[0]
 
 
 def test_reading_text_again_gives_the_same_logits(monkeypatch):

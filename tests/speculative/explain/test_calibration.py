@@ -215,8 +215,8 @@ def test_a_bin_without_a_failure_is_not_taken_for_certain():
     scores = [greedy_scores([0.95, 0.05], [1, 0]) for _ in range(4)]
     low, high = calibration(texts_of([2] * 4), scores, "greedy").bins
     # Four prompts: 0.025 ** (1 / 4) = 0.398 (Clopper-Pearson).
-    assert high.ci == [pytest.approx(0.025**0.25), 1.0]
-    assert low.ci == [0.0, pytest.approx(1 - 0.025**0.25)]
+    assert high.ci == (pytest.approx(0.025**0.25), 1.0)
+    assert low.ci == (0.0, pytest.approx(1 - 0.025**0.25))
 
 
 def test_what_a_further_token_brings_is_measured_behind_the_bin():

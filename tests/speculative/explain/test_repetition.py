@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 from speculative.decode import decode
 from speculative.decoder.responses import DecodeSettings
 from speculative.evaluate import HeldoutResponse
-from speculative.explain.repetition import Shares, repeats, repetition
+from speculative.explain.repetition import RepetitionShares, repeats, repetition
 from speculative.rules.sampling import GREEDY
 
 ROOT = Path(__file__).parents[3]
@@ -77,5 +77,7 @@ def test_ordinary_code_is_not_and_domains_are_told_apart():
     assert 0 < found.repeated < 0.2
     assert found.warning is None
     both = repetition([*texts, looped])
-    assert both.by_domain["code"] == Shares(found.repeated, found.looping, 192 * len(texts))
+    assert both.by_domain["code"] == RepetitionShares(
+        repeated=found.repeated, looping=found.looping, tokens=192 * len(texts)
+    )
     assert both.by_domain["loops"].looping == pytest.approx(78 / 80)

@@ -8,6 +8,8 @@ import pytest
 from scipy import stats
 
 from speculative.measure.effects import (
+    Detectable,
+    Gain,
     effects_of_calls,
     effects_of_sums,
     fewest_prompts,
@@ -47,25 +49,25 @@ def test_effects_are_differences_on_the_same_text(rule):
     alphas = [np.concatenate([text.accept_probs(rule) for text in side]).mean() for side in (ours, BASELINE)]
     tokens = sum(map(len, ours))
     taus = [tokens / expected_blocks_of(side, rule, (4,)).sum() for side in (ours, BASELINE)]
-    assert found["alpha"]["gain"] == pytest.approx(alphas[0] - alphas[1])
-    assert found["tau"]["gain"] == pytest.approx(taus[0] - taus[1])
-    for effect in (found["alpha"], found["tau"]):
-        assert effect["ci"][0] <= effect["gain"] <= effect["ci"][1]
-    assert (found["prompts"], found["tokens"], found["prompts_for_half"]) == (20, tokens, 80)
-    json.dumps(found, allow_nan=False)
+    assert found.alpha.gain == pytest.approx(alphas[0] - alphas[1])
+    assert found.tau.gain == pytest.approx(taus[0] - taus[1])
+    for effect in (found.alpha, found.tau):
+        assert effect.ci[0] <= effect.gain <= effect.ci[1]
+    assert (found.prompts, found.tokens, found.prompts_for_half) == (20, tokens, 80)
+    json.dumps(found.record(), allow_nan=False)
 
 
 def test_a_gain_is_a_gain_a_loss_its_mirror_and_nothing_is_nothing():
     gain, loss = (
         paired_effects(*pair, KEYS, rule="sample", gamma=4) for pair in ((BETTER, BASELINE), (BASELINE, BETTER))
     )
-    assert (gain["certain"], loss["certain"]) == ("gain", "loss")
-    assert gain["alpha"]["gain"] == pytest.approx(-loss["alpha"]["gain"])
-    assert gain["speed_up"] is None
+    assert (gain.certain, loss.certain) == ("gain", "loss")
+    assert gain.alpha.gain == pytest.approx(-loss.alpha.gain)
+    assert gain.speed_up is None
     same = paired_effects(BASELINE, BASELINE, KEYS, rule="sample", gamma=4, looks=7)
-    assert same["alpha"] == same["tau"] == {"gain": 0.0, "ci": [0.0, 0.0]}
-    assert same["certain"] == "none"
-    assert same["minimal_detectable"] == {"alpha": None, "tau": None}
+    assert same.alpha == same.tau == Gain(gain=0.0, ci=(0.0, 0.0))
+    assert same.certain == "none"
+    assert same.minimal_detectable == Detectable(alpha=None, tau=None)
     assert words(same).endswith("all 20 prompts agree")
 
 
@@ -74,9 +76,9 @@ def test_alpha_and_tau_are_each_certain_by_themselves():
     tokens, accepted = np.full(20, 50.0), np.full(20, 30.0)
     blocks = np.where(np.arange(20) % 2, 20.0, 24.0)
     found = effects_of_sums(range(20), tokens, (accepted + 1, blocks[::-1]), (accepted, blocks))
-    assert (found["certain"], found["certain_tau"]) == ("gain", "none")
+    assert (found.certain, found.certain_tau) == ("gain", "none")
     back = effects_of_sums(range(20), tokens, (accepted, blocks + 1), (accepted, blocks))
-    assert (back["certain"], back["certain_tau"]) == ("none", "loss")
+    assert (back.certain, back.certain_tau) == ("none", "loss")
 
 
 def test_a_shuffled_baseline_shows_no_gain():
@@ -88,40 +90,40 @@ def test_a_shuffled_baseline_shows_no_gain():
             [pair[int(swapped[index // 2]) ^ side] for index, pair in enumerate(zip(BETTER, BASELINE, strict=True))]
             for side in (0, 1)
         ]
-        certain.append(paired_effects(*sides, KEYS, rule="sample", gamma=3)["certain"])
+        certain.append(paired_effects(*sides, KEYS, rule="sample", gamma=3).certain)
     # 5 % each: more than four of twenty happen once in 400.
     assert sum(found != "none" for found in certain) <= 4
 
 
 def test_more_looks_ask_for_more():
     once, many = (paired_effects(BETTER, BASELINE, KEYS, rule="sample", gamma=4, looks=looks) for looks in (1, 20))
-    assert many["corrected_confidence"] == pytest.approx(0.9975)
-    assert many["alpha"]["ci"][0] < once["alpha"]["ci"][0] < once["alpha"]["ci"][1] < many["alpha"]["ci"][1]
-    assert many["minimal_detectable"]["alpha"] > once["minimal_detectable"]["alpha"]
+    assert many.corrected_confidence == pytest.approx(0.9975)
+    assert many.alpha.ci[0] < once.alpha.ci[0] < once.alpha.ci[1] < many.alpha.ci[1]
+    assert many.minimal_detectable.alpha > once.minimal_detectable.alpha
     assert "best of 20 judged drafts" in words(many)
-    assert "Bonferroni over 20 looks" in many["method"]
+    assert "Bonferroni over 20 looks" in many.method
     assert "judged drafts" not in words(once)
 
 
 def test_too_few_prompts_are_certain_of_nothing():
     """Three prompts agree on the sign one time in four by luck, and no bootstrap of them can reach 0."""
     few = paired_effects(BETTER[:6], BASELINE[:6], KEYS[:6], rule="sample", gamma=4)
-    assert few["alpha"]["ci"][0] > 0
-    assert few["certain"] == "none"
-    assert few["tau"]["ci"][0] > 0
-    assert few["certain_tau"] == "none"
+    assert few.alpha.ci[0] > 0
+    assert few.certain == "none"
+    assert few.tau.ci[0] > 0
+    assert few.certain_tau == "none"
     assert words(few).endswith("; 3 prompts are too few to be certain; give at least 6")
     # A difference that would have been seen is not promised: none would be.
-    assert few["minimal_detectable"] == {"alpha": None, "tau": None}
+    assert few.minimal_detectable == Detectable(alpha=None, tau=None)
     looks = paired_effects(BETTER[:16], BASELINE[:16], KEYS[:16], rule="sample", gamma=4, looks=20)
-    assert (looks["prompts"], looks["fewest_prompts"], looks["certain_tau"]) == (8, 10, "none")
+    assert (looks.prompts, looks.fewest_prompts, looks.certain_tau) == (8, 10, "none")
     assert too_few(1) == "1 prompt is too few to be certain; give at least 6"
     assert (too_few(6), too_few(10, 0.9975)) == (None, None)
     assert [fewest_prompts(confidence) for confidence in (0.5, 0.95, 0.9975)] == [2, 6, 10]
     one = paired_effects(BETTER[:2], BASELINE[:2], KEYS[:2], rule="sample", gamma=4)
-    assert one["alpha"]["ci"] == [one["alpha"]["gain"]] * 2
-    assert one["minimal_detectable"] == {"alpha": None, "tau": None}
-    assert one["certain"] == "none"
+    assert one.alpha.ci == (one.alpha.gain,) * 2
+    assert one.minimal_detectable == Detectable(alpha=None, tau=None)
+    assert one.certain == "none"
     with pytest.raises(ValueError, match="same text"):
         paired_effects(BETTER, BASELINE[1:], KEYS, rule="sample", gamma=4)
     with pytest.raises(ValueError, match="looks"):
@@ -153,9 +155,9 @@ def test_paired_intervals_cover_the_truth_and_the_detectable_difference_is_detec
     detectable = []
     for _ in range(200):
         found = effects_of_sums(range(40), *draw(null_pool, rng.integers(0, 5000, 40)))
-        detectable.append(found["minimal_detectable"]["alpha"])
+        detectable.append(found.minimal_detectable.alpha)
         covered.append(
-            [low <= truth[name]["gain"] <= high for name in ("alpha", "tau") for low, high in [found[name]["ci"]]]
+            [own.ci[0] <= true.gain <= own.ci[1] for own, true in ((found.alpha, truth.alpha), (found.tau, truth.tau))]
         )
     # 95 % with a standard error of 1.5 points.
     assert (np.mean(covered, 0) >= 0.90).all()
@@ -164,15 +166,14 @@ def test_paired_intervals_cover_the_truth_and_the_detectable_difference_is_detec
     assert np.std(detectable) < 0.2 * np.mean(detectable)
     visible = pool_of_pairs(gain=float(np.mean(detectable)), seed=2)
     for _ in range(200):
-        detected.append(effects_of_sums(range(40), *draw(visible, rng.integers(0, 5000, 40)))["certain"] == "gain")
+        detected.append(effects_of_sums(range(40), *draw(visible, rng.integers(0, 5000, 40))).certain == "gain")
     assert 0.68 <= np.mean(detected) <= 0.9
 
 
 def test_four_times_the_prompts_see_half():
     pool = pool_of_pairs()
     seen = [
-        effects_of_sums(range(count), *draw(pool, np.arange(count)))["minimal_detectable"]["tau"]
-        for count in (500, 2000)
+        effects_of_sums(range(count), *draw(pool, np.arange(count))).minimal_detectable.tau for count in (500, 2000)
     ]
     assert seen[1] == pytest.approx(seen[0] / 2, rel=0.1)
 
@@ -180,7 +181,7 @@ def test_four_times_the_prompts_see_half():
 def test_a_single_draft_bounds_what_a_pair_will_see():
     accept_probs = [text.accept_probs("sample") for text in BASELINE]
     bound = rough_detectable(accept_probs, KEYS)
-    own = paired_effects(BETTER, BASELINE, KEYS, rule="sample", gamma=4)["minimal_detectable"]["alpha"]
+    own = paired_effects(BETTER, BASELINE, KEYS, rule="sample", gamma=4).minimal_detectable.alpha
     assert own < bound
     # sqrt(2) standard errors of alpha by brute force over resampled prompts, times z of both ends.
     sums = np.array([[sum(accept_probs[row].sum() for row in rows), sum(len(accept_probs[row]) for row in rows)] for rows in np.arange(40).reshape(20, 2)])  # fmt: skip
@@ -199,16 +200,16 @@ def test_effects_of_calls_are_those_of_sums_without_alpha():
     blocks, faster = rng.uniform(10, 20, 20), rng.uniform(8, 16, 20)
     known = effects_of_sums(range(20), tokens, (accepted, faster), (accepted, blocks), looks=3)
     found = effects_of_calls(range(20), tokens, (faster, faster * 1.6), (blocks, blocks * 1.6), looks=3)
-    assert (found["alpha"], found["certain"], found["minimal_detectable"]["alpha"]) == (None, None, None)
+    assert found.minimal_detectable.alpha is None
     for key in ("gain", "ci"):
-        assert found["tau"][key] == pytest.approx(known["tau"][key])
+        assert getattr(found.tau, key) == pytest.approx(getattr(known.tau, key))
         # At one price the speed-up is tau, scaled.
-        assert found["speed_up"][key] == pytest.approx(np.array(known["tau"][key]) / 1.6)
-    dearer = effects_of_calls(range(20), tokens, (faster, faster * 2.5), (blocks, blocks * 1.4))["speed_up"]
-    assert dearer["gain"] == pytest.approx(tokens.sum() / (faster.sum() * 2.5) - tokens.sum() / (blocks.sum() * 1.4))
+        assert getattr(found.speed_up, key) == pytest.approx(np.array(getattr(known.tau, key)) / 1.6)
+    dearer = effects_of_calls(range(20), tokens, (faster, faster * 2.5), (blocks, blocks * 1.4)).speed_up
+    assert dearer.gain == pytest.approx(tokens.sum() / (faster.sum() * 2.5) - tokens.sum() / (blocks.sum() * 1.4))
     same = ("confidence", "looks", "corrected_confidence", "method", "prompts", "tokens", "certain_tau")
-    assert {key: found[key] for key in same} == {key: known[key] for key in same}
-    assert found["minimal_detectable"]["tau"] == pytest.approx(known["minimal_detectable"]["tau"])
-    assert effects_of_calls(range(20), tokens, (faster, None), (blocks, None))["speed_up"] is None
+    assert [getattr(found, key) for key in same] == [getattr(known, key) for key in same]
+    assert found.minimal_detectable.tau == pytest.approx(known.minimal_detectable.tau)
+    assert effects_of_calls(range(20), tokens, (faster, None), (blocks, None)).speed_up is None
     with pytest.raises(ValueError, match="no response has a token"):
         effects_of_calls([], np.zeros(0), (np.zeros(0), None), (np.zeros(0), None))

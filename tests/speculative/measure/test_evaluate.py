@@ -37,32 +37,32 @@ HELDOUT = heldout_of(SETTINGS)
 
 def test_judge_reports_every_number_overall_and_by_domain():
     result, _ = judge(TARGET, Draft(DRAFT), HELDOUT, SETTINGS)
-    assert (result["rule"], result["gamma"], result["prompts"], result["tokens"]) == ("sample", 3, 12, 480)
-    assert result["alpha_ci"][0] < result["alpha"] < result["alpha_ci"][1]
-    assert result["tau_ci"][0] < result["tau"] < result["tau_ci"][1]
-    assert 1 < result["tau"] < 4
-    assert len(result["survival"]) == 3
-    assert result["survival"][0] > result["accepted_per_drafted"] > result["survival"][2]
-    assert list(result["replay"]) == list(range(33))
-    assert result["tokens_per_second"] > 0
-    assert abs(result["replay_check"]["z"]) < 3.5
-    assert set(result["domains"]) == {"domain-0", "domain-1"}
+    assert (result.rule, result.gamma, result.prompts, result.tokens) == ("sample", 3, 12, 480)
+    assert result.alpha_ci[0] < result.alpha < result.alpha_ci[1]
+    assert result.tau_ci[0] < result.tau < result.tau_ci[1]
+    assert 1 < result.tau < 4
+    assert len(result.survival) == 3
+    assert result.survival[0] > result.accepted_per_drafted > result.survival[2]
+    assert list(result.replay) == list(range(33))
+    assert result.tokens_per_second > 0
+    assert abs(result.replay_check.z) < 3.5
+    assert set(result.domains) == {"domain-0", "domain-1"}
     for name in ("prompts", "tokens", "live_tokens", "blocks"):
-        assert sum(numbers[name] for numbers in result["domains"].values()) == result[name]
-    for numbers in result["domains"].values():
-        assert {"alpha", "alpha_ci", "tau", "tau_ci", "accepted_per_drafted", "survival"} <= set(numbers)
-    assert result["live_tokens"] == 12 * 20, "each prompt is decoded once, however many frozen samples it has"
-    json.dumps(result)
+        assert sum(getattr(numbers, name) for numbers in result.domains.values()) == getattr(result, name)
+    for numbers in result.domains.values():
+        assert {"alpha", "alpha_ci", "tau", "tau_ci", "accepted_per_drafted", "survival"} <= set(numbers.record())
+    assert result.live_tokens == 12 * 20, "each prompt is decoded once, however many frozen samples it has"
+    json.dumps(result.record())
 
 
 def test_a_draft_is_judged_either_way_it_drafts():
     draft = perturbed(TARGET, 0.03)
     draft.config.pard_token = 49
     token_wise, blocks = (judge(TARGET, one, HELDOUT, SETTINGS)[0] for one in drafts_of(draft))
-    assert (token_wise["alpha"], token_wise["replay"][1]) == (blocks["alpha"], pytest.approx(blocks["replay"][1]))
-    assert list(blocks["replay"]) == list(range(9))
-    assert blocks["tau"] < token_wise["tau"], "nobody taught it the mask"
-    assert abs(blocks["replay_check"]["z"]) < 3.5
+    assert (token_wise.alpha, token_wise.replay[1]) == (blocks.alpha, pytest.approx(blocks.replay[1]))
+    assert list(blocks.replay) == list(range(9))
+    assert blocks.tau < token_wise.tau, "nobody taught it the mask"
+    assert abs(blocks.replay_check.z) < 3.5
 
 
 def test_a_better_draft_has_a_positive_paired_gain():
@@ -70,15 +70,15 @@ def test_a_better_draft_has_a_positive_paired_gain():
     scores = [score_tokens(draft, HELDOUT, SETTINGS.sampling) for draft in drafts]
     better, worse = (judge_frozen(Draft(draft), HELDOUT, SETTINGS) for draft in drafts)
     gain = paired_effects(*scores, [response.prompt for response in HELDOUT], rule="sample", gamma=3)
-    assert gain["alpha"]["gain"] == pytest.approx(better["alpha"] - worse["alpha"])
-    assert gain["alpha"]["ci"][0] > 0
+    assert gain.alpha.gain == pytest.approx(better.alpha - worse.alpha)
+    assert gain.alpha.ci[0] > 0
 
 
 def test_a_domain_of_empty_responses_is_left_out():
     empty = [HeldoutResponse("e", "empty", [1, 2], [], [])]
     result = judge_frozen(Draft(DRAFT), [*HELDOUT, *empty], SETTINGS)
-    assert "empty" not in result["domains"]
-    assert result["alpha"] == pytest.approx(judge_frozen(Draft(DRAFT), HELDOUT, SETTINGS)["alpha"])
+    assert "empty" not in result.domains
+    assert result.alpha == pytest.approx(judge_frozen(Draft(DRAFT), HELDOUT, SETTINGS).alpha)
 
 
 @pytest.mark.parametrize("rule", ["sample", "greedy"])
@@ -86,9 +86,9 @@ def test_the_target_as_its_own_draft_scores_one(rule):
     sampling = GREEDY if rule == "greedy" else SETTINGS.sampling
     settings = DecodeSettings(sampling, 3, rule, max_tokens=20)
     result, _ = judge(TARGET, Draft(TARGET), heldout_of(settings), settings)
-    assert result["alpha"] == pytest.approx(1.0, abs=1e-5)  # float32, calls of different shape
-    assert result["tau"] == 4.0
-    assert result["accepted_per_drafted"] == 1.0
+    assert result.alpha == pytest.approx(1.0, abs=1e-5)  # float32, calls of different shape
+    assert result.tau == 4.0
+    assert result.accepted_per_drafted == 1.0
 
 
 def test_judge_refuses_nothing_to_judge():

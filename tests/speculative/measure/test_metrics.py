@@ -87,12 +87,12 @@ def test_latency_by_hand():
     fast = Response("a", [1], commit_seconds=[0.1, 0.3, 0.4], commit_sizes=[2, 3, 1])
     slow = Response("b", [1], commit_seconds=[0.5], commit_sizes=[4])
     found = latency([fast, slow])
-    assert found["first_token"]["p50"] == pytest.approx(0.3)
-    assert found["between_commits"]["p50"] == pytest.approx(0.15)  # pauses of 0.2 and 0.1
-    assert found["per_token"]["p99"] == pytest.approx(0.3 / 4)  # four tokens behind the first commit
-    assert found["per_response"]["p50"] == pytest.approx(0.45)  # the last tokens came at 0.4 and 0.5
-    assert set(latency([slow])) == {"first_token", "per_response"}
-    assert latency([]) == {}
+    assert found.first_token.p50 == pytest.approx(0.3)
+    assert found.between_commits.p50 == pytest.approx(0.15)  # pauses of 0.2 and 0.1
+    assert found.per_token.p99 == pytest.approx(0.3 / 4)  # four tokens behind the first commit
+    assert found.per_response.p50 == pytest.approx(0.45)  # the last tokens came at 0.4 and 0.5
+    assert set(latency([slow]).record()) == {"first_token", "per_response"}
+    assert latency([]).record() == {}
 
 
 def test_stages_and_the_host_make_the_whole():
@@ -158,7 +158,7 @@ def test_few_prompts_widen_the_ends_and_many_do_not():
 def test_intervals_without_a_spread_are_the_number_itself():
     same = np.tile([[10.0, 7.0, 4.0]], (5, 1))
     assert np.ptp(intervals_of_sums(same, ratios), axis=1).tolist() == [0.0, 0.0]
-    assert intervals_of_sums(same[:1], ratios) == [[0.7, 0.7], [2.5, 2.5]]
+    assert intervals_of_sums(same[:1], ratios) == [(0.7, 0.7), (2.5, 2.5)]
     # One prompt that differs: BCa has no bias to correct at the rim, the interval stays finite and holds the number.
     lone = np.concatenate((np.tile([[10.0, 10.0, 4.0]], (4, 1)), [[10.0, 3.0, 4.0]]))
     (low, high), _ = intervals_of_sums(lone, ratios)
@@ -179,7 +179,7 @@ def test_two_prompts_that_mirror_each_other_have_an_interval_too():
     """No skew and a tail of 0: the levels are 0 times infinity, which is no number."""
     assert expanded_tail(0.999, 2) == 0.0
     mirrored = np.array([[10.0, 7.0, 4.0], [10.0, 5.0, 4.0]])
-    assert intervals_of_sums(mirrored, lambda sums_C: sums_C[..., 1:2] / sums_C[..., :1], 0.999) == [[0.5, 0.7]]
+    assert intervals_of_sums(mirrored, lambda sums_C: sums_C[..., 1:2] / sums_C[..., :1], 0.999) == [(0.5, 0.7)]
 
 
 def test_both_ends_are_corrected_alike_however_small_the_tail():

@@ -142,7 +142,7 @@ def test_expected_blocks_of_every_rule_equal_the_recursion(rule, stop_below, par
             check = agreement_of([text], rule, [mean + 100], gamma, stop_below=stop_below)
             if variance > 1e-9:
                 # The counted blocks become a whole number first.
-                np.testing.assert_allclose(check["z"], (int(mean + 100) - mean) / math.sqrt(variance), rtol=1e-6)
+                np.testing.assert_allclose(check.z, (int(mean + 100) - mean) / math.sqrt(variance), rtol=1e-6)
     assert blocks_NK[:, 0].tolist() == [12, 1, 40, 5], "gamma 0 is a call per token"
     monkeypatch.setattr(replay_module, "ENTRIES_PER_GROUP", 1)
     one_at_a_time = expected_blocks_of(scores, rule, gammas, stop_below=stop_below)
@@ -329,7 +329,7 @@ def test_greedy_replay_equals_live_block_counts_exactly(gamma):
     responses, _ = decode(TARGET, ModelDrafter(DRAFT), prompts_of([9, 1, 23, 4, 15]), settings, batch_size=2)
     scores, counted = score_tokens(DRAFT, responses, GREEDY), [response.blocks for response in responses]
     assert expected_blocks_of(scores, "greedy", (gamma,))[:, 0].tolist() == counted
-    assert agreement_of(scores, "greedy", counted, gamma)["z"] == 0.0
+    assert agreement_of(scores, "greedy", counted, gamma).z == 0.0
     # From plain text as well: speculation did not change it.
     plain, _ = decode(
         TARGET, None, prompts_of([9, 1, 23, 4, 15]), DecodeSettings(GREEDY, max_tokens=40, eos_ids=(3, 8))
@@ -354,7 +354,7 @@ def test_replay_agrees_with_live_decoding(rule, gamma, frozen):
         TARGET, ModelDrafter(DRAFT), prompts, DecodeSettings(sampling, gamma, rule, 40, (3,)), batch_size=60
     )
     counted = [response.blocks for response in live]
-    assert abs(agreement_of(score_tokens(DRAFT, live, sampling), rule, counted, gamma)["z"]) < 3.5
+    assert abs(agreement_of(score_tokens(DRAFT, live, sampling), rule, counted, gamma).z) < 3.5
     # On other text of the same target, with another seed, the two taus agree within both standard errors.
     plain, scores = frozen
     blocks = expected_blocks_of(scores, rule, (gamma,))[:, 0]
@@ -374,10 +374,10 @@ def test_replay_knows_a_confidence_stop(rule):
     policy = FixedGamma(6, stop_below=0.3)
     live, _ = decode(TARGET, ModelDrafter(worse), prompts, settings, batch_size=80, policy=policy)
     scores, counted = score_tokens(worse, live, sampling), [response.blocks for response in live]
-    assert abs(agreement_of(scores, rule, counted, 6, stop_below=0.3)["z"]) < 3.5
+    assert abs(agreement_of(scores, rule, counted, 6, stop_below=0.3).z) < 3.5
     blind = agreement_of(scores, rule, counted, 6)
-    assert blind["z"] is None or blind["z"] > 6
-    assert blind["predicted_blocks"] < blind["live_blocks"]
+    assert blind.z is None or blind.z > 6
+    assert blind.predicted_blocks < blind.live_blocks
 
 
 def test_block_verification_is_told_from_token_verification():
@@ -385,8 +385,8 @@ def test_block_verification_is_told_from_token_verification():
     worse, settings = perturbed(TARGET, 0.08), DecodeSettings(SamplingSettings(1.0), 5, "block", 60)
     live, _ = decode(TARGET, ModelDrafter(worse), prompts_of([5] * 120), settings, batch_size=120)
     scores, counted = score_tokens(worse, live, settings.sampling), [response.blocks for response in live]
-    assert abs(agreement_of(scores, "block", counted, 5)["z"]) < 3.5
-    assert agreement_of(scores, "sample", counted, 5)["z"] < -5
+    assert abs(agreement_of(scores, "block", counted, 5).z) < 3.5
+    assert agreement_of(scores, "sample", counted, 5).z < -5
     # Survival, too: live counts against replay, each block's share with a standard error below 0.006.
     kept = [count for response in live for count in response.accepted_counts]
     np.testing.assert_allclose(survival_of(scores, "block", 5), survival(kept, 5), atol=0.03)
@@ -411,7 +411,7 @@ def test_positions_that_drift_are_seen_by_replay_and_by_nothing_else():
         if hook is not None:
             hook.remove()
         scores = score_tokens(draft, responses, settings.sampling)
-        z_scores[name] = agreement_of(scores, "sample", [response.blocks for response in responses], 4)["z"]
+        z_scores[name] = agreement_of(scores, "sample", [response.blocks for response in responses], 4).z
     assert abs(z_scores["right"]) < 3.5
     assert z_scores["shifted"] > 6
 
@@ -467,6 +467,6 @@ def test_a_draft_that_saw_something_else_is_warned_about_and_an_honest_one_is_no
         check = agreement_of(coins, "sample", [predicted + deviations * spread], 3)
         text = agreement_warning(check)
         assert (text is not None) == warns
-        assert not warns or (f"z = {check['z']:+.1f}" in str(text) and "draft positions, masks" in str(text))
+        assert not warns or (f"z = {check.z:+.1f}" in str(text) and "draft positions, masks" in str(text))
     assert agreement_words(None, 1) == "no replay for this rule"
     assert agreement_warning(None) is None

@@ -79,7 +79,7 @@ def test_a_greedy_cascade_has_exactly_the_blocks_of_live_decoding(gamma, then_ga
     assert found.calls_NK[:, 0].tolist() == [one.blocks for one in live]
     assert found.found_NK.sum() > 0 < found.others_NK.sum()
     if then_gamma == gamma:
-        assert agreement_of(scores, "greedy", [one.blocks for one in live], gamma, sure=kept)["z"] == 0.0
+        assert agreement_of(scores, "greedy", [one.blocks for one in live], gamma, sure=kept).z == 0.0
     else:
         longer = found_blocks(kept, (gamma,), texts_of(scores, "greedy"))
         assert longer.calls_NK.sum() < found.calls_NK.sum()
@@ -106,9 +106,9 @@ def test_a_sampled_cascade_agrees_with_live_decoding_within_coins(rule, gamma):
     kept = [kept_by_lookup(text, gamma, 4, 2) for text in live]
     scores = score_tokens(worse, live, SAMPLED)
     counted = [one.blocks for one in live]
-    assert abs(agreement_of(scores, rule, counted, gamma, sure=kept)["z"]) < 4
+    assert abs(agreement_of(scores, rule, counted, gamma, sure=kept).z) < 4
     # Without the lookup in front the blocks would be others: the check sees who proposed.
-    assert agreement_of(scores, rule, counted, gamma)["agrees"] is False
+    assert agreement_of(scores, rule, counted, gamma).agrees is False
     blocks = found_blocks(kept, (gamma,), texts_of(scores, rule))
     assert blocks.found_NK.sum() > 50
     # Some blocks stand in for others, so their number varies less than if each were a coin.

@@ -1,0 +1,74 @@
+"""The base of everything that is kept as JSON: frozen records, and how a file of one is read."""
+
+import importlib.metadata
+import json
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+from pydantic import BaseModel, ConfigDict, InstanceOf, ValidationError
+
+from speculative.errors import UserError
+
+# Text of models may hold what no UTF-8 has, so it is only asked to be text.
+Text = InstanceOf[str]
+
+
+def version_of(package: str) -> str | None:
+    """Of an installed package; None where it is not."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+VERSION = version_of("understudy") or "unknown"
+
+
+class Record(BaseModel):
+    """Frozen. A key that is not known here stays as it is, and one that was never set is not written."""
+
+    FORMAT: ClassVar[int | None] = None
+    model_config = ConfigDict(frozen=True, extra="allow", allow_inf_nan=False)
+
+    def record(self) -> dict[str, Any]:
+        """Plain values, as they are written to disk."""
+        return self.model_dump(exclude_unset=True)
+
+    @classmethod
+    def read(cls, path: Path, remedy: str, absent: str = "not there") -> Self:
+        """The record that a JSON file holds.
+
+        Raises:
+            UserError: not there, not readable, damaged (NaN is no number of JSON), or a key is missing or holds something else.
+        """
+        try:
+            tree = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
+            if cls.FORMAT is not None and isinstance(tree, dict) and tree.get("format") != cls.FORMAT:
+                made = tree.get("format", 1)
+                by = "0.1" if made == 1 else tree.get("version")
+                raise UserError(
+                    f"{path}: written by version {by} of understudy (format {made}); "
+                    f"version {VERSION} reads format {cls.FORMAT}: make it again in a new folder, or read it with that version"
+                )
+            return cls.model_validate(tree)
+        except UserError:
+            raise
+        except FileNotFoundError as error:
+            raise UserError(f"{path}: {absent}") from error
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_input=False)[0]
+            fault = (
+                "is missing" if first["type"] in ("missing", "too_short") else f"holds something else ({first['msg']})"
+            )
+            what = f"key {_dotted(first['loc'])}" if first["loc"] else "the file"
+            raise UserError(f"{path}: {what} {fault}; {remedy}") from error
+        except (OSError, ValueError) as error:
+            raise UserError(f"{path}: cannot be read ({' '.join(str(error).split())}); {remedy}") from error
+
+
+def _dotted(place: tuple[int | str, ...]) -> str:
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place).removeprefix(".")
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no number of JSON")
