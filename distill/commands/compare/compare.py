@@ -21,8 +21,8 @@ from rich.console import Console
 from data.files import read_manifest, writing
 from distill.commands.compare.comparison import (
     Comparison,
-    Entry,
     JudgedGate,
+    Scored,
     comparison,
     draft_of,
     drafting_of,
@@ -167,7 +167,7 @@ def load_text(options: CompareOptions) -> FrozenText:
     return text
 
 
-def read_drafts(text: FrozenText, names: Sequence[str], gamma: int, timing: bool) -> list[Entry]:
+def read_drafts(text: FrozenText, names: Sequence[str], gamma: int, timing: bool) -> list[Scored]:
     """Every way: its draft scored on the text and, if asked, timed beside the target; one in memory at a time.
 
     Drafts of one shape that draft alike share one measurement, because their steps cost the same; all share the target's own
@@ -178,7 +178,7 @@ def read_drafts(text: FrozenText, names: Sequence[str], gamma: int, timing: bool
     """
     if timing and text.config.target.endpoint is not None:
         raise UserError(f"{text.run}: its target is on a server, so nothing can be timed here; add --no-timing")
-    drafts: dict[tuple[str, Drafting], Entry] = {}
+    drafts: dict[tuple[str, Drafting], Scored] = {}
     by_shape: dict[Any, StepCosts] = {}
     for name in names:
         path, drafting = draft_of(name), drafting_of(name)
@@ -188,7 +188,9 @@ def read_drafts(text: FrozenText, names: Sequence[str], gamma: int, timing: bool
         scores = score_tokens(draft.model, text.responses, text.sampling, offsets=draft.offsets(gamma))
         if timing and draft.shape not in by_shape:
             by_shape[draft.shape] = _timed(text, draft, gamma)
-        entry = Entry(path, path, draft.model.num_parameters(), scores, None, shape=draft.shape)
+        entry = Scored(
+            name=path, path=path, parameters=draft.model.num_parameters(), scores=scores, costs=None, shape=draft.shape
+        )
         drafts[find_student(path), drafting] = entry
     costs = _shared_target(by_shape)
     entries = []
@@ -199,7 +201,7 @@ def read_drafts(text: FrozenText, names: Sequence[str], gamma: int, timing: bool
         found = with_lookup(own, text.responses, text.rule, gamma, price) if looks_up(name) else own
         assert found is not None
         shown = name if name not in names[:number] else f"{name} #{number + 1}"
-        entries.append(replace(found, way=shown, path=name, costs=price))
+        entries.append(replace(found, name=shown, path=name, costs=price))
     return entries
 
 

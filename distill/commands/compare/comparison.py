@@ -29,24 +29,22 @@ BEFORE, PARALLEL = f"{LOOKUP}+", "parallel+"
 UNTIMED = given_costs(1.0, 0.0)
 
 
-@dataclass(frozen=True)
-class Entry:
-    """A way on the table: what the frozen text and the clock say of it.
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Scored(Way):
+    """A way with what the frozen text and the clock say of it, from which every gamma follows.
 
     scores: of its draft; None for lookup alone. kept: where lookup is in it, tokens of a lookup that are kept at each place of each
-    response (`kept_by_lookup`), at these n-gram sizes (longest, shortest). costs: of lookup alone the target's side. shape: of its draft.
+    response (`kept_by_lookup`). costs: of lookup alone the target's side. shape: of its draft.
     """
 
-    way: str
     path: str
     parameters: int
     scores: list[TokenScores] | None
     costs: StepCosts | None
     kept: list[np.ndarray] | None = None
-    sizes: tuple[int, int] | None = None
     shape: Hashable = None
 
-    def chosen(self, rows: Sequence[int]) -> "Entry":
+    def chosen(self, rows: Sequence[int]) -> "Scored":
         """The same on these responses only."""
         return replace(
             self,
@@ -98,17 +96,17 @@ def looks_up(way: str) -> bool:
 
 
 def with_lookup(
-    draft: Entry | None, texts: Sequence[HeldoutResponse], rule: str, gamma: int, costs: StepCosts | None
-) -> Entry:
+    draft: Scored | None, texts: Sequence[HeldoutResponse], rule: str, gamma: int, costs: StepCosts | None
+) -> Scored:
     """Lookup alone, or before a draft, at the n-gram sizes that replay of the text finds best at this gamma.
 
     costs: measured ones of the draft, or of any draft for lookup alone; None: untimed.
     """
-    own = draft or Entry(LOOKUP, LOOKUP, 0, None, costs)
+    own = draft or Scored(name=LOOKUP, path=LOOKUP, parameters=0, scores=None, costs=costs)
     drafted = None if own.scores is None else texts_of(own.scores, rule)
     sizes = tuned_lookup(texts, costs or UNTIMED, (gamma,), drafted).sizes
     return replace(
-        own, costs=costs, kept=[kept_by_lookup(text, max(CURVE_GAMMAS), *sizes) for text in texts], sizes=sizes
+        own, costs=costs, kept=[kept_by_lookup(text, max(CURVE_GAMMAS), *sizes) for text in texts], ngrams=sizes
     )
 
 
@@ -191,7 +189,7 @@ class Comparison(Record):
         return [one for one in self.differences if one.text == text]
 
 
-def comparison(text: FrozenText, entries: Sequence[Entry], gamma: int, looks: int = 1) -> Comparison:
+def comparison(text: FrozenText, entries: Sequence[Scored], gamma: int, looks: int = 1) -> Comparison:
     """The rows, the paired differences and the domains; no gate is judged yet.
 
     ``looks``: drafts that each way was picked from on this text; the differences are widened for them too.
@@ -229,12 +227,12 @@ def comparison(text: FrozenText, entries: Sequence[Entry], gamma: int, looks: in
     )
 
 
-def _row(entry: Entry, keys: Sequence[Any], rule: str, gamma: int, text: str) -> Measured:
+def _row(entry: Scored, keys: Sequence[Any], rule: str, gamma: int, text: str) -> Measured:
     """A way on a text at one gamma: alpha and tau by replay, the speed-up predicted where steps were timed."""
     curve, how = calls_curve(entry.tokens_N, entry.calls(rule, (gamma,)), keys), dict[str, How](tau="replay")
     row = Measured(
-        entry.way, rule, 1, text, curve.prompts, curve.tokens, gamma, tau=curve.tau[0], tau_ci=curve.tau_ci[0],
-        how=how, ngrams=entry.sizes, tuned_on=None if entry.sizes is None else Way.tuned_on,
+        entry.name, rule, 1, text, curve.prompts, curve.tokens, gamma, tau=curve.tau[0], tau_ci=curve.tau_ci[0],
+        how=how, ngrams=entry.ngrams, tuned_on=None if entry.ngrams is None else entry.tuned_on,
     )  # fmt: skip
     if entry.judged is not None:
         alpha, alpha_ci = alpha_with_interval([own.accept_probs(rule) for own in entry.judged], keys)
@@ -246,11 +244,11 @@ def _row(entry: Entry, keys: Sequence[Any], rule: str, gamma: int, text: str) ->
     return row
 
 
-def _way(entry: Entry, keys: Sequence[Any], rule: str, gamma: int) -> ComparedWay:
+def _way(entry: Scored, keys: Sequence[Any], rule: str, gamma: int) -> ComparedWay:
     gammas, scores, costs = scored_gammas(entry.scores or [], CURVE_GAMMAS), entry.scores, entry.costs
     curve = calls_curve(entry.tokens_N, entry.calls(rule, gammas), keys)
     way = ComparedWay(
-        way=entry.way, path=entry.path, parameters=entry.parameters, gammas=gammas, taus=curve.tau, taus_ci=curve.tau_ci,
+        way=entry.name, path=entry.path, parameters=entry.parameters, gammas=gammas, taus=curve.tau, taus_ci=curve.tau_ci,
         survival=None if entry.judged is None else survival_of(entry.judged, rule, gamma),
     )  # fmt: skip
     if costs is None:
@@ -269,7 +267,7 @@ def _way(entry: Entry, keys: Sequence[Any], rule: str, gamma: int) -> ComparedWa
 
 
 def _difference(
-    ours: Entry, first: Entry, keys: Sequence[Any], rule: str, gamma: int, where: tuple[str, int]
+    ours: Scored, first: Scored, keys: Sequence[Any], rule: str, gamma: int, where: tuple[str, int]
 ) -> Difference:
     """What a way gains over the first, with each one's own price in the speed-up; where: the text, and the looks at it."""
     text, looks = where
@@ -280,5 +278,5 @@ def _difference(
     found = effects_of_calls(keys, first.tokens_N, *sides, looks=looks)
     if ours.judged is not None and first.judged is not None:
         paired = paired_effects(ours.judged, first.judged, keys, rule=rule, gamma=gamma, looks=looks)
-        return Difference(way=ours.way, text=text, **dict(paired) | {"speed_up": found.speed_up})
-    return Difference(way=ours.way, text=text, alpha=None, certain=None, **dict(found))
+        return Difference(way=ours.name, text=text, **dict(paired) | {"speed_up": found.speed_up})
+    return Difference(way=ours.name, text=text, alpha=None, certain=None, **dict(found))

@@ -11,7 +11,7 @@ from distill.commands.options import ProbeOptions
 from distill.commands.output import check_writable, write_asked
 from distill.commands.probe.memory import device_of, memory_of
 from distill.commands.probe.plan import MOST_GAMMA, TIMED_CONTEXT, Plan, read_plan
-from distill.commands.probe.result import Candidate, ModelFacts, Probe, Settings, overall
+from distill.commands.probe.result import ModelFacts, Probe, Prospect, Settings, overall
 from distill.commands.probe.screen import Stages, assumptions, busy_machine, print_probe
 from distill.commands.probe.texts import ProbeText, answered, chosen_prompts, decode_settings, text_name
 from distill.commands.target import open_target
@@ -44,7 +44,7 @@ def probe_command(options: ProbeOptions, console: Console) -> None:
 def probe(options: ProbeOptions, console: Console | None = None) -> Probe:
     """Everything the probe found, written to `options.out` too when that is given; stages are named on `console`.
 
-    A draft that can draft both ways is two candidates, and the faster of them is the draft's answer.
+    A draft that can draft both ways is two prospects, and the faster of them is the draft's answer.
 
     Raises:
         UserError: an option that cannot be, a folder that is not there, prompts that do not fit, no draft that can be used.
@@ -58,8 +58,8 @@ def probe(options: ProbeOptions, console: Console | None = None) -> Probe:
         target = opened.model
         prompts, notes = chosen_prompts(options, opened.tokenizer, opened.facts.context_length)
         longest = max(len(ids) for _, ids in prompts) + options.max_tokens
-        candidates = [way for path in options.drafts or () for way in _ways(_candidate(path, opened, longest))]
-    _require_one(candidates)
+        prospects = [way for path in options.drafts or () for way in _ways(_prospect(path, opened, longest))]
+    _require_one(prospects)
     with stages("self-check"):
         few = replace(decode_settings(options, target, plan.lead[0]), gamma=4, seed=0)
         few = replace(few, max_tokens=min(CHECKED_TOKENS, options.max_tokens))
@@ -68,23 +68,23 @@ def probe(options: ProbeOptions, console: Console | None = None) -> Probe:
     for temperature in plan.temperatures:
         with stages(f"target answers {len(prompts)} prompts at temperature {temperature:g}"):
             texts.append(answered(options, target, prompts, temperature))
-    plan = _with_room(plan, [target, *(one.draft.model for one in candidates if one.draft is not None)], notes)
+    plan = _with_room(plan, [target, *(one.draft.model for one in prospects if one.draft is not None)], notes)
     # With a draft, other batch sizes are timed with it.
-    own_plan = replace(plan, batch_sizes=plan.batch_sizes[:1]) if candidates else plan
+    own_plan = replace(plan, batch_sizes=plan.batch_sizes[:1]) if prospects else plan
     alone = _timed(own_plan, target, None, [plan.lead[1]], "the target", stages)
     first = next(iter(alone.values()))
     facts = [text.facts(range(1, max(first.verify_seconds) + 1), first) for text in texts]
     lookups = {row.text: row for row, _ in facts}
-    for candidate in candidates:
-        _judge(candidate, plan, target, texts, lookups, stages)
-    _require_one(candidates)
+    for prospect in prospects:
+        _judge(prospect, plan, target, texts, lookups, stages)
+    _require_one(prospects)
     planned = None if plan.given is None else ceilings.price_of(TARGET, plan.lead[1], plan.given)
     lead_text = text_name(plan.lead[0])
-    decision, best, sentence = overall(candidates, lookups[lead_text], planned)
-    first_prices = [price for one in candidates for price in one.prices if price.batch_size == plan.batch_sizes[0]]
+    decision, best, sentence = overall(prospects, lookups[lead_text], planned)
+    first_prices = [price for one in prospects for price in one.prices if price.batch_size == plan.batch_sizes[0]]
     warning = next(about.warning for _, about in facts if about.text == lead_text)
     served = saved_dtype(target.config) if options.dtype == "auto" else target.dtype
-    models = {id(one.draft.model): (one.name, one.draft.model) for one in candidates[::-1] if one.draft is not None}
+    models = {id(one.draft.model): (one.name, one.draft.model) for one in prospects[::-1] if one.draft is not None}
     settings = Settings(
         options.prompts, len(prompts), options.chat, options.max_tokens, lead_text, plan.lead[1], plan.gammas, plan.batch_sizes,
         "measured" if plan.given is None else "given", str(opened.device), torch.get_num_threads(), options.seed,
@@ -96,7 +96,7 @@ def probe(options: ProbeOptions, console: Console | None = None) -> Probe:
         texts=[about for _, about in facts],
         target_prices=[ceilings.price_of(TARGET, rule, costs) for (rule, _), costs in alone.items()],
         lookups=list(lookups.values()),
-        drafts=candidates,
+        drafts=prospects,
         assumptions=assumptions(plan, options.t_verify),
         notes=[*notes, *busy_machine([first.target_seconds, *(one.target_step_seconds for one in first_prices)])],
         memory=None if device is None else memory_of(device, served, target, list(models.values())[::-1]),
@@ -110,13 +110,13 @@ def probe(options: ProbeOptions, console: Console | None = None) -> Probe:
     return result
 
 
-def _candidate(path: str, target: Target, longest: int) -> Candidate:
+def _prospect(path: str, target: Target, longest: int) -> Prospect:
     """A draft as it would be served, in the dtype that the target is saved in, or the reason why it cannot be.
 
     Raises UserError for a folder or hub id that cannot be loaded: that is a typing mistake, not a finding.
     """
     model, agreement = read_draft(resolve(path), target)
-    found = Candidate(path, _described(path, model), f"{agreement.verdict}: {agreement.detail}")
+    found = Prospect(path, _described(path, model), f"{agreement.verdict}: {agreement.detail}")
     context = found.model.context
     if agreement.verdict == "refuse":
         found.refused = f"it does not share the target's vocabulary: {agreement.detail}; choose a draft of the target's family, or carve one from the target"
@@ -135,23 +135,23 @@ def _candidate(path: str, target: Target, longest: int) -> Candidate:
     return found
 
 
-def _ways(candidate: Candidate) -> list[Candidate]:
-    """The candidate drafting token by token, and as another one in one pass a block where its config names a mask token."""
-    if candidate.draft is None:
-        return [candidate]
+def _ways(prospect: Prospect) -> list[Prospect]:
+    """The prospect drafting token by token, and as another one in one pass a block where its config names a mask token."""
+    if prospect.draft is None:
+        return [prospect]
     note = "what distilling would bring it is told from drafts that draft token by token, at every offset alike"
-    ways = [candidate]
-    for draft in drafts_of(candidate.draft.model)[1:]:
-        way = Candidate(candidate.name, candidate.model, candidate.vocabulary, draft=draft, notes=[note])
-        way.name = f"{candidate.name}, {way.drafting}"
+    ways = [prospect]
+    for draft in drafts_of(prospect.draft.model)[1:]:
+        way = Prospect(prospect.name, prospect.model, prospect.vocabulary, draft=draft, notes=[note])
+        way.name = f"{prospect.name}, {way.drafting}"
         ways.append(way)
     return ways
 
 
-def _require_one(candidates: Sequence[Candidate]) -> None:
+def _require_one(prospects: Sequence[Prospect]) -> None:
     """Raises UserError with the reasons when drafts were given and none can be used."""
-    if candidates and all(candidate.draft is None for candidate in candidates):
-        reasons = [f"{candidate.name}: {candidate.refused}" for candidate in candidates]
+    if prospects and all(prospect.draft is None for prospect in prospects):
+        reasons = [f"{prospect.name}: {prospect.refused}" for prospect in prospects]
         raise UserError(f"no draft can be used: {'; '.join(reasons)}" if len(reasons) > 1 else f"draft {reasons[0]}")
 
 
@@ -198,7 +198,7 @@ def _timed(
 
 
 def _judge(
-    candidate: Candidate,
+    prospect: Prospect,
     plan: Plan,
     target: PreTrainedModel,
     texts: Sequence[ProbeText],
@@ -206,7 +206,7 @@ def _judge(
     stages: Stages,
 ) -> None:
     """Fills a draft's record: one pass per temperature for every rule, its times, and what follows from both."""
-    draft, name = candidate.draft, candidate.name
+    draft, name = prospect.draft, prospect.name
     if draft is None:
         return
     most, load = MOST_GAMMA if plan.given else max(plan.gammas), plan.batch_sizes[0]
@@ -217,7 +217,7 @@ def _judge(
             scores = [score_tokens(draft.model, text.responses, text.sampling, offsets=offsets) for text in texts]
         costs = _timed(plan, target, draft, rules, name, stages)
     except UserError as error:
-        candidate.refused, candidate.draft = str(error), None
+        prospect.refused, prospect.draft = str(error), None
         return
     for text, own in zip(texts, scores, strict=True):
         for rule in text.rules:
@@ -225,13 +225,13 @@ def _judge(
             outlook = ceilings.draft_outlook(
                 own, text.peaks, text.keys, costs[rule, load], text.row(name, rule, load), lookups[text.name].speed_up or 1.0, said
             )  # fmt: skip
-            candidate.outlooks.append(outlook)
+            prospect.outlooks.append(outlook)
             if (text.sampling.temperature, rule) == plan.lead:
-                candidate.lead = outlook
-                candidate.detectable_alpha = rough_detectable([one.accept_probs(rule) for one in own], text.keys)
-    lead = candidate.lead
+                prospect.lead = outlook
+                prospect.detectable_alpha = rough_detectable([one.accept_probs(rule) for one in own], text.keys)
+    lead = prospect.lead
     assert lead is not None
-    candidate.prices = [ceilings.price_of(name, rule, found) for (rule, _), found in costs.items()]
-    candidate.at_loads = [
+    prospect.prices = [ceilings.price_of(name, rule, found) for (rule, _), found in costs.items()]
+    prospect.at_loads = [
         ceilings.at_load(lead.now, lead.taus, found) for (_, size), found in costs.items() if size != load
     ]

@@ -25,7 +25,7 @@ class ModelFacts:
 
 
 @dataclass
-class Candidate:
+class Prospect:
     """A draft that was asked about, drafting one way; `draft` is None and `refused` says why when it cannot be used.
 
     prices: of each rule at the first batch size, the leading one first, and of that one at the others. outlooks: of each text
@@ -119,7 +119,7 @@ class Probe:
     texts: list[TextFacts]
     target_prices: list[Price]
     lookups: list[Measured]
-    drafts: list[Candidate]
+    drafts: list[Prospect]
     assumptions: list[str]
     notes: list[str]
     memory: Memory | None
@@ -135,7 +135,7 @@ class Probe:
         return self.decision in WORTH_DISTILLING
 
     @property
-    def usable(self) -> list[Candidate]:
+    def usable(self) -> list[Prospect]:
         """The drafts that could be judged."""
         return [one for one in self.drafts if one.refused is None]
 
@@ -160,11 +160,11 @@ class Probe:
         }  # fmt: skip
 
 
-def draft_sentence(candidate: Candidate, baseline: float) -> str:
+def draft_sentence(prospect: Prospect, baseline: float) -> str:
     """The verdict about one draft in words; baseline: speed-up of prompt lookup."""
-    lead = candidate.lead
+    lead = prospect.lead
     assert lead is not None
-    alone = _alone_sentence(candidate.name, lead, candidate.prices[0], baseline)
+    alone = _alone_sentence(prospect.name, lead, prospect.prices[0], baseline)
     if lead.decision == "hopeless" or not lead.both:
         return alone
     now, distilled = lead.both
@@ -199,9 +199,9 @@ def _alone_sentence(name: str, lead: Outlook, price: Price, baseline: float) -> 
     return f"{name}: no go. It has {has}; {hope}, under {bar}: take a better or a cheaper draft."
 
 
-def overall(drafts: Sequence[Candidate], lookup: Measured, planned: Price | None) -> tuple[str, Candidate | None, str]:
+def overall(drafts: Sequence[Prospect], lookup: Measured, planned: Price | None) -> tuple[str, Prospect | None, str]:
     """(decision, the draft with the best prospect, one sentence for all); planned: the given times, where there are."""
-    by_model: dict[int, list[Candidate]] = {}
+    by_model: dict[int, list[Prospect]] = {}
     for one in drafts:
         if one.draft is not None:
             by_model.setdefault(id(one.draft.model), []).append(one)

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from distill.commands.probe.plan import Plan
-from distill.commands.probe.result import Candidate, Probe, draft_sentence
+from distill.commands.probe.result import Probe, Prospect, draft_sentence
 from distill.report.table import NOTHING, Cell, Column, Table
 from speculative.explain.ceilings import Price
 from speculative.measure.effects import too_few
@@ -123,14 +123,14 @@ def probe_lines(result: Probe) -> list[str]:
     return [*lines, f"Verdict: {result.sentence}"]
 
 
-def _detectable(candidate: Candidate, prompts: int) -> list[str]:
-    said, seen = too_few(prompts), candidate.detectable_alpha or 0.0
+def _detectable(prospect: Prospect, prompts: int) -> list[str]:
+    said, seen = too_few(prompts), prospect.detectable_alpha or 0.0
     if said is None and seen >= 0.0005:
         said = (
             f"with these {prompts} prompts a gain of {seen:.3f} in alpha would be seen in 4 of 5 cases (80 % power), "
             f"with {4 * prompts} one of {seen / 2:.3f}"
         )
-    return [] if said is None else [f"{candidate.name}: {said}"]
+    return [] if said is None else [f"{prospect.name}: {said}"]
 
 
 def prices_table(result: Probe) -> Table:
@@ -143,23 +143,23 @@ def prices_table(result: Probe) -> Table:
     )
     for one in result.target_prices:
         table.add(TARGET, "", one.batch_size, 1e3 * one.target_step_seconds, None, None, _verify(one), "")
-    for one in (price for candidate in result.usable for price in candidate.prices):
+    for one in (price for prospect in result.usable for price in prospect.prices):
         seconds = 1e3 * one.target_step_seconds, 1e3 * one.draft_step_seconds
         perfect = Cell(_times(one.perfect_speed_up, one.perfect_gamma), mark="hopeless" if one.hopeless else "")
         table.add(one.way, one.rule, one.batch_size, *seconds, one.cost_ratio, _verify(one), perfect)
     return table
 
 
-def outlook_table(candidate: Candidate, result: Probe) -> Table:
+def outlook_table(prospect: Prospect, result: Probe) -> Table:
     """What a draft has under each rule at each temperature, and what it could have."""
     settings = result.settings
     table = Table(
         ["text", "rule", Column("alpha", ".3f"), Column("room", "+.3f"), "survival", Column("tau", ".2f"), "now", "distilled", "ceiling"],
-        title=f"{candidate.name} as it is: {settings.prompts} prompts, batch {settings.batch_sizes[0]}",
+        title=f"{prospect.name} as it is: {settings.prompts} prompts, batch {settings.batch_sizes[0]}",
         caption="@: gamma; room: alpha up to its ceiling; survival of the first 1, 2, 3 drafted tokens; predicted speed-up now, distilled "
         "as far as drafts that start there have come, and at the ceiling of the rule",
     )  # fmt: skip
-    for one in candidate.outlooks:
+    for one in prospect.outlooks:
         now, gamma = one.now, one.now.gamma or min(3, max(one.taus))
         table.add(
             now.text,
@@ -197,7 +197,7 @@ def _way(row: Measured) -> tuple[str, str, Cell]:
     return row.way, sizes, Cell(row.speed_up, ci=ci, note=at)
 
 
-def break_even_table(used: Sequence[Candidate]) -> Table:
+def break_even_table(used: Sequence[Prospect]) -> Table:
     """The alpha under which drafting is slower than not, by gamma."""
     gammas = list(used[0].prices[0].break_even_alpha)
     columns: list[Column | str] = ["", *(Column(str(gamma), ".2f") for gamma in gammas)]

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from distill.commands.compare.compare import read_drafts
-from distill.commands.compare.comparison import PARALLEL, Comparison, Difference, Entry, comparison
+from distill.commands.compare.comparison import PARALLEL, Comparison, Difference, Scored, comparison
 from distill.commands.drift.baseline import OTHERS
 from distill.run.frozen_text import FrozenText, load_frozen_text
 from speculative.measure.effects import fewest_prompts
@@ -70,7 +70,7 @@ def judge_gate(
 
 
 def _compared(
-    text: FrozenText, entries: Sequence[Entry], old_keys: Collection[str], old: bool, gamma: int, looks: int
+    text: FrozenText, entries: Sequence[Scored], old_keys: Collection[str], old: bool, gamma: int, looks: int
 ) -> Comparison | None:
     """The two drafts on one side of the text; None without text."""
     chosen = [index for index, one in enumerate(text.responses) if (one.key in old_keys) == old]

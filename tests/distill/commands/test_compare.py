@@ -190,7 +190,7 @@ def test_domains_are_compared_each_by_itself(tiny_run, worse):
         own, _ = result.differences_on(domain)
         assert own.tau.gain == pytest.approx(taus[1] - taus[0])
         assert own.looks == 4, "two comparisons in each of two domains"
-        assert [result.row(entry.way, domain).tau for entry in entries[:2]] == pytest.approx(taus)
+        assert [result.row(entry.name, domain).tau for entry in entries[:2]] == pytest.approx(taus)
     text_of = drawn(domain_table(result))
     assert "half-0" in text_of
     assert "all 4 comparisons" in text_of

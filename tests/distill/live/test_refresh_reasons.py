@@ -30,6 +30,7 @@ from distill.live.rollout.state import State
 from distill.live.versions import list_versions, make_current
 from distill.run.verdict_record import Costs
 from speculative.errors import UserError
+from speculative.measure.effects import Gain
 
 # A block of gamma 3 takes .01 x (3 x .1 + 1.2) = .015 s.
 COSTS = Costs(
@@ -98,7 +99,7 @@ def test_the_share_is_kept_with_all_that_fits_it(old: int, new: int, share: floa
 def difference(gain: float, low: float, high: float, prompts: int = 64, certain_tau: str = "none") -> Difference:
     certain = "gain" if low > 0 else "loss" if high < 0 else "none"
     return Difference.model_construct(
-        alpha=SimpleNamespace(gain=gain, ci=(low, high)), tau=SimpleNamespace(gain=gain, ci=(low, high)), prompts=prompts,
+        alpha=Gain(gain=gain, ci=(low, high)), tau=Gain(gain=gain, ci=(low, high)), prompts=prompts,
         tokens=100, fewest_prompts=6, certain=certain, certain_tau=certain_tau,
     )  # fmt: skip
 
