@@ -18,6 +18,8 @@ the others, not in its default bfloat16, which is slower on a CPU.
 
 from __future__ import annotations
 
+from distill.faults import run_script
+
 import copy
 import json
 import math
@@ -28,10 +30,17 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-import trl_peer
 import typer
 from rich.console import Console
 from rich.table import Table
+
+import trl_peer
+from data.batches.collate import Example
+from data.prompts import stdlib
+from distill.models.carving import carve
+from distill.models.load import load_model, load_tokenizer
+from distill.run.provenance import describe_run
+from speculative.evaluate import HeldoutResponse
 from yardstick import (
     PLAIN,
     Recipe,
@@ -43,13 +52,6 @@ from yardstick import (
     train_ours,
     train_plain,
 )
-
-from data.batches.collate import Example
-from data.prompts import stdlib
-from distill.models.carving import carve
-from distill.models.load import load_model, load_tokenizer
-from distill.run.provenance import describe_run
-from speculative.evaluate import HeldoutResponse
 
 CONTESTANTS = ("ours", "forward_kl", "trl_gkd", "trl_gkd_lr")
 TRIAL_STEPS = 8  # at most, and at most a quarter of the time
@@ -225,4 +227,4 @@ def table_of(result: dict[str, Any], reference: str) -> Table:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_script(main)

@@ -1,11 +1,11 @@
 """The closed loop shown whole (docs/loop.md): `make loop`, or `python bench/closed_loop.py my.yaml --shifted other.jsonl`."""
 
+from distill.faults import exit_status
+
 import sys
 
-from loop.loop import LoopOptions, loop_demo
-
 from distill.config.command_line import run_program
-from distill.faults import exit_status
+from loop.loop import LoopOptions, loop_demo
 
 
 def program(options: LoopOptions) -> int:

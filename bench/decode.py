@@ -10,6 +10,8 @@ tau / floor seconds. Contestants alternate prompt by prompt, because machines dr
 
 from __future__ import annotations
 
+from distill.faults import run_script
+
 import json
 import time
 from collections.abc import Callable, Sequence
@@ -435,4 +437,4 @@ def show(cells: list[dict[str, Any]]) -> None:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_script(main)

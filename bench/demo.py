@@ -6,6 +6,8 @@ The run's folder must not exist yet.
     python bench/demo.py --no-readme configs/demo.yaml output=runs/again      # JSON only, with any override
 """
 
+from distill.faults import run_script
+
 import subprocess
 import sys
 import time
@@ -28,9 +30,8 @@ def block_of(verdict: Verdict, seconds: float, cores: str) -> str:
     """The table of ways, what the verdict says of it, and where it comes from."""
     minutes = f"{seconds // 60:.0f} minutes {seconds % 60:.0f} seconds"
     table = ways_tables(verdict)[0]
-    text, table.title = table.title, ""
     said = " ".join((f"**{verdict.headline}**", *verdict.facts))
-    return f"{table.markdown()}\n\n{said} *`make demo`, {cores}, {minutes}; {text}.*"
+    return f"{table.markdown(titled=False)}\n\n{said} *`make demo`, {cores}, {minutes}; {table.title}.*"
 
 
 def put_into(readme: str, block: str) -> str:
@@ -68,4 +69,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_script(main)

@@ -11,6 +11,8 @@ time of that thread, of which other programs take nothing but cache lines, and f
 disturb least.
 """
 
+from distill.faults import run_script
+
 import json
 import time
 from collections.abc import Callable
@@ -154,4 +156,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_script(main)

@@ -9,6 +9,8 @@ little: they know as much HTTP as the other one speaks. On a machine with other 
 
 from __future__ import annotations
 
+from distill.faults import run_script
+
 import asyncio
 import json
 import os
@@ -272,4 +274,4 @@ def _told(direct: Seen, through: Seen) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_script(main)

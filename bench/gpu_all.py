@@ -29,12 +29,12 @@ sys.path += [folder for folder in (str(ROOT), str(ROOT / "bench")) if folder not
 
 # isort: split
 import torch  # noqa: E402
-from gpu.pairs import PAIRS  # noqa: E402
-from gpu.place import Place, first_line  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
 from data.files import write_json  # noqa: E402
+from gpu.pairs import PAIRS  # noqa: E402
+from gpu.place import Place, first_line  # noqa: E402
 
 SHALLOW_FIRST = sorted(PAIRS, key=lambda name: PAIRS[name][1].layers)
 # name: (module, function, arguments before the place); what matters most comes first.

@@ -13,6 +13,8 @@ layers were compiled: Inductor makes a Qwen3 layer of 7 products, one attention 
 
 from __future__ import annotations
 
+from distill.faults import run_script
+
 import json
 import sys
 from dataclasses import asdict, dataclass
@@ -31,7 +33,6 @@ if __name__ == "__main__":
 # isort: split
 import torch  # noqa: E402
 import typer  # noqa: E402
-from gpu.pairs import QWEN3_8B, QWEN3_600M, Shape, floor_bytes, pair, tiny  # noqa: E402
 from pretend_cuda.device import pretend_cuda  # noqa: E402
 from pretend_cuda.ledger import LEDGER  # noqa: E402
 from rich.console import Console  # noqa: E402
@@ -39,6 +40,7 @@ from rich.table import Table  # noqa: E402
 from transformers import PreTrainedModel  # noqa: E402
 
 from data.files import write_json  # noqa: E402
+from gpu.pairs import QWEN3_8B, QWEN3_600M, Shape, floor_bytes, pair, tiny  # noqa: E402
 from speculative.decode import generate  # noqa: E402
 from speculative.decoder.responses import DecodeSettings, Timing  # noqa: E402
 from speculative.drafters.drafter import ModelDrafter  # noqa: E402
@@ -244,4 +246,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_script(main)

@@ -6,6 +6,8 @@ Requests that ask for the same settings are decoded as one batch; those that com
 of a response is drafted by nobody, token ids are told when asked for, and a stream's counts stand in its usage chunk.
 """
 
+from distill.faults import exit_status
+
 import asyncio
 import contextlib
 import json
@@ -29,7 +31,6 @@ from starlette.routing import Route
 
 from distill.config.command_line import run_program
 from distill.config.target import TargetConfig
-from distill.faults import exit_status
 from distill.models.draft import load_draft
 from distill.models.target import Target
 from speculative.decode import STOP, DecodeSettings, Event, check_prompts, context_of, end_token_ids, generate

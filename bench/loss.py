@@ -12,6 +12,8 @@ was not run, over it at the first number of rows, times as many.
 
 from __future__ import annotations
 
+from distill.faults import run_script
+
 import json
 import resource
 import subprocess
@@ -224,4 +226,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_script(main)

@@ -8,6 +8,8 @@ storage by storage. A line is fitted through two micro-batches. `states`: AdamW'
 a draft weight; with several ranks the gradients' copy, 4 bytes more. Not seen: fragments, libraries' workspaces, the judge's caches.
 """
 
+from distill.faults import run_script
+
 import weakref
 from pathlib import Path
 from typing import Annotated, Any
@@ -135,4 +137,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_script(main)

@@ -9,6 +9,8 @@ docs/objectives.md says what follows from them.
 
 from __future__ import annotations
 
+from distill.faults import run_script
+
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,12 +18,12 @@ from typing import Annotated, Any
 
 import numpy as np
 import typer
-from effects import holm, seed_effect
 from matplotlib.figure import Figure
-from study_file import UNTRAINED, next_lr, read_study, read_tree
 
 from data.files import write_bytes
 from distill.report.plot import write_figure
+from effects import holm, seed_effect
+from study_file import UNTRAINED, next_lr, read_study, read_tree
 
 RESULTS = Path("bench/results")
 PAGE = RESULTS / "objectives.md"
@@ -299,4 +301,4 @@ def _lines(value: Any) -> str:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_script(main)

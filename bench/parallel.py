@@ -14,8 +14,9 @@ Minutes are of the process's CPU time with --cpu-minutes, which repeats on a sha
 
 from __future__ import annotations
 
+from distill.faults import run_script
+
 import copy
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -26,12 +27,10 @@ import torch
 import typer
 from rich.console import Console
 from rich.table import Table
-from yardstick import Recipe, examples_of, respond, train_ours
 
 from data.files import write_json
 from distill.config.sections import JudgeConfig
 from distill.config.target import TargetConfig
-from distill.faults import exit_status
 from distill.models.carving import carve
 from distill.models.draft import load_draft
 from distill.models.mask_token import give_mask_token
@@ -51,6 +50,7 @@ from speculative.measure.metrics import alpha_with_interval
 from speculative.measure.replay import expected_blocks_of, survival_of
 from speculative.measure.token_scores import TokenScores, score_tokens, scored_gammas
 from speculative.rules.sampling import SamplingSettings
+from yardstick import Recipe, examples_of, respond, train_ours
 
 KINDS: tuple[Drafting, ...] = ("autoregressive", "parallel")
 MODES = {"greedy": SamplingSettings(0.0), "sample": SamplingSettings(1.0)}
@@ -216,7 +216,4 @@ def table_of(result: dict[str, Any]) -> Table:
 
 
 if __name__ == "__main__":
-    try:
-        typer.run(main)
-    except UserError as error:
-        sys.exit(exit_status(error))
+    run_script(main)

@@ -8,6 +8,8 @@ Ratios are taken in one run with the contestants alternating, because machines a
 
 from __future__ import annotations
 
+from distill.faults import run_script
+
 import json
 import statistics
 import time
@@ -256,4 +258,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_script(main)

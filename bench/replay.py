@@ -17,6 +17,8 @@ speedup_error_max  predicted tau / (gamma c + v) over measured at batch 1, minus
 
 from __future__ import annotations
 
+from distill.faults import run_script
+
 import copy
 import gzip
 import json
@@ -468,4 +470,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_script(main)

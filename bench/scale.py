@@ -10,6 +10,8 @@ and all, `reading_seconds` of them behind the imports; `first_start_seconds`: re
 once in a run.
 """
 
+from distill.faults import run_script
+
 import json
 import subprocess
 import sys
@@ -160,4 +162,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_script(main)

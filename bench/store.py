@@ -8,6 +8,8 @@ draws them. `read_seconds_a_step`: one such batch, read in the thread that works
 itself spent on it, while it computed for `step_seconds`.
 """
 
+from distill.faults import run_script
+
 import itertools
 import tempfile
 import threading
@@ -121,4 +123,4 @@ def main(out: Annotated[Path, typer.Option(help="JSON")] = Path("bench/results/s
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_script(main)

@@ -10,6 +10,8 @@ output/NAME/trainings/     one file of numbers a training; no weights are kept
 All trainings run in this process, one after the other. A killed study goes on with the training it was at.
 """
 
+from distill.faults import Interrupted, exit_status, run_script
+
 import itertools
 import json
 import sys
@@ -21,6 +23,12 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 from rich.console import Console
+
+from data.files import write_json
+from distill.commands.training_process import terminated_as_interrupted
+from distill.run.provenance import describe_run
+from distill.training.trainer import NotFinite
+from speculative.measure.effects import standard_errors
 from study_file import (
     UNTRAINED,
     Study,
@@ -33,13 +41,6 @@ from study_file import (
     tuning,
 )
 from study_texts import Texts, alpha_tau, result_of
-
-from data.files import write_json
-from distill.commands.training_process import terminated_as_interrupted
-from distill.faults import Interrupted, exit_status
-from distill.run.provenance import describe_run
-from distill.training.trainer import NotFinite
-from speculative.measure.effects import standard_errors
 
 
 def run_study(study: Study, console: Console, dry_run: bool = False) -> dict[str, Any]:
@@ -235,4 +236,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_script(main)

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
-from study_file import UNTRAINED, Study, Training, texts_key
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -39,6 +38,7 @@ from distill.training.trainer import Trainer
 from speculative.errors import UserError
 from speculative.measure.replay import expected_blocks_of
 from speculative.measure.token_scores import TokenScores, score_tokens
+from study_file import UNTRAINED, Study, Training, texts_key
 
 
 class RememberingTeacher(Teacher):

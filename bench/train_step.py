@@ -22,6 +22,8 @@ full logits and autograd, which is measured at fewer rows and grows linearly wit
 
 from __future__ import annotations
 
+from distill.faults import run_script
+
 import copy
 import ctypes
 import gc
@@ -45,8 +47,6 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
-from trl_peer import BETA, Peer, Stepped, make_trainer
-from trl_peer import version as trl_version
 
 from data.batches.collate import Example, collate
 from data.prompts import stdlib
@@ -67,6 +67,8 @@ from distill.training.module import DraftModule
 from distill.training.optim import make_optimizers
 from distill.training.rollouts import Rollouts
 from distill.training.teacher import StoredTeacher, Teacher, topk_signal
+from trl_peer import BETA, Peer, Stepped, make_trainer
+from trl_peer import version as trl_version
 
 OBJECTIVES: dict[str, dict[str, float]] = {
     **{name: {name: 1.0} for name in ("forward_kl", "reverse_kl", "jsd", "tv", "neg_log_alpha", "lk_hybrid")},
@@ -640,4 +642,4 @@ def growth_in_processes(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_script(main)

@@ -7,6 +7,8 @@ killed run goes on from its last checkpoint when the same command is given again
 every release of the packages, and sums differ from machine to machine: the weights come out alike, not the same.
 """
 
+from distill.faults import run_script
+
 import copy
 import importlib.metadata
 import importlib.util
@@ -427,4 +429,4 @@ def train_target(
 
 
 if __name__ == "__main__":
-    typer.run(train_target)
+    run_script(train_target)

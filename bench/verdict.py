@@ -7,6 +7,8 @@ are the same, so whatever differs is the clock. `inside`: judgements whose inter
 deviation of the speed-ups over their mean; `half_width`: what the intervals promise, which has the texts' variance too.
 """
 
+from distill.faults import run_script
+
 import json
 import statistics
 from collections import Counter
@@ -88,4 +90,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_script(main)

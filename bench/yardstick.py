@@ -21,6 +21,8 @@ the product's loss, teacher signals and optimizers; its learning rate follows th
 
 from __future__ import annotations
 
+from distill.faults import run_script
+
 import contextlib
 import copy
 import dataclasses
@@ -609,4 +611,4 @@ def table_of(result: dict[str, Any]) -> Table:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_script(main)

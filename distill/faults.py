@@ -10,9 +10,11 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NoReturn
+
+import typer
 
 from speculative.errors import UserError
 
@@ -88,6 +90,14 @@ def exit_status(error: BaseException, trackers: Iterable[Any] = ()) -> int:
         raise error
     print(explained[0], file=sys.stderr)
     return explained[1]
+
+
+def run_script(main: Callable[..., Any]) -> None:
+    """Runs a script of bench/, whose options are the parameters of `main`; a fault that a person can mend is one line."""
+    try:
+        typer.run(main)
+    except (Exception, KeyboardInterrupt) as error:
+        sys.exit(exit_status(error))
 
 
 def _end_rank(text: str, status: int, trackers: Iterable[Any], witness: bool) -> NoReturn:

@@ -146,7 +146,6 @@ def liger_step(race: Race) -> Callable[[], None]:
 def trl_step(race: Race) -> Callable[[], None]:
     """TRL's GKDTrainer off policy, on a copy of the draft."""
     import trl_peer
-
     from distill.models.load import load_tokenizer
 
     peer = trl_peer.Peer("gkd", trl_peer.BETA["jsd"], 0.0, lr=1e-5)

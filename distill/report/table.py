@@ -127,8 +127,8 @@ class Table:
         lines = [self.text(place, cell), *(line for line in notes if line)]
         return Text("\n".join(lines), style="bold" if cell.strong else "")
 
-    def markdown(self) -> str:
-        """A pipe table; nothing in its text is markup."""
+    def markdown(self, titled: bool = True) -> str:
+        """A pipe table, under its title or without; nothing in its text is markup."""
         lines = [
             "| " + " | ".join(escaped(column.name) for column in self.heads) + " |",
             "|" + "|".join("---" if column.words else "---:" for column in self.heads) + "|",
@@ -137,7 +137,7 @@ class Table:
                 for row in self.cells
             ),
         ]
-        around = [f"**{escaped(self.title)}**", ""] if self.title else []
+        around = [f"**{escaped(self.title)}**", ""] if self.title and titled else []
         return "\n".join([*around, *lines, *(["", escaped(self.caption)] if self.caption else [])])
 
     def _markdown_entry(self, place: int, cell: Cell) -> str:
