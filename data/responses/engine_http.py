@@ -18,24 +18,6 @@ _SENT = {
 }  # fmt: skip
 
 
-class _Bounded(httpx2.SyncByteStream):
-    """A body that is refused after so many bytes."""
-
-    def __init__(self, body: httpx2.SyncByteStream, url: str, most_bytes: int) -> None:
-        self.body, self.url, self.most_bytes = body, url, most_bytes
-
-    def __iter__(self) -> Iterator[bytes]:
-        length = 0
-        for part in self.body:
-            length += len(part)
-            if length > self.most_bytes:
-                raise UserError(f"{self.url}: its answer is longer than {self.most_bytes:,} bytes: is it an engine?")
-            yield part
-
-    def close(self) -> None:
-        self.body.close()
-
-
 def engine_http(
     url: str, key: str = "", *, most_bytes: int = PAGE_BYTES, timeout: float = PAGE_SECONDS, direct: bool = False
 ) -> httpx2.Client:
@@ -57,8 +39,14 @@ def engine_http(
     def arrive(response: httpx2.Response) -> None:
         # It was asked for plain bytes: a compressed answer would grow past the bound.
         response.headers.pop("content-encoding", None)
-        assert isinstance(response.stream, httpx2.SyncByteStream)
-        response.stream = _Bounded(response.stream, url, most_bytes)
+        stream, body = response.stream, bytearray()
+        assert isinstance(stream, httpx2.SyncByteStream)
+        with contextlib.closing(stream):
+            for part in stream:
+                body += part
+                if len(body) > most_bytes:
+                    raise UserError(f"{url}: its answer is longer than {most_bytes:,} bytes: is it an engine?")
+        response.stream = httpx2.ByteStream(bytes(body))
 
     return httpx2.Client(
         timeout=timeout, follow_redirects=True, trust_env=not (direct or home.host == "0.0.0.0" or is_loopback(home.host)),
