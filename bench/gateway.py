@@ -44,20 +44,28 @@ def _chunk(content: bytes) -> bytes:
 
 
 class Stub(asyncio.Protocol):
-    """One connection of an engine in vLLM's protocol that says `max_tokens` / 3 events, one every `pace` seconds."""
+    """One connection of an engine in vLLM's protocol that says `max_tokens` / 3 events, one every `pace` seconds, or `bytes` at once."""
 
     def connection_made(self, transport: Any) -> None:
         """A client."""
-        self.transport, self.got, self.timer = transport, b"", None
+        self.transport, self.got, self.whole, self.timer = transport, bytearray(), 0, None
 
     def data_received(self, data: bytes) -> None:
         """A request, in one piece or several."""
         self.got += data
+        if len(self.got) < self.whole:
+            return
         head, mark, body = self.got.partition(b"\r\n\r\n")
         told = [line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")]
-        if not mark or len(body) < int(told[0].split(b":")[1]):
+        self.whole = len(head) + len(mark) + int(told[0].split(b":")[1]) if mark else 0
+        if not mark or len(self.got) < self.whole:
             return
-        asked, self.got = json.loads(body), b""
+        asked, self.got, self.whole = json.loads(body), bytearray(), 0
+        if "bytes" in asked:
+            self.transport.write(
+                b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % asked["bytes"] + b"x" * asked["bytes"]
+            )
+            return
         self.left, self.pace, self.said = asked["max_tokens"] // TOKENS, asked["pace"], 0
         self.transport.write(HEADERS)
         self.say()
@@ -148,7 +156,7 @@ class Client(asyncio.Protocol):
             self.ended.set_result(None)
 
 
-async def _load(port: int, streams: int, seconds: float, pace: float, events: int, name: str) -> Seen:
+async def load(port: int, streams: int, seconds: float, pace: float, events: int, name: str) -> Seen:
     """So many streams at once for so long; each asks again when it has its answer."""
     seen, loop = Seen(), asyncio.get_running_loop()
     end = time.monotonic() + seconds
@@ -181,7 +189,7 @@ async def _load(port: int, streams: int, seconds: float, pace: float, events: in
 
 
 @contextmanager
-def _process(command: list[str], mark: str) -> Iterator[tuple[psutil.Process, int]]:
+def started(command: list[str], mark: str) -> Iterator[tuple[psutil.Process, int]]:
     """A program that says where it listens: (it, its port)."""
     child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
@@ -197,7 +205,7 @@ def _milliseconds(seconds: list[float]) -> dict[str, float]:
     return {f"p{share}": round(1e3 * float(np.percentile(seconds, share)), 3) for share in (50, 90, 99)}
 
 
-def _lost(log: Path, ids: list[str]) -> dict[str, int]:
+def lost(log: Path, ids: list[str]) -> dict[str, int]:
     """Whole responses without a record, records twice, and records without counts."""
     records = [from_line(line) for path in log_files(log) for line in path.read_bytes().splitlines()]
     found = [record.id for record in records]
@@ -236,18 +244,19 @@ def main(
             *(["--text"] if text else []),
         ]
         with (
-            _process([sys.executable, __file__, "--stub"], MARK) as (_, engine_port),
-            _process([*gateway, "--engine", f"http://127.0.0.1:{engine_port}"], "http://127.0.0.1:") as (process, port),
+            started([sys.executable, __file__, "--stub"], MARK) as (_, engine_port),
+            started([*gateway, "--engine", f"http://127.0.0.1:{engine_port}"], "http://127.0.0.1:") as (process, port),
         ):
             for turn in range(rounds):
                 for seen, way in ((direct, engine_port), (through, port)):
                     before = sum(process.cpu_times()[:2])
-                    found = uvloop.run(_load(way, streams, seconds, pace, events, f"r{turn}"))
+                    found = uvloop.run(load(way, streams, seconds, pace, events, f"r{turn}"))
                     used += sum(process.cpu_times()[:2]) - before if seen is through else 0.0
                     for name in ("ways", "firsts", "ids", "errors"):
                         getattr(seen, name).extend(getattr(found, name))
             memory = process.memory_info().rss
-        result = _told(direct, through) | _lost(log, through.ids) | {
+        command = f"python bench/gateway.py --streams {streams} --rounds {rounds} --seconds {seconds:g} --pace {pace:g} --events {events}"
+        result = {"command": command + " --text" * text} | _told(direct, through) | lost(log, through.ids) | {
             "streams": streams, "cpu_us_per_event": round(1e6 * used / max(1, len(through.ways)), 1),
             "gateway_cpu_share": round(used / (rounds * seconds), 3), "gateway_mib": round(memory / 2**20, 1),
             "settings": {"rounds": rounds, "seconds": seconds, "pace": pace, "events": events, "text": text},
