@@ -61,11 +61,8 @@ class EngineClient(EndpointTarget):
     no_completion = "not the answer of an OpenAI-compatible server ({said})"
     most_bytes = 1 << 26
 
-    def __init__(
-        self, url: str, tokenizer: Any, vocab_rows: int, *, model: str | None, timeout: float, concurrency: int,
-        api_key_env: str = "",
-    ) -> None:  # fmt: skip
-        """``tokenizer``: the target's. ``url``: of the API; /v1 is put at its end where it lacks.
+    def __init__(self, url: str, tokenizer: Any, vocab_rows: int, **how: Any) -> None:
+        """``tokenizer``: the target's. ``url``: of the API; /v1 is put at its end where it lacks. ``how``: other fields of `Endpoint`.
 
         Raises:
             UserError: no address.
@@ -73,13 +70,7 @@ class EngineClient(EndpointTarget):
         if not is_address(url):
             raise UserError(f"{url or 'no address'}: give the address of the API, e.g. http://127.0.0.1:8000/v1")
         self.root = root_of(url)  # the server itself, where its counters are
-        super().__init__(
-            Endpoint(
-                url=f"{self.root}/v1", model=model, api_key_env=api_key_env, timeout=timeout, retries=0, concurrency=concurrency,
-            ),
-            tokenizer,
-            vocab_rows,
-        )  # fmt: skip
+        super().__init__(Endpoint(url=f"{self.root}/v1", retries=0, **how), tokenizer, vocab_rows)
         self.engine, self.version = "unknown", ""
         self._as_text = False
 

@@ -27,6 +27,7 @@ def engine_http(
     raise UserError for a redirect to another server or an answer that is too long.
     """
     home = httpx2.URL(url)
+    direct = direct or home.host == "0.0.0.0" or is_loopback(home.host)
 
     def leave(request: httpx2.Request) -> None:
         if (request.url.scheme, request.url.netloc) != (home.scheme, home.netloc):
@@ -49,7 +50,7 @@ def engine_http(
         response.stream = httpx2.ByteStream(bytes(body))
 
     return httpx2.Client(
-        timeout=timeout, follow_redirects=True, trust_env=not (direct or home.host == "0.0.0.0" or is_loopback(home.host)),
+        timeout=timeout, follow_redirects=True, mounts=dict.fromkeys(("http://", "https://", "all://")) if direct else None,
         verify=home.scheme == "https", headers={"accept-encoding": "identity"},
         limits=httpx2.Limits(max_connections=None), event_hooks={"request": [leave], "response": [arrive]},
     )  # fmt: skip

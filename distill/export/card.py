@@ -10,9 +10,8 @@ from typing import Any
 import yaml
 
 from distill.export.engine import environment, places
-from distill.export.facts import without_folders
 from distill.export.load_table import load_words
-from distill.models.load import EMBEDDED
+from distill.models.load import EMBEDDED, without_folders
 from distill.report.measured import ways_tables
 from distill.run.verdict_record import Verdict
 

@@ -18,20 +18,12 @@ from distill.config.layout import ADAPTER, PROVENANCE, SERVING_FILE, SERVING_FOR
 from distill.export.card import NO_GAIN, NOT_MEASURED, model_card, serving_page
 from distill.export.destination import appearing_directory, check_destination
 from distill.export.engine import EngineVerdict, check_all, others
-from distill.export.facts import (
-    RunFacts,
-    gather_facts,
-    lookups_of,
-    serving_gamma,
-    shorter_context,
-    ways_to_serve,
-    without_folders,
-)
+from distill.export.facts import RunFacts, gather_facts, lookups_of, serving_gamma, shorter_context, ways_to_serve
 from distill.export.load_table import drafts_by, gamma_by_load
 from distill.export.merge import load_merged_student
 from distill.export.quantize import quantize_draft
 from distill.models.draft import ADAPTER_FILE, base_of_adapter, cast_weights
-from distill.models.load import public_name, resolve, saved_dtype
+from distill.models.load import public_name, resolve, saved_dtype, without_folders
 from distill.models.target import TargetSide, load_target_side
 from distill.models.vocabulary import VocabularyAgreement, vocabulary_rows
 from distill.run.verdict_record import Verdict

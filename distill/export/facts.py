@@ -1,7 +1,6 @@
 """What an export knows of a run, and what the engines' rules look at: one target and one exported draft."""
 
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,7 +11,7 @@ from distill.config.load import dump_config, load_trusted
 from distill.config.sections import Quantization
 from distill.export.gguf import pre_tokenizer_name
 from distill.export.load_table import LoadRange, drafts_by
-from distill.models.load import public_name
+from distill.models.load import public_name, without_folders
 from distill.models.quantized import quantization_of
 from distill.models.target import TargetSide
 from distill.models.vocabulary import TokenDifference, first_string_difference, tokens_by_id, vocabulary_rows
@@ -26,7 +25,6 @@ from speculative.rules.sampling import SamplingSettings
 
 LLAMA_CPP_FIRST_COMPARED_ID = 5
 GAMMA_WITHOUT_VERDICT = 4
-_FOLDERS = re.compile(r"""(?:(?<=\\n)|(?<![\w.:/~)-]))~?(?:/[^\s/'",;:]+)*/(?=[^\s/'",;:])""")
 
 
 @dataclass(frozen=True)
@@ -75,11 +73,6 @@ def read_run(path: Path, trusted: bool = False) -> RunFacts:
         folder / STUDENT, where.path, verdict, curves, provenance, config.serving.sampling, where.revision,
         where.trust_remote_code, config.export.quantize,
     )  # fmt: skip
-
-
-def without_folders(text: str) -> str:
-    """JSON that is to be published: of each absolute path of this machine only the last part."""
-    return _FOLDERS.sub("", text)
 
 
 class OnePass(NamedTuple):

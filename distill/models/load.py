@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +20,7 @@ from speculative.errors import UserError
 
 EMBEDDED = "embedded"
 EMBEDDED_FOLDER = Path(__file__).parent / "embedded"
+_FOLDERS = re.compile(r"""(?:(?<=\\n)|(?<![\w.:/~)-]))~?(?:/[^\s/'",;:]+)*/(?=[^\s/'",;:])""")
 
 
 def resolve(path: str) -> str:
@@ -34,6 +36,11 @@ def public_name(path: str) -> str:
     if place == EMBEDDED_FOLDER:
         return EMBEDDED
     return place.name if place.is_dir() or Path(path).is_absolute() else path
+
+
+def without_folders(text: str) -> str:
+    """JSON that is to be published: of each absolute path of this machine only the last part."""
+    return _FOLDERS.sub("", text)
 
 
 def reason_of(error: Exception) -> str:
