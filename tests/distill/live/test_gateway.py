@@ -33,7 +33,8 @@ from distill.live.traffic.record import TrafficRecord, keyed_hash, read_salt
 from speculative.errors import UserError
 
 PROMPT = {"model": "m", "prompt": "say", "temperature": 0.5, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "max_tokens": 6}
-HTTP = httpx.Client(verify=False, timeout=20)  # Certificates take a client 50 ms to read.
+# Certificates take a client 50 ms to read. Servers close what is idle for 5 s, which must not meet the next request.
+HTTP = httpx.Client(verify=False, timeout=20, limits=httpx.Limits(keepalive_expiry=2.0))
 TALK = {"model": "m", "messages": [{"role": "system", "content": "be"}, {"role": "user", "content": "say"}]}
 
 
