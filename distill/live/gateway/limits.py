@@ -59,6 +59,7 @@ class BoundedProtocol(H11Protocol):
         self.allow(None)
         self.limits.waiting.pop(self, None)
         super().connection_lost(exc)
+        self.app_state.clear()  # Neither this nor a request's state refers to it, so that nothing is left to the garbage collector.
 
     def data_received(self, data: bytes) -> None:
         """The next bytes; the first of a request start its clock."""
@@ -75,10 +76,11 @@ class BoundedProtocol(H11Protocol):
         return len(self.connections) - len(self.limits.waiting) > self.limits.clients
 
     def wait(self, seconds: float) -> None:
-        """For the next request."""
-        self.request_bytes = 0
-        self.limits.waiting[self] = None
-        self.allow(seconds)
+        """For the next request, unless the client is gone."""
+        if self in self.connections:
+            self.request_bytes = 0
+            self.limits.waiting[self] = None
+            self.allow(seconds)
 
     def allow(self, seconds: float | None) -> None:
         """The connection is cut off so many seconds from now, unless that changes before; None: it is not."""
@@ -105,6 +107,7 @@ def bounded(app: ASGIApp) -> ASGIApp:
             connection.transport.abort()
         finally:
             connection.wait(BODY_SECONDS)
+            del scope["state"]["connection"]
 
     return within
 

@@ -1,11 +1,14 @@
 """What a hostile client sends takes bounded memory, bounded time and nobody else's place, and reaches no engine."""
 
+import asyncio
 import contextlib
+import gc
 import json
 import resource
 import socket
 import subprocess
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -241,3 +244,25 @@ def test_a_fault_of_the_gateway_is_counted_and_printed_once(
     printed = capfd.readouterr().err
     assert printed.count("a fault of the gateway") == 1  # Both are raised at one place.
     assert said not in printed
+
+
+def test_a_connection_leaves_nothing_to_the_garbage_collector(
+    direct: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, connection_made = weakref.WeakSet[limits.BoundedProtocol](), limits.BoundedProtocol.connection_made
+
+    def counted(connection: limits.BoundedProtocol, transport: asyncio.BaseTransport) -> None:
+        made.add(connection)
+        connection_made(connection, transport)
+
+    monkeypatch.setattr(limits.BoundedProtocol, "connection_made", counted)
+    gc.disable()
+    try:
+        with running_gateway(tmp_path, direct) as url, connected(url, asking(b'{"prompt": "p"}')) as connection:
+            assert connection.recv(12) == b"HTTP/1.1 200"
+            assert HTTP.get(f"{url}/health").status_code == 200
+            assert len(made) == 1, "that of /health is gone"
+            connection.close()
+            until(lambda: not made)
+    finally:
+        gc.enable()
