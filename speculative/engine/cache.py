@@ -6,6 +6,7 @@ Shapes: R rows, K rows of one call (all of them, or the few being prefilled), Q 
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -117,15 +118,15 @@ class RaggedCache(Cache):
         return self.place.rows
 
     @property
-    def buffers(self) -> list[torch.Tensor]:
-        """Keys and values of every layer that has some."""
-        layers = [layer for layer in self.layers if isinstance(layer, RaggedLayer)]
-        return [states for layer in layers for states in (layer.keys, layer.values) if states is not None]
+    def by_layer(self) -> list[list[torch.Tensor]]:
+        """Keys and values of every layer; of one that shares another's none."""
+        both = [(layer.keys, layer.values) for layer in self.layers if isinstance(layer, RaggedLayer)]
+        return [[states for states in own if states is not None] for own in both]
 
     @property
-    def bytes(self) -> int:
-        """Of all of them."""
-        return sum(states.nbytes for states in self.buffers)
+    def buffers(self) -> list[torch.Tensor]:
+        """Of all layers."""
+        return list(itertools.chain.from_iterable(self.by_layer))
 
     def begin(
         self,

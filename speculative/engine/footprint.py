@@ -1,11 +1,12 @@
-"""How many requests a device holds, with a draft and without: weights and caches from the models' configs. No model is run."""
+"""How many requests a device holds, with a draft and without: weights, and caches as one token of each model tells them."""
 
 from dataclasses import dataclass
 
 import torch
-from transformers import PretrainedConfig, PreTrainedModel
-from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers import PreTrainedModel
 
+from speculative.engine.memory import cache_entry
+from speculative.engine.models import attention_windows, is_recurrent
 from speculative.errors import UserError
 
 # Of a device's memory; the rest is left to the engine's own buffers, as servers do by default.
@@ -42,46 +43,28 @@ def footprint(model: PreTrainedModel, dtype: torch.dtype, context: int) -> Footp
         weight.numel() * (dtype.itemsize if weight.is_floating_point() and weight.itemsize > 1 else weight.itemsize)
         for weight in model.parameters()
     )
-    return Footprint(sum(sizes), cache_bytes_per_request(model.config, dtype, context))
+    return Footprint(sum(sizes), cache_bytes_per_request(model, dtype, context))
 
 
-def cache_bytes_per_request(config: PretrainedConfig, dtype: torch.dtype, context: int) -> int:
-    """Keys and values of `context` tokens in every layer: of each key/value head, and of a sliding window no more than it.
+def cache_bytes_per_request(model: PreTrainedModel, dtype: torch.dtype, context: int) -> int:
+    """Keys and values of `context` tokens in every layer (`memory.cache_entry`), and of a sliding window no more than it.
 
     A compressed cache (multi-head latent attention) counts as engines keep it: one latent and one rotary key a token.
 
     Raises:
         UserError: a layer keeps something else than keys and values.
     """
-    text = config.get_text_config(decoder=True)
-    per_token = _width(text) * dtype.itemsize
-    total = 0
-    layers = DynamicCache(config=text).layers
-    if not layers:
-        layers = [DynamicLayer() for _ in range(text.num_hidden_layers)]
-    for layer in layers:
-        if isinstance(layer, DynamicSlidingWindowLayer):
-            total += per_token * min(context, int(layer.sliding_window))
-        elif type(layer) is DynamicLayer:
-            total += per_token * context
-        else:
-            raise UserError(
-                f"{type(layer).__name__} layers keep no keys and values: how much memory they take is not known"
-            )
-    return total
-
-
-def _width(text: PretrainedConfig) -> int:
-    """Numbers that one token leaves in one layer's cache."""
+    if is_recurrent(model):
+        raise UserError(
+            f"{type(model).__name__} keeps no keys and values: how much memory its states take is not known"
+        )
+    text, numbers = model.config.get_text_config(decoder=True), cache_entry(model).numbers
     latent = getattr(text, "kv_lora_rank", None)
     if latent:
-        return int(latent) + int(getattr(text, "qk_rope_head_dim", 0))
-    heads = text.num_attention_heads
-    grouped = getattr(text, "num_key_value_heads", None)
-    if grouped is None and getattr(text, "multi_query", False) and not getattr(text, "new_decoder_architecture", False):
-        grouped = 1
-    width = getattr(text, "head_dim", None) or text.hidden_size // heads
-    return 2 * int(grouped or heads) * int(width)
+        numbers = (int(latent) + int(getattr(text, "qk_rope_head_dim", 0)),) * len(numbers)
+    windows = attention_windows(model) or [None] * len(numbers)
+    kept = (own * min(context, window or context) for own, window in zip(numbers, windows, strict=True))
+    return sum(kept) * dtype.itemsize
 
 
 def capacity(device_bytes: int, concurrency: int, target: Footprint, draft: Footprint) -> Capacity:

@@ -146,9 +146,9 @@ SEARCHED_PLACE_BYTES = 5 * 2**18  # of 4,096 bins in 32 lanes, their bounds and 
 
 
 class CacheEntry(NamedTuple):
-    """What a model keeps of one position of a row, in all layers, and the dtype it is kept in."""
+    """What a model keeps of one position of a row: how many numbers in each layer, and the dtype they are kept in."""
 
-    bytes: int
+    numbers: tuple[int, ...]
     dtype: torch.dtype
 
 
@@ -167,7 +167,7 @@ def cache_entry(model: PreTrainedModel) -> CacheEntry:
         dtype = next((states.dtype for states in cache.buffers), None)
         if dtype is None:
             raise UserError(f"{type(model).__name__} wrote nothing into its cache: it cannot be decoded with one")
-        known[model.dtype] = CacheEntry(cache.bytes, dtype)
+        known[model.dtype] = CacheEntry(tuple(sum(map(torch.numel, own)) for own in cache.by_layer), dtype)
     return known[model.dtype]
 
 
@@ -175,7 +175,8 @@ def cache_bytes(model: PreTrainedModel, rows: int, capacity: int) -> int:
     """Bytes of a RaggedCache for this model, or of its recurrent states."""
     if is_recurrent(model):
         return recurrent_bytes(model, rows, capacity)
-    return rows * capacity * cache_entry(model).bytes
+    entry = cache_entry(model)
+    return rows * capacity * sum(entry.numbers) * entry.dtype.itemsize
 
 
 def block_bytes(model: PreTrainedModel, rows: int, query_length: int) -> int:

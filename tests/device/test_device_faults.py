@@ -148,7 +148,9 @@ def test_memory_is_planned_with_what_is_kept(monkeypatch: pytest.MonkeyPatch) ->
     room = wanted + logits
     memory.release()
     monkeypatch.setattr(
-        memory, "free_bytes", lambda device: room - sum(kept.cache.bytes for kept in memory.idle_memories())
+        memory,
+        "free_bytes",
+        lambda device: room - sum(states.nbytes for kept in memory.idle_memories() for states in kept.cache.buffers),
     )
 
     def run(rows: int, prompts: Any) -> int:

@@ -1,9 +1,8 @@
-"""Memory from configs against what the models' own caches hold, and against numbers worked out by hand."""
+"""Memory as engines keep it against what our own caches hold, and against numbers worked out by hand."""
 
 import pytest
 import torch
 from tiny_models import tiny_model
-from transformers import AutoConfig
 
 from speculative.engine.footprint import Footprint, cache_bytes_per_request, capacity, footprint
 from speculative.engine.memory import cache_bytes
@@ -11,32 +10,28 @@ from speculative.errors import UserError
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "gpt2", "falcon", "gpt_neox", "gemma2"])
-def test_the_config_says_what_the_cache_takes(kind: str) -> None:
+def test_a_request_takes_what_our_own_cache_takes(kind: str) -> None:
     model = tiny_model(kind)
-    assert cache_bytes_per_request(model.config, torch.float32, 24) == cache_bytes(model, rows=1, capacity=24)
+    assert cache_bytes_per_request(model, torch.float32, 24) == cache_bytes(model, rows=1, capacity=24)
 
 
-def test_an_8b_model_with_grouped_heads_by_hand() -> None:
-    config = AutoConfig.for_model(
-        "llama", hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8
-    )
-    # 2 (keys, values) x 8 heads x 128 wide x 2 bytes x 32 layers = 131,072 bytes a token.
-    assert cache_bytes_per_request(config, torch.bfloat16, 8192) == 131_072 * 8192
+def test_grouped_heads_and_a_window_by_hand() -> None:
+    model = tiny_model("mistral", num_hidden_layers=3, sliding_window=10)
+    # 2 (keys, values) x 2 heads x 8 wide x 2 bytes.
+    per_token = 2 * 2 * 8 * 2
+    assert cache_bytes_per_request(model, torch.float16, 8) == 3 * 8 * per_token
+    assert cache_bytes_per_request(model, torch.float16, 500) == 3 * 10 * per_token, "no more than the window"
 
 
-def test_a_sliding_window_holds_no_more_than_itself() -> None:
-    config = AutoConfig.for_model(
-        "mistral", hidden_size=64, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, sliding_window=10
-    )
-    per_token = 2 * 2 * 16 * 2
-    assert cache_bytes_per_request(config, torch.float16, 8) == 3 * 8 * per_token
-    assert cache_bytes_per_request(config, torch.float16, 500) == 3 * 10 * per_token
+def test_a_latent_cache_counts_as_engines_keep_it() -> None:
+    model = tiny_model()
+    model.config.kv_lora_rank, model.config.qk_rope_head_dim = 6, 2
+    assert cache_bytes_per_request(model, torch.float16, 5) == 2 * 5 * (6 + 2) * 2
 
 
 def test_a_layer_that_keeps_no_keys_is_refused() -> None:
-    config = AutoConfig.for_model("qwen3_next", num_hidden_layers=4)
-    with pytest.raises(UserError, match="keep no keys and values"):
-        cache_bytes_per_request(config, torch.float32, 8)
+    with pytest.raises(UserError, match="keeps no keys and values"):
+        cache_bytes_per_request(tiny_model("mamba"), torch.float32, 8)
 
 
 def test_weights_count_in_the_served_dtype_and_tied_ones_once() -> None:
