@@ -13,9 +13,10 @@ import matplotlib
 from matplotlib.figure import Figure
 
 from distill.report.view import View
-from distill.run.result import Curve, RuleCurves
+from distill.run.result import RuleCurves
 from speculative.explain.calibration import Calibration
 from speculative.measure.measured import DRAFT, SERVED, UNDISTILLED
+from speculative.measure.metrics import Curve
 
 SIZE = (4.9, 2.9)  # inches; a page shows it 360 to 480 pixels wide, so that 9 points are readable on a phone
 INK, RULE = "#7c8694", "#7c869440"  # contrast above 3.5 on white and on the page's dark ground

@@ -5,9 +5,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from distill.report.money import Prices
-from distill.run.result import Curve, Result, RuleCurves
+from distill.run.result import Result, RuleCurves
 from distill.run.verdict_record import WAYS, DraftOf, Outcome, Verdict
 from speculative.measure.cost import predicted_speed_up
+from speculative.measure.metrics import Curve
 
 OUTCOMES: dict[Outcome, str] = {
     "pays_off": "Pays off",

@@ -13,27 +13,11 @@ from speculative.explain.disagreements import Disagreement
 from speculative.explain.slices import SliceTable
 from speculative.explain.where_helps import WhereRow
 from speculative.measure.intervals import Interval
+from speculative.measure.metrics import Curve
 from speculative.measure.record import Record, Text
 
 RESULT_FORMAT: Literal[2] = 2
 Writer = Literal["draft", "target", "bonus"]
-
-
-class Curve(Record):
-    """A draft under one rule, by replay."""
-
-    rule: str = Field(description="engine rule")
-    alpha: float = Field(description="acceptance rate")
-    alpha_ci: Interval | None = Field(None, description="its 95 % interval")
-    tokens: int | None = Field(None, description="of the text")
-    prompts: int | None = Field(None, description="of the text")
-    gammas: list[int] = Field(description="0 to 32")
-    tau: list[float] = Field(description="at each gamma")
-    tau_ci: list[Interval | None] | None = Field(None, description="at each gamma")
-    survival: list[float] | None = Field(None, description="at the verdict's gamma")
-    predicted_speed_up: list[float | None] | None = Field(
-        None, description="at each gamma, by the timed steps; null beyond the timed gammas"
-    )
 
 
 class RuleCurves(Record):

@@ -25,7 +25,7 @@ from distill.report.wandb_panels import log_result
 from distill.run.answers import Answers
 from distill.run.checkpoint import load_judgements
 from distill.run.responses import decode_settings
-from distill.run.result import RESULT_FORMAT, Curve, Curves, Result, RuleCurves, ServeCommand, TemperatureRow, TokenView
+from distill.run.result import RESULT_FORMAT, Curves, Result, RuleCurves, ServeCommand, TemperatureRow, TokenView
 from distill.run.verdict_record import Verdict
 from distill.verdict.evidence import Evidence, gather, gather_by_replay
 from distill.verdict.field import Candidate, line_up
@@ -43,7 +43,7 @@ from speculative.explain.token_class import token_pieces
 from speculative.explain.where_helps import WhereRow, where_each_helps
 from speculative.measure.cost import best_gamma
 from speculative.measure.measured import DRAFT, SERVED, TARGET, UNDISTILLED
-from speculative.measure.metrics import CURVE_GAMMAS, RuleCurve, rule_curve
+from speculative.measure.metrics import CURVE_GAMMAS, Curve, rule_curve
 from speculative.measure.race import Standings
 from speculative.measure.record import VERSION
 from speculative.rules.rule import RULES, rules_of_text
@@ -221,14 +221,14 @@ def curves_of(evidence: Evidence) -> Curves:
     return Curves(gammas=list(CURVE_GAMMAS), rules=rules, refused=refused)
 
 
-def _with_speed(evidence: Evidence, name: str, curve: RuleCurve) -> Curve:
+def _with_speed(evidence: Evidence, name: str, curve: Curve) -> Curve:
     """The curve with the predicted speed-up at every gamma; None beyond the timed ones."""
     costs = evidence.costs.get(name)
     speeds = costs and [
         tau / costs.block_price(gamma) if gamma <= max(costs.verify_seconds) else None
         for gamma, tau in zip(curve.gammas, curve.tau, strict=True)
     ]
-    return Curve.model_validate(vars(curve) | {"predicted_speed_up": speeds})
+    return curve.model_copy(update={"predicted_speed_up": speeds})
 
 
 def _costs_note(evidence: Evidence, rule: str) -> str:

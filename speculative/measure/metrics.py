@@ -31,15 +31,21 @@ class CallsCurve:
     tau_ci: list[Interval]
 
 
-@dataclass(frozen=True)
-class RuleCurve(CallsCurve):
-    """The same of a draft under a rule, with its acceptance and its survival at one gamma."""
+class Curve(Record):
+    """A draft under one rule, by replay."""
 
-    rule: str
-    gammas: list[int]
-    alpha: float
-    alpha_ci: Interval
-    survival: list[float]
+    rule: str = Field(description="engine rule")
+    alpha: float = Field(description="acceptance rate")
+    alpha_ci: Interval = Field(description="its 95 % interval")
+    tokens: int = Field(description="of the text")
+    prompts: int = Field(description="of the text")
+    gammas: list[int] = Field(description="0 to 32")
+    tau: list[float] = Field(description="at each gamma")
+    tau_ci: list[Interval] = Field(description="at each gamma, from the same resampled prompts")
+    survival: list[float] = Field(description="at the verdict's gamma")
+    predicted_speed_up: list[float | None] | None = Field(
+        None, description="at each gamma, by the timed steps; null beyond the timed gammas"
+    )
 
 
 def rule_curve(
@@ -49,7 +55,7 @@ def rule_curve(
     gammas: Iterable[int] = CURVE_GAMMAS,
     *,
     survival_gamma: int,
-) -> RuleCurve:
+) -> Curve:
     """Of text that this rule may replay; a parallel draft is asked only about gammas it was scored for.
 
     Raises UserError where there is no token to replay.
@@ -59,7 +65,7 @@ def rule_curve(
     accepted_N = np.array([text.accept_probs(rule).sum() for text in scores])
     calls, alpha, alpha_ci = _curve(tokens_N, expected_blocks_of(scores, rule, gammas), prompt_keys, accepted_N)
     survival = survival_of(scores, rule, survival_gamma)
-    return RuleCurve(**vars(calls), rule=rule, gammas=gammas, alpha=alpha, alpha_ci=alpha_ci, survival=survival)
+    return Curve(**vars(calls), rule=rule, gammas=gammas, alpha=alpha, alpha_ci=alpha_ci, survival=survival)
 
 
 def calls_curve(tokens_N: np.ndarray, calls_NK: np.ndarray, prompt_keys: Sequence[Hashable]) -> CallsCurve:

@@ -73,7 +73,7 @@ def _curve(name: str, rule: str, tilt: float) -> dict[str, Any]:
     alpha = ALPHA[name] * tilt
     taus = [tau_of(alpha, gamma) for gamma in GAMMAS]
     return {
-        "rule": rule, "alpha": alpha, "alpha_ci": _ends(alpha, 0.011), "gammas": GAMMAS, "tau": taus,
+        "rule": rule, "tokens": 600, "prompts": PROMPTS, "alpha": alpha, "alpha_ci": _ends(alpha, 0.011), "gammas": GAMMAS, "tau": taus,
         "tau_ci": [_ends(tau, 0.015 * (tau - 1)) for tau in taus], "survival": [alpha**j for j in range(1, GAMMA + 1)],
         "predicted_speed_up": [speed(tau, gamma) if gamma <= LAST_TIMED else None for gamma, tau in zip(GAMMAS, taus, strict=True)],
     }  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -56,6 +57,12 @@ def prompts_of(lengths: list[int], seed: int = 0, vocab_size: int = VOCAB) -> li
         (f"prompt-{index}", torch.randint(1, vocab_size, (length,), generator=generator).tolist())
         for index, length in enumerate(lengths)
     ]
+
+
+def logits(model: Any, ids: Sequence[int] = range(1, 13)) -> torch.Tensor:
+    """Of one text, (1, T, V)."""
+    with torch.no_grad():
+        return model(input_ids=torch.tensor([list(ids)]), use_cache=False).logits
 
 
 def texts(responses):

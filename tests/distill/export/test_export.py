@@ -81,7 +81,9 @@ def student_dir(tmp_path_factory, tokenizer):
 
 
 def curve(rule, taus):
-    return {"rule": rule, "ways": {DRAFT: {"rule": rule, "alpha": 0.7, "gammas": [0, 3], "tau": taus}}}
+    known = {"alpha": 0.7, "alpha_ci": (0.6, 0.8), "tokens": 100, "prompts": 8, "survival": [0.7, 0.5, 0.3]}
+    own = known | {"rule": rule, "gammas": [0, 3], "tau": taus, "tau_ci": [(tau, tau) for tau in taus]}
+    return {"rule": rule, "ways": {DRAFT: own}}
 
 
 CURVES = Curves.model_validate(

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from refusals import refused
-from tiny_models import prompts_of, tiny_model
+from tiny_models import logits, prompts_of, tiny_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -55,11 +55,6 @@ MLPS: dict[str, dict[str, Any]] = {
 def made(kind: str) -> PreTrainedModel:
     name, options = KINDS[kind]
     return tiny_model(name, **options)
-
-
-def logits(model: Any, ids: list[int] | None = None) -> Tensor:
-    with torch.no_grad():
-        return model(input_ids=torch.tensor([ids or list(range(1, 13))]), use_cache=False).logits
 
 
 @pytest.mark.parametrize("kind", KINDS)

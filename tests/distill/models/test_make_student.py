@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from refusals import refused
-from tiny_models import prompts_of, tiny_model
+from tiny_models import logits, prompts_of, tiny_model
 from tiny_training import TOKENS, run_config, tiny_tokenizer, train_tokenizer, write_target
-from torch import Tensor, nn
+from torch import nn
 
 from distill.models.carving import LayerScorer, carve, choose_layers
 from distill.models.load import load_tokenizer
@@ -36,11 +36,6 @@ def student_of(folder: Path, student: dict[str, Any], target: Any = None, **opti
         config.student, target_of() if target is None else target, tiny_tokenizer(), seed=config.seed,
         temperature=config.serving.temperature, **options,
     )  # fmt: skip
-
-
-def logits(model: Any) -> Tensor:
-    with torch.no_grad():
-        return model(input_ids=torch.arange(1, 13).unsqueeze(0), use_cache=False).logits
 
 
 def same_weights(one: nn.Module, other: nn.Module) -> None:

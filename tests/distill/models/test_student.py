@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from refusals import refused
-from tiny_models import tiny_model
+from tiny_models import logits, tiny_model
 from tiny_training import tiny_tokenizer
 from torch import Tensor
 from transformers import AutoConfig
@@ -27,11 +27,6 @@ ARCHITECTURE = {
     "intermediate_size": 32,
     "max_position_embeddings": 64,
 }
-
-
-def logits(model: Any) -> Tensor:
-    with torch.no_grad():
-        return model(input_ids=torch.arange(1, 13).unsqueeze(0)).logits
 
 
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
