@@ -4,6 +4,7 @@ Calls are counted by forward hooks. `model.forward` is never wrapped: a `*args, 
 and makes the library re-read the whole sequence every round.
 """
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -95,6 +96,14 @@ def check_with_transformers(
         if plain_ids != assisted_ids and found.first_difference is None:
             found.first_difference = index, _difference(target_model, prompt_ids, plain_ids, assisted_ids)
     return found
+
+
+def _is_ours(record: logging.LogRecord) -> bool:
+    """Whether our own call is meant: transformers warns of how it calls the draft itself."""
+    return not record.getMessage().startswith("Passing `generation_config` together")
+
+
+logging.getLogger("transformers.generation.utils").addFilter(_is_ours)
 
 
 @contextmanager

@@ -40,7 +40,7 @@ def timed_table(rows: Sequence[Measured], run: str | None, title: str = "") -> T
     for row in rows:
         few = TOO_FEW_TIMED if row.speed_up_ci is None and row.way != TARGET else ""
         table.add(
-            Cell(row.way, note=_sizes(row), mark="run this" if row.way == run else ""),
+            Cell(row.way, note=row.sizes, mark="run this" if row.way == run else ""),
             row.gamma or None, Cell(row.alpha, row.alpha_ci), _figure(row, "tau"), row.tokens_per_second,
             _figure(row, "speed_up", few), strong=row.way == run,
         )  # fmt: skip
@@ -83,11 +83,3 @@ def _figure(row: Measured, key: str, note: str = "") -> Cell:
     """A figure with its interval, and how it was obtained where that is not by counting or timing."""
     how = {"replay": "by replay", "predicted": "predicted", "served": "served"}.get(row.how.get(key, ""), "")
     return Cell(getattr(row, key), getattr(row, f"{key}_ci"), note=" ".join(part for part in (how, note) if part))
-
-
-def _sizes(row: Measured) -> str:
-    """What a lookup looks for, and the draft behind it."""
-    if row.ngrams is None:
-        return ""
-    behind = f", then a draft of {row.then_gamma}" if row.then_gamma else ""
-    return f"n-grams of {row.ngrams[1]} to {row.ngrams[0]}{behind}"

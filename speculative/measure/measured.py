@@ -97,6 +97,15 @@ class Measured:
         """Whether it is certainly faster than the target alone."""
         return self.speed_up_ci is not None and self.speed_up_ci[0] > 1.0
 
+    @property
+    def sizes(self) -> str:
+        """What a lookup looks for and the draft behind it, in words; empty where nothing is looked up."""
+        if self.ngrams is None:
+            return ""
+        longest, shortest = self.ngrams
+        lengths = f"{longest}" if longest == shortest else f"{shortest} to {longest}"
+        return f"n-grams of {lengths}" + (f", then a draft of {self.then_gamma}" if self.then_gamma else "")
+
     def record(self) -> dict[str, Any]:
         """What is known, as plain values."""
         known = {one.name: getattr(self, one.name) for one in fields(self)}

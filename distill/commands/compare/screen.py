@@ -30,9 +30,8 @@ def compare_table(result: Comparison) -> Table:
     )
     for one in result.ways:
         row = result.row(one.way)
-        sizes = f"n-grams {row.ngrams[0]} to {row.ngrams[1]}" if row.ngrams else ""
         cells: list[Any] = [
-            Cell(one.way, note=sizes),
+            Cell(one.way, note=row.sizes),
             one.parameters or None,
             Cell(row.alpha, row.alpha_ci),
             Cell(row.tau, row.tau_ci),

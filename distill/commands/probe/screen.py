@@ -176,9 +176,8 @@ def outlook_table(prospect: Prospect, result: Probe) -> Table:
 def ways_table(result: Probe) -> Table:
     """Prompt lookup, each draft, and both: as they are, and with the draft distilled."""
     table = Table(
-        ["text", "way", "n-grams", Column("speed-up now", ".2f", "x"), Column("distilled", ".2f", "x")],
+        ["text", "way", Column("speed-up now", ".2f", "x"), Column("distilled", ".2f", "x")],
         title=f"what to run, predicted, batch {result.settings.batch_sizes[0]}",
-        caption="n-grams: of prompt lookup, longest to shortest",
     )
     for lookup in result.lookups:
         table.add(lookup.text, *_way(lookup), None)
@@ -191,10 +190,9 @@ def ways_table(result: Probe) -> Table:
     return table
 
 
-def _way(row: Measured) -> tuple[str, str, Cell]:
-    sizes = f"{row.ngrams[0]}-{row.ngrams[1]}" if row.ngrams else ""
+def _way(row: Measured) -> tuple[Cell, Cell]:
     ci, at = (row.speed_up_ci, f"@{row.gamma}") if row.gamma else (None, "does not pay")
-    return row.way, sizes, Cell(row.speed_up, ci=ci, note=at)
+    return Cell(row.way, note=row.sizes), Cell(row.speed_up, ci=ci, note=at)
 
 
 def break_even_table(used: Sequence[Prospect]) -> Table:

@@ -122,6 +122,10 @@ def chosen_prompts(
                 f"context of {context}: shorten the prompt or lower --max-tokens"
             )
     notes = []
+    if tokenizer.chat_template and not (embedded or options.chat or all(row.messages for row in rows)):
+        notes.append(
+            "plain prompts were continued as text; the target has a chat template: --chat asks each as a user's turn"
+        )
     if len(chosen) < options.count:
         notes.append(f"{len(chosen)} distinct prompts, not the {options.count} asked for: intervals are wider")
     return chosen, notes

@@ -403,8 +403,7 @@ def test_lookup_and_lookup_before_a_draft_are_contestants(tiny_run, monkeypatch)
         assert own.tau.gain == pytest.approx(row.tau - draft.tau)
         assert own.speed_up.gain == pytest.approx(row.speed_up - draft.speed_up)
         assert own.tau.ci[0] <= own.tau.gain <= own.tau.ci[1]
-    printed = drawn(compare_table(result))
-    assert f"n-grams {lookup.ngrams[0]} to {lookup.ngrams[1]}" in printed
+    assert lookup.sizes in compare_table(result).texts()[1][0]
     assert all("alpha" not in line for line in difference_lines(result)[:2])
     json.dumps(result.record(), allow_nan=False)
 

@@ -271,7 +271,10 @@ def test_prompts_are_distinct_and_fit(given, folder, chat_target):
     assert "20 distinct prompts, not the 32 asked for" in result.notes[0]
     bare = replace(given, target=str(chat_target), temperatures="0", max_tokens=4, drafts=[])
     chats = probe(replace(bare, prompts=str(folder / "chats.jsonl"), messages_column="messages"))
-    assert chats.texts == probe(replace(bare, chat=True)).texts
+    asked = probe(replace(bare, chat=True))
+    assert chats.texts == asked.texts
+    plain = probe(replace(bare, count=20))
+    assert [any("--chat" in note for note in one.notes) for one in (chats, asked, plain)] == [False, False, True]
 
 
 @pytest.mark.parametrize(

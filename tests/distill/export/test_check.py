@@ -1,5 +1,7 @@
 """The outside check: transformers' own assisted decoding, its calls counted, its settings really in force."""
 
+import logging
+
 import pytest
 import torch
 from tiny_models import tiny_model
@@ -14,10 +16,14 @@ def make_llama(seed, layers=2, eos=None):
 
 
 @pytest.mark.parametrize("eos", [None, 60])
-def test_the_target_as_its_own_draft_is_fully_accepted(tmp_path, eos):
+def test_the_target_as_its_own_draft_is_fully_accepted(tmp_path, eos, caplog, monkeypatch):
     target = make_llama(0, eos=eos)
     target.save_pretrained(tmp_path)
+    logger = logging.getLogger("transformers.generation.utils")
+    monkeypatch.setattr(logger, "handlers", [caplog.handler])
+    type(logger).warning_once.cache_clear()
     result = check_with_transformers(target, tmp_path, PROMPTS, 20, 4)
+    assert "generation_config" not in caplog.text, "how transformers calls the draft is not for our users to mend"
     # 20 tokens are 4 blocks of 4 accepted tokens and one bonus token: the gate is off and gamma stays 4.
     assert result.tau == 5.0
     assert result.accepted == sum(result.drafted_N)

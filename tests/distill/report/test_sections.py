@@ -29,7 +29,7 @@ from distill.report.table import NOTHING, Table
 from distill.report.view import GivenTimes, View, measured_times
 from speculative.errors import UserError
 from speculative.measure.cost import predicted_speed_up
-from speculative.measure.measured import DRAFT, LOOKUP, TARGET, TOGETHER
+from speculative.measure.measured import DRAFT, LOOKUP, TARGET, TOGETHER, Measured
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +86,7 @@ def test_a_way_has_one_figure_wherever_it_is_shown(result: dict[str, Any]) -> No
     assert "Against the served draft, paired by prompt: alpha +0.040 [+0.010, +0.070]" in words_of(
         sections_of(result)["numbers"]
     )
+    assert Measured(LOOKUP, "sample", ngrams=(2, 2)).sizes == "n-grams of 2"
     few = copy.deepcopy(result)
     for row in few["verdict"]["measured"]:
         row.pop("speed_up_ci", None)
