@@ -10,6 +10,7 @@ import pytest
 import torch
 import typer
 from bench_modules import bench
+from failures import Killed
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tiny_training import forget_accelerators, tiny_tokenizer
@@ -90,10 +91,6 @@ def test_a_target_is_made_judged_and_described(tmp_path: Path, few_documents: No
     said = (tmp_path / "target" / "README.md").read_text(encoding="utf-8")
     assert card["fingerprint"] in said
     assert "zipfile" in said
-
-
-class Killed(BaseException):
-    """No handler of a program expects it."""
 
 
 @pytest.mark.parametrize("kill_at", [1, 3, 4])

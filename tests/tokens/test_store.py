@@ -2,7 +2,6 @@
 
 import hashlib
 import os
-import resource
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +11,7 @@ import numpy as np
 import psutil
 import pyarrow as pa
 import pytest
+from failures import Killed, files_no_larger_than, killed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from processes import run_child
@@ -285,12 +285,6 @@ def test_keys_see_prompt_sample_ids_and_mask(tmp_path: Path) -> None:
 
 
 def test_a_shard_is_never_seen_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Killed(BaseException):
-        pass
-
-    def killed(*_: Any, **__: Any) -> None:
-        raise Killed
-
     store = opened(tmp_path)
     store.write_shard(0, [row_of(0)])
     with monkeypatch.context() as patched:
@@ -307,12 +301,8 @@ def test_a_writer_that_really_runs_out_of_room(tmp_path: Path) -> None:
     store = opened(tmp_path)
     generator = np.random.default_rng(0)
     big = Row("big", 0, "code", generator.integers(0, 2**31, 20000).tolist(), [True] * 20000, [-1.0] * 20000, True)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))
-    try:
+    with files_no_larger_than(10_000):
         text = refused(lambda: store.write_shard(0, [big]))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert "cannot be written" in text
     assert sorted(path.name for path in store.folder.iterdir()) == [MANIFEST]
 

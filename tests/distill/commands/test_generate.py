@@ -1,6 +1,5 @@
 """`understudy generate` as a new user types it: text, numbers, files, and how it says no."""
 
-import errno
 import json
 import shutil
 import sys
@@ -11,6 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from failures import full_disk
 from typer.testing import CliRunner
 
 from distill import cli
@@ -277,11 +277,8 @@ def test_a_full_disk_names_the_file_and_what_was_saved(tmp_path: Path, monkeypat
     file = ResponseFile(tmp_path / "out.jsonl")
     file.add(0, Response("a", [1], response_ids=[2]))
 
-    def full(self: Path, *arguments: Any, **options: Any) -> Any:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
     with monkeypatch.context() as patched:
-        patched.setattr(Path, "open", full)
+        patched.setattr(Path, "open", full_disk)
         with pytest.raises(UserError, match=r"out.jsonl: cannot be written \(No space left on device\); 2 responses"):
             file.add(1, Response("b", [1], response_ids=[3]))
     assert len((tmp_path / "out.partial.jsonl").read_text().splitlines()) == 1

@@ -234,11 +234,6 @@ def test_a_signal_of_another_target_is_not_taken(config_path: Path, topk_run: Pa
     )
 
 
-def test_a_k_above_the_vocabulary_is_refused(config_path: Path, tmp_path: Path) -> None:
-    said = refused(lambda: respond(config_path, tmp_path, "signal.k=500"))
-    assert "signal.k = 500: the target's vocabulary has 300" in said
-
-
 def test_an_objective_that_the_signal_cannot_serve_is_told_before_the_work(config_path: Path, tmp_path: Path) -> None:
     text = refused(lambda: respond(config_path, tmp_path, "loss.name=lk_hybrid", signal="sampled"))
     assert "sampled" in text

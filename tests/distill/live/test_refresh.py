@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from failures import Killed
 from rich.console import Console
 from traffic_log import SAMPLING, record_of, write_log
 
@@ -201,9 +202,6 @@ def test_a_dry_run_changes_nothing(place: Path, trained: list[str]) -> None:
 
 
 def test_killed_behind_every_stage_it_goes_on(place: Path, trained: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    class Killed(BaseException):
-        pass
-
     keep: Callable[..., None] = refresh._Refresh._keep
     kept: list[str] = []
 

@@ -1,11 +1,13 @@
 """Targets with quantised weights: loaded as saved, told apart, carved from their real values, taken through a whole run."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from refusals import refused
 from tiny_models import tiny_model
 from tiny_training import TOKENS, tiny_tokenizer, write_prompts
 from transformers import AutoModelForCausalLM
@@ -14,7 +16,6 @@ from distill import train
 from distill.models.carving import carve
 from distill.models.load import load_model, model_fingerprint
 from distill.models.quantized import full_weight, quantization_name
-from speculative.errors import UserError
 
 
 @pytest.fixture(scope="module")
@@ -83,9 +84,7 @@ def test_packed_weights_are_not_carved_and_the_format_is_named() -> None:
     target.config.quantization_config = {"quant_method": "awq", "bits": 4}
     projection = target.model.layers[0].mlp.up_proj
     projection.weight = torch.nn.Parameter(torch.zeros(64 * 32 // 2, 1, dtype=torch.uint8), requires_grad=False)
-    with pytest.raises(UserError, match=r"packed \(awq\).*student\.path") as error:
-        carve(target, (0,))
-    assert "\n" not in str(error.value)
+    assert re.search(r"packed \(awq\).*student\.path", refused(carve, target, (0,)))
 
 
 def test_a_quantisation_whose_library_is_missing_is_one_line(tmp_path: Path) -> None:
@@ -94,6 +93,4 @@ def test_a_quantisation_whose_library_is_missing_is_one_line(tmp_path: Path) -> 
     config = json.loads((tmp_path / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match=r"target\.path .* cannot be loaded") as error:
-        load_model("target.path", str(tmp_path))
-    assert "\n" not in str(error.value)
+    assert re.search(r"target\.path .* cannot be loaded", refused(load_model, "target.path", str(tmp_path)))

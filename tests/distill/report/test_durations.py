@@ -5,6 +5,7 @@ import math
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from refusals import refused
 
 from distill.report.durations import parse_seconds
 from speculative.errors import UserError
@@ -35,10 +36,9 @@ def test_a_duration_is_read(text: str, seconds: float) -> None:
     ["", "fast", "25 minutes", "25m", "ms", "3,5ms", "25ms 3", "nan", "inf", "1e", "0x10ms", "--t", "\u0663ms\u0663"],
 )
 def test_anything_else_is_refused_by_the_options_name(text: str) -> None:
-    with pytest.raises(UserError, match=r"^--t-draft ") as caught:
-        parse_seconds(text, "--t-draft")
-    assert "\n" not in str(caught.value)
-    assert "25ms" in str(caught.value)
+    said = refused(parse_seconds, text, "--t-draft")
+    assert said.startswith("--t-draft ")
+    assert "25ms" in said
 
 
 @pytest.mark.parametrize("text", ["0", "0ms", "-3ms", "-1", "1e400s"])

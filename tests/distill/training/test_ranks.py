@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from failures import full_disk
 from processes import free_port, rank_statuses, run_ranks
 from tiny_training import (
     ScriptedJudge,
@@ -109,11 +110,8 @@ def _out_of_memory(loop: Trainer) -> None:
 
 
 def _full_disk(loop: Trainer) -> None:
-    def fail(*_: Any, **__: Any) -> None:
-        raise OSError(28, "No space left on device")
-
     if loop.accelerator.is_main_process:
-        loop.tokenizer.save_pretrained = fail
+        loop.tokenizer.save_pretrained = full_disk
 
 
 def _mistake_of_ours(loop: Trainer) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from failures import full_disk
 from processes import killed_often, rank_statuses
 from tiny_models import perturbed, prompts_of, tiny_model
 from tiny_training import TOKENS, fresh_accelerator, run_config, tiny_tokenizer
@@ -405,10 +406,7 @@ def test_rollouts_of_another_target_are_refused_before_any_rank_writes(
 
 
 def test_a_full_disk_is_told_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: Any, **__: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("distill.training.rollouts.write_bytes", full)
+    monkeypatch.setattr("distill.training.rollouts.write_bytes", full_disk)
     config = config_of(tmp_path)
     with pytest.raises(UserError, match="No space left"):
         rollouts_of(config).speculative(0, Draft(draft_model()))

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from refusals import refused
 from tiny_training import fit, fresh_accelerator, make_loop, metrics_of, run_config
 from wandb_records import records_of
 
@@ -21,7 +22,6 @@ from distill.training.tracking import (
     start_trackers,
     tracked,
 )
-from speculative.errors import UserError
 
 
 def metrics_in(folder: Path, **options: Any) -> Metrics:
@@ -194,6 +194,5 @@ def test_a_missing_tracker_is_one_line(tmp_path: Path, monkeypatch: pytest.Monke
         return import_module(name, *arguments, **options)
 
     monkeypatch.setattr(builtins, "__import__", without_wandb)
-    with pytest.raises(UserError, match="pip install wandb") as error:
-        start_trackers(fresh_accelerator(tmp_path), ("wandb",), "understudy", "run", {})
-    assert "\n" not in str(error.value)
+    said = refused(start_trackers, fresh_accelerator(tmp_path), ("wandb",), "understudy", "run", {})
+    assert "pip install wandb" in said

@@ -73,22 +73,10 @@ def judged_alpha(verdict: dict) -> float:
     return next(row["alpha"] for row in verdict["measured"] if (row["way"], row["text"]) == (DRAFT, HELD_OUT))
 
 
-def test_best_is_the_highest_tau_and_the_link_points_there(verdict: dict, tiny_run: Path) -> None:
-    taus = {record["step"]: record["tau"] for record in verdict["checkpoints"]}
-    assert verdict["drafts"][-1]["step"] == max(taus, key=taus.__getitem__)
-    assert (tiny_run / "best").resolve() == step_folder(tiny_run, verdict["drafts"][-1]["step"]).resolve()
-
-
 def test_distilling_raises_alpha_on_heldout_prompts(verdict: dict) -> None:
     assert verdict["gain"]["alpha"]["ci"][0] > 0
     gain = verdict["checkpoints"][-1]["alpha"] - verdict["checkpoints"][0]["alpha"]
     assert gain > 0
-
-
-def test_the_paired_gain_is_the_difference_of_the_alphas(verdict: dict) -> None:
-    difference = judged_alpha(verdict) - verdict["checkpoints"][0]["alpha"]
-    # Replay scores in float32 logits: the last digits depend on how prompts were batched.
-    assert verdict["gain"]["alpha"]["gain"] == pytest.approx(difference, abs=1e-6)
 
 
 def test_the_baseline_is_the_carved_student_untouched(tiny_run: Path, tiny_target: Path) -> None:
@@ -137,25 +125,6 @@ def test_metrics_have_a_line_for_every_step(tiny_run: Path) -> None:
     steps = [line["step"] for line in lines if "loss" in line]
     assert steps == list(range(1, 13))
     assert all(math.isfinite(line["loss"]) for line in lines if "loss" in line)
-
-
-@pytest.mark.parametrize(
-    ("override", "words"),
-    [
-        ("optim.lr=1.0", ["another config", "optim.lr is 0.003, now 1.0"]),
-        ("seed=3", ["another config", "seed is 0, now 3"]),
-        ("train.batch_size=8", ["another config", "train.batch_size is 16, now 8"]),
-        ("resume=never", ["resume is never"]),
-    ],
-)
-def test_a_folder_with_another_config_is_refused(
-    override: str, words: list[str], tiny_run: Path, tiny_config: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert train.main([str(tiny_config), override]) == 2
-    message = capsys.readouterr().err
-    assert message.count("\n") == 1
-    for word in words:
-        assert word in message
 
 
 def test_a_store_from_other_settings_is_refused_by_name(

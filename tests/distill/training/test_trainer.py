@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from eager_loss import eager_loss
+from failures import Killed, killed
 from processes import forked, killed_often, run_child, run_ranks
 from safetensors.torch import load_file
 from tiny_training import (
@@ -48,10 +49,6 @@ from speculative.errors import UserError
 from speculative.rules.sampling import GREEDY, SamplingSettings, logits_to_probs
 
 TOKENS = sum(RESPONSE_TOKENS[:8])
-
-
-class Killed(BaseException):
-    """Stands for kill -9 inside one process: nothing in our code may catch it."""
 
 
 def step_config(folder: Path, micro_batch_size: int, **sections: Any) -> RunConfig:
@@ -287,7 +284,7 @@ def test_a_run_stopped_after_any_step_goes_on_exactly(tmp_path: Path, kind: str,
     for stop in range(5):
         loop = make_loop(config(f"stopped{stop}"), kind=kind)
         loop._record = lambda *_, stop=stop, at=loop.progress, record=loop._record: (
-            record(*_) if at.step <= stop else _raise(Killed)  # the step is made, and on no disk
+            record(*_) if at.step <= stop else killed()  # the step is made, and on no disk
         )
         with pytest.raises(Killed):
             fit(loop)
@@ -307,13 +304,9 @@ def test_a_judge_that_draws_random_numbers_does_not_change_a_resumed_run(tmp_pat
     whole, stopped = (run_config(tmp_path / name, train={"steps": 4}) for name in ("whole", "stopped"))
     fit(make_loop(whole, DrawingJudge(), kind="gpt2"))
     with pytest.raises(Killed):
-        fit(before_step(make_loop(stopped, DrawingJudge(), kind="gpt2"), 3, lambda: _raise(Killed)))
+        fit(before_step(make_loop(stopped, DrawingJudge(), kind="gpt2"), 3, killed))
     fit(make_loop(stopped, DrawingJudge(), kind="gpt2"))
     assert_same_run(stopped, whole)
-
-
-def _raise(error: type[BaseException]) -> Any:
-    raise error
 
 
 @pytest.mark.parametrize(("before", "scores"), [(True, [1, 2]), (False, [2, 1]), (False, [1, 2])])

@@ -10,6 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import yaml
+from failures import full_disk
 
 from data.responses.store import Store
 from distill import train
@@ -240,10 +241,7 @@ def test_the_run_says_how_lookup_before_the_draft_is_started(tiny_run: Path, tin
 
 
 def test_a_run_is_finished_when_verdict_json_is_there(tiny_run: Path, tmp_path: Path, monkeypatch) -> None:
-    def full(*_: Path) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(conclusion, "report_command", full)
+    monkeypatch.setattr(conclusion, "report_command", full_disk)
     result = load_result(tiny_run / "result.json")
     with pytest.raises(OSError, match="No space"):
         conclusion.write_conclusion(tmp_path, result)

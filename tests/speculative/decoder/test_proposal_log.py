@@ -1,7 +1,6 @@
 """The log of drafted tokens: what a row says, and that a file is there whole or not at all."""
 
 import os
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from failures import files_no_larger_than, full_disk
 from hypothesis import given
 from hypothesis import strategies as st
 from refusals import refused
@@ -152,17 +152,13 @@ def test_a_full_disk_is_one_line_and_leaves_the_older_file(tmp_path, flush_rows,
             if interrupted:
                 raise KeyboardInterrupt
 
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
-    try:
+    with files_no_larger_than(20_000):
         if interrupted and flush_rows > 10:
             with pytest.raises(KeyboardInterrupt) as stopped:
                 run()
             assert "cannot be written" in stopped.value.__notes__[0]
         else:
             assert "log cannot be written" in refused(run)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert pq.read_table(path).num_rows == 2
     assert os.listdir(tmp_path) == ["log.parquet"]
 
@@ -174,11 +170,7 @@ def test_a_flush_that_failed_in_part_is_not_finished_later(tmp_path, monkeypatch
     def run():
         with ProposalLog(path, flush_rows=4) as log:
             log.add(*block_of("one", 0, 0, 4, 1))
-
-            def full(writer, table):
-                raise OSError(28, "No space left on device")
-
-            monkeypatch.setattr(pq.ParquetWriter, "write_table", full)
+            monkeypatch.setattr(pq.ParquetWriter, "write_table", full_disk)
             log.add(*block_of("one", 1, 4, 4, 1))
 
     assert "No space left on device" in refused(run)

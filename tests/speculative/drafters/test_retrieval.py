@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from host_rows import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import refused
 from safetensors.numpy import save_file
 from tiny_models import VOCAB, tiny_model
 
@@ -134,9 +136,7 @@ def test_files_that_are_no_datastore_are_refused(tmp_path: Path):
         (foreign, r"weights\.safetensors is not a datastore of this version"),
         (damaged, r"damaged cannot be read"),
     ):
-        with pytest.raises(UserError, match=message) as refused:
-            Datastore.load(path)
-        assert "\n" not in str(refused.value)
+        assert re.search(message, refused(Datastore.load, path))
 
 
 def test_the_file_has_the_mode_that_the_umask_gives(tmp_path: Path):
