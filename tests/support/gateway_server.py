@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,21 @@ SAYS = "the gateway answers at "
 def metric(url: str, name: str, key: str | None = None, **labels: str) -> float:
     page = parse_page(HTTP.get(f"{url}/metrics", headers={"authorization": f"Bearer {key}"}).text)
     return sum(value for found, value in page.get(f"understudy_{name}", []) if labels.items() <= found.items())
+
+
+def connected(url: str, content: bytes = b"") -> socket.socket:
+    connection = socket.create_connection((httpx.URL(url).host, httpx.URL(url).port or 0), timeout=20)
+    connection.sendall(content)
+    return connection
+
+
+def heard(connection: socket.socket) -> bytes:
+    """All that is said until the connection is closed, which must happen."""
+    found = b""
+    with connection, suppress(ConnectionError):
+        while piece := connection.recv(1 << 16):
+            found += piece
+    return found
 
 
 @contextmanager

@@ -7,14 +7,13 @@ import json
 import math
 import socket
 import time
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from gateway_server import metric, running_gateway
+from gateway_server import connected, heard, metric, running_gateway
 from live_arms import served_of
 from processes import until
 from running_app import running_app
@@ -41,17 +40,6 @@ TALK = {"model": "m", "messages": [{"role": "system", "content": "be"}, {"role":
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gateway_app, "WATCH_SECONDS", 0.02)
-
-
-@pytest.fixture(scope="module")
-def engine() -> ScriptedEngine:
-    return ScriptedEngine()
-
-
-@pytest.fixture(scope="module")
-def direct(engine: ScriptedEngine) -> Iterator[str]:
-    with running_app(engine.app()) as url:
-        yield url
 
 
 def post(url: str, body: Any, path: str = "/v1/completions", **headers: str) -> httpx.Response:
@@ -312,23 +300,6 @@ def test_above_a_number_in_flight_the_engine_without_a_draft_is_asked(direct: st
     assert {record.arm for record in records(tmp_path)} == {"a", "plain"}
 
 
-def raw(url: str, content: bytes) -> socket.socket:
-    connection = socket.create_connection((httpx.URL(url).host, httpx.URL(url).port or 0), timeout=10)
-    connection.sendall(content)
-    return connection
-
-
-def answered(connection: socket.socket) -> bytes:
-    found = b""
-    with connection:
-        try:
-            while piece := connection.recv(1 << 16):
-                found += piece
-        except ConnectionError:
-            pass
-    return found
-
-
 def test_hostile_clients_harm_nobody(direct: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "HEADER_SECONDS", 0.3)
     monkeypatch.setattr(limits, "BODY_SECONDS", 0.3)
@@ -344,10 +315,10 @@ def test_hostile_clients_harm_nobody(direct: str, tmp_path: Path, monkeypatch: p
         "left": post_line + b"content-length: 10\r\n\r\n{",
     }  # fmt: skip
     with running_gateway(tmp_path, direct, max_body=1 << 16) as url:
-        began = {what: raw(url, content) for what, content in said.items()}
+        began = {what: connected(url, content) for what, content in said.items()}
         began.pop("left").close()
         assert post(url, PROMPT).status_code == 200
-        answers = {what: answered(connection) for what, connection in began.items()}
+        answers = {what: heard(connection) for what, connection in began.items()}
         assert {what: answer[9:12] for what, answer in answers.items()} == {
             "no request": b"", "slow headers": b"", "headers without end": b"400", "no HTTP": b"400", "slow body": b"408",
             "a body said to be huge": b"413", "a huge body in chunks": b"413",

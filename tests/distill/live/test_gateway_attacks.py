@@ -9,15 +9,14 @@ import socket
 import subprocess
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import httpx
 import pytest
-from gateway_server import gateway_process, metric, running_gateway
+from gateway_server import connected, gateway_process, heard, metric, running_gateway
 from processes import until
 from raw_engine import raw_engine
-from running_app import running_app
 from scripted_engine import ScriptedEngine
 
 from distill.live.gateway import app as gateway_app
@@ -32,34 +31,8 @@ MOST_SENT = 16 << 20  # more than all buffers of a connection hold
 PAGES = ("POST /v1/completions", "GET /health", "GET /metrics")
 
 
-@pytest.fixture(scope="module")
-def engine() -> ScriptedEngine:
-    return ScriptedEngine()
-
-
-@pytest.fixture(scope="module")
-def direct(engine: ScriptedEngine) -> Iterator[str]:
-    with running_app(engine.app()) as url:
-        yield url
-
-
-def connected(url: str, content: bytes = b"") -> socket.socket:
-    connection = socket.create_connection((httpx.URL(url).host, httpx.URL(url).port or 0), timeout=20)
-    connection.sendall(content)
-    return connection
-
-
 def asking(body: bytes, headers: bytes = b"") -> bytes:
     return POST + headers + b"content-length: %d\r\n\r\n" % len(body) + body
-
-
-def heard(connection: socket.socket) -> bytes:
-    """All that is said until the connection is closed, which must happen."""
-    found = b""
-    with connection, contextlib.suppress(ConnectionError):
-        while piece := connection.recv(1 << 16):
-            found += piece
-    return found
 
 
 def is_cut_off(connection: socket.socket, piece: bytes, pause: float = 0.0) -> bool:

@@ -39,10 +39,7 @@ def student_of(folder: Path, student: dict[str, Any], target: Any = None, **opti
 
 
 def same_weights(one: nn.Module, other: nn.Module) -> None:
-    expected = other.state_dict()
-    assert one.state_dict().keys() == expected.keys()
-    for name, value in one.state_dict().items():
-        torch.testing.assert_close(value, expected[name], rtol=0, atol=0, msg=name)
+    torch.testing.assert_close(one.state_dict(), other.state_dict(), rtol=0, atol=0)
 
 
 def test_named_layers_need_no_text(tmp_path: Path) -> None:

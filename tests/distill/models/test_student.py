@@ -103,8 +103,7 @@ def test_random_weights_follow_the_seed_alone() -> None:
     first = from_architecture(ARCHITECTURE, tokenizer, 320, seed=5)
     torch.manual_seed(99)
     again, other = (from_architecture(ARCHITECTURE, tokenizer, 320, seed=seed) for seed in (5, 6))
-    for name, value in first.state_dict().items():
-        torch.testing.assert_close(again.state_dict()[name], value, rtol=0, atol=0)
+    torch.testing.assert_close(again.state_dict(), first.state_dict(), rtol=0, atol=0)
     assert not torch.equal(first.lm_head.weight, other.lm_head.weight)
     assert first.config.vocab_size == 320
     assert first.config.eos_token_id == tokenizer.eos_token_id

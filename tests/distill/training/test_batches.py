@@ -357,8 +357,7 @@ def test_a_run_killed_anywhere_ends_with_the_same_weights(tmp_path: Path, packin
 
     assert killed_often(fit_whole, killed, progress=lines, times=4, most=2, seed=1) >= 1
     assert list_steps(killed.folder) == [0, 5, 10, 11]
-    for name, weight in final_weights(whole).items():
-        assert torch.equal(final_weights(killed)[name], weight), name
+    torch.testing.assert_close(final_weights(killed), final_weights(whole), rtol=0, atol=0)
     facts = [[(line.get("loss"), line.get("tokens")) for line in metrics_of(config)] for config in (whole, killed)]
     assert facts[0] == facts[1]
 
@@ -389,7 +388,6 @@ def test_packed_ranks_of_which_one_has_nothing_left_make_the_whole_gradient(tmp_
     for whole in (one_step(packed_config(tmp_path / str(packing), 8, packing)) for packing in (50, None)):
         assert shared[0]["tokens"] == whole["tokens"] == sum(sum(one["rows"]) for one in shared)
         assert shared[0]["loss"] == pytest.approx(whole["loss"], rel=1e-5)
-        for name, gradient in whole["gradients"].items():
-            for one in shared:
-                # float32 sums taken in another order
-                torch.testing.assert_close(one["gradients"][name], gradient, rtol=1e-4, atol=1e-6)
+        for one in shared:
+            # float32 sums taken in another order
+            torch.testing.assert_close(one["gradients"], whole["gradients"], rtol=1e-4, atol=1e-6)

@@ -58,8 +58,7 @@ def test_a_trial_step_is_as_wide_as_a_step_can_be_and_leaves_the_weights(tmp_pat
     assert batch.labels_R.numel() == 3 * 19
     trial_step(Accelerator(cpu=True), module, teacher if online else None, batch)
     assert all(weight.grad is not None for weight in module.parameters())
-    for name, weight in module.state_dict().items():
-        torch.testing.assert_close(weight, before[name], rtol=0, atol=0)
+    torch.testing.assert_close(dict(module.state_dict()), before, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(

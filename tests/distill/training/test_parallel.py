@@ -106,9 +106,9 @@ def test_one_pass_is_each_block_asked_alone(kind: str) -> None:
     assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=1e-6)
     torch.testing.assert_close(module.survival.seen_2J.float(), survival, rtol=1e-5, atol=1e-6)
     assert batch.masks == sum(int((one.depths - 1).clip(0).sum()) for one in examples) > 10
-    for name, weight in module.named_parameters():
-        # The models are float64, but their norms compute in float32.
-        torch.testing.assert_close(gradients[name], weight.grad, rtol=1e-4, atol=1e-6, msg=name)
+    again = {name: weight.grad for name, weight in module.named_parameters()}
+    # The models are float64, but their norms compute in float32.
+    torch.testing.assert_close(gradients, again, rtol=1e-4, atol=1e-6)
     (table,) = (
         gradients[name] for name, weight in module.named_parameters() if weight is student.get_input_embeddings().weight
     )
@@ -133,9 +133,8 @@ def test_the_mean_over_drops_is_the_dense_loss() -> None:
                 numbers = {name: weight.grad for name, weight in module.named_parameters()} | {"loss": loss.detach()}
                 mean = {name: mean.get(name, 0.0) + share * number for name, number in numbers.items()}
         outcomes[retain] = mean
-    for name, dense in outcomes[1.0].items():
-        # Weights of offsets are float32.
-        torch.testing.assert_close(outcomes[0.6][name], dense, rtol=1e-5, atol=1e-7, msg=lambda t: t)
+    # Weights of offsets are float32.
+    torch.testing.assert_close(outcomes[0.6], outcomes[1.0], rtol=1e-5, atol=1e-7)
 
 
 def blocks_config(folder: Path, micro_batch_size: int = 2, **sections: Any) -> RunConfig:
@@ -169,9 +168,8 @@ def test_the_step_is_the_same_however_the_batch_is_shared(tmp_path: Path) -> Non
         assert other["masks"] == whole["masks"]
         assert other["losses"] == pytest.approx(whole["losses"], rel=1e-4)
         assert other["survival"] == pytest.approx(whole["survival"], rel=1e-5)
-        for name, gradient in whole["gradients"].items():
-            # Behind an update of Adam's, whose steps have the sign of a rounding where a gradient is nearly zero.
-            torch.testing.assert_close(other["gradients"][name], gradient, rtol=1e-2, atol=1e-4, msg=name)
+        # Behind an update of Adam's, whose steps have the sign of a rounding where a gradient is nearly zero.
+        torch.testing.assert_close(other["gradients"], whole["gradients"], rtol=1e-2, atol=1e-4)
 
 
 def test_a_stopped_run_goes_on_exactly(tmp_path: Path) -> None:
@@ -187,9 +185,7 @@ def test_a_stopped_run_goes_on_exactly(tmp_path: Path) -> None:
     lines = [line for line in metrics_of(whole) if "loss" in line]
     assert lines[0]["survival/4"] > lines[-1]["survival/4"] >= 0.9**4 / 1.001, "it starts at 1"
     assert all(line["masks"] for line in lines)
-    expected = final_weights(whole)
-    for name, weight in final_weights(stopped).items():
-        torch.testing.assert_close(weight, expected[name], rtol=0, atol=0)
+    torch.testing.assert_close(final_weights(stopped), final_weights(whole), rtol=0, atol=0)
     config = json.loads((step_folder(whole.folder, 4) / "student" / "config.json").read_text(encoding="utf-8"))
     assert config["pard_token"] == MASK
 

@@ -27,12 +27,6 @@ def weights_of(run: Path) -> dict[str, torch.Tensor]:
     return load_file(step_folder(run, list_steps(run)[-1]) / "student" / "model.safetensors")
 
 
-def assert_same_weights(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> None:
-    assert one.keys() == two.keys()
-    for name, weight in one.items():
-        assert torch.equal(weight, two[name]), name
-
-
 # 61 examples: an epoch of four steps is over when the run ends.
 STORED = ["signal.k=8", "judge.live=end", "train.steps=6", "judge.every=3"]
 
@@ -86,10 +80,8 @@ class TestStoredSignals:
         overrides = ["name=captured", "signal.source=capture", *STORED]
         assert train.main([str(tiny_config), *overrides]) == 0
         captured = load_config(tiny_config, overrides).folder
-        ours, theirs = weights_of(captured), weights_of(stored)
-        for name, weight in theirs.items():
-            # The teacher's forward had other neighbours in its batch, which rounds differently now and then.
-            torch.testing.assert_close(ours[name], weight, rtol=1e-3, atol=1e-4)
+        # The teacher's forward had other neighbours in its batch, which rounds differently now and then.
+        torch.testing.assert_close(weights_of(captured), weights_of(stored), rtol=1e-3, atol=1e-4)
 
     def test_a_store_must_be_there_and_whole(
         self, tiny_config: Path, stored: Path, capsys: pytest.CaptureFixture[str]
@@ -137,9 +129,9 @@ def test_the_better_weights_are_called_student(tmp_path: Path, weights: str) -> 
     student = load_file(folder / "student" / "model.safetensors")
     wanted = loop.module.student if weights == "raw" else loop.average.module  # type: ignore[union-attr]
     state = wanted.state_dict()
-    assert_same_weights(student, {name: state[name] for name in student})
+    torch.testing.assert_close(student, {name: state[name] for name in student}, rtol=0, atol=0)
     checkpoint.settle_weights(folder, {"weights": weights})  # once more changes nothing
-    assert_same_weights(student, load_file(folder / "student" / "model.safetensors"))
+    torch.testing.assert_close(student, load_file(folder / "student" / "model.safetensors"), rtol=0, atol=0)
 
 
 def test_a_run_with_averaged_weights_goes_on_exactly(tmp_path: Path) -> None:
@@ -152,7 +144,7 @@ def test_a_run_with_averaged_weights_goes_on_exactly(tmp_path: Path) -> None:
     second = make_loop(parts)
     assert second.progress.step == 4
     fit(second)
-    assert_same_weights(final_weights(whole), final_weights(parts))
+    torch.testing.assert_close(final_weights(parts), final_weights(whole), rtol=0, atol=0)
 
 
 def test_warm_up_has_its_own_objective(tmp_path: Path) -> None:
@@ -180,7 +172,7 @@ class TestSpikes:
         loop.accelerator.clip_grad_norm_ = lambda *_: torch.tensor(700.0)  # type: ignore[method-assign]
         result = loop.step(loop.micro_batches(0))
         assert result.skipped
-        assert_same_weights(before, loop.module.state_dict())
+        torch.testing.assert_close(dict(loop.module.state_dict()), before, rtol=0, atol=0)
         said = capsys.readouterr().err
         assert "gradient norm 700 is 1400 times the recent median; update skipped" in said
         del loop.accelerator.clip_grad_norm_
@@ -196,7 +188,7 @@ class TestSpikes:
 
 
 @pytest.mark.usefixtures("without_verdict")
-def test_mixed_data_trains_and_goes_on_exactly_after_a_stop(tiny_config: Path, tmp_path: Path) -> None:
+def test_mixed_data_trains(tiny_config: Path, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("Some general text that the draft should not forget. " * 40)
     overrides = [
@@ -207,20 +199,6 @@ def test_mixed_data_trains_and_goes_on_exactly_after_a_stop(tiny_config: Path, t
     assert train.main([str(tiny_config), "name=mixed", *overrides]) == 0
     run = load_config(tiny_config, ["name=mixed"]).folder
     assert {path.name.split("-")[0] for path in (run / "rollouts").iterdir()} == {"student", "speculative"}
-
-    step = Trainer.step
-
-    def stopping(self: Trainer, window: Any) -> Any:
-        assert self.progress.step < 5
-        return step(self, window)
-
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(Trainer, "step", stopping)
-        with pytest.raises(AssertionError):
-            train.main([str(tiny_config), "name=mixed-parts", *overrides])
-    assert train.main([str(tiny_config), "name=mixed-parts", *overrides]) == 0
-    parts = load_config(tiny_config, ["name=mixed-parts"]).folder
-    assert_same_weights(weights_of(run), weights_of(parts))
 
 
 @pytest.mark.usefixtures("without_verdict")
