@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from pretend_cuda.ledger import LEDGER
-from tiny_training import forget_accelerators, write_prompts, write_target
+from tiny_training import forget_accelerators, small_config, write_target
 
 from data.batches.collate import Batch
 from distill import train
@@ -16,28 +16,17 @@ from distill.training.trainer import StepResult, Trainer
 
 pytestmark = pytest.mark.device
 
-CONFIG = """
-name: run
-output: {folder}
-target: {{path: {folder}/target}}
-student: {{init: carved, layers: [0]}}
-data:
-  train: [{{path: {folder}/train.jsonl}}]
-  template: {{mode: plain}}
-serving: {{temperature: 0.9, max_tokens: 5, batch_size: 8}}
-loss: {{name: lk_hybrid, chunk_tokens: 16}}
-train: {{steps: 2, batch_size: 4, micro_batch_size: 2}}
-judge: {{every: 2, prompts: 2, gamma: 2, speed_prompts: 1, speed_seconds: 0.1, live: end}}
-"""
-
 
 def run(folder: Path, *overrides: str) -> int:
     forget_accelerators()
     write_target(folder / "target", num_hidden_layers=2)
-    write_prompts(folder / "train.jsonl", 10)
-    (folder / "run.yaml").write_text(CONFIG.format(folder=folder), encoding="utf-8")
+    config = small_config(
+        folder, 10, name="run", student={"layers": [0]}, serving={"temperature": 0.9, "max_tokens": 5},
+        loss={"name": "lk_hybrid", "chunk_tokens": 16}, train={"steps": 2, "micro_batch_size": 2},
+        judge={"prompts": 2, "speed_prompts": 1, "live": "end"},
+    )  # fmt: skip
     try:
-        return train.main([str(folder / "run.yaml"), *overrides])
+        return train.main([str(config), *overrides])
     finally:
         torch.set_float32_matmul_precision("highest")  # of the whole process, which has other tests
 

@@ -87,9 +87,30 @@ def run_config(folder: Path, **sections: Any) -> RunConfig:
         "train": {"steps": 6, "batch_size": 4, "micro_batch_size": 2},
         "judge": {"every": 2},
     }
-    for name, values in sections.items():
-        tree[name] = {**tree.get(name, {}), **values} if isinstance(values, dict) else values
-    return parse_config(tree, "test")
+    return parse_config(merged(tree, sections), "test")
+
+
+def merged(tree: dict[str, Any], sections: dict[str, Any]) -> dict[str, Any]:
+    """The tree whose sections these override key by key."""
+    own = {name: {**tree.get(name, {}), **new} if isinstance(new, dict) else new for name, new in sections.items()}
+    return tree | own
+
+
+def small_config(folder: Path, prompts: int = 24, **sections: Any) -> Path:
+    """The config file of a run of seconds in a folder, with a random target and so many prompts; sections as in `run_config`."""
+    target = folder / "target"
+    if not target.exists():
+        write_target(target)
+    source = {"path": str(write_prompts(folder / "prompts.jsonl", prompts)), "prompt_column": "prompt"}
+    tree = {
+        "name": "small", "output": str(folder), "target": {"path": str(target)},
+        "data": {"train": [source], "template": {"mode": "plain"}},
+        "serving": {"max_tokens": 8, "shard_size": 8, "batch_size": 8}, "train": {"batch_size": 4},
+        "judge": {"every": 2, "gamma": 2, "speed_prompts": 2, "speed_seconds": 0.1},
+    }  # fmt: skip
+    path = folder / f"{sections.get('name', 'small')}.yaml"
+    path.write_text(json.dumps(merged(tree, sections)), encoding="utf-8")
+    return path
 
 
 def share_of(config: RunConfig, rank: int = 0, ranks: int = 1) -> Any:

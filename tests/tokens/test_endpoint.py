@@ -357,7 +357,7 @@ def test_a_whole_run_with_a_target_that_only_a_server_has(
     server: tuple[str, Behaviour], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Responses, signal, training and verdict; the folder of the target has a tokenizer and a config, and no weights."""
-    from tiny_training import write_prompts, write_target
+    from tiny_training import small_config, write_target
 
     from distill import respond as respond_command
     from distill import train
@@ -368,25 +368,12 @@ def test_a_whole_run_with_a_target_that_only_a_server_has(
     MODEL.generation_config.save_pretrained(tmp_path / "target")
     tiny_tokenizer().save_pretrained(tmp_path / "target")
     write_target(tmp_path / "draft", num_hidden_layers=1)
-    config = tmp_path / "served.yaml"
-    config.write_text(
-        f"""
-name: served
-output: {tmp_path}
-target: {{path: {tmp_path / "target"}, endpoint: {{url: "{url}", concurrency: 4}}}}
-student: {{init: pretrained, path: {tmp_path / "draft"}}}
-data:
-  train: [{{path: {write_prompts(tmp_path / "prompts.jsonl", 30)}, prompt_column: prompt}}]
-  template: {{mode: plain}}
-  heldout_count: 8
-serving: {{max_tokens: 8}}
-loss: {{name: forward_kl}}
-signal: {{source: store, k: 16}}
-optim: {{lr: 0.01}}
-train: {{steps: 20, batch_size: 8, micro_batch_size: 8}}
-judge: {{every: 10, prompts: 8, gamma: 2, live: never}}
-"""
-    )
+    config = small_config(
+        tmp_path, 30, name="served", student={"init": "pretrained", "path": str(tmp_path / "draft")},
+        target={"endpoint": {"url": url, "concurrency": 4}}, data={"heldout_count": 8}, loss={"name": "forward_kl"},
+        signal={"source": "store", "k": 16}, optim={"lr": 0.01}, train={"steps": 20, "batch_size": 8, "micro_batch_size": 8},
+        judge={"every": 10, "prompts": 8, "live": "never"},
+    )  # fmt: skip
     facts = respond_command.run(config)
     assert facts is not None
     assert facts.tokens > 0

@@ -12,7 +12,7 @@ import pytest
 import torch
 from processes import run_ranks
 from refusals import refused
-from tiny_training import forget_accelerators, fresh_accelerator, write_prompts, write_target
+from tiny_training import forget_accelerators, fresh_accelerator, small_config, write_prompts
 from transformers.utils import chat_template_utils
 
 from data.responses import respond as data_respond
@@ -35,28 +35,11 @@ from distill.training.teacher import CapturingTeacher
 @pytest.fixture(scope="module")
 def config_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A config of a tiny target and 12 prompts; `output` is to be overridden."""
-    folder = tmp_path_factory.mktemp("respond")
-    write_target(folder / "target")
-    write_prompts(folder / "prompts.jsonl", 15)
-    path = folder / "tiny.yaml"
-    path.write_text(
-        f"""
-name: tiny
-output: {folder}/runs
-target: {{path: {folder}/target}}
-data:
-  train: [{{path: {folder}/prompts.jsonl, prompt_column: prompt}}]
-  heldout_count: 4
-  template: {{mode: plain}}
-serving: {{max_tokens: 10, shard_size: 8, batch_size: 8}}
-loss: {{name: forward_kl, temperature: 1.25}}
-signal: {{k: 9, samples: 12}}
-train: {{micro_batch_size: 4, batch_size: 4}}
-judge: {{prompts: 4}}
-""",
-        encoding="utf-8",
-    )
-    return path
+    return small_config(
+        tmp_path_factory.mktemp("respond"), 15, name="tiny", data={"heldout_count": 4}, serving={"max_tokens": 10},
+        loss={"name": "forward_kl", "temperature": 1.25}, signal={"k": 9, "samples": 12},
+        train={"micro_batch_size": 4}, judge={"prompts": 4},
+    )  # fmt: skip
 
 
 def respond(config_path: Path, folder: Path, *overrides: str, signal: str | None = "topk") -> dict[str, Any] | None:

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import COMMON, VOCAB, generated, perturbed, prompts_of, texts
-from torch import Tensor
+from tiny_models import COMMON, VOCAB, generated, logits, perturbed, prompts_of, texts
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -55,11 +54,6 @@ def multimodal(kind: str, **text: Any) -> PreTrainedModel:
     torch.manual_seed(0)
     config = CONFIG_MAPPING[kind](**options)
     return auto_class(config).from_config(config).eval()
-
-
-def logits(model: Any) -> Tensor:
-    with torch.no_grad():
-        return model(input_ids=torch.arange(1, 31).view(2, 15), use_cache=False).logits
 
 
 @pytest.mark.parametrize("kind", KINDS)

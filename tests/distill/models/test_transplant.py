@@ -9,10 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from refusals import refused
-from tiny_models import tiny_model
+from tiny_models import logits, tiny_model
 from tiny_training import train_tokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
-from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from data.prompts.stdlib import modules
@@ -67,11 +66,6 @@ def _without_added_bytes(tokenizer: PreTrainedTokenizerFast) -> Tokenizer:
     tree = json.loads(tokenizer.backend_tokenizer.to_str())
     tree["added_tokens"] = [token for token in tree["added_tokens"] if not token["content"].startswith("<0x")]
     return Tokenizer.from_str(json.dumps(tree))
-
-
-def logits(model: Any, ids: list[int]) -> Tensor:
-    with torch.no_grad():
-        return model(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
 
 
 def donor_model(tokenizer: Any, kind: str = "llama", **options: Any) -> Any:
@@ -190,11 +184,11 @@ def test_shared_tokens_keep_the_donors_logits(kind: str, tied: bool) -> None:
     match = match_tokens(code(), english())
     shared = [(token_id, pieces[0]) for token_id, pieces in match.pieces.items() if len(pieces) == 1]
     target_ids, donor_ids = ([pair[side] for pair in shared[40:60]] for side in (0, 1))
-    before = logits(donor, donor_ids)
+    before = logits(donor, donor_ids)[0]
     rows = len(code()) + 7
     found = transplant_vocabulary(donor, english(), code(), rows)
     assert found == match
-    after = logits(donor, target_ids)
+    after = logits(donor, target_ids)[0]
     assert after.shape[-1] == rows == donor.get_input_embeddings().weight.shape[0]
     kept, of = ([pair[side] for pair in shared] for side in (0, 1))
     # A matrix of another number of rows sums in another order.

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from refusals import refused
+from tiny_models import logits
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PhiConfig, PhiForCausalLM, PreTrainedTokenizerFast
 
@@ -41,11 +42,6 @@ def make_phi(rows):
     model = PhiForCausalLM(PhiConfig(vocab_size=rows, initializer_range=0.5, **sizes)).eval()
     torch.nn.init.normal_(model.lm_head.bias)
     return model
-
-
-def logits_of(model, ids=((3, 1, 4, 1, 5, 9, 2, 6),)):
-    with torch.no_grad():
-        return model(input_ids=torch.tensor(ids)).logits
 
 
 SWAPPED = [*WORDS[:10], WORDS[20], *WORDS[11:20], WORDS[10], *WORDS[21:]]
@@ -99,7 +95,7 @@ def test_a_special_token_that_no_text_uses_gets_a_made_up_row():
     assert "'<image>' is special and gets a made-up row" in found.detail
     draft = make_llama(tokens, tied=True)
     repair_rows(draft, tokens + 64, found.token_rows)
-    assert logits_of(draft).shape[-1] == tokens + 64
+    assert logits(draft).shape[-1] == tokens + 64
     refuse_rowless(found, tokenizer, [[0, 1], [tokens - 1]])
     text = refused(lambda: refuse_rowless(found, tokenizer, [[0, 1], [2, tokens]]))
     assert f"uses '<image>', and the draft has only {tokens} rows; leave such prompts out" in text
@@ -116,9 +112,9 @@ def test_a_special_flag_that_differs_is_named():
 @pytest.mark.parametrize("kind", ["tied", "untied", "bias"])
 def test_padding_keeps_old_logits_and_the_new_one_is_their_mean(kind):
     model = make_phi(40) if kind == "bias" else make_llama(40, kind == "tied")
-    before = logits_of(model)
+    before = logits(model)
     repair_rows(model, 56, 40)
-    after = logits_of(model)
+    after = logits(model)
     assert after.shape[-1] == 56 == vocabulary_rows(model.config)
     assert model.get_input_embeddings().weight.shape[0] == 56
     torch.testing.assert_close(after[..., :40], before, atol=1e-6, rtol=1e-6)  # another matmul width, float32
@@ -135,9 +131,9 @@ def test_a_padded_row_is_never_the_strict_maximum_nor_above_average(dtype):
     for seed in range(5):
         model = make_llama(40, tied=bool(seed % 2), seed=seed, dtype=dtype)
         repair_rows(model, 64, 40)
-        logits = logits_of(model, ids=torch.arange(40).reshape(4, 10).tolist()).float()
-        assert (logits[..., 40:].amax(-1) < logits[..., :40].amax(-1)).all()
-        weights = logits.softmax(-1)
+        scores = logits(model, range(40)).float()
+        assert (scores[..., 40:].amax(-1) < scores[..., :40].amax(-1)).all()
+        weights = scores.softmax(-1)
         # Jensen: exp(mean) <= mean(exp). Loose by 2 % for the bfloat16 rounding of the logits.
         assert (weights[..., 40:].amax(-1) <= 1.02 * weights[..., :40].mean(-1)).all()
 
@@ -154,10 +150,10 @@ def test_only_real_rows_enter_the_mean():
 @pytest.mark.parametrize("tied", [True, False])
 def test_trimming_padded_rows_restores_the_model(tied):
     model = make_llama(40, tied)
-    before = logits_of(model)
+    before = logits(model)
     repair_rows(model, 48, 40)
     repair_rows(model, 40, token_rows=40)
-    assert torch.equal(logits_of(model), before)
+    assert torch.equal(logits(model), before)
     assert vocabulary_rows(model.config) == 40
     assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
 
@@ -185,4 +181,4 @@ def test_a_repaired_model_survives_saving(tmp_path):
     repair_rows(model, 48, 40)
     model.save_pretrained(tmp_path)
     loaded = LlamaForCausalLM.from_pretrained(tmp_path)
-    assert torch.equal(logits_of(loaded), logits_of(model))
+    assert torch.equal(logits(loaded), logits(model))

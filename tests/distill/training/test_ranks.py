@@ -23,8 +23,7 @@ from tiny_training import (
     make_loop,
     metrics_of,
     run_config,
-    write_prompts,
-    write_target,
+    small_config,
 )
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
@@ -189,25 +188,10 @@ def test_one_rank_that_fails_ends_all_at_once_and_says_why(
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A config of a few seconds; the runs of it are beside it."""
-    folder = tmp_path_factory.mktemp("small")
-    write_target(folder / "target")
-    write_prompts(folder / "prompts.jsonl", 24)
-    path = folder / "small.yaml"
-    path.write_text(
-        f"""
-name: small
-output: {folder}
-target: {{path: {folder}/target}}
-data: {{train: [{{path: {folder}/prompts.jsonl, prompt_column: prompt}}], template: {{mode: plain}}}}
-serving: {{temperature: 0.7, max_tokens: 8, shard_size: 8, batch_size: 8}}
-loss: {{name: forward_kl}}
-optim: {{lr: 3.0e-3}}
-train: {{steps: 4, batch_size: 4}}
-judge: {{every: 2, prompts: 4, gamma: 2, speed_prompts: 2, speed_seconds: 0.1}}
-""",
-        encoding="utf-8",
-    )
-    return path
+    return small_config(
+        tmp_path_factory.mktemp("small"), serving={"temperature": 0.7}, loss={"name": "forward_kl"}, optim={"lr": 3e-3},
+        train={"steps": 4}, judge={"prompts": 4},
+    )  # fmt: skip
 
 
 def run_alone(path: Path, name: str, *overrides: str) -> RunConfig:

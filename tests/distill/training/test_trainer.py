@@ -26,12 +26,12 @@ from tiny_training import (
     forget_accelerators,
     fresh_accelerator,
     make_loop,
+    merged,
     metrics_of,
     run_config,
+    small_config,
     step_of,
     uneven_examples,
-    write_prompts,
-    write_target,
 )  # fmt: skip
 
 from data.batches.collate import collate
@@ -488,26 +488,12 @@ def test_judging_touches_the_random_numbers_of_its_own_device_only(
 # --- a real process, a real kill ----------------------------------------------------------------------------------------
 
 
-YAML = """
-name: run
-output: {folder}
-target: {{path: {target}}}
-student: {{layers: [0, 2]}}
-data: {{train: [{{path: {prompts}, prompt_column: prompt, domain_column: kind}}], heldout_count: 6, template: {{mode: plain}}}}
-serving: {{temperature: 0.9, max_tokens: 12, batch_size: 4, shard_size: 4}}
-train: {{steps: 6, batch_size: 4, micro_batch_size: 2}}
-judge: {{every: 2, prompts: 6, gamma: 2, speed_prompts: 2, speed_seconds: 0.1}}
-"""
-
-
-def write_run(folder: Path, name: str) -> Path:
-    target, prompts = folder / "target", folder / "prompts.jsonl"
-    if not prompts.exists():
-        write_target(target)
-        write_prompts(prompts, 24)
-    path = folder / f"{name}.yaml"
-    path.write_text(YAML.format(folder=folder / name, target=target, prompts=prompts), encoding="utf-8")
-    return path
+def write_run(folder: Path, name: str, **sections: Any) -> Path:
+    return small_config(
+        folder, name=name, output=str(folder / name), student={"layers": [0, 2]}, data={"heldout_count": 6},
+        serving={"temperature": 0.9, "max_tokens": 12, "batch_size": 4, "shard_size": 4},
+        **merged({"train": {"steps": 6, "batch_size": 4, "micro_batch_size": 2}, "judge": {"prompts": 6}}, sections),
+    )  # fmt: skip
 
 
 def _train(path: Path) -> None:
@@ -527,7 +513,7 @@ def test_the_whole_program_killed_at_random_moments_ends_as_if_it_had_not_been(t
         return sum(len(names) for _, _, names in os.walk(tmp_path / "killed"))  # forgiving of folders that vanish
 
     assert killed_often(_train, paths["killed"], progress=files, times=3, most=12, seed=1) >= 2
-    whole, killed = (tmp_path / name / "run" for name in ("whole", "killed"))
+    whole, killed = (tmp_path / name / name for name in ("whole", "killed"))
     for store in ("train", "heldout", "heldout-greedy"):
         assert Store(killed / "responses" / store).read() == Store(whole / "responses" / store).read()
     losses = []
@@ -542,11 +528,8 @@ def test_the_whole_program_killed_at_random_moments_ends_as_if_it_had_not_been(t
 
 @pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_on_the_whole_program_writes_a_checkpoint_and_exits_130(tmp_path: Path) -> None:
-    path = write_run(tmp_path, "stopped")
-    path.write_text(
-        path.read_text().replace("steps: 6", "steps: 100000").replace("every: 2", "every: 1000"), encoding="utf-8"
-    )
-    metrics = tmp_path / "stopped" / "run" / "metrics.jsonl"
+    path = write_run(tmp_path, "stopped", train={"steps": 100_000}, judge={"every": 1000})
+    metrics = tmp_path / "stopped" / "stopped" / "metrics.jsonl"
     with forked(_train, path) as child:
         deadline = time.monotonic() + 100
         while time.monotonic() < deadline and not (metrics.exists() and '"loss"' in metrics.read_text()):
