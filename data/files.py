@@ -117,7 +117,7 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         checksum = found.pop(CHECKSUM, None)
-    except (OSError, ValueError, AttributeError, TypeError) as error:
+    except (OSError, ValueError, AttributeError, TypeError, RecursionError) as error:
         raise UserError(f"{path}: not a readable manifest; delete the folder to make it again") from error
     # One without a checksum is of another format: comparing its keys says so more plainly.
     if checksum is not None and checksum != _digest(found):

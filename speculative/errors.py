@@ -1,12 +1,20 @@
 """The one exception that means "the user can fix this"."""
 
+LONGEST = 2000  # characters of a message
+
 
 class UserError(ValueError):
     """A mistake in a file, an option or a model that the user can mend.
 
     The message is a single line that names the file, key or value and the fix. Command-line programs print it without a
-    traceback and exit with status 2.
+    traceback and exit with status 2. What it quotes may come from a foreign file: characters that a terminal would obey
+    are escaped, and the middle of a long message is left out.
     """
+
+    def __init__(self, message: str) -> None:
+        line = "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in message)
+        half = LONGEST // 2 - 2
+        super().__init__(line if len(line) <= LONGEST else f"{line[:half]} .. {line[-half:]}")
 
 
 class TooLittleMemory(UserError):

@@ -1,7 +1,8 @@
 """Where a prompt comes from, as a user says it, and what is then read."""
 
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -77,4 +78,17 @@ def row_before(text: str, turns: str, domain: str, origin: str) -> PromptRow:
     if not turns:
         return PromptRow(text, None, None, domain, origin)
     said = json.loads(turns)
+    if not all(isinstance(turn, dict) for turn in said["messages"]):
+        raise ValueError("a turn is no object")
     return PromptRow(None, tuple(said["messages"]), None, domain, origin, tuple(said.get("tools") or ()) or None)
+
+
+def rendered_row(values: Mapping[str, Any], domain: str, origin: str) -> PromptRow:
+    """A prompt that was rendered before, from the columns of a file. Raises ValueError, TypeError or KeyError: they hold something else."""
+    prompt_id, text, turns = words = [values.get(name) or "" for name in ("prompt_id", "text", "turns")]
+    ids = values.get("prompt_ids")
+    if not (prompt_id and ids and all(type(token) is int and 0 <= token < 1 << 31 for token in ids)):
+        raise ValueError("no prompt_ids or no prompt_id")
+    if not all(isinstance(word, str) for word in (*words, domain)):
+        raise ValueError("prompt_id, text, turns or domain is no text")
+    return replace(row_before(text, turns, domain, origin), prompt_ids=tuple(ids), prompt_id=prompt_id)

@@ -22,7 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from data.prompts.conversation import conversation_prompts, tools_of
-from data.prompts.prompt import PromptRow, PromptSource, row_before
+from data.prompts.prompt import PromptRow, PromptSource, rendered_row
 from data.prompts.split import content_hash
 from speculative.errors import UserError
 
@@ -61,6 +61,7 @@ def _arrow_table(table: pa.Table, name: str) -> _Table:
             found = map(datasets.Features.from_arrow_schema(chosen.schema).decode_example, found)
         return enumerate(found, start=1)
 
+    table.validate(full=True)  # Without it pyarrow reads where damaged offsets point.
     return _Table(name, table.column_names, rows)
 
 
@@ -401,12 +402,11 @@ def _table_rows(
 def _rendered_rows(table: _Table, source: PromptSource) -> Iterator[PromptRow]:
     """Rows as `data/responses/rendered.py` writes them."""
     for number, values in table.rows(table.columns):
-        prompt_id, text, turns = (values.get(name) or "" for name in ("prompt_id", "text", "turns"))
-        domain, ids = source.domain or values.get("domain") or "prompts", tuple(values.get("prompt_ids") or ())
-        origin = f"{table.name}:{number}"
-        if not ids or not prompt_id:
-            raise UserError(f"{origin}: no prompt_ids or no prompt_id: export or render these prompts again")
-        yield replace(row_before(text, turns, domain, origin), prompt_ids=ids, prompt_id=prompt_id)
+        domain, origin = source.domain or values.get("domain") or "prompts", f"{table.name}:{number}"
+        try:
+            yield rendered_row(values, domain, origin)
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            raise UserError(f"{origin}: {_one_line(error)}: export or render these prompts again") from error
 
 
 def _content_columns(table: _Table, source: PromptSource, preferred: str | None) -> tuple[str | None, str | None]:

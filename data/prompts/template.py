@@ -220,9 +220,9 @@ def _template_variables(template: str) -> frozenset[str] | None:
     template = re.sub(r"\{%[-+]?\s*(end)?generation\s*[-+]?%\}", "", template)
     try:
         syntax = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(template)
-    except jinja2.TemplateSyntaxError:
+        return frozenset(jinja2.meta.find_undeclared_variables(syntax))
+    except (jinja2.TemplateError, ValueError, RecursionError):
         return None
-    return frozenset(jinja2.meta.find_undeclared_variables(syntax))
 
 
 def _check_kwargs(template: str, tokenizer: Any, chat_template_kwargs: dict[str, Any]) -> None:
@@ -247,8 +247,8 @@ def _apply(row: PromptRow, turns: Sequence[Turn], tokenizer: Any, template: Temp
         kwargs = {**kwargs, "tools": list(row.tools)}
     try:
         return tokenizer.apply_chat_template(list(turns), return_dict=False, **options, **kwargs)
-    except (jinja2.TemplateError, TypeError) as error:
-        # Templates refuse by raising (roles that must alternate, no system turn), or trip over what they do not expect.
+    except Exception as error:
+        # A template is a foreign program: it refuses by raising (roles that must alternate, no system turn), and may raise anything else.
         raise UserError(
             f"{row.origin}: the chat template of {tokenizer.name_or_path} refuses this conversation: "
             f"{' '.join(str(error).split())}: change the row, or its system message"

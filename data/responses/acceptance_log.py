@@ -44,6 +44,7 @@ _VLLM_TIME = re.compile(r"\b(\d\d-\d\d \d\d:\d\d:\d\d)\b")
 _LLAMA_COUNTS = re.compile(r"\(\s*(\d+) accepted /\s*(\d+) generated\)")
 _LLAMA_LENGTH = re.compile(r"mean (?:acceptance length|len) =\s*(\d+\.\d+)")
 _LLAMA_TIME = re.compile(r"(?:^|\s)(\d+\.\d\d\.\d{3}\.\d{3}) ")
+_MOST = 1 << 31  # tokens of one record
 _SNIFFED_LINES = 20000  # An engine says much while it starts.
 
 
@@ -177,7 +178,7 @@ def _text_rows(path: Path, format: str, warnings: list[str]) -> Iterator[_Row]:
             row = parse(line)
             if row is not None:
                 _check(row)
-        except _DamagedError as error:
+        except (ValueError, RecursionError, OverflowError) as error:  # too: a number of too many digits, lists in lists
             if whole:
                 raise UserError(f"{path}:{number}: {error}; expected {EXPECTED[format]}") from None
             warnings.append(f"{path}:{number}: the last line is torn and left out")
@@ -189,7 +190,7 @@ def _text_rows(path: Path, format: str, warnings: list[str]) -> Iterator[_Row]:
 def _check(row: _Row) -> None:
     for key in ("accepted", "drafted", "blocks"):
         value = row.get(key)
-        if (type(value) is not int or value < 0) and not (key == "blocks" and value is None):
+        if (type(value) is not int or not 0 <= value < _MOST) and not (key == "blocks" and value is None):
             raise _DamagedError(f'"{key}" is {"missing" if key not in row else json.dumps(value)}, not a whole number')
     accepted, drafted, name = row["accepted"], row["drafted"], row.get("domain")
     if accepted > drafted:

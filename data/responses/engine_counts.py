@@ -152,7 +152,7 @@ def _at(source: Any, names: str) -> Any:
 def _counts(values: Any, where: str) -> tuple[int, ...]:
     """A list of counts; {place: count} becomes one."""
     if isinstance(values, Mapping):
-        if any(not str(place).isdecimal() or int(place) > 4096 for place in values):
+        if any(not str(place).isdecimal() or len(str(place)) > 4 or int(place) > 4096 for place in values):
             raise CountsError(f"{where} has the places {', '.join(map(str, values))[:60]}, not whole numbers")
         values = [
             values.get(str(place), values.get(place, 0)) for place in range(1 + max(map(int, values), default=-1))

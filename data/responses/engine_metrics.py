@@ -55,10 +55,10 @@ def parse_page(text: str) -> Page:
     except ImportError as error:
         raise UserError("`pip install prometheus-client` to read an engine's counters") from error
     page: Page = {}
-    with contextlib.suppress(ValueError):
+    with contextlib.suppress(ValueError, OverflowError):
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
-                page.setdefault(sample.name.removesuffix("_total"), []).append((sample.labels, sample.value))
+                page.setdefault(sample.name.removesuffix("_total"), []).append((sample.labels, float(sample.value)))
     return page
 
 
@@ -153,7 +153,7 @@ def mean_length(page: Page, server_info: Any) -> float | None:
     states = server_info.get("internal_states") if isinstance(server_info, Mapping) else None
     if not values and isinstance(states, list) and states and isinstance(states[0], Mapping):
         values = [states[0].get("avg_spec_accept_length")]
-    told = [float(value) for value in values if isinstance(value, int | float) and 1 <= value < math.inf]
+    told = [float(value) for value in values if isinstance(value, int | float) and 1 <= value < 2**31]
     return sum(told) / len(told) if told else None
 
 
@@ -166,8 +166,8 @@ def _by_position(page: Page, name: str, label: str) -> tuple[int, ...]:
     sums: dict[int, int] = {}
     for labels, value in page.get(name, []):
         place = labels.get(label, "")
-        if not place.isdecimal() or int(place) > 4096:
-            raise CountsError(f"{name} has {label} {place!r}, not a whole number")
+        if not place.isdecimal() or len(place) > 4 or int(place) > 4096:
+            raise CountsError(f"{name} has {label} {place[:40]!r}, not a whole number")
         sums[int(place)] = sums.get(int(place), 0) + _whole(name, value)
     return tuple(sums.get(place, 0) for place in range(1 + max(sums, default=-1)))
 

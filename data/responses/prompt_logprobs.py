@@ -28,14 +28,17 @@ def read_topk(content: bytes, start: int, total: int, k: int, vocab_rows: int) -
     places = _places(content)
     if places is None:
         raise ValueError("the answer has no prompt_logprobs; serve the model with vLLM to get top-k signals")
-    wanted = [place for place in places[start:] if place is not None]
-    if len(places) != total or len(wanted) != total - start:
-        raise ValueError(
-            f"prompt_logprobs for {sum(place is not None for place in places)} of {total} tokens; "
-            "start the server with --no-enable-prefix-caching"
-        )
-    entries = [entry["logprob"] for place in wanted for entry in place.values()]
-    ids_N = np.fromiter((int(token) for place in wanted for token in place), np.int64, len(entries))
+    try:
+        wanted = [place for place in places[start:] if place is not None]
+        if len(places) != total or len(wanted) != total - start:
+            raise ValueError(
+                f"prompt_logprobs for {sum(place is not None for place in places)} of {total} tokens; "
+                "start the server with --no-enable-prefix-caching"
+            )
+        entries = np.array([entry["logprob"] for place in wanted for entry in place.values()], dtype=np.float64)
+        ids_N = np.fromiter((int(token) for place in wanted for token in place), np.int64, len(entries))
+    except (TypeError, LookupError, AttributeError, OverflowError) as error:
+        raise ValueError(f"prompt_logprobs hold something else than log-probabilities by token id ({error})") from error
     foreign_N = (ids_N < 0) | (ids_N >= vocab_rows)
     if foreign_N.any():
         raise ValueError(
@@ -43,7 +46,7 @@ def read_topk(content: bytes, start: int, total: int, k: int, vocab_rows: int) -
             "target.path must be the model that is served"
         )
     counts_R = np.array([len(place) for place in wanted], dtype=np.int64)
-    return topk_table(ids_N, np.array(entries, dtype=np.float64), counts_R, k)
+    return topk_table(ids_N, entries, counts_R, k)
 
 
 def _places(content: bytes) -> Sequence[Mapping[str, Any] | None] | None:

@@ -52,7 +52,7 @@ def recognise(path: Path, now: dict[str, Any], url: str) -> None:
         apart = difference(before["next"], now["next"])
     except OSError as error:
         raise UserError(f"{path}: cannot be read or written ({error.strerror or error})") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"{path}: damaged; delete it if the server has the same model as before") from error
     if before["model"] == now["model"] and apart <= NOISE:
         return

@@ -13,11 +13,20 @@ from distill.config.run import RunConfig
 from distill.config.sections import Section, did_you_mean, section_in
 from speculative.errors import UserError
 
+MOST_ALIASES = 16
 Checked = TypeVar("Checked", bound=Section)
 
 
 class YamlLoader(yaml.SafeLoader):
-    """YAML 1.2's floats: PyYAML alone reads `1e-4` as a string."""
+    """YAML 1.2's floats: PyYAML alone reads `1e-4` as a string. Few aliases: a hundred may stand for more than memory holds."""
+
+    _aliases = 0
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        self._aliases += self.check_event(yaml.AliasEvent)
+        if self._aliases > MOST_ALIASES:
+            raise yaml.YAMLError(f"more than {MOST_ALIASES} aliases (*name); write the values out")
+        return super().compose_node(parent, index)
 
 
 class _Dumper(yaml.SafeDumper):
@@ -40,7 +49,7 @@ def _set(tree: dict[str, Any], assignment: str) -> None:
         raise UserError(f"override {assignment!r}: write it as key=value, e.g. optim.lr=3e-4")
     try:
         value = yaml.load(text, YamlLoader)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise UserError(f"override {assignment!r}: the value is not YAML ({str(error).splitlines()[0]})") from error
     *parents, leaf = key.split(".")
     node: Any = tree
@@ -111,7 +120,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
         ) from error
     try:
         tree = yaml.load(text, YamlLoader)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         where = f" line {mark.line + 1}" if mark else ""
         raise UserError(

@@ -87,7 +87,7 @@ def _previous_export_files(path: Path) -> set[str] | None:
     """Names of the files an earlier export wrote into `path`; None when it is no earlier export."""
     try:
         serving = json.loads((path / SERVING_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     if not isinstance(serving, dict) or serving.get("format") != SERVING_FORMAT:
         return None

@@ -21,6 +21,7 @@ from speculative.engine.models import mask_token_of, max_positions
 from speculative.errors import UserError
 from speculative.measure.load import MOST_LOAD
 from speculative.measure.measured import DRAFT, LOOKUP, TOGETHER, Measured
+from speculative.measure.record import Record
 from speculative.rules.sampling import SamplingSettings
 
 LLAMA_CPP_FIRST_COMPARED_ID = 5
@@ -63,7 +64,7 @@ def read_run(path: Path, trusted: bool = False) -> RunFacts:
     if verdict is not None and folder.resolve() != step_folder(run, verdict.drafts[-1].step or 0).resolve():
         verdict = None  # the verdict is of another checkpoint
     curves = load_result(run / RESULT).curves if verdict is not None and (run / RESULT).exists() else None
-    provenance = json.loads((folder / PROVENANCE).read_text(encoding="utf-8"))
+    provenance = Record.read(folder / PROVENANCE, "start the run's command again").record()
     data = [source.path for source in config.data.train]
     base = config.student.path and public_name(config.student.path)
     provenance |= {"data": data, "config": dump_config(config), "base": base}

@@ -1,6 +1,5 @@
 """A trained student as one plain model: checkpoint or merged adapter, in the target's vocabulary, in one dtype."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from distill.models.vocabulary import (
     untie_for_adapters,
 )
 from speculative.errors import UserError
+from speculative.measure.record import Record
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 MERGE_TOLERANCE = 1e-3  # of the largest logit: in float32, merging only re-orders sums
@@ -70,7 +70,7 @@ def load_merged_student(
 
 
 def _adapted_modules(adapter_dir: Path) -> list[str]:
-    modules = json.loads((adapter_dir / ADAPTER_FILE).read_text(encoding="utf-8")).get("target_modules") or []
+    modules = Record.read(adapter_dir / ADAPTER_FILE, "save the adapter again").record().get("target_modules") or []
     return [modules] if isinstance(modules, str) else list(modules)
 
 

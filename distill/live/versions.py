@@ -53,9 +53,10 @@ def read_version(folder: Path) -> Version:
     folder = folder.resolve()
     try:
         provenance = json.loads((folder / PROVENANCE).read_text(encoding="utf-8"))
-        if provenance["version"] == folder.name and _NAME.fullmatch(folder.name) and "parent" in provenance:
+        named = _NAME.fullmatch(folder.name) and provenance["version"] == folder.name
+        if named and isinstance(provenance["parent"], str | None):
             return Version(folder, provenance)
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         pass
     raise UserError(f"{folder}: no version of a draft; give drafts/NAME/v0001 as `understudy refresh` writes it")
 

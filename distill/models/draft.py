@@ -1,7 +1,7 @@
 """A draft from wherever it lies, checked against the target's vocabulary and rounded as it would be served."""
 
 import copy
-import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from distill.models.vocabulary import (
     vocabulary_rows,
 )
 from speculative.errors import UserError
+from speculative.measure.record import Record
 
 ADAPTER_FILE = "adapter_config.json"
 
@@ -35,12 +36,12 @@ def base_of_adapter(student_dir: Path) -> str | None:
     adapter_file = student_dir / ADAPTER_FILE
     if not adapter_file.is_file():
         return None
-    base = json.loads(adapter_file.read_text(encoding="utf-8")).get("base_model_name_or_path")
-    if not base:
+    base = Record.read(adapter_file, "save the adapter again").record().get("base_model_name_or_path")
+    if not (isinstance(base, str) and base):
         raise UserError(f"{adapter_file}: base_model_name_or_path is empty; write the base's directory or hub id there")
     # A run that was moved keeps its base at the same place relative to the adapter; a folder of that name where we work is another.
-    beside = student_dir / base
-    return str(beside) if beside.is_dir() else str(base)
+    beside = os.path.join(student_dir, base)
+    return beside if os.path.isdir(beside) else base
 
 
 def load_draft(path: str, target: Target) -> PreTrainedModel:

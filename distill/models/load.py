@@ -1,5 +1,6 @@
 """Models and tokenizers from a directory, a hub id or `embedded`, and what tells them apart later."""
 
+import copy
 import hashlib
 import json
 import re
@@ -9,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import init_empty_weights
 from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 
@@ -20,6 +21,7 @@ from speculative.errors import UserError
 
 EMBEDDED = "embedded"
 EMBEDDED_FOLDER = Path(__file__).parent / "embedded"
+MOST_LAYERS, WEIGHTS_A_BYTE = 1024, 8  # one bit a weight
 _FOLDERS = re.compile(r"""(?:(?<=\\n)|(?<![\w.:/~)-]))~?(?:/[^\s/'",;:]+)*/(?=[^\s/'",;:])""")
 
 
@@ -83,7 +85,7 @@ def load_pretrained(what: str, path: str, load: Any, **options: Any) -> Any:
     (disable_progress_bar if looks_local else enable_progress_bar)()
     try:
         return load(local, **options)
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError, StrictDataclassError) as error:
+    except Exception as error:  # The tokenizers library raises nothing more exact.
         reason = reason_of(error)
         if looks_local:
             raise UserError(f"{what} {path!r}: cannot be loaded: {reason}") from error
@@ -131,9 +133,25 @@ def load_model(
         options |= {"dtype": "auto", "device_map": {"": device or torch.device("cpu")}}
     if device_map is not None:
         options["device_map"] = device_map
+    load_pretrained(what, path, lambda local, **_: _refuse_oversized(Path(local), config, trust_remote_code))
     model = text_only(load_pretrained(what, path, auto_class(config).from_pretrained, **options)).eval()
     _refuse_offloaded(what, path, model)
     return model if device is None or "device_map" in options else model.to(device)
+
+
+def _refuse_oversized(folder: Path, config: Any, trust_remote_code: bool) -> None:
+    """Raises ValueError where a config claims more weights than its files may hold: all of them would be made before they are missed."""
+    if not folder.is_dir():
+        return
+    layers = getattr(config.get_text_config(), "num_hidden_layers", 0)
+    held = sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
+    if layers > MOST_LAYERS:
+        raise ValueError(f"config.json claims {layers} layers, more than {MOST_LAYERS}")
+    with init_empty_weights():
+        made = auto_class(config).from_config(copy.deepcopy(config), trust_remote_code=trust_remote_code)
+    claimed = sum(weight.numel() for weight in made.parameters())
+    if claimed > WEIGHTS_A_BYTE * held:
+        raise ValueError(f"config.json claims {claimed:,} weights, and the files hold {held:,} bytes")
 
 
 def _refuse_offloaded(what: str, path: str, model: Any) -> None:

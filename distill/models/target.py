@@ -204,7 +204,7 @@ class Target:
             values = json.loads((self._run / TARGET_FACTS).read_text(encoding="utf-8")) if self._run else {}
             asked = values.pop("asked")
             facts = TargetFacts(**{**values, "eos_ids": tuple(values["eos_ids"])})
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return None
         return facts if asked == self._asked() else None
 

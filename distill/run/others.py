@@ -123,7 +123,7 @@ def require_unchanged(run: Run, told: Sequence[Mapping[str, Any]]) -> None:
     path = checkpoint / PROVENANCE
     try:
         before = json.loads(path.read_text(encoding="utf-8")).get("other_targets", [])
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise UserError(
             f"{path}: cannot be read, so nothing tells what was learned from; delete {checkpoint}"
         ) from error

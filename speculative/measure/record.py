@@ -62,7 +62,7 @@ class Record(BaseModel):
             )
             what = f"key {_dotted(first['loc'])}" if first["loc"] else "the file"
             raise UserError(f"{path}: {what} {fault}; {remedy}") from error
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise UserError(f"{path}: cannot be read ({' '.join(str(error).split())}); {remedy}") from error
 
 

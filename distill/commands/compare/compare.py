@@ -133,7 +133,7 @@ def target_of(run: Path) -> str | None:
     """Fingerprint of the target that a run distils; None where the run does not tell (not started)."""
     try:
         return str(json.loads((run / TARGET_FACTS).read_text(encoding="utf-8"))["fingerprint"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         folders = sorted((run / RESPONSES).glob("*/"))
     return next((str(found["target"]) for found in map(read_manifest, folders) if "target" in found), None)
 

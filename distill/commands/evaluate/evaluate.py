@@ -84,7 +84,7 @@ def _is_of_a_run(path: Path) -> bool:
     """Whether a training run's own result.json is there: drift and report read it."""
     try:
         return json.loads(path.read_text(encoding="utf-8")).get("kind") == "run"
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError, AttributeError, RecursionError):
         return False
 
 

@@ -46,6 +46,7 @@ from speculative.errors import UserError
 from speculative.evaluate import HeldoutResponse
 from speculative.explain.text_law import TextLaw, text_law
 from speculative.measure.measured import DRAFT, HELD_OUT, TARGET, Measured
+from speculative.measure.record import Record
 from speculative.measure.self_checks import SelfCheckError, near_tie
 from speculative.measure.served import Decoded
 from speculative.rules.rule import RULES, rules_of_text
@@ -112,7 +113,7 @@ def _frozen(options: ReadbackOptions) -> tuple[FrozenText, list[HeldoutResponse]
 def _served(run: Path) -> str:
     """What `understudy serve` serves of a run: its export, where that is not the very draft but one in fewer bytes."""
     config = run / EXPORT / "config.json"
-    quantised = config.is_file() and "quantization_config" in json.loads(config.read_text(encoding="utf-8"))
+    quantised = config.is_file() and "quantization_config" in Record.read(config, "export again").record()
     return str(run / EXPORT if quantised else run)
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pydantic import TypeAdapter
 
 from data.files import MANIFEST, read_manifest, write_bytes, writing
 from data.responses.rendered import StoredPrompts
@@ -35,6 +36,9 @@ class Export:
     uses: list[str] = field(default_factory=list)
 
 
+_ENTRIES = TypeAdapter(list[Export])
+
+
 def partial_of(folder: Path) -> Path:
     """Where an export is while it is written."""
     return folder.with_name(f".{folder.name}.partial")
@@ -50,8 +54,8 @@ def list_exports(directory: Path) -> list[Export]:
     path = directory / EXPORTS
     with contextlib.suppress(FileNotFoundError):
         try:
-            return [Export(**entry) for entry in json.loads(path.read_text(encoding="utf-8"))]
-        except (ValueError, TypeError) as error:
+            return _ENTRIES.validate_json(path.read_bytes(), strict=True)
+        except ValueError as error:
             raise UserError(f"{path}: damaged ({error}); it says where text of this log lies: mend it") from error
     return []
 

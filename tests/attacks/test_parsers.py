@@ -1,0 +1,547 @@
+"""Each parser of bytes from outside, asked to read mutants of real files: a value of the right type, or the documented error on one line.
+
+Never another exception, never seconds for one case, never memory without bound. A failure gives its parser and seed:
+
+    ATTACK="metrics page:1234" pytest tests/attacks -k one_case
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import functools
+import gzip
+import json
+import os
+import random
+import resource
+import struct
+import time
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from mutation import mutant
+from result_example import example_result
+from simulation import trials
+from traffic_log import record_of
+
+from data.files import read_manifest, write_manifest
+from data.prompts.prompt import PromptRow, PromptSource, Template
+from data.prompts.sources import load_source
+from data.prompts.template import render_prompt
+from data.responses.acceptance_log import AcceptanceLog, read_acceptance_log
+from data.responses.engine_counts import CountsError, RequestCounts
+from data.responses.engine_metrics import ServerCounts, counts_of, mean_length, parse_page
+from data.responses.prompt_logprobs import read_topk
+from distill.commands.serve import _read_export as read_export
+from distill.config.layout import SERVING_FORMAT
+from distill.config.load import load_config
+from distill.config.run import RunConfig
+from distill.export.facts import EngineFacts
+from distill.live.arms import Arm, Arms, read_arms, write_arms
+from distill.live.gateway.exchange import Exchange
+from distill.live.gateway.request import PATHS, Asked, read_request
+from distill.live.gateway.tap import Tap
+from distill.live.options import GatewayOptions
+from distill.live.traffic.exported import list_exports
+from distill.live.traffic.record import RecordError, TrafficRecord, from_line, to_line
+from distill.live.versions import Version, read_version
+from distill.models.draft import base_of_adapter
+from distill.models.load import load_model, load_tokenizer
+from distill.run.result import Result, load_result
+from distill.run.verdict_record import Verdict
+from speculative.errors import LONGEST, UserError
+
+SECONDS = 10.0  # of one case; most take a millisecond
+GROWTH = 1 << 30  # bytes of memory over all cases of a parser
+PARTS = trials(1, 50)  # of 20,000 cases each
+
+Made = dict[str, bytes]  # seed files by name
+
+
+@dataclass(frozen=True)
+class Parser:
+    """cases: of 20,000. seeds: real files by name. read: reads a mutant of the file of that name in a folder of its own."""
+
+    cases: int
+    seeds: Callable[[Path], Made]
+    read: Callable[[str, bytes, Path], Any]
+    gives: Any
+    refusals: tuple[type[Exception], ...] = (UserError,)
+
+
+def _lines(*rows: Any) -> bytes:
+    return b"".join(json.dumps(row).encode() + b"\n" for row in rows)
+
+
+def _written(content: bytes, path: Path) -> Path:
+    path.write_bytes(content)
+    return path
+
+
+# The gateway
+
+
+MESSAGES = [
+    {"role": "system", "content": "s"}, {"role": "user", "content": [{"type": "text", "text": "a"}]},
+    {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "{}"}}]},
+]  # fmt: skip
+LAW = {"temperature": 0.7, "top_p": 0.9, "top_k": 20, "min_p": 0.0, "max_tokens": 16}
+COUNTS = {
+    "num_draft_tokens": 9,
+    "num_accepted_draft_tokens": 4,
+    "num_spec_steps": 3,
+    "acceptance_histogram": {"0": 1, "2": 2},
+}
+
+
+def _requests(_: Path) -> Made:
+    chat = {"model": "m", "messages": MESSAGES, "stream": True, "stream_options": {"include_usage": False}, "tools": []}
+    return {
+        "chat": _lines({**chat, **LAW, "response_format": {"type": "text"}, "logit_bias": {"5": 1}, "tool_choice": "auto"})[:-1],
+        "text": _lines({"prompt": "Hello", "n": 1, **LAW})[:-1], "ids": _lines({"prompt": [1, 2, 3], "logprobs": 0, **LAW})[:-1],
+    }  # fmt: skip
+
+
+def _ask(name: str, content: bytes, _: Path) -> TrafficRecord:
+    """A request read, answered at once and recorded, as the gateway does it."""
+    options = GatewayOptions(
+        engine=[],
+        log=Path(),
+        text=name != "text",
+        usage=name != "ids",
+        sampling="temperature=1,top_p=1,top_k=0,min_p=0",
+    )
+    asked = read_request(PATHS[name != "chat"], {}, content, options, b"salt")
+    return _recorded(asked, "stop", None)
+
+
+def _recorded(asked: Asked, finish: str, tap: Tap | None) -> TrafficRecord:
+    exchange = Exchange(
+        asked=asked, arm=Arm("a", "http://a", 1.0), slice="all", scope=None, receive=None, send=None, arrived=1.0, began=time.perf_counter(),
+        task=cast(asyncio.Task[None], None), tap=tap,
+    )  # fmt: skip
+    try:
+        record = exchange.record(finish, b"salt")
+    except (ValueError, RecursionError):  # documented: what remains breaks a law, and the gateway counts it
+        return record_of(1)
+    assert from_line(to_line(record)) == record
+    return record
+
+
+def _answers(_: Path) -> Made:
+    usage = {"usage": {"prompt_tokens": 3, "completion_tokens": 2}}
+    whole = {
+        "choices": [{"text": "ab", "finish_reason": "stop", "token_ids": [7, 8], "prompt_token_ids": [1, 2, 3]}],
+        **usage,
+    }
+    events = [{"choices": [{"text": "a", "finish_reason": None, "token_ids": [7]}], "prompt_token_ids": [1, 2, 3]}]
+    events += [{"choices": [{"text": "b", "finish_reason": "stop", "token_ids": [8]}]}, {"choices": [], **usage}]
+    engines = {
+        "vllm": {"metrics": {"speculative_decoding": {**COUNTS, "per_step_accepted": [2, 0, 2], "per_step_drafted": [3, 3, 3]}}},
+        "sglang": {"meta_info": {"spec_verify_ct": 3, "spec_accept_token_num": 4, "spec_draft_token_num": 9, "spec_accept_histogram": [1, 0, 2]}},
+        "llama": {"timings": {"draft_n": 9, "draft_n_accepted": 4}},
+        "tensorrt": {"request_perf_metrics": {"speculative_decoding": {"total_accepted_draft_tokens": 4, "total_draft_tokens": 9}}},
+        "openvino": {"extended_perf_metrics": {"num_accepted_tokens": 4, "main_model_metrics": {"raw_metrics": {"m_durations": [1, 2]}}}},
+    }  # fmt: skip
+    streams = {
+        f"stream {name}": b"".join(b"data: %s\n\n" % json.dumps(one).encode() for one in [*events[:-1], events[-1] | said]) + b"data: [DONE]\n\n"
+        for name, said in engines.items()
+    }  # fmt: skip
+    return {name: json.dumps(whole | said).encode() for name, said in engines.items()} | streams
+
+
+ASKED = read_request(PATHS[1], {}, b'{"prompt": "a", "temperature": 0}', GatewayOptions(engine=[], log=Path()), b"salt")
+
+
+def _answer(name: str, content: bytes, _: Path) -> TrafficRecord:
+    tap = Tap(name.startswith("stream"), keep_ids=True)
+    cuts = sorted(random.Random(len(content)).choices(range(len(content) + 1), k=3))
+    for start, end in zip([0, *cuts], [*cuts, len(content)], strict=True):
+        tap.feed(content[start:end])
+    tap.end()
+    assert tap.counts is None or isinstance(tap.counts, RequestCounts)
+    return _recorded(ASKED, tap.finish, tap)
+
+
+def _records(_: Path) -> Made:
+    records = {
+        "counts": record_of(5, accepted_B=(2, 0, 1), drafted_B=(3, 3, 3), accepted=3),
+        "bare": record_of(2, sampling=None, prompt_ids=None),
+    }
+    return {name: to_line(record).rpartition(b',"crc32"')[0] + b"}" for name, record in records.items()}
+
+
+def _sealed(name: str, content: bytes, _: Path) -> TrafficRecord:
+    body = content.removesuffix(b"}")
+    return from_line(b'%s,"crc32":"%08x"}\n' % (body, zlib.crc32(body)))
+
+
+# Logs and metrics
+
+
+def _logs(folder: Path) -> Made:
+    rows = [{"accepted": 3, "drafted": 9, "blocks": 3, "domain": "a", "time": "t"}, {"accepted": 0, "drafted": 4}]
+    engine = [
+        {"response": {"choices": [], "timings": {"draft_n": 9, "draft_n_accepted": 4}}, "domain": "b"},
+        {"spec_decode_acceptance": COUNTS},
+    ]
+    vllm = "INFO 11-20 10:11:12 [metrics.py:100] SpecDecoding metrics: Mean acceptance length: 2.31, Accepted throughput: 13.10 tokens/s, "
+    vllm += "Drafted throughput: 30.0 tokens/s, Accepted: 131 tokens, Drafted: 300 tokens, Per-position acceptance rate: 0.6, 0.4, 0.31, Avg Draft acceptance rate: 43.7%\n"
+    llama = "0.12.345.678 I slot print_timing: id 0 | draft acceptance = 0.57576 (  171 accepted /   297 generated), mean len =  2.92\n"
+    pq.write_table(
+        pa.table({"prompt": ["a", "a", "b"], "block": [0, 0, 1], "accepted": [True, False, True]}),
+        folder / "log.parquet",
+    )
+    return {
+        "log.jsonl": _lines(*rows, *engine), "log.csv": b"accepted,drafted,blocks,domain\n3,9,3,a\n1,4,,\n", "vllm.log": b"hello\n" + 3 * vllm.encode(),
+        "llama.log": 3 * llama.encode(), "log.jsonl.gz": gzip.compress(_lines(*rows), mtime=0), "log.parquet": (folder / "log.parquet").read_bytes(),
+    }  # fmt: skip
+
+
+PAGE = b"""# HELP vllm:spec_decode_num_drafts_total Number of drafts.
+# TYPE vllm:spec_decode_num_drafts_total counter
+vllm:spec_decode_num_drafts_total{engine="0",model_name="m"} 100.0
+vllm:spec_decode_num_draft_tokens_total{engine="0"} 300.0
+vllm:spec_decode_num_accepted_tokens_total{engine="0"} 131.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",position="0"} 80.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",position="1"} 51.0
+vllm:spec_decode_num_drafts_created{engine="0"} 1.76e+09
+process_start_time_seconds 1.76e+09
+"""
+SGLANG = b'sglang:spec_verify_calls_total{tp="0"} 9\nsglang:generation_tokens_total 40\nsglang:num_requests_total 2\n'
+TENSORRT = b'trtllm_spec_decode_drafted_tokens_total{token_position="0"} 9\ntrtllm_spec_decode_accepted_tokens_total{token_position="0"} 4\n'
+
+
+def _json_in(content: bytes) -> Any:
+    try:
+        return json.loads(content)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _metrics(name: str, content: bytes, _: Path) -> ServerCounts | float | None:
+    if name == "info":
+        return mean_length({}, _json_in(content))
+    page = parse_page(content.decode(errors="replace"))
+    mean_length(page, None)
+    return counts_of(page)
+
+
+# Prompts
+
+
+def _prompts(folder: Path) -> Made:
+    rows = [{"prompt": "def f():", "answer": "a", "domain": "x"}, {"prompt": "é", "answer": None, "domain": ["a", "b"]}]
+    talks = [
+        {
+            "messages": [MESSAGES[0], {"role": "user", "content": "q"}],
+            "tools": [{"type": "function", "function": {"name": "f"}}],
+        },
+        {"messages": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
+    ]
+    table = pa.table({"prompt": ["a", "b"], "n": [1, 2]})
+    rendered = pa.table(
+        {
+            "prompt_id": ["p"],
+            "prompt_ids": [[1, 2]],
+            "text": ["a"],
+            "turns": [json.dumps({"messages": MESSAGES})],
+            "domain": ["d"],
+        }
+    )
+    pq.write_table(table, folder / "rows.parquet")
+    with pa.OSFile(str(folder / "rows.arrow"), "wb") as file, pa.ipc.new_file(file, rendered.schema) as writer:
+        writer.write_table(rendered)
+    return {
+        "rows.jsonl": _lines(*rows), "talks.jsonl": _lines(*talks), "rows.json": json.dumps(rows, indent=1).encode(), "talks.json": json.dumps(talks[0], indent=1).encode(),
+        "rows.csv": b'prompt,answer\n"def f():\n  pass",a\nb,c\n', "rows.txt": b"one\ntwo\n\nthree\n", "rows.txt.gz": gzip.compress(b"one\ntwo\n", mtime=0),
+        "rows.parquet": (folder / "rows.parquet").read_bytes(), "rows.arrow": (folder / "rows.arrow").read_bytes(),
+        "rendered.jsonl": _lines({"prompt_id": "p", "prompt_ids": [1, 2], "text": "", "turns": json.dumps({"messages": MESSAGES, "tools": [{"a": 1}]}), "domain": "d"}),
+    }  # fmt: skip
+
+
+def _load_prompts(name: str, content: bytes, folder: Path) -> list[PromptRow]:
+    rows = load_source(PromptSource(path=str(_written(content, folder / name))))
+    for row in rows:
+        assert isinstance(row.text, str) or (row.messages and all(isinstance(turn, dict) for turn in row.messages))
+        assert isinstance(row.domain, str)
+        assert all(type(token) is int for token in row.prompt_ids or ())
+    return rows
+
+
+# Runs, exports, checkpoints
+
+
+CONFIG = b"""name: mine
+target: {path: some/target, trust_remote_code: false}
+student: {init: carved, layers: [0, -1]}
+data:
+  train: [{path: x.jsonl, domain: a}]
+  heldout: [{path: y.jsonl}]
+optim: {lr: 3.0e-4}
+judge: {gamma: 3, every: 100}
+"""
+ALIASES = b"name: m\na: &a [x, x]\nb: &b [*a, *a]\nc: [*b, *b]\n"
+
+
+def _exports(_: Path) -> Made:
+    facts = EngineFacts(
+        "some/target", "export", 5, 8, 8, None, None, True, True, True, False, draft_context=64, taus={"sample": 2.5}
+    )
+    return {
+        "serving.json": json.dumps(
+            {"format": SERVING_FORMAT, "facts": dataclasses.asdict(facts), "files": ["a"]}
+        ).encode()
+    }
+
+
+def _run_files(folder: Path) -> Made:
+    write_arms(
+        folder / "arms.json", Arms("flags", (Arm("a", "http://127.0.0.1:1", 0.9), Arm("b", "http://127.0.0.1:2", 0.1)))
+    )
+    write_manifest(folder, {"format": 3, "rows": 5, "made": {"path": "x"}})
+    (folder / "provenance.json").write_text(json.dumps({"version": "v0001", "parent": None, "commit": "c"}))
+    return {name: (folder / name).read_bytes() for name in ("arms.json", "manifest.json", "provenance.json")} | {
+        "exports.json": json.dumps([{"folder": "/x", "made": 5.0, "rows": 3, "uses": []}]).encode(),
+        "adapter_config.json": json.dumps({"base_model_name_or_path": "some/base", "target_modules": ["q"]}).encode(),
+    }
+
+
+def _run_file(name: str, content: bytes, folder: Path) -> Any:
+    folder = folder / "v0001"
+    folder.mkdir(exist_ok=True)
+    path = _written(content, folder / name)
+    return {
+        "arms.json": lambda: read_arms(path), "manifest.json": lambda: read_manifest(folder), "provenance.json": lambda: read_version(folder),
+        "exports.json": lambda: list_exports(folder), "adapter_config.json": lambda: base_of_adapter(folder),
+    }[name]()  # fmt: skip
+
+
+@functools.cache
+def _tiny(folder: Path) -> Path:
+    """A model of a few kilobytes and a tokenizer of a few words, in files."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import BPE
+    from tokenizers.pre_tokenizers import ByteLevel
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    sizes = {
+        "vocab_size": 8,
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+    }
+    LlamaForCausalLM(LlamaConfig(**sizes, max_position_embeddings=16)).save_pretrained(folder)
+    core = Tokenizer(BPE({letter: place for place, letter in enumerate("abcdefgĠ")} | {"ab": 8}, [("a", "b")]))
+    core.pre_tokenizer = ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
+    fast = PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<s>", eos_token="</s>")
+    fast.chat_template = TEMPLATE.decode()
+    fast.save_pretrained(folder)
+    return folder
+
+
+TEMPLATE = b"{% for m in messages %}{{ m['role'] }}: {{ m['content'] | trim }};{% endfor %}{% if add_generation_prompt %}ab{{ 1 + 2 }}{% endif %}"
+
+
+def _checkpoint(folder: Path) -> Made:
+    weights = (_tiny(folder) / "model.safetensors").read_bytes()
+    size = struct.unpack("<Q", weights[:8])[0]
+    return {
+        "header": weights[8 : 8 + size].rstrip(),
+        "model.safetensors": weights,
+        "config.json": (folder / "config.json").read_bytes(),
+    }
+
+
+def _load_checkpoint(name: str, content: bytes, folder: Path) -> Any:
+    weights = (_tiny(folder) / "model.safetensors").read_bytes()
+    if name == "header":
+        name, content = (
+            "model.safetensors",
+            struct.pack("<Q", len(content)) + content + weights[8 + struct.unpack("<Q", weights[:8])[0] :],
+        )
+    with _instead(folder / name, content):
+        return load_model("draft", str(folder))
+
+
+def _tokenizer_files(folder: Path) -> Made:
+    return {
+        name: (_tiny(folder) / name).read_bytes()
+        for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+    }
+
+
+def _load_tokenizer(name: str, content: bytes, folder: Path) -> Any:
+    with _instead(_tiny(folder) / name, content):
+        tokenizer = load_tokenizer(str(folder))
+    ids = render_prompt(PromptRow("ab", None, None, "d", "here"), tokenizer, Template(mode="auto"))
+    assert all(type(token) is int for token in ids)
+    return tokenizer
+
+
+class _instead:  # noqa: N801 - a context manager
+    """A file with another content for a while."""
+
+    def __init__(self, path: Path, content: bytes) -> None:
+        self.path, self.content, self.before = path, content, path.read_bytes()
+
+    def __enter__(self) -> None:
+        self.path.write_bytes(self.content)
+
+    def __exit__(self, *_: object) -> None:
+        self.path.write_bytes(self.before)
+
+
+def _topk(_: Path) -> Made:
+    places = [None, {"5": {"logprob": -0.5, "rank": 1}, "6": {"logprob": -1.5, "rank": 2}}, {"7": {"logprob": -0.1}}]
+    return {"vllm": json.dumps({"choices": [{"text": "", "prompt_logprobs": places}]}).encode()}
+
+
+RESULT = example_result(1)
+PARSERS = {
+    "gateway request": Parser(4000, _requests, _ask, TrafficRecord),
+    "gateway answer": Parser(4000, _answers, _answer, TrafficRecord),
+    "traffic log": Parser(1500, _records, _sealed, TrafficRecord, (RecordError,)),
+    "acceptance log": Parser(2500, _logs, lambda name, content, folder: read_acceptance_log(_written(content, folder / name)), AcceptanceLog),
+    "metrics page": Parser(
+        1500, lambda _: {"vllm": PAGE, "sglang": SGLANG, "tensorrt": TENSORRT, "info": b'{"internal_states": [{"avg_spec_accept_length": 2.5}]}'},
+        _metrics, ServerCounts | float | None, (UserError, CountsError),
+    ),
+    "prompts file": Parser(2500, _prompts, _load_prompts, list),
+    "top-k answer": Parser(500, _topk, lambda _, content, __: read_topk(content, 1, 3, 2, 10), tuple, (ValueError,)),
+    "run config": Parser(600, lambda _: {"run.yaml": CONFIG, "aliases.yaml": ALIASES}, lambda name, content, folder: load_config(_written(content, folder / name)), RunConfig),
+    "result.json": Parser(500, lambda _: {"result.json": json.dumps(RESULT).encode()}, lambda name, content, folder: load_result(_written(content, folder / name)), Result),
+    "verdict.json": Parser(
+        500, lambda _: {"verdict.json": json.dumps({"format": 2, **RESULT["verdict"]}).encode()},
+        lambda name, content, folder: Verdict.read(_written(content, folder / name), "make it again"), Verdict,
+    ),
+    "serving.json": Parser(500, _exports, lambda name, content, folder: read_export(_written(content, folder / name).parent), tuple),
+    "files of a run": Parser(600, _run_files, _run_file, Arms | dict | Version | list | str | None),
+    "checkpoint": Parser(300, _checkpoint, _load_checkpoint, object),
+    "tokenizer": Parser(500, _tokenizer_files, _load_tokenizer, object),
+}  # fmt: skip
+
+
+def attack(name: str, number: int, seeds: Made, folder: Path) -> float:
+    """One case; seconds that it took. Raises AssertionError where the parser breaks the law."""
+    draw = random.Random(f"{name}:{number}")
+    file = draw.choice(sorted(seeds))
+    content, began = mutant(seeds[file], draw), time.monotonic()
+    with contextlib.suppress(PARSERS[name].refusals):
+        read(name, file, content, folder, f"ATTACK={name}:{number}")
+    return time.monotonic() - began
+
+
+def read(name: str, file: str, content: bytes, folder: Path, case: str) -> None:
+    """Lets a parser read a file.
+
+    Raises:
+        AssertionError: it breaks the law.
+        UserError: it refuses the file, or another of its documented errors.
+    """
+    parser, what = PARSERS[name], f"{case} ({file}, {len(content)} bytes: {content[:4000]!r})"
+    try:
+        found = parser.read(file, content, folder)
+        assert isinstance(found, parser.gives), f"{what}: gave a {type(found).__name__}"
+    except parser.refusals as error:
+        said = str(error)
+        # What is no UserError yet becomes part of one before a person sees it.
+        shown = isinstance(error, UserError)
+        fine = said.isprintable() and 0 < len(said) <= LONGEST if shown else 0 < len(said) < 1 << 20
+        assert fine, f"{what}: not one line: {said[:300]!r}"
+        raise
+    except (AssertionError, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        raise AssertionError(f"{what}: {type(error).__name__}: {str(error)[:300]}") from error
+
+
+def _torn_arrow() -> bytes:
+    """An Arrow file whose texts lie far outside it."""
+    sink, table = pa.BufferOutputStream(), pa.table({"prompt": ["ab", "c"]})
+    with pa.ipc.new_file(sink, table.schema) as writer:
+        writer.write_table(table)
+    offsets = struct.pack("<iii", 0, 2, 3)
+    whole = sink.getvalue().to_pybytes()
+    assert whole.count(offsets) == 1
+    return whole.replace(offsets, struct.pack("<iii", 0, 1 << 20, 1 << 30))
+
+
+DEEP, DIGITS, HUGE = b"[" * 100_000, b"9" * 5000, b"9" * 400
+VLLM_LINE = b"SpecDecoding metrics: Mean acceptance length: %s, Accepted: %s tokens, Drafted: %s tokens, Per-position acceptance rate: 0.6\n"
+# name: parser, file, what it holds. Each was a fault: a traceback, a crash of the process, a memory without bound, or a value that is none.
+FOUND = {
+    "a log of lists in lists": ("acceptance log", "log.jsonl", b'{"accepted": 1, "drafted": ' + DEEP + b"\n"),
+    "a log of too many digits": ("acceptance log", "vllm.log", VLLM_LINE % (b"2.31", DIGITS, DIGITS)),
+    "a log of more tokens than a float holds": ("acceptance log", "vllm.log", VLLM_LINE % (b"2.31", HUGE, HUGE)),
+    "a log of more tokens than anybody drafts": ("acceptance log", "log.jsonl", b'{"accepted": 1, "drafted": %s}\n' % HUGE),
+    "a template that speaks to the terminal": ("tokenizer", "chat_template.jinja", b'{{ raise_exception("\x1b]0;a\x07") }}'),
+    "a place of too many digits": ("metrics page", "vllm", PAGE.replace(b'position="1"', b'position="%s"' % DIGITS)),
+    "a mean beyond a float": ("metrics page", "info", b'{"internal_states": [{"avg_spec_accept_length": %s}]}' % HUGE),
+    "rendered ids that are words": ("prompts file", "rows.jsonl", b'{"prompt_id": "p", "prompt_ids": ["a"], "text": "a", "turns": "", "domain": "d"}\n'),
+    "rendered turns that are numbers": (
+        "prompts file", "rows.jsonl", b'{"prompt_id": "p", "prompt_ids": [1], "text": "", "turns": "{\\"messages\\": [5]}", "domain": "d"}\n',
+    ),
+    "an Arrow file that points out of itself": ("prompts file", "rows.arrow", _torn_arrow()),
+    "top-k places that are numbers": ("top-k answer", "vllm", b'{"choices": [{"prompt_logprobs": [null, {"5": 3}, {"6": 3}]}]}'),
+    "a config of more aliases than memory": (
+        "run config", "run.yaml", b"a0: &a0 [x, x, x]\n" + b"".join(b"a%d: &a%d [*a%d, *a%d, *a%d]\n" % (n, n, n - 1, n - 1, n - 1) for n in range(1, 30)),
+    ),
+    "a config of too many digits": ("run config", "run.yaml", b"name: " + DIGITS),
+    "a config of lists in lists": ("run config", "run.yaml", b"name: " + DEEP),
+    "a verdict of lists in lists": ("verdict.json", "verdict.json", DEEP),
+    "a manifest of lists in lists": ("files of a run", "manifest.json", DEEP),
+    "a version of lists in lists": ("files of a run", "provenance.json", DEEP),
+    "a version whose parent is a list": ("files of a run", "provenance.json", b'{"version": "v0001", "parent": ["v0000"]}'),
+    "exports of lists in lists": ("files of a run", "exports.json", DEEP),
+    "an adapter that is a list": ("files of a run", "adapter_config.json", b"[]"),
+    "an adapter of a base that is a number": ("files of a run", "adapter_config.json", b'{"base_model_name_or_path": 5}'),
+    "a model of two thousand million layers": ("checkpoint", "config.json", b'{"model_type": "llama", "num_hidden_layers": 2147483648}'),
+    "a model of more words than memory": (
+        "checkpoint", "config.json", b'{"model_type": "llama", "vocab_size": 999999999, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}',
+    ),
+    "a tokenizer that is a list": ("tokenizer", "tokenizer.json", b"[]"),
+    "a template of too many digits": ("tokenizer", "chat_template.jinja", b"{{ %s }}" % DIGITS),
+    "a template with a filter that is none": ("tokenizer", "chat_template.jinja", b"{{ 1 | nothing }}"),
+    "a template that divides by 0": ("tokenizer", "chat_template.jinja", b"{{ 1 / 0 }}"),
+    "a template of lists in lists": ("tokenizer", "chat_template.jinja", b"{{ " + DEEP),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FOUND)
+def test_a_fault_that_was_found_stays_mended(fault: str, tmp_path: Path) -> None:
+    name, file, content = FOUND[fault]
+    PARSERS[name].seeds(tmp_path)
+    with pytest.raises(PARSERS[name].refusals) if name != "metrics page" else contextlib.suppress(CountsError):
+        read(name, file, content, tmp_path, fault)
+        assert name == "metrics page"
+
+
+def test_the_cases_are_shared_out() -> None:
+    assert sum(parser.cases for parser in PARSERS.values()) == 20_000
+
+
+@pytest.mark.simulation
+@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize("name", PARSERS)
+def test_a_mutant_is_read_or_refused(name: str, part: int, tmp_path: Path) -> None:
+    seeds, cases = PARSERS[name].seeds(tmp_path), PARSERS[name].cases
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    slowest = max(attack(name, number, seeds, tmp_path) for number in range(part * cases, (part + 1) * cases))
+    grown = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+    assert slowest < SECONDS
+    assert grown < GROWTH, f"{grown >> 20} MB"
+
+
+if "ATTACK" in os.environ:
+
+    def test_one_case(tmp_path: Path) -> None:
+        name, _, number = os.environ["ATTACK"].partition(":")
+        attack(name, int(number), PARSERS[name].seeds(tmp_path), tmp_path)
