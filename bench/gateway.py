@@ -234,6 +234,7 @@ def main(
         log = Path(place) / "log"
         gateway = [
             sys.executable,
+            "-P",
             "-m",
             "distill.cli",
             "gateway",

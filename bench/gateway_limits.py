@@ -92,7 +92,7 @@ class Attacked:
 def attacked(place: Path, *more: str) -> Iterator[Attacked]:
     """With ``more`` options."""
     log = place / "log"
-    command = [sys.executable, "-m", "distill.cli", "gateway", "--log", str(log), "--port", "0", *more]
+    command = [sys.executable, "-P", "-m", "distill.cli", "gateway", "--log", str(log), "--port", "0", *more]
     with (
         started([sys.executable, str(Path(__file__).with_name("gateway.py")), "--stub"], MARK) as (_, engine),
         started([*command, "--engine", f"http://127.0.0.1:{engine}"], "http://127.0.0.1:") as (child, port),

@@ -1,4 +1,4 @@
-"""The `understudy` command: one row a subcommand. Training itself is `accelerate launch -m distill.train CONFIG`."""
+"""The `understudy` command: one row a subcommand."""
 
 import os
 import sys
@@ -7,7 +7,7 @@ import typer
 
 from distill.commands import options as of
 from distill.config.command_line import RespondOptions, TrainOptions, lazy_command
-from distill.faults import check_imports, exit_status
+from distill.faults import exit_status
 from distill.live.options import (
     ExportTrafficOptions,
     ForgetOptions,
@@ -50,8 +50,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    help="Draft models that a target LLM agrees with: evaluate and export them. "
-    "Train with `accelerate launch -m distill.train CONFIG key=value ...`.",
+    help="Draft models that a target LLM agrees with: train, evaluate, export and serve them.",
 )
 traffic = typer.Typer(
     no_args_is_help=True, help="The log of live traffic: look at it, export it to train from, forget requests."
@@ -83,7 +82,6 @@ def demo(options: of.DemoOptions) -> int:
 def main() -> None:
     """Entry point: a mistake of the user is one line and exit status 2."""
     try:
-        check_imports()
         app()
     except BrokenPipeError:
         # Whoever read our output has left (`| head`): no more may be written, not even at exit.

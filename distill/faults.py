@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import importlib.util
 import json
 import logging
 import os
@@ -124,23 +123,3 @@ def _finish(trackers: Iterable[Any]) -> None:
     for tracker in trackers:
         with contextlib.suppress(Exception):  # the fault that ends the run is the one to tell
             tracker.finish()
-
-
-PACKAGES = ("data", "speculative", "distill")
-
-
-def check_imports() -> None:
-    """Our three packages must be siblings.
-
-    Raises:
-        UserError: one of them resolves to another place; it is named.
-    """
-    home = Path(__file__).resolve().parent.parent
-    for package in PACKAGES:
-        spec = importlib.util.find_spec(package)
-        found = Path(spec.origin).resolve().parent if spec and spec.origin else None
-        if found != home / package:
-            raise UserError(
-                f"`import {package}` finds {found or 'a folder without __init__.py'}, not ours beside {home / 'distill'}; "
-                f"run from another directory or rename that {package}"
-            )

@@ -1,7 +1,7 @@
 """`understudy respond CONFIG [--signal topk|sampled|none] [key=value ...]`: the target answers, and says what it thought.
 
 Responses as training makes them, and beside them the target's distributions at every response token, so that training with
-`signal.source=store` needs no target. On several devices: `accelerate launch -m distill.respond CONFIG ...`.
+`signal.source=store` needs no target. On several devices: `understudy respond CONFIG --num-processes 8`.
 """
 
 import sys
@@ -15,9 +15,10 @@ from distill.config.command_line import RespondOptions, run_program
 from distill.config.layout import CONFIG
 from distill.config.load import load_config
 from distill.config.run import RunConfig
-from distill.faults import check_imports, exit_status
+from distill.faults import exit_status
 from distill.models.target import Target
 from distill.run.answers import Answers
+from distill.run.launcher import launch_if_asked
 from distill.run.run import Run, claim_folder, new_accelerator
 from distill.run.session import run_prompts
 from distill.training.signal import fill, open_signal_store, signal_line
@@ -91,8 +92,11 @@ def command(options: RespondOptions) -> int:
     A killed run goes on when the same command is given again. Exit status: 0 done, 2 a mistake of the user, 130 interrupted.
     """
     try:
-        check_imports()
-        run(options.config, options.overrides or [], options.signal or None)
+        overrides, signal = options.overrides or [], options.signal or None
+        _resolved(options.config, overrides, signal)
+        asked = ["--signal", signal] if signal else []
+        launch_if_asked(options, "distill.respond", options.config, *overrides, *asked)
+        run(options.config, overrides, signal)
     except (Exception, KeyboardInterrupt) as error:
         return exit_status(error)
     return 0

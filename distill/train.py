@@ -18,13 +18,14 @@ from distill.config.command_line import TrainOptions, run_program
 from distill.config.layout import CONFIG, JUDGEMENT
 from distill.config.load import load_config
 from distill.config.run import RunConfig
-from distill.faults import Interrupted, check_imports, exit_status
+from distill.faults import Interrupted, exit_status
 from distill.models.heads import SplitModel
 from distill.models.quantized import require_quantizer
 from distill.models.student import refuse_impossible
 from distill.models.target import Target
 from distill.run.answers import Answers, first_student
 from distill.run.checkpoint import keep_judgement, resume_point
+from distill.run.launcher import launch_if_asked
 from distill.run.responses import decode_settings
 from distill.run.run import Run, claim_folder, new_accelerator
 from distill.run.session import check_instrument, run_prompts
@@ -220,13 +221,15 @@ def command(options: TrainOptions) -> int:
     CONFIG is a YAML file such as configs/demo.yaml; overrides reach any key:
     optim.lr=3e-4  loss.name=forward_kl  data.train.0.path=prompts.jsonl
 
-    On one CPU or GPU `python -m distill.train CONFIG` does the same. A killed run goes on when the same command is given again.
-    Exit status: 0 done, 1 failed self-check, 2 a mistake of the user, 130 interrupted.
+    `understudy train CONFIG` does the same, also in a project that has a package `data` of its own. A killed run goes on when the same
+    command is given again. Exit status: 0 done, 1 failed self-check, 2 a mistake of the user, 130 interrupted.
     """
     run: Run | None = None
     try:
-        check_imports()
-        run = start(load_config(options.config, options.overrides or []))
+        overrides = options.overrides or []
+        config = load_config(options.config, overrides)
+        launch_if_asked(options, "distill.train", options.config, *overrides)
+        run = start(config)
         distil(run)
     except (Exception, KeyboardInterrupt) as error:
         if run is not None and isinstance(error, Interrupted):

@@ -52,7 +52,9 @@ def engine_words(engine: str, config: RunConfig, draft: str, port: str, log: str
     if engine == "house":
         words = [str(HOUSE), config.target.path, draft, "--gamma", gamma, "--rule", rule]
         return [sys.executable, *words, "--drafting", drafting, "--port", port]
-    serve = [sys.executable, "-m", "distill.cli", "serve", "--target", config.target.path, "--port", port, "--log", log]
+    serve = [
+        sys.executable, "-P", "-m", "distill.cli", "serve", "--target", config.target.path, "--port", port, "--log", log,
+    ]  # fmt: skip
     if draft == "none":
         return [*serve, exported, "--alone", "--", *_VLLM]
     method: dict[str, Any] = {"method": "draft_model", "model": draft, "num_speculative_tokens": config.judge.gamma}

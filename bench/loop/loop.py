@@ -127,7 +127,7 @@ class LoopDemo:
         run = self.config.folder
         if not (run / VERDICT).exists():
             print(f"the first draft is distilled: {run}, log in {self.to / 'train.log'}", flush=True)
-            words = ["-m", "distill.train", self.options.config, *self._overrides()]
+            words = ["-P", "-m", "distill.train", self.options.config, *self._overrides()]
             self._finish("train", self.family.start("train", [sys.executable, *words]))
         self._command("refresh", str(run), "--drafts", str(self.drafts))
 
@@ -291,7 +291,7 @@ class LoopDemo:
 
     def _start(self, *words: str) -> subprocess.Popen[bytes]:
         """One of our own commands."""
-        return self.family.start(words[0], [sys.executable, "-m", "distill.cli", *words], **ENVIRONMENT)
+        return self.family.start(words[0], [sys.executable, "-P", "-m", "distill.cli", *words], **ENVIRONMENT)
 
     def _reach(self, name: str, process: subprocess.Popen[bytes], place: Callable[[], bool]) -> None:
         """Waits until one of our commands is there, where it is to be killed."""

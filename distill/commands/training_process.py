@@ -14,6 +14,7 @@ import psutil
 from distill.config.layout import CHECKPOINTS, VERDICT
 from distill.config.run import RunConfig
 from distill.faults import Interrupted
+from distill.run.launcher import SAFE_PATH
 
 
 class TrainingFailed(Exception):
@@ -47,7 +48,7 @@ def _child(words: Sequence[str], name: str, log: Path, group: str) -> None:
         # A session of its own: Ctrl-C reaches it through us, once, and it writes its checkpoint.
         child = subprocess.Popen(
             words, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
-            env={"WANDB_RUN_GROUP": group or name, **os.environ}, start_new_session=True,
+            env={"WANDB_RUN_GROUP": group or name, **os.environ, **SAFE_PATH}, start_new_session=True,
         )  # fmt: skip
         try:
             with contextlib.suppress(psutil.NoSuchProcess):

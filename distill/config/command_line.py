@@ -49,19 +49,39 @@ Plot = Annotated[Path | None, option("a picture, png or svg")]
 Json = Annotated[bool, option("print the result as JSON", "--json")]
 
 
+@dataclass(frozen=True, kw_only=True)
+class LaunchOptions:
+    """What starts several processes."""
+
+    num_processes: Annotated[
+        int | None, option("processes for Accelerate's launcher to start, one a device; default: one, here", min=1)
+    ] = None
+    config_file: Annotated[
+        str,
+        option("of that launcher, see `accelerate config`; default with --num-processes: configs/accelerate/ddp.yaml"),
+    ] = ""
+
+
 @dataclass(frozen=True)
-class TrainOptions:
-    """Train on this machine's one device; for several use `accelerate launch -m distill.train CONFIG`."""
+class TrainOptions(LaunchOptions):
+    """Train a draft, from config to verdict, here or on several devices.
+
+    understudy train my.yaml optim.lr=3e-4
+
+    understudy train my.yaml --num-processes 8 --config-file configs/accelerate/fsdp2.yaml
+
+    The same as `accelerate launch -m distill.train my.yaml`, and it works in any directory.
+    """
 
     config: Annotated[str, argument("YAML file, e.g. configs/demo.yaml")]
     overrides: Overrides = None
 
 
 @dataclass(frozen=True)
-class RespondOptions:
+class RespondOptions(LaunchOptions):
     """Let the target answer the prompts; with --signal, training needs it no more (signal.source=store).
 
-    On several devices: `accelerate launch -m distill.respond CONFIG --signal topk`.
+    On several devices: `understudy respond CONFIG --signal topk --num-processes 8`.
     """
 
     config: Annotated[str, argument("YAML file, e.g. configs/demo.yaml")]

@@ -15,6 +15,8 @@ from speculative.errors import UserError
 
 MOST_ALIASES = 16
 Checked = TypeVar("Checked", bound=Section)
+# `configs/` of the repository, which the wheel holds under this name.
+SHIPPED = Path(__file__).parent / "shipped"
 
 
 class YamlLoader(yaml.SafeLoader):
@@ -103,21 +105,25 @@ def _explain(error: ValidationError, origin: str, kind: type[Section]) -> str:
     return f"{origin}: `{key}` = {json.dumps(first['input'], default=str)[:80]}: {message[0].lower()}{message[1:]}"
 
 
+def config_file(path: Path) -> Path:
+    """The path itself, or the shipped file where it is `configs/...` and not in the working directory."""
+    shipped = SHIPPED.joinpath(*path.parts[1:])
+    return shipped if path.parts[:1] == ("configs",) and not path.exists() and shipped.exists() else path
+
+
 def read_yaml(path: Path) -> dict[str, Any]:
-    """The `key: value` lines of a YAML file.
+    """The `key: value` lines of a YAML file (`config_file`).
 
     Raises:
         UserError: unreadable, or something else than such lines.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = config_file(path).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not UTF-8 text, so not YAML") from error
     except OSError as error:
-        near = sorted(str(p) for p in Path("configs").glob("*.yaml"))
-        raise UserError(
-            f"{path}: cannot read the config ({error.strerror}); shipped ones: {', '.join(near) or 'none here'}"
-        ) from error
+        near = ", ".join(sorted(f"configs/{one.name}" for one in SHIPPED.glob("*.yaml")))
+        raise UserError(f"{path}: cannot read the config ({error.strerror}); shipped ones: {near}") from error
     try:
         tree = yaml.load(text, YamlLoader)
     except (yaml.YAMLError, ValueError, RecursionError) as error:

@@ -100,6 +100,6 @@ def last_screen(
     console.print(places, highlight=False)
     console.print(
         "your own model: copy configs/demo.yaml, set target.path and data.train, then\n"
-        "  accelerate launch -m distill.train my.yaml && understudy export runs/NAME --to my-draft",
+        "  understudy train my.yaml && understudy export runs/NAME --to my-draft",
         highlight=False,
     )

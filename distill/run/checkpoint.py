@@ -148,9 +148,7 @@ def load_judgements(run: Path) -> list[Judgement]:
             f"{step_folder(run, 0) / JUDGEMENT}: not there, so nothing tells of the draft before training; {remedy}"
         )
     if not records:
-        raise UserError(
-            f"{run}: no judged checkpoint there; train first with `accelerate launch -m distill.train CONFIG`"
-        )
+        raise UserError(f"{run}: no judged checkpoint there; train first with `understudy train CONFIG`")
     return records
 
 

@@ -51,7 +51,9 @@ def new_accelerator(**options: Any) -> Accelerator:
     """An Accelerator on the best device that has float64, which the sums need: Apple's GPU does not, its CPU does."""
     # The other ranks wait while the main process judges: for longer than the usual ten minutes on real prompts.
     patience = InitProcessGroupKwargs(timeout=timedelta(hours=12))
-    return Accelerator(cpu=torch.backends.mps.is_available(), kwargs_handlers=[patience], **options)
+    # Without `cpu` Accelerate takes each of several processes that find no device for the only one.
+    none = not (torch.cuda.is_available() or torch.accelerator.is_available())
+    return Accelerator(cpu=none or torch.backends.mps.is_available(), kwargs_handlers=[patience], **options)
 
 
 class Run:

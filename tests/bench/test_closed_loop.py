@@ -83,7 +83,7 @@ def engine(tiny_target: Path) -> Any:
 
 def gateway_words(engine: str, log: Path, port: int) -> list[str]:
     words = ["gateway", "--engine", engine, "--draft-version", "v0001", "--log", str(log), "--port", str(port)]
-    return [sys.executable, "-m", "distill.cli", *words, "--text", "--plain-engine", engine, "--shed-above", "6"]
+    return [sys.executable, "-P", "-m", "distill.cli", *words, "--text", "--plain-engine", engine, "--shed-above", "6"]
 
 
 def test_a_killed_gateway_loses_no_record_and_counts_stay_whole(engine: str, tmp_path: Path) -> None:

@@ -96,7 +96,7 @@ def served(run: Path, as_exported: bool = False, **speculative: str) -> Iterator
     port, log = free_port(), run / f"vllm-{len(speculative)}.log"
     method = {"method": "draft_model", "model": str(run / EXPORT), "num_speculative_tokens": GAMMA}
     flags = FLAGS if as_exported else [*FLAGS, "--speculative-config", json.dumps(method | speculative)]
-    command = [sys.executable, "-m", "distill.cli", "serve", str(run), "--port", str(port), "--log", str(log)]
+    command = [sys.executable, "-P", "-m", "distill.cli", "serve", str(run), "--port", str(port), "--log", str(log)]
     process = subprocess.Popen(
         [*command, "--", *flags], cwd=ROOT, env=os.environ | ENVIRONMENT, stdout=subprocess.PIPE, text=True
     )

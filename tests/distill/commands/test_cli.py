@@ -158,7 +158,7 @@ def test_export_show_and_the_outside_check(tiny_run: Path, tiny_config: Path, tm
     checked = run("check-export", str(to), "--config", str(tiny_config), "--prompts", "4", "--gamma", "3")
     assert "same greedy tokens as the target alone on 4 of 4 prompts" in checked
     shown = run("show", str(tiny_run))
-    for words in ("target alone", "undistilled", "speed", "cost ratio", "accelerate launch", "accepted from the draft"):
+    for words in ("target alone", "undistilled", "speed", "cost ratio", "understudy train", "accepted from the draft"):
         assert words in shown, words
 
 

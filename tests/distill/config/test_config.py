@@ -92,7 +92,11 @@ def test_a_missing_file_names_the_shipped_ones(tmp_path: Path, monkeypatch: pyte
     text = refused(lambda: load_config("configs/dmo.yaml"))
     assert "configs/dmo.yaml" in text
     assert "configs/demo.yaml" in text
-    assert "none here" in refused(lambda: (monkeypatch.chdir(tmp_path), load_config("x.yaml"))[1])
+    monkeypatch.chdir(tmp_path)
+    assert load_config("configs/demo.yaml") == load_config(CONFIGS / "demo.yaml")
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "demo.yaml").write_text("name: mine", encoding="utf-8")
+    assert "configs/demo.yaml: `data` is missing" in refused(lambda: load_config("configs/demo.yaml"))
     assert "cannot read" in refused(lambda: load_config(tmp_path))
 
 

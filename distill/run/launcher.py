@@ -1,0 +1,35 @@
+"""Several processes for one run: Accelerate's launcher takes the place of the process that was asked for them."""
+
+import os
+import sys
+from pathlib import Path
+
+from distill.config.command_line import LaunchOptions
+from distill.config.load import config_file, read_yaml
+from speculative.errors import UserError
+
+# For Python programs below this one: `-m` does not import from the working directory, which may have a `data` of its own.
+SAFE_PATH = {"PYTHONSAFEPATH": "1"}
+DDP = "configs/accelerate/ddp.yaml"
+ONE_PROCESS = {"NO": "NO", "False": "NO", "MULTI_CPU": "MULTI_CPU"}  # an unquoted NO is false in YAML
+
+
+def launch_if_asked(options: LaunchOptions, module: str, *arguments: str) -> None:
+    """Becomes `accelerate launch -m module arguments`, which signals reach and whose output and exit status are the program's.
+
+    Returns where one process is asked for.
+
+    Raises:
+        UserError: the launcher's file cannot be read, or stands for one process.
+    """
+    if not options.config_file and (options.num_processes or 1) == 1:
+        return
+    path = Path(options.config_file or DDP)
+    kind = str(read_yaml(path).get("distributed_type"))
+    if kind in ONE_PROCESS:
+        raise UserError(
+            f"--config-file {path}: distributed_type {ONE_PROCESS[kind]} starts one process; leave --config-file out"
+        )
+    words = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config_file(path))]
+    words += ["--num_processes", str(options.num_processes)] if options.num_processes else []
+    os.execve(sys.executable, [*words, "-m", module, *arguments], {**os.environ, **SAFE_PATH})
