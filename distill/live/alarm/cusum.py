@@ -36,8 +36,6 @@ class Pool:
     x moves a request by x times its information, in standard deviations. residuals_P: (accepted - rate x drafted) / spread.
     """
 
-    accepted_P: np.ndarray
-    drafted_P: np.ndarray
     rate: float
     within: float
     between: float
@@ -116,7 +114,7 @@ def pool_of(accepted_P: np.ndarray, drafted_P: np.ndarray, gamma: float) -> Pool
     scale = scale if scale > _NOTHING else 1.0
     root = math.sqrt(scale)
     information_P = drafted_P / (spread_P * root)
-    return Pool(accepted_P, drafted_P, rate, within * scale, between * scale, information_P, residuals_P / root)
+    return Pool(rate, within * scale, between * scale, information_P, residuals_P / root)
 
 
 def cusum_path(increments_N: np.ndarray) -> np.ndarray:
