@@ -10,6 +10,7 @@ from distill.run.verdict_record import Verdict
 from speculative.evaluate import Judgement
 from speculative.explain.calibration import Calibration
 from speculative.explain.disagreements import Disagreement
+from speculative.explain.repetition import Repetition
 from speculative.explain.slices import SliceTable
 from speculative.explain.where_helps import WhereRow
 from speculative.measure.intervals import Interval
@@ -42,23 +43,11 @@ class Curves(Record):
 
 
 class TemperatureRow(Record):
-    """The judged draft at one temperature, by replay of answers that the target gave at it."""
+    """The judged draft on answers that the target gave at one temperature."""
 
     temperature: float = Field(description="of the target and the draft; 0: greedy")
-    rule: str = Field(description="sample, or greedy at 0")
-    prompts: int = Field(description="held-out prompts answered at each temperature, the same ones")
-    tokens: int = Field(description="of the answers")
-    alpha: float = Field(description="acceptance rate")
-    alpha_ci: Interval | None = Field(None, description="its 95 % interval")
-    gamma: int = Field(description="drafted tokens per block: the verdict's")
-    tau: float = Field(description="tokens per target call there")
-    tau_ci: Interval | None = Field(None, description="its 95 % interval")
-    best_gamma: int | None = Field(None, description="of the highest predicted speed-up; 0: none pays; null: not timed")
-    predicted_speed_up: float | None = Field(None, description="there, by the verdict's step times")
-    repeated: float | None = Field(
-        None, description="share of the answers' tokens inside 8 in a row that stood earlier"
-    )
-    looping: float | None = Field(None, description="share of their tokens in a loop")
+    curve: Curve = Field(description="by replay of the answers to the same held-out prompts at each temperature")
+    repetition: Repetition = Field(description="of the answers")
 
 
 class Losslessness(Record):

@@ -27,7 +27,7 @@ from distill.run.checkpoint import load_judgements
 from distill.run.responses import decode_settings
 from distill.run.result import RESULT_FORMAT, Curves, Result, RuleCurves, ServeCommand, TemperatureRow, TokenView
 from distill.run.verdict_record import Verdict
-from distill.verdict.evidence import Evidence, gather, gather_by_replay
+from distill.verdict.evidence import Evidence, gather, gather_by_replay, with_speeds
 from distill.verdict.field import Candidate, line_up
 from distill.verdict.question import Question
 from distill.verdict.temperatures import temperature_rows
@@ -43,7 +43,7 @@ from speculative.explain.token_class import token_pieces
 from speculative.explain.where_helps import WhereRow, where_each_helps
 from speculative.measure.cost import best_gamma
 from speculative.measure.measured import DRAFT, SERVED, TARGET, UNDISTILLED
-from speculative.measure.metrics import CURVE_GAMMAS, Curve, rule_curve
+from speculative.measure.metrics import CURVE_GAMMAS, rule_curve
 from speculative.measure.race import Standings
 from speculative.measure.record import VERSION
 from speculative.rules.rule import RULES, rules_of_text
@@ -194,7 +194,7 @@ def findings_of(
 
 def curves_of(evidence: Evidence) -> Curves:
     """Every rule that some frozen text has a law for; the others with the reason."""
-    rules, covered = [], set()
+    rules, covered, gamma = [], set(), evidence.question.gamma
     for text_rule, text in evidence.question.texts.items():
         keys = [response.prompt for response in text]
         sampling = "temperature 0" if text_rule == "greedy" else "the serving settings"
@@ -204,9 +204,7 @@ def curves_of(evidence: Evidence) -> Curves:
                 continue
             covered.add(rule)
             of = {
-                name: _with_speed(
-                    evidence, name, rule_curve(scores, keys, rule, survival_gamma=evidence.question.gamma)
-                )
+                name: with_speeds(rule_curve(scores, keys, rule, survival_gamma=gamma), evidence.costs.get(name))
                 for name, scores in evidence.scores[text_rule].items()
             }
             note = f"replayed from text answered at {sampling}{_costs_note(evidence, rule)}"
@@ -219,16 +217,6 @@ def curves_of(evidence: Evidence) -> Curves:
     if "greedy" in refused:
         refused["greedy"] = "needs text that the target answered at temperature 0, and this run has none"
     return Curves(gammas=list(CURVE_GAMMAS), rules=rules, refused=refused)
-
-
-def _with_speed(evidence: Evidence, name: str, curve: Curve) -> Curve:
-    """The curve with the predicted speed-up at every gamma; None beyond the timed ones."""
-    costs = evidence.costs.get(name)
-    speeds = costs and [
-        tau / costs.block_price(gamma) if gamma <= max(costs.verify_seconds) else None
-        for gamma, tau in zip(curve.gammas, curve.tau, strict=True)
-    ]
-    return curve.model_copy(update={"predicted_speed_up": speeds})
 
 
 def _costs_note(evidence: Evidence, rule: str) -> str:

@@ -31,6 +31,7 @@ from speculative.measure.cost import TIMED_BLOCKS as COST_BLOCKS
 from speculative.measure.cost import StepCosts, measure_costs
 from speculative.measure.load import TIMED_BLOCKS, LoadCurve, fit_roofline
 from speculative.measure.measured import TOGETHER
+from speculative.measure.metrics import Curve
 from speculative.measure.replay import expected_blocks_of
 from speculative.measure.token_scores import TokenScores, scored_gammas
 
@@ -188,3 +189,12 @@ def _costs_at_loads(
             )
         )
     return costs, warnings
+
+
+def with_speeds(curve: Curve, costs: StepCosts | None) -> Curve:
+    """The curve with the predicted speed-up at every gamma: None beyond the timed ones, and where nothing was timed."""
+    speeds = costs and [
+        tau / costs.block_price(gamma) if gamma <= max(costs.verify_seconds) else None
+        for gamma, tau in zip(curve.gammas, curve.tau, strict=True)
+    ]
+    return curve.model_copy(update={"predicted_speed_up": speeds})

@@ -4,7 +4,6 @@ from distill.report.section import Made, section
 from distill.report.sections.slices import prompts_of
 from distill.report.table import Cell, Column, Table
 from distill.report.view import View
-from distill.run.result import TemperatureRow
 from speculative.explain.where_helps import WhereRow
 from speculative.measure.measured import TARGET
 
@@ -76,28 +75,30 @@ def temperatures(view: View) -> Made:
     if not rows:
         return None
     served = (view.result.provenance.get("sampling") or {}).get("temperature")
-    best = ["best gamma"] if any(row.best_gamma is not None for row in rows) else []
+    gamma, timed = view.verdict.gamma, any(row.curve.predicted_speed_up for row in rows)
     table = Table(
         [
-            Column("temperature", "g"), Column("alpha", ".3f"), Column(f"tau at gamma {rows[0].gamma}", ".2f"), *best,
-            Column("looping", ".1%"),
+            Column("temperature", "g"), Column("alpha", ".3f"), Column(f"tau at gamma {gamma}", ".2f"),
+            *(["best gamma"] if timed else []), Column("looping", ".1%"),
         ]
     )  # fmt: skip
     for row in rows:
+        curve, place = row.curve, row.curve.gammas.index(gamma)
         table.add(
-            Cell(row.temperature, note=row.rule, strong=row.temperature == served),
-            Cell(row.alpha, row.alpha_ci, bar=row.alpha), Cell(row.tau, row.tau_ci),
-            *([Cell(_best(row), note="predicted")] if best else []), row.looping,
+            Cell(row.temperature, note=curve.rule, strong=row.temperature == served),
+            Cell(curve.alpha, curve.alpha_ci, bar=curve.alpha), Cell(curve.tau[place], curve.tau_ci[place]),
+            *([Cell(_best(view.timed_speed_ups(curve)), note="predicted")] if timed else []), row.repetition.looping,
         )  # fmt: skip
     line = (
-        f"The same draft when the target is served at other temperatures: {rows[0].prompts:,} held-out prompts answered at "
+        f"The same draft when the target is served at other temperatures: {rows[0].curve.prompts:,} held-out prompts answered at "
         "each, alpha and tau by replay of the answers."
     )
     return [line, table]
 
 
-def _best(row: TemperatureRow) -> str:
-    return f"{row.best_gamma}: {row.predicted_speed_up or 1.0:.2f}x" if row.best_gamma else "none pays"
+def _best(speed_ups: dict[int, float]) -> str:
+    gamma = max(speed_ups, key=speed_ups.__getitem__, default=0)
+    return f"{gamma}: {speed_ups[gamma]:.2f}x" if gamma else "none pays"
 
 
 @section("proofs", "Is the text still the target's?", order=78)

@@ -309,17 +309,22 @@ def test_repetition_is_shown_whole_and_by_domain(result: dict[str, Any]) -> None
 
 
 def with_proofs(result: dict[str, Any]) -> dict[str, Any]:
-    def row(temperature: float, alpha: float, best: int | None) -> dict[str, Any]:
-        return {
-            "temperature": temperature, "rule": "sample" if temperature else "greedy", "prompts": 16, "tokens": 700,
-            "alpha": alpha, "alpha_ci": [alpha - 0.1, alpha + 0.1], "gamma": 4, "tau": 3 * alpha, "tau_ci": [1.0, 3.0],
-            "best_gamma": best, "predicted_speed_up": None if best is None else 1.0 + best / 10, "looping": 0.31 - temperature / 4,
+    def row(temperature: float, alpha: float, speed_ups: list[float]) -> dict[str, Any]:
+        rule = "sample" if temperature else "greedy"
+        curve = result["curves"]["rules"][0]["ways"][DRAFT] | {
+            "rule": rule, "prompts": 16, "alpha": alpha, "alpha_ci": [alpha - 0.1, alpha + 0.1], "gammas": [0, 3, 4],
+            "tau": [1.0, 2.0, 3 * alpha], "tau_ci": [[1.0, 1.0], [1.0, 2.5], [1.0, 3.0]], "predicted_speed_up": speed_ups,
         }  # fmt: skip
+        return {
+            "temperature": temperature,
+            "curve": curve,
+            "repetition": {"repeated": 0.4, "looping": 0.31 - temperature / 4},
+        }
 
     score, no_difference = {"score": 0.5, "ci": [0.4, 0.6]}, {"value": 0.0, "ci": [-0.01, 0.01]}
     return {
         **result,
-        "temperatures": [row(0.0, 0.8, 3), row(0.7, 0.6, 0)],
+        "temperatures": [row(0.0, 0.8, [1.0, 1.3, 1.2]), row(0.7, 0.6, [1.0, 0.9, 0.8])],
         "losslessness": {"draft": "d", "rule": "sample", "gamma": 4, "passed": True, "sentence": "The same <text>."},
         "scores": [
             {
