@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from refusals import refused
 from result_example import example_result
 from rich.console import Console
 from tiny_training import write_target
@@ -285,10 +286,9 @@ def test_several_gates_and_being_worse_are_told_in_a_line_each(tiny_run, worse):
     ],
 )
 def test_a_gate_that_means_nothing_is_refused(text, message):
-    with pytest.raises(UserError) as refused:
-        parse_gate(text, timing=False)
-    assert str(refused.value).startswith(f"--fail-below {text}: ")
-    assert message in str(refused.value)
+    said = refused(parse_gate, text, timing=False)
+    assert said.startswith(f"--fail-below {text}: ")
+    assert message in said
     assert parse_gate("speed_up.ci_low=1.5").lower_end
 
 
@@ -303,10 +303,9 @@ def other_run(tiny_run: Path, folder: Path, **facts) -> Path:
 
 def test_a_run_of_another_target_is_refused_by_name_unless_asked_for(tiny_run, tmp_path):
     other = other_run(tiny_run, tmp_path, fingerprint="abc")
-    with pytest.raises(UserError) as refused:
-        compare_command(options(tiny_run, other))
-    assert f"{other}: distilled for another target (fingerprint abc" in str(refused.value)
-    assert f"add --on {tiny_run}" in str(refused.value)
+    said = refused(compare_command, options(tiny_run, other))
+    assert f"{other}: distilled for another target (fingerprint abc" in said
+    assert f"add --on {tiny_run}" in said
     result, _ = compare_command(options(tiny_run, other, on=tiny_run))
     assert result.differences[0].tau.gain == 0.0, "the same weights, judged as a stranger"
     (other / "target.json").unlink()
@@ -337,9 +336,7 @@ def test_what_cannot_be_compared_is_refused_by_name(tiny_run, worse, tmp_path, n
         write_target(tmp_path / "stranger")
     (tmp_path / "unfinished").mkdir()
     shutil.copy(tiny_run / "config.yaml", tmp_path / "unfinished")
-    with pytest.raises(UserError) as caught:
-        compare_command(options(*(places.get(name, name) for name in names), **changes))
-    assert message in str(caught.value)
+    assert message in refused(compare_command, options(*(places.get(name, name) for name in names), **changes))
 
 
 def test_a_draft_that_reads_less_than_the_text_is_refused(tiny_run, worse, monkeypatch):
