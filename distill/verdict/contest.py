@@ -4,7 +4,7 @@ At one request whole responses alternate (`speculative.measure.race`); at a larg
 follows from the times is the same: speeds, who beats whom, what to run, rows of `Measured`.
 """
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -18,6 +18,7 @@ from speculative.measure.effects import fewest_prompts
 from speculative.measure.intervals import Interval, ratio_interval, sum_by_prompt
 from speculative.measure.load import DRAFTED, LoadStandings, full_batch_seconds, kind_shares
 from speculative.measure.measured import TARGET, TOGETHER, How, Measured, Way
+from speculative.measure.metrics import alpha_with_interval
 from speculative.measure.race import Laps, Speed, Standings, race, spread_order
 from speculative.measure.token_scores import TokenScores
 
@@ -109,7 +110,8 @@ class Contest:
                 said_P, blocks_P, how["tau"] = tokens_P, sum_by_prompt(keys, way.blocks_N), "replay"
             alpha, alpha_ci = None, None
             if way.name in scores:
-                alpha, alpha_ci = alpha_of(scores[way.name], keys, self.question.law, confidence)
+                probs = [own.accept_probs(self.question.law) for own in scores[way.name]]
+                alpha, alpha_ci = alpha_with_interval(probs, keys, confidence)
                 how["alpha"] = "replay"
             found.append(
                 replace(
@@ -203,12 +205,3 @@ def _calls_P(question: Question, way: Way, tokens_P: np.ndarray, first: Contest)
     per_token = {key: blocks / max(1, tokens) for key, (tokens, blocks) in counted.items()}
     prompts = dict.fromkeys(question.keys)
     return tokens_P * np.array([per_token.get(keys[prompt], np.nan) for prompt in prompts])
-
-
-def alpha_of(
-    scores: Sequence[TokenScores], keys: Sequence[Hashable], law: str, confidence: float
-) -> tuple[float, Interval]:
-    """Acceptance rate by replay, and its interval over prompts."""
-    accepted_P = sum_by_prompt(keys, np.array([own.accept_probs(law).sum() for own in scores]))
-    tokens_P = sum_by_prompt(keys, np.array([len(own) for own in scores]))
-    return float(accepted_P.sum() / tokens_P.sum()), ratio_interval(accepted_P, tokens_P, confidence)

@@ -9,7 +9,6 @@ import torch
 
 from distill.run.others import OtherTarget
 from distill.run.verdict_record import WAYS, Costs, DraftOf, OnTarget, Roofline, Verdict
-from distill.verdict.contest import alpha_of
 from distill.verdict.evidence import Evidence
 from distill.verdict.question import Question
 from distill.verdict.sentence import conclude
@@ -20,7 +19,7 @@ from speculative.measure.effects import Effects, Gain, paired_effects
 from speculative.measure.intervals import ratio_interval, sum_by_prompt
 from speculative.measure.load import LoadCurve
 from speculative.measure.measured import HELD_OUT, SERVED, UNDISTILLED, Measured
-from speculative.measure.metrics import Latency, latency
+from speculative.measure.metrics import Latency, alpha_with_interval, latency
 from speculative.measure.record import VERSION
 from speculative.measure.token_scores import TokenScores, score_tokens
 
@@ -148,7 +147,8 @@ def _widened(evidence: Evidence, row: Measured) -> Measured:
     """The picked draft's own row, its intervals as wide as its gain's: it is there because it looked good."""
     question = evidence.question
     confidence = question.confidence(True)
-    row = replace(row, alpha_ci=alpha_of(evidence.own_scores(row.way), question.keys, question.law, confidence)[1])
+    probs = [own.accept_probs(question.law) for own in evidence.own_scores(row.way)]
+    row = replace(row, alpha_ci=alpha_with_interval(probs, question.keys, confidence)[1])
     if not evidence.responses:
         return row
     said_N = np.array([float(len(one.response_ids)) for one in evidence.responses])

@@ -90,14 +90,16 @@ def _curve(
     return CallsCurve(int(tokens_N.sum()), len(sums_PC), taus, tau_ci), alpha, alpha_ci
 
 
-def alpha_with_interval(accept_probs: Sequence[np.ndarray], prompt_keys: Sequence[Hashable]) -> tuple[float, Interval]:
+def alpha_with_interval(
+    accept_probs: Sequence[np.ndarray], prompt_keys: Sequence[Hashable], confidence: float = 0.95
+) -> tuple[float, Interval]:
     """Acceptance rate alpha: mean acceptance probability over all positions of target-written text, and its interval.
 
     `accept_probs` holds one array of per-token probabilities for each response (`token_scores.score_responses`).
     """
     sums_P = sum_by_prompt(prompt_keys, np.array([probs.sum() for probs in accept_probs]))
     tokens_P = sum_by_prompt(prompt_keys, np.array([len(probs) for probs in accept_probs]))
-    return float(sums_P.sum() / tokens_P.sum()), ratio_interval(sums_P, tokens_P)
+    return float(sums_P.sum() / tokens_P.sum()), ratio_interval(sums_P, tokens_P, confidence)
 
 
 def survival(accepted_counts: Sequence[int], gamma: int, drafted_counts: Sequence[int] | None = None) -> list[float]:
