@@ -13,7 +13,6 @@ import gzip
 import json
 import os
 import random
-import resource
 import struct
 import time
 import zlib
@@ -25,9 +24,10 @@ from typing import Any, cast
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from mutation import mutant
+from mutation import memory_grown, mutant
 from result_example import example_result
 from simulation import trials
+from test_gateway_wire import CASES as WIRE_CASES
 from traffic_log import record_of
 
 from data.files import read_manifest, write_manifest
@@ -406,25 +406,25 @@ def _topk(_: Path) -> Made:
 
 RESULT = example_result(1)
 PARSERS = {
-    "gateway request": Parser(4000, _requests, _ask, TrafficRecord),
-    "gateway answer": Parser(4000, _answers, _answer, TrafficRecord),
-    "traffic log": Parser(1500, _records, _sealed, TrafficRecord, (RecordError,)),
+    "gateway request": Parser(3000, _requests, _ask, TrafficRecord),
+    "gateway answer": Parser(3500, _answers, _answer, TrafficRecord),
+    "traffic log": Parser(1700, _records, _sealed, TrafficRecord, (RecordError,)),
     "acceptance log": Parser(2500, _logs, lambda name, content, folder: read_acceptance_log(_written(content, folder / name)), AcceptanceLog),
     "metrics page": Parser(
         1500, lambda _: {"vllm": PAGE, "sglang": SGLANG, "tensorrt": TENSORRT, "info": b'{"internal_states": [{"avg_spec_accept_length": 2.5}]}'},
         _metrics, ServerCounts | float | None, (UserError, CountsError),
     ),
     "prompts file": Parser(2500, _prompts, _load_prompts, list),
-    "top-k answer": Parser(500, _topk, lambda _, content, __: read_topk(content, 1, 3, 2, 10), tuple, (ValueError,)),
+    "top-k answer": Parser(700, _topk, lambda _, content, __: read_topk(content, 1, 3, 2, 10), tuple, (ValueError,)),
     "run config": Parser(600, lambda _: {"run.yaml": CONFIG, "aliases.yaml": ALIASES}, lambda name, content, folder: load_config(_written(content, folder / name)), RunConfig),
-    "result.json": Parser(500, lambda _: {"result.json": json.dumps(RESULT).encode()}, lambda name, content, folder: load_result(_written(content, folder / name)), Result),
+    "result.json": Parser(300, lambda _: {"result.json": json.dumps(RESULT).encode()}, lambda name, content, folder: load_result(_written(content, folder / name)), Result),
     "verdict.json": Parser(
         500, lambda _: {"verdict.json": json.dumps({"format": 2, **RESULT["verdict"]}).encode()},
         lambda name, content, folder: Verdict.read(_written(content, folder / name), "make it again"), Verdict,
     ),
-    "serving.json": Parser(500, _exports, lambda name, content, folder: read_export(_written(content, folder / name).parent), tuple),
+    "serving.json": Parser(400, _exports, lambda name, content, folder: read_export(_written(content, folder / name).parent), tuple),
     "files of a run": Parser(600, _run_files, _run_file, Arms | dict | Version | list | str | None),
-    "checkpoint": Parser(300, _checkpoint, _load_checkpoint, object),
+    "checkpoint": Parser(200, _checkpoint, _load_checkpoint, object),
     "tokenizer": Parser(500, _tokenizer_files, _load_tokenizer, object),
 }  # fmt: skip
 
@@ -525,19 +525,18 @@ def test_a_fault_that_was_found_stays_mended(fault: str, tmp_path: Path) -> None
 
 
 def test_the_cases_are_shared_out() -> None:
-    assert sum(parser.cases for parser in PARSERS.values()) == 20_000
+    assert sum(parser.cases for parser in PARSERS.values()) + sum(WIRE_CASES.values()) == 20_000
 
 
 @pytest.mark.simulation
-@pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("name", PARSERS)
+@pytest.mark.parametrize("part", range(PARTS))
 def test_a_mutant_is_read_or_refused(name: str, part: int, tmp_path: Path) -> None:
     seeds, cases = PARSERS[name].seeds(tmp_path), PARSERS[name].cases
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    slowest = max(attack(name, number, seeds, tmp_path) for number in range(part * cases, (part + 1) * cases))
-    grown = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+    with memory_grown() as grown:
+        slowest = max(attack(name, number, seeds, tmp_path) for number in range(part * cases, (part + 1) * cases))
     assert slowest < SECONDS
-    assert grown < GROWTH, f"{grown >> 20} MB"
+    assert grown() < GROWTH, f"{grown() >> 20} MB"
 
 
 if "ATTACK" in os.environ:

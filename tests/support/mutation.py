@@ -3,6 +3,9 @@
 import json
 import random
 import re
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 NUMBER = re.compile(rb"-?\d+(?:\.\d+)?")
@@ -118,3 +121,10 @@ def _insert(found: bytes, draw: random.Random) -> bytes:
     deep = draw.choice((b"[", b'{"a":', b"(", b"- ")) * draw.choice(DEPTHS)
     at = draw.randrange(len(found) + 1)
     return found[:at] + draw.choice((*ODD_BYTES, deep)) + found[at:]
+
+
+@contextmanager
+def memory_grown() -> Iterator[Callable[[], int]]:
+    """By how many bytes the most memory that this process ever held has grown since."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    yield lambda: 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
