@@ -5,9 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from distill.models.draft import ADAPTER_FILE, base_of_adapter
+from distill.models.load import load_model
 from distill.models.vocabulary import (
     VocabularyAgreement,
     compare_vocabularies,
@@ -48,7 +49,8 @@ def load_merged_student(
     if not student_dir.is_dir():
         raise UserError(f"student {student_dir}: no such directory; give a checkpoint directory of a run")
     base = base_of_adapter(student_dir)
-    model = _load_whole(base or str(student_dir), student_dir, trust_remote_code)
+    what = "student" if base is None else f"base of the adapter {student_dir}:"
+    model: Any = load_model(what, base or str(student_dir), trust_remote_code=trust_remote_code)
     places = [student_dir] + ([Path(base)] if base else [])
     tokenizer_dir = next((place for place in places if any((place / name).is_file() for name in TOKENIZER_FILES)), None)
     notes: list[str] = []
@@ -72,22 +74,6 @@ def load_merged_student(
 def _adapted_modules(adapter_dir: Path) -> list[str]:
     modules = Record.read(adapter_dir / ADAPTER_FILE, "save the adapter again").record().get("target_modules") or []
     return [modules] if isinstance(modules, str) else list(modules)
-
-
-def _load_whole(name: str, student_dir: Path, trust_remote_code: bool) -> Any:
-    try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            name, dtype=torch.float32, output_loading_info=True, trust_remote_code=trust_remote_code
-        )
-    except (OSError, ValueError) as error:
-        what = "" if name == str(student_dir) else f" (base of the adapter {student_dir})"
-        raise UserError(f"student {name}{what} does not load: {_first_line(error)}; give a model directory") from error
-    model, loading = loaded
-    # The library fills missing weights with random numbers and only logs it.
-    absent = sorted(loading["missing_keys"]) + sorted(str(key) for key in loading["mismatched_keys"])
-    if absent:
-        raise UserError(f"student {name}: weight {absent[0]} is missing or of another shape; export a whole checkpoint")
-    return model
 
 
 def _merged(model: Any, adapter_dir: Path, token_rows: int) -> tuple[Any, float]:

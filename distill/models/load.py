@@ -120,12 +120,12 @@ def load_model(
     before it is made.
 
     Raises:
-        UserError: not there, not loadable (a quantisation whose library is not installed), hub not reachable, not enough room on
-            the devices.
+        UserError: not there, not loadable (a quantisation whose library is not installed), not whole, hub not reachable, not
+            enough room on the devices.
     """
     options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     config = load_pretrained(what, path, AutoConfig.from_pretrained, **options)
-    options["dtype"] = dtype
+    options |= {"dtype": dtype, "output_loading_info": True}
     if change is not None:
         change(config)
         options["config"] = config
@@ -134,7 +134,11 @@ def load_model(
     if device_map is not None:
         options["device_map"] = device_map
     load_pretrained(what, path, lambda local, **_: _refuse_oversized(Path(local), config, trust_remote_code))
-    model = text_only(load_pretrained(what, path, auto_class(config).from_pretrained, **options)).eval()
+    loaded, loading = load_pretrained(what, path, auto_class(config).from_pretrained, **options)
+    # The library fills missing weights with random numbers and only logs it.
+    if absent := sorted(loading["missing_keys"]) + sorted(str(key) for key in loading["mismatched_keys"]):
+        raise UserError(f"{what} {path!r}: weight {absent[0]} is missing or of another shape; give a whole model")
+    model = text_only(loaded).eval()
     _refuse_offloaded(what, path, model)
     return model if device is None or "device_map" in options else model.to(device)
 

@@ -475,6 +475,8 @@ def _torn_arrow() -> bytes:
 
 
 DEEP, DIGITS, HUGE = b"[" * 100_000, b"9" * 5000, b"9" * 400
+ONE_NAME = b'{"model.norm.weight":{"dtype":"F32","shape":[8],"data_offsets":[0,32]}}'
+ONE_WEIGHT = struct.pack("<Q", len(ONE_NAME)) + ONE_NAME + bytes(32)
 VLLM_LINE = b"SpecDecoding metrics: Mean acceptance length: %s, Accepted: %s tokens, Drafted: %s tokens, Per-position acceptance rate: 0.6\n"
 # name: parser, file, what it holds. Each was a fault: a traceback, a crash of the process, a memory without bound, or a value that is none.
 FOUND = {
@@ -507,6 +509,7 @@ FOUND = {
     "a model of more words than memory": (
         "checkpoint", "config.json", b'{"model_type": "llama", "vocab_size": 999999999, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}',
     ),
+    "a model without a weight that its config has": ("checkpoint", "model.safetensors", ONE_WEIGHT),
     "a tokenizer that is a list": ("tokenizer", "tokenizer.json", b"[]"),
     "a template of too many digits": ("tokenizer", "chat_template.jinja", b"{{ %s }}" % DIGITS),
     "a template with a filter that is none": ("tokenizer", "chat_template.jinja", b"{{ 1 | nothing }}"),

@@ -297,7 +297,7 @@ def test_an_adapter_without_its_base_is_refused(tmp_path, target_dir):
     with pytest.raises(UserError, match="base_model_name_or_path is empty"):
         export(tmp_path / "adapter", target_dir, tmp_path / "out")
     config.write_text(json.dumps({"base_model_name_or_path": str(tmp_path / "gone")}))
-    with pytest.raises(UserError, match=r"base of the adapter .* does not load"):
+    with pytest.raises(UserError, match=r"base of the adapter .*: no config.json there"):
         export(tmp_path / "adapter", target_dir, tmp_path / "out")
 
 
@@ -414,7 +414,7 @@ def refused(match, **call):
     ("match", "changed"),
     [
         ("no such directory", {"student_dir": "missing"}),
-        ("does not load", {"student_dir": "empty"}),
+        ("no config.json there", {"student_dir": "empty"}),
         ("target .* cannot be read", {"target_dir": "empty"}),
         ("local directory", {"target_dir": "nobody/nothing"}),
         ("dtype 'int8' is unknown", {"dtype": "int8"}),
