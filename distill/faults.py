@@ -25,6 +25,12 @@ TRACKER_SECONDS = 20.0
 # transformers imports torchao where it is installed, which on a CPU warns at every start of what only CUDA needs.
 for _library in ("torchao", "torch.utils._pytree"):
     logging.getLogger(_library).setLevel(logging.ERROR)
+# Module: the extra of pyproject.toml that brings it.
+EXTRAS = {
+    "openai": "endpoint", "jiter": "endpoint", "prometheus_client": "endpoint",
+    "starlette": "gateway", "uvicorn": "gateway", "h11": "gateway", "uvloop": "gateway",
+    "torchao": "lowbit", "compressed_tensors": "quantize", "trl": "bench",
+}  # fmt: skip
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR)
 
 
@@ -40,6 +46,8 @@ def explain(error: BaseException) -> tuple[str, int] | None:
         return f"\ninterrupted: {error}", INTERRUPTED
     if isinstance(error, KeyboardInterrupt):
         return "\ninterrupted: what was written stays; the same command goes on from it", INTERRUPTED
+    if isinstance(error, ModuleNotFoundError) and (module := (error.name or "").partition(".")[0]) in EXTRAS:
+        return f"understudy: {module} is not installed; `pip install 'understudy[{EXTRAS[module]}]'` brings it", MISTAKE
     # Only here: `understudy --help` needs no torch.
     import torch
 

@@ -55,16 +55,10 @@ class EndpointTarget:
 
     @property
     def client(self) -> Any:
-        """The openai client.
-
-        Raises:
-            UserError: the package is not installed.
-        """
+        """The openai client."""
         if self._client is None:
-            try:
-                import openai
-            except ImportError as error:
-                raise UserError("target.endpoint: `pip install openai` to ask a server") from error
+            import openai
+
             self._client = openai.OpenAI(
                 base_url=self.endpoint.url,
                 api_key="EMPTY",  # Without one it takes another from the environment. The HTTP client sends the right one.

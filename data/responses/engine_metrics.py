@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from data.responses.engine_counts import CountsError
-from speculative.errors import UserError
 
 PAGES = ("/metrics", "/prometheus/metrics")
 
@@ -45,15 +44,9 @@ class ServerCounts:
 
 
 def parse_page(text: str) -> Page:
-    """The samples of a page in Prometheus' text format; none of a page in another.
+    """The samples of a page in Prometheus' text format; none of a page in another."""
+    from prometheus_client.parser import text_string_to_metric_families
 
-    Raises:
-        UserError: the package that reads them is not installed.
-    """
-    try:
-        from prometheus_client.parser import text_string_to_metric_families
-    except ImportError as error:
-        raise UserError("`pip install prometheus-client` to read an engine's counters") from error
     page: Page = {}
     with contextlib.suppress(ValueError, OverflowError):
         for family in text_string_to_metric_families(text):

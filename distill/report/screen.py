@@ -10,6 +10,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from distill.config.layout import BEST_LINK, REPORT, VERDICT
+from distill.config.load import config_file
 from distill.report.measured import load_table, ways_tables
 from distill.report.money import Prices
 from distill.report.sections.money import money_lines, money_table
@@ -99,7 +100,8 @@ def last_screen(
         places.add_row("exported draft", f"{export}  (how to serve it: {export / 'SERVING.md'})")
     console.print(places, highlight=False)
     console.print(
-        "your own model: copy configs/demo.yaml, set target.path and data.train, then\n"
+        f"your own model: copy {config_file(Path('configs/demo.yaml'))}, set target.path and data.train, then\n"
         "  understudy train my.yaml && understudy export runs/NAME --to my-draft",
         highlight=False,
+        soft_wrap=True,
     )

@@ -49,6 +49,25 @@ def test_the_wheel_holds_every_file_of_the_three_packages_and_no_other(wheel: Pa
     assert packed == shipped | {name for name in tracked if (ROOT / name).is_file()}
 
 
+def test_an_installed_wheel_finds_the_configs_that_commands_name(wheel: Path, tmp_path: Path) -> None:
+    """In an environment of its own, which sees the libraries and not the repository; the project has a `data` of its own."""
+    python = tmp_path / "venv" / "bin" / "python"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "venv")], check=True)
+    libraries = "\n".join(place for place in sys.path if place.endswith(("site-packages", "dist-packages")))
+    (packages,) = (tmp_path / "venv" / "lib").glob("python*/site-packages")
+    (packages / "libraries.pth").write_text(libraries, encoding="utf-8")
+    install = [sys.executable, "-m", "pip", "--python", str(python), "install", "-q", "--no-deps", "--no-index"]
+    subprocess.run([*install, "--no-compile", str(wheel)], check=True, capture_output=True)
+    (tmp_path / "data.py").touch()
+
+    def said(*words: str) -> str:
+        command = [str(python.with_name("understudy")), *words]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False).stdout
+
+    assert " runs, 0 finished" in said("sweep", "configs/sweeps/grid.yaml", "--dry-run")
+    assert "[default: configs/demo.yaml]" in said("demo", "--help")
+
+
 def test_the_wheel_names_the_console_script_and_the_users_packages(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()

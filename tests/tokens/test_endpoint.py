@@ -347,11 +347,6 @@ def test_raw_probabilities_are_refused_where_they_would_be_wrong(server: Any, tm
     assert len(made(target_at(url), tmp_path / "b", plain)) == 9, "raw and processed are the same there"
 
 
-def test_a_missing_package_is_one_line(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "openai", None)
-    assert "pip install openai" in refused(lambda: target_at(server[0]).client)
-
-
 @pytest.mark.usefixtures("without_figures")
 def test_a_whole_run_with_a_target_that_only_a_server_has(
     server: tuple[str, Behaviour], tmp_path: Path, capsys: pytest.CaptureFixture[str]
