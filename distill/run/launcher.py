@@ -4,6 +4,8 @@ import os
 import sys
 from pathlib import Path
 
+from accelerate.commands.config import load_config_from_file
+
 from distill.config.command_line import LaunchOptions
 from distill.config.load import config_file, read_yaml
 from speculative.errors import UserError
@@ -11,7 +13,7 @@ from speculative.errors import UserError
 # For Python programs below this one: `-m` does not import from the working directory, which may have a `data` of its own.
 SAFE_PATH = {"PYTHONSAFEPATH": "1"}
 DDP = "configs/accelerate/ddp.yaml"
-ONE_PROCESS = {"NO": "NO", "False": "NO", "MULTI_CPU": "MULTI_CPU"}  # an unquoted NO is false in YAML
+ONE_PROCESS = ("NO", False, "MULTI_CPU")  # an unquoted NO is false in YAML
 
 
 def launch_if_asked(options: LaunchOptions, module: str, *arguments: str) -> None:
@@ -20,15 +22,21 @@ def launch_if_asked(options: LaunchOptions, module: str, *arguments: str) -> Non
     Returns where one process is asked for.
 
     Raises:
-        UserError: the launcher's file cannot be read, or stands for one process.
+        UserError: the launcher's file cannot be read, has a mistake, or stands for one process; this process was launched itself.
     """
     if not options.config_file and (options.num_processes or 1) == 1:
         return
+    if "LOCAL_RANK" in os.environ:
+        raise UserError("--num-processes, --config-file: a launcher started this process; give them to that launcher")
     path = Path(options.config_file or DDP)
-    kind = str(read_yaml(path).get("distributed_type"))
+    read_yaml(path)
+    try:
+        kind = load_config_from_file(str(config_file(path))).distributed_type
+    except (ValueError, TypeError) as error:
+        raise UserError(f"--config-file {path}: {' '.join(str(error).split())}") from error
     if kind in ONE_PROCESS:
         raise UserError(
-            f"--config-file {path}: distributed_type {ONE_PROCESS[kind]} starts one process; leave --config-file out"
+            f"--config-file {path}: distributed_type {getattr(kind, 'value', 'NO')} starts one process; leave --config-file out"
         )
     words = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config_file(path))]
     words += ["--num_processes", str(options.num_processes)] if options.num_processes else []

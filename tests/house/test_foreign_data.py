@@ -11,10 +11,13 @@ from pathlib import Path
 import psutil
 import pytest
 from processes import run_child, until
+from refusals import refused
 
 from distill import train
 from distill.commands.training_process import TrainingFailed, train_apart
+from distill.config.command_line import LaunchOptions
 from distill.config.load import load_config
+from distill.run.launcher import launch_if_asked
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("data", "distill", "speculative")
@@ -178,7 +181,9 @@ def test_the_command_becomes_the_launcher_so_that_signals_reach_every_rank(
     [
         (["optim.lrr=1", "--num-processes", "2"], "unknown key `optim.lrr`"),
         (["--config-file", "nowhere.yaml"], "nowhere.yaml: cannot read"),
-        (["--config-file", "one.yaml"], "distributed_type NO starts one process"),
+        (["--config-file", "one.yaml"], "one.yaml: distributed_type NO starts one process"),
+        (["--config-file", "unquoted.yaml"], "unquoted.yaml: distributed_type NO starts one process"),
+        (["--config-file", "odd.yaml"], "odd.yaml: A `distributed_type` must be specified"),
     ],
 )
 def test_a_mistake_in_what_is_launched_is_one_line_before_the_launcher_starts(
@@ -187,7 +192,18 @@ def test_a_mistake_in_what_is_launched_is_one_line_before_the_launcher_starts(
     monkeypatch.chdir(tmp_path)
     monkeypatch.delattr(os, "execve")
     Path("run.yaml").write_text("{name: a, target: {path: x}, data: {train: [{path: x}]}}", encoding="utf-8")
-    Path("one.yaml").write_text("{distributed_type: NO}", encoding="utf-8")
+    Path("one.yaml").write_text("{distributed_type: 'NO', num_processes: 1}", encoding="utf-8")
+    Path("unquoted.yaml").write_text("{distributed_type: NO, num_processes: 1}", encoding="utf-8")
+    Path("odd.yaml").write_text("{num_processes: 2}", encoding="utf-8")
     assert train.main(["run.yaml", *words]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert said in line
+
+
+def test_a_rank_is_not_launched_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.delattr(os, "execve")
+    launch_if_asked(LaunchOptions(), "distill.train")
+    assert "a launcher started this process" in refused(
+        launch_if_asked, LaunchOptions(num_processes=2), "distill.train"
+    )
