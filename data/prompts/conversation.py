@@ -8,6 +8,7 @@ from speculative.errors import UserError
 
 ROLES = ("system", "user", "assistant", "tool")
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "function": "tool", "observation": "tool"}
+MOST_DEPTH = 100
 OPTIONAL_TURN_KEYS = ("name", "tool_calls", "tool_call_id", "reasoning_content")
 
 
@@ -61,25 +62,27 @@ def tools_of(value: Any, column: str, origin: str) -> Turns | None:
     """Tool definitions as a chat template reads them, from a list or its JSON; None when there are none.
 
     Raises:
-        UserError: neither.
+        UserError: neither, or objects too deep.
     """
     if isinstance(value, str) and value.strip():
         try:
             value = json.loads(value)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise UserError(f"{origin}: column {column!r} is not JSON ({error}): mend or remove the row") from error
     if not value or (isinstance(value, str) and not value.strip()):
         return None
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
         raise UserError(f"{origin}: column {column!r} holds a {type(value).__name__}: tools are a list of objects")
-    return tuple(_without_nulls(tool) for tool in value)
+    return tuple(_without_nulls(tool, f"{origin}: column {column!r}") for tool in value)
 
 
-def _without_nulls(value: Any) -> Any:
-    """The same without keys that hold nothing: `datasets` gives every object the keys of all others."""
+def _without_nulls(value: Any, where: str, depth: int = 0) -> Any:
+    """The same without keys that hold nothing: `datasets` gives every object the keys of all others. Raises UserError: too deep."""
+    if depth > MOST_DEPTH:
+        raise UserError(f"{where} has objects within objects more than {MOST_DEPTH} deep: mend or remove the row")
     if isinstance(value, dict):
-        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
-    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
+        return {key: _without_nulls(inner, where, depth + 1) for key, inner in value.items() if inner is not None}
+    return [_without_nulls(inner, where, depth + 1) for inner in value] if isinstance(value, list) else value
 
 
 def _turn(turn: Any, where: str) -> Turn:
@@ -91,7 +94,7 @@ def _turn(turn: Any, where: str) -> Turn:
     if role not in ROLES:
         raise UserError(f"{where} has the role {said!r}: roles are {', '.join(ROLES)}, or ShareGPT's human and gpt")
     content = turn.get("content") if turn.get("content") is not None else turn.get("value")
-    optional = {key: _without_nulls(turn[key]) for key in OPTIONAL_TURN_KEYS if turn.get(key)}
+    optional = {key: _without_nulls(turn[key], where) for key in OPTIONAL_TURN_KEYS if turn.get(key)}
     if content is None and optional.get("tool_calls"):
         content = ""
     if not isinstance(content, str):

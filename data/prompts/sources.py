@@ -228,7 +228,7 @@ def _read_file(path: Path, builder: str) -> Iterator[_Table]:
                 yield _arrow_table(opened.read_all(), str(path))
             return
         found = list({"json": _json_rows, "csv": _csv_rows, "text": _text_rows}[builder](path))
-    except (OSError, pa.ArrowException, csv.Error, KeyError) as error:
+    except (OSError, pa.ArrowException, csv.Error, KeyError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read as {builder}: {_one_line(error)}") from error
     if found:
         yield _Table(str(path), list(dict.fromkeys(name for _, values in found for name in values)), lambda _: found)

@@ -201,6 +201,10 @@ def parse_section(kind: type[Checked], tree: dict[str, Any], origin: str) -> Che
     """`parse_config` of any section."""
     try:
         return kind.model_validate(_tuples(tree))
+    except RecursionError as error:
+        raise UserError(
+            f"{origin}: an alias (*name) within what it stands for, or lists too deep; write it out"
+        ) from error
     except ValidationError as error:
         raise UserError(_explain(error, origin, kind)) from error
 

@@ -45,7 +45,7 @@ def without_folders(text: str) -> str:
     return _FOLDERS.sub("", text)
 
 
-def reason_of(error: Exception) -> str:
+def reason_of(error: BaseException) -> str:
     """The first line of an error; transformers' config validation has its reason on the second."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return " ".join(line.strip() for line in lines[: 2 if isinstance(error, StrictDataclassError) else 1])
@@ -85,7 +85,11 @@ def load_pretrained(what: str, path: str, load: Any, **options: Any) -> Any:
     (disable_progress_bar if looks_local else enable_progress_bar)()
     try:
         return load(local, **options)
-    except Exception as error:  # The tokenizers library raises nothing more exact.
+    except (
+        BaseException
+    ) as error:  # The tokenizers library raises nothing more exact, and a panic in it is no Exception.
+        if isinstance(error, KeyboardInterrupt | SystemExit):
+            raise
         reason = reason_of(error)
         if looks_local:
             raise UserError(f"{what} {path!r}: cannot be loaded: {reason}") from error

@@ -463,17 +463,21 @@ def read(name: str, file: str, content: bytes, folder: Path, case: str) -> None:
         raise AssertionError(f"{what}: {type(error).__name__}: {str(error)[:300]}") from error
 
 
-def _torn_arrow() -> bytes:
-    """An Arrow file whose texts lie far outside it."""
+def _arrow() -> bytes:
     sink, table = pa.BufferOutputStream(), pa.table({"prompt": ["ab", "c"]})
     with pa.ipc.new_file(sink, table.schema) as writer:
         writer.write_table(table)
-    offsets = struct.pack("<iii", 0, 2, 3)
-    whole = sink.getvalue().to_pybytes()
+    return sink.getvalue().to_pybytes()
+
+
+def _torn_arrow() -> bytes:
+    """An Arrow file whose texts lie far outside it."""
+    whole, offsets = _arrow(), struct.pack("<iii", 0, 2, 3)
     assert whole.count(offsets) == 1
     return whole.replace(offsets, struct.pack("<iii", 0, 1 << 20, 1 << 30))
 
 
+TALK = b'{"messages": [{"role": "user", "content": "q"}], "tools": [%s]}\n'
 DEEP, DIGITS, HUGE = b"[" * 100_000, b"9" * 5000, b"9" * 400
 ONE_NAME = b'{"model.norm.weight":{"dtype":"F32","shape":[8],"data_offsets":[0,32]}}'
 ONE_WEIGHT = struct.pack("<Q", len(ONE_NAME)) + ONE_NAME + bytes(32)
@@ -491,11 +495,14 @@ FOUND = {
     "rendered turns that are numbers": (
         "prompts file", "rows.jsonl", b'{"prompt_id": "p", "prompt_ids": [1], "text": "", "turns": "{\\"messages\\": [5]}", "domain": "d"}\n',
     ),
+    "tools of objects in objects": ("prompts file", "rows.jsonl", TALK % (b'{"a":' * 800 + b"1" + b"}" * 800)),
+    "an Arrow file of bytes that are no text": ("prompts file", "rows.arrow", _arrow().replace(b"prompt", b"promp\xdf")),
     "an Arrow file that points out of itself": ("prompts file", "rows.arrow", _torn_arrow()),
     "top-k places that are numbers": ("top-k answer", "vllm", b'{"choices": [{"prompt_logprobs": [null, {"5": 3}, {"6": 3}]}]}'),
     "a config of more aliases than memory": (
         "run config", "run.yaml", b"a0: &a0 [x, x, x]\n" + b"".join(b"a%d: &a%d [*a%d, *a%d, *a%d]\n" % (n, n, n - 1, n - 1, n - 1) for n in range(1, 30)),
     ),
+    "a config with an alias within itself": ("run config", "run.yaml", b"name: m\na: &a [x, x]\nb: &b [*a, *b]\n"),
     "a config of too many digits": ("run config", "run.yaml", b"name: " + DIGITS),
     "a config of lists in lists": ("run config", "run.yaml", b"name: " + DEEP),
     "a verdict of lists in lists": ("verdict.json", "verdict.json", DEEP),
@@ -511,6 +518,9 @@ FOUND = {
     ),
     "a model without a weight that its config has": ("checkpoint", "model.safetensors", ONE_WEIGHT),
     "a tokenizer that is a list": ("tokenizer", "tokenizer.json", b"[]"),
+    "a tokenizer whose prefix is longer than its merges": (
+        "tokenizer", "tokenizer.json", b'{"version": "1.0", "added_tokens": [], "model": {"type": "BPE", "continuing_subword_prefix": "abcd", "vocab": {"a": 0, "b": 1}, "merges": [["a", "b"]]}}',
+    ),
     "a template of too many digits": ("tokenizer", "chat_template.jinja", b"{{ %s }}" % DIGITS),
     "a template with a filter that is none": ("tokenizer", "chat_template.jinja", b"{{ 1 | nothing }}"),
     "a template that divides by 0": ("tokenizer", "chat_template.jinja", b"{{ 1 / 0 }}"),
