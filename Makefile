@@ -26,10 +26,11 @@ target: setup    ## train the embedded target again, from the standard library's
 	$(BIN)/python bench/train_target.py --judge-every 250 --to runs/target-16 --run runs/target
 	$(BIN)/python bench/train_target.py --start runs/target-16 --layers 32 --steps 400 --judge-every 200 --served-heads 64 --run runs/target-32
 
-check: setup     ## lint, format, types
+check: setup     ## lint, format, types; where an index answers, licences and known vulnerabilities of dependencies
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python tests/house/audit.py
 
 # Three runs: tests on all workers; beside them, one by one, those on the pretend CUDA device, which has to be there before torch, and
 # those that start ranks. Each runs whatever the others said. Python may keep what it compiles: pytest's rewriting
