@@ -43,6 +43,7 @@ REQUESTS = [
     (TEXT[0] + b"\r\nhost: x\r\nx-understudy-conversation: c\r\nx-understudy-no-log: 0\r\ncookie: a=b\r\n", json.dumps(TEXT[1]).encode()),
     (TEXT[0] + b"\r\nhost: x\r\nexpect: 100-continue\r\nconnection: keep-alive, x-own\r\nx-own: 1\r\n", json.dumps(TEXT[1]).encode()),
     (TEXT[0] + b"\r\nhost: x\r\nconnection: upgrade, http2-settings\r\nupgrade: h2c\r\nhttp2-settings: AAMAAABk\r\n", b'{"prompt": [1, 2]}'),
+    (TEXT[0] + b"\r\nhost: x\r\n", b'{"prompt": [{"role": "user"}, 5]}'),  # ended a request in a fault of the gateway once
     (b"GET /v1/models?a=%20b HTTP/1.1\r\nhost: x\r\n", b""), (b"GET /health HTTP/1.1\r\nhost: x\r\n", b""), (b"HEAD /metrics HTTP/1.0\r\n", b""),
 ]  # fmt: skip
 EVENTS = [
