@@ -78,9 +78,8 @@ def row_before(text: str, turns: str, domain: str, origin: str) -> PromptRow:
     if not turns:
         return PromptRow(text, None, None, domain, origin)
     said = json.loads(turns)
-    if not all(isinstance(turn, dict) for turn in said["messages"]):
-        raise ValueError("a turn is no object")
-    return PromptRow(None, tuple(said["messages"]), None, domain, origin, tuple(said.get("tools") or ()) or None)
+    messages = tuple(map(dict, said["messages"]))
+    return PromptRow(None, messages, None, domain, origin, tuple(said.get("tools") or ()) or None)
 
 
 def rendered_row(values: Mapping[str, Any], domain: str, origin: str) -> PromptRow:

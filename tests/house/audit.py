@@ -63,7 +63,6 @@ def have_tools() -> bool:
     ready = ENVIRONMENT / "ready"
     if ready.exists() and ready.read_bytes() == TOOLS.read_bytes():
         return True
-    venv.create(ENVIRONMENT, with_pip=True, clear=True)
     install = [
         ENVIRONMENT / "bin" / "pip",
         "install",
@@ -76,6 +75,7 @@ def have_tools() -> bool:
         TOOLS,
     ]
     try:
+        venv.create(ENVIRONMENT, with_pip=True, clear=True)
         subprocess.run(install, check=True, capture_output=True, timeout=MOST_SECONDS)
     except (subprocess.SubprocessError, OSError):
         return False

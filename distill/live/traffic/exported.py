@@ -36,9 +36,6 @@ class Export:
     uses: list[str] = field(default_factory=list)
 
 
-_ENTRIES = TypeAdapter(list[Export])
-
-
 def partial_of(folder: Path) -> Path:
     """Where an export is while it is written."""
     return folder.with_name(f".{folder.name}.partial")
@@ -54,7 +51,7 @@ def list_exports(directory: Path) -> list[Export]:
     path = directory / EXPORTS
     with contextlib.suppress(FileNotFoundError):
         try:
-            return _ENTRIES.validate_json(path.read_bytes(), strict=True)
+            return TypeAdapter(list[Export]).validate_json(path.read_bytes(), strict=True)
         except ValueError as error:
             raise UserError(f"{path}: damaged ({error}); it says where text of this log lies: mend it") from error
     return []
