@@ -12,14 +12,13 @@ from data.responses.chat import ChatTarget
 from data.responses.store import StoredRows
 from data.signals.store import SignalFacts
 from distill.config.command_line import RespondOptions, run_program
-from distill.config.layout import CONFIG
 from distill.config.load import load_config
 from distill.config.run import RunConfig
 from distill.faults import exit_status
 from distill.models.target import Target
 from distill.run.answers import Answers
 from distill.run.launcher import launch_if_asked
-from distill.run.run import Run, claim_folder, new_accelerator
+from distill.run.run import Run, new_accelerator
 from distill.run.session import run_prompts
 from distill.training.signal import fill, open_signal_store, signal_line
 from speculative.errors import UserError
@@ -44,11 +43,11 @@ def run(config_path: str | Path, overrides: Sequence[str] = (), signal: str | No
     """Makes the responses of a run, and the signal store when one is wanted; returns its facts.
 
     Raises:
-        UserError: odd config, folder of another run, target or prompts not there, disk full.
+        UserError: odd config, folder of another run or in use, target or prompts not there, disk full.
     """
     config, wanted = _resolved(config_path, overrides, signal)
     ranks = Run(config, new_accelerator(project_dir=str(config.folder)))
-    ranks.once(ranks.folder / CONFIG, lambda: claim_folder(config))
+    ranks.claim()
     target = Target(config.target, ranks.device, ranks.folder)
     context, tokenizer, sets = run_prompts(ranks, target)
     ranks.say(sets.report)
@@ -57,7 +56,7 @@ def run(config_path: str | Path, overrides: Sequence[str] = (), signal: str | No
     assert answers.heldout
     ranks.say(f"{len(rows)} responses of {rows.response_tokens_N.sum():,} tokens")
     facts = _signal(ranks, rows, target) if wanted else None
-    ranks.accelerator.end_training()
+    ranks.end()
     return facts
 
 

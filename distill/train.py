@@ -15,7 +15,7 @@ from accelerate.utils import set_seed
 from data.batches.examples import as_examples
 from data.responses.store import StoredRows
 from distill.config.command_line import TrainOptions, run_program
-from distill.config.layout import CONFIG, JUDGEMENT
+from distill.config.layout import JUDGEMENT
 from distill.config.load import load_config
 from distill.config.run import RunConfig
 from distill.faults import Interrupted, exit_status
@@ -27,7 +27,7 @@ from distill.run.answers import Answers, first_student
 from distill.run.checkpoint import keep_judgement, resume_point
 from distill.run.launcher import launch_if_asked
 from distill.run.responses import decode_settings
-from distill.run.run import Run, claim_folder, new_accelerator
+from distill.run.run import Run, new_accelerator
 from distill.run.session import check_instrument, run_prompts
 from distill.training.batches import check_packing, make_batches, make_objective, make_survival
 from distill.training.micro_batch import check_batches, chosen_micro_batch
@@ -50,7 +50,7 @@ def start(config: RunConfig) -> Run:
     """Claims the run's folder and starts Accelerate and the trackers.
 
     Raises:
-        UserError: the folder holds another config or cannot be written; a tracker, or what export.quantize asks for, is not installed.
+        UserError: the folder is in use, holds another config or cannot be written; a tracker, or what export.quantize asks for, is not installed.
     """
     require_quantizer(config.export.quantize)
     precision, disagreement = settled_precision(config.train.mixed_precision)
@@ -70,7 +70,7 @@ def start(config: RunConfig) -> Run:
         run.say(f"arithmetic: autocast {precision}, float32 products in TF32")
     settle_launcher(accelerator, config.optim, plugin)
     check_batches(config.train, run.ranks)
-    run.once(run.folder / CONFIG, lambda: claim_folder(config))
+    run.claim()
     run.progress = run.seen(lambda: resume_point(run.folder)[0])
     set_seed(config.seed)
     start_trackers(
@@ -233,10 +233,10 @@ def command(options: TrainOptions) -> int:
         distil(run)
     except (Exception, KeyboardInterrupt) as error:
         if run is not None and isinstance(error, Interrupted):
-            run.accelerator.end_training()  # all ranks have agreed to stop
+            run.end()  # all ranks have agreed to stop
             return exit_status(error)
         return exit_status(error, run.accelerator.trackers if run is not None else ())
-    run.accelerator.end_training()
+    run.end()
     return 0
 
 

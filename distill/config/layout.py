@@ -1,6 +1,7 @@
 """What lies where in a run's folder: the one place of its names, and what a path that a person gives stands for.
 
 runs/NAME/config.yaml             the resolved config
+         .lock, .holder           held by the process that writes in the folder; which one that is, or was
          metrics.jsonl            one line a step
          target.json              what is known of the target without its weights
          student.json             what was measured and chosen for the draft's first weights
@@ -22,6 +23,7 @@ runs/NAME/config.yaml             the resolved config
 from pathlib import Path
 
 CONFIG, METRICS = "config.yaml", "metrics.jsonl"
+LOCK, HOLDER = ".lock", ".holder"
 TARGET_FACTS, STUDENT_NOTES = "target.json", "student.json"
 RESPONSES, TRAINING, HELDOUT, HELDOUT_GREEDY = "responses", "train", "heldout", "heldout-greedy"
 USER_TURNS, SYNTHETIC = (

@@ -11,6 +11,7 @@ from pathlib import Path
 from data.files import open_modes
 from distill.config.layout import SERVING_FILE, SERVING_FORMAT
 from distill.export.engine import check_directory_name
+from distill.run.lock import held_for
 from speculative.errors import UserError
 
 
@@ -48,14 +49,15 @@ def appearing_directory(path: Path) -> Iterator[Path]:
 
     What stood at `path` is moved aside first and deleted only when the new directory is in place.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    working = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}.partial-"))
-    try:
-        yield working
-        open_modes(working)  # a server often runs as another user
-        _swap(working, path)
-    finally:
-        shutil.rmtree(working, ignore_errors=True)
+    with held_for(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        working = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}.partial-"))
+        try:
+            yield working
+            open_modes(working)  # a server often runs as another user
+            _swap(working, path)
+        finally:
+            shutil.rmtree(working, ignore_errors=True)
 
 
 def _swap(working: Path, path: Path) -> None:

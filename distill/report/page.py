@@ -26,6 +26,7 @@ from distill.report.money import Prices, price_rows
 from distill.report.section import SECTIONS, Made, Section
 from distill.report.sections.tokens import token_text
 from distill.report.view import OUTCOMES, GivenTimes, View, measured_times
+from distill.run.lock import held_for
 from distill.run.result import RESULT_FORMAT, Result, RuleCurves, load_result
 from distill.run.served_record import load_served
 from speculative.errors import UserError
@@ -57,7 +58,7 @@ def report_command(
         prices: of an hour: what tokens and responses cost then.
 
     Raises:
-        UserError: no result there, or one that cannot be read; `to` is no .html file or cannot be written.
+        UserError: no result there, or one that cannot be read; `to` is no .html file or cannot be written, or is of a run that is in use.
     """
     path = source / RESULT if source.is_dir() or not source.suffix else source
     result = load_result(path).model_copy(update={"served": load_served(path.parent)})
@@ -68,7 +69,7 @@ def report_command(
     if path.resolve() in {files.html.resolve(), files.summary.resolve()}:
         raise UserError(f"--to {html}: {files.summary.name} would overwrite the result itself; take another name")
     page = render_page(result, given, prices)
-    with writing(html):
+    with writing(html), held_for(html):
         html.parent.mkdir(parents=True, exist_ok=True)
         write_bytes(files.html, page.encode("utf-8", "replace"))
         write_bytes(files.summary, (json.dumps(summary_of(result, files, prices), indent=2) + "\n").encode())

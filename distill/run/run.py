@@ -13,11 +13,13 @@ from typing import Any, TypeVar
 import torch
 from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs, broadcast_object_list
+from filelock import AcquireReturnProxy
 
 from data.files import MANIFEST, write_bytes, write_json
 from distill.config.layout import CHECKPOINTS, CONFIG, PROMPTS, SELF_CHECKS, STUDENT_NOTES
 from distill.config.load import dump_config, load_config
 from distill.config.run import RunConfig
+from distill.run.lock import hold
 from speculative.errors import UserError
 
 PATIENCE = 60.0  # seconds; NFS remembers what a folder held for 3 to 60
@@ -67,6 +69,7 @@ class Run:
         self.config, self.folder = config, config.folder
         self.accelerator = accelerator or new_accelerator()
         self.progress = progress or Progress()
+        self._held: AcquireReturnProxy | None = None
 
     @property
     def main(self) -> bool:
@@ -87,6 +90,20 @@ class Run:
     def device(self) -> torch.device:
         """Of this process."""
         return self.accelerator.device
+
+    def claim(self) -> None:
+        """Holds the folder to the end of the process, or of the run, on the main process; see `claim_folder`."""
+
+        def claimed() -> None:
+            self._held = hold(self.folder)
+            claim_folder(self.config)
+
+        self.once(self.folder / CONFIG, claimed)
+
+    def end(self) -> None:
+        """Finishes the trackers and releases the folder."""
+        self.accelerator.end_training()
+        self._held = None
 
     def say(self, line: str) -> None:
         """Prints on the main process."""

@@ -10,6 +10,7 @@ from distill.commands.evaluate.scores import Asked
 from distill.config.layout import REPORT, find_student
 from distill.models.load import load_model, model_fingerprint
 from distill.report.page import report_command
+from distill.run.lock import held_for
 from distill.run.result import Losslessness, Result, TaskScores, load_result
 from speculative.errors import UserError
 from speculative.explain import losslessness as tests
@@ -90,7 +91,7 @@ def add_proofs(out: Path, result: Result, lossless: Losslessness | None, scores:
         update["losslessness"] = lossless
     if scores is not None:
         update["scores"] = [*(one for one in result.scores if one.scorer != scores.scorer), scores]
-    with writing(f"--out {out}"):
+    with writing(f"--out {out}"), held_for(out):
         write_json(out, result.model_copy(update=update).record())
     report = out.parent / REPORT
     if result.kind == "run" and report.is_file():

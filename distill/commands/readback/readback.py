@@ -36,6 +36,7 @@ from distill.export.facts import serving_gamma
 from distill.export.load_table import drafts_by, gamma_by_load
 from distill.report.sections.served import served_lines, served_tables
 from distill.run.frozen_text import FrozenText, load_frozen_text
+from distill.run.lock import held_for
 from distill.run.responses import decode_settings, frozen_responses_of
 from distill.run.served_record import SERVED_TEXT, GreedyTexts, ServedRecord, TextLawRecord
 from distill.run.verdict_record import WAYS, Verdict, drafting_to_serve, load_verdict
@@ -63,23 +64,24 @@ def readback_command(options: ReadbackOptions, console: Console | None = None) -
     """Asks, compares, prints, and writes served.json into the run.
 
     Raises:
-        UserError: an option out of its range, no run, no server, or one that says nothing of drafts.
+        UserError: an option out of its range, no run or one in use, no server, or one that says nothing of drafts.
     """
     _check(options)
-    frozen, greedy = _frozen(options)
-    verdict = load_verdict(options.run) if (options.run / VERDICT).is_file() else None
-    clients = _clients(options, frozen)
-    settings = decode_settings(frozen.config.serving, frozen.config.seed + _SEED + options.seed, frozen.target)
-    settings = replace(settings, max_tokens=frozen.manifest["max_tokens"])
-    greedily, sampled = settings.under("greedy", 0), frozen.rule != "greedy"
-    greedy_file, *files = (
-        AnswerFile(options.run / name, client, options.resume)
-        for name, client in zip((GREEDY_ANSWERS, ANSWERS, PLAIN_ANSWERS), (clients[0], *clients), strict=False)
-    )
-    in_greedy = ask([greedy_file], greedy, greedily) if greedy and sampled else None
-    main = ask(files, frozen.responses, settings if sampled else greedily)
-    record = _record(options, frozen, clients[0], main, main if not sampled else in_greedy, verdict)
-    write_json(options.run / READBACK, record.record())
+    with held_for(options.run / READBACK):
+        frozen, greedy = _frozen(options)
+        verdict = load_verdict(options.run) if (options.run / VERDICT).is_file() else None
+        clients = _clients(options, frozen)
+        settings = decode_settings(frozen.config.serving, frozen.config.seed + _SEED + options.seed, frozen.target)
+        settings = replace(settings, max_tokens=frozen.manifest["max_tokens"])
+        greedily, sampled = settings.under("greedy", 0), frozen.rule != "greedy"
+        greedy_file, *files = (
+            AnswerFile(options.run / name, client, options.resume)
+            for name, client in zip((GREEDY_ANSWERS, ANSWERS, PLAIN_ANSWERS), (clients[0], *clients), strict=False)
+        )
+        in_greedy = ask([greedy_file], greedy, greedily) if greedy and sampled else None
+        main = ask(files, frozen.responses, settings if sampled else greedily)
+        record = _record(options, frozen, clients[0], main, main if not sampled else in_greedy, verdict)
+        write_json(options.run / READBACK, record.record())
     write_asked("--out", options.out, record.record())
     if options.json:
         print(json.dumps(record.record(), indent=2))

@@ -27,6 +27,7 @@ from distill.commands.sweep.plan import SweepFile, Trial, finished, plan
 from distill.commands.sweep.table import FIGURES, Row, measured_of, summarise, sweep_table
 from distill.commands.training_process import TrainingFailed, running_twin, terminated_as_interrupted, train_apart
 from distill.config.layout import DAY, RESPONSES, SERVED
+from distill.run.lock import hold
 from speculative.errors import UserError
 
 
@@ -83,7 +84,8 @@ def _train(sweep: SweepFile, trials: Sequence[Trial], trial: Trial, command: Seq
         raise UserError(
             f"{name}: still trained by process {twin.pid}, left by a sweep that was killed; wait for it or end it"
         )
-    shared = share_stores(trial, [other for other in trials if other is not trial])
+    with hold(trial.config.folder):
+        shared = share_stores(trial, [other for other in trials if other is not trial])
     console.print(f", with the {' and '.join(shared)} of an earlier run" if shared else "", highlight=False)
     started = time.perf_counter()
     with console.status(f"training, log in {log}"):

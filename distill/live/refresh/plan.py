@@ -13,6 +13,7 @@ from distill.config import layout
 from distill.config.load import dump_config, load_config, load_trusted
 from distill.config.run import RunConfig
 from distill.live.versions import Version
+from distill.run.lock import hold
 from distill.run.prompts import HELDOUT_FILE, TRAIN_FILE
 from speculative.errors import UserError
 
@@ -120,12 +121,13 @@ def adopt_stores(folder: Path, homes: Sequence[Path]) -> None:
     """Gives a run the responses of others made with the same: it then answers only what is missing.
 
     Raises:
-        UserError: made with something else, damaged, or the disk refuses.
+        UserError: made with something else, damaged, the folder is in use, or the disk refuses.
     """
-    for home in homes:
-        for name in (layout.TRAINING, layout.HELDOUT, layout.HELDOUT_GREEDY):
-            if (home / layout.RESPONSES / name / MANIFEST).exists():
-                Store(folder / layout.RESPONSES / name).adopt(Store(home / layout.RESPONSES / name))
-        for name in (layout.DAY, layout.SERVED):
-            if (home / layout.RESPONSES / name).exists() and not (folder / layout.RESPONSES / name).exists():
-                shutil.copyfile(home / layout.RESPONSES / name, folder / layout.RESPONSES / name)
+    with hold(folder):
+        for home in homes:
+            for name in (layout.TRAINING, layout.HELDOUT, layout.HELDOUT_GREEDY):
+                if (home / layout.RESPONSES / name / MANIFEST).exists():
+                    Store(folder / layout.RESPONSES / name).adopt(Store(home / layout.RESPONSES / name))
+            for name in (layout.DAY, layout.SERVED):
+                if (home / layout.RESPONSES / name).exists() and not (folder / layout.RESPONSES / name).exists():
+                    shutil.copyfile(home / layout.RESPONSES / name, folder / layout.RESPONSES / name)

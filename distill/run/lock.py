@@ -1,0 +1,56 @@
+"""One process at a time writes into a run's folder."""
+
+import contextlib
+import os
+import shlex
+import socket
+import sys
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+
+from filelock import AcquireReturnProxy, FileLock, Timeout
+
+from data.files import write_bytes, writing
+from distill.config.layout import CONFIG, HOLDER, LOCK, PROMPTS
+from speculative.errors import UserError
+
+
+def hold(folder: Path) -> AcquireReturnProxy:
+    """Holds a run's folder, made where it is missing, to the end of a `with` or of the process; the system releases it after a kill.
+
+    A process may hold it several times.
+
+    Raises:
+        UserError: another process holds it, and is reported; the disk refuses.
+    """
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(folder / LOCK, timeout=0, thread_local=False, is_singleton=True)
+        try:
+            held = lock.acquire()
+        except Timeout as error:
+            holder = "another process"
+            with contextlib.suppress(OSError):
+                holder = (folder / HOLDER).read_text(encoding="utf-8").strip()
+            raise UserError(f"{folder}: in use by {holder}; wait for it or end it, or write elsewhere") from error
+        since = datetime.now().astimezone().isoformat(" ", "seconds")
+        command = " ".join(shlex.join(sys.orig_argv).split())
+        write_bytes(
+            folder / HOLDER, f"process {os.getpid()} on {socket.gethostname()} since {since}: {command}\n".encode()
+        )
+    return held
+
+
+@contextlib.contextmanager
+def held_for(path: Path) -> Iterator[None]:
+    """Holds the run in whose folder a path lies while it is written; a path that is in none needs no lock.
+
+    Raises:
+        UserError: see `hold`.
+    """
+    with contextlib.ExitStack() as held:
+        for folder in path.resolve().parents:
+            if (folder / CONFIG).is_file() and (folder / PROMPTS).is_dir():
+                held.enter_context(hold(folder))
+        yield
