@@ -21,7 +21,6 @@ from __future__ import annotations
 from distill.faults import run_script
 
 import copy
-import json
 import math
 import random
 from collections.abc import Sequence
@@ -40,6 +39,7 @@ from data.prompts import stdlib
 from distill.models.carving import carve
 from distill.models.load import load_model, load_tokenizer
 from distill.run.provenance import describe_run
+from result_file import write_result
 from speculative.evaluate import HeldoutResponse
 from yardstick import (
     PLAIN,
@@ -196,10 +196,7 @@ def main(
         "recipe": asdict(chosen), "train_responses": len(examples), "before": before, "summary": summary(runs, reference),
         "runs": runs,
     }  # fmt: skip
-    out.parent.mkdir(parents=True, exist_ok=True)
-    partial = out.with_suffix(".tmp")
-    partial.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    partial.replace(out)
+    write_result(out, result)
     console.print(table_of(result, reference))
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from distill.faults import run_script
 
-import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -34,6 +33,7 @@ from distill.models.carving import carve
 from distill.models.load import load_model, load_tokenizer
 from distill.run.prompts import asked_rows, render_rows
 from distill.run.provenance import describe_run
+from result_file import write_result
 from speculative.decode import decode
 from speculative.decoder.responses import DecodeSettings, Prompt
 from speculative.drafters.cascade import Cascade
@@ -405,10 +405,7 @@ def main(
     }
     show(cells)
     if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        partial = out.with_suffix(".tmp")
-        partial.write_text(json.dumps(result, indent=1) + "\n")
-        partial.replace(out)
+        write_result(out, result)
         console.print(f"written to {out}")
 
 

@@ -17,11 +17,12 @@ from typing import Annotated
 import torch
 import typer
 
-from data.files import write_bytes, write_json
+from data.files import write_bytes
 from distill.config.load import load_config
 from distill.report.measured import ways_tables
 from distill.run.provenance import describe_run
 from distill.run.verdict_record import Verdict, load_verdict
+from result_file import write_result
 
 BEGIN, END = "<!-- demo -->", "<!-- end of demo -->"
 
@@ -56,13 +57,7 @@ def main(
     seconds = time.perf_counter() - began
     verdict, machine = load_verdict(loaded.folder), describe_run(loaded.seed)
     cores = f"{torch.get_num_threads()} CPU cores, torch {machine['versions']['torch']}"
-    out.parent.mkdir(parents=True, exist_ok=True)
-    write_json(
-        out,
-        {
-            "command": "python bench/demo.py", "machine": machine, "cores": cores, "seconds": seconds, "verdict": verdict.record(),
-        },
-    )  # fmt: skip
+    write_result(out, {"machine": machine, "cores": cores, "seconds": seconds, "verdict": verdict.record()})
     if readme:
         page = Path("README.md")
         write_bytes(page, put_into(page.read_text(encoding="utf-8"), block_of(verdict, seconds, cores)).encode())

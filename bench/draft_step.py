@@ -13,7 +13,6 @@ disturb least.
 
 from distill.faults import run_script
 
-import json
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -32,6 +31,7 @@ from transformers import DynamicCache
 from distill.models.carving import carve
 from distill.models.load import load_model
 from distill.run.provenance import describe_run
+from result_file import write_result
 from speculative.decoder import responses as clock_module
 from speculative.decoder.block_loop import BlockLoop
 from speculative.decoder.responses import DecodeSettings, Timing
@@ -150,9 +150,7 @@ def main(
             "milliseconds": milliseconds,
             "twin_over_fast": ratios,
         }
-        partial = out.with_suffix(".tmp")
-        partial.write_text(json.dumps(result, indent=1) + "\n")
-        partial.replace(out)
+        write_result(out, result)
 
 
 if __name__ == "__main__":

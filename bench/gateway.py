@@ -30,8 +30,8 @@ import psutil
 import typer
 import uvloop
 
-from data.files import write_json
 from distill.live.traffic.record import from_line, log_files
+from result_file import write_result
 
 HEADERS = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 TOKENS = 3  # an event
@@ -256,8 +256,7 @@ def main(
                     for name in ("ways", "firsts", "ids", "errors"):
                         getattr(seen, name).extend(getattr(found, name))
             memory = process.memory_info().rss
-        command = f"python bench/gateway.py --streams {streams} --rounds {rounds} --seconds {seconds:g} --pace {pace:g} --events {events}"
-        result = {"command": command + " --text" * text} | _told(direct, through) | lost(log, through.ids) | {
+        result = _told(direct, through) | lost(log, through.ids) | {
             "streams": streams, "cpu_us_per_event": round(1e6 * used / max(1, len(through.ways)), 1),
             "gateway_cpu_share": round(used / (rounds * seconds), 3), "gateway_mib": round(memory / 2**20, 1),
             "settings": {"rounds": rounds, "seconds": seconds, "pace": pace, "events": events, "text": text},
@@ -266,8 +265,7 @@ def main(
         }  # fmt: skip
     print(json.dumps(result, indent=2))
     if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        write_json(out, result)
+        write_result(out, result)
 
 
 def _told(direct: Seen, through: Seen) -> dict[str, Any]:

@@ -32,9 +32,9 @@ import psutil
 import typer
 import uvloop
 
-from data.files import write_json
 from distill.live.gateway.limits import BODY_SECONDS, HEADER_SECONDS
 from gateway import MARK, Seen, load, lost, started
+from result_file import write_result
 
 MIB = 1 << 20
 LARGE = 100 * MIB
@@ -327,14 +327,12 @@ def main(
                 attempt("full", lambda one: full(one, place), at=place)
         attempt("killed", killed, at=place)
     result = {
-        "command": f"python bench/gateway_limits.py --connections {connections} --clients {clients} --bodies {bodies}",
         "holds": all(trial.holds for trial in trials), "peak_mib": max(trial.peak_mib for trial in trials),
         "idle_connections": held, "open_files": resource.getrlimit(resource.RLIMIT_NOFILE), "disk_full_tried": mounted,
         "trials": [asdict(trial) for trial in trials], "cpus": os.cpu_count(), "load_average": os.getloadavg(),
     }  # fmt: skip
     if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        write_json(out, result)
+        write_result(out, result)
     print(json.dumps({key: value for key, value in result.items() if key != "trials"}))
     raise typer.Exit(0 if result["holds"] else 1)
 

@@ -32,9 +32,9 @@ import torch  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
-from data.files import write_json  # noqa: E402
 from gpu.pairs import PAIRS  # noqa: E402
 from gpu.place import Place, first_line  # noqa: E402
+from result_file import command_line, write_result  # noqa: E402
 
 SHALLOW_FIRST = sorted(PAIRS, key=lambda name: PAIRS[name][1].layers)
 # name: (module, function, arguments before the place); what matters most comes first.
@@ -89,12 +89,6 @@ def read(out: Path) -> dict[str, Any]:
     return json.loads(out.read_text(encoding="utf-8")) if out.exists() else {"parts": {}}
 
 
-def write(out: Path, result: dict[str, Any]) -> None:
-    """Into a folder that may not be there yet."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    write_json(out, result)
-
-
 def run_part(name: str, out: Path, device: str, tiny: bool, seconds: float) -> None:
     """One part in this process: every cell is in the file as soon as it is there."""
     place = Place(torch.device(device), tiny, time.monotonic() + seconds)
@@ -107,13 +101,13 @@ def run_part(name: str, out: Path, device: str, tiny: bool, seconds: float) -> N
         for cell in getattr(importlib.import_module(module), function)(*arguments, place):
             part["cells"].append(cell)
             part |= {"seconds": round(time.monotonic() - began, 1), "cut": place.left == 0.0}
-            write(out, result)
+            write_result(out, result)
             if part["cut"]:
                 break
         part["finished"] = True
     except Exception as error:
         part["error"] = first_line(error)
-    write(out, result)
+    write_result(out, result)
 
 
 def run_apart(name: str, out: Path, device: str, tiny: bool, seconds: float) -> None:
@@ -131,7 +125,7 @@ def run_apart(name: str, out: Path, device: str, tiny: bool, seconds: float) -> 
     if why is not None and not part["finished"]:
         # What it found in its time is its result; a process that died is given another try.
         part |= {"finished": stopped and bool(part["cells"]), "cut": True, "error": part["error"] or why}
-        write(out, result)
+        write_result(out, result)
 
 
 def marks_of(cell: dict[str, Any]) -> Iterator[tuple[str, float | None, float]]:
@@ -170,6 +164,8 @@ def go(out: Path, device: str, only: str, seconds_per_part: float, minutes: floa
     began = time.monotonic()
     if only:
         return run_part(only, out, device, tiny, seconds_per_part)
+    # The processes of the parts add to the file under this command.
+    write_result(out, (earlier := read(out)) | {"command": command_line(earlier.get("command", ""))})
     for name in PARTS:
         left = 60 * minutes - (time.monotonic() - began)
         if read(out)["parts"].get(name, {}).get("finished") or left < seconds_per_part / 2:

@@ -39,8 +39,8 @@ from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 from transformers import PreTrainedModel  # noqa: E402
 
-from data.files import write_json  # noqa: E402
 from gpu.pairs import QWEN3_8B, QWEN3_600M, Shape, floor_bytes, pair, tiny  # noqa: E402
+from result_file import write_result  # noqa: E402
 from speculative.decode import generate  # noqa: E402
 from speculative.decoder.responses import DecodeSettings, Timing  # noqa: E402
 from speculative.drafters.drafter import ModelDrafter  # noqa: E402
@@ -241,8 +241,7 @@ def main(
     result = {"pair": name, "prices": asdict(prices), "kernels_per_layer": layers, "cells": cells}
     show(result)
     if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        write_json(out, result)
+        write_result(out, result)
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ from distill.loss.chunk_heads import OutputHead, Student
 from distill.loss.definitions import Objective
 from distill.loss.objective import chunked_loss
 from distill.run.provenance import describe_run
+from result_file import write_result
 
 STORED = 64
 OBJECTIVES = "forward_kl,reverse_kl,jsd,tv,neg_log_alpha,lk_hybrid"
@@ -219,10 +220,7 @@ def main(
     show(with_ratios(cells))
     if out is not None:
         machine = describe_run(0) | {"uncommitted_changes": None, "argv": None, "threads": threads}
-        out.parent.mkdir(parents=True, exist_ok=True)
-        partial = out.with_suffix(".tmp")
-        partial.write_text(json.dumps({"machine": machine, "cells": cells}, indent=1) + "\n")
-        partial.replace(out)
+        write_result(out, {"machine": machine, "cells": cells})
 
 
 if __name__ == "__main__":

@@ -25,12 +25,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from data.files import write_json
 from data.signals.signal import DenseSignal
 from distill.config.sections import LossConfig
 from distill.loss.definitions import Objective
 from distill.models.heads import SplitModel
 from distill.training.module import DraftModule
+from result_file import write_result
 
 GB = 1e9
 # Shapes as the models' own config.json give them.
@@ -131,9 +131,7 @@ def main(
         table.add_row(target, draft, *(f"{value / GB:.1f}" for value in (weights, states, one, each)), str(fit))
     Console().print(table)
     if out is not None:
-        write_json(
-            out, {"command": f"python bench/memory.py --tokens {tokens}", "torch": torch.__version__, "rows": rows}
-        )
+        write_result(out, {"torch": torch.__version__, "rows": rows})
 
 
 if __name__ == "__main__":

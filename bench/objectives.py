@@ -23,6 +23,7 @@ from matplotlib.figure import Figure
 from data.files import write_bytes
 from distill.report.plot import write_figure
 from effects import holm, seed_effect
+from result_file import write_result
 from study_file import UNTRAINED, next_lr, read_study, read_tree
 
 RESULTS = Path("bench/results")
@@ -280,8 +281,7 @@ def main(
     for path in study or []:
         found = collected(path)
         if found["tuning"] or found["cells"]:
-            parts = [f"{json.dumps(key)}: {_lines(value)}" for key, value in found.items()]
-            write_bytes(_result(results, found["study"]), ("{\n" + ",\n".join(parts) + "\n}\n").encode())
+            write_result(_result(results, found["study"]), found)
     names = [MAIN, *(name for name in SMALLER if _result(results, name).exists())]
     loaded = [json.loads(_result(results, name).read_text(encoding="utf-8")) for name in names]
     figure = to.with_suffix(".png")
@@ -291,13 +291,6 @@ def main(
 
 def _result(folder: Path, name: str) -> Path:
     return folder / f"{name}_cpu.json"
-
-
-def _lines(value: Any) -> str:
-    """JSON with one entry of a list of objects a line."""
-    if isinstance(value, list) and value and isinstance(value[0], dict):
-        return "[\n" + ",\n".join(json.dumps(one) for one in value) + "\n]"
-    return json.dumps(value)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,6 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from data.files import write_json
 from distill.config.sections import JudgeConfig
 from distill.config.target import TargetConfig
 from distill.models.carving import carve
@@ -40,6 +39,7 @@ from distill.run.provenance import describe_run
 from distill.verdict.contest import hold
 from distill.verdict.field import draft_way, step_costs, typical_length
 from distill.verdict.question import Question
+from result_file import write_result
 from speculative.decoder.responses import DecodeSettings
 from speculative.drafters.draft import Draft, Drafting
 from speculative.engine.models import end_token_ids
@@ -191,8 +191,7 @@ def main(
     for mode, text in judging.items():
         with torch.no_grad():
             result["cells"].append(judged(opened, drafts, text, mode, speed_seconds))
-        out.parent.mkdir(parents=True, exist_ok=True)
-        write_json(out, result)
+        write_result(out, result)
     console.print(table_of(result))
 
 

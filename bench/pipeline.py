@@ -34,6 +34,7 @@ from distill.models.load import dtype_of, load_model, load_tokenizer
 from distill.run.provenance import describe_run
 from distill.training.module import DraftModule
 from distill.training.teacher import Teacher
+from result_file import write_result
 from speculative.decode import decode
 from speculative.decoder.responses import DecodeSettings
 from speculative.drafters.draft import Draft
@@ -223,8 +224,7 @@ def main(
         "judge": bench_judge(model, draft, heldout, max_tokens, repeats),
         "topk": bench_topk(1000, 64, repeats),
     }
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    write_result(out, result)
     table = Table(title=f"{target}, {result['machine']['device']}, {result['machine']['threads']} threads")
     for column in ("stage", "ours", "beside it", "ratio"):
         table.add_column(column)

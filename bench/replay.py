@@ -22,7 +22,6 @@ from distill.faults import run_script
 import copy
 import gzip
 import json
-import os
 import random
 import statistics
 import time
@@ -42,6 +41,7 @@ from data.prompts import stdlib
 from distill.models.carving import carve
 from distill.models.load import load_model, load_tokenizer
 from distill.run.provenance import describe_run
+from result_file import command_line, write_result
 from speculative.decode import decode
 from speculative.decoder.responses import DecodeSettings, Prompt, Response
 from speculative.drafters.draft import Draft
@@ -453,6 +453,7 @@ def main(
         former = {}  # Of another pair or size: nothing of it stays.
     result = {
         **former,
+        "command": command_line(former.get("command", "")),
         "machine": former.get("machine", {}) | dict.fromkeys(wanted, machine),
         "versions": machine["versions"],
         "pair": name,
@@ -460,10 +461,7 @@ def main(
         "seconds": former.get("seconds", 0.0) + time.perf_counter() - began,
         **fresh,
     }
-    partial = out.with_name(out.name + ".partial")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    partial.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    os.replace(partial, out)
+    write_result(out, result)
     for table in tables(fresh):
         console.print(table)
     console.print(summary(fresh))

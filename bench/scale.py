@@ -27,7 +27,6 @@ import typer
 from rich.console import Console
 from rich.progress import track
 
-from data.files import write_json
 from data.prompts.template import loss_mask
 from data.responses.rendered import RenderedPrompt
 from data.responses.respond import ResponsePlan
@@ -41,6 +40,7 @@ from distill.run.provenance import describe_run
 from distill.run.responses import RunStores
 from distill.run.run import Run, new_accelerator
 from distill.training.batches import make_batches
+from result_file import write_result
 from speculative.engine.memory import peak_bytes
 
 RESPONSE_TOKENS = 1000
@@ -153,12 +153,11 @@ def main(
             growth.append(json.loads(told) | {"first_start_seconds": first})
             print(growth[-1], flush=True)
     last = growth[-1]
-    out.parent.mkdir(parents=True, exist_ok=True)
     result = {
         "machine": describe_run(0), "response_tokens": RESPONSE_TOKENS, "startup_seconds": last["startup_seconds"],
         "resident_bytes_per_token": last["resident_bytes"] / (last["responses"] * RESPONSE_TOKENS), "growth": growth,
     }  # fmt: skip
-    write_json(out, result)
+    write_result(out, result)
 
 
 if __name__ == "__main__":

@@ -22,11 +22,11 @@ import torch
 import typer
 
 from data.batches.collate import Batch, Example, collate
-from data.files import write_json
 from data.signals.signal import TopKSignal
 from data.signals.store import SignalStore, signal_manifest
 from distill.run.provenance import describe_run
 from distill.training.teacher import StoredTeacher
+from result_file import write_result
 
 EXAMPLES, TOKENS, K, BATCH, MICRO_BATCH = 256, 500, 64, 32, 8
 STEP_SECONDS = 0.5
@@ -118,8 +118,7 @@ def main(out: Annotated[Path, typer.Option(help="JSON")] = Path("bench/results/s
     }
     found |= {name: {"vocab_rows": rows, **measured(rows)} for name, rows in VOCABULARIES.items()}
     print(found)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    write_json(out, found)
+    write_result(out, found)
 
 
 if __name__ == "__main__":

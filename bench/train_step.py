@@ -67,6 +67,7 @@ from distill.training.module import DraftModule
 from distill.training.optim import make_optimizers
 from distill.training.rollouts import Rollouts
 from distill.training.teacher import StoredTeacher, Teacher, topk_signal
+from result_file import write_result
 from trl_peer import BETA, Peer, Stepped, make_trainer
 from trl_peer import version as trl_version
 
@@ -621,10 +622,7 @@ def main(
         "loss_memory_mb": {name: value for name, value in weights.items() if name.startswith("loss/")}
         | {"rows": loss_tokens, "vocab": loss_vocab, "full_logits": full_logits_mb(weights), "one_models_logits": weights.get("one_models_logits")},
     }  # fmt: skip
-    out.parent.mkdir(parents=True, exist_ok=True)
-    partial = out.with_suffix(".tmp")
-    partial.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    partial.replace(out)
+    write_result(out, result)
     print_table(result)
 
 

@@ -19,12 +19,12 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from data.files import write_json
 from distill.commands.evaluate.evaluate import evaluate
 from distill.config.layout import CONFIG
 from distill.config.load import load_config
 from distill.run.provenance import describe_run
 from distill.run.verdict_record import Verdict
+from result_file import write_result
 from speculative.measure.measured import DRAFT, TARGET
 
 
@@ -83,8 +83,9 @@ def main(
             f"{row['c']:.3f}", f"{1e3 * row['target_step_seconds']:.2f}",
         )  # fmt: skip
         console.print(f"{len(rows)}/{times}: {row['outcome']}, {row['speed_up']:.3f}x {ends}", highlight=False)
-        out.parent.mkdir(parents=True, exist_ok=True)
-        write_json(out, {"machine": describe_run(config.seed), "run": str(run), "summary": summary(rows), "rows": rows})
+        write_result(
+            out, {"machine": describe_run(config.seed), "run": str(run), "summary": summary(rows), "rows": rows}
+        )
     console.print(table)
     console.print(json.dumps(summary(rows), indent=1))
 

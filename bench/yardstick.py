@@ -50,7 +50,6 @@ from scipy import stats
 from data.batches.collate import Batch, Example, collate
 from data.batches.examples import as_examples
 from data.batches.packing import plan_epoch
-from data.files import write_json
 from data.prompts.prompt import PromptRow, Template
 from data.prompts.template import loss_mask, render_prompt
 from data.responses.rendered import RenderedPrompt
@@ -67,6 +66,7 @@ from distill.run.provenance import describe_run
 from distill.training.module import DraftModule
 from distill.training.optim import make_optimizers, weight_average
 from distill.training.teacher import CapturingTeacher, Teacher
+from result_file import command_line, write_result
 from speculative.decode import decode
 from speculative.decoder.responses import DecodeSettings
 from speculative.engine.models import end_token_ids, mask_token_of
@@ -484,7 +484,8 @@ def with_earlier(out: Path | None, result: dict[str, Any]) -> dict[str, Any]:
     for name, recipe in result["recipes"].items():
         if asdict(Recipe(**found["recipes"].get(name, recipe))) != recipe:  # a key that came later has its default
             raise UserError(f"{out}: {name} had another recipe; delete it, or give another --out")
-    told = {"recipes": found["recipes"] | result["recipes"], "runs": found["runs"], "gains": gains(found["runs"])}
+    told = {"command": command_line(found.get("command", ""))}
+    told |= {"recipes": found["recipes"] | result["recipes"], "runs": found["runs"], "gains": gains(found["runs"])}
     return result | told
 
 
@@ -582,9 +583,9 @@ def main(
             result["gains"] = gains(result["runs"])
             print(f"{name} seed {seed}: alpha {run['alpha']:.4f}, {run['steps']} steps", file=sys.stderr, flush=True)
             if out is not None:
-                write_json(out, result)
+                write_result(out, result)
     if out is not None:
-        write_json(out, result)
+        write_result(out, result)
     console.print(table_of(result))
 
 

@@ -23,7 +23,7 @@ from typing import Annotated
 
 import typer
 
-from data.files import locked, write_json, writing
+from data.files import locked, writing
 from data.responses.engine_http import answers
 from distill.commands.training_process import terminated_as_interrupted
 from distill.config.command_line import Overrides
@@ -42,6 +42,7 @@ from loop.family import Family, kill
 from loop.picture import plot_loop
 from loop.prompts import shifted_prompts, traffic_prompts
 from loop.versions import shuffled_version
+from result_file import write_result
 from speculative.errors import UserError
 
 RUN, DRAFTS, TRAFFIC, RESULT, PICTURE, LOCK = "run", "drafts", "traffic", "loop.json", "loop.png", ".lock"
@@ -330,7 +331,7 @@ def loop_demo(options: LoopOptions) -> int:
         demo.run()
         found = account(demo.traffic, demo.clients, demo.result, time.time() - demo.started)
     with writing(options.to):
-        write_json(options.to / RESULT, found)
+        write_result(options.to / RESULT, found)
         plot_loop(options.to / PICTURE, demo.traffic, demo.result, demo.began)
     for line in found["failures"]:
         print(f"understudy: {line}", file=sys.stderr)

@@ -1,0 +1,31 @@
+"""The JSON file of what a script here has measured: written whole, and its first key is the command that wrote it."""
+
+import shlex
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from data.files import write_json
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def command_line(earlier: str = "") -> str:
+    """This process's command as it is typed at the repository's root. earlier: a command whose file this one adds to.
+
+    A file or folder outside the repository is told by its last name: the file is published.
+    """
+    words = [_published(Path(word)) if Path(word).is_absolute() else word for word in sys.argv[1:]]
+    command = shlex.join(["python", _published(Path(sys.argv[0]).resolve()), *words])
+    return command if earlier in ("", command) else f"{earlier} && {command}"
+
+
+def write_result(out: Path, result: Mapping[str, Any]) -> None:
+    """Writes a result under a temporary name, then renames. A `command` in it is kept, as of a process that started this one."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_json(out, {"command": command_line()} | dict(result))
+
+
+def _published(path: Path) -> str:
+    return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else path.name
