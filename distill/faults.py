@@ -19,7 +19,15 @@ from speculative.errors import UserError
 
 MISTAKE, FAILED_CHECK, INTERRUPTED = 2, 1, 130
 # What gloo and NCCL say on a rank whose neighbour is gone.
-_DEAD_RANK = ("closed by peer", "reset by peer", "socket timeout", "timed out waiting", "remote process exited", "nccl")
+_DEAD_RANK = (
+    "closed by peer",
+    "reset by peer",
+    "socket timeout",
+    "timed out waiting",
+    "remote process exited",
+    "likely closed",
+    "nccl",
+)
 # Seconds that trackers have to send what they hold when a run of several ranks fails.
 TRACKER_SECONDS = 20.0
 # transformers imports torchao where it is installed, which on a CPU warns at every start of what only CUDA needs.

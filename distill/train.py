@@ -135,7 +135,7 @@ def arranged(run: Run, target: Target) -> AbstractContextManager[None]:
     """The target while the draft learns: whole where it is, cut over the ranks, or not in memory."""
     config = run.config
     if config.target.shard and run.ranks > 1 and config.signal.source == "online":
-        return target.arranged(functools.partial(sharded_teacher, run.accelerator, target))
+        return target.arranged(functools.partial(sharded_teacher, run, target))
     if config.signal.source == "store" and config.judge.live != "checkpoint":
         return target.arranged()  # the store speaks for it, replay judges: nobody needs its weights until the verdict
     return nullcontext()

@@ -1,6 +1,7 @@
 """A run: its folder and who may go on in it, the ranks that share it, and where its time goes."""
 
 import contextlib
+import functools
 import hashlib
 import json
 import time
@@ -11,8 +12,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.utils import InitProcessGroupKwargs, broadcast_object_list
+from accelerate.utils import InitProcessGroupKwargs
 from filelock import AcquireReturnProxy
 
 from data.files import MANIFEST, write_bytes, write_json
@@ -23,6 +25,10 @@ from distill.run.lock import hold
 from speculative.errors import UserError
 
 PATIENCE = 60.0  # seconds; NFS remembers what a folder held for 3 to 60
+# How long a rank waits in a collective of a training step: another rank that is stuck or gone ends the run after that.
+STEP_LIMIT = timedelta(minutes=10)
+# How long it waits for what one rank does while the others wait: judging, answering, the verdict.
+WORK_LIMIT = timedelta(hours=12)
 Seen = TypeVar("Seen")
 
 
@@ -51,11 +57,10 @@ class Progress:
 
 def new_accelerator(**options: Any) -> Accelerator:
     """An Accelerator on the best device that has float64, which the sums need: Apple's GPU does not, its CPU does."""
-    # The other ranks wait while the main process judges: for longer than the usual ten minutes on real prompts.
-    patience = InitProcessGroupKwargs(timeout=timedelta(hours=12))
+    short = InitProcessGroupKwargs(timeout=STEP_LIMIT)
     # Without `cpu` Accelerate takes each of several processes that find no device for the only one.
     none = not (torch.cuda.is_available() or torch.accelerator.is_available())
-    return Accelerator(cpu=none or torch.backends.mps.is_available(), kwargs_handlers=[patience], **options)
+    return Accelerator(cpu=none or torch.backends.mps.is_available(), kwargs_handlers=[short], **options)
 
 
 class Run:
@@ -98,6 +103,7 @@ class Run:
             self._held = hold(self.folder)
             claim_folder(self.config)
 
+        self.wait()  # The ranks form their group first, so that all see one leave that is refused.
         self.once(self.folder / CONFIG, claimed)
 
     def end(self) -> None:
@@ -109,14 +115,23 @@ class Run:
         """Prints on the main process."""
         self.accelerator.print(line)
 
+    @functools.cached_property
+    def _patient(self) -> dist.ProcessGroup:
+        """The group in which ranks wait for each other's work, on the CPU; all ranks ask for it together."""
+        return dist.new_group(backend="gloo", timeout=WORK_LIMIT)
+
     def wait(self) -> None:
-        """Returns when all ranks are here."""
-        self.accelerator.wait_for_everyone()
+        """Returns when all ranks are here, after hours of work of one of them too."""
+        if self.ranks > 1:
+            dist.barrier(self._patient)
 
     def seen(self, look: Callable[[], Seen]) -> Seen:
         """What the main process sees, on every rank: on a network disk another machine sees a new file later."""
+        group = self._patient if self.ranks > 1 else None  # before the look: ranks have minutes to form a group
         found = [look() if self.main else None]
-        return broadcast_object_list(found)[0] if self.ranks > 1 else found[0]  # type: ignore[return-value]
+        if group is not None:
+            dist.broadcast_object_list(found, group=group, device=torch.device("cpu"))
+        return found[0]  # type: ignore[return-value]
 
     def once(self, path: Path, make: Callable[[], object]) -> None:
         """The main process calls ``make``, which leaves a file at ``path``; returns when this rank reads the same bytes.

@@ -15,7 +15,6 @@ from accelerate.checkpointing import load_custom_state
 from accelerate.utils import (
     DistributedType,
     FullyShardedDataParallelPlugin,
-    broadcast_object_list,
     load_fsdp_model,
     load_fsdp_optimizer,
 )
@@ -29,6 +28,7 @@ from distill.config.sections import OptimConfig
 from distill.models.carving import layer_list
 from distill.models.quantized import quantization_of
 from distill.models.target import Target
+from distill.run.run import Run
 from distill.training.module import DraftModule
 from speculative.errors import UserError
 
@@ -194,7 +194,7 @@ def load_state(accelerator: Accelerator, wrapped: Any, optimizers: Sequence[Any]
     accelerator.load_state(str(folder))
 
 
-def sharded_teacher(accelerator: Accelerator, target: Target) -> PreTrainedModel:
+def sharded_teacher(run: Run, target: Target) -> PreTrainedModel:
     """The target with each decoder layer cut over the ranks; embeddings and head are whole on each. All ranks call it.
 
     The main process alone reads the weights, into its own memory, and hands out the pieces: no device ever holds the whole, and
@@ -208,17 +208,19 @@ def sharded_teacher(accelerator: Accelerator, target: Target) -> PreTrainedModel
         raise UserError(
             "target.shard: quantised weights cannot be cut over ranks; use target.device_map, or a stored signal"
         )
-    whole = target.host_model() if accelerator.is_main_process else None
-    kept = [None] if whole is None else [(whole.config, whole.dtype)]
-    config, dtype = broadcast_object_list(kept)[0]
+    whole: PreTrainedModel | None = target.host_model() if run.main else None
+
+    def kind() -> tuple[Any, torch.dtype]:
+        assert whole is not None
+        return whole.config, whole.dtype
+
+    config, dtype = run.seen(kind)
     with init_empty_weights(include_buffers=False):
         model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    buffers = {
-        name: buffer.to(accelerator.device) for name, buffer in model.named_buffers()
-    }  # rotary frequencies: not saved
+    buffers = {name: buffer.to(run.device) for name, buffer in model.named_buffers()}  # rotary frequencies: not saved
     for layer in layer_list(model)[1]:
         fully_shard(layer, reshard_after_forward=True)
-    model.to_empty(device=accelerator.device)
+    model.to_empty(device=run.device)
     model.tie_weights()
     for name, buffer in buffers.items():
         parent, _, leaf = name.rpartition(".")

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -181,6 +182,42 @@ def test_one_rank_that_fails_ends_all_at_once_and_says_why(
     summary = ChildFailedError("distill.train", failures)
     assert summary.get_first_failure()[0] == culprit
     assert last in str(summary).splitlines()[-2]
+
+
+class SlowJudge(ScriptedJudge):
+    """Takes longer than ranks wait for each other in a step."""
+
+    def __call__(self, step: int, module: Any) -> dict[str, Any]:
+        if step:
+            time.sleep(1.5 * run.STEP_LIMIT.total_seconds())
+        return super().__call__(step, module)
+
+
+def _stuck_after_judging(rank: int, folder: Path) -> None:
+    """The second rank answers nobody from step 3 on, until the first one has said something."""
+    run.STEP_LIMIT = timedelta(seconds=4)
+
+    def stuck() -> None:
+        while not (folder / "screen0").read_text(encoding="utf-8").endswith("\n"):
+            time.sleep(0.05)
+        os._exit(9)
+
+    def spoil(loop: Trainer) -> None:
+        loop.judge = SlowJudge()
+        if rank == 1:
+            before_step(loop, 3, stuck)
+
+    _rank(rank, folder, spoil)
+
+
+@pytest.mark.ranks
+def test_ranks_wait_for_a_judgement_but_not_for_a_rank_that_is_stuck(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(dump_config(run_config(tmp_path)), encoding="utf-8")
+    assert rank_statuses(_stuck_after_judging, tmp_path, limit=90) == [2, 9]
+    assert [step for step, _ in judged_scores(tmp_path / "run")] == [0, 2]
+    (line,) = (tmp_path / "screen0").read_text(encoding="utf-8").splitlines()
+    assert line.startswith("understudy: another rank died or cannot be reached, so this one stops;")
+    assert "4000ms" in line
 
 
 @pytest.fixture(scope="module")
