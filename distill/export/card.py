@@ -17,7 +17,7 @@ from distill.run.verdict_record import Verdict
 
 LONGEST_SHOWN = 500  # characters of one provenance entry
 NO_GAIN = (
-    "No gain for certain: on the run's machine the target with this draft was not certainly faster than the target alone. "
+    "No gain for certain: on the run's machine the target with this draft by itself was not certainly faster than the target alone. "
     "The commands use gamma {gamma} all the same."
 )
 NOT_MEASURED = "not measured: this export carries no verdict; run `understudy evaluate` on it before serving it."

@@ -74,10 +74,10 @@ def serve_warning(view: View) -> str:
         reasons.append(f"{verdict.to_run()} is faster and needs no training")
     elif verdict.outcome == "best_together":
         reasons.append(
-            "with prompt lookup before it the draft is faster still (understudy generate; see what your engine can chain)"
+            "with prompt lookup before it the draft is faster than by itself (understudy generate; see what your engine can chain)"
         )
     if verdict.pays is False or verdict.outcome == "no_speed":
-        reasons.append("the target with this draft was not certainly faster than the target alone")
+        reasons.append("the target with this draft by itself was not certainly faster than the target alone")
     if reasons:
         return f"Before serving it: {'; '.join(reasons)}. The commands are given all the same."
     if verdict.pays is None:

@@ -1,5 +1,6 @@
 """The verdict's words and outcomes follow from its numbers, and from nothing else."""
 
+import html
 import json
 from dataclasses import replace
 from typing import get_args
@@ -7,13 +8,21 @@ from typing import get_args
 import numpy as np
 import pytest
 from tiny_models import tiny_model
+from tiny_training import tiny_tokenizer, write_target
 
 from distill.config.sections import JudgeConfig
+from distill.export.export import export_draft
+from distill.export.facts import RunFacts
+from distill.report.page import render_page
+from distill.report.sections.run import serve_warning
+from distill.report.view import OUTCOMES, View, measured_times
 from distill.run.verdict_record import Outcome, Verdict
+from distill.verdict.conclusion import findings_of
 from distill.verdict.contest import Contest
 from distill.verdict.evidence import Evidence, Loads
 from distill.verdict.field import Candidate
 from distill.verdict.question import Question
+from distill.verdict.sentence import shown
 from distill.verdict.verdict import looks_of, verdict_of
 from speculative.decoder.responses import DecodeSettings, Response
 from speculative.drafters.draft import Draft
@@ -57,7 +66,11 @@ def contest_of(question, ratios, concurrency=1):
             laps[TARGET][str(index)] = Lap(0.0, 0.01 * tokens, response)
             half = Response("", [], response_ids=[1] * tokens, blocks=tokens // 2)
             laps.setdefault(name, {})[str(index)] = Lap(0.0, 0.01 * tokens / ratio, half)
-    ways = tuple(Way(name, None, GAMMA, blocks_N, behind=DRAFT) for name in laps if name != TARGET)
+    ways = tuple(
+        Way(name, None, GAMMA, blocks_N, ngrams=(3, 2) if name in (LOOKUP, TOGETHER) else None, behind=DRAFT)
+        for name in laps
+        if name != TARGET
+    )
     standings = Standings(laps, question.keys, question.tokens_N, {one.name: one.blocks_N for one in ways}, 6)
     return Contest(question, concurrency, ways, standings, frozenset({DRAFT, TOGETHER}), laps=laps)
 
@@ -265,6 +278,57 @@ def test_nothing_is_run_whose_corrected_interval_does_not_lie_above_one(looks, f
     assert found.pays == (found.row(DRAFT).speed_up_ci[0] > 1.0)
     assert found.pays or found.to_run() != DRAFT
     assert found.concurrencies == [1, 8]
+
+
+# Times the target: certain at one look (1.04 to 1.22), not after fifty (.92 to 1.38).
+THIN = [0.78 * ratio for ratio in FAST]
+
+
+@pytest.mark.parametrize(
+    ("ratios", "free", "once", "outcome_once", "often", "outcome_often"),
+    [
+        (THIN, {}, DRAFT, "pays_off", TARGET, "no_speed"),
+        (SLOW, {TOGETHER: THIN}, TOGETHER, "best_together", TARGET, "no_speed"),
+        (FAST, {LOOKUP: [a * b for a, b in zip(THIN, FAST, strict=True)]}, LOOKUP, "rival_better", LOOKUP, "pays_off"),
+    ],
+)
+def test_what_only_the_uncorrected_interval_shows_is_claimed_nowhere(
+    ratios, free, once, outcome_once, often, outcome_often, tmp_path
+):
+    write_target(tmp_path / "target")
+    for looks, run, outcome in ((1, once, outcome_once), (50, often, outcome_often)):
+        evidence = evidence_of(
+            0.1, ratios, free={UNDISTILLED: jittered(EVEN, 0.8)} | free, looks=looks, load={DRAFT: ratios} | free
+        )
+        found = verdict(evidence)
+        assert (found.run, found.outcome) == ({"1": run, "8": run}, outcome)
+        assert found.pays is (found.row(DRAFT).speed_up_ci[0] > 1.0)
+        assert found.headline.startswith(f"Run {shown(run)}: ")
+        assert found.facts[0].startswith("It pays off") == found.pays
+        assert any(line.startswith(f"At 8 requests: run {shown(run)}") for line in found.facts)
+        apart = not any("cannot be told from the draft" in line for line in found.facts)
+        assert apart == (run != LOOKUP or outcome == "rival_better")
+
+        result = findings_of(evidence, found, tiny_tokenizer(), kind="run", name="a", seen=None)
+        warning = serve_warning(View(result, measured_times(result), None))
+        assert ("is faster and needs no training" in warning) == (outcome == "rival_better")
+        assert ("prompt lookup before it" in warning) == (outcome == "best_together")
+        assert ("not certainly faster than the target alone" in warning) == (not found.pays)
+        page = html.unescape(render_page(result))
+        assert found.headline in page
+        assert OUTCOMES[outcome] in page
+        assert all(words == OUTCOMES[outcome] or words not in page for words in OUTCOMES.values())
+
+        facts = RunFacts(tmp_path / "target", str(tmp_path / "target"), found)
+        to = export_draft(facts, tmp_path / f"export-{looks}").path
+        card, serving = (to / "README.md").read_text(), (to / "SERVING.md").read_text()
+        assert found.headline in card
+        assert found.headline in serving
+        assert f"What to run, by number of concurrent requests: 1: {run}, 8: {run}." in serving
+        marked = [line for line in card.splitlines() if "run this" in line]
+        assert [line.split("** ")[0] for line in marked] == [f"| **{run}"]
+        assert "with this draft was not" not in card + serving + page, "lookup before it may be faster all the same"
+        assert ("No gain for certain" in card) == ("No gain for certain" in serving) == (not found.pays)
 
 
 def test_a_load_is_a_line_and_has_rows_of_its_own():
