@@ -5,6 +5,8 @@ import json
 from dataclasses import replace
 from typing import get_args
 
+import hypothesis
+import hypothesis.strategies as st
 import numpy as np
 import pytest
 from tiny_models import tiny_model
@@ -272,12 +274,42 @@ def test_nothing_is_run_whose_corrected_interval_does_not_lie_above_one(looks, f
     free = {UNDISTILLED: jittered(EVEN, 0.9), LOOKUP: jittered(EVEN, 0.98), TOGETHER: jittered(EVEN, together)}
     found = verdict(evidence_of(0.1, ratios, free=free, looks=looks, load={DRAFT: FAST, LOOKUP: ratios}))
     assert set(found.run) == {"1", "8"}
-    for concurrency, way in found.run.items():
-        row = found.row(way, int(concurrency))
-        assert way == TARGET or row.speed_up_ci[0] > 1.0
-    assert found.pays == (found.row(DRAFT).speed_up_ci[0] > 1.0)
-    assert found.pays or found.to_run() != DRAFT
     assert found.concurrencies == [1, 8]
+    check_agrees(found)
+
+
+def check_agrees(found):
+    """What to run, whether the draft pays, the outcome, headline and facts say what the rows' intervals say."""
+    for concurrency, way in found.run.items():
+        assert way == TARGET or found.row(way, int(concurrency)).speed_up_ci[0] > 1.0
+    draft, run = found.row(DRAFT), found.to_run()
+    assert found.pays == (draft.speed_up_ci[0] > 1.0) == any(line.startswith("It pays off") for line in found.facts)
+    assert found.pays or run != DRAFT
+    assert found.outcome != "pays_off" or found.pays
+    assert found.outcome != "no_speed" or not found.pays
+    assert found.outcome != "best_together" or run == TOGETHER
+    assert found.outcome != "rival_better" or run in (LOOKUP, PAST)
+    name = run if run in (LOOKUP, PAST, TOGETHER) else f"the {run}"
+    row = found.row(run)
+    said = "" if run == TARGET else f" {row.speed_up:.2f}x [{row.speed_up_ci[0]:.2f}, {row.speed_up_ci[1]:.2f}]"
+    assert found.headline.startswith(f"Run {name}:{said}")
+
+
+@hypothesis.settings(max_examples=40)
+@hypothesis.given(
+    looks=st.integers(1, 2000),
+    draft=st.lists(st.floats(0.7, 1.6), min_size=6, max_size=12),
+    lookup=st.floats(0.7, 1.4),
+    together=st.floats(0.7, 1.4),
+    gain=st.sampled_from([-0.1, 0.0, 0.1]),
+)
+def test_a_verdict_never_contradicts_itself(looks, draft, lookup, together, gain):
+    free = {
+        UNDISTILLED: jittered(draft, 0.9),
+        LOOKUP: jittered(draft[::-1], lookup),
+        TOGETHER: jittered(draft, together),
+    }
+    check_agrees(verdict(evidence_of(gain, draft, free=free, looks=looks)))
 
 
 # Times the target: certain at one look (1.04 to 1.22), not after fifty (.92 to 1.38).
