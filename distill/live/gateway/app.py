@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import gc
 import hmac
+import math
 import sys
 import time
 import traceback
@@ -59,7 +60,8 @@ class Gateway:
 
     def app(self) -> ASGIApp:
         """With /health and /metrics of the gateway's own; all else goes to an engine."""
-        routes = [Route("/health", self._health), Route("/metrics", self._page)]
+        # No methods: every one is answered there, by an answer that closes the connection.
+        routes = [Route("/health", self._health, methods=[]), Route("/metrics", self._page, methods=[])]
         pages = Router(routes, default=self, redirect_slashes=False, lifespan=self._lifespan)
         return ServerErrorMiddleware(bounded(pages), self._fault)
 
@@ -74,7 +76,7 @@ class Gateway:
             yield
         finally:
             watch.cancel()
-            await self.upstream.close()
+            self.upstream.close_idle(math.inf)
             await asyncio.to_thread(self.writer.close)
 
     async def _health(self, _: Request) -> Response:
@@ -108,8 +110,8 @@ class Gateway:
                 raise Refused(401, "the key is another; send it as `Authorization: Bearer KEY`")
             if scope["state"]["connection"].is_one_too_many():
                 raise Refused(503, "too many clients at once")
-            if not scope["raw_path"].startswith(b"/"):
-                raise Refused(400, "a request's target begins with /")
+            if scope["method"] == "CONNECT" or not scope["raw_path"].startswith(b"/"):
+                raise Refused(400, "a request's target begins with /, and there are no tunnels")
             body = await self.bodies.read(headers, receive)
         except Refused as refused:
             self.metrics.requests.labels("", refused.status).inc()
@@ -296,6 +298,7 @@ class Gateway:
             late = time.perf_counter() - self.options.idle_seconds
             for exchange in [one for one in self.exchanges if one.moved < late]:
                 exchange.end("idle")
+            self.upstream.close_idle()
             await asyncio.sleep(WATCH_SECONDS)
 
 

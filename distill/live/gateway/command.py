@@ -83,9 +83,10 @@ def arms_of(options: GatewayOptions) -> Arms:
 def _clients_for(wanted: int) -> int:
     """How many clients this process may have files for: each takes one, and its engine another; systems begin with 1,024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if resource.RLIM_INFINITY in (soft, hard):
+    if soft == resource.RLIM_INFINITY:
         return wanted
-    most = max(soft, min(hard, 2 * wanted + _OWN_FILES))
+    needed = 2 * wanted + _OWN_FILES
+    most = max(soft, needed if hard == resource.RLIM_INFINITY else min(hard, needed))
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
     if (clients := min(wanted, (most - _OWN_FILES) // 2)) < wanted:
         print(f"--max-connections: {clients} and not {wanted}, for the system gives {most} open files (ulimit -n)")

@@ -63,7 +63,7 @@ class BoundedProtocol(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         """The next bytes; the first of a request start its clock."""
-        if not self.request_bytes:
+        if not self.request_bytes and self in self.limits.waiting:  # not behind a request that is being answered
             self.allow(HEADER_SECONDS)
         self.request_bytes += len(data)
         if self.request_bytes > self.limits.request_bytes:

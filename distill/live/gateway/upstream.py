@@ -45,8 +45,8 @@ class _Connection:
     async def head(self) -> Any:
         """The answer's status and headers, behind what only announces it."""
         while type(event := self.http.next_event()) is not h11.Response:
-            if event is h11.NEED_DATA:
-                self.http.receive_data(await self.reader.read(_READ_BYTES))
+            if type(event) is not h11.InformationalResponse:
+                await self._more(event)
         return event
 
     async def pieces(self) -> AsyncIterator[bytes]:
@@ -59,9 +59,14 @@ class _Connection:
             if parts:
                 yield b"".join(parts)
                 parts = []
-            self.http.receive_data(await self.reader.read(_READ_BYTES))
+            await self._more(event)
         if parts:
             yield b"".join(parts)
+
+    async def _more(self, event: Any) -> None:
+        if event is not h11.NEED_DATA:  # It speaks something else now, or has closed the connection.
+            raise h11.RemoteProtocolError(f"{event} instead of an answer")
+        self.http.receive_data(await self.reader.read(_READ_BYTES))
 
     def begin_anew(self) -> bool:
         """Whether it can be asked again: the answer is whole, and the engine said nothing beyond it, which the next client would get."""
@@ -134,8 +139,15 @@ class Upstream:
             streams = await asyncio.open_connection(url.hostname, url.port or port, ssl=tls, limit=_READ_BYTES)
         return _Connection(*streams, h11.Connection(h11.CLIENT, _HEAD_BYTES))
 
-    async def close(self) -> None:
-        """Closes what is idle."""
-        for connections in self._idle.values():
-            for _, connection in connections:
-                connection.writer.close()
+    def close_idle(self, seconds: float = 0.0) -> None:
+        """Closes what has been idle for its time, or will have been so many seconds from now."""
+        now = time.monotonic() + seconds
+        for root, connections in list(self._idle.items()):
+            for until, connection in connections:
+                if until <= now:
+                    connection.writer.close()
+            connections[:] = [
+                one for one in connections if one[0] > now
+            ]  # the same list: `_connection` may be looking at it
+            if not connections:
+                del self._idle[root]

@@ -11,14 +11,14 @@ from pathlib import Path
 
 from rich.console import Console
 
-from data.files import write_bytes, writing
+from data.files import writing
 from data.responses.rendered import StoredPrompts
 from distill.live.options import ForgetOptions
 from distill.live.traffic.exported import PROMPT_FILES, Export, forget_exported, list_exports, partial_of, row_id
 from distill.live.traffic.record import (
     CONVERSATION,
     FORGOTTEN,
-    forgotten_hashes,
+    add_forgotten,
     keyed_hash,
     log_files,
     read_salt,
@@ -50,8 +50,12 @@ def forget(directory: Path, ids: Sequence[str]) -> tuple[list[str], list[str]]:
     Raises:
         UserError: the directory cannot be read or written; a file of an export is damaged.
     """
-    salt, exports = read_salt(directory), list_exports(directory)
+    salt = read_salt(directory)
     own = {row_id(salt, one): one for one in ids}
+    # First, so that no reader, writer or export sees them from here on, whatever happens to this process.
+    with writing(directory), write_lock(directory):
+        add_forgotten(directory, {keyed_hash(salt, FORGOTTEN, one) for one in ids})
+    exports = list_exports(directory)
     with writing(directory):
         first = [one for one in _requests(directory, salt, exports) if one[0] in own]
         talks, prompts = {talk for _, talk, _ in first if talk}, {ids for *_, ids in first if len(ids) >= _FEWEST_IDS}
@@ -60,13 +64,8 @@ def forget(directory: Path, ids: Sequence[str]) -> tuple[list[str], list[str]]:
             for row, talk, prompt in _requests(directory, salt, exports)
             if row not in own and (talk in talks or any(prompt[: len(one)] == one for one in prompts))
         }
-    hashes = {keyed_hash(salt, FORGOTTEN, one) for one in ids} | {
-        keyed_hash(salt, CONVERSATION, talk) for talk in talks
-    }
-    # First, so that no reader sees them from here on, whatever happens to this process.
     with writing(directory), write_lock(directory):
-        known = sorted(forgotten_hashes(directory) | hashes)
-        write_bytes(directory / FORGOTTEN, "".join(f"{one}\n" for one in known).encode(), 0o600, synced=True)
+        add_forgotten(directory, {keyed_hash(salt, CONVERSATION, talk) for talk in talks})
     elsewhere = [line for export in exports for line in _forget_export(export, repeat.union(own))]
     names = [json.dumps(one)[1:-1].encode() for one in ids]
 
@@ -78,7 +77,9 @@ def forget(directory: Path, ids: Sequence[str]) -> tuple[list[str], list[str]]:
 
     def without_text(line: bytes) -> bytes:
         record = record_in(line)
-        return line if record is None or row_id(salt, record.id) not in repeat else to_line(record.without_text())
+        if record is None or (record.conversation not in talks and row_id(salt, record.id) not in repeat):
+            return line
+        return to_line(record.without_text())
 
     removed, scrubbed = rewrite(directory, without), rewrite(directory, without_text)
     said = [

@@ -1,7 +1,7 @@
 """The log of live traffic, read back: every line checked, repeats and forgotten requests left out."""
 
 import datetime
-import os
+import zlib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -50,7 +50,8 @@ class LogTail:
         """``after``: what lies before this place is left out."""
         self.directory, (self._file, self._skipped) = directory, after
         self.lines, self.torn = 0, ""  # that were read; where the last one has no end yet
-        self._stood: dict[Path, tuple[int, int, int]] = {}  # file: (inode, bytes, lines) that were read
+        # file: (bytes, lines) that were read, (bytes, checksum) of the last line
+        self._stood: dict[Path, tuple[int, int, int, int]] = {}
 
     def read(self) -> Iterator[TrafficRecord]:
         """The records that came; those of a rewritten file come again, and so does one whose line has no end yet.
@@ -71,11 +72,11 @@ class LogTail:
     def _read_on(self, path: Path, is_last: bool) -> Iterator[TrafficRecord]:
         skipped = self._skipped if path.name == self._file else 0
         with path.open("rb") as file:
-            status = os.fstat(file.fileno())
-            inode, place, lines = self._stood.get(path, (status.st_ino, 0, 0))
-            if inode != status.st_ino or status.st_size < place:
-                place = lines = 0
-            file.seek(place)
+            place, lines, size, checksum = self._stood.get(path, (0, 0, 0, 0))
+            file.seek(place - size)
+            # By its text: an inode that is free is given to the next file.
+            if zlib.crc32(file.read(size)) != checksum:
+                place, lines = file.seek(0), 0
             for number, line in enumerate(file, start=lines + 1):
                 try:
                     record = from_line(line)
@@ -91,8 +92,8 @@ class LogTail:
                     self.lines += 1
                     yield record
                 if line.endswith(b"\n"):
-                    place, lines = place + len(line), number
-        self._stood[path] = status.st_ino, place, lines
+                    place, lines, size, checksum = place + len(line), number, len(line), zlib.crc32(line)
+        self._stood[path] = place, lines, size, checksum
 
 
 def read_traffic(directory: Path) -> TrafficLog:

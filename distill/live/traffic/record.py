@@ -213,6 +213,13 @@ def remembered(record: TrafficRecord, salt: bytes, forgotten: Set[str]) -> Traff
     return record.without_text() if hidden else record
 
 
+def add_forgotten(directory: Path, hashes: Set[str]) -> set[str]:
+    """All keyed hashes of what was forgotten, these among them from here on. The caller holds the write lock."""
+    known = forgotten_hashes(directory) | hashes
+    write_bytes(directory / FORGOTTEN, "".join(f"{one}\n" for one in sorted(known)).encode(), 0o600, synced=True)
+    return known
+
+
 def forgotten_hashes(directory: Path) -> set[str]:
     """Keyed hashes of the ids, and of the conversations, that were forgotten."""
     with contextlib.suppress(FileNotFoundError):

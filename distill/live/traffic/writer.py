@@ -14,11 +14,14 @@ from pathlib import Path
 
 from data.files import sync_directory, write_all, writing
 from distill.live.traffic.record import (
+    CONVERSATION,
     FORGOTTEN,
     LOCK,
     WRITE_LOCK,
     TrafficRecord,
+    add_forgotten,
     forgotten_hashes,
+    keyed_hash,
     log_files,
     make_directory,
     prepare_directory,
@@ -172,6 +175,13 @@ class LogWriter:
         fcntl.flock(self._write_lock, fcntl.LOCK_EX)
         try:
             forgotten = self._read_forgotten()
+            # Of a request that was forgotten while it was in flight the conversation is known only here.
+            late = (
+                one for one in records if keyed_hash(self.salt, FORGOTTEN, one.id) in forgotten and one.conversation
+            )
+            talks = {keyed_hash(self.salt, CONVERSATION, one.conversation) for one in late}
+            if not talks <= forgotten:
+                forgotten = add_forgotten(self.directory, talks)
             kept = (remembered(record, self.salt, forgotten) for record in records)
             lines = b"".join(to_line(self._with_or_without_text(record)) for record in kept if record is not None)
             file = self._open(path).fileno()

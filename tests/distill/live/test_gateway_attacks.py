@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable
 from pathlib import Path
 
+import h11
 import httpx
 import pytest
 from gateway_server import connected, gateway_process, heard, metric, running_gateway
@@ -20,8 +21,9 @@ from raw_engine import raw_engine
 from scripted_engine import ScriptedEngine
 
 from distill.live.gateway import app as gateway_app
-from distill.live.gateway import limits
+from distill.live.gateway import command, limits, upstream
 from distill.live.gateway.tap import Tap
+from distill.live.gateway.upstream import Upstream
 from distill.live.traffic.reader import read_traffic
 
 HTTP = httpx.Client(verify=False, timeout=20)
@@ -79,7 +81,9 @@ def test_an_unfinished_request_ends_in_time(
         assert is_cut_off(whole, b"a", 0.05), "a second request on a connection that served one"
 
 
-@pytest.mark.parametrize("page", ["GET /health", "GET /metrics", "POST /v1/completions"])
+@pytest.mark.parametrize(
+    "page", ["GET /health", "POST /health", "GET /metrics", "ODD /metrics", "POST /v1/completions"]
+)
 def test_an_answer_before_the_whole_request_closes_the_connection(direct: str, tmp_path: Path, page: str) -> None:
     with running_gateway(tmp_path, direct, key="k") as url:
         answer = heard(connected(url, f"{page} HTTP/1.1\r\nhost: x\r\n".encode() + CHUNKED + b"1\r\nx\r\n"))
@@ -176,7 +180,9 @@ def test_each_pipelined_request_leaves_its_record(engine: ScriptedEngine, direct
     assert ids() == {"whole-1", "whole-2"} | asked
 
 
-@pytest.mark.parametrize("line", [b"POST http://elsewhere/v1/completions", b"CONNECT elsewhere:80", b"OPTIONS *"])
+@pytest.mark.parametrize(
+    "line", [b"POST http://elsewhere/v1/completions", b"CONNECT elsewhere:80", b"CONNECT /x", b"OPTIONS *"]
+)
 def test_only_paths_are_asked_of_an_engine(engine: ScriptedEngine, direct: str, tmp_path: Path, line: bytes) -> None:
     before = len(engine.asked)
     with running_gateway(tmp_path, direct) as url:
@@ -193,6 +199,72 @@ def test_a_request_that_turns_out_to_be_no_http_is_no_fault_of_ours(direct: str,
 def test_a_status_that_no_client_knows_is_no_answer(tmp_path: Path) -> None:
     with raw_engine(b"HTTP/1.1 700 X\r\ncontent-length: 0\r\n\r\n") as (engine, _), running_gateway(tmp_path, engine) as url:  # fmt: skip
         assert HTTP.post(f"{url}/v1/completions", json={}).status_code == 502
+
+
+def test_an_engine_that_leaves_http_gives_no_answer(tmp_path: Path) -> None:
+    """After CONNECT a 200 ends HTTP on a connection: nothing that is read from it is ever a next event."""
+
+    async def asked(engine: str) -> None:
+        async with Upstream().ask("CONNECT", engine, b"/x", [], b"") as answer, asyncio.timeout(5):
+            await anext(answer.pieces)
+
+    with raw_engine(b"HTTP/1.1 200 OK\r\n\r\n") as (engine, _), pytest.raises(h11.RemoteProtocolError, match="PAUSED"):
+        asyncio.run(asked(engine))
+
+
+def test_an_idle_connection_to_an_engine_is_closed_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(upstream, "_IDLE_SECONDS", 0.1)
+
+    async def seen() -> list[str]:
+        told: list[str] = []
+
+        async def engine(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok")
+            told.append("rest" if await reader.read() else "closed")
+            writer.close()
+
+        server = await asyncio.start_server(engine, "127.0.0.1", 0)
+        engines = Upstream()
+        async with engines.ask(
+            "GET", f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", b"/", [], b""
+        ) as answer:
+            assert [piece async for piece in answer.pieces] == [b"ok"]
+        engines.close_idle()
+        await asyncio.sleep(0.15)
+        assert told == [], "it may be asked again until then"
+        engines.close_idle()
+        async with asyncio.timeout(5):
+            while not told:
+                await asyncio.sleep(0.01)
+        server.close()
+        return told
+
+    assert asyncio.run(seen()) == ["closed"]
+
+
+def test_what_is_sent_behind_a_request_that_is_being_answered_starts_no_clock(
+    engine: ScriptedEngine, direct: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "HEADER_SECONDS", 0.3)
+    quick, hangs = asking(b'{"prompt": "p"}'), asking(b'{"prompt": "p", "stream": true, "user": "hang"}')
+    with running_gateway(tmp_path, direct) as url:
+        before = len(engine.asked)
+        with connected(url, quick + hangs) as connection:
+            until(lambda: len(engine.asked) == before + 2)
+            connection.sendall(quick)
+            connection.settimeout(1.0)
+            with pytest.raises(TimeoutError):
+                all(iter(lambda: connection.recv(1 << 16), b""))
+
+
+@pytest.mark.parametrize("hard", [4096, resource.RLIM_INFINITY])
+def test_as_many_files_are_asked_for_as_clients_need(hard: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (256, hard))
+    monkeypatch.setattr(resource, "setrlimit", lambda _, limits: asked.append(limits))
+    assert command._clients_for(1000) == 1000
+    assert asked == [(2064, hard)]
 
 
 def test_a_fault_of_the_gateway_is_counted_and_printed_once(

@@ -192,6 +192,17 @@ def test_of_a_conversation_that_was_forgotten_no_text_is_written(tmp_path: Path)
     }  # fmt: skip
 
 
+def test_a_request_that_was_in_flight_when_it_was_forgotten_leaves_no_text_in_later_turns(tmp_path: Path) -> None:
+    first, second = (dataclasses.replace(RECORD, id=f"r{turn}", time=NOW, conversation="a" * 64) for turn in (1, 2))
+    writer = LogWriter(tmp_path, text=True, retention_days=1e9)
+    forget(tmp_path, ["r1"])
+    write(writer, first)
+    write(writer, second)
+    writer.close()
+    (line,) = log_files(tmp_path)[0].read_bytes().splitlines()
+    assert from_line(line + b"\n") == second.without_text(), "on the disk itself"
+
+
 def test_what_cannot_be_its_file_is_named_or_left_alone(tmp_path: Path) -> None:
     LogWriter(tmp_path).close()
     (tmp_path / "log-notes.jsonl").write_text("mine")
