@@ -166,6 +166,7 @@ def new_trainer(answers: Answers, student: Any, rows: StoredRows | None) -> Trai
     batches = make_batches(run, target, answers.prompts, examples, answers.context, teacher, mask_token, shares)
     # A target in pieces is asked by all ranks together, and each makes as many trials as its own memory wants.
     alone = None if config.target.shard else online
+    run.wait()  # The trial steps are of all ranks, and each has loaded its models in its own time.
     batches.micro_batch_size = chosen_micro_batch(
         config.train, config.optim, run.accelerator, module, alone, batches.longest
     )

@@ -24,21 +24,20 @@ def hold(folder: Path) -> AcquireReturnProxy:
     Raises:
         UserError: another process holds it, and is reported; the disk refuses.
     """
-    with writing(folder):
+    with writing(folder, "; write elsewhere, a run by output=FOLDER"):
         folder.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(folder / LOCK, timeout=0, thread_local=False, is_singleton=True)
+        lock = FileLock(folder.resolve() / LOCK, timeout=0, thread_local=False, is_singleton=True)
         try:
             held = lock.acquire()
         except Timeout as error:
             holder = "another process"
             with contextlib.suppress(OSError):
-                holder = (folder / HOLDER).read_text(encoding="utf-8").strip()
+                holder = (folder / HOLDER).read_text(encoding="utf-8", errors="replace").strip()
             raise UserError(f"{folder}: in use by {holder}; wait for it or end it, or write elsewhere") from error
         since = datetime.now().astimezone().isoformat(" ", "seconds")
         command = " ".join(shlex.join(sys.orig_argv).split())
-        write_bytes(
-            folder / HOLDER, f"process {os.getpid()} on {socket.gethostname()} since {since}: {command}\n".encode()
-        )
+        holder = f"process {os.getpid()} on {socket.gethostname()} since {since}: {command}\n"
+        write_bytes(folder / HOLDER, holder.encode(errors="replace"))
     return held
 
 

@@ -92,6 +92,7 @@ class Trainer:
         reference: Teacher | None = None,
     ) -> None:
         """Prepares the module and optimizer with Accelerate and loads the last checkpoint, if the run has one."""
+        run.wait()  # Ranks make their students and load the target each in its own time.
         config, accelerator = run.config, run.accelerator
         self.run, self.config, self.accelerator, self.progress = run, config, accelerator, run.progress
         self.teacher, self.reference, self.batches = teacher, reference, batches

@@ -84,7 +84,11 @@ def _train(sweep: SweepFile, trials: Sequence[Trial], trial: Trial, command: Seq
         raise UserError(
             f"{name}: still trained by process {twin.pid}, left by a sweep that was killed; wait for it or end it"
         )
-    with hold(trial.config.folder):
+    try:
+        held = hold(trial.config.folder)
+    except UserError as busy:
+        raise TrainingFailed(str(busy)) from busy
+    with held:
         shared = share_stores(trial, [other for other in trials if other is not trial])
     console.print(f", with the {' and '.join(shared)} of an earlier run" if shared else "", highlight=False)
     started = time.perf_counter()

@@ -13,7 +13,7 @@ from tiny_training import fit, forget_accelerators, make_loop, metrics_of, run_c
 
 from distill import train
 from distill.commands.output import check_writable
-from distill.config.layout import CONFIG, PROMPTS
+from distill.config.layout import CONFIG, HOLDER, PROMPTS
 from distill.config.load import dump_config
 from distill.config.run import RunConfig
 from distill.export.destination import appearing_directory
@@ -111,6 +111,24 @@ def test_what_writes_into_a_run_that_is_in_use_is_refused(config: RunConfig, tmp
         check_writable("--out", tmp_path / "elsewhere.json")
         assert {path.name for path in run.iterdir()} == {PROMPTS, CONFIG, ".lock", ".holder"}
     check_writable("--out", run / "here.json")
+
+
+def test_a_holder_is_told_whatever_its_words_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "orig_argv", ["understudy", "m\udcfcller.yaml"])
+    with hold(tmp_path):
+        assert (tmp_path / HOLDER).read_text().endswith("'m?ller.yaml'\n")
+    with forked(_holds, tmp_path, said := FORK.Event()):
+        assert said.wait(30)
+        (tmp_path / HOLDER).write_bytes(b"\xff")
+        with pytest.raises(UserError, match="in use by"):
+            hold(tmp_path)
+
+
+def test_a_process_may_hold_a_run_by_any_of_its_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    with hold(Path("run")), hold(tmp_path / "run"), hold(Path("link")):
+        monkeypatch.chdir("/")
 
 
 def test_a_process_may_hold_a_run_twice(tmp_path: Path) -> None:
