@@ -39,7 +39,7 @@ from speculative.engine.models import (
     max_positions,
     vocab_rows,
 )
-from speculative.engine.runners import EAGER, resolve_runner
+from speculative.engine.runners import UNRECORDED, resolve_runner
 from speculative.errors import UserError
 
 __all__ = ["STOP", "DecodeSettings", "Event", "check_prompts", "decode", "end_token_ids", "generate"]
@@ -78,7 +78,7 @@ class Options(TypedDict, total=False):
     batch_size: rows at a time (32). tokenizer: events carry text; needed for stop strings. policy: how many tokens to propose
     (default: always settings.gamma); its largest gamma is at most settings.gamma. gate: called in order for every token before
     it is streamed; what it saw is in `response.gate_log`. log: every proposal as parquet. runner: `auto` (CUDA graphs on CUDA,
-    eager elsewhere), `eager`, `compile` or `graph`. timing: filled while decoding.
+    compiled code elsewhere), `eager`, `compile` or `graph`. timing: filled while decoding.
     """
 
     batch_size: int
@@ -250,7 +250,7 @@ class _Call:
                     self._seat(loop, freed, waiting)
                 kept = [row for row, place in enumerate(self.seats) if place is not None]
                 # A recorded graph knows its buffers by address: its rows stay.
-                if self.runner == EAGER and 0 < len(kept) <= len(self.seats) / 2:
+                if self.runner in UNRECORDED and 0 < len(kept) <= len(self.seats) / 2:
                     loop.keep(kept)
                     policy.keep(kept)
                     self.seats = [self.seats[row] for row in kept]

@@ -246,3 +246,12 @@ def tiny_run(tmp_path_factory: pytest.TempPathFactory, tiny_config: Path) -> Pat
     own = tiny_config.parent / "runs" / "tiny"
     shutil.copytree(made / "tiny", own, symlinks=True)
     return own
+
+
+@pytest.fixture
+def blocks_in_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Faults that a test plants in the rules of speculative/rules are in what runs."""
+    from speculative.decoder import device_loop
+    from speculative.decoder.block_loop import BlockLoop
+
+    monkeypatch.setattr(device_loop, "CompiledLoop", BlockLoop)

@@ -79,6 +79,7 @@ class BlockLoop:
         self._step_mode = without_autograd(runner, target, drafter.model if drafter is not None else None)
         self._exact_stages, self._keep_probs = exact_stages, keep_probs
         self._draft_sampling = draft_settings_for(settings.rule, settings.sampling)
+        self.drafts_greedily = self._draft_sampling.greedy
         self._rules = settings.active_rules
         self._uniforms_RLU = np.zeros((rows, 0, 0))
         if drafter is not None:

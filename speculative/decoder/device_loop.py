@@ -18,12 +18,13 @@ import torch
 from transformers import PreTrainedModel
 
 from speculative.decoder.block_loop import BlockLoop, Layout, in_step_mode, layout_of, outcome_of, packed, unpacked
+from speculative.decoder.compiled_loop import CompiledLoop
 from speculative.decoder.decision import decide
 from speculative.decoder.responses import BlockOutcome, DecodeSettings, Prompt, StageClock
 from speculative.drafters.drafter import DeviceText, Drafter, ModelDrafter, Proposal
 from speculative.engine.cached_model import CachedModel, upload
 from speculative.engine.models import devices_of, is_recurrent
-from speculative.engine.runners import RECORDED, GraphRunner
+from speculative.engine.runners import COMPILED, RECORDED, GraphRunner
 from speculative.rules.sampling import DRAFT_UNIFORM
 
 
@@ -284,7 +285,7 @@ def open_loop(
 ) -> BlockLoop:
     """The loop for such a call. `reads_each_block`: what is fed next depends on what somebody makes of the last block."""
     on_device = not reads_each_block and DeviceLoop.serves(target, drafter, settings, runner)
-    kind = DeviceLoop if on_device else BlockLoop
+    kind = DeviceLoop if on_device else CompiledLoop if runner == COMPILED else BlockLoop
     return kind(target, drafter, rows, longest, settings, runner=runner, **options)
 
 

@@ -162,7 +162,7 @@ class ModelDrafter(Drafter):
         self.model: PreTrainedModel = model  # type: ignore[assignment]
         self.name = name
         self._cached: CachedModel | RecurrentModel | None = None
-        self._read_R = np.zeros(0, dtype=np.int64)
+        self.read_R = np.zeros(0, dtype=np.int64)
 
     @property
     def recordings(self) -> int:
@@ -170,16 +170,16 @@ class ModelDrafter(Drafter):
 
     def start(self, seats: Seats) -> None:
         self._cached = open_model(self.model, self.name, seats.rows, seats.capacity, seats.runner)
-        self._read_R = np.zeros(seats.rows, dtype=np.int64)
+        self.read_R = np.zeros(seats.rows, dtype=np.int64)
 
     def admit(self, rows: list[int], tokens_RC: np.ndarray, lengths_R: np.ndarray) -> None:
         # All but the last token: the first block feeds it, and the second-last again where shapes are static.
-        self._read_R[rows] = np.maximum(lengths_R[rows] - 1, 0)
-        self.cached.prefill(tokens_RC, rows, self._read_R[rows])
+        self.read_R[rows] = np.maximum(lengths_R[rows] - 1, 0)
+        self.cached.prefill(tokens_RC, rows, self.read_R[rows])
 
     def keep(self, rows: list[int]) -> None:
         self.cached.keep(rows)
-        self._read_R = self._read_R[rows]
+        self.read_R = self.read_R[rows]
 
     def end(self) -> None:
         if self._cached is not None:
@@ -244,7 +244,7 @@ class ModelDrafter(Drafter):
 
     def propose(self, ask: Ask) -> Proposal:
         # What was drafted and not committed is forgotten; the last committed token was never fed.
-        self._read_R = np.minimum(self._read_R, ask.lengths_R - 1)
+        self.read_R = np.minimum(self.read_R, ask.lengths_R - 1)
         if ask.gamma == 0:
             return Proposal(torch.zeros((len(ask.lengths_R), 0), dtype=torch.int64, device=self.cached.device))
         if ask.tree is not None:
@@ -258,10 +258,10 @@ class ModelDrafter(Drafter):
         """
         lengths_R, fewest = ask.lengths_R, self.fewest(ask.gamma) if self.cached.runner.static else 1
         while True:
-            missing = max(fewest, int((lengths_R - self._read_R)[ask.active_R].max(initial=1)))
+            missing = max(fewest, int((lengths_R - self.read_R)[ask.active_R].max(initial=1)))
             width = min(missing, CATCH_UP_TOKENS)
             # Rows that miss less read some tokens again; a row shorter than the width reads scratch behind its end.
-            ends_R, behind = (np.minimum(self._read_R + width, lengths_R), 0) if missing > width else (lengths_R, masks)
+            ends_R, behind = (np.minimum(self.read_R + width, lengths_R), 0) if missing > width else (lengths_R, masks)
             starts_R = np.maximum(ends_R - width, 0)
             places_RW = starts_R[:, None] + np.arange(width + behind)
             ids_RW = np.take_along_axis(ask.tokens_RC, places_RW, 1)
@@ -270,7 +270,7 @@ class ModelDrafter(Drafter):
             short = bool((ends_R < width)[ask.active_R].any())
             kept = width + behind if short else 1 + behind
             logits_RKV = self.cached.feed(upload(ids_RW, self.cached.device), starts_R, kept, once=width > fewest)
-            self._read_R = ends_R.copy()
+            self.read_R = ends_R.copy()
             if missing > width:
                 continue
             if not short:
@@ -284,7 +284,7 @@ class ModelDrafter(Drafter):
         yield self._catch_up(ask)[:, 0]
         for step in range(1, ask.gamma):
             logits_R1V = self.cached.feed(ids[-1].unsqueeze(1), ask.lengths_R + (step - 1), 1)
-            self._read_R = ask.lengths_R + step
+            self.read_R = ask.lengths_R + step
             yield logits_R1V[:, 0]
 
     def _propose_chain(self, ask: Ask) -> Proposal:
@@ -328,7 +328,7 @@ class ModelDrafter(Drafter):
         assert ask.gamma == tree.depth, (ask.gamma, tree.depth)
         assert ask.rules is None, "a tree with logits rules is refused before decoding"
         root_logits_RV = self._catch_up(ask)[:, 0]
-        self._read_R = ask.lengths_R - 1
+        self.read_R = ask.lengths_R - 1
         ids_RN1 = root_logits_RV.new_zeros((len(ask.lengths_R), tree.size + 1), dtype=torch.int64)
         last_R1 = np.take_along_axis(ask.tokens_RC, ask.lengths_R[:, None] - 1, 1)
         ids_RN1[:, :1] = upload(last_R1, ids_RN1.device)

@@ -40,15 +40,15 @@ class EarlyExit(ModelDrafter):
     def start(self, seats: Seats) -> None:
         assert isinstance(seats.target, CachedModel)
         self._cached = CachedModel(self.model, self.name, seats.rows, seats.capacity, seats.runner, seats.target.memory)
-        self._read_R = np.zeros(seats.rows, dtype=np.int64)
+        self.read_R = np.zeros(seats.rows, dtype=np.int64)
 
     def admit(self, rows: list[int], tokens_RC: np.ndarray, lengths_R: np.ndarray) -> None: ...
 
     def keep(self, rows: list[int]) -> None:
-        self._read_R = self._read_R[rows]  # The target compacts the cache.
+        self.read_R = self.read_R[rows]  # The target compacts the cache.
 
     def propose(self, ask: Ask) -> Proposal:
-        self._read_R = ask.lengths_R - 1  # The target read all but the last token, whoever proposed it.
+        self.read_R = ask.lengths_R - 1  # The target read all but the last token, whoever proposed it.
         return super().propose(ask)
 
 

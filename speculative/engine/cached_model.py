@@ -12,7 +12,8 @@ import torch
 from transformers import PreTrainedModel
 
 from speculative.engine.cache import whole_steps
-from speculative.engine.calls import compiled_layers, direct_call, grouped_queries
+from speculative.engine.calls import compiled_layers, grouped_queries
+from speculative.engine.compiled.model import compiled_model
 from speculative.engine.memory import Memory, cache_entry, give_back, take
 from speculative.engine.models import (
     by_layer_kind,
@@ -24,7 +25,7 @@ from speculative.engine.models import (
     window_kinds,
 )
 from speculative.engine.recurrent_model import RecurrentModel
-from speculative.engine.runners import COMPILED_GRAPH, EAGER
+from speculative.engine.runners import COMPILED, COMPILED_GRAPH, EAGER
 from speculative.errors import TooLittleMemory
 from speculative.rules.tree import TokenTree
 
@@ -89,8 +90,7 @@ class CachedModel:
         self._hidden = torch.finfo(self._mask_dtype).min
         self._takes_logits_to_keep = takes_logits_to_keep(model)
         self._windows = window_kinds(model, name, capacity)
-        # An accelerator's calls are recorded, or wait for its kernels and not for Python.
-        self._direct = direct_call(model) if self._exact_prefix and self._windows == [None] else None
+        self.compiled = compiled_model(model, self.cache) if runner == COMPILED else None
         self._triangles: dict[tuple[int, int | None], torch.Tensor] = {}
 
     def feed(
@@ -106,6 +106,8 @@ class CachedModel:
         `starts_K` is on the host: nothing here asks the device. `rows`: only these take part; None = all, in order.
         `once`: a shape that will hardly come again, not worth a recording.
         """
+        if self.compiled is not None:
+            return self.compiled(ids_KQ, starts_K, logits_kept, rows)
         rows_count, query_length = ids_KQ.shape
         stop = int(starts_K.max()) + query_length
         shared = int(starts_K[0]) if rows_count == 1 or bool((starts_K == starts_K[0]).all()) else None
@@ -123,8 +125,7 @@ class CachedModel:
         positions_KQ = upload(starts_K[:, None] + np.arange(query_length), self.device)
         if self.runner.static and rows is None and not once:
             constants = (self.static_prefix(stop), logits_kept)
-            with grouped_queries(self.model, self.device):
-                return self.runner.run(self.feed_static, (ids_KQ, positions_KQ), constants)
+            return self.runner.run(self.feed_static, (ids_KQ, positions_KQ), constants)
         rows_K = None if rows is None else upload(np.array(rows), self.device)
         # A call that begins at position 0 attends to its own states and to nothing else: it is causal by itself.
         fresh = shared == 0
@@ -139,6 +140,8 @@ class CachedModel:
         Node n is written to slot start + n and stands at position start + depth(n); it sees the text before the root
         and its own ancestors. `commit_path` puts the accepted nodes where the text has them.
         """
+        if self.compiled is not None:
+            return self.compiled(ids_RN1, starts_R, tree.size + 1, tree=tree)
         starts_R1 = upload(starts_R, self.device).unsqueeze(1)
         nodes_N1 = self._positions_C[: tree.size + 1]
         shape = tree.on(self.device)
@@ -217,7 +220,7 @@ class CachedModel:
             positions_KQ = positions_KQ.clamp_max(self._last_position)
         keep = {"logits_to_keep": logits_kept} if self._takes_logits_to_keep else {}
 
-        def own() -> torch.Tensor:
+        with grouped_queries(self.model, self.device):
             logits: torch.Tensor = self.model(
                 input_ids=ids_KQ,
                 attention_mask=None if masks is None else by_layer_kind(masks),
@@ -227,14 +230,6 @@ class CachedModel:
                 **keep,
             ).logits
             return logits[:, -logits_kept:]
-
-        # A call that is compiled whole is traced inside the switch: see `feed`.
-        with nullcontext() if torch.compiler.is_compiling() else grouped_queries(self.model, self.device):
-            # Without a mask several queries are causal among themselves, each model in its own way.
-            if self._direct is None or (masks is None and ids_KQ.shape[1] > 1):
-                return own()
-            mask = None if masks is None else masks[0]
-            return self._direct.checked(own, ids_KQ, positions_KQ, mask, self.cache, logits_kept)
 
     def feed_static(self, ids_RQ: torch.Tensor, positions_RQ: torch.Tensor, prefix: int, kept: int) -> torch.Tensor:
         """Logits (R, kept, V): a call of all rows whose shapes and addresses depend on its arguments' shapes, `prefix` and

@@ -1,4 +1,4 @@
-"""How a model is called on a cache: its heads attended in groups, its layers called directly, or compiled one by one.
+"""How a model's own call runs on a cache: its heads attended in groups, its layers compiled one by one.
 
 Query heads that share a key/value head are attended as one, so that nothing is copied. Given a mask, transformers' function for
 scaled dot product attention copies the keys and values of the whole prefix once for every query head of a group. Here a group's
@@ -9,12 +9,8 @@ Not used, because nothing of them can be tried without a CUDA device: `torch.nn.
 a whole row) and `flex_attention` (a compiled kernel and a block mask per shape; without `torch.compile` it computes all
 scores). cuDNN makes a plan for every new shape: on CUDA it is left out.
 
-On a CPU a third of a small draft's step is what a causal LM of transformers wraps around its layers (masks that are given
-already, options read from a config, records of outputs nobody asked for): plain decoders have their layers called directly.
-
-Compiled layers: one compilation of a shape serves all layers, however many. Called like this on a CPU, every layer pays for the
-checks that find its compiled code (the embedded pair: 50 tokens a second of CPU time, 46 plain, 62 compiled whole). In a captured
-graph there are no checks, and a deep model compiled whole takes minutes.
+Compiled layers: one compilation of a shape serves all layers, however many. In a captured graph there are no checks for it, and a
+deep model compiled whole takes minutes. On a CPU plain decoders have code of their own (`engine/compiled`).
 
 Shapes: R rows, K rows of one call, V vocabulary, H query heads, N key/value heads, G = H / N, Q query tokens, P prefix, D head width.
 """
@@ -33,7 +29,6 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig, PreTrainedModel
-from transformers.cache_utils import Cache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
@@ -136,83 +131,6 @@ def _switchable(model: PreTrainedModel) -> list[PretrainedConfig]:
 def _asks_for_sdpa(module_name: str) -> bool:
     """Whether a model's code does something else under another name than `sdpa` (Falcon, Gemma 4)."""
     return ASKS_FOR_SDPA.search(inspect.getsource(sys.modules[module_name])) is not None
-
-
-# Embeddings, one rotary table, layers, norm, head and nothing else; others may look so and scale something in between.
-PLAIN_DECODERS = frozenset({"llama", "mistral", "qwen2", "qwen3"})
-
-# Whether a model's direct call gave the very logits of its own: asked once.
-_same: weakref.WeakKeyDictionary[PreTrainedModel, bool] = weakref.WeakKeyDictionary()
-
-
-class DirectCall:
-    """The forward of one of `PLAIN_DECODERS` on a cache and a mask that are ready."""
-
-    def __init__(self, model: PreTrainedModel):
-        body: Any = model.base_model
-        head: Any = model.lm_head
-        self._model, self._head = model, head
-        self._embed, self._rotary, self._norm = body.embed_tokens, body.rotary_emb, body.norm
-        self._layers = list(body.layers)[: body.config.num_hidden_layers]
-
-    def __call__(
-        self,
-        ids_KQ: torch.Tensor,
-        positions_KQ: torch.Tensor,
-        mask_K1QP: torch.Tensor | None,
-        cache: Cache,
-        logits_kept: int,
-    ) -> torch.Tensor:
-        """Logits (K, logits_kept, V). Without a mask a query sees the whole prefix: of a single one that is right."""
-        hidden = self._embed(ids_KQ)
-        angles = self._rotary(hidden, position_ids=positions_KQ)
-        for layer in self._layers:
-            hidden = layer(
-                hidden, attention_mask=mask_K1QP, position_embeddings=angles, position_ids=positions_KQ,
-                past_key_values=cache, use_cache=True,
-            )  # fmt: skip
-        logits: torch.Tensor = self._head(self._norm(hidden)[:, -logits_kept:])
-        return logits
-
-    def checked(self, own: Callable[[], torch.Tensor], *arguments: Any) -> torch.Tensor:
-        """The direct call's logits where it is known to give the bits of the model's own call, else the own call's.
-
-        The first time both are made; the own one last, so that what it writes is what the cache holds.
-        """
-        same = _same.get(self._model)
-        if same:
-            return self(*arguments)
-        if same is None:
-            try:
-                directly = self(*arguments)
-            except (
-                AttributeError,
-                IndexError,
-                TypeError,
-                ValueError,
-            ):  # Another release's layers may want something else.
-                directly = None
-            logits = own()
-            # NaN is the loop's to report, not a difference.
-            _same[self._model] = directly is not None and torch.equal(directly.nan_to_num(), logits.nan_to_num())
-            return logits
-        return own()
-
-
-def direct_call(model: PreTrainedModel) -> DirectCall | None:
-    """None for a model of another kind and one whose call somebody listens to or has replaced, as it is now."""
-    # A wrapper (peft's, a compiled model) has its model's config and does more than its model.
-    of_transformers = all(type(one).__module__.startswith("transformers.models.") for one in (model, model.base_model))
-    if not of_transformers or model.config.model_type not in PLAIN_DECODERS:
-        return None
-    touched = any(
-        "forward" in vars(one) or one._forward_hooks or one._forward_pre_hooks or one._compiled_call_impl is not None
-        for one in (model, model.base_model)
-    )
-    try:
-        return None if touched else DirectCall(model)
-    except AttributeError:  # Another release's names.
-        return None
 
 
 MOST_SHAPES = 256  # of all models of a process; Dynamo's own limit of 8 is met at once

@@ -24,7 +24,7 @@ from transformers.cache_utils import (
     LinearAttentionCacheLayerMixin,
 )
 
-from speculative.engine.runners import EAGER
+from speculative.engine.runners import UNRECORDED
 from speculative.errors import UserError
 
 
@@ -157,8 +157,17 @@ def devices_of(model: PreTrainedModel) -> list[torch.device]:
     return list(places) if len(places) > 1 else [model.device]
 
 
+_known_recurrent: weakref.WeakKeyDictionary[PreTrainedModel, bool] = weakref.WeakKeyDictionary()
+
+
 def is_recurrent(model: PreTrainedModel) -> bool:
     """Whether some layer keeps a state of the whole text (state space, linear attention, short convolution)."""
+    if model not in _known_recurrent:  # asking takes as long as a small model's step
+        _known_recurrent[model] = _is_recurrent(model)
+    return _known_recurrent[model]
+
+
+def _is_recurrent(model: PreTrainedModel) -> bool:
     config = model.config.get_text_config(decoder=True)
     if getattr(model, "_is_stateful", False):
         return True
@@ -216,7 +225,7 @@ def end_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
     return () if value is None else tuple(value) if isinstance(value, list) else (int(value),)
 
 
-def _all_modules(model: nn.Module) -> list[nn.Module]:
+def all_modules(model: nn.Module) -> list[nn.Module]:
     """`model.modules()` without its bookkeeping, which takes longer than a block of a small model."""
     found = [model]
     for module in found:
@@ -234,9 +243,11 @@ def without_autograd(runner: str, *models: PreTrainedModel | None) -> Callable[[
         type(parameter.data) is torch.Tensor
         for model in models
         if model is not None
-        for parameter in model.parameters()
+        for module in all_modules(model)
+        for parameter in module._parameters.values()
+        if parameter is not None
     )
-    return torch.inference_mode if runner == EAGER and plain else torch.no_grad
+    return torch.inference_mode if runner in UNRECORDED and plain else torch.no_grad
 
 
 @contextmanager
@@ -245,14 +256,16 @@ def in_eval_mode(*models: PreTrainedModel | None) -> Iterator[None]:
 
     Buffers that a forward refreshed in inference mode are ordinary tensors again at the end: training may follow.
     """
-    modes = [(module, module.training) for model in models if model is not None for module in _all_modules(model)]
-    for module, _ in modes:
+    modules = [module for model in models if model is not None for module in all_modules(model)]
+    training = [module for module in modules if module.training]
+    for module in training:
         module.training = False
     try:
         yield
     finally:
-        for module, was_training in modes:
-            module.training = was_training
+        for module in training:
+            module.training = True
+        for module in modules:
             for name, buffer in module._buffers.items():
                 if buffer is not None and buffer.is_inference():
                     module._buffers[name] = buffer.clone()

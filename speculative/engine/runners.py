@@ -1,4 +1,4 @@
-"""How a model call is run: as it is, compiled, or replayed from a CUDA graph. All three give the same tokens.
+"""How a model call is run: as it is, in compiled code, or replayed from a CUDA graph. All give the same tokens.
 
 A static runner gets a function and tensors whose shapes, with the given constants, decide everything the function does.
 """
@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from types import MethodType
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -18,7 +17,7 @@ EAGER, COMPILED, GRAPHED = "eager", "compile", "graph"
 RUNNERS = ("auto", EAGER, COMPILED, GRAPHED)
 COMPILED_GRAPH = "compiled graph"  # What `compile` is on CUDA: graphs of calls whose layers are compiled.
 RECORDED = (GRAPHED, COMPILED_GRAPH)
-RECOMPILE_LIMIT = 64  # One recording per (rows, tokens, prefix, logits kept); Dynamo's own limit of 8 is met at once.
+UNRECORDED = (EAGER, COMPILED)  # Any shapes, and rows that come and go.
 GRAPH_TOLERANCE = 0.05  # Relative to the largest logit: kernels may round differently under capture, faults do not.
 
 StepFunction = Callable[..., torch.Tensor]
@@ -41,31 +40,6 @@ class Runner:
         self, function: StepFunction, tensors: tuple[torch.Tensor, ...], constants: tuple[int, ...]
     ) -> torch.Tensor:
         return function(*tensors, *constants)
-
-
-class CompiledRunner(Runner):
-    """torch.compile of a method with fixed shapes: seconds of compilation per shape, then less Python and fused kernels.
-
-    What was compiled serves every later decode call of the process, and is found on disk by the next one.
-    """
-
-    static = True
-
-    def __init__(self) -> None:
-        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, RECOMPILE_LIMIT)
-        self._compiled: StepFunction | None = None
-        self._shapes: set[Any] = set()
-
-    def run(
-        self, function: StepFunction, tensors: tuple[torch.Tensor, ...], constants: tuple[int, ...]
-    ) -> torch.Tensor:
-        # Its owner is not kept: one that its runner refers to waits for the garbage collector, with its cache.
-        method = cast(MethodType, function)
-        if self._compiled is None:
-            self._compiled = torch.compile(method.__func__, dynamic=False)
-        self._shapes.add((tuple(tensor.shape for tensor in tensors), constants))
-        self.recordings = len(self._shapes)
-        return self._compiled(method.__self__, *tensors, *constants)
 
 
 class Recording(NamedTuple):
@@ -230,16 +204,16 @@ def make_runner(kind: str) -> Runner:
     """Of a kind that `resolve_runner` gave. Raises UserError for graphs without CUDA."""
     if kind == GRAPHED and not torch.cuda.is_available():
         raise UserError("runner = 'graph' needs a CUDA device: use 'eager' or 'compile'")
-    makers = {EAGER: Runner, COMPILED: CompiledRunner, GRAPHED: GraphRunner, COMPILED_GRAPH: GraphRunner}
+    makers = {EAGER: Runner, COMPILED: Runner, GRAPHED: GraphRunner, COMPILED_GRAPH: GraphRunner}
     return makers[kind]()
 
 
 def resolve_runner(kind: str, device: torch.device) -> str:
-    """`auto`: graphs on CUDA, the plain call elsewhere. `compile` is in a graph where there are graphs."""
+    """`auto`: graphs on CUDA, compiled code elsewhere. `compile` is in a graph where there are graphs."""
     if kind not in RUNNERS:
         raise UserError(f"runner = {kind!r}: must be one of {', '.join(RUNNERS)}")
     if kind == COMPILED and device.type == "cuda":
         return COMPILED_GRAPH
     if kind != "auto":
         return kind
-    return GRAPHED if device.type == "cuda" else EAGER
+    return GRAPHED if device.type == "cuda" else COMPILED

@@ -123,7 +123,7 @@ class SpoiledDrafter(ModelDrafter):
         positions_RG = torch.from_numpy(ask.lengths_R[:, None] + np.arange(ids_RG.shape[1])).to(ids_RG.device)
         wrong_RG = torch.where(ids_RG > 0, ids_RG - 1, ids_RG + 1)
         # The draft has read its own tokens and not the wrong ones: nothing behind the first of them is in its cache.
-        self._read_R = ask.lengths_R - 1
+        self.read_R = ask.lengths_R - 1
         return proposal._replace(ids_RG=torch.where(positions_RG % 3 == 0, wrong_RG, ids_RG))
 
 

@@ -109,7 +109,7 @@ def test_decoding_gives_the_text_of_transformers_and_leaves_the_model_alone(kind
     before = {name: dict(vars(module)) for name, module in target.named_modules()}
     prompts = prompts_of([9, 1, 23])
     settings = DecodeSettings(GREEDY, 3, "greedy", max_tokens=12)
-    responses, _ = decode(target, EarlyExit(target, 1), prompts, settings, batch_size=3)
+    responses, _ = decode(target, EarlyExit(target, 1), prompts, settings, batch_size=3, runner="eager")
     assert texts(responses) == generated(target, prompts, 12)
     assert {name: dict(vars(module)) for name, module in target.named_modules()} == before
     implementation = target.config._attn_implementation
@@ -168,6 +168,6 @@ def test_a_fresh_prompt_is_read_without_a_mask(monkeypatch):
     settings = DecodeSettings(GREEDY, 0, "greedy", max_tokens=8)
     monkeypatch.setattr(cached_model, "PREFILL_TOKENS", 16)
     prompts = prompts_of([31])
-    responses, _ = decode(target, None, prompts, settings)
+    responses, _ = decode(target, None, prompts, settings, runner="eager")
     assert texts(responses) == generated(target, prompts, 8)
     assert masked[:3] == [False, True, False]  # 16 tokens, the other 14, then one that sees all

@@ -166,7 +166,7 @@ def test_inference_mode_is_left_to_plain_calls_of_plain_weights():
 
     model = tiny_model()
     assert without_autograd("eager", model, None) is torch.inference_mode
-    assert without_autograd("compile", model) is torch.no_grad
+    assert without_autograd("graph", model) is torch.no_grad
     assert without_autograd("graph", model) is torch.no_grad
     embedding = model.get_input_embeddings()
     embedding.weight = torch.nn.Parameter(embedding.weight.detach().as_subclass(Packed), requires_grad=False)

@@ -87,7 +87,7 @@ def too_much(extra):
 
 
 @pytest.mark.parametrize("seed", [0, 7])
-def test_five_points_too_much_acceptance_are_seen_with_twelve_thousand_tokens(monkeypatch, seed):
+def test_five_points_too_much_acceptance_are_seen_with_twelve_thousand_tokens(monkeypatch, blocks_in_python, seed):
     monkeypatch.setattr(decision, "verify", too_much(0.05))
     found = losslessness(TARGET, DRAFTER, PROMPTS, replace(SAMPLED, seed=seed), **MANY)
     assert found.failed
@@ -98,20 +98,20 @@ def test_five_points_too_much_acceptance_are_seen_with_twelve_thousand_tokens(mo
     assert "tokens and the target's probabilities" in found.sentence
 
 
-def test_twenty_points_are_seen_by_the_two_sample_test_alone(monkeypatch):
+def test_twenty_points_are_seen_by_the_two_sample_test_alone(monkeypatch, blocks_in_python):
     monkeypatch.setattr(decision, "verify", too_much(0.2))
     found = losslessness(TARGET, DRAFTER, PROMPTS, SAMPLED, **MANY)
     assert found.sampled.permutation.p_value == 1 / 4000
     assert "texts sampled with and without the draft" in found.sentence
 
 
-def test_a_correction_drawn_from_the_target_itself_is_seen(monkeypatch):
+def test_a_correction_drawn_from_the_target_itself_is_seen(monkeypatch, blocks_in_python):
     monkeypatch.setattr(verify_module, "residual_probs", lambda target, draft: target)
     found = losslessness(TARGET, DRAFTER, PROMPTS, SAMPLED, **FEW, control=False)
     assert EVERY_TOKEN in found.sampled.failed
 
 
-def test_greedy_text_that_differs_fails_with_a_line_that_says_where(monkeypatch):
+def test_greedy_text_that_differs_fails_with_a_line_that_says_where(monkeypatch, blocks_in_python):
     verify_greedy = decision.verify_greedy
 
     def generous(target_ids, draft_ids, drafted):

@@ -110,7 +110,7 @@ def test_self_checks_pass_on_a_sound_judge(dtype, sampling):
         assert found["alpha_live"] == 1.0
 
 
-def test_self_checks_catch_a_rule_that_accepts_too_much(monkeypatch):
+def test_self_checks_catch_a_rule_that_accepts_too_much(monkeypatch, blocks_in_python):
     verify_greedy = loop_module.verify_greedy
 
     def generous(target_ids, draft_ids, drafted):

@@ -74,7 +74,7 @@ def test_noise_is_what_the_shape_of_a_call_changes(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize(("overlap", "said"), [(0.2, 1), (0.05, 1), (0.01, None)])
 def test_beyond_the_noise_is_a_warning_and_beyond_three_times_a_stop(
-    overlap: float, said: int | None, monkeypatch: pytest.MonkeyPatch
+    overlap: float, said: int | None, monkeypatch: pytest.MonkeyPatch, blocks_in_python: None
 ) -> None:
     """A rule that thinks the target a tenth less likely rejects about a tenth of its own tokens."""
     verify = decision.verify

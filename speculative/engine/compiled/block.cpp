@@ -1,0 +1,214 @@
+// A block of speculative decoding without Python in it: the draft's steps, the target's call, the rule, the commit.
+//
+// R rows of the batch, K of them active, G drafted tokens, G1 = G + 1, C columns of the token buffer, L response positions,
+// V vocabulary.
+
+#include "rules.h"
+#include "step.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <cstring>
+#include <vector>
+
+constexpr long CATCH_UP = 64;  // tokens of a call in which the draft reads what it has not read yet
+enum Proposer : int64_t { NOBODY, MODEL, GIVEN };
+enum Column : long { DRAFT, COIN, RESIDUAL, COLUMNS };  // of the uniforms of a place
+
+struct Block {
+    int64_t rows, gamma, proposer, greedy_target, greedy_draft, threads, columns, vocabulary, positions;
+    const Model *target, *draft;
+    const Layer *target_layers, *draft_layers;
+    const int64_t *seats;                     // (K) rows that are active
+    int64_t *tokens, *lengths, *read;         // (R, C); (R); (R): read by the draft
+    const int64_t *prompt_lengths;            // (R)
+    const double *uniforms;                   // (R, L, 3), or null
+    const int64_t *given_ids, *given_counts;  // (R, G); (R), or null for all
+    const float *given_probs;                 // (R, G, V), or null for one-hot
+    // What comes back, by row; only those of active rows are written.
+    int64_t *accepted, *drafted, *ids;                  // (R); (R, G); (R, G1): the accepted ones and the target's own
+    double *log_probs, *overlap, *peaks, *draft_peaks;  // (R, G1); (R); (R); (R): the last two NaN or infinite with a logit
+    double *seconds;                                    // draft, verify, accept
+    Sampling sampling;
+};
+
+static thread_local Scratch memory_of_target_logits, memory_of_draft_logits, memory_of_draft_probs;
+
+struct Work : Block {  // a block with what it works on: (K, G1, V), (K, V), (K, G, V)
+    float *target_logits, *draft_logits, *draft_probs;
+    explicit Work(const Block &block) : Block(block) {
+        bool drafts = proposer == MODEL;
+        target_logits = memory_of_target_logits.of(rows * (gamma + 1) * vocabulary);
+        draft_logits = memory_of_draft_logits.of(drafts ? rows * vocabulary : 0);
+        draft_probs = memory_of_draft_probs.of(drafts && !greedy_draft ? rows * gamma * vocabulary : 0);
+    }
+};
+
+static void forward(const Work &b, const Model *model, const Layer *layers, long queries, long kept, const std::vector<int64_t> &ids,
+                    const std::vector<int64_t> &starts, const int64_t *columns, float *logits) {
+    Call call{b.rows, queries, kept, b.threads, ids.data(), starts.data(), b.seats, nullptr, nullptr, logits, columns};
+    run(model, layers, &call);
+}
+
+// What of the text the draft has not read yet, up to the last token; logits behind that, one a row.
+static void catch_up(const Work &b) {
+    for (long k = 0; k < b.rows; k++) {  // what was drafted and thrown away is forgotten
+        long row = b.seats[k];
+        b.read[row] = std::min(b.read[row], b.lengths[row] - 1);
+    }
+    for (bool last = false; !last;) {
+        long missing = 1;
+        for (long k = 0; k < b.rows; k++) missing = std::max<long>(missing, b.lengths[b.seats[k]] - b.read[b.seats[k]]);
+        long width = std::min(missing, CATCH_UP);
+        last = missing == width;
+        std::vector<int64_t> ids(b.rows * width), starts(b.rows), columns(b.rows);
+        for (long k = 0; k < b.rows; k++) {
+            // A row that misses less reads some tokens again; a shorter one reads what stands behind its end.
+            long row = b.seats[k], end = last ? b.lengths[row] : std::min(b.read[row] + width, b.lengths[row]);
+            starts[k] = std::max(0L, end - width);
+            columns[k] = end - 1 - starts[k];
+            std::copy_n(b.tokens + row * b.columns + starts[k], width, ids.begin() + k * width);
+            b.read[row] = end;
+        }
+        forward(b, b.draft, b.draft_layers, width, 1, ids, starts, columns.data(), b.draft_logits);
+    }
+}
+
+static const double *uniforms_of(const Work &b, long row, long place) {
+    return b.uniforms + (row * b.positions + b.lengths[row] - b.prompt_lengths[row] + place) * COLUMNS;
+}
+
+// From the draft's logits to its token at a place of every row.
+static void choose(const Work &b, long place) {
+#pragma omp parallel for num_threads(b.threads) if (b.threads > 1 && b.rows > 1)
+    for (long k = 0; k < b.rows; k++) {
+        long row = b.seats[k], V = b.vocabulary;
+        const float *logits = b.draft_logits + k * V;
+        double peak;
+        long id;
+        if (b.greedy_draft) id = most_likely(logits, V, peak);
+        else {
+            float *probs = b.draft_probs + (k * b.gamma + place) * V;
+            probabilities(logits, V, b.sampling, probs);
+            id = draw(probs, V, uniforms_of(b, row, place)[DRAFT]);
+            peak = probs[0];
+        }
+        b.drafted[row * b.gamma + place] = id;
+        b.draft_peaks[row] += peak;
+    }
+}
+
+static void propose(const Work &b) {
+    for (long k = 0; k < b.rows; k++) b.draft_peaks[b.seats[k]] = 0.0;
+    if (b.proposer == GIVEN)
+        for (long k = 0; k < b.rows; k++)
+            std::copy_n(b.given_ids + b.seats[k] * b.gamma, b.gamma, b.drafted + b.seats[k] * b.gamma);
+    if (b.proposer != MODEL) return;
+    catch_up(b);
+    choose(b, 0);
+    std::vector<int64_t> ids(b.rows), starts(b.rows);
+    for (long place = 1; place < b.gamma; place++) {
+        for (long k = 0; k < b.rows; k++) {
+            long row = b.seats[k];
+            ids[k] = b.drafted[row * b.gamma + place - 1];
+            starts[k] = b.lengths[row] + place - 1;
+            b.read[row] = starts[k] + 1;
+        }
+        forward(b, b.draft, b.draft_layers, 1, 1, ids, starts, nullptr, b.draft_logits);
+        choose(b, place);
+    }
+}
+
+// Greedy rules: the drafted tokens that are the target's own choice, then that choice.
+static long accept_greedy(const Work &b, long row, const float *logits, long count, long &next) {
+    for (long place = 0;; place++) {
+        double peak;
+        next = most_likely(logits + place * b.vocabulary, b.vocabulary, peak);
+        b.peaks[row] += peak;
+        if (place == count || b.drafted[row * b.gamma + place] != next) return place;
+    }
+}
+
+// Speculative sampling (2211.17192, Algorithm 1), place by place: no probability is computed behind the first rejection.
+static long accept_sampled(const Work &b, long row, long k, float *logits, long count, long &next) {
+    long V = b.vocabulary;
+    const float *draft = b.proposer == MODEL ? b.draft_probs + k * b.gamma * V : b.given_probs + row * b.gamma * V;
+    bool one_hot = b.greedy_draft || (b.proposer == GIVEN && !b.given_probs);
+    for (long place = 0;; place++) {
+        float *target = logits + place * V;
+        const float *own = draft + place * V;
+        probabilities(target, V, b.sampling, target);
+        b.peaks[row] += target[0];
+        long id = place < count ? b.drafted[row * b.gamma + place] : 0;
+        const double *uniforms = uniforms_of(b, row, place);
+        if (place < count) {
+            double target_prob = target[id], draft_prob = one_hot ? 1.0 : own[id];
+            b.overlap[row] += one_hot ? target[id] : overlap(target, own, V);
+            if (uniforms[COIN] * draft_prob < target_prob) {
+                b.log_probs[row * (b.gamma + 1) + place] = std::log(target_prob);
+                continue;
+            }
+        }
+        std::vector<float> residual(target, target + V);
+        if (place < count) {
+            bool left = false;
+            for (long v = 0; v < V; v++) {
+                residual[v] = one_hot ? (v == id ? 0.0f : target[v]) : std::max(target[v] - own[v], 0.0f);
+                left = left || residual[v] > 0.0f;
+            }
+            // Where nothing is left a rejection has probability 0 in exact arithmetic: the target's own row stands in.
+            if (!left) residual.assign(target, target + V);
+        }
+        next = draw(residual.data(), V, uniforms[RESIDUAL]);
+        b.log_probs[row * (b.gamma + 1) + place] = std::log((double)target[next]);
+        return place;
+    }
+}
+
+static void verify(const Work &b) {
+#pragma omp parallel for num_threads(b.threads) if (b.threads > 1 && b.rows > 1)
+    for (long k = 0; k < b.rows; k++) {
+        long row = b.seats[k], width = b.gamma + 1, next = 0;
+        long count = b.given_counts && b.proposer == GIVEN ? b.given_counts[row] : b.gamma;
+        float *logits = b.target_logits + k * width * b.vocabulary;
+        b.peaks[row] = b.overlap[row] = 0.0;
+        long accepted = b.greedy_target ? accept_greedy(b, row, logits, count, next) : accept_sampled(b, row, k, logits, count, next);
+        if (b.greedy_target) b.overlap[row] = accepted;  // one-hot rows overlap exactly where they are accepted
+        int64_t *ids = b.ids + row * width;
+        std::copy_n(b.drafted + row * b.gamma, b.gamma, ids);
+        ids[accepted] = next;
+        std::copy_n(ids, accepted + 1, b.tokens + row * b.columns + b.lengths[row]);
+        b.accepted[row] = accepted;
+        b.lengths[row] += accepted + 1;
+    }
+}
+
+extern "C" void run_block(const Block *block) {
+    const Work b(*block);
+    auto now = [] { return std::chrono::steady_clock::now(); };
+    auto since = [&](auto began) { return std::chrono::duration<double>(now() - began).count(); };
+    auto began = now();
+    propose(b);
+    b.seconds[0] = since(began);
+    began = now();
+    long width = b.gamma + 1;
+    std::vector<int64_t> ids(b.rows * width), starts(b.rows);
+    for (long k = 0; k < b.rows; k++) {
+        long row = b.seats[k];
+        starts[k] = b.lengths[row] - 1;
+        ids[k * width] = b.tokens[row * b.columns + starts[k]];
+        std::copy_n(b.drafted + row * b.gamma, b.gamma, ids.begin() + k * width + 1);
+    }
+    forward(b, b.target, b.target_layers, width, width, ids, starts, nullptr, b.target_logits);
+    b.seconds[1] = since(began);
+    began = now();
+    verify(b);
+    b.seconds[2] = since(began);
+}
+
+// What this thread keeps for its next call.
+extern "C" void forget_all() {
+    memory_of_target_logits.forget(), memory_of_draft_logits.forget(), memory_of_draft_probs.forget();
+    forget();
+}

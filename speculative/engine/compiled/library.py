@@ -1,0 +1,132 @@
+"""The C++ beside this file as a shared library: built with the machine's own C++ compiler when it is first needed, then kept on disk.
+
+One library serves all models, shapes and dtypes, so there is one build of a few seconds for a machine and a version of this code.
+It lies in `$XDG_CACHE_HOME/understudy` (`~/.cache/understudy`), beside its checksum: what is damaged is built again.
+"""
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+
+SOURCES = tuple(Path(__file__).with_name(f"{name}.cpp") for name in ("step", "rules", "block"))
+HEADERS = tuple(Path(__file__).with_name(f"{name}.h") for name in ("vector", "step", "rules"))
+FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fPIC", "-shared", "-Wno-psabi")
+BUILD_SECONDS = 120
+MOST_KEPT = 8  # of other versions and processors, 0.1 MB each
+
+
+class NoLibrary(Exception):
+    """Why there is no compiled code here, in a line."""
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """The library; None, after one warning, where it cannot be built or loaded: models are then called as they are."""
+    try:
+        return _typed(ctypes.CDLL(str(_kept_library())))
+    except (NoLibrary, OSError) as error:
+        warnings.warn(f"models run without compiled code, about three times as slow: {error}", stacklevel=2)
+        return None
+
+
+def _typed(loaded: ctypes.CDLL) -> ctypes.CDLL:
+    loaded.run.restype = loaded.run_block.restype = loaded.forget_all.restype = None
+    loaded.run.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p]
+    loaded.run_block.argtypes = [ctypes.c_void_p]
+    return loaded
+
+
+def _kept_library() -> Path:
+    compiler = _compiler()
+    folder = _folder()
+    path = folder / f"step-{_key(compiler)}.so"
+    if not _is_whole(path):
+        _build(compiler, path)
+        _forget_old(folder)
+    return path
+
+
+def _compiler() -> str:
+    asked = os.environ.get("CXX")
+    found = shutil.which(asked) if asked else shutil.which("g++") or shutil.which("clang++") or shutil.which("c++")
+    if found is None:
+        raise NoLibrary(f"no C++ compiler ({asked or 'g++, clang++'}) is installed here")
+    return found
+
+
+def _folder() -> Path:
+    """Nobody else's: what lies there is run."""
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    folder = Path(base).expanduser() / "understudy"
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    if hasattr(os, "getuid"):
+        state = folder.stat()
+        if state.st_uid != os.getuid() or state.st_mode & 0o022:
+            raise NoLibrary(f"{folder} belongs to somebody else, or others may write to it: set XDG_CACHE_HOME")
+    return folder
+
+
+def _key(compiler: str) -> str:
+    """Of everything that decides what is built: source, flags, compiler, processor."""
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=BUILD_SECONDS).stdout
+    cpuinfo = Path("/proc/cpuinfo")
+    processor = platform.processor() + platform.machine()
+    if cpuinfo.exists():
+        lines = cpuinfo.read_text().splitlines()
+        processor += str(sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))}))
+    code = [path.read_text(encoding="utf-8") for path in (*SOURCES, *HEADERS)]
+    parts = (*code, str(FLAGS), version, processor)
+    return hashlib.blake2b("\0".join(parts).encode(), digest_size=12).hexdigest()
+
+
+def _checksum_of(path: Path) -> Path:
+    return path.with_suffix(".checksum")
+
+
+def _is_whole(path: Path) -> bool:
+    """Loading a file that was cut short would end the process."""
+    try:
+        told = _checksum_of(path).read_text().strip()
+        return told == hashlib.blake2b(path.read_bytes()).hexdigest()
+    except (OSError, UnicodeDecodeError):
+        return False
+
+
+def _build(compiler: str, path: Path) -> None:
+    """Under a temporary name, then renamed: processes that build at the same time replace each other's equal files."""
+    print("understudy: compiling the CPU code of models, once for this machine (some seconds)", file=sys.stderr)
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix="building-") as folder:
+        built = Path(folder) / path.name
+        said = ""
+        for threads in (("-fopenmp",), ()):  # some compilers come without OpenMP: one thread then
+            command = [compiler, *FLAGS, *threads, *map(str, SOURCES), "-o", str(built)]
+            try:
+                done = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_SECONDS)
+            except subprocess.TimeoutExpired as error:
+                raise NoLibrary(f"{compiler} did not end within {BUILD_SECONDS} s") from error
+            if done.returncode == 0:
+                break
+            errors = [line for line in done.stderr.splitlines() if "error" in line]
+            said = said or next(iter(errors), f"status {done.returncode}")
+        else:
+            raise NoLibrary(f"{compiler} failed: {said}")
+        checksum = Path(folder) / "checksum"
+        checksum.write_text(hashlib.blake2b(built.read_bytes()).hexdigest())
+        built.replace(path)
+        checksum.replace(_checksum_of(path))
+
+
+def _forget_old(folder: Path) -> None:
+    """A process that has loaded one keeps it."""
+    kept = sorted(folder.glob("step-*.so"), key=lambda path: path.stat().st_mtime, reverse=True)
+    for path in kept[MOST_KEPT:]:
+        path.unlink(missing_ok=True)
+        _checksum_of(path).unlink(missing_ok=True)

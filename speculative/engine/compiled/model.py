@@ -1,0 +1,270 @@
+"""A plain decoder called by `step.cpp`: which models it serves, and what it is handed of a model, a cache and a call.
+
+Shapes: R rows, K rows of one call (all, or a few), Q query tokens, N1 nodes of a token tree with its root, C capacity, D head
+width, V vocabulary.
+"""
+
+import ctypes
+import struct
+import warnings
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from speculative.engine.cache import RaggedCache, RaggedLayer
+from speculative.engine.compiled.library import library
+from speculative.engine.models import all_modules, attention_windows, max_positions, vocab_rows
+from speculative.rules.tree import TokenTree
+
+# Embedding, one rotary table, layers, norm, head and nothing else; others may look so and scale something in between.
+PLAIN_DECODERS = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
+FEWEST_OUTPUTS = 4  # of a matrix, as a tile has them
+# Logits may differ by so much of the largest one. With other weights than float32 the model's own call rounds activations, too.
+TOLERANCE, ROUNDED_TOLERANCE = 1e-3, 0.1
+
+# Whether a model's compiled call agreed with its own: asked once.
+_agrees: weakref.WeakKeyDictionary[PreTrainedModel, bool] = weakref.WeakKeyDictionary()
+
+
+class Unfit(Exception):
+    """The model has something that `step.cpp` does not compute."""
+
+
+def compiled_model(model: PreTrainedModel, cache: RaggedCache) -> "CompiledModel | None":
+    """None where the model is called as it is: nothing compiled here, another kind of model, or one that does not agree."""
+    loaded = library() if serves(model) else None
+    if loaded is None:
+        return None
+    try:
+        return CompiledModel(loaded, model, cache) if _checked(loaded, model) else None
+    except (Unfit, AttributeError):  # the latter: another release's names
+        return None
+
+
+def serves(model: PreTrainedModel) -> bool:
+    """Whether the model looks like one of these, and nobody listens to a call of its parts or has replaced one."""
+    # A wrapper (peft's, a compiled model) has its model's config and does more than its model.
+    of_transformers = all(type(one).__module__.startswith("transformers.models.") for one in (model, model.base_model))
+    if not of_transformers or model.config.model_type not in PLAIN_DECODERS or model.device.type != "cpu":
+        return False
+    return not torch.is_autocast_enabled("cpu") and not any(
+        "forward" in vars(one) or one._forward_hooks or one._forward_pre_hooks or one._compiled_call_impl is not None
+        for one in all_modules(model)
+    )
+
+
+def _checked(loaded: ctypes.CDLL, model: PreTrainedModel) -> bool:
+    """Whether the compiled code gives this model's own logits: it is tried on a few tokens the first time it is met."""
+    if model not in _agrees:
+        tokens = 6
+        ids = torch.arange(1, 2 * tokens + 1).remainder(vocab_rows(model)).view(2, tokens)
+        cache = RaggedCache(model.config.num_hidden_layers, rows=2, capacity=tokens)
+        with torch.no_grad():
+            own = model(input_ids=ids, use_cache=False).logits.float()
+            compiled = CompiledModel(loaded, model, cache)
+            starts = np.zeros(2, dtype=np.int64)
+            found = torch.cat((compiled(ids[:, :4], starts, 4), compiled(ids[:, 4:], starts + 4, tokens - 4)), 1)
+        # What is broken in the model's own logits (NaN) is the loop's to report, not a difference.
+        difference = (found - own).nan_to_num().abs().max()
+        exact = all(weight.dtype == torch.float32 for weight in model.parameters())
+        tolerance = (TOLERANCE if exact else ROUNDED_TOLERANCE) * own.nan_to_num().abs().max()
+        _agrees[model] = bool(difference <= tolerance)
+        if not _agrees[model]:
+            warnings.warn(
+                f"compiled code gives {type(model).__name__} other logits, {difference:.2g} apart: it runs as it is",
+                stacklevel=2,
+            )
+    return _agrees[model]
+
+
+class _Weights:
+    """A model's sizes and the addresses of its weights. `copied`: some are kept in another dtype than the model's own."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        """Raises Unfit for a part that is not computed like that."""
+        body: Any = model.base_model
+        layers = list(body.layers)[: model.config.num_hidden_layers]
+        attention, dtype = layers[0].self_attn, model.dtype
+        self.copied = False
+        self._alive: list[torch.Tensor] = []  # what only addresses refer to
+        self.head_width, self.dtype, self.vocab = attention.head_dim, dtype, _outputs(model.lm_head)
+        self.kv_heads = _outputs(attention.k_proj) // self.head_width
+        if model.config.hidden_act not in ("silu", "swish") or self.head_width % 2 or dtype not in KINDS:
+            raise Unfit(f"{model.config.hidden_act}, heads of {self.head_width}, {dtype}")
+        self.sizes = (
+            len(layers), model.config.hidden_size, _outputs(attention.q_proj) // self.head_width, self.kv_heads,
+            self.head_width, _outputs(layers[0].mlp.gate_proj),
+        )  # fmt: skip
+        self.rest = (
+            *self._matrix(model.get_input_embeddings()), *self._matrix(model.lm_head), self._floats(body.norm.weight),
+            bits_of(body.norm.variance_epsilon), bits_of(attention.scaling),
+        )  # fmt: skip
+        windows = attention_windows(model)
+        rows = [[*self._layer(layer), 0, 0, window or 0] for layer, window in zip(layers, windows, strict=True)]
+        self.layers = np.array(rows, dtype=np.int64)
+
+    def _layer(self, layer: Any) -> list[int]:
+        attention, mlp = layer.self_attn, layer.mlp
+        norms = (
+            layer.input_layernorm, layer.post_attention_layernorm, getattr(attention, "q_norm", None),
+            getattr(attention, "k_norm", None),
+        )  # fmt: skip
+        matrices = (
+            attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj,
+            mlp.gate_proj, mlp.up_proj, mlp.down_proj,
+        )  # fmt: skip
+        return [
+            *(0 if norm is None else self._floats(norm.weight) for norm in norms),
+            *(number for matrix in matrices for number in self._matrix(matrix)),
+        ]
+
+    def _matrix(self, module: nn.Module) -> list[int]:
+        """weight, scale, bias, kind, outputs."""
+        values, scale_N = _stored(module)
+        if type(values) is not torch.Tensor or values.dtype not in KINDS or len(values) < FEWEST_OUTPUTS:
+            raise Unfit(f"a matrix of {type(values).__name__}, {values.dtype}")
+        bias = getattr(module, "bias", None)
+        return [
+            self._at(values.contiguous()), 0 if scale_N is None else self._floats(scale_N),
+            0 if bias is None else self._floats(bias), KINDS[values.dtype], len(values),
+        ]  # fmt: skip
+
+    def _floats(self, tensor: torch.Tensor) -> int:
+        floats = tensor.detach().float().contiguous()
+        self.copied = self.copied or floats.data_ptr() != tensor.data_ptr()
+        return self._at(floats)
+
+    def _at(self, tensor: torch.Tensor) -> int:
+        self._alive.append(tensor)
+        return tensor.data_ptr()
+
+
+# Of models all of whose weights are read where they are, with where that is: for a small model, asking takes longer than a step.
+_known_weights: weakref.WeakKeyDictionary[PreTrainedModel, tuple[tuple[int, ...], _Weights]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def _weights_of(model: PreTrainedModel) -> _Weights:
+    modules = all_modules(model)
+    places = tuple(
+        weight.data_ptr() for one in modules for weight in one._parameters.values() if type(weight) is nn.Parameter
+    )
+    known = _known_weights.get(model)
+    if known is not None and known[0] == places:
+        return known[1]
+    weights = _Weights(model)
+    if not weights.copied:
+        _known_weights[model] = places, weights
+    return weights
+
+
+class CompiledModel:
+    """A model's weights and a cache's buffers by address. Made anew for each decode call: weights may have moved.
+
+    Logits are float32, as activations are between weights of any dtype.
+    """
+
+    def __init__(self, loaded: ctypes.CDLL, model: PreTrainedModel, cache: RaggedCache):
+        """Raises Unfit for a part that is not computed like that."""
+        weights = self._weights = _weights_of(model)
+        self.library, self._cache, self.vocab = loaded, cache, weights.vocab
+        self._layers, self._known_keys = weights.layers.copy(), torch.empty(0)
+        assert isinstance(cache.layers[0], RaggedLayer)
+        self._first_layer: Any = cache.layers[0]
+        capacity = cache.place.capacity
+        positions = min(capacity, max_positions(model.config) or capacity)
+        places = torch.arange(positions).unsqueeze(0)
+        body: Any = model.base_model
+        angles = [angle[0] for angle in body.rotary_emb(torch.zeros(1), position_ids=places)]
+        if angles[0].shape[-1] != weights.head_width:
+            raise Unfit("a part of a head is rotated")
+        self._angles = [angle.detach().float().contiguous() for angle in angles]
+        self._model = np.array(
+            [
+                *weights.sizes, capacity, KINDS[weights.dtype], positions, *(angle.data_ptr() for angle in self._angles),
+                *weights.rest,
+            ],
+            dtype=np.int64,
+        )  # fmt: skip
+        for layer in cache.layers[: len(self._layers)]:
+            assert isinstance(layer, RaggedLayer)
+            if not layer.is_initialized:
+                empty = torch.zeros((0, weights.kv_heads, 0, weights.head_width), dtype=weights.dtype)
+                layer.lazy_initialization(empty, empty)
+        self._address = address_of(self._model)
+
+    def __call__(
+        self,
+        ids_KQ: torch.Tensor,
+        starts_K: np.ndarray,
+        logits_kept: int,
+        rows: Sequence[int] | None = None,
+        tree: TokenTree | None = None,
+    ) -> torch.Tensor:
+        """Logits (K, logits_kept, V) after the last of Q tokens, written from each row's start on; with a tree, after its nodes."""
+        rows_count, queries = ids_KQ.shape
+        assert logits_kept <= queries
+        assert int(starts_K.max()) + queries <= self._cache.place.capacity
+        logits = torch.empty((rows_count, logits_kept, self.vocab))
+        ids_KQ, starts_K = ids_KQ.contiguous(), np.ascontiguousarray(starts_K, dtype=np.int64)
+        rows_K = None if rows is None else np.array(rows, dtype=np.int64)
+        depths, sees = (None, None) if tree is None else _tree(tree)
+        call = np.array(
+            [
+                rows_count, queries, logits_kept, torch.get_num_threads(), ids_KQ.data_ptr(),
+                *map(address_of, (starts_K, rows_K, depths, sees)), logits.data_ptr(), 0,
+            ],
+            dtype=np.int64,
+        )  # fmt: skip
+        self.library.run(*self.addresses(), address_of(call))
+        return logits
+
+    def addresses(self) -> tuple[int, int]:
+        """Of the model and of its layers, for compiled code."""
+        first = self._first_layer.keys
+        if first is not self._known_keys:  # compacted, by this call's owner or by who shares the cache
+            for numbers, (keys, values) in zip(self._layers, self._cache.by_layer, strict=False):
+                numbers[-3:-1] = keys.data_ptr(), values.data_ptr()
+            self._known_keys, self._layers_address = first, address_of(self._layers)
+        return self._address, self._layers_address
+
+
+def _stored(module: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """A matrix's numbers, and the scale of each output of 8-bit ones: torchao's, or a module's that keeps `values` and `scale`."""
+    if hasattr(module, "values"):
+        return module.values.detach(), module.scale
+    weight = module.weight.detach()
+    if not hasattr(weight, "qdata"):
+        return weight, None
+    # Activations in 8 bits, and scales of parts of a row, are another computation.
+    whole_rows = list(weight.block_size) == [1, weight.shape[1]] and weight.scale.numel() == weight.shape[0]
+    if weight.act_quant_kwargs is not None or not whole_rows or bool(weight.zero_point.any()):
+        raise Unfit("8-bit weights of another scheme")
+    return weight.qdata, weight.scale.view(-1)
+
+
+def _outputs(module: Any) -> int:
+    return len(_stored(module)[0])
+
+
+def _tree(tree: TokenTree) -> tuple[np.ndarray, np.ndarray]:
+    """Depth of each node, and which nodes it sees: (N1), (N1, N1)."""
+    shape = tree.on(torch.device("cpu"))
+    return shape.depths_N1.numpy(), shape.ancestors_N1N1.numpy()
+
+
+def address_of(array: np.ndarray | None) -> int:
+    """Of its first number; 0, which is null in compiled code, for None."""
+    return 0 if array is None else array.ctypes.data
+
+
+def bits_of(number: float) -> int:
+    """A float64 as the whole number of the same bits."""
+    return int(struct.unpack("q", struct.pack("d", number))[0])

@@ -1,0 +1,426 @@
+// One call of a plain decoder (Llama, Mistral, Qwen 2 and 3) on a cache of keys and values: embedding, layers, norm, head.
+//
+// Nothing is repacked: weights are read where torch keeps them, each once for all tokens of a call. A sum runs in one order,
+// however many tokens, rows and threads a call has. So a token's logits have the same bits whether it is decoded alone or
+// checked as one of a block.
+//
+// K rows of a call, Q tokens of each, M = K * Q tokens, H heads, N key/value heads, G = H / N, D head width, C capacity,
+// P positions read.
+
+#include "step.h"
+#include "vector.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <sched.h>
+#include <type_traits>
+#include <vector>
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+
+constexpr long OUTPUTS = 4;     // of one tile of a product
+constexpr long TOKENS = 3;      // of one tile: 12 sums, which the 16 registers of AVX2 hold beside what they are made of
+constexpr long QUERIES = 16;    // tokens whose attention is computed together
+constexpr long RESIDENT = 24 * 1024;  // numbers of the activations that stay in the second cache while weights pass
+
+struct Share {  // of `total` things, in whole steps, what one thread does
+    long begin, end;
+    Share(long total, long step, long thread, long threads) {
+        long steps = (total + step - 1) / step;
+        begin = std::min(total, steps * thread / threads * step);
+        end = std::min(total, steps * (thread + 1) / threads * step);
+    }
+};
+
+// The numbers as float32, in memory that the next call of this thread takes again.
+template <class T> const float *unpacked(const T *from, long count) {
+    static thread_local Scratch memory;
+    float *to = memory.of(count);
+    long i = 0;
+    for (; i + W <= count; i += W) {
+        __builtin_prefetch(from + 2 * count + i, 0, 2);
+        store(to + i, load(from + i));
+    }
+    for (; i < count; i++) to[i] = number(from[i]);
+    return to;
+}
+
+// Where the threads of a call wait for one another. OpenMP's own barrier spins on, which on a busy machine keeps the very thread
+// that is waited for from its core: a hundred times slower there.
+class Meeting {
+    std::atomic<long> arrived{0}, round{0};
+
+  public:
+    void wait(long threads) {
+        if (threads == 1) return;
+        long own = round.load();
+        if (arrived.fetch_add(1) + 1 == threads) {
+            arrived.store(0);
+            round.fetch_add(1);
+            return;
+        }
+        for (long spins = 0; round.load(std::memory_order_acquire) == own; spins++)
+            if (spins > 2000) sched_yield();
+    }
+};
+
+// Sums of four vectors, each over its lanes, and all in the same order.
+inline four sums_of(const vec (&v)[4]) {
+    four part[4];
+    for (int i = 0; i < 4; i++) {
+        float lanes[W];
+        store(lanes, v[i]);
+        part[i] = *reinterpret_cast<four *>(lanes);
+        for (long from = 4; from < W; from += 4) part[i] += *reinterpret_cast<four *>(lanes + from);
+    }
+    four low = __builtin_shufflevector(part[0], part[1], 0, 4, 1, 5) + __builtin_shufflevector(part[0], part[1], 2, 6, 3, 7);
+    four high = __builtin_shufflevector(part[2], part[3], 0, 4, 1, 5) + __builtin_shufflevector(part[2], part[3], 2, 6, 3, 7);
+    return __builtin_shufflevector(low, high, 0, 1, 4, 5) + __builtin_shufflevector(low, high, 2, 3, 6, 7);
+}
+
+// out[m][n] = x[m] . w[n] for 4 outputs n. AHEAD: reads are announced in the order of memory, which is what memory is fast at.
+template <long M, bool AHEAD, class T>
+inline void tile(const float *x, long x_stride, const T *w, long depth, float (*out)[OUTPUTS]) {
+    constexpr long LINE = 64 / sizeof(T);
+    vec sums[M][OUTPUTS] = {};
+    long k = 0;
+    auto step = [&] {
+        vec weights[OUTPUTS];
+        for (long n = 0; n < OUTPUTS; n++) weights[n] = load(w + n * depth + k);
+        for (long m = 0; m < M; m++) {
+            vec own = load(x + m * x_stride + k);
+            for (long n = 0; n < OUTPUTS; n++) sums[m][n] += own * weights[n];
+        }
+        k += W;
+    };
+    for (const T *ahead = w + 2 * OUTPUTS * depth; k + LINE <= depth; ahead += OUTPUTS * LINE) {
+        if constexpr (AHEAD)
+            for (long n = 0; n < OUTPUTS; n++) __builtin_prefetch(ahead + n * LINE, 0, 2);
+        for (long i = 0; i < LINE; i += W) step();
+    }
+    while (k + W <= depth) step();
+    for (long m = 0; m < M; m++) {
+        four total = sums_of(sums[m]);
+        for (long n = 0; n < OUTPUTS; n++) {
+            out[m][n] = total[n];
+            for (long i = k; i < depth; i++) out[m][n] = std::fma(x[m * x_stride + i], number(w[n * depth + i]), out[m][n]);
+        }
+    }
+}
+
+template <bool AHEAD, class T>
+inline void tile_of(long tokens, const float *x, long x_stride, const T *w, long depth, float (*out)[OUTPUTS]) {
+    if (tokens == 3) tile<3, AHEAD>(x, x_stride, w, depth, out);
+    if (tokens == 2) tile<2, AHEAD>(x, x_stride, w, depth, out);
+    if (tokens == 1) tile<1, AHEAD>(x, x_stride, w, depth, out);
+}
+
+// y[m][n] = x[m] . w[n] for the outputs n of a share, at least 4 of them. Strides are of one token.
+template <class T>
+void dots(const float *x, long x_stride, long tokens, const T *w, long depth, Share share, float *y, long y_stride) {
+    long block = std::max<long>(1, RESIDENT / depth / TOKENS) * TOKENS;
+    for (long first = 0; first < tokens; first += block)
+        for (long n = share.begin; n < share.end; n += OUTPUTS) {
+            // The last ones of a number that is no multiple of 4 are computed together with some before them.
+            long from = std::min(n, share.end - OUTPUTS), last = std::min(tokens, first + block);
+            auto pass = [&](auto *own, long begin, auto ahead) {
+                for (long m = begin, height; m < last; m += height) {
+                    height = std::min(TOKENS, last - m);
+                    float out[TOKENS][OUTPUTS];
+                    if (m == first) tile_of<ahead.value>(height, x + m * x_stride, x_stride, own, depth, out);
+                    else tile_of<false>(height, x + m * x_stride, x_stride, own, depth, out);
+                    for (long i = 0; i < height; i++)
+                        for (long j = 0; j < OUTPUTS; j++) y[(m + i) * y_stride + from + j] = out[i][j];
+                }
+            };
+            if constexpr (!std::is_same_v<T, float>)
+                if (last - first > 2 * TOKENS) {
+                    pass(unpacked(w + from * depth, OUTPUTS * depth), first, std::false_type());
+                    continue;
+                }
+            pass(w + from * depth, first, std::true_type());
+        }
+}
+
+// A share of y (tokens, outputs) = x (tokens, depth) . weight^T.
+void product(const Matrix &w, const float *x, long tokens, long depth, Share share, float *y) {
+    if (w.kind == FLOAT32) dots(x, depth, tokens, (const float *)w.weight, depth, share, y, w.outputs);
+    if (w.kind == BFLOAT16) dots(x, depth, tokens, (const bfloat16 *)w.weight, depth, share, y, w.outputs);
+    if (w.kind == INT8) dots(x, depth, tokens, (const int8_t *)w.weight, depth, share, y, w.outputs);
+    if (!w.scale && !w.bias) return;
+    for (long m = 0; m < tokens; m++)
+        for (long n = share.begin; n < share.end; n++) {
+            float &own = y[m * w.outputs + n];
+            own = own * (w.scale ? w.scale[n] : 1.0f) + (w.bias ? w.bias[n] : 0.0f);
+        }
+}
+
+void embed(const Matrix &table, int64_t id, long width, float *out) {
+    for (long i = 0; i < width; i++) {
+        long place = id * width + i;
+        float own = table.kind == FLOAT32    ? ((const float *)table.weight)[place]
+                    : table.kind == BFLOAT16 ? number(((const bfloat16 *)table.weight)[place])
+                                             : number(((const int8_t *)table.weight)[place]);
+        out[i] = table.scale ? own * table.scale[id] : own;
+    }
+}
+
+// Root mean square norm (1910.07467).
+void normalise(const float *x, const float *weight, long width, double epsilon, float *out) {
+    vec squares = {};
+    long i = 0;
+    for (; i + W <= width; i += W) squares += load(x + i) * load(x + i);
+    float total = sum(squares);
+    for (; i < width; i++) total = std::fma(x[i], x[i], total);
+    float factor = 1.0f / std::sqrt(total / width + (float)epsilon);
+    for (long j = 0; j < width; j++) out[j] = weight[j] * (x[j] * factor);
+}
+
+// Rotary positions (2104.09864), halves against each other; in place, behind the norm of a head where there is one.
+void rotate(float *x, const float *norm, const float *cosines, const float *sines, long width, double epsilon) {
+    if (norm) normalise(x, norm, width, epsilon, x);
+    for (long i = 0, half = width / 2; i < half; i++) {
+        float low = x[i], high = x[i + half];
+        x[i] = low * cosines[i] - high * sines[i];
+        x[i + half] = high * cosines[i + half] + low * sines[i + half];
+    }
+}
+
+// In place over P scores, P a multiple of W; at least one is above -87 below the largest.
+void softmax(float *scores, long positions) {
+    vec peaks = load(scores);
+    for (long p = W; p < positions; p += W) {
+        vec own = load(scores + p);
+        peaks = own > peaks ? own : peaks;
+    }
+    float peak = peaks[0];
+    for (long i = 1; i < W; i++) peak = std::max(peak, (float)peaks[i]);
+    vec sums = {};
+    for (long p = 0; p < positions; p += W) {
+        vec own = exponential(load(scores + p) - peak);
+        sums += own;
+        store(scores + p, own);
+    }
+    float factor = 1.0f / sum(sums);
+    for (long p = 0; p < positions; p += W) store(scores + p, load(scores + p) * factor);
+}
+
+// out[m][d] = sum over p of weights[m][p] values[p][d], for V vectors of d.
+template <long M, long V, class T>
+inline void weigh(const float *weights, long stride, long positions, const T *values, long width, float *out, long out_stride) {
+    vec sums[M][V] = {};
+    for (long p = 0; p < positions; p++) {
+        vec own[V];
+        for (long v = 0; v < V; v++) own[v] = load(values + p * width + v * W);
+        for (long m = 0; m < M; m++)
+            for (long v = 0; v < V; v++) sums[m][v] += weights[m * stride + p] * own[v];
+    }
+    for (long m = 0; m < M; m++)
+        for (long v = 0; v < V; v++) store(out + m * out_stride + v * W, sums[m][v]);
+}
+
+template <class T>
+void weighted_sums(const float *weights, long stride, long queries, long positions, const T *values, long width, float *out) {
+    for (long m = 0, height; m < queries; m += height) {
+        height = std::min<long>(3, queries - m);
+        const float *own = weights + m * stride;
+        float *to = out + m * width;
+        long d = 0;
+        for (; d + 4 * W <= width; d += 4 * W) {
+            if (height == 3) weigh<3, 4>(own, stride, positions, values + d, width, to + d, width);
+            if (height == 2) weigh<2, 4>(own, stride, positions, values + d, width, to + d, width);
+            if (height == 1) weigh<1, 4>(own, stride, positions, values + d, width, to + d, width);
+        }
+        for (; d + W <= width; d += W)
+            for (long i = 0; i < height; i++)
+                weigh<1, 1>(own + i * stride, stride, positions, values + d, width, to + i * width + d, width);
+        for (; d < width; d++)
+            for (long i = 0; i < height; i++) {
+                float total = 0.0f;
+                for (long p = 0; p < positions; p++) total = std::fma(own[i * stride + p], number(values[p * width + d]), total);
+                to[i * width + d] = total;
+            }
+    }
+}
+
+// Where a token of a call stands in its text, and what it sees of it.
+struct Place {
+    const Call &call;
+    long start;
+
+    long position(long token) const { return start + (call.depths ? call.depths[token] : token); }
+
+    bool visible(long token, long slot, long window) const {
+        long inside = slot - start;
+        if (inside >= call.tokens) return false;
+        if (inside >= 0 && !(call.sees ? call.sees[token * call.tokens + inside] : inside <= token)) return false;
+        return !window || position(token) - (inside < 0 ? slot : position(inside)) < window;
+    }
+};
+
+// Attention of some tokens of one row over one key/value head, all query heads of its group together.
+template <class T>
+void attend(const Model &model, const Layer &layer, const Call &call, long row, long kv_head, long first, const float *queries,
+            float *out, float *scratch) {
+    long D = model.head_width, group = model.heads / model.kv_heads, tokens = std::min(QUERIES, call.tokens - first);
+    Place place{call, call.starts[row]};
+    // Behind a chain's own token nothing is visible; nodes of a tree see by their own table.
+    long positions = place.start + (call.sees ? call.tokens : first + tokens), stride = (positions + W - 1) / W * W;
+    long cache_row = call.cache_rows ? call.cache_rows[row] : row;
+    long head = (cache_row * model.kv_heads + kv_head) * model.capacity * D;
+    float *own = scratch, *sums = own + QUERIES * group * D, *scores = sums + QUERIES * group * D;
+    for (long q = 0; q < tokens; q++) {
+        const float *from = queries + ((row * call.tokens + first + q) * model.heads + kv_head * group) * D;
+        for (long i = 0; i < group * D; i++) own[q * group * D + i] = from[i] * (float)model.scaling;
+    }
+    dots(own, D, tokens * group, (const T *)layer.keys + head, D, Share(positions, OUTPUTS, 0, 1), scores, stride);
+    for (long q = 0; q < tokens; q++)
+        for (long g = 0; g < group; g++) {
+            float *mine = scores + (q * group + g) * stride;
+            long begin = layer.window ? 0 : place.start;  // all that stands before a chain or a tree is visible
+            for (long p = begin; p < positions; p++)
+                if (!place.visible(first + q, p, layer.window)) mine[p] = -INFINITY;
+            for (long p = positions; p < stride; p++) mine[p] = -INFINITY;
+            softmax(mine, stride);
+        }
+    weighted_sums(scores, stride, tokens * group, positions, (const T *)layer.values + head, D, sums);
+    for (long q = 0; q < tokens; q++)
+        std::memcpy(out + ((row * call.tokens + first + q) * model.heads + kv_head * group) * D, sums + q * group * D,
+                    group * D * sizeof(float));
+}
+
+// Of one token: queries and keys rotated, keys and values written into the cache.
+template <class T>
+void place_token(const Model &model, const Layer &layer, const Call &call, long m, float *queries, float *keys, const float *values) {
+    long D = model.head_width, row = m / call.tokens, token = m % call.tokens;
+    Place place{call, call.starts[row]};
+    long angle = std::min<long>(place.position(token), model.positions - 1) * D;
+    const float *cosines = model.cosines + angle, *sines = model.sines + angle;
+    for (long h = 0; h < model.heads; h++)
+        rotate(queries + (m * model.heads + h) * D, layer.query_norm, cosines, sines, D, model.epsilon);
+    long cache_row = call.cache_rows ? call.cache_rows[row] : row;
+    for (long h = 0; h < model.kv_heads; h++) {
+        float *key = keys + (m * model.kv_heads + h) * D;
+        const float *value = values + (m * model.kv_heads + h) * D;
+        rotate(key, layer.key_norm, cosines, sines, D, model.epsilon);
+        long slot = ((cache_row * model.kv_heads + h) * model.capacity + place.start + token) * D;
+        for (long d = 0; d < D; d++) {
+            write((T *)layer.keys + slot + d, key[d]);
+            write((T *)layer.values + slot + d, value[d]);
+        }
+    }
+}
+
+struct Buffers {  // (M, ...) each
+    float *x, *normed, *queries, *keys, *values, *attended, *gate, *up, *threads;
+    Buffers(const Model &model, long tokens, float *scratch) {
+        long heads = model.heads * model.head_width, kv = model.kv_heads * model.head_width;
+        long sizes[] = {model.width, model.width, heads, kv, kv, heads, model.inner, model.inner};
+        float **parts[] = {&x, &normed, &queries, &keys, &values, &attended, &gate, &up};
+        for (int i = 0; i < 8; i++) *parts[i] = scratch, scratch += sizes[i] * tokens;
+        threads = scratch;
+    }
+    static long count(const Model &model, long tokens) {
+        return tokens * 2 * (model.width + (model.heads + model.kv_heads) * model.head_width + model.inner);
+    }
+};
+
+long thread_floats(const Model &model) {
+    long group = model.heads / model.kv_heads;
+    return QUERIES * group * (2 * model.head_width + model.capacity + W);
+}
+
+void gated(float *gate, const float *up, long count) {  // silu(gate) * up, in place
+    long i = 0;
+    for (; i + W <= count; i += W) {
+        vec own = load(gate + i);
+        store(gate + i, own / (1.0f + exponential(-own)) * load(up + i));
+    }
+    for (; i < count; i++) {
+        vec own = vec{} + gate[i];
+        gate[i] = (own / (1.0f + exponential(-own)))[0] * up[i];
+    }
+}
+
+// One thread's part of a layer. T: of the cache.
+template <class T>
+void run_layer(const Model &model, const Layer &layer, const Call &call, const Buffers &b, long thread, Meeting &all) {
+    long M = call.rows * call.tokens, threads = call.threads, heads = model.heads * model.head_width;
+    auto share = [&](long total, long step) { return Share(total, step, thread, threads); };
+    auto norm_all = [&](const float *weight) {
+        Share own = share(M, 1);
+        for (long m = own.begin; m < own.end; m++)
+            normalise(b.x + m * model.width, weight, model.width, model.epsilon, b.normed + m * model.width);
+    };
+    auto add = [&](const Matrix &w, const float *from, long depth) {  // to x, through the buffer of norms
+        Share own = share(model.width, OUTPUTS);
+        product(w, from, M, depth, own, b.normed);
+        for (long m = 0; m < M; m++)
+            for (long n = own.begin; n < own.end; n++) b.x[m * model.width + n] += b.normed[m * model.width + n];
+    };
+    norm_all(layer.norm);
+    all.wait(threads);
+    product(layer.query, b.normed, M, model.width, share(layer.query.outputs, OUTPUTS), b.queries);
+    product(layer.key, b.normed, M, model.width, share(layer.key.outputs, OUTPUTS), b.keys);
+    product(layer.value, b.normed, M, model.width, share(layer.value.outputs, OUTPUTS), b.values);
+    all.wait(threads);
+    Share tokens = share(M, 1);
+    for (long m = tokens.begin; m < tokens.end; m++) place_token<T>(model, layer, call, m, b.queries, b.keys, b.values);
+    all.wait(threads);
+    long chunks = (call.tokens + QUERIES - 1) / QUERIES;
+    for (long i = thread; i < call.rows * model.kv_heads * chunks; i += threads)
+        attend<T>(model, layer, call, i / chunks / model.kv_heads, i / chunks % model.kv_heads, i % chunks * QUERIES, b.queries,
+                  b.attended, b.threads + thread * thread_floats(model));
+    all.wait(threads);
+    add(layer.out, b.attended, heads);
+    all.wait(threads);
+    norm_all(layer.second_norm);
+    all.wait(threads);
+    Share inner = share(model.inner, OUTPUTS);
+    product(layer.gate, b.normed, M, model.width, inner, b.gate);
+    product(layer.up, b.normed, M, model.width, inner, b.up);
+    for (long m = 0; m < M; m++) {
+        long from = m * model.inner + inner.begin;
+        gated(b.gate + from, b.up + from, inner.end - inner.begin);
+    }
+    all.wait(threads);
+    add(layer.down, b.gate, model.inner);
+    all.wait(threads);
+}
+
+static thread_local Scratch activations;
+
+extern "C" void run(const Model *model, const Layer *layers, const Call *call) {
+    long M = call->rows * call->tokens, width = model->width, threads = call->threads;
+    Buffers b(*model, M, activations.of(Buffers::count(*model, M) + threads * thread_floats(*model)));
+    Meeting all;
+#pragma omp parallel num_threads(threads) if (threads > 1)
+    {
+#ifdef _OPENMP
+        long thread = omp_get_thread_num();
+#else
+        long thread = 0;
+#endif
+        Share own(M, 1, thread, threads);
+        for (long m = own.begin; m < own.end; m++) embed(model->embedding, call->ids[m], width, b.x + m * width);
+        all.wait(threads);
+        for (long l = 0; l < model->layers; l++) {
+            if (model->cache_kind == FLOAT32) run_layer<float>(*model, layers[l], *call, b, thread, all);
+            else run_layer<bfloat16>(*model, layers[l], *call, b, thread, all);
+        }
+        Share kept(call->rows * call->kept, 1, thread, threads);
+        for (long i = kept.begin; i < kept.end; i++) {
+            long row = i / call->kept, m = (row + 1) * call->tokens - call->kept + i % call->kept;
+            if (call->columns) m = row * call->tokens + call->columns[row];
+            normalise(b.x + m * width, model->norm, width, model->epsilon, b.normed + i * width);
+        }
+        all.wait(threads);
+        product(model->head, b.normed, call->rows * call->kept, width, Share(model->head.outputs, OUTPUTS, thread, threads),
+                call->logits);
+        all.wait(threads);
+    }
+}
+
+extern "C" void forget() { activations.forget(); }

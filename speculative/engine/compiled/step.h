@@ -1,0 +1,52 @@
+// What Python hands over, rows of 64-bit numbers in this order, and a call of a model.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+enum Kind : int64_t { FLOAT32, BFLOAT16, INT8 };
+
+struct Matrix {  // weight (outputs, inputs), row-major; scale and bias by output, or null
+    const void *weight;
+    const float *scale, *bias;
+    int64_t kind, outputs;
+};
+
+struct Layer {
+    const float *norm, *second_norm, *query_norm, *key_norm;  // the last two, or null
+    Matrix query, key, value, out, gate, up, down;
+    void *keys, *values;  // (rows of the cache, N, C, D)
+    int64_t window;       // positions that a token sees, its own included; 0 = all
+};
+
+struct Model {
+    int64_t layers, width, heads, kv_heads, head_width, inner, capacity, cache_kind, positions;
+    const float *cosines, *sines;  // (positions, D)
+    Matrix embedding, head;
+    const float *norm;
+    double epsilon, scaling;
+};
+
+struct Call {
+    int64_t rows, tokens, kept, threads;
+    const int64_t *ids, *starts, *cache_rows;  // (K, Q); (K); (K), or null for all rows in order
+    const int64_t *depths;                     // (Q) of a token tree, or null
+    const uint8_t *sees;                       // (Q, Q) of a token tree, or null
+    float *logits;                             // (K, kept, outputs of the head)
+    const int64_t *columns;                    // (K) after which token the one kept is, or null for the last of each row
+};
+
+// Memory of a thread that its next call takes again, on a boundary of the cache; it grows as needed.
+class Scratch {
+    std::vector<float> memory;
+
+  public:
+    float *of(long count) {
+        if ((long)memory.size() < count + 32) memory = std::vector<float>(), memory.resize(count + 32);
+        return (float *)(((uintptr_t)memory.data() + 63) / 64 * 64);
+    }
+    void forget() { memory = std::vector<float>(); }
+};
+
+extern "C" void forget();  // the memory of this thread
+extern "C" void run(const Model *model, const Layer *layers, const Call *call);

@@ -1,0 +1,194 @@
+"""A block in compiled code gives what the same block gives in Python: texts, counts, probabilities, whoever proposes."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import perturbed, prompts_of, texts, tiny_model
+
+from speculative.decode import decode
+from speculative.decoder.compiled_loop import CompiledLoop
+from speculative.decoder.device_loop import open_loop
+from speculative.decoder.responses import DecodeSettings
+from speculative.drafters.cascade import Cascade
+from speculative.drafters.drafter import ModelDrafter
+from speculative.drafters.early_exit import EarlyExit
+from speculative.drafters.gamma import AdaptiveGamma, FixedGamma
+from speculative.drafters.lookup import PromptLookup
+from speculative.engine.compiled import library as library_module
+from speculative.engine.compiled import model as compiled_model
+from speculative.errors import UserError
+from speculative.explain.losslessness import losslessness
+from speculative.rules.sampling import GREEDY, SamplingSettings, logits_to_probs
+
+TARGET = tiny_model("qwen3", seed=3, num_hidden_layers=2)
+DRAFT = perturbed(TARGET, 0.03)
+PROMPTS = prompts_of([1, 2, 9, 30, 17])
+RULES = {
+    "greedy": DecodeSettings(GREEDY, 3, "greedy", 24),
+    "sample": DecodeSettings(SamplingSettings(1.0), 3, "sample", 24),
+    "cut off": DecodeSettings(SamplingSettings(0.8, 20, 0.9, 0.02), 4, "sample", 24),
+    "greedy draft": DecodeSettings(SamplingSettings(1.2, 0, 0.95), 3, "greedy-draft", 24),
+    "plain": DecodeSettings(SamplingSettings(0.9), 0, "sample", 24),
+}
+DRAFTERS = {
+    "model": lambda: ModelDrafter(DRAFT),
+    "lookup": lambda: PromptLookup(min_ngram=1, max_ngram=2),
+    "cascade": lambda: Cascade(PromptLookup(min_ngram=2, max_ngram=3), ModelDrafter(DRAFT)),
+    "early exit": lambda: EarlyExit(TARGET, 1),
+}
+
+
+@pytest.fixture
+def in_compiled_code(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Counts the blocks that ran there."""
+    counted, run = [], CompiledLoop._run
+    monkeypatch.setattr(
+        CompiledLoop, "_run", lambda self, request, *others: counted.append(1) or run(self, request, *others)
+    )
+    return counted
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_a_block_is_what_it_is_in_python(name: str, rule: str, batch_size: int, in_compiled_code: list[int]) -> None:
+    def said(runner: str) -> tuple[list, int]:
+        return decode(TARGET, DRAFTERS[name](), PROMPTS, RULES[rule], batch_size=batch_size, runner=runner)
+
+    (ours, timing), (theirs, _) = said("compile"), said("eager")
+    assert len(in_compiled_code) == timing.target_calls
+    for own, other in zip(ours, theirs, strict=True):
+        assert own.response_ids == other.response_ids
+        assert own.accepted_counts == other.accepted_counts
+        assert own.drafted_counts == other.drafted_counts
+        assert (own.tested, own.proposed_mask, own.finish_reason) == (
+            other.tested,
+            other.proposed_mask,
+            other.finish_reason,
+        )
+        # Sums of float32 probabilities in another order.
+        np.testing.assert_allclose(own.log_target_probs, other.log_target_probs, rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(own.overlap_sum, other.overlap_sum, rtol=1e-4, atol=1e-5)
+
+
+def test_text_is_the_same_bits_whatever_the_block() -> None:
+    """At temperature 0, with and without a draft, of any gamma, alone and among others: no near-tie can part them."""
+    found = [
+        decode(TARGET, ModelDrafter(DRAFT), PROMPTS, DecodeSettings(GREEDY, gamma, "greedy", 60), batch_size=rows)[0]
+        for gamma, rows in ((0, 1), (0, 5), (1, 1), (4, 1), (4, 3), (9, 5))
+    ]
+    assert all(texts(one) == texts(found[0]) for one in found)
+
+
+@pytest.mark.parametrize("policy", [FixedGamma(4, stop_below=0.5), AdaptiveGamma(4)])
+def test_widths_that_change_and_drafts_that_stop(policy, in_compiled_code: list[int]) -> None:
+    settings = DecodeSettings(SamplingSettings(0.9), 4, "sample", 40)
+    if type(policy) is AdaptiveGamma:  # its choices follow the clock: texts cannot be compared, the law is
+        responses, _ = decode(TARGET, ModelDrafter(DRAFT), PROMPTS, settings, policy=policy, batch_size=2)
+        assert all(len(response.response_ids) == 40 for response in responses)
+    else:
+        found = [
+            decode(TARGET, ModelDrafter(DRAFT), PROMPTS, settings, policy=policy, batch_size=2, runner=runner)[0]
+            for runner in ("compile", "eager")
+        ]
+        assert texts(found[0]) == texts(found[1])
+        assert [one.drafted_counts for one in found[0]] == [one.drafted_counts for one in found[1]]
+    assert in_compiled_code
+
+
+def test_a_long_stretch_without_the_draft_is_caught_up_with() -> None:
+    """More tokens than one call reads, of rows that miss different numbers."""
+
+    class Late(FixedGamma):
+        def choose(self, active_R: np.ndarray) -> int:
+            self.blocks = getattr(self, "blocks", 0) + 1
+            return 0 if self.blocks < 90 else 3
+
+    settings = DecodeSettings(SamplingSettings(0.9), 3, "sample", 130)
+    found = [
+        decode(TARGET, ModelDrafter(DRAFT), PROMPTS, settings, policy=Late(3), batch_size=5, runner=runner)[0]
+        for runner in ("compile", "eager")
+    ]
+    assert texts(found[0]) == texts(found[1])
+
+
+@pytest.mark.parametrize("who", ["target", "draft"])
+@pytest.mark.parametrize("rule", ["greedy", "sample"])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_broken_logits_are_refused(who: str, rule: str, value: float) -> None:
+    target, draft = tiny_model(seed=1), tiny_model(seed=2)
+    with torch.no_grad():
+        (target if who == "target" else draft).lm_head.weight[7] = value
+    with pytest.raises(UserError, match=f"the {who} returned NaN or infinite logits for prompt 'prompt-0'"):
+        decode(target, ModelDrafter(draft), PROMPTS[:1], RULES[rule])
+
+
+def test_what_a_block_returns_does_not_change_with_the_next() -> None:
+    loop = open_loop(TARGET, ModelDrafter(DRAFT), 2, 60, RULES["sample"], runner="compile")
+    loop.admit([0, 1], PROMPTS[2:4])
+    first = loop.run_block()
+    kept = [None if array is None else array.copy() for array in first]
+    for _ in range(3):
+        loop.run_block()
+    for before, now in zip(kept, first, strict=True):
+        assert before is None or np.array_equal(before, now)
+    loop.close()
+
+
+@pytest.mark.parametrize(
+    "settings", [RULES["sample"], RULES["cut off"], DecodeSettings(SamplingSettings(0.7, 0, 0.5, 0.1), 3, "sample", 24)]
+)
+def test_probabilities_and_draws_are_those_of_the_rules(settings: DecodeSettings) -> None:
+    """Of what plain decoding says: each token at its uniform, and its log-probability."""
+    responses, _ = decode(TARGET, None, PROMPTS, settings.under("sample", 0), batch_size=2)
+    for response in responses:
+        text = torch.tensor([response.prompt_ids + response.response_ids])
+        with torch.no_grad():
+            logits_TV = TARGET(input_ids=text).logits[0, len(response.prompt_ids) - 1 : -1]
+        probs_TV = logits_to_probs(logits_TV, settings.sampling)
+        ids_T = torch.tensor(response.response_ids)
+        log_probs_T = probs_TV.gather(1, ids_T[:, None])[:, 0].log()
+        torch.testing.assert_close(
+            torch.tensor(response.log_target_probs, dtype=torch.float32), log_probs_T, rtol=1e-4, atol=1e-4
+        )  # logits of one call of the whole text: other sums
+
+
+# What somebody could get wrong there: file, what is right, what is not.
+FAULTS = {
+    "accepts too much": ("block.cpp", "uniforms[COIN] * draft_prob <", "(uniforms[COIN] - 0.05) * draft_prob <"),
+    "corrects from the target": ("block.cpp", "std::max(target[v] - own[v], 0.0f)", "target[v]"),
+    "draws twice with one number": ("block.cpp", "uniforms[RESIDUAL]", "uniforms[COIN]"),
+    "keeps the first token unseen": ("block.cpp", "!= next) return place", "!= next && place) return place"),
+    "sees the token after": ("step.cpp", "inside <= token))", "inside <= token + 1))"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_in_compiled_code_is_heard(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the proof of losslessness, or before the first token by the model's own logits."""
+    file, right, wrong = FAULTS[fault]
+    for name in ("SOURCES", "HEADERS"):
+        paths = getattr(library_module, name)
+        for path in paths:
+            text = path.read_text()
+            assert path.name != file or text.count(right) == 1
+            (tmp_path / path.name).write_text(text.replace(right, wrong) if path.name == file else text)
+        monkeypatch.setattr(library_module, name, tuple(tmp_path / path.name for path in paths))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    flags = tuple("-O1" if flag == "-O3" else flag for flag in library_module.FLAGS)
+    monkeypatch.setattr(library_module, "FLAGS", flags)
+    faulty = library_module.library.__wrapped__()
+    monkeypatch.setattr(compiled_model, "library", lambda: faulty)
+    target = tiny_model()  # met for the first time
+    drafter = ModelDrafter(perturbed(target, 0.2))
+    if file == "step.cpp":
+        with pytest.warns(UserWarning, match="compiled code gives LlamaForCausalLM other logits"):
+            decode(target, None, PROMPTS[:1], DecodeSettings(GREEDY, 0, "greedy", 4))
+        return
+    settings = DecodeSettings(SamplingSettings(1.0), 3, "sample", max_tokens=32)
+    asked = {"samples": 96, "permutations": 3999, "batch_size": 384, "control": False}
+    found = losslessness(target, drafter, prompts_of([5, 9, 3, 7]), settings, **asked)
+    assert found.failed
+    assert "NOT lossless" in found.sentence

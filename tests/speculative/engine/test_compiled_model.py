@@ -1,0 +1,251 @@
+"""Compiled code gives a plain decoder's own logits; a token's have the same bits however it is decoded; whatever is otherwise is
+called as it is.
+"""
+
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from tiny_models import VOCAB, prompts_of, texts, tiny_model
+from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+from distill.models.quantized import Int8Linear
+from speculative.decode import decode
+from speculative.decoder.responses import DecodeSettings
+from speculative.drafters.drafter import ModelDrafter
+from speculative.engine import cached_model
+from speculative.engine.cached_model import CachedModel
+from speculative.engine.compiled import model as compiled
+from speculative.engine.compiled.model import PLAIN_DECODERS, CompiledModel, serves
+from speculative.rules.sampling import GREEDY, SamplingSettings
+from speculative.rules.tree import TokenTree
+
+TOKENS = torch.from_numpy(np.random.default_rng(0).integers(1, VOCAB, (2, 40)))
+# Both add up in their own order; the largest logits are about 10.
+SUMS = {"rtol": 1e-4, "atol": 1e-4}
+
+
+def opened(model, runner: str = "compile", rows: int = 2, capacity: int = 64) -> CachedModel:
+    cached = CachedModel(model, "model", rows, capacity, runner)
+    assert (cached.compiled is not None) == (runner == "compile")
+    return cached
+
+
+def logits(model, runner: str) -> list[torch.Tensor]:
+    """Of rows of one length, of ragged ones, of one row among others, behind a compaction, and of a token tree."""
+    cached = opened(model, runner)
+    with torch.no_grad():
+        cached.prefill(TOKENS.numpy(), [0, 1], np.array([9, 9]))
+        found = [
+            cached.feed(TOKENS[:, 10 : 10 + count], np.array(starts), count)
+            for count, starts in ((1, [9, 9]), (4, [10, 10]), (1, [14, 11]), (3, [15, 12]), (21, [16, 14]))
+        ]
+        found.append(cached.feed(TOKENS[:1, 20:22], np.array([18]), 1, rows=[1]))
+        tree = TokenTree.from_branching((2, 1))
+        found.append(cached.feed_tree(TOKENS[:, : tree.size + 1], np.array([19, 20]), tree))
+        cached.commit_path(np.array([19, 20]), torch.tensor([[2, 4], [1, 3]]))
+        found.append(cached.feed(TOKENS[:, 5:7], np.array([21, 22]), 2))
+        cached.keep([1])
+        found.append(cached.feed(TOKENS[1:, 30:33], np.array([24]), 2))
+    cached.close()
+    return [one.float() for one in found]
+
+
+@pytest.mark.parametrize("kind", sorted(PLAIN_DECODERS))
+@pytest.mark.parametrize(
+    "shape",
+    [{}, {"hidden_size": 36, "intermediate_size": 46, "head_dim": 10}, {"attention_bias": True, "mlp_bias": True}],
+    ids=["even", "odd", "biased"],
+)
+def test_the_logits_are_those_of_the_models_own_call(kind: str, shape: dict) -> None:
+    model = tiny_model(kind, **shape)
+    for ours, own in zip(logits(model, "compile"), logits(model, "eager"), strict=True):
+        torch.testing.assert_close(ours, own, **SUMS)
+
+
+@pytest.mark.parametrize("kind", ["mistral", "qwen2", "qwen3"])
+def test_a_window_hides_what_lies_before_it(kind: str) -> None:
+    told = {"sliding_window": 12}
+    if kind != "mistral":  # which has the window in every layer
+        told |= {"use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention"]}
+    model = tiny_model(kind, num_hidden_layers=2, **told)
+    for ours, own in zip(logits(model, "compile"), logits(model, "eager"), strict=True):
+        torch.testing.assert_close(ours, own, **SUMS)
+
+
+def test_positions_behind_the_context_are_those_of_its_last_token() -> None:
+    """Drafted tokens may overshoot; they are cut from the response."""
+    model = tiny_model(max_position_embeddings=24)
+    found = []
+    for runner in ("compile", "eager"):
+        cached = opened(model, runner, capacity=30)
+        with torch.no_grad():
+            cached.prefill(TOKENS.numpy(), [0, 1], np.array([20, 20]))
+            found.append(cached.feed(TOKENS[:, 20:26], np.array([20, 20]), 6))
+    torch.testing.assert_close(*found, **SUMS)
+
+
+def test_bfloat16_differs_by_what_the_models_own_call_rounds() -> None:
+    model = tiny_model(dtype=torch.bfloat16)
+    exact = tiny_model(dtype=torch.bfloat16).float()
+    for ours, own, right in zip(
+        *(logits(model, how) for how in ("compile", "eager")), logits(exact, "eager"), strict=True
+    ):
+        # Activations are rounded nowhere, keys and values are: nearer to float32 than the model's own call.
+        assert (ours - right).abs().mean() < 0.6 * (own - right).abs().mean()
+
+
+@pytest.mark.parametrize("keeper", ["torchao", "Int8Linear"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_8_bit_weights_are_read_as_they_are(keeper: str, dtype: torch.dtype) -> None:
+    model, full = tiny_model(dtype=dtype, hidden_size=64), tiny_model(dtype=dtype, hidden_size=64).float()
+    quantize_(model, Int8WeightOnlyConfig(version=2))
+    for (name, packed), own in zip(model.named_modules(), full.modules(), strict=True):
+        if not hasattr(getattr(packed, "weight", None), "qdata"):
+            continue
+        values, scale_N1 = packed.weight.qdata, packed.weight.scale
+        if keeper == "Int8Linear":
+            parent, _, last = name.rpartition(".")
+            linear = Int8Linear(values, scale_N1.view(-1), None)
+            setattr(model.get_submodule(parent), last, linear)
+            scale_N1 = linear.scale.view(-1, 1)
+        own.weight.data = values.float() * scale_N1.float()
+    rounding = SUMS if dtype == torch.float32 else {"rtol": 0.05, "atol": 0.3}  # keys and values in bfloat16
+    for ours, own in zip(logits(model, "compile"), logits(full, "eager"), strict=True):
+        torch.testing.assert_close(ours, own, **rounding)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_token_has_the_same_bits_however_it_is_decoded(dtype: torch.dtype) -> None:
+    """One by one, several at once, among other rows, by one thread or two."""
+    model = tiny_model("qwen3", dtype=dtype, hidden_size=72, intermediate_size=90, head_dim=24)
+    alone = opened(model, rows=1)
+    with torch.no_grad():
+        one_by_one = torch.cat([alone.feed(TOKENS[:1, i : i + 1], np.array([i]), 1) for i in range(40)], 1)
+        for threads in (1, 2):
+            before = torch.get_num_threads()
+            torch.set_num_threads(threads)
+            try:
+                for width in (2, 3, 5, 8, 40):
+                    several = opened(model, rows=3)
+                    parts = TOKENS[[1, 0, 1]].split(width, 1)
+                    found = [
+                        several.feed(part, np.array([i * width, i * width, 0]), part.shape[1])[1]
+                        for i, part in enumerate(parts)
+                    ]
+                    assert torch.equal(torch.cat(found), one_by_one[0]), (threads, width)
+            finally:
+                torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [DecodeSettings(GREEDY, 0, "greedy", 30), DecodeSettings(SamplingSettings(0.7, 0, 0.9), 3, max_tokens=30)],
+)
+def test_texts_are_those_of_the_models_own_calls(settings: DecodeSettings) -> None:
+    target, draft = tiny_model("qwen3", seed=1), tiny_model("llama", seed=2, num_hidden_layers=1)
+    prompts = prompts_of([1, 3, 17, 30, 8])
+    found = [
+        texts(decode(target, ModelDrafter(draft), prompts, settings, runner=how, batch_size=3)[0])
+        for how in ("auto", "eager")
+    ]
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("kind", ["gemma2", "granite", "cohere", "phi3", "gpt2", "falcon"])
+def test_a_model_of_another_kind_is_called_as_it_wants(kind: str) -> None:
+    assert not serves(tiny_model(kind))
+
+
+def test_a_call_that_somebody_listens_to_or_has_replaced_is_made() -> None:
+    model = tiny_model()
+    assert serves(model)
+    for module in (model, model.model, model.model.layers[0].mlp.up_proj):
+        hook = module.register_forward_hook(lambda *args: None)
+        assert not serves(model)
+        hook.remove()
+        before = module.register_forward_pre_hook(lambda *args: None)
+        assert not serves(model)
+        before.remove()
+        module.forward = module.forward
+        assert not serves(model)
+        del module.forward
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not serves(model)
+    assert serves(model)
+    model.model.compile()
+    assert not serves(model)
+    assert not serves(torch.compile(tiny_model()))
+    assert not serves(get_peft_model(tiny_model(), LoraConfig(target_modules=["q_proj"])))
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"hidden_act": "gelu"},
+        {"dtype": torch.float64},
+        {"num_key_value_heads": 1, "num_attention_heads": 1, "head_dim": 2},
+    ],
+    ids=["gelu", "float64", "keys of 2 numbers"],
+)
+def test_what_is_not_computed_runs_as_it_is(odd: dict) -> None:
+    assert CachedModel(tiny_model(**odd), "model", 1, 8, "compile").compiled is None
+
+
+def test_weights_of_another_8_bit_scheme_run_as_they_are() -> None:
+    model = tiny_model()
+    quantize_(model, Int8WeightOnlyConfig(version=2))
+    model.model.layers[0].mlp.up_proj.weight.zero_point += 1
+    assert CachedModel(model, "model", 1, 8, "compile").compiled is None
+
+
+@pytest.mark.parametrize("itself", [False, True])
+def test_one_that_gives_other_logits_is_never_trusted(itself: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a release of transformers might that puts something between the layers and the head; also as its own draft."""
+    prompts, settings = prompts_of([5, 9]), DecodeSettings(SamplingSettings(0.7), 3, max_tokens=20)
+
+    def pair():
+        target = tiny_model(seed=3)
+        return target, target if itself else tiny_model(seed=4)
+
+    def said(target, draft):
+        return texts(decode(target, ModelDrafter(draft), prompts, settings)[0])
+
+    own, changed, called = said(*pair()), pair(), CompiledModel.__call__
+    monkeypatch.setattr(CompiledModel, "__call__", lambda self, *args, **kwargs: called(self, *args, **kwargs) * 1.5)
+    with pytest.warns(UserWarning, match="compiled code gives LlamaForCausalLM other logits") as warned:
+        assert [said(*changed), said(*changed)] == [own, own]
+    assert len(warned) == (1 if itself else 2)
+
+
+def test_as_many_layers_are_called_as_the_config_says() -> None:
+    model, one = tiny_model(num_hidden_layers=3), tiny_model(num_hidden_layers=3)
+    model.config.num_hidden_layers = 1
+    one.model.layers = one.model.layers[:1]
+    one.config.num_hidden_layers = 1
+    for ours, own in zip(logits(model, "compile"), logits(one, "eager"), strict=True):
+        torch.testing.assert_close(ours, own, **SUMS)
+
+
+def test_logits_that_are_broken_are_no_difference() -> None:
+    model = tiny_model()
+    with torch.no_grad():
+        model.lm_head.weight[3] = torch.nan
+    assert opened(model).compiled is not None
+    assert compiled._agrees[model]
+
+
+def test_weights_may_move_and_change_between_decode_calls() -> None:
+    target, prompts, settings = tiny_model(seed=5), prompts_of([6]), DecodeSettings(GREEDY, 0, "greedy", 12)
+    decode(target, None, prompts, settings)
+    target.load_state_dict(
+        {name: weight.clone() for name, weight in tiny_model(seed=6).state_dict().items()}, assign=True
+    )
+    assert texts(decode(target, None, prompts, settings)[0]) == texts(
+        decode(tiny_model(seed=6), None, prompts, settings)[0]
+    )
+
+
+def test_a_model_is_called_as_it_is_where_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "library", lambda: None)
+    assert cached_model.open_model(tiny_model(), "model", 1, 8, "compile").compiled is None
