@@ -34,6 +34,7 @@ class Costs(Record):
     batch_size: int | None = Field(None, description="rows at once")
     context: int | None = Field(None, description="tokens before the timed steps")
     threads: int | None = Field(None, description="CPU threads")
+    steps: str = Field("", description="what the target's calls ran as: compiled code, CUDA graphs or eager calls")
 
 
 class Roofline(Record):

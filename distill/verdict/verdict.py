@@ -38,6 +38,7 @@ def describe_costs(costs: StepCosts, question: Question) -> Costs:
         batch_size=costs.batch_size,
         context=costs.context,
         threads=question.judge.speed_threads or torch.get_num_threads(),
+        steps=costs.steps,
     )
 
 

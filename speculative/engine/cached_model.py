@@ -192,6 +192,11 @@ class CachedModel:
                     continue
                 start += columns
 
+    @property
+    def how(self) -> str:
+        """What its calls run as."""
+        return "compiled code" if self.compiled is not None else "CUDA graphs" if self.runner.static else "eager calls"
+
     def keep(self, rows: Sequence[int]) -> None:
         """Compact to these rows, in this order."""
         self.cache.keep(upload(np.array(rows), self.device))

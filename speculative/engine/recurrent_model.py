@@ -44,6 +44,8 @@ class _Row:
 class RecurrentModel:
     """The calls of `CachedModel`, except for token trees."""
 
+    how = "eager calls"
+
     def __init__(self, model: PreTrainedModel, name: str, rows: int, capacity: int):
         self.model, self.name, self.device = model, name, model.device
         self.runner = Runner()

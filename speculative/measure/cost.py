@@ -40,7 +40,7 @@ class StepCosts:
     target_seconds: one block of plain decoding (a 1-token call). draft_seconds[gamma]: drafting gamma tokens.
     verify_seconds[gamma]: a (gamma + 1)-token target call with its acceptance. spread: relative standard error of what a block
     costs in target steps, at the gamma where it is largest; 0 where nothing was measured. parallel: a block is one draft
-    call, whose time hardly depends on gamma.
+    call, whose time hardly depends on gamma. steps: what the target's calls ran as; empty where nothing was measured.
     """
 
     target_seconds: float
@@ -50,6 +50,7 @@ class StepCosts:
     context: int
     spread: float = 0.0
     parallel: bool = False
+    steps: str = ""
 
     @property
     def draft_step_seconds(self) -> float:
@@ -228,6 +229,7 @@ def measure_costs(
                     runner=resolve_runner("auto", target.device),
                     exact_stages=True,
                 )
+                steps = loop.target.how
                 loop.admit(range(batch_size), prompts)
                 drafted, verified = np.quantile(_block_seconds(loop), QUIET, axis=0).tolist()
                 loop.close()
@@ -236,7 +238,7 @@ def measure_costs(
             if len(measured) < repeats:
                 continue
             costs = _agreed(np.array(measured), gammas, batch_size, context)
-            costs = replace(costs, parallel=draft is not None and draft.parallel)
+            costs = replace(costs, parallel=draft is not None and draft.parallel, steps=steps)
             if costs.spread <= AGREEMENT or time.perf_counter() - began >= seconds:
                 return costs
 

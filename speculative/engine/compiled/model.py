@@ -24,7 +24,7 @@ from speculative.rules.tree import TokenTree
 # Embedding, one rotary table, layers, norm, head and nothing else; others may look so and scale something in between.
 PLAIN_DECODERS = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
-FEWEST_OUTPUTS = 4  # of a matrix, as a tile has them
+FEWEST_OUTPUTS = 4  # of a matrix, and positions of a cache, as a tile has them
 # Logits may differ by so much of the largest one. With other weights than float32 the model's own call rounds activations, too.
 TOLERANCE, ROUNDED_TOLERANCE = 1e-3, 0.1
 
@@ -179,6 +179,8 @@ class CompiledModel:
         assert isinstance(cache.layers[0], RaggedLayer)
         self._first_layer: Any = cache.layers[0]
         capacity = cache.place.capacity
+        if capacity < FEWEST_OUTPUTS:
+            raise Unfit(f"a cache of {capacity} positions")
         positions = min(capacity, max_positions(model.config) or capacity)
         places = torch.arange(positions).unsqueeze(0)
         body: Any = model.base_model

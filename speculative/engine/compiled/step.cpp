@@ -275,7 +275,8 @@ void attend(const Model &model, const Layer &layer, const Call &call, long row, 
         const float *from = queries + ((row * call.tokens + first + q) * model.heads + kv_head * group) * D;
         for (long i = 0; i < group * D; i++) own[q * group * D + i] = from[i] * (float)model.scaling;
     }
-    dots(own, D, tokens * group, (const T *)layer.keys + head, D, Share(positions, OUTPUTS, 0, 1), scores, stride);
+    dots(own, D, tokens * group, (const T *)layer.keys + head, D, Share(std::max(positions, OUTPUTS), OUTPUTS, 0, 1), scores,
+         stride);
     for (long q = 0; q < tokens; q++)
         for (long g = 0; g < group; g++) {
             float *mine = scores + (q * group + g) * stride;
@@ -392,17 +393,19 @@ void run_layer(const Model &model, const Layer &layer, const Call &call, const B
 
 static thread_local Scratch activations;
 
-extern "C" void run(const Model *model, const Layer *layers, const Call *call) {
-    long M = call->rows * call->tokens, width = model->width, threads = call->threads;
-    Buffers b(*model, M, activations.of(Buffers::count(*model, M) + threads * thread_floats(*model)));
+extern "C" void run(const Model *model, const Layer *layers, const Call *asked) {
+    long M = asked->rows * asked->tokens, width = model->width;
+    Buffers b(*model, M, activations.of(Buffers::count(*model, M) + asked->threads * thread_floats(*model)));
     Meeting all;
-#pragma omp parallel num_threads(threads) if (threads > 1)
+#pragma omp parallel num_threads(asked->threads) if (asked->threads > 1)
     {
-#ifdef _OPENMP
-        long thread = omp_get_thread_num();
-#else
+        Call own_call = *asked, *call = &own_call;
         long thread = 0;
+        call->threads = 1;
+#ifdef _OPENMP  // which may give fewer threads than it is asked for
+        thread = omp_get_thread_num(), call->threads = omp_get_num_threads();
 #endif
+        long threads = call->threads;
         Share own(M, 1, thread, threads);
         for (long m = own.begin; m < own.end; m++) embed(model->embedding, call->ids[m], width, b.x + m * width);
         all.wait(threads);
