@@ -97,7 +97,7 @@ def wrong_bucket(plant: Any) -> None:
 
 def rows_compacted(plant: Any) -> None:
     """Rows are moved though recordings know them by address."""
-    plant(decoding, "EAGER", GRAPHED)
+    plant(decoding, "UNRECORDED", (GRAPHED,))
 
 
 @pytest.mark.parametrize(

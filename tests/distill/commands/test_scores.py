@@ -235,7 +235,7 @@ def test_sampled_scores_differ_by_chance_only(pair, monkeypatch):
     assert "No difference to be seen" in found.sentence
 
 
-def test_a_decoder_that_accepts_everything_changes_the_score(pair, monkeypatch):
+def test_a_decoder_that_accepts_everything_changes_the_score(pair, monkeypatch, blocks_in_python):
     """The check can fail: of a draft that says nothing but digits, everything is accepted."""
     honest = decision.verify
 
