@@ -186,7 +186,8 @@ class CachedModel:
                 columns = max(1, self.prefill_tokens // len(group))
                 ids_KQ = upload(tokens_RC[group_rows, start : min(start + columns, longest)], self.device)
                 try:
-                    self.feed(ids_KQ, np.full(len(group), start), 1, None if everyone else group_rows, once=True)
+                    kept = 0 if self.compiled is not None else 1  # nobody reads them
+                    self.feed(ids_KQ, np.full(len(group), start), kept, None if everyone else group_rows, once=True)
                 except RuntimeError as error:
                     self._shrink_prefill(error)
                     continue

@@ -21,9 +21,10 @@
 #endif
 
 constexpr long OUTPUTS = 4;     // of one tile of a product
-constexpr long TOKENS = 3;      // of one tile: 12 sums, which the 16 registers of AVX2 hold beside what they are made of
+constexpr long TOKENS = 2;      // of one tile: 8 sums, which the 16 registers of AVX2 hold beside what they are made of; 3 where one is left
 constexpr long QUERIES = 16;    // tokens whose attention is computed together
-constexpr long RESIDENT = 24 * 1024;  // numbers of the activations that stay in the second cache while weights pass
+// Numbers of the activations, and of the weights, that are worked on at a time: what the caches hold.
+constexpr long FIRST_CACHE = 4 * 1024, SECOND_CACHE = 32 * 1024;
 
 struct Share {  // of `total` things, in whole steps, what one thread does
     long begin, end;
@@ -80,29 +81,46 @@ inline four sums_of(const vec (&v)[4]) {
     return __builtin_shufflevector(low, high, 0, 1, 4, 5) + __builtin_shufflevector(low, high, 2, 3, 6, 7);
 }
 
+// Else the compiler reads a number from memory again in every sum that it is part of.
+inline vec in_register(vec v) {
+#ifdef __x86_64__
+    asm("" : "+x"(v));
+#endif
+    return v;
+}
+
+// One step of a tile over W numbers. Unrolled here, so that all sums stay in registers beside the tokens and one weight.
+template <long M, class T>
+inline void step(vec (&sums)[M][OUTPUTS], const float *x, long x_stride, const T *w, long depth) {
+    vec own[M];
+#pragma GCC unroll 3
+    for (long m = 0; m < M; m++) own[m] = M < 3 ? in_register(load(x + m * x_stride)) : load(x + m * x_stride);
+#pragma GCC unroll 4
+    for (long n = 0; n < OUTPUTS; n++) {
+        vec weight = in_register(load(w + n * depth));
+#pragma GCC unroll 3
+        for (long m = 0; m < M; m++) sums[m][n] += own[m] * weight;
+    }
+}
+
 // out[m][n] = x[m] . w[n] for 4 outputs n. AHEAD: reads are announced in the order of memory, which is what memory is fast at.
 template <long M, bool AHEAD, class T>
 inline void tile(const float *x, long x_stride, const T *w, long depth, float (*out)[OUTPUTS]) {
     constexpr long LINE = 64 / sizeof(T);
     vec sums[M][OUTPUTS] = {};
     long k = 0;
-    auto step = [&] {
-        vec weights[OUTPUTS];
-        for (long n = 0; n < OUTPUTS; n++) weights[n] = load(w + n * depth + k);
-        for (long m = 0; m < M; m++) {
-            vec own = load(x + m * x_stride + k);
-            for (long n = 0; n < OUTPUTS; n++) sums[m][n] += own * weights[n];
-        }
-        k += W;
-    };
     for (const T *ahead = w + 2 * OUTPUTS * depth; k + LINE <= depth; ahead += OUTPUTS * LINE) {
         if constexpr (AHEAD)
             for (long n = 0; n < OUTPUTS; n++) __builtin_prefetch(ahead + n * LINE, 0, 2);
-        for (long i = 0; i < LINE; i += W) step();
+#pragma GCC unroll 8
+        for (long i = 0; i < LINE; i += W) step<M>(sums, x + k + i, x_stride, w + k + i, depth);
+        k += LINE;
     }
-    while (k + W <= depth) step();
+    for (; k + W <= depth; k += W) step<M>(sums, x + k, x_stride, w + k, depth);
+#pragma GCC unroll 3
     for (long m = 0; m < M; m++) {
         four total = sums_of(sums[m]);
+#pragma GCC unroll 4
         for (long n = 0; n < OUTPUTS; n++) {
             out[m][n] = total[n];
             for (long i = k; i < depth; i++) out[m][n] = std::fma(x[m * x_stride + i], number(w[n * depth + i]), out[m][n]);
@@ -120,28 +138,35 @@ inline void tile_of(long tokens, const float *x, long x_stride, const T *w, long
 // y[m][n] = x[m] . w[n] for the outputs n of a share, at least 4 of them. Strides are of one token.
 template <class T>
 void dots(const float *x, long x_stride, long tokens, const T *w, long depth, Share share, float *y, long y_stride) {
-    long block = std::max<long>(1, RESIDENT / depth / TOKENS) * TOKENS;
-    for (long first = 0; first < tokens; first += block)
-        for (long n = share.begin; n < share.end; n += OUTPUTS) {
+    long some_outputs = std::max(OUTPUTS, SECOND_CACHE / depth / OUTPUTS * OUTPUTS);
+    long some_tokens = std::max(TOKENS, FIRST_CACHE / depth / TOKENS * TOKENS);
+    auto block = [&](auto *own, long begin, long end, long first, auto ahead) {  // own: the weights of `begin`
+        long last = std::min(tokens, first + some_tokens);
+        for (long n = begin; n < end; n += OUTPUTS) {
             // The last ones of a number that is no multiple of 4 are computed together with some before them.
-            long from = std::min(n, share.end - OUTPUTS), last = std::min(tokens, first + block);
-            auto pass = [&](auto *own, long begin, auto ahead) {
-                for (long m = begin, height; m < last; m += height) {
-                    height = std::min(TOKENS, last - m);
-                    float out[TOKENS][OUTPUTS];
-                    if (m == first) tile_of<ahead.value>(height, x + m * x_stride, x_stride, own, depth, out);
-                    else tile_of<false>(height, x + m * x_stride, x_stride, own, depth, out);
-                    for (long i = 0; i < height; i++)
-                        for (long j = 0; j < OUTPUTS; j++) y[(m + i) * y_stride + from + j] = out[i][j];
-                }
-            };
-            if constexpr (!std::is_same_v<T, float>)
-                if (last - first > 2 * TOKENS) {
-                    pass(unpacked(w + from * depth, OUTPUTS * depth), first, std::false_type());
-                    continue;
-                }
-            pass(w + from * depth, first, std::true_type());
+            long from = std::min(n, end - OUTPUTS);
+            for (long m = first, height; m < last; m += height) {
+                height = last - m == 3 ? 3 : std::min(TOKENS, last - m);
+                float out[TOKENS + 1][OUTPUTS];
+                const float *input = x + m * x_stride;
+                if (m == 0) tile_of<ahead.value>(height, input, x_stride, own + (from - begin) * depth, depth, out);
+                else tile_of<false>(height, input, x_stride, own + (from - begin) * depth, depth, out);
+                for (long i = 0; i < height; i++)
+                    for (long j = 0; j < OUTPUTS; j++) y[(m + i) * y_stride + from + j] = out[i][j];
+            }
         }
+    };
+    for (long n = share.begin; n < share.end; n += some_outputs) {
+        long end = std::min(share.end, n + some_outputs), begin = std::min(n, end - OUTPUTS);
+        bool widened = false;
+        if constexpr (!std::is_same_v<T, float>)
+            if (tokens > 3 * TOKENS) {  // once for all tokens
+                const float *own = unpacked(w + begin * depth, (end - begin) * depth);
+                for (long m = 0; m < tokens; m += some_tokens) block(own, begin, end, m, std::false_type());
+                widened = true;
+            }
+        for (long m = 0; m < tokens && !widened; m += some_tokens) block(w + begin * depth, begin, end, m, std::true_type());
+    }
 }
 
 // A share of y (tokens, outputs) = x (tokens, depth) . weight^T.
@@ -213,11 +238,18 @@ inline void weigh(const float *weights, long stride, long positions, const T *va
     vec sums[M][V] = {};
     for (long p = 0; p < positions; p++) {
         vec own[V];
+#pragma GCC unroll 4
         for (long v = 0; v < V; v++) own[v] = load(values + p * width + v * W);
-        for (long m = 0; m < M; m++)
-            for (long v = 0; v < V; v++) sums[m][v] += weights[m * stride + p] * own[v];
+#pragma GCC unroll 3
+        for (long m = 0; m < M; m++) {
+            vec weight = vec{} + weights[m * stride + p];
+#pragma GCC unroll 4
+            for (long v = 0; v < V; v++) sums[m][v] += weight * own[v];
+        }
     }
+#pragma GCC unroll 3
     for (long m = 0; m < M; m++)
+#pragma GCC unroll 4
         for (long v = 0; v < V; v++) store(out + m * out_stride + v * W, sums[m][v]);
 }
 
@@ -345,9 +377,9 @@ void gated(float *gate, const float *up, long count) {  // silu(gate) * up, in p
     }
 }
 
-// One thread's part of a layer. T: of the cache.
+// One thread's part of a layer. T: of the cache. Where nothing is read of a layer but its keys and values, it ends with them.
 template <class T>
-void run_layer(const Model &model, const Layer &layer, const Call &call, const Buffers &b, long thread, Meeting &all) {
+void run_layer(const Model &model, const Layer &layer, const Call &call, const Buffers &b, long thread, Meeting &all, bool fill) {
     long M = call.rows * call.tokens, threads = call.threads, heads = model.heads * model.head_width;
     auto share = [&](long total, long step) { return Share(total, step, thread, threads); };
     auto norm_all = [&](const float *weight) {
@@ -370,6 +402,7 @@ void run_layer(const Model &model, const Layer &layer, const Call &call, const B
     Share tokens = share(M, 1);
     for (long m = tokens.begin; m < tokens.end; m++) place_token<T>(model, layer, call, m, b.queries, b.keys, b.values);
     all.wait(threads);
+    if (fill) return;
     long chunks = (call.tokens + QUERIES - 1) / QUERIES;
     for (long i = thread; i < call.rows * model.kv_heads * chunks; i += threads)
         attend<T>(model, layer, call, i / chunks / model.kv_heads, i / chunks % model.kv_heads, i % chunks * QUERIES, b.queries,
@@ -410,8 +443,9 @@ extern "C" void run(const Model *model, const Layer *layers, const Call *asked) 
         for (long m = own.begin; m < own.end; m++) embed(model->embedding, call->ids[m], width, b.x + m * width);
         all.wait(threads);
         for (long l = 0; l < model->layers; l++) {
-            if (model->cache_kind == FLOAT32) run_layer<float>(*model, layers[l], *call, b, thread, all);
-            else run_layer<bfloat16>(*model, layers[l], *call, b, thread, all);
+            bool fill = call->kept == 0 && l + 1 == model->layers;
+            if (model->cache_kind == FLOAT32) run_layer<float>(*model, layers[l], *call, b, thread, all, fill);
+            else run_layer<bfloat16>(*model, layers[l], *call, b, thread, all, fill);
         }
         Share kept(call->rows * call->kept, 1, thread, threads);
         for (long i = kept.begin; i < kept.end; i++) {
