@@ -22,6 +22,7 @@
 
 constexpr long OUTPUTS = 4;     // of one tile of a product
 constexpr long TOKENS = 2;      // of one tile: 8 sums, which the 16 registers of AVX2 hold beside what they are made of; 3 where one is left
+constexpr long FEW = 8;         // tokens that are never parted: a block of speculative decoding reads weights once
 constexpr long QUERIES = 16;    // tokens whose attention is computed together
 // Numbers of the activations, and of the weights, that are worked on at a time: what the caches hold.
 constexpr long FIRST_CACHE = 4 * 1024, SECOND_CACHE = 32 * 1024;
@@ -139,7 +140,7 @@ inline void tile_of(long tokens, const float *x, long x_stride, const T *w, long
 template <class T>
 void dots(const float *x, long x_stride, long tokens, const T *w, long depth, Share share, float *y, long y_stride) {
     long some_outputs = std::max(OUTPUTS, SECOND_CACHE / depth / OUTPUTS * OUTPUTS);
-    long some_tokens = std::max(TOKENS, FIRST_CACHE / depth / TOKENS * TOKENS);
+    long some_tokens = std::max(FEW, FIRST_CACHE / depth / TOKENS * TOKENS);
     auto block = [&](auto *own, long begin, long end, long first, auto ahead) {  // own: the weights of `begin`
         long last = std::min(tokens, first + some_tokens);
         for (long n = begin; n < end; n += OUTPUTS) {
