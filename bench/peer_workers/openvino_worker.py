@@ -1,0 +1,84 @@
+"""OpenVINO GenAI for bench/peers.py, in the environment that `make peers` builds."""
+
+from __future__ import annotations
+
+import time
+from importlib.metadata import version
+from typing import Any
+
+import numpy as np
+import openvino as ov
+import openvino_genai as genai
+from worker import Setting, serve
+
+PROMPTS_TOKENS = 4096  # of one prefill call: what 48 short prompts need together
+
+
+class OpenVino:
+    """The stateful pipeline for the target alone at batch 1, where it is the faster one; else continuous batching."""
+
+    def __init__(self) -> None:
+        self.pipeline: Any = None
+        self.stateful = False
+
+    def convert(self, model: str, to: str, pre_tokenizer: str) -> str:
+        """Float32 weights in OpenVINO's own format."""
+        from optimum.exporters.openvino import main_export
+
+        main_export(model, output=to, task="text-generation-with-past", ov_config=_float32())
+        return to
+
+    def open(self, setting: Setting) -> None:
+        hints: dict[str, Any] = {
+            "INFERENCE_PRECISION_HINT": "f32",
+            "KV_CACHE_PRECISION": "f32",
+            "INFERENCE_NUM_THREADS": setting.threads,
+        }
+        self.stateful = setting.batch == 1 and setting.draft is None
+        if self.stateful:
+            self.pipeline = genai.LLMPipeline(setting.target, "CPU", ATTENTION_BACKEND="SDPA", **hints)
+        else:
+            scheduler = genai.SchedulerConfig()
+            scheduler.max_num_seqs = setting.batch
+            scheduler.max_num_batched_tokens = PROMPTS_TOKENS
+            # A repeated prompt would be read from the cache, and nobody else's is.
+            scheduler.enable_prefix_caching = False
+            drafting = (
+                {} if setting.draft is None else {"draft_model": genai.draft_model(setting.draft, "CPU", **hints)}
+            )
+            self.pipeline = genai.ContinuousBatchingPipeline(setting.target, scheduler, "CPU", {**hints, **drafting})
+        self.config = genai.GenerationConfig()
+        self.config.max_new_tokens = setting.max_tokens
+        self.config.do_sample = False
+        if setting.eos_ids:
+            self.config.eos_token_id = setting.eos_ids[0]
+            self.config.stop_token_ids = set(setting.eos_ids)
+        if setting.draft is not None:
+            self.config.num_assistant_tokens = setting.gamma
+
+    def decode(self, prompts: list[list[int]]) -> tuple[list[list[int]], float]:
+        tensors = [ov.Tensor(np.array([ids], dtype=np.int64)) for ids in prompts]
+        began = time.perf_counter()
+        if self.stateful:
+            said = [self.pipeline.generate(tensor, self.config).tokens[0] for tensor in tensors]
+        else:
+            results = self.pipeline.generate(tensors, [self.config] * len(tensors))
+            said = [result.m_generation_ids[0] for result in results]
+        seconds = time.perf_counter() - began
+        return [[int(one) for one in ids] for ids in said], seconds
+
+    def close(self) -> None:
+        self.pipeline = None
+
+    def versions(self) -> dict[str, str]:
+        return {name: version(name) for name in ("openvino", "openvino-genai", "optimum-intel")}
+
+
+def _float32() -> Any:
+    from optimum.intel.openvino.configuration import OVConfig
+
+    return OVConfig(dtype="fp32")
+
+
+if __name__ == "__main__":
+    serve(OpenVino())
