@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 WORKERS ?= 2
 .DEFAULT_GOAL := help
-.PHONY: help setup demo loop target check test explore engines prove bench clean
+.PHONY: help setup demo loop target check test explore engines peers prove bench clean
 
 help:            ## what there is
 	@grep -hE '^[a-z]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -50,6 +50,32 @@ $(ENGINE)/ready: tests/engines/vllm.txt tests/engines/vllm_cpu/pyproject.toml te
 	test -x $(ENGINE)/bin/python || $(PYTHON) -m venv $(ENGINE)
 	$(ENGINE)/bin/pip install -q -c tests/engines/vllm.txt torch
 	$(ENGINE)/bin/pip install -q --no-deps -r tests/engines/vllm.txt ./tests/engines/vllm_cpu
+	touch $@
+
+PEERS := bench/peer_workers
+JOBS ?= 2
+peers: .venv-openvino/ready .venv-llamacpp/ready  ## OpenVINO GenAI and llama.cpp for bench/peers.py, each in an environment of its own (3 GB, 15 minutes; wants cmake and a C++ compiler)
+
+.venv-openvino/ready: $(PEERS)/openvino.txt
+	test -x .venv-openvino/bin/python || $(PYTHON) -m venv .venv-openvino
+	.venv-openvino/bin/pip install -q -c $< torch
+	.venv-openvino/bin/pip install -q --no-deps -r $<
+	touch $@
+
+# The server alone, for this machine's own processor, without its page.
+LLAMACPP := .venv-llamacpp/source
+.venv-llamacpp/ready: $(PEERS)/llamacpp.txt $(PEERS)/llamacpp_source.txt
+	test -x .venv-llamacpp/bin/python || $(PYTHON) -m venv .venv-llamacpp
+	.venv-llamacpp/bin/pip install -q -c $< torch
+	.venv-llamacpp/bin/pip install -q --no-deps -r $<
+	rm -rf $(LLAMACPP) && mkdir -p $(LLAMACPP)
+	.venv-llamacpp/bin/pip download -q --no-deps --no-binary llama-cpp-python -d $(LLAMACPP) -r $(PEERS)/llamacpp_source.txt
+	tar -xzf $(LLAMACPP)/llama_cpp_python-*.tar.gz -C $(LLAMACPP) --strip-components=1
+	cmake -S $(LLAMACPP)/vendor/llama.cpp -B $(LLAMACPP)/built -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON -DBUILD_SHARED_LIBS=OFF \
+		-DLLAMA_OPENSSL=OFF -DLLAMA_BUILD_UI=OFF -DLLAMA_USE_PREBUILT_UI=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_APP=OFF
+	cmake --build $(LLAMACPP)/built --target llama-server -j $(JOBS)
+	cp $(LLAMACPP)/built/bin/llama-server .venv-llamacpp/bin/
+	rm -rf $(LLAMACPP)/built
 	touch $@
 
 explore: setup   ## the property tests with examples that no run had before; for the night
