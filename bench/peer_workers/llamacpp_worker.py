@@ -1,6 +1,6 @@
 """llama.cpp's server for bench/peers.py, in the environment that `make peers` builds.
 
-Its cache is of 16-bit floats, as by default: with one of 32 bits it is a quarter slower, and says the same texts here.
+Its cache is of 16-bit floats, as by default: one of 32 bits is slower, and the texts are the same here.
 """
 
 from __future__ import annotations
@@ -60,7 +60,9 @@ class LlamaCpp:
         Path(to).mkdir(parents=True, exist_ok=True)
         out = str(Path(to) / "model.gguf")
         words = [sys.executable, "-c", CONVERT, pre_tokenizer, model, "--outtype", "f32", "--outfile", out]
-        made = subprocess.run(words, cwd=SOURCE, capture_output=True, text=True, check=False)
+        made = subprocess.run(
+            words, cwd=SOURCE, capture_output=True, text=True, check=False, preexec_fn=die_with_parent
+        )
         if made.returncode:
             raise RuntimeError((made.stderr.strip().splitlines() or ["the converter failed"])[-1])
         return out

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import openvino as ov
 import openvino_genai as genai
-from worker import Setting, serve
+from worker import Setting, die_with_parent, serve
 
 PROMPTS_TOKENS = 4096  # of one prefill call: what 48 short prompts need together
 
@@ -28,8 +28,9 @@ class OpenVino:
         """Float32 weights in OpenVINO's own format, and the tokenizer, without which it takes no draft."""
         words = [str(Path(sys.prefix) / "bin/optimum-cli"), "export", "openvino", "--task", "text-generation-with-past"]
         made = subprocess.run(
-            [*words, "--weight-format", "fp32", "--model", model, to], capture_output=True, text=True, check=False
-        )
+            [*words, "--weight-format", "fp32", "--model", model, to],
+            capture_output=True, text=True, check=False, preexec_fn=die_with_parent,
+        )  # fmt: skip
         if made.returncode:
             raise RuntimeError((made.stderr.strip().splitlines() or ["optimum-cli failed"])[-1])
         return to
