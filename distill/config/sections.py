@@ -325,9 +325,9 @@ class TrainConfig(Section):
     """sequences per step, over all ranks and micro-batches"""
     micro_batch_size: int | None = Field(None, ge=1)
     """sequences per forward on one rank; null = as many as fit, found by a trial step on a GPU"""
-    mixed_precision: Literal["auto", "no", "bf16"] = "auto"
+    mixed_precision: Literal["auto", "native", "no", "bf16"] = "auto"
     """autocast of the student, whose weights stay float32; auto = bf16 on a GPU or where the launcher says
-    so"""
+    so; native = also on a CPU with bfloat16 instructions"""
     log_every: int = Field(10, ge=1)
     """steps between points sent to the trackers; metrics.jsonl has every step"""
     keep_states: int = Field(2, ge=1)

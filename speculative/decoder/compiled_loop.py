@@ -3,6 +3,7 @@
 Shapes: R rows of the batch, K of them active, G drafted tokens of this block, G1 = G + 1, V vocabulary.
 """
 
+import time
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from speculative.decoder.block_loop import BlockLoop, in_step_mode
 from speculative.decoder.responses import BlockOutcome
 from speculative.drafters.drafter import ModelDrafter, Proposal
 from speculative.engine.cached_model import CachedModel
-from speculative.engine.compiled.model import CompiledModel, address_of, bits_of
+from speculative.engine.compiled.model import CompiledModel, address_of, bits_of, check
 
 NOBODY, MODEL, GIVEN = range(3)  # who proposes, as in block.cpp
 
@@ -31,13 +32,18 @@ class CompiledLoop(BlockLoop):
         told_more = self._keep_probs or (drafter is not None and drafter.observes)
         if target is None or not token_by_token or told_more or not self.active_R.any():
             return super().run_block(gamma, stop_below)
+        draft, read_R, proposal = None, None, None
         # A class that inherits from this one proposes in its own way.
-        draft = _compiled(drafter.cached) if type(drafter) is ModelDrafter and stop_below == 0.0 else None
-        proposal = None
+        if type(drafter) is ModelDrafter and stop_below == 0.0:
+            draft, read_R = _compiled(drafter.cached), drafter.read_R
+            draft = draft if draft is not None and draft.vocab == target.vocab else None
         if drafter is not None and draft is None:
+            began, read_R = time.perf_counter(), None
             proposal = self._propose(gamma, stop_below, self._block_uniforms(gamma))
+            self.timing.draft_seconds += time.perf_counter() - began
             gamma = proposal.ids_RG.shape[1]
-        read_R = drafter.read_R if draft is not None and isinstance(drafter, ModelDrafter) else None
+            if proposal.peaks_RG is not None:
+                self._refuse_non_finite({"draft_peaks": proposal.peaks_RG.float().numpy()}, self.active_R)
         arrays = (self.tokens_RC, self.lengths_R, self.prompt_lengths_R, self._uniforms_RLU, read_R)
         addresses = (*target.addresses(), *((0, 0) if draft is None else draft.addresses()))
         made_for = (gamma, torch.get_num_threads(), addresses, *map(id, arrays))
@@ -47,7 +53,7 @@ class CompiledLoop(BlockLoop):
 
     def _run(self, request: "_Request", target: CompiledModel, proposal: Proposal | None) -> BlockOutcome:
         request.fill(self.active_R, proposal)
-        target.library.run_block(request.address)
+        check(target.library.run_block(request.address))
         timing = self.timing
         draft, verify, accept = request.seconds.tolist()
         timing.draft_seconds += draft
@@ -60,9 +66,10 @@ class CompiledLoop(BlockLoop):
         return request.outcome(self.active_R, proposal)
 
     def close(self, reusable: bool = True) -> None:
-        target = _compiled(self.target)
-        if target is not None:
-            target.library.forget_all()
+        drafter = self.drafter.cached if isinstance(self.drafter, ModelDrafter) else None
+        compiled = _compiled(self.target) or _compiled(drafter)
+        if compiled is not None:
+            compiled.library.forget_all()
         super().close(reusable)
 
 
@@ -92,22 +99,27 @@ class _Request:
         assert tokens_RC is not None
         assert uniforms_RLU is not None
         target_model, target_layers, draft_model, draft_layers = addresses
-        proposer = NOBODY if gamma == 0 else MODEL if drafts else GIVEN
         draft_peaks_R, peaks_R = self.peaks_2R
-        self._numbers = np.array(
-            [
-                0, gamma, proposer, not self._sampled, loop.drafts_greedily, threads, tokens_RC.shape[1], vocab,
-                uniforms_RLU.shape[1], target_model, draft_model, target_layers, draft_layers, address_of(self._seats_R),
-                *map(address_of, (tokens_RC, lengths_R, read_R, prompt_lengths_R, uniforms_RLU if self._sampled else None)),
-                0, 0, 0,
-                *map(address_of, (self._accepted_R, self._drafted_RG, self._ids_RG1, self._log_probs_RG1, self._overlap_R)),
-                *map(address_of, (peaks_R, draft_peaks_R, self.seconds)),
-                bits_of(sampling.temperature), bits_of(sampling.top_p), bits_of(sampling.min_p), sampling.top_k,
-            ],
-            dtype=np.int64,
-        )  # fmt: skip
+        # The fields of `Block`, in its order.
+        fields = {
+            "rows": 0, "gamma": gamma, "proposer": NOBODY if gamma == 0 else MODEL if drafts else GIVEN,
+            "greedy_target": not self._sampled, "greedy_draft": loop.drafts_greedily, "threads": threads,
+            "columns": tokens_RC.shape[1], "vocabulary": vocab, "positions": uniforms_RLU.shape[1],
+            "target": target_model, "draft": draft_model, "target_layers": target_layers, "draft_layers": draft_layers,
+            "seats": address_of(self._seats_R), "tokens": address_of(tokens_RC), "lengths": address_of(lengths_R),
+            "read": address_of(read_R), "prompt_lengths": address_of(prompt_lengths_R),
+            "uniforms": address_of(uniforms_RLU) if self._sampled else 0,
+            "given_ids": 0, "given_counts": 0, "given_probs": 0,
+            "accepted": address_of(self._accepted_R), "drafted": address_of(self._drafted_RG),
+            "ids": address_of(self._ids_RG1), "log_probs": address_of(self._log_probs_RG1),
+            "overlap": address_of(self._overlap_R), "peaks": address_of(peaks_R), "draft_peaks": address_of(draft_peaks_R),
+            "seconds": address_of(self.seconds), "temperature": bits_of(sampling.temperature),
+            "top_p": bits_of(sampling.top_p), "min_p": bits_of(sampling.min_p), "top_k": sampling.top_k,
+        }  # fmt: skip
+        self._numbers = np.array(list(fields.values()), dtype=np.int64)
         self.address = address_of(self._numbers)
-        self._given = self._numbers[19:22]
+        first = list(fields).index("given_ids")
+        self._given = self._numbers[first : first + 3]
 
     def fill(self, active_R: np.ndarray, proposal: Proposal | None) -> None:
         """Who takes part in this block, and what is proposed to it."""
@@ -116,10 +128,10 @@ class _Request:
         self._numbers[0] = len(seats_K)
         if proposal is None:
             return
-        ids_RG, probs_RGV = proposal.ids_RG.contiguous(), proposal.probs_RGV
-        assert probs_RGV is None or (probs_RGV.is_contiguous() and probs_RGV.dtype == torch.float32)
-        self._proposal = ids_RG, proposal  # while their addresses are used
-        counts_R = proposal.counts_R
+        ids_RG, probs_RGV, counts_R = proposal.ids_RG.long().contiguous(), proposal.probs_RGV, proposal.counts_R
+        probs_RGV = None if probs_RGV is None else probs_RGV.float().contiguous()
+        counts_R = None if counts_R is None else np.ascontiguousarray(counts_R, dtype=np.int64)
+        self._proposal = ids_RG, probs_RGV, counts_R  # while their addresses are used
         self._given[:] = ids_RG.data_ptr(), address_of(counts_R), 0 if probs_RGV is None else probs_RGV.data_ptr()
 
     def outcome(self, active_R: np.ndarray, proposal: Proposal | None) -> BlockOutcome:

@@ -10,6 +10,7 @@
 #include <chrono>
 #include <cmath>
 #include <cstring>
+#include <new>
 #include <vector>
 
 constexpr long CATCH_UP = 64;  // tokens of a call in which the draft reads what it has not read yet
@@ -53,10 +54,6 @@ static void forward(const Work &b, const Model *model, const Layer *layers, long
 
 // What of the text the draft has not read yet, up to the last token; logits behind that, one a row.
 static void catch_up(const Work &b) {
-    for (long k = 0; k < b.rows; k++) {  // what was drafted and thrown away is forgotten
-        long row = b.seats[k];
-        b.read[row] = std::min(b.read[row], b.lengths[row] - 1);
-    }
     for (bool last = false; !last;) {
         long missing = 1;
         for (long k = 0; k < b.rows; k++) missing = std::max<long>(missing, b.lengths[b.seats[k]] - b.read[b.seats[k]]);
@@ -100,6 +97,8 @@ static void choose(const Work &b, long place) {
 }
 
 static void propose(const Work &b) {
+    // What was drafted and rejected is forgotten, also before blocks in which nothing is drafted.
+    for (long k = 0; k < b.rows && b.read; k++) b.read[b.seats[k]] = std::min(b.read[b.seats[k]], b.lengths[b.seats[k]] - 1);
     for (long k = 0; k < b.rows; k++) b.draft_peaks[b.seats[k]] = 0.0;
     if (b.proposer == GIVEN)
         for (long k = 0; k < b.rows; k++)
@@ -134,7 +133,7 @@ static long accept_greedy(const Work &b, long row, const float *logits, long cou
 static long accept_sampled(const Work &b, long row, long k, float *logits, long count, long &next) {
     long V = b.vocabulary;
     const float *draft = b.proposer == MODEL ? b.draft_probs + k * b.gamma * V : b.given_probs + row * b.gamma * V;
-    bool one_hot = b.greedy_draft || (b.proposer == GIVEN && !b.given_probs);
+    bool one_hot = b.proposer == MODEL ? b.greedy_draft : !b.given_probs;
     for (long place = 0;; place++) {
         float *target = logits + place * V;
         const float *own = draft + place * V;
@@ -184,8 +183,8 @@ static void verify(const Work &b) {
     }
 }
 
-extern "C" void run_block(const Block *block) {
-    const Work b(*block);
+static void run_whole(const Block &block) {
+    const Work b(block);
     auto now = [] { return std::chrono::steady_clock::now(); };
     auto since = [&](auto began) { return std::chrono::duration<double>(now() - began).count(); };
     auto began = now();
@@ -207,7 +206,16 @@ extern "C" void run_block(const Block *block) {
     b.seconds[2] = since(began);
 }
 
-// What this thread keeps for its next call.
+extern "C" int64_t run_block(const Block *block) {
+    try {
+        run_whole(*block);
+    } catch (const std::bad_alloc &) {
+        return 1;
+    }
+    return 0;
+}
+
+// Frees the buffers of this thread.
 extern "C" void forget_all() {
     memory_of_target_logits.forget(), memory_of_draft_logits.forget(), memory_of_draft_probs.forget();
     forget();

@@ -9,10 +9,12 @@ import functools
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
 import tempfile
+import time
 import warnings
 from pathlib import Path
 
@@ -32,14 +34,21 @@ def library() -> ctypes.CDLL | None:
     """The library; None, after one warning, where it cannot be built or loaded: models are then called as they are."""
     try:
         return _typed(ctypes.CDLL(str(_kept_library())))
-    except (NoLibrary, OSError) as error:
+    except (
+        NoLibrary,
+        OSError,
+        RuntimeError,
+        UnicodeError,
+        subprocess.SubprocessError,
+    ) as error:  # RuntimeError: no home folder
         warnings.warn(f"models run without compiled code, about three times as slow: {error}", stacklevel=2)
         return None
 
 
 def _typed(loaded: ctypes.CDLL) -> ctypes.CDLL:
-    loaded.run.restype = loaded.run_block.restype = loaded.forget_all.restype = None
-    loaded.run.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p]
+    loaded.call_model.restype = loaded.run_block.restype = ctypes.c_int64
+    loaded.forget_all.restype = None
+    loaded.call_model.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p]
     loaded.run_block.argtypes = [ctypes.c_void_p]
     return loaded
 
@@ -54,16 +63,16 @@ def _kept_library() -> Path:
     return path
 
 
-def _compiler() -> str:
-    asked = os.environ.get("CXX")
-    found = shutil.which(asked) if asked else shutil.which("g++") or shutil.which("clang++") or shutil.which("c++")
+def _compiler() -> list[str]:
+    asked = shlex.split(os.environ.get("CXX", ""))
+    found = next(filter(None, map(shutil.which, asked[:1] or ("g++", "clang++", "c++"))), None)
     if found is None:
-        raise NoLibrary(f"no C++ compiler ({asked or 'g++, clang++'}) is installed here")
-    return found
+        raise NoLibrary(f"no C++ compiler ({' '.join(asked) or 'g++, clang++'}) is installed here")
+    return [found, *asked[1:]]
 
 
 def _folder() -> Path:
-    """Nobody else's: what lies there is run."""
+    """It must belong to this user alone, because what lies there is executed."""
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     folder = Path(base).expanduser() / "understudy"
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -74,9 +83,9 @@ def _folder() -> Path:
     return folder
 
 
-def _key(compiler: str) -> str:
+def _key(compiler: list[str]) -> str:
     """Of everything that decides what is built: source, flags, compiler, processor."""
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=BUILD_SECONDS).stdout
+    version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, timeout=BUILD_SECONDS).stdout
     cpuinfo = Path("/proc/cpuinfo")
     processor = platform.processor() + platform.machine()
     if cpuinfo.exists():
@@ -100,24 +109,24 @@ def _is_whole(path: Path) -> bool:
         return False
 
 
-def _build(compiler: str, path: Path) -> None:
+def _build(compiler: list[str], path: Path) -> None:
     """Under a temporary name, then renamed: processes that build at the same time replace each other's equal files."""
     print("understudy: compiling the CPU code of models, once for this machine (some seconds)", file=sys.stderr)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix="building-") as folder:
         built = Path(folder) / path.name
         said = ""
         for threads in (("-fopenmp",), ()):  # some compilers come without OpenMP: one thread then
-            command = [compiler, *FLAGS, *threads, *map(str, SOURCES), "-o", str(built)]
+            command = [*compiler, *FLAGS, *threads, *map(str, SOURCES), "-o", str(built)]
             try:
                 done = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_SECONDS)
             except subprocess.TimeoutExpired as error:
-                raise NoLibrary(f"{compiler} did not end within {BUILD_SECONDS} s") from error
+                raise NoLibrary(f"{compiler[0]} did not end within {BUILD_SECONDS} s") from error
             if done.returncode == 0:
                 break
             errors = [line for line in done.stderr.splitlines() if "error" in line]
             said = said or next(iter(errors), f"status {done.returncode}")
         else:
-            raise NoLibrary(f"{compiler} failed: {said}")
+            raise NoLibrary(f"{compiler[0]} failed: {said}")
         checksum = Path(folder) / "checksum"
         checksum.write_text(hashlib.blake2b(built.read_bytes()).hexdigest())
         built.replace(path)
@@ -125,7 +134,10 @@ def _build(compiler: str, path: Path) -> None:
 
 
 def _forget_old(folder: Path) -> None:
-    """A process that has loaded one keeps it."""
+    """Other versions, and what killed processes left. A process that has loaded a library keeps it."""
+    for left in folder.glob("building-*"):
+        if time.time() - left.stat().st_mtime > BUILD_SECONDS:
+            shutil.rmtree(left, ignore_errors=True)
     kept = sorted(folder.glob("step-*.so"), key=lambda path: path.stat().st_mtime, reverse=True)
     for path in kept[MOST_KEPT:]:
         path.unlink(missing_ok=True)

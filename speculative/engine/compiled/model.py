@@ -18,12 +18,14 @@ from transformers import PreTrainedModel
 
 from speculative.engine.cache import RaggedCache, RaggedLayer
 from speculative.engine.compiled.library import library
-from speculative.engine.models import all_modules, attention_windows, max_positions, vocab_rows
+from speculative.engine.models import all_modules, attention_windows, evaluating, max_positions, vocab_rows
 from speculative.rules.tree import TokenTree
 
 # Embedding, one rotary table, layers, norm, head and nothing else; others may look so and scale something in between.
 PLAIN_DECODERS = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
+# An adapter or a parametrisation is a module of another package that looks like the one it replaced.
+OWN_CALLS = ("torch.nn.modules.", "transformers.models.", "transformers.activations")
 FEWEST_OUTPUTS = 4  # of a matrix, and positions of a cache, as a tile has them
 # Logits may differ by so much of the largest one. With other weights than float32 the model's own call rounds activations, too.
 TOLERANCE, ROUNDED_TOLERANCE = 1e-3, 0.1
@@ -53,8 +55,10 @@ def serves(model: PreTrainedModel) -> bool:
     of_transformers = all(type(one).__module__.startswith("transformers.models.") for one in (model, model.base_model))
     if not of_transformers or model.config.model_type not in PLAIN_DECODERS or model.device.type != "cpu":
         return False
-    return not torch.is_autocast_enabled("cpu") and not any(
-        "forward" in vars(one) or one._forward_hooks or one._forward_pre_hooks or one._compiled_call_impl is not None
+    return not torch.is_autocast_enabled("cpu") and all(
+        (type(one).__module__.startswith(OWN_CALLS) or hasattr(one, "values"))
+        and not ("forward" in vars(one) or one._forward_hooks or one._forward_pre_hooks)
+        and one._compiled_call_impl is None
         for one in all_modules(model)
     )
 
@@ -65,15 +69,18 @@ def _checked(loaded: ctypes.CDLL, model: PreTrainedModel) -> bool:
         tokens = 6
         ids = torch.arange(1, 2 * tokens + 1).remainder(vocab_rows(model)).view(2, tokens)
         cache = RaggedCache(model.config.num_hidden_layers, rows=2, capacity=tokens)
-        with torch.no_grad():
+        with evaluating(model):
             own = model(input_ids=ids, use_cache=False).logits.float()
             compiled = CompiledModel(loaded, model, cache)
             starts = np.zeros(2, dtype=np.int64)
             found = torch.cat((compiled(ids[:, :4], starts, 4), compiled(ids[:, 4:], starts + 4, tokens - 4)), 1)
         # What is broken in the model's own logits (NaN) is the loop's to report, not a difference.
-        difference = (found - own).nan_to_num().abs().max()
+        told = own.isfinite()
+        if not told.any():
+            return True  # for now: nothing can be compared
+        difference, largest = (found - own)[told].abs().max(), own[told].abs().max()
         exact = all(weight.dtype == torch.float32 for weight in model.parameters())
-        tolerance = (TOLERANCE if exact else ROUNDED_TOLERANCE) * own.nan_to_num().abs().max()
+        tolerance = (TOLERANCE if exact else ROUNDED_TOLERANCE) * largest
         _agrees[model] = bool(difference <= tolerance)
         if not _agrees[model]:
             warnings.warn(
@@ -92,18 +99,22 @@ class _Weights:
         layers = list(body.layers)[: model.config.num_hidden_layers]
         attention, dtype = layers[0].self_attn, model.dtype
         self.copied = False
-        self._alive: list[torch.Tensor] = []  # what only addresses refer to
+        self.alive: list[torch.Tensor] = []  # what only addresses refer to
         self.head_width, self.dtype, self.vocab = attention.head_dim, dtype, _outputs(model.lm_head)
         self.kv_heads = _outputs(attention.k_proj) // self.head_width
         if model.config.hidden_act not in ("silu", "swish") or self.head_width % 2 or dtype not in KINDS:
             raise Unfit(f"{model.config.hidden_act}, heads of {self.head_width}, {dtype}")
+        width, heads = model.config.hidden_size, _outputs(attention.q_proj)
+        inner, embedding = _outputs(layers[0].mlp.gate_proj), model.get_input_embeddings()
         self.sizes = (
-            len(layers), model.config.hidden_size, _outputs(attention.q_proj) // self.head_width, self.kv_heads,
-            self.head_width, _outputs(layers[0].mlp.gate_proj),
+            len(layers), width, heads // self.head_width, self.kv_heads, self.head_width, inner,
         )  # fmt: skip
+        self._shapes = width, heads, self.kv_heads * self.head_width, inner
+        if _outputs(embedding) < self.vocab:
+            raise Unfit("fewer embeddings than logits")
         self.rest = (
-            *self._matrix(model.get_input_embeddings()), *self._matrix(model.lm_head), self._floats(body.norm.weight),
-            bits_of(body.norm.variance_epsilon), bits_of(attention.scaling),
+            *self._matrix(embedding, _outputs(embedding), width), *self._matrix(model.lm_head, self.vocab, width),
+            self._floats(body.norm.weight, width), bits_of(body.norm.variance_epsilon), bits_of(attention.scaling),
         )  # fmt: skip
         windows = attention_windows(model)
         rows = [[*self._layer(layer), 0, 0, window or 0] for layer, window in zip(layers, windows, strict=True)]
@@ -111,58 +122,64 @@ class _Weights:
 
     def _layer(self, layer: Any) -> list[int]:
         attention, mlp = layer.self_attn, layer.mlp
+        width, heads, kv_heads, inner = self._shapes
         norms = (
-            layer.input_layernorm, layer.post_attention_layernorm, getattr(attention, "q_norm", None),
-            getattr(attention, "k_norm", None),
+            (layer.input_layernorm, width), (layer.post_attention_layernorm, width),
+            (getattr(attention, "q_norm", None), self.head_width), (getattr(attention, "k_norm", None), self.head_width),
         )  # fmt: skip
         matrices = (
-            attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj,
-            mlp.gate_proj, mlp.up_proj, mlp.down_proj,
+            (attention.q_proj, heads, width), (attention.k_proj, kv_heads, width), (attention.v_proj, kv_heads, width),
+            (attention.o_proj, width, heads), (mlp.gate_proj, inner, width), (mlp.up_proj, inner, width),
+            (mlp.down_proj, width, inner),
         )  # fmt: skip
         return [
-            *(0 if norm is None else self._floats(norm.weight) for norm in norms),
-            *(number for matrix in matrices for number in self._matrix(matrix)),
+            *(0 if norm is None else self._floats(norm.weight, size) for norm, size in norms),
+            *(number for matrix in matrices for number in self._matrix(*matrix)),
         ]
 
-    def _matrix(self, module: nn.Module) -> list[int]:
+    def _matrix(self, module: nn.Module, outputs: int, inputs: int) -> list[int]:
         """weight, scale, bias, kind, outputs."""
         values, scale_N = _stored(module)
-        if type(values) is not torch.Tensor or values.dtype not in KINDS or len(values) < FEWEST_OUTPUTS:
+        if type(values) is not torch.Tensor or values.dtype not in KINDS or outputs < FEWEST_OUTPUTS:
             raise Unfit(f"a matrix of {type(values).__name__}, {values.dtype}")
+        if values.shape != (outputs, inputs):
+            raise Unfit(f"a matrix of {tuple(values.shape)} where others have {outputs, inputs}")
         bias = getattr(module, "bias", None)
         return [
-            self._at(values.contiguous()), 0 if scale_N is None else self._floats(scale_N),
-            0 if bias is None else self._floats(bias), KINDS[values.dtype], len(values),
+            self._at(values.contiguous(), values), 0 if scale_N is None else self._floats(scale_N, outputs),
+            0 if bias is None else self._floats(bias, outputs), KINDS[values.dtype], outputs,
         ]  # fmt: skip
 
-    def _floats(self, tensor: torch.Tensor) -> int:
-        floats = tensor.detach().float().contiguous()
-        self.copied = self.copied or floats.data_ptr() != tensor.data_ptr()
-        return self._at(floats)
+    def _floats(self, tensor: torch.Tensor, size: int) -> int:
+        if tensor.numel() != size:
+            raise Unfit(f"{tensor.numel()} numbers where others have {size}")
+        return self._at(tensor.detach().float().contiguous(), tensor)
 
-    def _at(self, tensor: torch.Tensor) -> int:
-        self._alive.append(tensor)
+    def _at(self, tensor: torch.Tensor, own: torch.Tensor) -> int:
+        self.copied = self.copied or tensor.data_ptr() != own.data_ptr()
+        self.alive.append(tensor)
         return tensor.data_ptr()
 
 
-# Of models all of whose weights are read where they are, with where that is: for a small model, asking takes longer than a step.
-_known_weights: weakref.WeakKeyDictionary[PreTrainedModel, tuple[tuple[int, ...], _Weights]] = (
-    weakref.WeakKeyDictionary()
-)
+# Of models all of whose weights are read where they are, with what that was made for: a small model is asked in more than a step.
+_known_weights: weakref.WeakKeyDictionary[PreTrainedModel, tuple[Any, _Weights]] = weakref.WeakKeyDictionary()
 
 
-def _weights_of(model: PreTrainedModel) -> _Weights:
-    modules = all_modules(model)
-    places = tuple(
-        weight.data_ptr() for one in modules for weight in one._parameters.values() if type(weight) is nn.Parameter
-    )
-    known = _known_weights.get(model)
-    if known is not None and known[0] == places:
-        return known[1]
-    weights = _Weights(model)
-    if not weights.copied:
-        _known_weights[model] = places, weights
-    return weights
+def _weights_of(model: PreTrainedModel) -> tuple[_Weights, list[torch.Tensor]]:
+    """And the tensors whose addresses it holds, to be kept while they are used."""
+    own = [weight for one in all_modules(model) for weight in one._parameters.values() if weight is not None]
+    config = model.config
+    made_for = (
+        [(weight.data_ptr(), weight.shape, weight.dtype) for weight in own if type(weight) is nn.Parameter],
+        config.num_hidden_layers, config.hidden_size, config.hidden_act, attention_windows(model),
+    )  # fmt: skip
+    known = _known_weights.pop(model, None)
+    weights = known[1] if known is not None and known[0] == made_for else _Weights(model)
+    kept = [weight.detach() for weight in own]
+    if not weights.copied and all(type(weight) is nn.Parameter for weight in own):
+        weights.alive = []  # else the model's memory would stay when it moves
+        _known_weights[model] = made_for, weights
+    return weights, kept
 
 
 class CompiledModel:
@@ -173,7 +190,8 @@ class CompiledModel:
 
     def __init__(self, loaded: ctypes.CDLL, model: PreTrainedModel, cache: RaggedCache):
         """Raises Unfit for a part that is not computed like that."""
-        weights = self._weights = _weights_of(model)
+        weights, self._kept = _weights_of(model)
+        self._weights = weights
         self.library, self._cache, self.vocab = loaded, cache, weights.vocab
         self._layers, self._known_keys = weights.layers.copy(), torch.empty(0)
         assert isinstance(cache.layers[0], RaggedLayer)
@@ -225,7 +243,7 @@ class CompiledModel:
             ],
             dtype=np.int64,
         )  # fmt: skip
-        self.library.run(*self.addresses(), address_of(call))
+        check(self.library.call_model(*self.addresses(), address_of(call)))
         return logits
 
     def addresses(self) -> tuple[int, int]:
@@ -250,6 +268,12 @@ def _stored(module: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
     if weight.act_quant_kwargs is not None or not whole_rows or bool(weight.zero_point.any()):
         raise Unfit("8-bit weights of another scheme")
     return weight.qdata, weight.scale.view(-1)
+
+
+def check(status: int) -> None:
+    """Raises RuntimeError as torch does when memory is short."""
+    if status:
+        raise RuntimeError("compiled code cannot allocate memory")
 
 
 def _outputs(module: Any) -> int:

@@ -13,6 +13,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cmath>
+#include <new>
 #include <sched.h>
 #include <type_traits>
 #include <vector>
@@ -36,7 +37,7 @@ struct Share {  // of `total` things, in whole steps, what one thread does
     }
 };
 
-// The numbers as float32, in memory that the next call of this thread takes again.
+// The numbers as float32, in a buffer that this thread uses again.
 template <class T> const float *unpacked(const T *from, long count) {
     static thread_local Scratch memory;
     float *to = memory.of(count);
@@ -77,9 +78,15 @@ inline four sums_of(const vec (&v)[4]) {
         part[i] = *reinterpret_cast<four *>(lanes);
         for (long from = 4; from < W; from += 4) part[i] += *reinterpret_cast<four *>(lanes + from);
     }
+#if defined(__clang__) || __GNUC__ >= 12
     four low = __builtin_shufflevector(part[0], part[1], 0, 4, 1, 5) + __builtin_shufflevector(part[0], part[1], 2, 6, 3, 7);
     four high = __builtin_shufflevector(part[2], part[3], 0, 4, 1, 5) + __builtin_shufflevector(part[2], part[3], 2, 6, 3, 7);
     return __builtin_shufflevector(low, high, 0, 1, 4, 5) + __builtin_shufflevector(low, high, 2, 3, 6, 7);
+#else
+    four total;
+    for (int i = 0; i < 4; i++) total[i] = (part[i][0] + part[i][2]) + (part[i][1] + part[i][3]);
+    return total;
+#endif
 }
 
 // Else the compiler reads a number from memory again in every sum that it is part of.
@@ -104,7 +111,7 @@ inline void step(vec (&sums)[M][OUTPUTS], const float *x, long x_stride, const T
     }
 }
 
-// out[m][n] = x[m] . w[n] for 4 outputs n. AHEAD: reads are announced in the order of memory, which is what memory is fast at.
+// out[m][n] = x[m] . w[n] for 4 outputs n. AHEAD: prefetches in the order of addresses, in which memory is fastest.
 template <long M, bool AHEAD, class T>
 inline void tile(const float *x, long x_stride, const T *w, long depth, float (*out)[OUTPUTS]) {
     constexpr long LINE = 64 / sizeof(T);
@@ -152,8 +159,9 @@ void dots(const float *x, long x_stride, long tokens, const T *w, long depth, Sh
                 const float *input = x + m * x_stride;
                 if (m == 0) tile_of<ahead.value>(height, input, x_stride, own + (from - begin) * depth, depth, out);
                 else tile_of<false>(height, input, x_stride, own + (from - begin) * depth, depth, out);
+                // Those before are another thread's, which may have added a bias already.
                 for (long i = 0; i < height; i++)
-                    for (long j = 0; j < OUTPUTS; j++) y[(m + i) * y_stride + from + j] = out[i][j];
+                    for (long j = n - from; j < OUTPUTS; j++) y[(m + i) * y_stride + from + j] = out[i][j];
             }
         }
     };
@@ -303,7 +311,7 @@ void attend(const Model &model, const Layer &layer, const Call &call, long row, 
     long positions = place.start + (call.sees ? call.tokens : first + tokens), stride = (positions + W - 1) / W * W;
     long cache_row = call.cache_rows ? call.cache_rows[row] : row;
     long head = (cache_row * model.kv_heads + kv_head) * model.capacity * D;
-    float *own = scratch, *sums = own + QUERIES * group * D, *scores = sums + QUERIES * group * D;
+    float *own = scratch, *sums = own + tokens * group * D, *scores = sums + tokens * group * D;
     for (long q = 0; q < tokens; q++) {
         const float *from = queries + ((row * call.tokens + first + q) * model.heads + kv_head * group) * D;
         for (long i = 0; i < group * D; i++) own[q * group * D + i] = from[i] * (float)model.scaling;
@@ -349,7 +357,8 @@ void place_token(const Model &model, const Layer &layer, const Call &call, long 
 
 struct Buffers {  // (M, ...) each
     float *x, *normed, *queries, *keys, *values, *attended, *gate, *up, *threads;
-    Buffers(const Model &model, long tokens, float *scratch) {
+    long of_thread;
+    Buffers(const Model &model, long tokens, long of_thread, float *scratch) : of_thread(of_thread) {
         long heads = model.heads * model.head_width, kv = model.kv_heads * model.head_width;
         long sizes[] = {model.width, model.width, heads, kv, kv, heads, model.inner, model.inner};
         float **parts[] = {&x, &normed, &queries, &keys, &values, &attended, &gate, &up};
@@ -361,9 +370,11 @@ struct Buffers {  // (M, ...) each
     }
 };
 
-long thread_floats(const Model &model) {
-    long group = model.heads / model.kv_heads;
-    return QUERIES * group * (2 * model.head_width + model.capacity + W);
+// Numbers that a thread's attention works on.
+long attention_floats(const Model &model, const Call &call) {
+    long reach = OUTPUTS;
+    for (long k = 0; k < call.rows; k++) reach = std::max<long>(reach, call.starts[k] + call.tokens);
+    return std::min<long>(QUERIES, call.tokens) * (model.heads / model.kv_heads) * (2 * model.head_width + reach + W);
 }
 
 void gated(float *gate, const float *up, long count) {  // silu(gate) * up, in place
@@ -378,7 +389,7 @@ void gated(float *gate, const float *up, long count) {  // silu(gate) * up, in p
     }
 }
 
-// One thread's part of a layer. T: of the cache. Where nothing is read of a layer but its keys and values, it ends with them.
+// One thread's part of a layer. T: of the cache. fill: compute the keys and values only.
 template <class T>
 void run_layer(const Model &model, const Layer &layer, const Call &call, const Buffers &b, long thread, Meeting &all, bool fill) {
     long M = call.rows * call.tokens, threads = call.threads, heads = model.heads * model.head_width;
@@ -407,7 +418,7 @@ void run_layer(const Model &model, const Layer &layer, const Call &call, const B
     long chunks = (call.tokens + QUERIES - 1) / QUERIES;
     for (long i = thread; i < call.rows * model.kv_heads * chunks; i += threads)
         attend<T>(model, layer, call, i / chunks / model.kv_heads, i / chunks % model.kv_heads, i % chunks * QUERIES, b.queries,
-                  b.attended, b.threads + thread * thread_floats(model));
+                  b.attended, b.threads + thread * b.of_thread);
     all.wait(threads);
     add(layer.out, b.attended, heads);
     all.wait(threads);
@@ -427,9 +438,10 @@ void run_layer(const Model &model, const Layer &layer, const Call &call, const B
 
 static thread_local Scratch activations;
 
-extern "C" void run(const Model *model, const Layer *layers, const Call *asked) {
+void run(const Model *model, const Layer *layers, const Call *asked) {
     long M = asked->rows * asked->tokens, width = model->width;
-    Buffers b(*model, M, activations.of(Buffers::count(*model, M) + asked->threads * thread_floats(*model)));
+    long of_thread = attention_floats(*model, *asked);
+    Buffers b(*model, M, of_thread, activations.of(Buffers::count(*model, M) + asked->threads * of_thread));
     Meeting all;
 #pragma omp parallel num_threads(asked->threads) if (asked->threads > 1)
     {
@@ -461,4 +473,13 @@ extern "C" void run(const Model *model, const Layer *layers, const Call *asked) 
     }
 }
 
-extern "C" void forget() { activations.forget(); }
+extern "C" int64_t call_model(const Model *model, const Layer *layers, const Call *call) {
+    try {
+        run(model, layers, call);
+    } catch (const std::bad_alloc &) {
+        return 1;
+    }
+    return 0;
+}
+
+void forget() { activations.forget(); }

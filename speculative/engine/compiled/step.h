@@ -36,7 +36,7 @@ struct Call {
     const int64_t *columns;                    // (K) after which token the one kept is, or null for the last of each row
 };
 
-// Memory of a thread that its next call takes again, on a boundary of the cache; it grows as needed.
+// A thread's buffer, aligned to a cache line. It is used again by the next call and grows as needed.
 class Scratch {
     std::vector<float> memory;
 
@@ -48,5 +48,5 @@ class Scratch {
     void forget() { memory = std::vector<float>(); }
 };
 
-extern "C" void forget();  // the memory of this thread
-extern "C" void run(const Model *model, const Layer *layers, const Call *call);
+void forget();  // frees the memory of this thread
+void run(const Model *model, const Layer *layers, const Call *call);
