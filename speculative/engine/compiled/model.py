@@ -116,7 +116,7 @@ class _Weights:
             *self._matrix(embedding, _outputs(embedding), width), *self._matrix(model.lm_head, self.vocab, width),
             self._floats(body.norm.weight, width), bits_of(body.norm.variance_epsilon), bits_of(attention.scaling),
         )  # fmt: skip
-        windows = attention_windows(model)
+        windows = attention_windows(model)[: len(layers)]  # remembered from when there were more, perhaps
         rows = [[*self._layer(layer), 0, 0, window or 0] for layer, window in zip(layers, windows, strict=True)]
         self.layers = np.array(rows, dtype=np.int64)
 

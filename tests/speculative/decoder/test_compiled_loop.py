@@ -114,6 +114,44 @@ def test_a_long_stretch_without_the_draft_is_caught_up_with() -> None:
     assert texts(found[0]) == texts(found[1])
 
 
+def test_a_draft_forgets_what_was_rejected_before_blocks_without_it() -> None:
+    """Else it takes its own rejected tokens for text: nothing is wrong with the text, but acceptance falls."""
+
+    class OnAndOff(FixedGamma):
+        def choose(self, active_R: np.ndarray) -> int:
+            self.blocks = getattr(self, "blocks", -1) + 1
+            return 3 if self.blocks % 4 == 0 else 0
+
+    settings = DecodeSettings(GREEDY, 3, "greedy", 60)
+    far = perturbed(TARGET, 0.1)
+    found = [
+        decode(TARGET, ModelDrafter(far), PROMPTS[2:4], settings, policy=OnAndOff(3), batch_size=2, runner=runner)[0]
+        for runner in ("compile", "eager")
+    ]
+    assert [one.accepted_counts for one in found[0]] == [one.accepted_counts for one in found[1]]
+
+
+@pytest.mark.parametrize("name", ["early exit", "lookup"])
+def test_drafting_in_python_is_timed_as_drafting(name: str) -> None:
+    _, timing = decode(TARGET, DRAFTERS[name](), PROMPTS, RULES["greedy"])
+    assert timing.draft_seconds > 0.0
+
+
+def test_a_broken_draft_that_is_called_as_it_is_is_refused() -> None:
+    draft = tiny_model("gpt2", vocab_size=TARGET.config.vocab_size)
+    with torch.no_grad():
+        draft.lm_head.weight[5] = torch.nan
+    for rule in ("greedy", "sample"):
+        with pytest.raises(UserError, match="the draft returned NaN or infinite logits"):
+            decode(TARGET, ModelDrafter(draft), PROMPTS[:1], RULES[rule])
+
+
+def test_a_draft_in_float64_is_taken() -> None:
+    draft = perturbed(TARGET, 0.03).double()
+    found = [decode(TARGET, ModelDrafter(draft), PROMPTS, RULES["sample"], runner=how)[0] for how in ("auto", "eager")]
+    assert texts(found[0]) == texts(found[1])
+
+
 @pytest.mark.parametrize("who", ["target", "draft"])
 @pytest.mark.parametrize("rule", ["greedy", "sample"])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])

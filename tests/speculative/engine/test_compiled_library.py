@@ -132,3 +132,15 @@ def test_a_process_that_is_killed_while_it_builds_leaves_nothing_that_is_loaded(
     ended = subprocess.run([sys.executable, "-c", program], cwd=Path(__file__).parents[3], timeout=120)
     assert ended.returncode == 9
     assert list(folder.glob("*.so")) == []
+
+
+def test_without_a_home_models_run_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "expanduser", lambda self: (_ for _ in ()).throw(RuntimeError("no home directory")))
+    with pytest.warns(UserWarning, match="run without compiled code.*no home directory"):
+        assert opened() is None
+
+
+def test_a_compiler_may_have_arguments(folder: Path, quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "g++ -DNOTHING")
+    assert opened() is not None

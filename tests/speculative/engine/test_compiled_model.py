@@ -2,10 +2,15 @@
 called as it is.
 """
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, get_peft_model, inject_adapter_in_model
 from tiny_models import VOCAB, prompts_of, texts, tiny_model
 from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
@@ -249,3 +254,90 @@ def test_weights_may_move_and_change_between_decode_calls() -> None:
 def test_a_model_is_called_as_it_is_where_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled, "library", lambda: None)
     assert cached_model.open_model(tiny_model(), "model", 1, 8, "compile").compiled is None
+
+
+@pytest.mark.parametrize("decoded_before", [False, True])
+@pytest.mark.parametrize("how", ["injected", "base model"])
+def test_an_adapter_inside_the_model_is_heard(how: str, decoded_before: bool) -> None:
+    """peft's layers have their base layer's weight and bias."""
+    model, settings = tiny_model(seed=8), DecodeSettings(GREEDY, 0, "greedy", 16)
+    if decoded_before:
+        decode(model, None, prompts_of([5]), settings)
+    adapted = LoraConfig(target_modules=["q_proj", "up_proj"], init_lora_weights=False)
+    own = (
+        inject_adapter_in_model(adapted, model)
+        if how == "injected"
+        else get_peft_model(model, adapted).get_base_model()
+    )
+    found = [texts(decode(own, None, prompts_of([5]), settings, runner=runner)[0]) for runner in ("auto", "eager")]
+    assert found[0] == found[1]
+
+
+def test_a_share_of_less_than_a_tile_leaves_the_neighbours_outputs_alone() -> None:
+    """6 keys on 2 threads: one thread's last tile starts among the other's outputs, which have their bias already."""
+    model = tiny_model("qwen2", num_attention_heads=3, num_key_value_heads=1, hidden_size=18, head_dim=6)
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        alone = opened(model, rows=1)
+        with torch.no_grad():
+            expected = alone.feed(TOKENS[:1, :20], np.zeros(1, dtype=np.int64), 20)
+            torch.set_num_threads(2)
+            for _ in range(500):
+                assert torch.equal(alone.feed(TOKENS[:1, :20], np.zeros(1, dtype=np.int64), 20), expected)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("change", ["fewer layers", "a sliced head", "a wider layer", "moved and back", "a view"])
+def test_what_a_model_is_now_counts(change: str) -> None:
+    model, settings = (
+        tiny_model(seed=9, num_hidden_layers=3, tie_word_embeddings=False),
+        DecodeSettings(GREEDY, 0, "greedy", 12),
+    )
+    prompts = [("short", [1, 2, 3, 4])]
+    decode(model, None, prompts, settings)
+    with torch.no_grad():
+        if change == "fewer layers":
+            model.config.num_hidden_layers = 1
+        elif change == "a sliced head":
+            for module in (model.lm_head, model.model.embed_tokens):
+                module.weight = torch.nn.Parameter(module.weight[:30])
+        elif change == "a wider layer":
+            mlp = model.model.layers[1].mlp
+            for name, shape in (("gate_proj", (400, 32)), ("up_proj", (400, 32)), ("down_proj", (32, 400))):
+                getattr(mlp, name).weight = torch.nn.Parameter(torch.randn(shape) * 0.1)
+        elif change == "moved and back":
+            model.bfloat16().float()
+        else:
+            head = model.lm_head
+            head.weight = torch.nn.Parameter(torch.cat((head.weight, head.weight), 1)[:, :32])
+            decode(model, None, prompts, settings)
+            head.weight.mul_(-1.0)  # as training does, in place
+    found = [texts(decode(model, None, prompts, settings, runner=runner)[0]) for runner in ("auto", "eager")]
+    assert found[0] == found[1]
+
+
+def test_one_met_while_it_trains_is_judged_as_it_decodes() -> None:
+    model = tiny_model(seed=10, attention_dropout=0.5).train()
+    assert opened(model).compiled is not None
+    assert model.training
+
+
+def test_without_memory_it_says_so_as_torch_does() -> None:
+    program = (
+        "import resource, numpy as np, torch\n"
+        "from tiny_models import tiny_model\n"
+        "from speculative.engine.cached_model import CachedModel\n"
+        "cached = CachedModel(tiny_model(), 'm', 1, 70000, 'compile')\n"
+        "ids = torch.zeros((1, 60000), dtype=torch.int64)\n"
+        "used = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (used + 2**23, used + 2**23))\n"
+        "try:\n"
+        "    with torch.no_grad(): cached.feed(ids, np.zeros(1, dtype=np.int64), 1)\n"
+        "except RuntimeError as error:\n"
+        "    raise SystemExit(0 if 'allocate memory' in str(error) else 5)\n"
+    )
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2] / "support")}
+    ended = subprocess.run([sys.executable, "-c", program], cwd=Path(__file__).parents[3], env=environment, timeout=120)
+    assert ended.returncode == 0
