@@ -83,3 +83,12 @@ def test_bf16_is_the_default_on_a_gpu_and_a_launcher_is_heard_or_answered(
     precision, line = settled_precision(wanted)
     assert precision == expected
     assert (line is None) if said is None else (said in (line or ""))
+
+
+@pytest.mark.parametrize(("has", "expected"), [(False, "no"), (True, "bf16")])
+def test_native_is_bf16_where_the_processor_has_it(has: bool, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: has)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    assert settled_precision("native") == (expected, None)
