@@ -87,7 +87,9 @@ def last_screen(
         break_even = verdict.costs.break_even_alpha
         alpha = "none" if break_even is None else f"{break_even:.2f}"
         steps = f" ({verdict.costs.steps})" if verdict.costs.steps else ""
-        console.print(f"cost ratio {verdict.costs.cost_ratio:.2f}{steps}, break-even alpha at gamma {verdict.gamma}: {alpha}")
+        console.print(
+            f"cost ratio {verdict.costs.cost_ratio:.2f}{steps}, break-even alpha at gamma {verdict.gamma}: {alpha}"
+        )
     if max(verdict.concurrencies, default=1) > 1:
         console.print(load_table(verdict))
     parts = {stage: value for stage, value in verdict.seconds.items() if "/" not in stage}

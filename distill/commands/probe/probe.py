@@ -98,7 +98,11 @@ def probe(options: ProbeOptions, console: Console | None = None) -> Probe:
         lookups=list(lookups.values()),
         drafts=prospects,
         assumptions=assumptions(plan, options.t_verify),
-        notes=[*notes, *([f"the target's steps ran as {first.steps}"] if first.steps else []), *busy_machine([first.target_seconds, *(one.target_step_seconds for one in first_prices)])],
+        notes=[
+            *notes,
+            *([f"the target's steps ran as {first.steps}"] if first.steps else []),
+            *busy_machine([first.target_seconds, *(one.target_step_seconds for one in first_prices)]),
+        ],
         memory=None if device is None else memory_of(device, served, target, list(models.values())[::-1]),
         seconds=stages.seconds,
         decision=decision,

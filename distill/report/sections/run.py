@@ -151,7 +151,10 @@ def run_facts(view: View) -> list[tuple[str, str]]:
         ratio = f"c = {costs.cost_ratio:.3f}{of_block(view)}"
         rows += [
             ("timed at", f"batch {costs.batch_size}, context {costs.context} tokens"),
-            ("step times", f"target {target:.2f} ms, draft {draft:.2f} ms, {ratio}{', ' * bool(costs.steps)}{costs.steps}"),
+            (
+                "step times",
+                f"target {target:.2f} ms, draft {draft:.2f} ms, {ratio}{', ' * bool(costs.steps)}{costs.steps}",
+            ),
         ]
     rows.append(("versions", ", ".join(f"{name} {version}" for name, version in versions.items() if version)))
     others = {
