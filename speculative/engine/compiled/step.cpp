@@ -73,7 +73,7 @@ class Meeting {
 inline four sums_of(const vec (&v)[4]) {
     four part[4];
     for (int i = 0; i < 4; i++) {
-        float lanes[W];
+        alignas(64) float lanes[W];
         store(lanes, v[i]);
         part[i] = *reinterpret_cast<four *>(lanes);
         for (long from = 4; from < W; from += 4) part[i] += *reinterpret_cast<four *>(lanes + from);
@@ -148,9 +148,9 @@ template <class T>
 void dots(const float *x, long x_stride, long tokens, const T *w, long depth, Share share, float *y, long y_stride) {
     long some_outputs = std::max(OUTPUTS, SECOND_CACHE / depth / OUTPUTS * OUTPUTS);
     long some_tokens = std::max(FEW, FIRST_CACHE / depth / TOKENS * TOKENS);
-    auto block = [&](auto *own, long begin, long end, long first, auto ahead) {  // own: the weights of `begin`
+    auto block = [&](auto *own, long begin, long start, long end, long first, auto ahead) {  // own: the weights of `begin`
         long last = std::min(tokens, first + some_tokens);
-        for (long n = begin; n < end; n += OUTPUTS) {
+        for (long n = start; n < end; n += OUTPUTS) {
             // The last ones of a number that is no multiple of 4 are computed together with some before them.
             long from = std::min(n, end - OUTPUTS);
             for (long m = first, height; m < last; m += height) {
@@ -171,10 +171,10 @@ void dots(const float *x, long x_stride, long tokens, const T *w, long depth, Sh
         if constexpr (!std::is_same_v<T, float>)
             if (tokens > 3 * TOKENS) {  // once for all tokens
                 const float *own = unpacked(w + begin * depth, (end - begin) * depth);
-                for (long m = 0; m < tokens; m += some_tokens) block(own, begin, end, m, std::false_type());
+                for (long m = 0; m < tokens; m += some_tokens) block(own, begin, n, end, m, std::false_type());
                 widened = true;
             }
-        for (long m = 0; m < tokens && !widened; m += some_tokens) block(w + begin * depth, begin, end, m, std::true_type());
+        for (long m = 0; m < tokens && !widened; m += some_tokens) block(w + begin * depth, begin, n, end, m, std::true_type());
     }
 }
 

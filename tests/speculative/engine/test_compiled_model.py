@@ -276,6 +276,10 @@ def test_an_adapter_inside_the_model_is_heard(how: str, decoded_before: bool) ->
 def test_a_share_of_less_than_a_tile_leaves_the_neighbours_outputs_alone() -> None:
     """6 keys on 2 threads: one thread's last tile starts among the other's outputs, which have their bias already."""
     model = tiny_model("qwen2", num_attention_heads=3, num_key_value_heads=1, hidden_size=18, head_dim=6)
+    with torch.no_grad():
+        for layer in model.model.layers:  # made of zeros
+            layer.self_attn.k_proj.bias.normal_()
+            layer.self_attn.v_proj.bias.normal_()
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
