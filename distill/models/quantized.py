@@ -68,6 +68,13 @@ def stored_parts(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         yield from stored_parts(f"{name}.{part}", getattr(tensor, part))
 
 
+def rounds_activations(model: Any) -> bool:
+    """Whether some layer of a model in the compressed-tensors format rounds its inputs to integers."""
+    schemes = (getattr(one, "quantization_scheme", None) for one in model.modules())
+    inputs = (None if scheme is None else scheme.input_activations for scheme in schemes)
+    return any(one is not None and one.type == "int" for one in inputs)
+
+
 class Int8Linear(nn.Module):
     """A linear layer that reads 8-bit weights, with activations in bfloat16: what a step costs on a CPU is the bytes it reads.
 

@@ -5,6 +5,7 @@ from collections import Counter
 
 from distill.commands.readback.asking import Asked
 from distill.commands.readback.comparison import Counted, Predicted, Replayer, served_texts
+from distill.models.quantized import rounds_activations
 from distill.models.target import Target
 from distill.run.verdict_record import WAYS
 from speculative.explain.text_law import ALL_LIKELIEST, TextLaw, fitting
@@ -56,9 +57,18 @@ def acceptance_causes(counted: Counted, replayer: Replayer, found: Predicted) ->
         causes.append(
             f"draft: acceptance is {'lower' if counted.tau < found.tau else 'higher'} than the run's best draft has on this text (tau "
             f"{counted.tau:.2f}, replay {found.tau:.2f}), and no rule, gamma or vocabulary explains it: see that the server's draft is "
-            "this run's export, of its best checkpoint, and in the same precision"
+            f"this run's export, of its best checkpoint, and in the same precision{_saturated(replayer)}"
         )
     return causes
+
+
+def _saturated(replayer: Replayer) -> str:
+    """What 8-bit activations meet in oneDNN, which adds two products in 16 bits where the CPU has no instruction for four."""
+    if not rounds_activations(replayer.draft.model):
+        return ""
+    return (
+        ". On a CPU without VNNI instructions vLLM's 8-bit products saturate: there serve the draft without --quantize"
+    )
 
 
 def _drafting(counted: Counted, replayer: Replayer, found: Predicted) -> str:
