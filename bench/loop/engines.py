@@ -11,7 +11,7 @@ from distill.config.run import RunConfig
 from distill.run.verdict_record import drafting_to_serve, load_verdict
 from speculative.errors import UserError
 
-HOUSE = Path(__file__).resolve().parents[1] / "house_engine.py"
+STUB = Path(__file__).resolve().parents[1] / "stub_engine.py"
 # What vLLM is started with besides SERVING.md's command, as its CPU build wants it.
 _VLLM, _COUNTS = ("--enforce-eager", "--dtype", "float32"), ("--per-request-spec-decode-metrics", "detailed")
 # Several engines share the cores: each of them would bind itself to the first one.
@@ -20,22 +20,22 @@ ENVIRONMENT = {
 }  # fmt: skip
 # vLLM takes no logit_bias beside a draft, ours no grammar.
 CONSTRAINTS: dict[str, dict[str, Any]] = {
-    "vllm": {"response_format": {"type": "json_object"}}, "house": {"logit_bias": {"4": -100.0}}
+    "vllm": {"response_format": {"type": "json_object"}}, "stub": {"logit_bias": {"4": -100.0}}
 }  # fmt: skip
 
 
 def engine_of(asked: str) -> str:
-    """`vllm` or `house`.
+    """`vllm` or `stub`.
 
     Raises:
         UserError: another word, or vLLM where there is none.
     """
-    if asked not in ("auto", "house", "vllm"):
-        raise UserError(f"--engine {asked}: auto, vllm or house")
+    if asked not in ("auto", "stub", "vllm"):
+        raise UserError(f"--engine {asked}: auto, vllm or stub")
     installed = (BUILT / "vllm").exists() or shutil.which("vllm") is not None
     if asked == "vllm" and not installed:
-        raise UserError("--engine vllm: it is not installed; `make engines` builds it for CPUs, or give --engine house")
-    return "vllm" if installed and asked != "house" else "house"
+        raise UserError("--engine vllm: it is not installed; `make engines` builds it for CPUs, or give --engine stub")
+    return "vllm" if installed and asked != "stub" else "stub"
 
 
 def engine_words(engine: str, config: RunConfig, draft: str, port: str, log: str, exported: str) -> list[str]:
@@ -49,8 +49,8 @@ def engine_words(engine: str, config: RunConfig, draft: str, port: str, log: str
     verdict, gamma = load_verdict(config.folder), str(config.judge.gamma)
     drafting = drafting_to_serve(verdict, verdict.drafts[-1].drafting == "parallel")
     rule = "sample" if config.judge_rule == "sample" else "greedy-draft"
-    if engine == "house":
-        words = [str(HOUSE), config.target.path, draft, "--gamma", gamma, "--rule", rule]
+    if engine == "stub":
+        words = [str(STUB), config.target.path, draft, "--gamma", gamma, "--rule", rule]
         return [sys.executable, *words, "--drafting", drafting, "--port", port]
     serve = [
         sys.executable, "-P", "-m", "distill.cli", "serve", "--target", config.target.path, "--port", port, "--log", log,

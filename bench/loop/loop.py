@@ -59,9 +59,7 @@ class LoopOptions:
     config: Annotated[str, typer.Argument(help="of the first draft's run; its data.heldout comes first")] = CONFIG
     overrides: Overrides = None
     shifted: Annotated[str, typer.Option(help="prompts behind the shift; default: the library's unit tests")] = ""
-    engine: Annotated[str, typer.Option(help="vllm, house (our own decoder), or auto: vllm where there is one")] = (
-        "auto"
-    )
+    engine: Annotated[str, typer.Option(help="vllm, stub (our own decoder), or auto: vllm where there is one")] = "auto"
     to: Annotated[Path, typer.Option(help="folder of everything that is made")] = Path("runs/loop")
     fast: Annotated[bool, typer.Option("--fast", help="a third of the requests")] = False
 

@@ -1,4 +1,4 @@
-"""The configuration as a Markdown table, made from the config's own fields; docs/config.md carries it and a test compares."""
+"""The configuration as a Markdown table, made from the config's own fields; docs/reference/config.md carries it and a test compares."""
 
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined

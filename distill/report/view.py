@@ -13,7 +13,7 @@ from speculative.measure.metrics import Curve
 OUTCOMES: dict[Outcome, str] = {
     "pays_off": "Pays off",
     "best_together": "Best together with lookup",
-    "rival_better": "Something free is better",
+    "baseline_better": "Something free is better",
     "no_speed": "No speed-up",
     "no_measurable_gain": "No measurable gain",
     "loss": "Loss",

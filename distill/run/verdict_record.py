@@ -17,7 +17,7 @@ from speculative.measure.replay import ReplayCheck
 Drafting = Literal["autoregressive", "parallel"]
 # The name of a draft that can draft both ways where it drafts the other way than the one in question does.
 WAYS: dict[Drafting, str] = {"autoregressive": BY_TOKEN, "parallel": BY_BLOCK}
-Outcome = Literal["pays_off", "best_together", "rival_better", "no_speed", "no_measurable_gain", "loss", "not_timed"]
+Outcome = Literal["pays_off", "best_together", "baseline_better", "no_speed", "no_measurable_gain", "loss", "not_timed"]
 
 
 class Costs(Record):

@@ -27,10 +27,7 @@ from speculative.drafters.registry import Parts, make_drafter, registered
 from speculative.drafters.retrieval import Datastore, Retrieval
 from speculative.engine.models import max_positions, vocab_rows
 from speculative.evaluate import HeldoutResponse
-from speculative.measure.cost import TIMED_BLOCKS, StepCosts, best_gamma, measure_costs
-from speculative.measure.measured import LOOKUP, PAST, TOGETHER, Way
-from speculative.measure.replay import Blocks, expected_blocks_of, texts_of
-from speculative.measure.rival_replay import (
+from speculative.measure.baseline_replay import (
     cross_fitted,
     found_blocks,
     found_steps,
@@ -38,6 +35,9 @@ from speculative.measure.rival_replay import (
     kept_by_retrieval,
     tuned_lookup,
 )
+from speculative.measure.cost import TIMED_BLOCKS, StepCosts, best_gamma, measure_costs
+from speculative.measure.measured import LOOKUP, PAST, TOGETHER, Way
+from speculative.measure.replay import Blocks, expected_blocks_of, texts_of
 from speculative.measure.token_scores import TokenScores, score_tokens, scored_gammas
 from speculative.rules.rule import Rule
 

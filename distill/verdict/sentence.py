@@ -75,7 +75,7 @@ def headline_of(contest: Contest, run: str) -> str:
 
 def _outcome(gain: Effects | None, contest: Contest | None, run: str | None, draft: str) -> Outcome:
     if contest is not None and run in FREE and run is not None and contest.beats(run, draft):
-        return "rival_better"
+        return "baseline_better"
     if gain is not None and gain.certain == "loss":
         return "loss"
     if gain is not None and gain.certain == "none":

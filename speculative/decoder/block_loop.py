@@ -118,7 +118,7 @@ class BlockLoop:
             if not self._uniforms_RLU.size:
                 self._uniforms_RLU = np.zeros((len(self.lengths_R), *tables[0].shape))
             self._uniforms_RLU[rows] = tables
-        # In order of rows, so that a full house is prefilled as one batch of all rows.
+        # In order of rows, so that a full batch is prefilled as one batch of all rows.
         rows.sort()
         self.target.prefill(self.tokens_RC, rows, self.lengths_R[rows] - 1)
         if self.drafter is not None:

@@ -11,12 +11,12 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from speculative.explain.target_view import top_tokens
+from speculative.measure.baseline_replay import Tuned, kept_by_lookup, tuned_lookup
 from speculative.measure.cost import StepCosts, best_gamma, break_even_alpha, iid_tau
 from speculative.measure.intervals import Interval, ratio_interval, sum_by_prompt
 from speculative.measure.measured import LOOKUP, How, Measured
 from speculative.measure.metrics import alpha_with_interval, rule_curve
 from speculative.measure.replay import replay, texts_kept, texts_of
-from speculative.measure.rival_replay import Tuned, kept_by_lookup, tuned_lookup
 from speculative.measure.token_scores import StoredText, TokenScores, scored_gammas
 from speculative.rules.sampling import SamplingSettings
 

@@ -49,7 +49,7 @@ class TextCosts(NamedTuple):
     costs_T, stops_T are tables (T, J) by start and offset for a parallel draft; see `TokenScores.by_start`.
     stops_T: a block that keeps this token drafts no further, whatever its gamma (a confidence stop); None = nowhere.
     sure_T: how many tokens are kept of a block that starts at this token because somebody who needs no model proposes it
-    (`rival_replay`); -1 where the draft does. None = everywhere the draft.
+    (`baseline_replay`); -1 where the draft does. None = everywhere the draft.
     """
 
     costs_T: np.ndarray

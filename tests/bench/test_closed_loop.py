@@ -14,7 +14,6 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from house_engine import HouseEngine, Pages
 from loop.account import LoopResult, account, alarm_behind
 from loop.clients import CONSTRAINED_EVERY, Clients
 from loop.family import Family
@@ -24,6 +23,7 @@ from loop.versions import shuffled_version
 from processes import free_port
 from running_app import running_app
 from safetensors.torch import load_file, save_file
+from stub_engine import Pages, StubEngine
 from traffic_log import record_of, write_log
 
 from distill.config.target import TargetConfig
@@ -76,7 +76,7 @@ def test_a_family_says_what_a_program_said_last(tmp_path: Path) -> None:
 @pytest.fixture
 def engine(tiny_target: Path) -> Any:
     target = Target(TargetConfig(path=str(tiny_target)), torch.device("cpu"))
-    pair = HouseEngine(target, ModelDrafter(load_draft(str(tiny_target), target)), 3, "greedy-draft", name="tiny")
+    pair = StubEngine(target, ModelDrafter(load_draft(str(tiny_target), target)), 3, "greedy-draft", name="tiny")
     with running_app(Pages(pair).app()) as url:
         yield url
 
@@ -101,7 +101,7 @@ def test_a_killed_gateway_loses_no_record_and_counts_stay_whole(engine: str, tmp
         clients.at_once = 12
         clients.wait(2 * CONSTRAINED_EVERY, lambda: family.check("gateway", process))
         clients.pause(lambda: family.check("gateway", process))
-    found = account(tmp_path / "log", clients, LoopResult("house", 10), 1.0)
+    found = account(tmp_path / "log", clients, LoopResult("stub", 10), 1.0)
     assert (found["records_lost"], found["records_doubled"]) == (0, 0)
     assert found["requests"] == len(clients.whole) >= 12 + 2 * CONSTRAINED_EVERY
     assert found["constrained"] == len(clients.constrained & clients.whole.keys()) >= 2
@@ -113,8 +113,8 @@ def test_two_loops_in_one_folder_and_an_engine_that_is_not_there_are_refused(tmp
     with (tmp_path / LOCK).open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(UserError, match="another loop is at work there"):
-            loop_demo(LoopOptions(str(CONFIG), engine="house", to=tmp_path))
-    with pytest.raises(UserError, match="--engine fast: auto, vllm or house"):
+            loop_demo(LoopOptions(str(CONFIG), engine="stub", to=tmp_path))
+    with pytest.raises(UserError, match="--engine fast: auto, vllm or stub"):
         loop_demo(LoopOptions(str(CONFIG), engine="fast", to=tmp_path))
 
 
@@ -146,7 +146,7 @@ def test_lost_doubled_and_acceptance_by_hand(tmp_path: Path) -> None:
     names = [record.id for record in records]
     whole = {names[0]: (0, 7), names[1]: (1, 8), names[4]: (4, 7), "other": (1,)}
     clients = fake_clients(whole, dict.fromkeys(names, 1))
-    result = LoopResult("house", 10, shifted_at=15.0, recovered_at=35.0)
+    result = LoopResult("stub", 10, shifted_at=15.0, recovered_at=35.0)
     found = account(tmp_path / "log", clients, result, 60.0)
     # Request 1 has another text in its record, `other` has none; request 4 was asked once and has two lines.
     assert (found["records_lost"], found["records_doubled"]) == (2, 1)
@@ -166,7 +166,7 @@ def test_the_picture_shows_each_version_and_each_event(tmp_path: Path) -> None:
     write_log(
         tmp_path / "log", [record_of(n, time=100.0 + n, draft_version=f"v000{1 + n // 40}", **known) for n in range(80)]
     )
-    result = LoopResult("house", 10, shifted_at=110.0, events=[(3.0, "the traffic shifts"), (9.0, "kill -9: gateway")])
+    result = LoopResult("stub", 10, shifted_at=110.0, events=[(3.0, "the traffic shifts"), (9.0, "kill -9: gateway")])
     plot_loop(tmp_path / "loop.svg", tmp_path / "log", result, 100.0)
     text = (tmp_path / "loop.svg").read_text()
     for words in ("draft v0001", "draft v0002", "1  3 s  the traffic shifts", "2  9 s  kill -9: gateway"):

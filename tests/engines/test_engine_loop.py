@@ -17,7 +17,7 @@ VLLM = pytest.param(
 pytestmark = [pytest.mark.loop, pytest.mark.timeout(1800)]
 
 
-@pytest.mark.parametrize("engine", ["house", VLLM])
+@pytest.mark.parametrize("engine", ["stub", VLLM])
 def test_the_loop_comes_round(tmp_path: Path, engine: str) -> None:
     words = ["--engine", engine, "--to", str(tmp_path / "loop"), "--fast"]
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""The house's rules that a program can read: which package imports which, and how things may be called."""
+"""The rules that a program can read: which package imports which, and how things may be called."""
 
 import ast
 import functools

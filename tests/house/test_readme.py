@@ -5,28 +5,22 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from key_table import key_table
+import pytest
+from reference_pages import PAGES
 from typer.testing import CliRunner
 
 from distill.cli import app
 from distill.config.load import load_config
-from distill.config.table import config_table
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-def test_the_config_table_is_the_configs_own() -> None:
-    page = (ROOT / "docs" / "config.md").read_text(encoding="utf-8")
-    between = page.split("<!-- config table -->")[1].split("<!-- end of config table -->")[0]
-    assert between.strip() == config_table().strip(), "paste the output of `understudy config` between the marks"
-
-
-def test_the_key_tables_of_the_verdicts_page_are_the_types_own() -> None:
-    page = (ROOT / "docs" / "verdict.md").read_text(encoding="utf-8")
-    between = page.split("<!-- key tables -->")[1].split("<!-- end of key tables -->")[0]
-    assert between.strip() == key_table(), "paste the output of `python tests/support/key_table.py` between the marks"
-    assert not re.search(r"\|\s*\|$", between, flags=re.M), "every key has its meaning"
+@pytest.mark.parametrize("name", PAGES)
+def test_a_generated_page_is_what_the_code_says(name: str) -> None:
+    page = (ROOT / "docs" / "reference" / name).read_text(encoding="utf-8")
+    assert page == PAGES[name](), "run `python tests/support/reference_pages.py`"
+    assert not re.search(r"\|\s*\|$", page, flags=re.M), "every key has its meaning"
 
 
 def test_the_folders_are_all_of_them_with_a_line_each() -> None:
@@ -41,7 +35,7 @@ def test_the_folders_are_all_of_them_with_a_line_each() -> None:
 
 
 def test_every_file_that_readme_and_docs_name_is_there() -> None:
-    for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+    for page in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")):
         named = re.findall(
             r"\b((?:distill|speculative|data|tests|bench|configs)/[\w/.-]+\.(?:py|yaml|json))", page.read_text()
         )

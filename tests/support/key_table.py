@@ -1,7 +1,4 @@
-"""The keys of result.json as Markdown, made from the types' own fields; docs/verdict.md carries it and a test compares.
-
-python tests/support/key_table.py
-"""
+"""The keys of result.json as Markdown, made from the types' own fields; docs/reference/verdict.md carries it."""
 
 import types
 import typing

@@ -13,6 +13,7 @@ import numpy as np
 from distill.run.frozen_text import FrozenText
 from speculative.drafters.draft import Drafting
 from speculative.evaluate import HeldoutResponse
+from speculative.measure.baseline_replay import found_blocks, found_steps, kept_by_lookup, tuned_lookup
 from speculative.measure.cost import StepCosts, given_costs
 from speculative.measure.effects import CallEffects, Certain, Gain, effects_of_calls, paired_effects
 from speculative.measure.intervals import Interval
@@ -20,7 +21,6 @@ from speculative.measure.measured import HELD_OUT, How, Measured, Row, Way
 from speculative.measure.metrics import CURVE_GAMMAS, alpha_with_interval, calls_curve
 from speculative.measure.record import Record
 from speculative.measure.replay import Blocks, expected_blocks, survival_of, texts_of
-from speculative.measure.rival_replay import found_blocks, found_steps, kept_by_lookup, tuned_lookup
 from speculative.measure.token_scores import TokenScores, scored_gammas
 
 LOOKUP = "lookup"

@@ -70,7 +70,7 @@ def serve_warning(view: View) -> str:
         reasons.append("this draft is the undistilled one")
     elif verdict.outcome == "no_measurable_gain":
         reasons.append("this draft is not certainly better than the undistilled one")
-    if verdict.outcome == "rival_better":
+    if verdict.outcome == "baseline_better":
         reasons.append(f"{verdict.to_run()} is faster and needs no training")
     elif verdict.outcome == "best_together":
         reasons.append(

@@ -22,11 +22,11 @@ from distill.commands.compare.screen import compare_table, difference_lines, dom
 from distill.commands.options import CompareOptions
 from distill.models.target import Target
 from speculative.errors import UserError
+from speculative.measure.baseline_replay import found_blocks, kept_by_lookup, tuned_lookup
 from speculative.measure.cost import StepCosts, predicted_speed_up
 from speculative.measure.effects import Gain
 from speculative.measure.measured import HELD_OUT
 from speculative.measure.replay import expected_blocks_of, texts_of
-from speculative.measure.rival_replay import found_blocks, kept_by_lookup, tuned_lookup
 from speculative.measure.token_scores import score_tokens
 
 
@@ -366,7 +366,7 @@ def with_dashes(names):
     return [f"lookup+{name}" for name in names]
 
 
-def rival_costs(monkeypatch):
+def baseline_costs(monkeypatch):
     """c = .1, v(1) = 1.5 and v(3) = 2, whatever the draft."""
     costs = StepCosts(1.0, {1: 0.1, 3: 0.3}, {1: 1.5, 3: 2.0}, 1, 64)
     monkeypatch.setattr(compare, "step_costs", lambda *args: costs)
@@ -374,7 +374,7 @@ def rival_costs(monkeypatch):
 
 
 def test_lookup_and_lookup_before_a_draft_are_contestants(tiny_run, monkeypatch):
-    costs = rival_costs(monkeypatch)
+    costs = baseline_costs(monkeypatch)
     names = [str(tiny_run), "lookup", f"lookup+{tiny_run}"]
     result, _ = compare_command(options(*names, timing=True))
     draft, lookup, both = rows(result)
@@ -407,7 +407,7 @@ def test_lookup_and_lookup_before_a_draft_are_contestants(tiny_run, monkeypatch)
 
 def test_a_draft_is_compared_with_itself_drafting_in_one_pass(tiny_run, tmp_path, monkeypatch):
     by_block = StepCosts(1.0, {1: 0.2, 3: 0.25}, {1: 1.5, 3: 2.0}, 1, 64, parallel=True)
-    by_token = rival_costs(monkeypatch)
+    by_token = baseline_costs(monkeypatch)
     monkeypatch.setattr(compare, "step_costs", lambda *args: by_block if args[3].parallel else by_token)
     both = shutil.copytree(tiny_run / "best" / "student", tmp_path / "both")
     (both / "config.json").write_text(json.dumps(json.loads((both / "config.json").read_text()) | {"pard_token": 7}))
@@ -434,7 +434,7 @@ def test_a_draft_is_compared_with_itself_drafting_in_one_pass(tiny_run, tmp_path
 
 
 def test_a_rival_can_be_first_and_differences_turn_around(tiny_run, monkeypatch):
-    rival_costs(monkeypatch)
+    baseline_costs(monkeypatch)
     one, _ = compare_command(options("lookup", tiny_run, timing=True, fail_below=["speed_up=99"]))
     other, _ = compare_command(options(tiny_run, "lookup", timing=True))
     assert one.differences[0].tau.gain == pytest.approx(-other.differences[0].tau.gain)

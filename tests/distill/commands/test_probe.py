@@ -27,9 +27,9 @@ from distill.models.carving import carve
 from distill.models.load import load_model, load_tokenizer
 from speculative.evaluate import HeldoutResponse
 from speculative.explain.ceilings import DecisionWord, Outlook, price_of
+from speculative.measure.baseline_replay import NGRAM_SIZES
 from speculative.measure.cost import StepCosts, given_costs, measure_costs
 from speculative.measure.measured import Measured
-from speculative.measure.rival_replay import NGRAM_SIZES
 
 
 @pytest.fixture(autouse=True, scope="module")

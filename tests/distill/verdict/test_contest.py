@@ -15,13 +15,13 @@ from speculative.decode import decode
 from speculative.decoder.responses import DecodeSettings, Response
 from speculative.drafters.draft import Draft
 from speculative.evaluate import frozen_responses
+from speculative.measure.baseline_replay import cross_fitted
 from speculative.measure.cost import StepCosts
 from speculative.measure.measured import DRAFT as BEST
 from speculative.measure.measured import LOOKUP, PAST, TOGETHER
 from speculative.measure.measured import TARGET as ALONE
 from speculative.measure.race import Lap, Standings
 from speculative.measure.replay import expected_blocks_of
-from speculative.measure.rival_replay import cross_fitted
 from speculative.measure.token_scores import score_tokens
 from speculative.rules.sampling import GREEDY
 

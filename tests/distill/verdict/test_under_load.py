@@ -26,15 +26,15 @@ from speculative.drafters.lookup import PromptLookup
 from speculative.drafters.retrieval import Retrieval
 from speculative.errors import UserError
 from speculative.evaluate import HeldoutResponse
-from speculative.measure.load import DRAFTED, FOUND, PLAIN, FullBatch, kind_shares
-from speculative.measure.measured import DRAFT, EARLY_EXIT, LOOKAHEAD, LOOKUP, PAST, TARGET, TOGETHER, TREE
-from speculative.measure.replay import texts_of
-from speculative.measure.rival_replay import (
+from speculative.measure.baseline_replay import (
     found_blocks,
     kept_by_lookup,
     kept_by_retrieval,
     tuned_lookup,
 )
+from speculative.measure.load import DRAFTED, FOUND, PLAIN, FullBatch, kind_shares
+from speculative.measure.measured import DRAFT, EARLY_EXIT, LOOKAHEAD, LOOKUP, PAST, TARGET, TOGETHER, TREE
+from speculative.measure.replay import texts_of
 
 LIVE = [TREE, EARLY_EXIT, LOOKAHEAD]
 

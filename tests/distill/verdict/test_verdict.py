@@ -230,9 +230,9 @@ def jittered(ratios, factor):
 @pytest.mark.parametrize(
     ("gain", "lookup", "together", "outcome", "run", "headline"),
     [
-        (0.1, 1.5, 1.2, "rival_better", LOOKUP, "Run prompt lookup: 2.17x ["),
-        (0.0, 1.5, 1.2, "rival_better", LOOKUP, "Run prompt lookup"),
-        (-0.1, 1.5, 1.2, "rival_better", LOOKUP, "Run prompt lookup"),
+        (0.1, 1.5, 1.2, "baseline_better", LOOKUP, "Run prompt lookup: 2.17x ["),
+        (0.0, 1.5, 1.2, "baseline_better", LOOKUP, "Run prompt lookup"),
+        (-0.1, 1.5, 1.2, "baseline_better", LOOKUP, "Run prompt lookup"),
         (0.1, 0.8, 1.2, "best_together", TOGETHER, "Run lookup + draft: 1.73x ["),
         (0.1, 1.3, 1.6, "best_together", TOGETHER, "Run lookup + draft"),
         (0.1, 0.8, 1.01, "pays_off", DRAFT, "Run the draft: 1.44x ["),
@@ -288,7 +288,7 @@ def check_agrees(found):
     assert found.outcome != "pays_off" or found.pays
     assert found.outcome != "no_speed" or not found.pays
     assert found.outcome != "best_together" or run == TOGETHER
-    assert found.outcome != "rival_better" or run in (LOOKUP, PAST)
+    assert found.outcome != "baseline_better" or run in (LOOKUP, PAST)
     name = run if run in (LOOKUP, PAST, TOGETHER) else f"the {run}"
     row = found.row(run)
     said = "" if run == TARGET else f" {row.speed_up:.2f}x [{row.speed_up_ci[0]:.2f}, {row.speed_up_ci[1]:.2f}]"
@@ -321,7 +321,14 @@ THIN = [0.78 * ratio for ratio in FAST]
     [
         (THIN, {}, DRAFT, "pays_off", TARGET, "no_speed"),
         (SLOW, {TOGETHER: THIN}, TOGETHER, "best_together", TARGET, "no_speed"),
-        (FAST, {LOOKUP: [a * b for a, b in zip(THIN, FAST, strict=True)]}, LOOKUP, "rival_better", LOOKUP, "pays_off"),
+        (
+            FAST,
+            {LOOKUP: [a * b for a, b in zip(THIN, FAST, strict=True)]},
+            LOOKUP,
+            "baseline_better",
+            LOOKUP,
+            "pays_off",
+        ),
     ],
 )
 def test_what_only_the_uncorrected_interval_shows_is_claimed_nowhere(
@@ -339,11 +346,11 @@ def test_what_only_the_uncorrected_interval_shows_is_claimed_nowhere(
         assert found.facts[0].startswith("It pays off") == found.pays
         assert any(line.startswith(f"At 8 requests: run {shown(run)}") for line in found.facts)
         apart = not any("cannot be told from the draft" in line for line in found.facts)
-        assert apart == (run != LOOKUP or outcome == "rival_better")
+        assert apart == (run != LOOKUP or outcome == "baseline_better")
 
         result = findings_of(evidence, found, tiny_tokenizer(), kind="run", name="a", seen=None)
         warning = serve_warning(View(result, measured_times(result), None))
-        assert ("is faster and needs no training" in warning) == (outcome == "rival_better")
+        assert ("is faster and needs no training" in warning) == (outcome == "baseline_better")
         assert ("prompt lookup before it" in warning) == (outcome == "best_together")
         assert ("not certainly faster than the target alone" in warning) == (not found.pays)
         page = html.unescape(render_page(result))

@@ -23,9 +23,9 @@ from speculative.drafters.drafter import CATCH_UP_TOKENS, ModelDrafter
 from speculative.drafters.gamma import AdaptiveGamma, FixedGamma
 from speculative.drafters.lookup import PromptLookup
 from speculative.errors import UserError
+from speculative.measure.baseline_replay import kept_by_lookup
 from speculative.measure.metrics import survival
 from speculative.measure.replay import agreement_of, expected_blocks_of, survival_of
-from speculative.measure.rival_replay import kept_by_lookup
 from speculative.measure.token_scores import score_tokens
 from speculative.rules.processors import LogitsRules
 from speculative.rules.sampling import GREEDY, SamplingSettings

@@ -1,4 +1,4 @@
-"""Ceilings of drafting and the rival that costs nothing, against direct computation and live decoding; the decision."""
+"""Ceilings of drafting and the baseline that costs nothing, against direct computation and live decoding; the decision."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from speculative.engine.models import evaluating
 from speculative.evaluate import HeldoutResponse
 from speculative.explain import ceilings
 from speculative.measure import replay
+from speculative.measure.baseline_replay import NGRAM_SIZES, tuned_lookup
 from speculative.measure.cost import StepCosts, best_gamma, given_costs
 from speculative.measure.measured import Measured
-from speculative.measure.rival_replay import NGRAM_SIZES, tuned_lookup
 from speculative.measure.token_scores import score_tokens
 from speculative.rules.sampling import GREEDY, SamplingSettings, logits_to_probs
 
@@ -192,7 +192,7 @@ def test_few_measured_gammas_do_not_make_a_pair_hopeless():
 
 
 @pytest.mark.parametrize(
-    ("now", "reachable", "rival", "word"),
+    ("now", "reachable", "baseline", "word"),
     [
         (2.0, 2.05, 1.0, "no_headroom"),
         (2.0, 2.5, 1.0, "already_pays"),
@@ -204,8 +204,8 @@ def test_few_measured_gammas_do_not_make_a_pair_hopeless():
         (1.0, 1.0, 1.0, "out_of_reach"),
     ],
 )
-def test_the_decision_follows_from_the_numbers(now, reachable, rival, word):
-    assert ceilings.decide(CHEAP, now, reachable, rival) == word
+def test_the_decision_follows_from_the_numbers(now, reachable, baseline, word):
+    assert ceilings.decide(CHEAP, now, reachable, baseline) == word
 
 
 @pytest.mark.parametrize(

@@ -91,18 +91,18 @@ def drawn_standings(rng, prompts, timed, noise):
     tokens = rng.integers(20, 120, prompts)
     tau = 1.0 + 3.0 * rng.beta(3, 2, prompts)
     blocks = tokens / tau
-    laps = {ALONE: {}, "draft": {}, "rival": {}}
+    laps = {ALONE: {}, "draft": {}, "baseline": {}}
     for number in rng.choice(prompts, timed, replace=False):
         drift = np.exp(rng.normal(0, 0.2))
         for name, price, prefill, count in (
             (ALONE, 1.0, 1.5, tokens[number]),
             ("draft", 1.6, 2.5, blocks[number]),
-            ("rival", 1.2, 1.5, 0.8 * tokens[number]),
+            ("baseline", 1.2, 1.5, 0.8 * tokens[number]),
         ):
             seconds = drift * np.exp(rng.normal(0, noise))
             count = max(1, round(float(count)))
             laps[name][str(number)] = lap(prefill * seconds, price * seconds * count, int(tokens[number]), count)
-    return Standings(laps, range(prompts), tokens, {"draft": blocks, "rival": 0.8 * tokens})
+    return Standings(laps, range(prompts), tokens, {"draft": blocks, "baseline": 0.8 * tokens})
 
 
 @pytest.mark.simulation
@@ -115,11 +115,11 @@ def test_intervals_cover_what_they_promise(prompts, timed, noise):
     # Logarithms are symmetric, so a ratio of means of times exceeds the true one by a factor that is the same in both.
     alone = population.mean() + 1.5 * np.exp(noise**2)
     truth = alone / (1.6 * np.exp(noise**2) * blocks.mean() + 2.5 * np.exp(noise**2))
-    rival = (1.2 * 0.8 * population.mean() + 1.5) / (1.6 * blocks.mean() + 2.5)
+    baseline = (1.2 * 0.8 * population.mean() + 1.5) / (1.6 * blocks.mean() + 2.5)
     inside = np.zeros(2)
     for _ in range(runs):
         standings = drawn_standings(rng, prompts, timed, noise)
-        for place, (other, value) in enumerate(((ALONE, truth), ("rival", rival))):
+        for place, (other, value) in enumerate(((ALONE, truth), ("baseline", baseline))):
             low, high = standings.against("draft", other)[1]
             inside[place] += low <= value <= high
     # Three standard errors of the simulation below 95 %, and two points that few prompts may cost.

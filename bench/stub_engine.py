@@ -1,6 +1,6 @@
 """Our own decoder as a server in vLLM's protocol: the engine of tests, and of `make loop` where none is installed.
 
-    python bench/house_engine.py TARGET DRAFT --port 8001 --gamma 3
+    python bench/stub_engine.py TARGET DRAFT --port 8001 --gamma 3
 
 Requests that ask for the same settings are decoded as one batch; those that come meanwhile are the next. As in vLLM the first token
 of a response is drafted by nobody, token ids are told when asked for, and a stream's counts stand in its usage chunk.
@@ -107,7 +107,7 @@ class EngineCounts:
             self.places.labels(str(place)).inc()
 
 
-class HouseEngine:
+class StubEngine:
     """A pair of models behind a thread that decodes.
 
     withheld: ids that no response may say: it ends before them (a commit gate), so that fewer tokens come than were accepted.
@@ -268,7 +268,7 @@ class EngineOptions:
 class Pages:
     """The server's addresses."""
 
-    def __init__(self, engine: HouseEngine) -> None:
+    def __init__(self, engine: StubEngine) -> None:
         self.engine = engine
 
     def app(self) -> Starlette:
@@ -333,7 +333,7 @@ async def _events(job: Job) -> AsyncIterator[Event]:
         job.cancelled = True
 
 
-async def _whole(request: Request, job: Job, engine: HouseEngine) -> Response:
+async def _whole(request: Request, job: Job, engine: StubEngine) -> Response:
     async def left() -> None:
         while not await request.is_disconnected():
             await asyncio.sleep(0.1)
@@ -362,7 +362,7 @@ async def _whole(request: Request, job: Job, engine: HouseEngine) -> Response:
     return JSONResponse(answer)
 
 
-async def _stream(job: Job, engine: HouseEngine) -> AsyncIterator[str]:
+async def _stream(job: Job, engine: StubEngine) -> AsyncIterator[str]:
     head, with_ids, first = _head(job, engine, stream=True), bool(job.body.get("return_token_ids")), True
     try:
         async for event in _events(job):
@@ -382,7 +382,7 @@ async def _stream(job: Job, engine: HouseEngine) -> AsyncIterator[str]:
     yield "data: [DONE]\n\n"
 
 
-def _head(job: Job, engine: HouseEngine, stream: bool = False) -> dict[str, Any]:
+def _head(job: Job, engine: StubEngine, stream: bool = False) -> dict[str, Any]:
     kind = ("chat.completion.chunk" if stream else "chat.completion") if job.chat else "text_completion"
     name = "chatcmpl" if job.chat else "cmpl"
     return {"id": f"{name}-{job.id}", "object": kind, "created": int(time.time()), "model": engine.name}
@@ -424,7 +424,7 @@ def _refusal(error: Exception, status: int = 400) -> Response:
     return JSONResponse(_fault(error, status), status_code=status)
 
 
-def open_engine(options: EngineOptions) -> HouseEngine:
+def open_engine(options: EngineOptions) -> StubEngine:
     """Loads the pair.
 
     Raises:
@@ -437,7 +437,7 @@ def open_engine(options: EngineOptions) -> HouseEngine:
     how: Any = options.drafting
     drafter = None if options.draft == "none" else Draft(load_draft(options.draft, target), how).drafter()
     rule: Any = options.rule
-    return HouseEngine(target, drafter, options.gamma, rule, name=options.target, batch_size=options.batch_size)
+    return StubEngine(target, drafter, options.gamma, rule, name=options.target, batch_size=options.batch_size)
 
 
 def run(options: EngineOptions) -> int:

@@ -1,4 +1,4 @@
-"""Rivals on stored text against live decoding of the real drafters and against slow twins, text by text."""
+"""Baselines on stored text against live decoding of the real drafters and against slow twins, text by text."""
 
 import functools
 import math
@@ -16,9 +16,7 @@ from speculative.drafters.lookup import PromptLookup
 from speculative.drafters.retrieval import Datastore, Retrieval
 from speculative.evaluate import HeldoutResponse
 from speculative.measure import replay as replay_module
-from speculative.measure.cost import StepCosts, given_costs
-from speculative.measure.replay import Blocks, agreement_of, texts_of
-from speculative.measure.rival_replay import (
+from speculative.measure.baseline_replay import (
     NGRAM_SIZES,
     found_blocks,
     found_steps,
@@ -26,6 +24,8 @@ from speculative.measure.rival_replay import (
     kept_by_retrieval,
     tuned_lookup,
 )
+from speculative.measure.cost import StepCosts, given_costs
+from speculative.measure.replay import Blocks, agreement_of, texts_of
 from speculative.measure.token_scores import score_tokens
 from speculative.rules.sampling import GREEDY, SamplingSettings
 

@@ -9,9 +9,9 @@ import httpx
 import pytest
 import torch
 from gateway_server import running_gateway
-from house_engine import HouseEngine, Pages
 from processes import until
 from running_app import running_app
+from stub_engine import Pages, StubEngine
 
 from data.responses.engine_client import counters_of
 from data.responses.engine_counts import read_counts
@@ -38,7 +38,7 @@ def pair(tiny_target: Path) -> tuple[Target, ModelDrafter]:
 
 @pytest.fixture(scope="module")
 def url(pair: tuple[Target, ModelDrafter]) -> Iterator[str]:
-    with running_app(Pages(HouseEngine(*pair, GAMMA, "greedy-draft", name="tiny")).app()) as address:
+    with running_app(Pages(StubEngine(*pair, GAMMA, "greedy-draft", name="tiny")).app()) as address:
         yield address
 
 
@@ -98,7 +98,7 @@ def test_through_the_gateway_gates_and_constraints_keep_the_books(
 ) -> None:
     free = ask(url)["choices"][0]["token_ids"]
     with (
-        running_app(Pages(HouseEngine(*pair, GAMMA, "greedy-draft", name="tiny", withheld=[free[4]])).app()) as gated,
+        running_app(Pages(StubEngine(*pair, GAMMA, "greedy-draft", name="tiny", withheld=[free[4]])).app()) as gated,
         running_gateway(tmp_path, gated, text=True, usage=True) as through,
     ):
         said = [ask(through), ask(through, logit_bias={str(free[4]): -100})]
@@ -154,7 +154,7 @@ def test_what_cannot_be_answered_is_refused_by_name(url: str, body: dict[str, An
 
 
 def test_without_a_draft_nothing_is_said_of_drafts(pair: tuple[Target, ModelDrafter]) -> None:
-    with running_app(Pages(HouseEngine(pair[0], None, GAMMA, "greedy-draft", name="tiny")).app()) as plain:
+    with running_app(Pages(StubEngine(pair[0], None, GAMMA, "greedy-draft", name="tiny")).app()) as plain:
         answer = ask(plain)
     assert "metrics" not in answer
     assert len(answer["choices"][0]["token_ids"]) == 20
