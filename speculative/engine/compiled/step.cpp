@@ -12,9 +12,11 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cmath>
 #include <new>
 #include <sched.h>
+#include <sys/resource.h>
 #include <type_traits>
 #include <vector>
 #ifdef _OPENMP
@@ -50,10 +52,40 @@ template <class T> const float *unpacked(const T *from, long count) {
     return to;
 }
 
+int64_t nanoseconds() {
+    return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+// Another process on a core of ours takes it for milliseconds, while all threads wait for the one that ran there: two threads are
+// ten times as slow as one then. After such a call the calls have one thread for a while, longer each time it happens again at
+// once. Bits do not depend on the number of threads.
+constexpr long SPINS = 100'000;
+constexpr int64_t WAIT = 1'000'000, SHORTEST = 20'000'000, LONGEST = 640'000'000;  // ns
+std::atomic<int64_t> alone_until{0}, alone_for{SHORTEST};
+
+int64_t threads_now(int64_t asked) { return asked > 1 && nanoseconds() < alone_until ? 1 : asked; }
+
+static thread_local long yields = 0;  // since `lost_core` was asked
+
+// Whether this thread lost its core since it was asked last, other than by giving it away.
+bool lost_core() {
+#ifdef RUSAGE_THREAD
+    static thread_local long before = -1;
+    rusage used;
+    getrusage(RUSAGE_THREAD, &used);
+    bool lost = before >= 0 && used.ru_nivcsw - before > yields;
+    before = used.ru_nivcsw, yields = 0;
+    return lost;
+#else
+    return true;  // the wait alone has to tell
+#endif
+}
+
 // Where the threads of a call wait for one another. OpenMP's own barrier spins on, which on a busy machine keeps the very thread
-// that is waited for from its core: a hundred times slower there.
-class Meeting {
+// that is waited for from its core.
+class Barrier {
     std::atomic<long> arrived{0}, round{0};
+    std::atomic<bool> waited{false}, lost{false};
 
   public:
     void wait(long threads) {
@@ -64,8 +96,29 @@ class Meeting {
             round.fetch_add(1);
             return;
         }
-        for (long spins = 0; round.load(std::memory_order_acquire) == own; spins++)
-            if (spins > 2000) sched_yield();
+        int64_t since = 0;
+        for (long spins = 0; round.load(std::memory_order_acquire) == own; spins++) {
+            if (spins < SPINS) continue;
+            if (!since) since = nanoseconds();
+            sched_yield();
+            yields++;
+        }
+        if (since && nanoseconds() - since > WAIT) waited = true;
+    }
+
+    void leave() {
+        if (lost_core()) lost = true;
+    }
+
+    // After all threads have ended: whether the next calls have one.
+    void judge() {
+        int64_t now = alone_for;
+        if (waited && lost) {
+            alone_until = nanoseconds() + now;
+            alone_for = std::min(2 * now, LONGEST);
+        } else {
+            alone_for = std::max(now - now / 16, SHORTEST);
+        }
     }
 };
 
@@ -391,7 +444,7 @@ void gated(float *gate, const float *up, long count) {  // silu(gate) * up, in p
 
 // One thread's part of a layer. T: of the cache. fill: compute the keys and values only.
 template <class T>
-void run_layer(const Model &model, const Layer &layer, const Call &call, const Buffers &b, long thread, Meeting &all, bool fill) {
+void run_layer(const Model &model, const Layer &layer, const Call &call, const Buffers &b, long thread, Barrier &all, bool fill) {
     long M = call.rows * call.tokens, threads = call.threads, heads = model.heads * model.head_width;
     auto share = [&](long total, long step) { return Share(total, step, thread, threads); };
     auto norm_all = [&](const float *weight) {
@@ -442,8 +495,9 @@ void run(const Model *model, const Layer *layers, const Call *asked) {
     long M = asked->rows * asked->tokens, width = model->width;
     long of_thread = attention_floats(*model, *asked);
     Buffers b(*model, M, of_thread, activations.of(Buffers::count(*model, M) + asked->threads * of_thread));
-    Meeting all;
-#pragma omp parallel num_threads(asked->threads) if (asked->threads > 1)
+    Barrier all;
+    int64_t threads_asked = threads_now(asked->threads);
+#pragma omp parallel num_threads(threads_asked) if (threads_asked > 1)
     {
         Call own_call = *asked, *call = &own_call;
         long thread = 0;
@@ -470,7 +524,9 @@ void run(const Model *model, const Layer *layers, const Call *asked) {
         product(model->head, b.normed, call->rows * call->kept, width, Share(model->head.outputs, OUTPUTS, thread, threads),
                 call->logits);
         all.wait(threads);
+        if (threads > 1) all.leave();
     }
+    if (threads_asked > 1) all.judge();
 }
 
 extern "C" int64_t call_model(const Model *model, const Layer *layers, const Call *call) {
