@@ -64,9 +64,11 @@ class Place:
 
 
 def tried(cell: dict[str, Any], work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """The cell with what the work found, or with its error; a device that is broken for good raises."""
+    """The cell with its results, its error, or the package that it lacks. A device that stays broken raises."""
     try:
         return cell | work()
+    except ModuleNotFoundError as error:
+        return cell | {"skipped": f"{error.name} is not installed"}
     except Exception as error:
         if "CUDA error" in str(error):
             raise

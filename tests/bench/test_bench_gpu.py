@@ -2,6 +2,7 @@
 
 import ast
 import json
+import os
 import subprocess
 import sys
 import time
@@ -105,6 +106,20 @@ def test_a_part_that_fails_costs_no_other_and_is_run_again(gpu_all: Any, tmp_pat
     assert gpu_all.runs == 1
     marks = [met for cell in parts["shaky"]["cells"] for met in gpu_all.marks_of(cell)]
     assert marks == [("tau", 2.0, 3.0), ("tau", 4.0, 3.0)]
+
+
+def test_every_part_runs_without_datasets_pydantic_and_wandb(tmp_path: Path) -> None:
+    """As on a machine that has torch and transformers alone."""
+    for name in ("datasets", "pydantic", "wandb"):
+        (tmp_path / f"{name}.py").write_text(f"raise ModuleNotFoundError('No module named {name}', name='{name}')")
+    words = [str(ROOT / "bench" / "gpu_all.py"), "--tiny", "--device", "cpu", "--out", str(tmp_path / "gpu.json")]
+    environment = os.environ | {"PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, *words], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    parts = json.loads((tmp_path / "gpu.json").read_text())["parts"]
+    assert {name: part["error"] for name, part in parts.items() if not part["finished"]} == {}
+    assert set(bench("gpu_all").PARTS) == set(parts)
+    assert [cell for part in parts.values() for cell in part["cells"] if "error" in cell] == []
 
 
 @pytest.mark.parametrize(("seconds", "cells"), [(0.5, 1), (1.5, 2)])
