@@ -28,11 +28,11 @@ BEGIN, END = "<!-- demo -->", "<!-- end of demo -->"
 
 
 def block_of(verdict: Verdict, seconds: float, cores: str) -> str:
-    """The table of ways, what the verdict says of it, and where it comes from."""
+    """The table of ways, the verdict's headline, and where they come from."""
     minutes = f"{seconds // 60:.0f} minutes {seconds % 60:.0f} seconds"
     table = ways_tables(verdict)[0]
-    said = " ".join((f"**{verdict.headline}**", *verdict.facts))
-    return f"{table.markdown(titled=False)}\n\n{said} *`make demo`, {cores}, {minutes}; {table.title}.*"
+    source = f"*`make demo`, {cores}, {minutes}; {table.title}.*"
+    return f"{table.markdown(titled=False)}\n\n**{verdict.headline}**\n{source}"
 
 
 def put_into(readme: str, block: str) -> str:
