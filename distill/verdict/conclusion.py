@@ -1,4 +1,4 @@
-"""The end of a run and of an evaluation: evidence gathered, verdict and findings, then result.json, the report, the plot and verdict.json."""
+"""End a run or an evaluation: gather evidence, make the verdict and the findings, write result.json, the report, the plot and verdict.json."""
 
 import datetime
 import json
@@ -53,7 +53,7 @@ SHOWN_RESPONSES = 8
 
 
 class SeenByBoth(NamedTuple):
-    """What only the target's weights can tell beside the live run. entropies: the target's at every frozen token."""
+    """Findings that need the target's weights besides the live run. entropies: the target's at every frozen token."""
 
     entropies: list[np.ndarray]
     token_view: TokenView
@@ -61,7 +61,7 @@ class SeenByBoth(NamedTuple):
 
 
 def conclude_run(answers: Answers, self_checks: dict[str, Any]) -> None:
-    """Ends a run whose last checkpoint is judged, on the main process: plot, verdict, report; what trackers show of them."""
+    """End a run whose last checkpoint is judged, on the main process: write plot, verdict and report, and log them to trackers."""
     run, started = answers.run, time.perf_counter()
     plot_run(run.folder)
     result = result_of(answers, self_checks)
@@ -76,7 +76,7 @@ def conclude_run(answers: Answers, self_checks: dict[str, Any]) -> None:
 def result_of(answers: Answers, self_checks: dict[str, Any]) -> Result:
     """Verdict and findings, without the seconds that they took.
 
-    With judge.live: never, nothing is decoded or timed: what only that measures is null.
+    With judge.live: never, nothing is decoded or timed, and every figure that needs it is null.
     """
     config, target, run = answers.run.config, answers.target, answers.run.folder
     live = config.judge.live != "never"
@@ -85,10 +85,10 @@ def result_of(answers: Answers, self_checks: dict[str, Any]) -> Result:
     best = max(records, key=lambda record: record.score or 0.0)
     question = Question(config.judge, settings, answers.heldout, answers.context, looks=looks_of(records))
     candidates = _candidates(run, config.judge.served, target, records[0], best)
-    # Checkpoints of a parallel draft are judged as its blocks; nobody would serve it so before it has learnt them.
+    # Checkpoints of a parallel draft are judged block by block, but the undistilled one would be served token by token.
     first = {} if config.student.parallel else {UNDISTILLED: records[0]}
     if live:
-        # Replay records are of the dial; a verdict of what was decoded.
+        # Only records of live decoding count in a verdict of live decoding.
         known = first if records[0].live else {}
         question = replace(question, history=answers.stores.past(config.judge_rule))
         field = line_up(question, target.model, candidates, _lighter(config.export.quantize, target, candidates[-1]))
@@ -111,14 +111,14 @@ def result_of(answers: Answers, self_checks: dict[str, Any]) -> Result:
 
 
 def write_conclusion(run: Path, result: Result) -> None:
-    """result.json, the report, and last verdict.json: where that is, a run is finished."""
+    """Write result.json, the report, and last verdict.json: its presence says that the run is finished."""
     write_json(run / RESULT, result.record())
     report_command(run)
     write_json(run / VERDICT, result.verdict.record())
 
 
 def seen_by_both(evidence: Evidence, target: Target) -> SeenByBoth:
-    """What only the target's weights can tell beside the live run."""
+    """Findings that need the target's weights besides the live run."""
     of_prompt = {response.prompt: response.domain for response in evidence.question.frozen}
     responses = evidence.responses or []
     domains = [of_prompt[tuple(response.prompt_ids)] for response in responses]
@@ -132,7 +132,7 @@ def seen_by_both(evidence: Evidence, target: Target) -> SeenByBoth:
 
 
 def _candidates(run: Path, served: str | None, target: Target, first: Judgement, best: Judgement) -> list[Candidate]:
-    """Undistilled, served today (when the config names it), distilled."""
+    """The undistilled draft, the served one (if the config names it) and the distilled one."""
     found = []
     for name, record in ((UNDISTILLED, first), (DRAFT, best)):
         path = str(step_folder(run, record.step or 0) / STUDENT)
@@ -144,7 +144,7 @@ def _candidates(run: Path, served: str | None, target: Target, first: Judgement,
 
 
 def _lighter(how: Quantization | None, target: Target, best: Candidate) -> Candidate | None:
-    """The distilled draft as export.quantize has it written; None where it is not asked for."""
+    """The distilled draft quantized as export.quantize says; None where it says nothing."""
     if how is None:
         return None
     draft = Draft(lighter_draft(load_model(DRAFT, best.path), how, target))
@@ -161,7 +161,7 @@ def findings_of(
     seen: SeenByBoth | None,
     trained_on: list[str] | None = None,
 ) -> Result:
-    """The result, less where it comes from. trained_on: domains of the training prompts; None when nobody trained."""
+    """The result without its provenance. trained_on: domains of the training prompts; None when nothing was trained."""
     question, best = evidence.question, evidence.best.name
     scores = {one.name: evidence.own_scores(one.name) for one in evidence.candidates}
     pieces = [token_pieces(tokenizer, response.response_ids) for response in question.frozen]
@@ -193,7 +193,7 @@ def findings_of(
 
 
 def curves_of(evidence: Evidence) -> Curves:
-    """Every rule that some frozen text has a law for; the others with the reason."""
+    """Curves of every rule that some frozen text can be replayed under; the other rules with the reason."""
     rules, covered, gamma = [], set(), evidence.question.gamma
     for text_rule, text in evidence.question.texts.items():
         keys = [response.prompt for response in text]
@@ -207,22 +207,22 @@ def curves_of(evidence: Evidence) -> Curves:
                 name: with_speeds(rule_curve(scores, keys, rule, survival_gamma=gamma), evidence.costs.get(name))
                 for name, scores in evidence.scores[text_rule].items()
             }
-            note = f"replayed from text answered at {sampling}{_costs_note(evidence, rule)}"
+            note = f"by replay of text answered at {sampling}{_costs_note(evidence, rule)}"
             rules.append(RuleCurves(rule=rule, ways=of, note=note))
     rules.sort(key=lambda entry: entry.rule != evidence.question.rule)
-    lacking = "needs text that the target sampled, and this run serves at temperature 0"
+    lacking = "needs text that the target sampled, but this run serves at temperature 0"
     if "greedy-draft" in covered:
-        lacking = "needs the probabilities of the target's text under the serving settings, and its server tells the model's own alone"
+        lacking = "needs the target's probabilities under the serving settings, but its server returns only the model's unmodified ones"
     refused = {rule: lacking for rule in RULES if rule not in covered}
     if "greedy" in refused:
-        refused["greedy"] = "needs text that the target answered at temperature 0, and this run has none"
+        refused["greedy"] = "needs text that the target answered at temperature 0, but this run has none"
     return Curves(gammas=list(CURVE_GAMMAS), rules=rules, refused=refused)
 
 
 def _costs_note(evidence: Evidence, rule: str) -> str:
     """Steps are timed under the run's own rule; sampling adds a little to each."""
     return (
-        f", at the step times of rule {evidence.question.rule}"
+        f"; step times are those of rule {evidence.question.rule}"
         if evidence.costs and rule != evidence.question.rule
         else ""
     )
@@ -232,7 +232,9 @@ def _calibration(evidence: Evidence) -> Calibration:
     scores, costs = evidence.own_scores(evidence.best.name), evidence.best_costs
     found = calibration(evidence.question.frozen, scores, evidence.question.rule, name=evidence.best.name)
     if costs is None:
-        return found.model_copy(update={"words": f"{found.words}; no advice on a confidence stop: nothing was timed"})
+        return found.model_copy(
+            update={"words": f"{found.words}. Nothing was timed, so there is no advice on a confidence stop"}
+        )
     gamma = evidence.question.gamma
     slope = (costs.verify_ratio(gamma) - 1.0) / gamma
     _, speed_up = best_gamma(costs.timed(evidence.judged[evidence.best.name].replay), costs)  # 1 where none pays
@@ -262,7 +264,7 @@ def _timed(evidence: Evidence) -> dict[str, dict[str, float]]:
 def serve_commands(
     run: Path, target: Target, verdict: Verdict, sampling: SamplingSettings, curves: Curves | None
 ) -> list[ServeCommand]:
-    """What starts each engine with this run's draft once it is exported to RUN/export."""
+    """The command that starts each engine with this run's draft, once the draft is exported to RUN/export."""
     student = load_target_side(str(best_student(run)), False)
     draft = str((run / EXPORT).resolve())
     gamma, taus, one_pass = ways_to_serve(verdict, curves, student.config)

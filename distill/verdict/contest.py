@@ -1,7 +1,7 @@
-"""The one contest: ways to decode, timed on the same text at one concurrency, and what may be said of them.
+"""Time ways to decode on the same text at one concurrency, and decide which one to run.
 
-At one request whole responses alternate (`speculative.measure.race`); at a larger load every row is taken (`full_batch`). What
-follows from the times is the same: speeds, who beats whom, what to run, rows of `Measured`.
+At one request whole responses alternate (`speculative.measure.race`); at a larger load all rows of the batch are occupied
+(`full_batch`). Both give the same kind of answer: speeds, which way is certainly faster than which, what to run, rows of `Measured`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,9 +22,9 @@ from speculative.measure.metrics import alpha_with_interval
 from speculative.measure.race import Laps, Speed, Standings, race, spread_order
 from speculative.measure.token_scores import TokenScores
 
-# A speed-up is known when its interval reaches no further up than this share of it.
+# A speed-up is known when the upper end of its interval is within this share of it.
 PRECISION = 0.05
-# A second proposer beside the draft that makes it less faster than this is not worth having.
+# Lookup before the draft must be at least this much faster than everything else, or a second proposer is not worth having.
 TOGETHER_WORTHWHILE = 1.03
 
 
@@ -38,9 +38,9 @@ class Timed(Protocol):
 
 @dataclass(frozen=True)
 class Contest:
-    """Ways at one concurrency. picked: names of those with a draft that was picked among `question.looks` judged ones: each interval
-    that they are in is widened for that, here and nowhere else. counted: (tokens, blocks) by timed prompt of ways that replay
-    has no law for. laps: of one request.
+    """Ways at one concurrency. picked: names of the ways whose draft was picked among `question.looks` judged ones; each of their
+    intervals is widened for that, here and nowhere else. counted: (tokens, blocks) by timed prompt of ways that replay
+    cannot predict. laps: the timed responses of one request.
     """
 
     question: Question
@@ -58,27 +58,27 @@ class Contest:
         return any(one.name == name for one in self.ways)
 
     def confidence(self, *names: str) -> float:
-        """Of an interval that these ways are in."""
+        """Confidence of an interval that involves these ways."""
         return self.question.confidence(not self.picked.isdisjoint(names))
 
     def speed(self, name: str) -> Speed:
-        """Of a way, or of the target alone."""
+        """Speed of a way, or of the target alone."""
         return self.timed.speed(name, self.confidence(name))
 
     def against(self, name: str, other: str) -> tuple[float, Interval | None]:
-        """How many times the tokens per second of another, paired by prompt."""
+        """Tokens per second over those of another way, paired by prompt, with the interval."""
         return self.timed.against(name, other, self.confidence(name, other))
 
     def beats(self, name: str, other: str = TARGET) -> bool:
-        """Whether it is certainly faster."""
+        """Whether a way is certainly faster than another."""
         interval = self.against(name, other)[1]
         return interval is not None and interval[0] > 1.0
 
     def to_run(self) -> str:
-        """THE rule: the fastest of what is certainly faster than the target alone, the target alone where nothing is.
+        """The way to run: the fastest of those certainly faster than the target alone, or the target alone if there is none.
 
-        Lookup before the draft only where it is certainly faster than everything else, and by so much that a second proposer is
-        worth having; or where nothing else is certain.
+        Lookup before the draft is chosen only if it is certainly faster than every other way by TOGETHER_WORTHWHILE, or if no other
+        way is certainly faster than the target alone.
         """
         certain = [one.name for one in self.ways if self.beats(one.name)]
         alone = [name for name in certain if name != TOGETHER]
@@ -93,7 +93,7 @@ class Contest:
         )
 
     def rows(self, scores: Mapping[str, Sequence[TokenScores]]) -> list[Measured]:
-        """Of the target alone and of every way. scores: of the drafts, by way."""
+        """Rows of the target alone and of every way. scores: of the drafts, by way."""
         tokens_N, keys = self.question.tokens_N, self.question.keys
         tokens_P = sum_by_prompt(keys, tokens_N)
         alone = Measured(
@@ -127,9 +127,9 @@ class Contest:
 def hold(
     question: Question, target: PreTrainedModel, ways: Sequence[Way], about: str, picked: Sequence[str] = ()
 ) -> Contest:
-    """Times everybody at one request on held-out prompts in turn, until the speed-ups are known or judge.speed_seconds are spent.
+    """Time every way at one request on held-out prompts in turn, until the speed-ups are known or judge.speed_seconds are spent.
 
-    about: the way that is timed until its own speed-up is known; what certainly loses to another is timed no further.
+    about: the way that is timed until its own speed-up is known. Any other way that is certainly slower is not timed any more.
     """
     judging, frozen = question.judge, question.frozen
     first_of_prompt = list({text.prompt: text for text in reversed(frozen)}.values())[::-1]
@@ -158,7 +158,7 @@ def hold(
 
 
 def worth_timing(standings: Standings, names: Sequence[str], about: str) -> list[str]:
-    """Whose speed-up is not known well enough yet; not of those whom somebody certainly beats, but always of `about`."""
+    """Ways whose speed-up is not known well enough yet. Ways certainly slower than another are left out, except `about`."""
     intervals = {name: standings.against(name, TARGET)[1] for name in names}
     sure = max((interval[0] for interval in intervals.values() if interval is not None), default=0.0)
     wanted = []
@@ -172,7 +172,7 @@ def worth_timing(standings: Standings, names: Sequence[str], about: str) -> list
 def hold_at_load(
     question: Question, target: PreTrainedModel, ways: Sequence[Way], load: int, first: Contest
 ) -> tuple[Contest | None, list[str]]:
-    """(The ways with `load` rows taken throughout, what is said of those that there is no memory for). first: at one request."""
+    """(the contest with `load` rows occupied throughout, a line for each way that does not fit memory). first: at one request."""
     texts = [(text.prompt_ids, text.response_ids) for text in question.frozen]
     tokens_P = sum_by_prompt(question.keys, question.tokens_N)
     times: dict[str, tuple[np.ndarray, np.ndarray]] = {}
@@ -197,7 +197,7 @@ def hold_at_load(
 
 
 def _calls_P(question: Question, way: Way, tokens_P: np.ndarray, first: Contest) -> np.ndarray:
-    """Expected target calls of each prompt; of a way without a law what was counted at one request, NaN elsewhere."""
+    """Expected target calls of each prompt. For a way that replay cannot predict: counted at one request, NaN elsewhere."""
     if way.calls_N is not None:
         return sum_by_prompt(question.keys, way.calls_N)
     counted = first.counted[way.name]

@@ -1,4 +1,4 @@
-"""What a verdict rests on: drafts judged, scored on the same frozen text, and timed on the same prompts of one target."""
+"""Evidence for a verdict: drafts judged and scored on the same frozen text, and timed on the same prompts of one target."""
 
 import contextlib
 from collections.abc import Mapping, Sequence
@@ -36,8 +36,8 @@ from speculative.measure.replay import expected_blocks_of
 from speculative.measure.token_scores import TokenScores, scored_gammas
 
 MOST_GAMMA = 16
-# Of the calls that the roofline is fitted to. At a large load wide calls take long and say nothing new, so beyond the first
-# two gammas only calls of so many tokens are timed.
+# Gammas of the calls that the roofline is fitted to. At a large load wide calls take long and add no information, so beyond the
+# first two gammas only calls of at most FITTED_TOKENS tokens are timed.
 FITTED_GAMMAS = (1, 3, 8, 16)
 FITTED_TOKENS = 64
 REPEATS = 2
@@ -45,7 +45,7 @@ REPEATS = 2
 
 @dataclass(frozen=True)
 class Loads:
-    """Contests beyond one request, the curve through the draft's speeds at all of them, and what was left out."""
+    """Contests beyond one request, the curve through the draft's speeds at all of them, and a warning for each load left out."""
 
     contests: tuple[Contest, ...] = ()
     curve: LoadCurve | None = None
@@ -54,8 +54,8 @@ class Loads:
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence(Field):
-    """judged: by candidate, live or by replay alone. responses: of the live run of the last candidate. contest: at one request;
-    loads: beyond. Without the target's weights there is none of these, and no costs.
+    """judged: by candidate, live or by replay alone. responses: of the live run of the last candidate. contest: at one request.
+    loads: at more. Without the target's weights responses, contest, loads and costs are empty.
     """
 
     question: Question
@@ -71,7 +71,7 @@ class Evidence(Field):
 
     @property
     def best_costs(self) -> StepCosts | None:
-        """Of its steps; None where nothing was timed."""
+        """Its step costs; None where nothing was timed."""
         return self.costs.get(self.best.name)
 
     @property
@@ -92,10 +92,10 @@ def gather(
     known: Mapping[str, Judgement] | None = None,
     log: Path | None = None,
 ) -> Evidence:
-    """Judges live and times everybody of a `line_up`, at one request and at each of judge.load.
+    """Judge every draft of a `line_up` live, and time every way at one request and at each of judge.load.
 
-    known: live records of candidates that need not be decoded again; the last one always is, so that its numbers, its
-    responses and the proposals in ``log`` are of one and the same run.
+    known: live records of candidates that need not be decoded again. The last candidate is always decoded, so that its numbers,
+    its responses and the proposals in ``log`` come from the same run.
     """
     own, candidates = field.scores[question.rule], field.candidates
     judged = dict(known or {})
@@ -129,11 +129,11 @@ def gather_by_replay(question: Question, candidates: Sequence[Candidate], known:
 
 
 def held_at_loads(question: Question, target: PreTrainedModel, field: Field, first: Contest) -> Loads:
-    """The draft in question, what needs no training and lookup before the draft behind it, at each of judge.load.
+    """Time the draft in question, the baselines that need no training and lookup before the draft, at each of judge.load.
 
-    Two passes over the loads: the steps of both models, which give the roofline and, with replay's tau on all held-out prompts, each
-    load's best gammas; then blocks at those and plain steps in turn, every row taken. first: the contest at one request, whose
-    numbers stand for that load. What the machine has no memory for is left out with a warning.
+    Two passes over the loads. The first times the steps of both models: they give the roofline and, with tau by replay on all
+    held-out prompts, the best gammas of each load. The second times blocks at those gammas and plain steps in turn, with every row
+    occupied. first: the contest at one request. A load that does not fit memory is left out with a warning.
     """
     if not question.judge.load:
         return Loads()
@@ -170,7 +170,7 @@ def held_at_loads(question: Question, target: PreTrainedModel, field: Field, fir
 def _costs_at_loads(
     question: Question, target: PreTrainedModel, best: Candidate, context: int | None, most: int
 ) -> tuple[list[StepCosts], list[str]]:
-    """Stage times at every load beyond one request that there is memory for, and what is said of the others."""
+    """Stage times at every load beyond one request that fits memory, and a warning for each other load."""
     costs: list[StepCosts] = []
     warnings, needed = [], (COST_BLOCKS + 2) * (most + 1)
     typical = typical_length(question.frozen)
@@ -192,7 +192,7 @@ def _costs_at_loads(
 
 
 def with_speeds(curve: Curve, costs: StepCosts | None) -> Curve:
-    """The curve with the predicted speed-up at every gamma: None beyond the timed ones, and where nothing was timed."""
+    """Add the predicted speed-up at every gamma: None beyond the timed ones, and where nothing was timed."""
     speeds = costs and [
         tau / costs.block_price(gamma) if gamma <= max(costs.verify_seconds) else None
         for gamma, tau in zip(curve.gammas, curve.tau, strict=True)

@@ -1,4 +1,4 @@
-"""Judges a checkpoint of a draft by speculative decoding of held-out prompts; the score is tau of the configured rule."""
+"""Judge a checkpoint by speculative decoding of the held-out prompts. The score is tau under the configured rule."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -20,7 +20,7 @@ from speculative.rules.rule import Rule
 
 
 class DraftJudge:
-    """Live decoding and replay on the frozen held-out responses: the main process alone asks it."""
+    """Live decoding and replay on the frozen held-out responses. Only the main process uses it."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class DraftJudge:
     def __call__(self, step: int, module: DraftModule) -> dict[str, Any]:
         """{step, score, rule, gamma, alpha, tau, ..., domains, replay, greedy: the same for greedy decoding}.
 
-        With judge.live: end, tau is replay's (`live` false) and there is nothing that only live decoding measures.
+        With judge.live: end, tau is by replay (`live` is false) and figures that need live decoding are missing.
         """
         draft = self._draft(module)
         main, *rest = (self.judge(draft, rule) for rule in self.heldout)
@@ -73,7 +73,7 @@ class DraftJudge:
         return judge(self.target.model, draft, heldout, settings, batch_size=self.judging.batch_size)[0]
 
     def headline(self, record: dict[str, Any]) -> str:
-        """One line: alpha and tau with intervals, accepted/drafted; a warning when replay and live decoding part."""
+        """One line: alpha and tau with intervals, accepted/drafted; a warning when replay and live decoding disagree."""
         own = Judgement.model_validate(record)
         averaged = "  (averaged weights)" if own.weights == "ema" else ""
         if self.others:
@@ -90,7 +90,7 @@ class DraftJudge:
 
 
 def require_served(path: str | None, target: Target, longest: int) -> None:
-    """Refuses a judge.served that could not be judged in the end, before the long work.
+    """Refuse, before the long work, a judge.served that could not be judged at the end.
 
     Raises:
         UserError: not there, another vocabulary, or a context shorter than `longest`, prompt and response.
@@ -100,6 +100,6 @@ def require_served(path: str | None, target: Target, longest: int) -> None:
     limit = max_positions(load_draft(path, target).config)
     if limit is not None and limit < longest:
         raise UserError(
-            f"judge.served: {path} takes {limit} tokens, the longest held-out prompt with its response up to "
-            f"{longest}; leave it out, or lower data.max_prompt_tokens or serving.max_tokens"
+            f"judge.served: {path} reads at most {limit} tokens, but the longest held-out prompt and its response need up to "
+            f"{longest}; remove judge.served, or lower data.max_prompt_tokens or serving.max_tokens"
         )

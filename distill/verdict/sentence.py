@@ -1,4 +1,4 @@
-"""What the numbers of a verdict come to: an outcome, a headline, and facts of one short line each."""
+"""The verdict in words: an outcome, a headline of at most 25 words, and facts of one or two short sentences each."""
 
 from dataclasses import dataclass
 
@@ -32,12 +32,20 @@ class Conclusion:
 
 
 def shown(way: str) -> str:
-    """A way's name inside a sentence."""
-    return f"the {way}" if way.startswith((TARGET, DRAFT, UNDISTILLED, SERVED)) else way
+    """A way's name as the subject of a sentence."""
+    if way == PAST:
+        return f"drafting from {way}"
+    name = f"{way}," if "," in way else way
+    return f"the {name}" if way.startswith((TARGET, DRAFT, UNDISTILLED, SERVED)) else name
+
+
+def order(way: str) -> str:
+    """The instruction to decode this way."""
+    return f"draft from {way}" if way == PAST else f"run {shown(way).removesuffix(',')}"
 
 
 def conclude(evidence: Evidence, gain: Effects | None, against_served: Effects | None = None) -> Conclusion:
-    """The answer in words. gain: draft minus undistilled draft, where somebody distilled."""
+    """The answer in words. gain: draft minus undistilled draft; None where nothing was distilled."""
     contest, draft = evidence.contest, evidence.best.name
     learned = [_learned(gain)] if gain else []
     served = [_against(against_served)] if against_served else []
@@ -56,7 +64,9 @@ def conclude(evidence: Evidence, gain: Effects | None, against_served: Effects |
         *(_at_load(one) for one in evidence.contests[1:]),
     ]  # fmt: skip
     hopeless = advice(evidence.best_costs) if evidence.best_costs and not pays else None
-    return Conclusion(outcome, pays, headline_of(contest, run), [*facts, *([_line(hopeless[1])] if hopeless else [])])
+    return Conclusion(
+        outcome, pays, headline_of(contest, run), [*facts, *([f"{_capital(hopeless[1])}."] if hopeless else [])]
+    )
 
 
 def headline_of(contest: Contest, run: str) -> str:
@@ -64,13 +74,13 @@ def headline_of(contest: Contest, run: str) -> str:
     if run == TARGET:
         few = contest.speed(contest.ways[0].name).interval is None
         why = (
-            "too few prompts were timed to be certain of more"
+            "too few prompts were timed to be certain that anything is faster"
             if few
             else "nothing is certainly faster on these prompts"
         )
         return f"Run the target alone: {why}."
     speed = contest.speed(run)
-    return f"Run {shown(run)}: {speed.speed_up:.2f}x{_ends(speed.interval)} as fast as the target alone."
+    return f"{_capital(order(run))}: {speed.speed_up:.2f}x{_ends(speed.interval)} as fast as the target alone."
 
 
 def _outcome(gain: Effects | None, contest: Contest | None, run: str | None, draft: str) -> Outcome:
@@ -89,55 +99,59 @@ def _outcome(gain: Effects | None, contest: Contest | None, run: str | None, dra
 
 def _fast(contest: Contest, draft: str) -> str:
     speed = contest.speed(draft)
-    told = f"decodes {speed.speed_up:.2f}x{_ends(speed.interval)} as fast as the target alone at gamma {contest[draft].gamma}"
+    told = f"{speed.speed_up:.2f}x{_ends(speed.interval)} as fast as the target alone at gamma {contest[draft].gamma}"
     if speed.interval is None:
-        return f"The draft {told}, on too few prompts to be certain (judge.speed_prompts)."
+        return f"The draft is {told}. Too few prompts were timed to be certain: raise judge.speed_prompts."
     if speed.interval[0] > 1.0:
-        return f"It pays off: the draft {told}."
+        return f"The draft pays off: {told}."
     if speed.interval[1] < 1.0:
-        return f"It does not pay off here: the draft {told}."
-    return f"Not certain to pay off here: the draft {told}, which cannot be told from no speed-up."
+        return f"The draft does not pay off here: {told}."
+    return f"The draft does not certainly pay off here: {told}. The interval contains 1."
 
 
 def _beside(contest: Contest, name: str, draft: str) -> str:
-    speed, free = contest.speed(name), ", which needs no training" if name in FREE else ""
-    told = f"{_line(shown(name))[:-1]}{free}: {speed.speed_up:.2f}x{_ends(speed.interval)}"
+    speed, subject = contest.speed(name), _capital(shown(name))
+    gives = f"gives {speed.speed_up:.2f}x{_ends(speed.interval)}."
+    if name not in FREE:
+        return f"{subject} {gives}"
     apart = contest.beats(draft, name) or contest.beats(name, draft)
-    return f"{told}." if apart or name not in FREE else f"{told}; it cannot be told from the draft."
+    return f"{subject} needs no training and {gives}" + (
+        "" if apart else " It is not certainly different from the draft."
+    )
 
 
 def _at_load(contest: Contest) -> str:
     run = contest.to_run()
     speed = contest.speed(run)
-    fast = "" if run == TARGET else f", {speed.speed_up:.2f}x{_ends(speed.interval)}"
-    return f"At {contest.concurrency} requests: run {shown(run)}{fast}."
+    fast = "" if run == TARGET else f": {speed.speed_up:.2f}x{_ends(speed.interval)}"
+    return f"At {contest.concurrency} requests, {order(run)}{fast}."
 
 
 def _learned(gain: Effects) -> str:
     if gain.alpha.gain == gain.alpha.ci[0] == gain.alpha.ci[1] == 0.0:
-        return "No measurable gain: the draft is the undistilled one, no checkpoint is better."
-    numbers = f"{gain.alpha:+.3f}"
-    if gain.certain == "loss":
-        return f"It got worse: the draft accepts {numbers} alpha over the undistilled one."
+        return "No measurable gain: no checkpoint is better than the undistilled draft, so that one is kept."
     if gain.certain == "gain":
-        return f"The draft accepts {numbers} alpha over the undistilled one."
+        return f"Distilling raised alpha by {gain.alpha:.3f}."
+    changed = f"distilling changed alpha by {gain.alpha:+.3f}"
+    if gain.certain == "loss":
+        return f"The draft got worse: {changed}."
     size = ""
     if gain.prompts < gain.fewest_prompts:
-        size = f"; {gain.prompts} prompts are too few to be certain, give at least {gain.fewest_prompts}"
+        size = f" {gain.prompts} prompts are too few to be certain: use at least {gain.fewest_prompts}."
     elif gain.minimal_detectable.alpha:
-        size = f"; {gain.minimal_detectable.alpha:.3f} would have been seen with 80 % probability"
-    return f"No measurable gain: no certain difference in alpha to the undistilled draft ({numbers}{size})."
+        size = f" A change of {gain.minimal_detectable.alpha:.3f} would have been detected with 80 % probability."
+    return f"No measurable gain: {changed}, which is not certainly different from 0.{size}"
 
 
 def _against(effects: Effects) -> str:
-    """How it stands to the draft that is served today."""
-    word = {"gain": "accepts more than", "loss": "accepts less than", "none": "is not to be told in alpha from"}
-    return f"It {word[effects.certain]} the draft served today ({effects.alpha:+.3f} alpha)."
+    """How the draft compares with the served one."""
+    word = {"gain": "is certainly higher", "loss": "is certainly lower", "none": "is not certainly different"}
+    return f"Compared with the served draft, alpha {word[effects.certain]}: {effects.alpha:+.3f}."
 
 
 def _ends(ends: Interval | None) -> str:
     return f" {interval(ends, '.2f')}" if ends else ""
 
 
-def _line(words: str) -> str:
-    return f"{words[0].upper()}{words[1:]}."
+def _capital(words: str) -> str:
+    return f"{words[0].upper()}{words[1:]}"

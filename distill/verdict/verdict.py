@@ -1,4 +1,4 @@
-"""The verdict of a run, a view on its contests: draft against undistilled draft, paired, timed. Its shape: distill/run/verdict_record.py."""
+"""Make the verdict of a run from its evidence. The record's shape is in distill/run/verdict_record.py."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -49,10 +49,10 @@ def verdict_of(
     self_checks: dict[str, Any],
     others: Sequence[OtherTarget] = (),
 ) -> Verdict:
-    """The verdict from evidence alone: the last candidate against the undistilled and the served draft, where there are.
+    """Make the verdict from evidence alone: the last candidate compared with the undistilled and the served draft, if any.
 
-    How long it all took is not known yet. checkpoints: every judged one, of which the last candidate was picked. others: other
-    targets that the draft learned from; judged by replay.
+    `seconds` is left empty. checkpoints: every judged one; the last candidate was picked from them. others: other targets that the
+    draft learned from, judged by replay.
     """
     question, best = evidence.question, evidence.judged[evidence.best.name]
     names = [one.name for one in evidence.candidates]
@@ -103,7 +103,7 @@ def verdict_of(
 
 
 def with_gains(records: Sequence[Judgement], keys: Sequence[Any]) -> list[Judgement]:
-    """Checkpoints without their sums by response, each with its gain over the first, paired by prompt on the same text."""
+    """Give each checkpoint its gain over the first one, paired by prompt on the same text; drop the sums by response."""
     first, found = records[0].per_response, []
     for record in records:
         own, told = record.per_response, record.without_sums()
@@ -117,7 +117,7 @@ def with_gains(records: Sequence[Judgement], keys: Sequence[Any]) -> list[Judgem
 
 
 def looks_of(checkpoints: Sequence[Judgement]) -> int:
-    """How many drafts the best one was picked from: one a checkpoint, two where averaged weights were judged too."""
+    """Number of drafts the best one was picked from: one per checkpoint, two where averaged weights were judged too."""
     return max(1, sum(2 if record.score_ema is not None else 1 for record in checkpoints[1:]))
 
 
@@ -145,7 +145,7 @@ def _row(evidence: Evidence, way: str, own: OnText, text: str, live: bool) -> Me
 
 
 def _widened(evidence: Evidence, row: Measured) -> Measured:
-    """The picked draft's own row, its intervals as wide as its gain's: it is there because it looked good."""
+    """Widen the picked draft's intervals as its gain's are: it was picked because it looked good."""
     question = evidence.question
     confidence = question.confidence(True)
     probs = [own.accept_probs(question.law) for own in evidence.own_scores(row.way)]
@@ -163,32 +163,33 @@ def _effects(evidence: Evidence, against: str) -> Effects:
 
 
 def _lighter(evidence: Evidence) -> list[str]:
-    """What fewer bytes cost the draft in alpha, where export.quantize asks for them."""
+    """What quantization changes in alpha, where export.quantize asks for it."""
     question, ours = evidence.question, evidence.own_scores(evidence.best.name)
     told = []
     for one in evidence.others:
         if one.name not in WAYS.values():
             change = effects_of(question, evidence.own_scores(one.name), ours, question.keys, 1).alpha
-            told.append(f"The {one.name} accepts {change:+.4f} alpha over the draft as it is.")
+            told.append(f"The {one.name} changes alpha by {change:+.4f} compared with the unquantized draft.")
     return told
 
 
 def effects_of(
     question: Question, ours: Sequence[TokenScores], other: Sequence[TokenScores], keys: Sequence[Any], looks: int
 ) -> Effects:
-    """What one gains over the other on the same text, widened for the looks."""
+    """The paired gain of one draft over another on the same text, widened for the looks."""
     return paired_effects(ours, other, keys, rule=question.rule, gamma=question.gamma, looks=looks)
 
 
 def _latency(evidence: Evidence) -> dict[str, Latency]:
-    """Of the responses that were timed one at a time, by way and of the target alone."""
+    """Latency of the responses timed one at a time, by way, including the target alone."""
     laps = evidence.contest.laps if evidence.contest else {}
     return {name: latency([lap.response for lap in of.values()]) for name, of in laps.items()}
 
 
 def on_other(evidence: Evidence, other: OtherTarget) -> tuple[list[Measured], OnTarget, str]:
-    """(Rows of the drafts on the held-out text of another target, by replay, the gain, what is said of it): one draft pass each,
-    none of its weights.
+    """(rows of the drafts on the held-out text of another target, by replay; the gain; a sentence about it).
+
+    One pass of each draft; the other target's weights are not needed.
     """
     question, rows, scores = evidence.question, [], []
     for one in (next(one for one in evidence.candidates if one.name == UNDISTILLED), evidence.best):
@@ -198,7 +199,7 @@ def on_other(evidence: Evidence, other: OtherTarget) -> tuple[list[Measured], On
         rows.append(_row(evidence, one.name, judged, other.name, False))
     keys, (before, after) = [text.prompt for text in other.heldout], rows
     gain = effects_of(question, scores[1], scores[0], keys, question.looks).alpha
-    told = f"On {other.name} the draft has tau {after.tau:.2f} (undistilled {before.tau:.2f}), alpha {gain:+.3f}."
+    told = f"On {other.name} the draft has tau {after.tau:.2f} (undistilled: {before.tau:.2f}). Its alpha changed by {gain:+.3f}."
     return rows, OnTarget(target=other.name, weight=other.weight, gain=gain), told
 
 

@@ -24,7 +24,7 @@ from distill.verdict.contest import Contest
 from distill.verdict.evidence import Evidence, Loads
 from distill.verdict.field import Candidate
 from distill.verdict.question import Question
-from distill.verdict.sentence import shown
+from distill.verdict.sentence import order, shown
 from distill.verdict.verdict import looks_of, verdict_of
 from speculative.decoder.responses import DecodeSettings, Response
 from speculative.drafters.draft import Draft
@@ -32,7 +32,7 @@ from speculative.evaluate import HeldoutResponse, Judgement
 from speculative.explain.ceilings import advice
 from speculative.measure.cost import StepCosts
 from speculative.measure.intervals import ratio_interval
-from speculative.measure.measured import DRAFT, LOOKUP, PAST, SERVED, TARGET, TOGETHER, UNDISTILLED, Way
+from speculative.measure.measured import BY_BLOCK, DRAFT, LOOKUP, PAST, SERVED, TARGET, TOGETHER, UNDISTILLED, Way
 from speculative.measure.race import Lap, Standings
 from speculative.measure.token_scores import TokenScores
 
@@ -119,19 +119,19 @@ FAST, SLOW, EVEN = [1.4, 1.5, 1.6, 1.3, 1.5, 1.4], [0.7, 0.8, 0.75, 0.8, 0.7, 0.
 @pytest.mark.parametrize(
     ("gain", "ratios", "outcome", "pays", "headline", "fact"),
     [
-        (0.1, FAST, "pays_off", True, "Run the draft: 1.44x [", "It pays off: the draft decodes 1.44x ["),
-        (0.1, SLOW, "no_speed", False, "Run the target alone: nothing", "It does not pay off here: "),
-        (0.1, EVEN, "no_speed", False, "Run the target alone: nothing", "Not certain to pay off here: "),
+        (0.1, FAST, "pays_off", True, "Run the draft: 1.44x [", "The draft pays off: 1.44x ["),
+        (0.1, SLOW, "no_speed", False, "Run the target alone: nothing", "The draft does not pay off here: "),
+        (0.1, EVEN, "no_speed", False, "Run the target alone: nothing", "The draft does not certainly pay off here: "),
         (0.0, FAST, "no_measurable_gain", True, "Run ", "No measurable gain: "),
         (0.0, SLOW, "no_measurable_gain", False, "Run the target alone", "No measurable gain: "),
-        (-0.1, FAST, "loss", True, "Run ", "It got worse: "),
+        (-0.1, FAST, "loss", True, "Run ", "The draft got worse: "),
         (
             0.1,
             None,
             "not_timed",
             None,
             "Not timed: the draft has tau 2.00 at gamma 4 by replay",
-            "The draft accepts +0.1",
+            "Distilling raised alpha by 0.1",
         ),
         (0.0, None, "no_measurable_gain", None, "Not timed: ", "No measurable gain: "),
     ],
@@ -161,7 +161,7 @@ def test_no_measurable_gain_says_what_would_have_been_seen():
     found = verdict(evidence_of(0.0, FAST))
     seen = found.gain.minimal_detectable.alpha
     assert seen > 0
-    assert f"{seen:.3f} would have been seen with 80 % probability" in " ".join(found.facts)
+    assert f"{seen:.3f} would have been detected with 80 % probability" in " ".join(found.facts)
 
 
 @pytest.mark.parametrize("gain", [0.1, 0.0, -0.1])
@@ -185,17 +185,17 @@ def test_few_held_out_prompts_are_never_certain_and_do_not_claim_to_have_seen():
     found = verdict(evidence_of(0.2, FAST, prompts=4))
     assert found.outcome == "no_measurable_gain"
     told = " ".join(found.facts)
-    assert "4 prompts are too few to be certain, give at least 6" in told
-    assert "would have been seen" not in told
+    assert "4 prompts are too few to be certain: use at least 6" in told
+    assert "would have been detected" not in told
 
 
 @pytest.mark.parametrize(
     ("ahead", "word"),
-    [(0.1, "accepts more than"), (-0.1, "accepts less than"), (0.0, "is not to be told in alpha from")],
+    [(0.1, "is certainly higher"), (-0.1, "is certainly lower"), (0.0, "is not certainly different")],
 )
 def test_the_served_draft_has_its_line(ahead, word):
     found = verdict(evidence_of(0.1, FAST, served=ahead))
-    assert any(line.startswith(f"It {word} the draft served today") for line in found.facts)
+    assert any(line.startswith(f"Compared with the served draft, alpha {word}: ") for line in found.facts)
     assert found.against_served.alpha.gain == pytest.approx(ahead, abs=0.02)
     assert found.judged(SERVED).tau == 2.0
 
@@ -263,7 +263,16 @@ def test_a_lookup_that_cannot_be_told_from_the_draft_is_said_so():
     free = {UNDISTILLED: jittered(FAST, 0.6), LOOKUP: noisy, TOGETHER: jittered(FAST, 0.9)}
     found = verdict(evidence_of(0.1, FAST, free=free))
     assert found.outcome in ("pays_off", "no_speed")
-    assert any(line.startswith("Prompt lookup") and "cannot be told from the draft" in line for line in found.facts)
+    assert any(
+        line.startswith("Prompt lookup") and "not certainly different from the draft" in line for line in found.facts
+    )
+
+
+def test_every_way_makes_a_grammatical_sentence():
+    assert [shown(way) for way in (DRAFT, LOOKUP, PAST)] == ["the draft", LOOKUP, "drafting from past responses"]
+    assert shown(BY_BLOCK) == "the draft, one pass a block,"
+    assert [order(way) for way in (TARGET, PAST)] == ["run the target alone", "draft from past responses"]
+    assert order(BY_BLOCK) == "run the draft, one pass a block"
 
 
 @pytest.mark.parametrize("looks", [1, 5, 50, 5000])
@@ -283,16 +292,17 @@ def check_agrees(found):
     for concurrency, way in found.run.items():
         assert way == TARGET or found.row(way, int(concurrency)).speed_up_ci[0] > 1.0
     draft, run = found.row(DRAFT), found.to_run()
-    assert found.pays == (draft.speed_up_ci[0] > 1.0) == any(line.startswith("It pays off") for line in found.facts)
+    assert (
+        found.pays == (draft.speed_up_ci[0] > 1.0) == any(line.startswith("The draft pays off") for line in found.facts)
+    )
     assert found.pays or run != DRAFT
     assert found.outcome != "pays_off" or found.pays
     assert found.outcome != "no_speed" or not found.pays
     assert found.outcome != "best_together" or run == TOGETHER
     assert found.outcome != "baseline_better" or run in (LOOKUP, PAST)
-    name = run if run in (LOOKUP, PAST, TOGETHER) else f"the {run}"
     row = found.row(run)
     said = "" if run == TARGET else f" {row.speed_up:.2f}x [{row.speed_up_ci[0]:.2f}, {row.speed_up_ci[1]:.2f}]"
-    assert found.headline.startswith(f"Run {name}:{said}")
+    assert found.headline.startswith(f"{order(run)[0].upper()}{order(run)[1:]}:{said}")
 
 
 @hypothesis.settings(max_examples=40)
@@ -342,10 +352,10 @@ def test_what_only_the_uncorrected_interval_shows_is_claimed_nowhere(
         found = verdict(evidence)
         assert (found.run, found.outcome) == ({"1": run, "8": run}, outcome)
         assert found.pays is (found.row(DRAFT).speed_up_ci[0] > 1.0)
-        assert found.headline.startswith(f"Run {shown(run)}: ")
-        assert found.facts[0].startswith("It pays off") == found.pays
-        assert any(line.startswith(f"At 8 requests: run {shown(run)}") for line in found.facts)
-        apart = not any("cannot be told from the draft" in line for line in found.facts)
+        assert found.headline.startswith(f"R{order(run)[1:]}: ")
+        assert found.facts[0].startswith("The draft pays off") == found.pays
+        assert any(line.startswith(f"At 8 requests, {order(run)}") for line in found.facts)
+        apart = not any("not certainly different from the draft" in line for line in found.facts)
         assert apart == (run != LOOKUP or outcome == "baseline_better")
 
         result = findings_of(evidence, found, tiny_tokenizer(), kind="run", name="a", seen=None)
@@ -373,7 +383,7 @@ def test_what_only_the_uncorrected_interval_shows_is_claimed_nowhere(
 def test_a_load_is_a_line_and_has_rows_of_its_own():
     found = verdict(evidence_of(0.1, FAST, load={DRAFT: SLOW, LOOKUP: FAST}))
     assert found.run["8"] == LOOKUP
-    assert any(line.startswith("At 8 requests: run prompt lookup, 1.44x [") for line in found.facts)
+    assert any(line.startswith("At 8 requests, run prompt lookup: 1.44x [") for line in found.facts)
     assert found.row(DRAFT, 8).speed_up < 1 < found.row(DRAFT).speed_up
 
 
