@@ -1,4 +1,4 @@
-"""The shape of result.json: everything that a report, a comparison or a drift test reads of a judged draft."""
+"""The shape of result.json: everything a report, a comparison or a drift test reads about a judged draft."""
 
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -22,22 +22,22 @@ Writer = Literal["draft", "target", "bonus"]
 
 
 class RuleCurves(Record):
-    """Every draft under one rule."""
+    """The curves of every draft under one rule."""
 
     rule: str = Field(description="engine rule")
-    ways: dict[str, Curve] = Field(description="by draft")
-    note: Text | None = Field(None, description="how the text was answered, and whose step times hold")
+    ways: dict[str, Curve] = Field(description="curve by draft")
+    note: Text | None = Field(None, description="how the text was generated, and whose step times are used")
 
 
 class Curves(Record):
     """Alpha, tau and speed over gamma."""
 
     gammas: list[int] = Field(description="0 to 32")
-    rules: list[RuleCurves] = Field(description="under every rule that the text has a law for, the run's own first")
-    refused: dict[str, Text] = Field({}, description="the others, and why the text has no law for them")
+    rules: list[RuleCurves] = Field(description="one entry per rule that can be replayed, the run's own rule first")
+    refused: dict[str, Text] = Field({}, description="the other rules, and why they cannot be replayed")
 
     def taus_at(self, gamma: int, way: str) -> dict[str, float]:
-        """tau of a draft by rule at a gamma; what was not replayed is left out."""
+        """tau of a draft by rule at a gamma; rules without a replay are left out."""
         of_draft = {entry.rule: entry.ways[way] for entry in self.rules if way in entry.ways}
         return {rule: curve.tau[curve.gammas.index(gamma)] for rule, curve in of_draft.items() if gamma in curve.gammas}
 
@@ -45,19 +45,19 @@ class Curves(Record):
 class TemperatureRow(Record):
     """The judged draft on answers that the target gave at one temperature."""
 
-    temperature: float = Field(description="of the target and the draft; 0: greedy")
-    curve: Curve = Field(description="by replay of the answers to the same held-out prompts at each temperature")
-    repetition: Repetition = Field(description="of the answers")
+    temperature: float = Field(description="temperature of target and draft; 0: greedy")
+    curve: Curve = Field(description="by replay; the same held-out prompts at every temperature")
+    repetition: Repetition = Field(description="how much the responses repeat themselves")
 
 
 class Losslessness(Record):
-    """`understudy evaluate --losslessness` of this draft; everything else that it found stands beside."""
+    """`understudy evaluate --losslessness` of this draft. Further keys hold the single tests."""
 
-    draft: Text = Field(description="as it was named")
+    draft: Text = Field(description="the draft, as given on the command line")
     rule: str | None = Field(None, description="engine rule")
     gamma: int | None = Field(None, description="drafted tokens per block")
-    passed: bool = Field(description="whether no test failed")
-    sentence: Text = Field(description="the answer in words")
+    passed: bool = Field(description="whether every test passed")
+    sentence: Text = Field(description="the result in words")
     greedy: dict[str, Any] | None = Field(None, description="greedy text with and without the draft, token by token")
     sampled: dict[str, Any] | None = Field(None, description="sampled text with and without it, by permutation test")
 
@@ -70,116 +70,118 @@ class Score(Record):
 
 
 class ScoreDifference(Record):
-    """With the draft minus without."""
+    """Score with the draft minus score without."""
 
-    value: float = Field(description="of the mean scores")
+    value: float = Field(description="difference of the mean scores")
     ci: Interval = Field(description="its 95 % interval, paired by prompt")
 
 
 class TaskScores(Record):
     """`understudy evaluate --scorer` of this draft."""
 
-    scorer: Text = Field(description="as it was named")
+    scorer: Text = Field(description="the scorer, as given on the command line")
     rule: str | None = Field(None, description="engine rule")
     gamma: int | None = Field(None, description="drafted tokens per block")
     prompts: int = Field(description="held-out prompts scored")
-    samples: int = Field(1, description="responses to each")
-    speculative: Score = Field(description="with the draft")
-    alone: Score = Field(description="the target alone")
+    samples: int = Field(1, description="responses per prompt")
+    speculative: Score = Field(description="score with the draft")
+    alone: Score = Field(description="score of the target alone")
     with_reference: int = Field(0, description="prompts that have a reference")
-    same_texts: int = Field(0, description="responses that are the same with the draft and without")
+    same_texts: int = Field(0, description="responses that are identical with and without the draft")
     difference_ci_wide: Interval | None = Field(
-        None, description="the interval that fails the check; null at temperature 0"
+        None, description="wider interval that decides `passed`; null at temperature 0"
     )
-    difference: ScoreDifference = Field(description="between the two")
-    passed: bool = Field(description="whether they are certainly not different")
-    sentence: Text = Field(description="the answer in words")
+    difference: ScoreDifference = Field(description="score with the draft minus score without")
+    passed: bool = Field(description="whether no certain difference was found")
+    sentence: Text = Field(description="the result in words")
 
 
 class TokenSeen(Record):
-    """A token of the view, and what both models held most probable at its place."""
+    """A token and both models' most probable tokens at its position."""
 
-    text: Text = Field(description="as it is read")
-    id: int = Field(description="in the vocabulary")
-    by: Writer = Field(description="who wrote it")
-    block: int = Field(description="in which round")
-    target_prob: float | None = Field(None, description="of the token")
-    draft_prob: float | None = Field(None, description="of the token")
+    text: Text = Field(description="its text")
+    id: int = Field(description="token id")
+    by: Writer = Field(description="`draft`: accepted; `target`: correction; `bonus`: after a fully accepted block")
+    block: int = Field(description="number of its block")
+    target_prob: float | None = Field(None, description="target's probability of the token")
+    draft_prob: float | None = Field(None, description="draft's probability of the token")
     target_top: list[tuple[Text, float]] = Field(description="the target's five most probable: [text, probability]")
-    draft_top: list[tuple[Text, float]] = Field(description="the draft's")
+    draft_top: list[tuple[Text, float]] = Field(description="the draft's five most probable")
 
 
 class ResponseSeen(Record):
     """A response of the live run, token by token."""
 
-    key: Text = Field(description="of the prompt")
-    domain: Text = Field(description="of the prompt")
-    prompt: Text = Field(description="its end")
-    tokens: list[TokenSeen] = Field(description="of the response")
-    tokens_count: int = Field(description="how many")
+    key: Text = Field(description="key of the prompt")
+    domain: Text = Field(description="domain of the prompt")
+    prompt: Text = Field(description="last part of the prompt")
+    tokens: list[TokenSeen] = Field(description="tokens of the response")
+    tokens_count: int = Field(description="number of tokens")
     blocks: int = Field(description="target calls")
     drafted: int = Field(description="drafted tokens")
-    accepted: int = Field(description="accepted ones of them")
+    accepted: int = Field(description="accepted drafted tokens")
 
 
 class TokenView(Record):
     """Some responses of the logged live run."""
 
-    way: str = Field(description="the draft that was decoded with")
+    way: str = Field(description="the draft that was used")
     rule: str = Field(description="engine rule")
     gamma: int = Field(description="drafted tokens per block")
-    responses: list[ResponseSeen] = Field(description="domains in turn")
+    responses: list[ResponseSeen] = Field(description="responses, alternating between domains")
 
 
 class ServeCommand(Record):
-    """An engine and what starts it with this pair."""
+    """An engine and the command that starts it with this pair."""
 
-    engine: Text = Field(description="its name")
-    ok: bool = Field(description="whether it takes the pair")
-    language: str = Field(description="of the command")
-    command: Text = Field(description="that starts it")
-    note: Text | None = Field(None, description="how it accepts")
+    engine: Text = Field(description="name of the engine")
+    ok: bool = Field(description="whether the engine can run the pair")
+    language: str = Field(description="language of the command")
+    command: Text = Field(description="command or code that starts the engine")
+    note: Text | None = Field(None, description="acceptance rule of the engine")
 
 
 class Result(Record):
-    """result.json. Sections that are not there are null or empty."""
+    """result.json. Sections that do not apply are null or empty."""
 
     FORMAT: ClassVar[int | None] = RESULT_FORMAT
-    format: Literal[2] = Field(description="of this file")
-    version: str = Field(description="of understudy that wrote it")
-    kind: str = Field(description="run or evaluation")
-    name: Text = Field(description="of the run, or the draft's path")
-    made: str | None = Field(None, description="when, UTC")
-    verdict: Verdict = Field(description="verdict.json")
-    curves: Curves | None = Field(None, description="over gamma, by replay of the frozen text")
-    slices: list[SliceTable] = Field([], description="the frozen text by dimension")
-    where: list[WhereRow] = Field([], description="which way helps where; empty: not timed")
+    format: Literal[2] = Field(description="format of this file")
+    version: str = Field(description="version of understudy that wrote it")
+    kind: str = Field(description="`run` or `evaluation`")
+    name: Text = Field(description="name of the run, or path of the draft")
+    made: str | None = Field(None, description="time of writing, UTC")
+    verdict: Verdict = Field(description="the contents of verdict.json")
+    curves: Curves | None = Field(None, description="alpha, tau and speed over gamma, by replay")
+    slices: list[SliceTable] = Field([], description="acceptance on parts of the frozen text, one table per dimension")
+    where: list[WhereRow] = Field([], description="speed-up of every way on parts of the text; empty: not timed")
     temperatures: list[TemperatureRow] = Field(
         [], description="acceptance at each of judge.temperatures, coldest first"
     )
     losslessness: Losslessness | None = Field(
-        None, description="whether the text is the target's own, where it was tested"
+        None, description="whether the text is the target's own; null: not tested"
     )
-    scores: list[TaskScores] = Field([], description="task scores with and without the draft, one a scorer")
-    disagreements: list[Disagreement] = Field([], description="where the draft loses most, worst first")
-    calibration: Calibration | None = Field(None, description="what its confidence is worth")
+    scores: list[TaskScores] = Field([], description="task scores with and without the draft, one entry per scorer")
+    disagreements: list[Disagreement] = Field([], description="the most expensive disagreements, worst first")
+    calibration: Calibration | None = Field(
+        None, description="how often drafted tokens of each confidence are accepted"
+    )
     trained_on: list[Text] | None = Field(
-        None, description="domains of the training prompts; null: nobody trained here"
+        None, description="domains of the training prompts; null: nothing was trained"
     )
     timed_prompts: dict[str, dict[str, float]] = Field(
-        {}, description="tokens/s by timed prompt and way, `target alone` among them; who lost early has fewer"
+        {}, description="tokens/s by prompt and way; a way that was certainly slower has fewer prompts"
     )
-    token_view: TokenView | None = Field(None, description="some responses token by token")
+    token_view: TokenView | None = Field(None, description="a few responses token by token")
     served: ServedRecord | None = Field(
         None,
-        description="what an engine did with the draft: the report takes it from served.json (`understudy readback`)",
+        description="measured in an engine; the report takes it from served.json (`understudy readback`)",
     )
-    serve: list[ServeCommand] = Field([], description="how to start each engine with it")
-    config: Text = Field("", description="the resolved config, YAML")
+    serve: list[ServeCommand] = Field([], description="command for each engine")
+    config: Text = Field("", description="resolved config, YAML")
     provenance: dict[str, Any] = Field({}, description="commit, versions, command, machine, fingerprints")
-    files: dict[str, str | None] = Field({}, description="beside this one: {proposals}")
+    files: dict[str, str | None] = Field({}, description="other files in the same folder: {proposals}")
     gammas: dict[int, Judgement] | None = Field(
-        None, description="of an evaluation: the judgement at every gamma asked for"
+        None, description="of an evaluation: the judgement at every requested gamma"
     )
 
 
@@ -187,7 +189,7 @@ def load_result(path: Path) -> Result:
     """A result.json.
 
     Raises:
-        UserError: as `Record.read`; a file of another format has another value in its key `format`.
+        UserError: as `Record.read`; a file of another format has another value of `format`.
     """
-    absent = "not there; finish the run (start its command again), or make one with `understudy evaluate DRAFT --config CONFIG --out result.json`"
-    return Result.read(path, "make it again with `understudy evaluate` or by ending the run", absent)
+    absent = "not there: finish the run (start its command again), or make one with `understudy evaluate DRAFT --config CONFIG --out result.json`"
+    return Result.read(path, "make it again: finish the run, or use `understudy evaluate`", absent)

@@ -33,8 +33,8 @@ class CalibrationBin(Record):
     low: float = Field(description="lower edge of the confidence")
     high: float = Field(description="upper edge")
     weight: float = Field(description="share of drafted tokens")
-    confidence: float = Field(description="mean probability the draft gave")
-    accepted: float = Field(description="share accepted")
+    confidence: float = Field(description="mean probability that the draft gave the token")
+    accepted: float = Field(description="share that was accepted")
     ci: Interval | None = Field(None, description="its 95 % interval")
 
 
@@ -42,11 +42,12 @@ class Calibration(Record):
     """What the judged draft's confidence is worth."""
 
     rule: str | None = Field(None, description="engine rule")
-    name: str | None = Field(None, description="of the draft")
-    bins: list[CalibrationBin] = Field(description="by confidence")
-    expected_error: float | None = Field(None, description="mean distance of acceptance and confidence")
+    name: str | None = Field(None, description="name of the draft")
+    bins: list[CalibrationBin] = Field(description="one bin per range of confidence")
+    expected_error: float | None = Field(None, description="mean distance between confidence and acceptance")
     stop_below: float | None = Field(
-        None, description="advised confidence stop; 0: none; null: not known, or none pays"
+        None,
+        description="advised confidence stop; 0: no stop; null: not known, or drafting more than one token never pays",
     )
     words: Text = Field(description="the advice in words")
 

@@ -26,15 +26,15 @@ REPLAYED_AT_ONCE = 2048
 class Disagreement(Record):
     """What the target said where the draft wanted something else."""
 
-    context: Text = Field(description="text before a place of it")
+    context: Text = Field(description="text before one such position")
     target_said: Text = Field(description="token")
     draft_wanted: Text = Field(description="token")
-    count: int = Field(description="places")
-    prompts: int = Field(description="prompts with such a place")
-    lost_share: float | None = Field(None, description="of all rejected probability")
-    tau_if_agreed: float | None = Field(None, description="by replay, had the draft been right there")
-    tokens_per_second_lost: float | None = Field(None, description="at the measured steps")
-    example: dict[str, Any] | None = Field(None, description="{key, position} of a place")
+    count: int = Field(description="number of positions")
+    prompts: int = Field(description="prompts with such a position")
+    lost_share: float | None = Field(None, description="share of all rejected probability")
+    tau_if_agreed: float | None = Field(None, description="tau by replay if the draft were right there")
+    tokens_per_second_lost: float | None = Field(None, description="at the measured step times")
+    example: dict[str, Any] | None = Field(None, description="{key, position} of one such position")
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""How much of a text repeats itself, and whether the target loops: acceptance on a loop is high and says little.
+"""How much of a text repeats itself, and whether the target loops. Acceptance on a loop is high and tells little.
 
 Shapes: N responses, L tokens of all prompts and responses one after the other, T tokens of one response.
 """
@@ -13,19 +13,19 @@ from speculative.explain.slices import SlicedText
 from speculative.measure.record import Record, Text
 from speculative.measure.token_scores import StoredText
 
-# So many tokens in a row hardly stand twice by chance; a line of code has about as many.
+# This many equal tokens in a row are hardly ever chance; a line of code is about as long.
 REPEATED_NGRAM = 8
-# A loop comes back after at most so many tokens (a few lines), has come back twice, and for so many tokens at least: rows
-# of a table and a line that was copied once are none.
+# A loop has a period of at most 64 tokens (a few lines), repeats at least twice and lasts at least 16 tokens. Rows of a table and a
+# line copied once are not loops.
 LONGEST_PERIOD = 64
 LOOPED_PERIODS = 2
 FEWEST_LOOPED = 16
-# Share of looping tokens above which the text is no measure of a draft.
+# Above this share of looping tokens the text is a poor measure of a draft.
 WORRYING_LOOPING = 0.1
 
 
 class Repeats(NamedTuple):
-    """Tokens (N,) of each response: in all, inside an n-gram that stood earlier in its prompt or itself, and looping."""
+    """Tokens (N,) of each response: all, those inside an n-gram that occurred earlier in prompt or response, and looping ones."""
 
     tokens_N: np.ndarray
     repeated_N: np.ndarray
@@ -33,9 +33,9 @@ class Repeats(NamedTuple):
 
 
 def repeats(texts: Sequence[StoredText], ngram: int = REPEATED_NGRAM) -> Repeats:
-    """What repeats in each response.
+    """Count the repeated and looping tokens of each response.
 
-    Repeated: inside `ngram` tokens in a row that begin earlier in prompt and response too. Looping: in a stretch that
+    Repeated: inside a sequence of `ngram` tokens that also occurs earlier in prompt or response. Looping: in a stretch that
     repeats with a period p of at most `LONGEST_PERIOD` tokens, x[t] == x[t - p], for two more periods and at least 16
     tokens of the response; the first period is not counted. Time is proportional to the tokens (and its logarithm).
     """
@@ -87,22 +87,24 @@ def _looping(ids_L: np.ndarray, text_L: np.ndarray, said_L: np.ndarray) -> np.nd
 class RepetitionShares(Record):
     """How much of some text repeats itself."""
 
-    repeated: float = Field(description="share of tokens inside 8 in a row that stood earlier in prompt or response")
-    looping: float = Field(
-        description="share of tokens in a stretch that goes on repeating its last 1 to 64 tokens, twice more and for 16 at least"
+    repeated: float = Field(
+        description="share of tokens inside a sequence of 8 that occurred earlier in prompt or response"
     )
-    tokens: int | None = Field(None, description="of the text")
+    looping: float = Field(
+        description="share of tokens in a loop: a period of 1 to 64 tokens, repeated at least twice and for at least 16 tokens"
+    )
+    tokens: int | None = Field(None, description="tokens of the text")
 
 
 class Repetition(RepetitionShares):
-    """How much of the target's own text repeats itself: acceptance on a loop says little."""
+    """How much of the target's own text repeats itself. Acceptance on a loop tells little."""
 
     by_domain: dict[str, RepetitionShares] = Field({}, description="the same by domain")
-    warning: Text | None = Field(None, description="where more than 10 % loops")
+    warning: Text | None = Field(None, description="set where more than 10 % is in a loop")
 
 
 def repetition(texts: Sequence[SlicedText]) -> Repetition:
-    """How much of these responses repeats."""
+    """Shares of repeated and looping tokens of these responses."""
     found = repeats(texts)
     rows_by_domain: dict[str, list[int]] = {}
     for row, text in enumerate(texts):
@@ -110,8 +112,8 @@ def repetition(texts: Sequence[SlicedText]) -> Repetition:
     whole = _shares(found, list(range(len(texts))))
     by_domain = {name: _shares(found, rows) for name, rows in rows_by_domain.items()}
     warning = (
-        f"{100 * whole.looping:.0f} % of the target's tokens repeat what it has just said, in a loop: acceptance on such text "
-        "says little; sample (serving.temperature), or take a better target"
+        f"{100 * whole.looping:.0f} % of the target's tokens are in a loop, and acceptance on such text tells little: "
+        "sample (serving.temperature), or use a better target"
     )
     worrying = whole.looping > WORRYING_LOOPING
     return Repetition(**whole.record(), by_domain=by_domain, warning=warning if worrying else None)

@@ -37,26 +37,30 @@ class SlicedText(StoredText, Protocol):
 
 
 class SliceRow(Record):
-    """A part of the frozen text."""
+    """Acceptance on a part of the frozen text."""
 
-    name: Text = Field(description="the slice")
-    tokens: int = Field(description="in it")
-    prompts: int = Field(description="in it")
-    alpha: dict[str, float] = Field(description="by draft")
-    alpha_ci: dict[str, Interval | None] = Field({}, description="by draft; each stands alone")
+    name: Text = Field(description="name of the slice")
+    tokens: int = Field(description="tokens in the slice")
+    prompts: int = Field(description="prompts in the slice")
+    alpha: dict[str, float] = Field(description="alpha by draft")
+    alpha_ci: dict[str, Interval | None] = Field(
+        {}, description="95 % interval by draft, not corrected for the other rows"
+    )
     gain: float | None = Field(None, description="draft minus undistilled draft")
-    gain_ci: Interval | None = Field(None, description="at `corrected_confidence`")
-    certain: Certain | None = Field(None, description="whether that excludes 0, on enough prompts")
-    lost_share: float | None = Field(None, description="of all rejected probability")
+    gain_ci: Interval | None = Field(None, description="its interval, at `corrected_confidence`")
+    certain: Certain | None = Field(None, description="whether the interval excludes 0, on enough prompts")
+    lost_share: float | None = Field(None, description="share of all rejected probability")
 
 
 class SliceTable(Record):
-    """The frozen text cut along one dimension."""
+    """The frozen text divided along one dimension."""
 
     dimension: Text = Field(description="domain, position, token class, ...")
-    unit: Text | None = Field(None, description="of its bounds")
-    corrected_confidence: float | None = Field(None, description="of each gain's interval (Bonferroni over the rows)")
-    rows: list[SliceRow] = Field(description="they partition the tokens")
+    unit: Text | None = Field(None, description="unit of the bounds")
+    corrected_confidence: float | None = Field(
+        None, description="confidence of each gain's interval (Bonferroni over the rows)"
+    )
+    rows: list[SliceRow] = Field(description="the slices; every token is in exactly one")
 
 
 # Of every token: the number of its slice, and the name of each number.

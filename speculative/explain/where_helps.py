@@ -1,4 +1,4 @@
-"""Which way of decoding helps where: speed-ups by domain, and by how repetitive the response is.
+"""Speed-ups of every way of decoding by domain and by how repetitive the response is.
 
 Shapes: N responses, P prompts (the resampling unit), C ways to decode, S slices of a dimension.
 """
@@ -18,19 +18,21 @@ from speculative.measure.record import Record, Text
 
 
 class WhereRow(Record):
-    """Which way of decoding helps on a part of the text: speed-ups over the target alone, pooled."""
+    """Pooled speed-ups of every way over the target alone, on a part of the text."""
 
-    dimension: Text = Field(description="domain, or repetition: thirds of the responses by their repeated share")
-    name: Text = Field(description="the slice")
-    tokens: int = Field(description="in it")
-    prompts: int = Field(description="in it")
-    repeated: float | None = Field(None, description="share of its tokens inside 8 in a row that stood earlier")
+    dimension: Text = Field(description="`domain`, or `repetition`: thirds of the responses by repeated share")
+    name: Text = Field(description="name of the slice")
+    tokens: int = Field(description="tokens in the slice")
+    prompts: int = Field(description="prompts in the slice")
+    repeated: float | None = Field(None, description="share of its tokens inside a sequence of 8 that occurred earlier")
     looping: float | None = Field(None, description="share of its tokens in a loop")
-    speed_up: dict[str, float] = Field(description="by way")
-    speed_up_ci: dict[str, Interval | None] = Field({}, description="by way; each stands alone")
-    best: str | None = Field(None, description="the fastest there; `target alone`: nobody beats it")
+    speed_up: dict[str, float] = Field(description="speed-up by way")
+    speed_up_ci: dict[str, Interval | None] = Field(
+        {}, description="95 % interval by way, not corrected for the other rows"
+    )
+    best: str | None = Field(None, description="the fastest way; `target alone`: no way is faster")
     certain: bool | None = Field(
-        None, description="whether it beats every other one there, in all rows of the dimension together"
+        None, description="whether it is certainly faster than all others, over all rows of the dimension"
     )
 
 

@@ -1,4 +1,4 @@
-"""How well a way of decoding does on some text: `Way`, what can be raced, and `Measured`, one row of what was found.
+"""`Way`, a way of decoding that can be timed, and `Measured`, one row of results of a way on a text.
 
 Shapes: N responses.
 """
@@ -23,20 +23,20 @@ UNDISTILLED, SERVED, DRAFT = "undistilled draft", "served draft", "draft"
 BY_TOKEN, BY_BLOCK = "draft, token by token", "draft, one pass a block"
 LOOKUP, PAST, TOGETHER = "prompt lookup", "past responses", "lookup + draft"
 TREE, EARLY_EXIT, LOOKAHEAD = "token tree", "early exit", "lookahead"
-# The held-out text as a whole; else a row is of a domain or of another target.
+# The `text` of a row about all held-out text; other rows are about a domain or another target.
 HELD_OUT = "held-out"
 
 
 @dataclass(frozen=True, eq=False)
 class Way:
-    """A way to decode, at the gamma that is best for it.
+    """A way to decode, at its own best gamma.
 
-    drafter: makes a fresh one; None: the target alone. gamma: tokens it proposes a block, 0: none. blocks_N: target calls that
-    replay expects for each held-out response; None where replay has no law (token trees, early exit, lookahead): those are
-    counted live. fitted_N: the same cross-fitted, where gamma and sizes were chosen on few of these very prompts: what each
-    response takes at the setting that is best on the other half, in blocks at this gamma; speeds are made of it. ngrams: (longest,
-    shortest) that it looks up. then_gamma, behind: of the draft behind a lookup, and which way that is. found: share of the blocks
-    whose proposal took no model; None where a model always proposes. tuned_on: the text that gamma and sizes were chosen on.
+    drafter: makes a new drafter; None: the target alone. gamma: tokens proposed per block, 0: none. blocks_N: target calls that
+    replay expects for each held-out response; None where replay cannot predict them (token trees, early exit, lookahead), and they
+    are counted live. fitted_N: the same, cross-fitted where gamma and sizes were chosen on few of the same prompts: target calls of
+    each response at the setting that is best on the other half, in blocks at this gamma. Speeds use fitted_N. ngrams: (longest,
+    shortest) n-gram looked up. then_gamma, behind: gamma and way of the draft used after a lookup finds nothing. found: share of the
+    blocks proposed without a model; None where a model always proposes. tuned_on: the text that gamma and sizes were chosen on.
     """
 
     name: str
@@ -53,24 +53,24 @@ class Way:
 
     @property
     def calls_N(self) -> np.ndarray | None:
-        """The target calls (N,) that its speed is made of."""
+        """Target calls (N,) that the speed is computed from."""
         return self.blocks_N if self.fitted_N is None else self.fitted_N
 
     def settings(self, base: DecodeSettings) -> DecodeSettings:
-        """How it decodes: gamma and tree are its own, all else is as served."""
+        """Decode settings of this way: its own gamma and tree, everything else as in `base`."""
         return replace(base, gamma=self.gamma, tree=self.tree)
 
 
 @dataclass(frozen=True)
 class Measured:
-    """One way of decoding on one text at one concurrency. Null: not known. Intervals are 95 %, of a draft that was picked among
-    checkpoints widened for that.
+    """One way of decoding on one text at one concurrency. Null: not known. Intervals are 95 %, wider for a draft that was picked
+    among checkpoints.
     """
 
-    way: Annotated[str, "its name: `target alone`, `draft`, `prompt lookup`, `lookup + draft`, ..."]
+    way: Annotated[str, "`target alone`, `draft`, `prompt lookup`, `lookup + draft`, ..."]
     rule: Annotated[str, "engine rule"]
     concurrency: Annotated[int, "requests decoded at once"] = 1
-    text: Annotated[str, "`held-out`, a domain of it, or another target whose text it is"] = HELD_OUT
+    text: Annotated[str, "`held-out`, one of its domains, or another target"] = HELD_OUT
     prompts: Annotated[int | None, "prompts of the text"] = None
     tokens: Annotated[int | None, "tokens of their responses"] = None
     gamma: Annotated[int | None, "tokens proposed per block; 0: none"] = None
@@ -80,17 +80,17 @@ class Measured:
     tau_ci: Annotated[Interval | None, "its interval"] = None
     accepted_per_drafted: Annotated[float | None, "accepted over drafted tokens at this gamma"] = None
     tokens_per_second: Annotated[
-        float | None, "of all requests together; of a served row of one request, with the others under way"
+        float | None, "of all requests together; in a served row, of one request among the others"
     ] = None
-    speed_up: Annotated[float | None, "tokens/s over those of the target alone at the same concurrency, pooled"] = None
+    speed_up: Annotated[
+        float | None, "tokens/s over tokens/s of the target alone at the same concurrency, pooled over prompts"
+    ] = None
     speed_up_ci: Annotated[Interval | None, "its interval; null: too few prompts to be certain"] = None
-    how: Annotated[dict[str, How], "how each figure was obtained: `live`, `replay`, `timed`, `predicted`, `served`"] = (
-        field(default_factory=dict)
-    )
+    how: Annotated[dict[str, How], "how each figure was obtained"] = field(default_factory=dict)
     ngrams: Annotated[tuple[int, int] | None, "longest and shortest n-gram that is looked up"] = None
-    then_gamma: Annotated[int | None, "gamma of the draft behind a lookup"] = None
-    behind: Annotated[str | None, "the draft there: a way's name"] = None
-    tuned_on: Annotated[str | None, "text that gamma and sizes were chosen on"] = None
+    then_gamma: Annotated[int | None, "gamma of the draft used when the lookup finds nothing"] = None
+    behind: Annotated[str | None, "the way of that draft"] = None
+    tuned_on: Annotated[str | None, "text that gamma and n-gram sizes were chosen on"] = None
 
     @property
     def certain(self) -> bool:
@@ -99,20 +99,20 @@ class Measured:
 
     @property
     def sizes(self) -> str:
-        """What a lookup looks for and the draft behind it, in words; empty where nothing is looked up."""
+        """N-gram sizes of a lookup and gamma of the draft after it, in words; empty where nothing is looked up."""
         if self.ngrams is None:
             return ""
         longest, shortest = self.ngrams
         lengths = f"{longest}" if longest == shortest else f"{shortest} to {longest}"
-        return f"n-grams of {lengths}" + (f", then a draft of {self.then_gamma}" if self.then_gamma else "")
+        return f"n-grams of {lengths}" + (f", then {self.then_gamma} by the draft" if self.then_gamma else "")
 
     def record(self) -> dict[str, Any]:
-        """What is known, as plain values."""
+        """The known fields as plain values."""
         known = {one.name: getattr(self, one.name) for one in fields(self)}
         return {name: value for name, value in known.items() if value is not None}
 
 
-# As a part of a record: what is not known is not written.
+# In a record, fields that are not known are not written.
 Row = Annotated[Measured, PlainSerializer(Measured.record)]
 
 
