@@ -1,6 +1,6 @@
-"""The pages a person reads in an exported directory: README.md (model card) and SERVING.md. Pure: records in, text out.
+"""The two pages of an exported directory: README.md (the model card) and SERVING.md. Pure functions from records to text.
 
-`serving` is the directory's serving.json (see `distill.export.export`); the pages' texts are the templates beside this file.
+`serving` is the content of serving.json (see `distill.export.export`). The text is in distill/export/templates.
 """
 
 import json
@@ -17,20 +17,20 @@ from distill.run.verdict_record import Verdict
 
 LONGEST_SHOWN = 500  # characters of one provenance entry
 NO_GAIN = (
-    "No gain for certain: on the run's machine the target with this draft by itself was not certainly faster than the target alone. "
-    "The commands use gamma {gamma} all the same."
+    "No gain for certain: on the run's machine the target with this draft was not certainly faster than the target alone. "
+    "The commands still use gamma {gamma}."
 )
-NOT_MEASURED = "not measured: this export carries no verdict; run `understudy evaluate` on it before serving it."
+NOT_MEASURED = "not measured: this export has no verdict. Run `understudy evaluate` on it before you serve it."
 
 
 def model_card(serving: dict[str, Any], verdict: Verdict | None, provenance: dict[str, Any] | None) -> str:
-    """README.md of the exported directory: YAML front matter for the hub, then the verdict and how to reproduce it.
+    """Return README.md of the exported directory: YAML front matter for the hub, the verdict, how to reproduce it.
 
     Args:
-        serving: the directory's `serving.json`.
-        verdict: the run's, or None when nothing was measured.
-        provenance: what the run wrote about itself; `base`, `data` (name or list), `license`, `command` (or
-            `argv`) are shown by name and the rest as it is.
+        serving: the content of `serving.json`.
+        verdict: the run's verdict, or None if nothing was measured.
+        provenance: the run's record of itself. `base`, `data` (a name or a list), `license` and `command` (or `argv`)
+            have their own lines; the rest is shown as JSON.
 
     """
     facts = {"base": None, "license": None} | (provenance or {})
@@ -58,7 +58,7 @@ def model_card(serving: dict[str, Any], verdict: Verdict | None, provenance: dic
 
 
 def serving_page(serving: dict[str, Any]) -> str:
-    """SERVING.md: for each engine whether it takes the pair, how it accepts, and the command."""
+    """Return SERVING.md: for each engine whether it takes the pair, its acceptance rule, and the command."""
     return (
         environment()
         .get_template("SERVING.md.j2")
@@ -71,10 +71,10 @@ def serving_page(serving: dict[str, Any]) -> str:
 
 
 def _place(target: str) -> str:
-    """A shell word for where the target is; a directory lies elsewhere on each machine."""
+    """Return the target as a shell word; a directory gets a comment, since its path differs on each machine."""
     if target == EMBEDDED:
         return "\"$(python -c 'import distill.models as here; print(*here.__path__)')/embedded\""
-    return shlex.quote(target) + ("" if "/" in target else "  # its directory on this machine")
+    return shlex.quote(target) + ("" if "/" in target else "  # change to the target's directory on this machine")
 
 
 def _front_matter(target: str, facts: dict[str, Any], data: list[str]) -> str:
@@ -90,5 +90,5 @@ def _front_matter(target: str, facts: dict[str, Any], data: list[str]) -> str:
 
 
 def _short(value: Any) -> Any:
-    """A whole config would bury the card."""
+    """Replace long strings such as a whole config, which would fill the card."""
     return "see provenance.json" if isinstance(value, str) and len(value) > LONGEST_SHOWN else value

@@ -1,7 +1,7 @@
-"""An outside opinion: the exported draft run by `transformers` itself, compared with plain greedy decoding.
+"""Compare the exported draft in transformers' assisted generation (the reference implementation) with greedy decoding.
 
-Calls are counted by forward hooks. `model.forward` is never wrapped: a `*args, **kwargs` wrapper hides its signature
-and makes the library re-read the whole sequence every round.
+Forward hooks count the calls. `model.forward` is not wrapped: a `*args, **kwargs` wrapper hides its signature, and
+transformers then processes the whole sequence again in every round.
 """
 
 import logging
@@ -23,9 +23,9 @@ from speculative.measure.metrics import live_metrics
 
 
 class Difference(NamedTuple):
-    """The first place where two continuations part; tokens and gap are None where one is the beginning of the other.
+    """The first position where two continuations differ; tokens and gap are None if one continuation is a prefix of the other.
 
-    gap: the target's logit distance between both tokens; one within rounding is a tie, not a fault.
+    gap: the target's logit of the plain token minus that of the assisted token. Within rounding it is a tie, not an error.
     """
 
     position: int
@@ -36,7 +36,7 @@ class Difference(NamedTuple):
 
 @dataclass
 class Assisted:
-    """What assisted generation did, prompt by prompt, and where it first gave other tokens than the target alone: (prompt, place)."""
+    """Counts of assisted generation per prompt, and the first (prompt, difference) from the target alone."""
 
     tokens_N: list[int] = field(default_factory=list)
     target_calls_N: list[int] = field(default_factory=list)
@@ -46,7 +46,7 @@ class Assisted:
 
     @property
     def accepted(self) -> int:
-        """Each target call emits its accepted tokens and one token of its own."""
+        """Accepted tokens: each target call emits its accepted tokens and one more."""
         return sum(self.tokens_N) - sum(self.target_calls_N)
 
     @property
@@ -63,16 +63,16 @@ def check_with_transformers(
     *,
     trust_remote_code: bool = False,
 ) -> Assisted:
-    """Greedy `target.generate(assistant_model=draft)` against greedy `target.generate()`, prompt by prompt.
+    """Compare greedy `target.generate(assistant_model=draft)` with greedy `target.generate()`, prompt by prompt.
 
-    gamma is fixed and the confidence gate is off: transformers reads both from the DRAFT's generation config
-    (`num_assistant_tokens`, its schedule, `assistant_confidence_threshold`), not from generate()'s arguments. The block
-    at the end of the budget is shorter: at most (tokens left - 1) are drafted.
+    gamma is fixed and the confidence gate is off. transformers reads both from the draft's generation config
+    (`num_assistant_tokens`, its schedule, `assistant_confidence_threshold`), not from the arguments of generate().
+    The last block is shorter: at most (tokens left - 1) tokens are drafted.
 
     Args:
-        target_model: causal LM, on any device; float32 if tokens are to be compared strictly, since a one-token and a
-            (gamma+1)-token matrix product round differently.
-        export_dir: directory of the draft; it computes in the target's dtype, from its exported weights.
+        target_model: causal LM on any device. Use float32 for a strict comparison, since matrix products of one token
+            and of gamma + 1 tokens round differently.
+        export_dir: directory of the draft, which computes in the target's dtype from its exported weights.
         prompts_ids: token ids of each prompt.
         max_new_tokens: budget per prompt.
         gamma: drafted tokens per block.
@@ -90,7 +90,7 @@ def check_with_transformers(
             assisted_ids = _continuation(target_model, prompt_ids, generation, assistant_model=draft)
         found.tokens_N.append(len(assisted_ids))
         found.target_calls_N.append(target_calls[0])
-        # Each call of the draft model proposes exactly one token, the first one (its prefill) included.
+        # Each call of the draft, including its prefill, proposes exactly one token.
         found.drafted_N.append(draft_calls[0])
         found.equal_N.append(plain_ids == assisted_ids)
         if plain_ids != assisted_ids and found.first_difference is None:
@@ -99,7 +99,7 @@ def check_with_transformers(
 
 
 def _is_ours(record: logging.LogRecord) -> bool:
-    """Whether our own call is meant: transformers warns of how it calls the draft itself."""
+    """Whether a warning is about our call, not about how transformers itself calls the draft."""
     return not record.getMessage().startswith("Passing `generation_config` together")
 
 
@@ -108,7 +108,7 @@ logging.getLogger("transformers.generation.utils").addFilter(_is_ours)
 
 @contextmanager
 def counted_calls(model: Any) -> Iterator[list[int]]:
-    """A one-element list that counts the forward calls of `model` while the context is open."""
+    """Yield a one-element list that counts the forward calls of `model` inside the context."""
     calls = [0]
 
     def count(*_: Any) -> None:
@@ -127,8 +127,8 @@ def _greedy(target_model: Any, max_new_tokens: int) -> GenerationConfig:
     return GenerationConfig(
         do_sample=False, num_beams=1, repetition_penalty=1.0, max_new_tokens=max_new_tokens, bos_token_id=own.bos_token_id,
         eos_token_id=own.eos_token_id,
-        # The library guesses the draft's attention mask and hides every pad id in the text from it, real ones too
-        # (bos is often the pad id), which lowers acceptance. It does not guess when the pad id is an eos or no id.
+        # transformers infers the draft's attention mask and hides every pad id in the text (often bos), which lowers
+        # acceptance. It does not infer a mask if the pad id is an eos or not a token id.
         pad_token_id=eos_ids[0] if eos_ids else -1,
     )  # fmt: skip
 
@@ -160,7 +160,7 @@ def _difference(
 
 @dataclass(frozen=True)
 class OutsideCheck:
-    """What transformers found, and tau of our decoder on the same prompts with its interval."""
+    """The result in transformers, and tau of our decoder on the same prompts with its 95 % interval."""
 
     theirs: Assisted
     tau: float
@@ -168,12 +168,12 @@ class OutsideCheck:
 
     @property
     def agrees(self) -> bool:
-        """Whether every token is the target's, and their tau lies within the interval of ours."""
+        """Whether every token equals the target's and transformers' tau lies in the interval of ours."""
         return all(self.theirs.equal_N) and self.tau_ci[0] <= self.theirs.tau <= self.tau_ci[1]
 
 
 def outside_check(pair: Pair, exported: Path, gamma: int) -> OutsideCheck:
-    """Greedy tokens and tau of `transformers` with the exported draft as assistant, and of our decoder, same prompts."""
+    """Run greedy decoding with the exported draft in transformers and in our decoder, on the same prompts."""
     target = pair.target
     theirs = check_with_transformers(
         target.model, exported, [prompt.prompt_ids for prompt in pair.prompts], pair.settings.max_tokens, gamma,

@@ -1,4 +1,4 @@
-"""Where an export may go, and how a directory appears there whole or not at all."""
+"""Check the destination of an export, and create the directory atomically."""
 
 import json
 import os
@@ -16,28 +16,30 @@ from speculative.errors import UserError
 
 
 def check_destination(to: str | Path, *, sources: list[Path], overwrite: bool = False) -> Path:
-    """The absolute path to export to, or a refusal.
+    """Return the absolute path to export to.
 
     Args:
-        to: the directory asked for; need not exist.
-        sources: directories the export reads (the student's checkpoint, its base, the target); never written over.
-        overwrite: a previous export may be replaced. It is recognised by its serving.json, and only the files named
-            there may lie in it: anything else is somebody's work.
+        to: the requested directory, which need not exist.
+        sources: directories that the export reads (checkpoint, base, target). They are never overwritten.
+        overwrite: allow replacing an earlier export. It is recognised by its serving.json and must contain only the
+            files listed there, so that no other work is deleted.
 
     Raises:
-        UserError: for '/', the home directory, a file, a directory that is not empty, a path in or around a source, or
-            a path that vLLM would re-route.
+        UserError: for '/', the home directory, a file, a directory that is not empty, a path that overlaps a source,
+            or a path for which vLLM would select another method.
 
     """
     path = Path(to).expanduser().resolve()
     check_directory_name(path)
     if path == Path(path.anchor) or path == Path.home().resolve():
-        raise UserError(f"export directory {path}: not the root or home directory; name a new directory")
+        raise UserError(f"export directory {path}: it is the root or home directory; choose a new directory")
     for source in (source.resolve() for source in sources):
         if path == source or path.is_relative_to(source) or source.is_relative_to(path):
-            raise UserError(f"export directory {path}: it overlaps {source}, which is read; name a directory elsewhere")
+            raise UserError(
+                f"export directory {path}: it overlaps {source}, which the export reads; choose another directory"
+            )
     if path.is_file():
-        raise UserError(f"export directory {path}: it is a file; name a directory")
+        raise UserError(f"export directory {path}: it is a file; choose a directory")
     if path.is_dir() and any(path.iterdir()):
         _check_replaceable(path, overwrite)
     return path
@@ -45,9 +47,9 @@ def check_destination(to: str | Path, *, sources: list[Path], overwrite: bool = 
 
 @contextmanager
 def appearing_directory(path: Path) -> Iterator[Path]:
-    """A temporary sibling of `path` to write in; renamed to `path` at the end, removed on any exception.
+    """Yield a temporary sibling of `path` to write in. Rename it to `path` at the end; remove it on any exception.
 
-    What stood at `path` is moved aside first and deleted only when the new directory is in place.
+    An existing `path` is moved aside first and deleted only after the new directory is in place.
     """
     with held_for(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -77,16 +79,20 @@ def _swap(working: Path, path: Path) -> None:
 def _check_replaceable(path: Path, overwrite: bool) -> None:
     written = _previous_export_files(path)
     if written is None:
-        raise UserError(f"export directory {path}: it is not empty and no earlier export; name a new directory")
+        raise UserError(f"export directory {path}: it is not empty and not an earlier export; choose a new directory")
     if not overwrite:
-        raise UserError(f"export directory {path}: it holds an earlier export; pass --overwrite or name another")
+        raise UserError(
+            f"export directory {path}: it holds an earlier export; pass --overwrite or choose another directory"
+        )
     foreign = sorted(entry.name for entry in path.iterdir() if entry.name not in written)
     if foreign:
-        raise UserError(f"export directory {path}: {foreign[0]!r} in it was not exported by us; move it away first")
+        raise UserError(
+            f"export directory {path}: {foreign[0]!r} in it is not part of the earlier export; move it away first"
+        )
 
 
 def _previous_export_files(path: Path) -> set[str] | None:
-    """Names of the files an earlier export wrote into `path`; None when it is no earlier export."""
+    """Return the names of the files that an earlier export wrote into `path`; None if it is not an export."""
     try:
         serving = json.loads((path / SERVING_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):

@@ -1,10 +1,10 @@
-"""What a serving engine asks of an independent draft, and the command that starts it. Pure: facts in, verdicts out.
+"""Whether each serving engine takes an independent draft, and the command that starts it. Pure functions from facts to verdicts.
 
-An engine is a file in distill/export/engines that registers itself and a template in distill/export/templates with two macros:
-`command`, which speaks of `$DRAFT` and `$TARGET` so that it survives a move, and `notes`, a line each.
+Each engine has a file in distill/export/engines, which registers it, and a template in distill/export/templates with two macros.
+`command` uses `$DRAFT` and `$TARGET`, so it stays valid when the directory moves. `notes` is a list with a dash per entry.
 
-Rules at temperature > 0 (at temperature 0 every engine is `greedy`): `sample` = the draft samples and a token is accepted
-with min(1, target/draft); `greedy-draft` = the draft proposes its argmax and the target samples.
+Rules at temperature > 0: with `sample` the draft samples, and a token is accepted with probability min(1, target/draft). With
+`greedy-draft` the draft proposes its argmax and the target samples. At temperature 0 every engine uses `greedy`.
 """
 
 import importlib
@@ -24,23 +24,23 @@ from distill.export.facts import EngineFacts
 from speculative.errors import UserError
 
 TEMPLATES = Path(__file__).parent / "templates"
-# vLLM takes the speculation method from these words anywhere in the draft's path, whatever the configuration says.
+# If the draft's path contains one of these words, vLLM selects another speculation method and ignores the configuration.
 REROUTED_WORDS = ("eagle-", "eagle3", "dflash", "dspark")
-# A shell's word takes them; the JSON and YAML around the path in the commands do not.
+# A quoted shell word can hold these characters, but the JSON and YAML around the path in the commands cannot.
 UNQUOTABLE = ('"', "\\", "\n")
 
 
 @dataclass(frozen=True)
 class EngineVerdict:
-    """Whether an engine takes the pair; `reasons` is empty when it does. `command` is shell text or Python code."""
+    """Whether an engine takes the pair. `reasons` is empty if it does. `command` is shell text or Python code."""
 
     engine: str
-    version: str  # that this was read in
+    version: str  # the engine version whose source was read
     ok: bool
     reasons: list[str]
-    rule: str  # how it accepts, started so, at the run's temperature (at temperature > 0 where that is not known)
+    rule: str  # acceptance rule of this command at the run's temperature (temperature > 0 if it is unknown)
     rule_note: str
-    command: str  # of $DRAFT and $TARGET
+    command: str  # uses $DRAFT and $TARGET
     language: str  # "bash" or "python"
     notes: list[str]
 
@@ -51,7 +51,7 @@ def _nothing(facts: EngineFacts) -> list[str]:
 
 @dataclass(frozen=True)
 class Engine:
-    """An engine: its template, what it refuses, how it accepts. `version`: what that was read in."""
+    """An engine: its template, refusals and acceptance rule. `version`: the version whose source was read."""
 
     name: str
     version: str
@@ -59,31 +59,31 @@ class Engine:
     order: int
     rule: Callable[[EngineFacts], str]
     refusals: Callable[[EngineFacts], list[str]] = field(default=_nothing)
-    row_slack: int = 0  # by how much the rows of the two embeddings may differ
-    first_compared_id: int = 0  # token strings before it may differ
-    equal_strings: bool = False  # the engine, not only we, compares token strings
+    row_slack: int = 0  # allowed difference in embedding rows
+    first_compared_id: int = 0  # strings of lower token ids may differ
+    equal_strings: bool = False  # the engine itself compares token strings
     language: str = "bash"
-    one_pass: bool = False  # it serves drafts that propose a block in one forward
+    one_pass: bool = False  # serves drafts that propose a block in one forward pass
 
 
 _REGISTERED: dict[str, Engine] = {}
 
 
 def register(engine: Engine) -> None:
-    """Makes an engine known."""
+    """Add an engine to the registry."""
     _REGISTERED[engine.name] = engine
 
 
 @cache
 def known_engines() -> dict[str, Engine]:
-    """Every engine by name, in the order of SERVING.md."""
+    """Return every engine by name, in the order of SERVING.md."""
     for module in pkgutil.iter_modules(engines.__path__):
         importlib.import_module(f"{engines.__name__}.{module.name}")
     return {one.name: one for one in sorted(_REGISTERED.values(), key=lambda one: one.order)}
 
 
 def check(name: str, facts: EngineFacts) -> EngineVerdict:
-    """Judge one engine; the command is given even when the verdict is no, since the reasons say what to mend."""
+    """Judge one engine. A refused pair gets a command too, since the reasons say what to fix first."""
     assert facts.gamma >= 1
     engine = known_engines()[name]
     if facts.one_pass is not None:
@@ -108,22 +108,22 @@ def check(name: str, facts: EngineFacts) -> EngineVerdict:
 
 
 def check_all(facts: EngineFacts) -> list[EngineVerdict]:
-    """`check` for every engine."""
+    """Run `check` for every engine."""
     return [check(name, facts) for name in known_engines()]
 
 
 def others(facts: EngineFacts) -> list[str]:
-    """A line for each engine that is told of and not judged."""
+    """Return a line for each engine that is listed without a verdict."""
     return lines_of(environment().get_template("others.j2").render(facts=facts))
 
 
 def places(draft: str, target: str) -> str:
-    """The line that tells a shell where the pair is; `draft` and `target` are shell words."""
+    """Return the shell line that sets $DRAFT and $TARGET; `draft` and `target` are shell words."""
     return f"export DRAFT={draft} TARGET={target}"
 
 
 def with_places(command: str, language: str, draft: str, target: str) -> str:
-    """A command that needs nothing before it."""
+    """Return a command with the places filled in, which runs on its own."""
     if language == "python":
         return command.replace('os.environ["DRAFT"]', repr(draft)).replace('os.environ["TARGET"]', repr(target))
     return f"{places(shlex.quote(draft), shlex.quote(target))}\n{command}"
@@ -131,7 +131,7 @@ def with_places(command: str, language: str, draft: str, target: str) -> str:
 
 @cache
 def environment() -> jinja2.Environment:
-    """Templates of commands and of Markdown pages: nothing is escaped, numbers and quoted words go in."""
+    """Return the template environment. It escapes nothing: values are numbers or quoted words."""
     made = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES),
         undefined=jinja2.StrictUndefined,
@@ -143,44 +143,49 @@ def environment() -> jinja2.Environment:
 
 
 def lines_of(text: str) -> list[str]:
-    """The entries of a list in a template: each begins with a dash at the start of a line and may go on in the next."""
+    """Return the entries of a Markdown list. An entry begins with a dash and may span lines."""
     return [" ".join(entry.split()) for entry in f"\n{text}".split("\n- ")[1:]]
 
 
 def rerouted_word(path: str | Path) -> str | None:
-    """The word in `path` that makes vLLM choose another speculation method, if any."""
+    """Return the word in `path` that makes vLLM select another speculation method, or None."""
     lowered = str(path).lower()
     return next((word for word in REROUTED_WORDS if word in lowered), None)
 
 
 def check_directory_name(path: str | Path) -> None:
-    """Refuse an export path that vLLM would not load as an independent draft, or that no command can hold.
+    """Refuse an export path that vLLM would not load as an independent draft, or that a command cannot hold.
 
     Raises:
-        UserError: naming the path and what is in it.
+        UserError: with the path and the word or character in it.
 
     """
     word = rerouted_word(path)
     if word is not None:
         raise UserError(
-            f"export directory {path}: vLLM takes a path with {word!r} in it for another speculation method; "
+            f"export directory {path}: vLLM selects another speculation method for a path with {word!r} in it; "
             "choose a path without it"
         )
     unquotable = next((letter for letter in UNQUOTABLE if letter in str(path)), None)
     if unquotable is not None:
-        raise UserError(f"export directory {path}: engines' JSON cannot hold {unquotable!r}; choose a path without it")
+        raise UserError(f"export directory {path}: JSON cannot hold {unquotable!r} unescaped; choose a path without it")
 
 
 def _vocabulary_reasons(engine: Engine, facts: EngineFacts) -> list[str]:
     reasons = []
     if abs(facts.target_rows - facts.draft_rows) > engine.row_slack:
         allowed = f"a difference of at most {engine.row_slack}" if engine.row_slack else "the same number"
-        reasons.append(f"{facts.draft_rows} draft rows and {facts.target_rows} target rows; it wants {allowed}")
+        reasons.append(
+            f"{facts.draft_rows} draft rows and {facts.target_rows} target rows; {engine.name} needs {allowed}"
+        )
     difference = facts.first_difference_from_5 if engine.first_compared_id else facts.first_difference
     if difference is not None:
         token_id, target_string, draft_string = difference
-        who = "it compares token strings" if engine.equal_strings else "it does not compare token strings, we do"
-        reasons.append(f"id {token_id} is {target_string!r} in the target and {draft_string!r} in the draft; {who}")
+        checked_by = engine.name if engine.equal_strings else "Understudy"
+        reasons.append(
+            f"token id {token_id} is {target_string!r} in the target and {draft_string!r} in the draft "
+            f"(checked by {checked_by}); use the target's tokenizer"
+        )
     return reasons
 
 
@@ -189,10 +194,10 @@ def _rule_note(rule: str, facts: EngineFacts) -> str:
     if rule in facts.taus:
         return f"{accepts}: {facts.predicted(rule)} at gamma {facts.gamma}"
     if facts.measured_rule is None:
-        return f"{accepts}; nothing was measured for this draft"
+        return f"{accepts}; acceptance of this draft was not measured"
     if facts.measured_rule == rule:
-        return f"{accepts}, the verdict's own"
+        return f"{accepts}, the rule of the run's verdict"
     return (
-        f"{accepts}, and the verdict was measured under {facts.measured_rule}: measure it with "
+        f"{accepts}; the verdict was measured under {facts.measured_rule}, so measure this rule with "
         f"`understudy evaluate ... --rule {rule}`"
     )

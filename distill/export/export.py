@@ -1,6 +1,6 @@
-"""Turn a trained student into a directory that serving engines load: weights, the target's tokenizer, commands, card.
+"""Write a trained student as a directory for serving engines: weights, the target's tokenizer, commands, model card.
 
-Everything is written and checked in a temporary sibling directory, which is then renamed (`distill.export.destination`).
+All files are written and checked in a temporary sibling directory, which is then renamed (`distill.export.destination`).
 """
 
 import json
@@ -36,24 +36,24 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 CHECK_TEXT = "The draft proposes and the target decides; what is accepted was said by both."
 CHECK_TOKENS = 16
 QUANTISED = (
-    "8-bit weights in compressed-tensors, read by vLLM and transformers; other engines were not tried, and those with formats of their own "
-    "(GGUF, MLX, ExLlama) quantise an export with --quantize none"
+    "the weights are 8-bit in compressed-tensors format, which vLLM and transformers read. Other engines were not tried. For engines with "
+    "their own format (GGUF, MLX, ExLlama) export with --quantize none and quantise with their tools"
 )
-GPUS_ALONE = ". vLLM 0.32 has kernels for int8 on GPUs alone: for a CPU export int8-dynamic"
+GPUS_ALONE = ". vLLM 0.32 runs int8 on GPUs only: for a CPU export with --quantize int8-dynamic"
 
 
 @dataclass(frozen=True)
 class ExportReport:
-    """What was written, and what was checked on the way."""
+    """What an export wrote and checked."""
 
     path: Path
     dtype: str
     parameters: int
     gamma: int
-    gain: bool | None  # None: not measured
+    gain: bool | None  # None if not measured
     vocabulary: VocabularyAgreement
     engines: list[EngineVerdict]
-    merge_error: float | None  # largest change of a logit by merging the adapter, in float32; None without an adapter
+    merge_error: float | None  # largest change of a logit from merging the adapter, in float32; None without an adapter
     warnings: list[str]
     checks: list[str]
     files: list[str]
@@ -65,14 +65,14 @@ def export_draft(
     """Export a trained student as the draft of its target.
 
     Args:
-        run: the student and its target, what was measured of them, how they are served; a peft adapter directory is merged here.
+        run: the student, its target, measurements and serving settings. An adapter is merged into its base here.
         to: directory to create.
         dtype: `float32`, `bfloat16`, `float16`, or `auto`: the dtype of the target's checkpoint.
         overwrite: replace an earlier export at `to`.
-        adapter: a peft directory that is merged in the student, to be kept apart too.
+        adapter: a peft directory, already merged into the student, to copy into the export.
 
     Raises:
-        UserError: for a path, model, vocabulary or dtype that cannot be exported; what was at `to` stays as it was.
+        UserError: for a path, model, vocabulary or dtype that cannot be exported. The content of `to` is unchanged then.
 
     """
     verdict = run.verdict
@@ -118,7 +118,7 @@ def export_draft(
             }  # fmt: skip
             files = _write_pages(working, serving, verdict, run.provenance)
     except (OSError, SafetensorError) as error:
-        raise UserError(f"cannot write {path}: {error}; free space there or name another directory") from error
+        raise UserError(f"cannot write {path}: {error}; free space there or choose another directory") from error
     return ExportReport(
         path, _dtype_name(export_dtype), parameters, gamma, gain, student.agreement, engines, student.merge_error,
         warnings, checks, files,
@@ -126,10 +126,10 @@ def export_draft(
 
 
 def check_exported(directory: Path, model: Any, tokenizer: Any, trust_remote_code: bool = False) -> list[str]:
-    """Reload a written directory and compare it with what is in memory; the checks made, as sentences.
+    """Reload a written directory, compare it with the model in memory, and return the checks as sentences.
 
     Raises:
-        RuntimeError: when logits, vocabulary or chat template differ: a fault of ours, not of the user.
+        RuntimeError: logits, vocabulary or chat template differ, which is a bug in the export.
 
     """
     loaded = AutoModelForCausalLM.from_pretrained(directory, dtype="auto", trust_remote_code=trust_remote_code).eval()
@@ -138,13 +138,13 @@ def check_exported(directory: Path, model: Any, tokenizer: Any, trust_remote_cod
     with torch.no_grad():
         same_logits = torch.equal(loaded(input_ids=ids_BT).logits, model(input_ids=ids_BT).logits)
     if not same_logits:
-        raise RuntimeError(f"{directory}: the reloaded draft gives other logits than the student")
+        raise RuntimeError(f"{directory}: the reloaded draft and the student give different logits")
     if loaded_tokenizer.get_vocab() != tokenizer.get_vocab():
-        raise RuntimeError(f"{directory}: the reloaded tokenizer has another vocabulary than the target's")
+        raise RuntimeError(f"{directory}: the vocabulary of the reloaded tokenizer differs from the target's")
     if getattr(loaded_tokenizer, "chat_template", None) != getattr(tokenizer, "chat_template", None):
-        raise RuntimeError(f"{directory}: the reloaded tokenizer has another chat template than the target's")
+        raise RuntimeError(f"{directory}: the chat template of the reloaded tokenizer differs from the target's")
     dtype = _dtype_name(loaded.dtype)
-    return [f"exported directory checked: reloaded, logits of {ids_BT.shape[1]} tokens equal in {dtype}"]
+    return [f"the export was reloaded, and its logits of {ids_BT.shape[1]} tokens are equal in {dtype}"]
 
 
 def _directories_read(student_dir: Path, target: str) -> list[Path]:
@@ -181,8 +181,8 @@ def _warnings(draft_config: Any, target_config: Any, gamma: int, gain: bool | No
     context = shorter_context(draft_config, target_config)
     if context is not None:
         warnings.append(
-            f"the draft takes {context} tokens and the target more: the commands cap the server there (beyond it vLLM's model runner V1 "
-            "drafts dummy tokens; V2 lowers its own cap from 0.33)"
+            f"the draft's context is {context} tokens, shorter than the target's, so the commands limit the server to it (beyond it vLLM's "
+            "model runner V1 drafts dummy tokens; V2 limits itself from vLLM 0.33)"
         )
     if quantize is not None:
         warnings.append(QUANTISED + (GPUS_ALONE if quantize == "int8" else ""))
@@ -192,7 +192,7 @@ def _warnings(draft_config: Any, target_config: Any, gamma: int, gain: bool | No
 def _write_pages(
     working: Path, serving: dict[str, Any], verdict: Verdict | None, provenance: dict[str, Any] | None
 ) -> list[str]:
-    """Write cards and records; the names of everything in the directory, sorted."""
+    """Write pages and records; return the sorted names of all files in the directory."""
     texts = {"SERVING.md": serving_page(serving), "README.md": model_card(serving, verdict, provenance)}
     if verdict is not None:
         texts[VERDICT] = without_folders(json.dumps(verdict.record(), indent=2, default=str)) + "\n"
@@ -210,13 +210,13 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 
 def take_over_ids(model: Any, target_side: TargetSide, gamma: int, sampling: SamplingSettings | None) -> None:
-    """Give the draft the target's bos, eos and pad ids, and a generation config that serves as measured."""
+    """Give the draft the target's bos, eos and pad ids, and a generation config with the measured settings."""
     ids = {}
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         places = (target_side.generation, target_side.config.get_text_config(), target_side.tokenizer)
         ids[name] = next((v for v in (getattr(place, name, None) for place in places) if v is not None), None)
         setattr(model.config.get_text_config(), name, ids[name])
-    # transformers reads these three from the DRAFT's generation config, and its default gate (0.4) ends blocks early.
+    # transformers reads these three from the draft's generation config. Its default gate (0.4) would end blocks early.
     assisted = {
         "num_assistant_tokens": gamma,
         "num_assistant_tokens_schedule": "constant",
@@ -224,7 +224,7 @@ def take_over_ids(model: Any, target_side: TargetSide, gamma: int, sampling: Sam
     }
     fields: dict[str, Any] = {}
     if sampling is not None:
-        # top_k is written even when off (0): left out, the library would put its own default of 50 in.
+        # top_k is written even if it is off (0), since transformers' default is 50.
         fields = {"do_sample": False} if sampling.greedy else {"do_sample": True, **sampling.as_dict()}
     if not fields.get("min_p"):
         fields.pop("min_p", None)

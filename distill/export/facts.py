@@ -1,4 +1,4 @@
-"""What an export knows of a run, and what the engines' rules look at: one target and one exported draft."""
+"""Facts of a run that an export needs, and facts of a target and its exported draft that the engine checks need."""
 
 import json
 from collections.abc import Mapping
@@ -30,10 +30,10 @@ GAMMA_WITHOUT_VERDICT = 4
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What an export needs to know: the student and its target, what was measured of them, how they are served.
+    """A student and its target, their measurements, and the serving settings.
 
-    student_dir: a Hugging Face model directory, or a peft adapter directory. target: directory or hub id, or `embedded`. verdict: None
-    when nothing was measured. curves: what replay predicts under each rule.
+    student_dir: a Hugging Face model directory or a peft adapter directory. target: a directory, a hub id or `embedded`.
+    verdict: None if nothing was measured. curves: replay's predictions under each rule.
     """
 
     student_dir: Path
@@ -48,21 +48,21 @@ class RunFacts:
 
 
 def read_run(path: Path, trusted: bool = False) -> RunFacts:
-    """Facts of a run's best checkpoint, or of one checkpoint of a run. ``trusted``: see `load_trusted`.
+    """Read the facts of a run's best checkpoint, or of one checkpoint. ``trusted``: see `load_trusted`.
 
     Raises:
-        UserError: neither a run's folder nor a checkpoint of one, or nothing judged yet.
+        UserError: `path` is neither a run nor a checkpoint of one, or no checkpoint was judged yet.
     """
     run = run_of(path)
     if run is None:
-        raise UserError(f"{path}: neither a run's folder (config.yaml in it) nor a checkpoint of one")
+        raise UserError(f"{path}: neither a run (a directory with config.yaml) nor a checkpoint of one")
     folder = path if run != path else run / BEST_LINK
     if not (folder / STUDENT).exists():
-        raise UserError(f"{path}: no checkpoint there yet; finish the run first (the same command goes on)")
+        raise UserError(f"{path}: no checkpoint yet; finish the run first (the same command continues it)")
     config = load_trusted(run / CONFIG, trusted)
     verdict = load_verdict(run) if (run / VERDICT).exists() else None
     if verdict is not None and folder.resolve() != step_folder(run, verdict.drafts[-1].step or 0).resolve():
-        verdict = None  # the verdict is of another checkpoint
+        verdict = None  # it belongs to another checkpoint
     curves = load_result(run / RESULT).curves if verdict is not None and (run / RESULT).exists() else None
     provenance = Record.read(folder / PROVENANCE, "start the run's command again").record()
     data = [source.path for source in config.data.train]
@@ -77,7 +77,7 @@ def read_run(path: Path, trusted: bool = False) -> RunFacts:
 
 
 class OnePass(NamedTuple):
-    """A draft that proposes a whole block in one forward, where that is the faster way: the mask token, gamma and taus then."""
+    """Mask token, gamma and taus of a draft that proposes a block in one forward pass, if that is the faster way."""
 
     mask_token: int
     gamma: int
@@ -86,9 +86,9 @@ class OnePass(NamedTuple):
 
 @dataclass(frozen=True)
 class EngineFacts:
-    """The pair, how it was measured and how it is to be served. `taus`: tokens per target call at `gamma` by rule, by replay.
+    """The pair, its measurements and its serving settings. `taus`: tokens per target call at `gamma` for each rule, by replay.
 
-    `gamma` and `taus` are of a draft that proposes token by token, where `one_pass` stands beside them.
+    If `one_pass` is given, `gamma` and `taus` are those of drafting token by token.
     """
 
     target: str  # hub id or directory
@@ -96,24 +96,23 @@ class EngineFacts:
     gamma: int
     target_rows: int
     draft_rows: int
-    first_difference: TokenDifference | None  # over all ids: `get_vocab()` of the two tokenizers
+    first_difference: TokenDifference | None  # over all ids of `get_vocab()`
     first_difference_from_5: TokenDifference | None
     added_tokens_equal: bool
-    added_ends_equal: bool  # what the tokenizers put around a text (bos, eos), which most do not
+    added_ends_equal: bool  # the bos and eos that the tokenizers add to a text, if any
     tokenizer_kind_equal: bool
     target_quantised: bool
     draft_quantised: bool = False
-    pre_tokenizer: str | None = None  # llama.cpp's name for how the target's tokenizer cuts text
-    draft_context: int | None = None  # tokens, where it is shorter than the target's
-    measured_rule: str | None = None  # the rule of the run's verdict, None when not measured
-    sampling: SamplingSettings | None = None  # of the run; None: not known
+    pre_tokenizer: str | None = None  # llama.cpp's name for the target's pre-tokenizer
+    draft_context: int | None = None  # tokens; None if it is not shorter than the target's
+    measured_rule: str | None = None  # the rule of the run's verdict; None if not measured
+    sampling: SamplingSettings | None = None  # of the run; None if unknown
     taus: Mapping[str, float] = field(default_factory=dict)
-    gamma_by_load: tuple[LoadRange, ...] = ()  # empty: not measured under load
+    gamma_by_load: tuple[LoadRange, ...] = ()  # empty if not measured under load
     one_pass: OnePass | None = None
-    lookup: Measured | None = None  # prompt lookup without a draft, as it was timed beside it
-    together: Measured | None = (
-        None  # prompt lookup before the draft, token by token, where the run found that to be what to run
-    )
+    lookup: Measured | None = None  # timing of prompt lookup without a draft
+    # timing of prompt lookup before a draft that proposes token by token, if the verdict chose that
+    together: Measured | None = None
 
     @property
     def sampled(self) -> bool:
@@ -121,12 +120,12 @@ class EngineFacts:
 
     @property
     def sampled_drafts_win(self) -> bool:
-        """Whether drafting by sampling is predicted to be accepted more than drafting the argmax."""
+        """Whether replay predicts more acceptance for sampled drafts than for argmax drafts."""
         return self.sampled and self.taus.get("sample", 0.0) > self.taus.get("greedy-draft", float("inf"))
 
     @property
     def request(self) -> dict[str, float | int]:
-        """The measured settings as a request's JSON has them; what is off is left out."""
+        """The measured settings as JSON of a request, without those that are off."""
         if self.sampling is None:
             return {}
         off = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
@@ -135,63 +134,63 @@ class EngineFacts:
 
     @property
     def by_load(self) -> bool:
-        """Whether gamma is to follow the number of concurrent requests."""
+        """Whether gamma should follow the number of concurrent requests."""
         return len(self.gamma_by_load) > 1 and any(gamma for _, _, gamma in self.gamma_by_load)
 
     @property
     def largest_gamma(self) -> int:
-        """The most that is drafted at any load."""
+        """The largest gamma at any load."""
         return max(gamma for _, _, gamma in self.gamma_by_load) if self.by_load else self.gamma
 
     @property
     def load_advice(self) -> str:
-        """What to do where gamma cannot follow the load."""
+        """Advice, as a sentence, for an engine whose gamma cannot follow the load."""
         if self.most_load is not None:
-            return f"Drafting pays up to {self.most_load} concurrent requests: cap a server with the draft there"
+            return f"Drafting pays up to {self.most_load} concurrent requests, so limit the server to that number"
         pays = any(gamma for _, _, gamma in self.gamma_by_load)
         return (
-            "Drafting pays at every load: no cap is needed"
+            "Drafting pays at every measured load, so no limit is needed"
             if pays
-            else "Drafting pays at no load: serve the target alone"
+            else "Drafting does not pay at any measured load, so serve the target alone"
         )
 
     def predicted(self, rule: str) -> str:
-        """tau under a rule, in words."""
+        """Return replay's tau under a rule as a phrase."""
         tau = self.taus.get(rule)
-        return "nothing was predicted" if tau is None else f"replay predicts tau {tau:.2f}"
+        return "tau was not predicted" if tau is None else f"replay predicts tau {tau:.2f}"
 
     @staticmethod
     def timed(one: Measured) -> str:
-        """What a way was timed at, in words."""
+        """Return the measured speed of a way of decoding as a phrase."""
         ends = f" [{one.speed_up_ci[0]:.2f}, {one.speed_up_ci[1]:.2f}]" if one.speed_up_ci else ""
-        return f"timed at {one.speed_up:.2f}x{ends} the target alone"
+        return f"measured at {one.speed_up:.2f}x{ends} the speed of the target alone"
 
     @property
     def most_load(self) -> int | None:
-        """The most concurrent requests at which drafting pays; None where it pays at all or at none, or was not measured."""
+        """The most concurrent requests at which drafting pays; None if it pays at every load or at none, or was not measured."""
         paying = [last for _, last, gamma in self.gamma_by_load if gamma]
         return paying[-1] if paying and paying[-1] < MOST_LOAD else None
 
 
 def serving_gamma(verdict: Verdict | None, way: str = DRAFT) -> tuple[int, str, bool | None]:
-    """(gamma of the commands, where it comes from, whether the draft was measured to pay; None = not measured).
+    """Return (gamma of the commands, its source in words, whether the draft pays; None = not measured).
 
-    It is the gamma that was timed as the draft's best for one request at a time.
+    It is the draft's fastest measured gamma at one request at a time.
     """
     if verdict is None:
-        return GAMMA_WITHOUT_VERDICT, "a default, not measured", None
+        return GAMMA_WITHOUT_VERDICT, "the default; not measured", None
     row = verdict.row(way) or verdict.row(DRAFT)
     if row is None or row.speed_up is None:
-        return max(1, verdict.gamma), "the gamma of the verdict; no speed was timed", None
+        return max(1, verdict.gamma), "the verdict's; speed was not measured", None
     if not row.gamma:
-        return max(1, verdict.gamma), "the gamma of the verdict; no gamma gained", False
-    return row.gamma, "the best timed for one request at a time", verdict.pays
+        return max(1, verdict.gamma), "the verdict's; no gamma was faster than the target alone", False
+    return row.gamma, "the fastest measured at one request at a time", verdict.pays
 
 
 def ways_to_serve(
     verdict: Verdict | None, curves: Curves | None, draft_config: Any
 ) -> tuple[int, Mapping[str, float], OnePass | None]:
-    """(gamma and taus of drafting token by token, the same of one pass a block where that is what should be run)."""
+    """Return gamma and taus of drafting token by token, and `OnePass` if one pass per block should be served."""
     mask_token, names = mask_token_of(draft_config), drafts_by(verdict)
 
     def served(way: str) -> tuple[int, Mapping[str, float]]:
@@ -205,7 +204,7 @@ def ways_to_serve(
 
 
 def lookups_of(verdict: Verdict | None) -> dict[str, Measured | None]:
-    """The fields `lookup` and `together` of a verdict."""
+    """Return the fields `lookup` and `together` of `EngineFacts` from a verdict."""
     if verdict is None:
         return {}
     lookup, both = verdict.row(LOOKUP), verdict.row(TOGETHER)
@@ -217,7 +216,7 @@ def lookups_of(verdict: Verdict | None) -> dict[str, Measured | None]:
 
 
 def gather_facts(target: TargetSide, draft: TargetSide, path: str, gamma: int, **served: Any) -> EngineFacts:
-    """The facts of a pair from its loaded configs and tokenizers. path: of the draft; served: the fields with a default of their own."""
+    """Return the facts of a pair from its configs and tokenizers. path: the draft's. served: fields that have defaults."""
     target_tokens, draft_tokens = tokens_by_id(target.tokenizer), tokens_by_id(draft.tokenizer)
     return EngineFacts(
         target=target.name,
@@ -239,6 +238,6 @@ def gather_facts(target: TargetSide, draft: TargetSide, path: str, gamma: int, *
 
 
 def shorter_context(draft_config: Any, target_config: Any) -> int | None:
-    """Tokens that the draft takes, where the target takes more."""
+    """Return the draft's context in tokens if it is shorter than the target's, else None."""
     draft, target = max_positions(draft_config), max_positions(target_config)
     return draft if draft and target and draft < target else None

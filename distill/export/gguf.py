@@ -1,7 +1,7 @@
-"""How llama.cpp cuts text before its merges (`tokenizer.ggml.pre`), for tokenizers that its converter has never seen.
+"""llama.cpp's name for a pre-tokenizer (`tokenizer.ggml.pre`), for tokenizers that its converter does not know.
 
-The converter knows a tokenizer by a hash of some ids and refuses every other one, whatever its rules. The rules are written in
-tokenizer.json: where they are those of a name of llama.cpp's (v0.5.0, src/llama-vocab.cpp), that name gives the same ids.
+The converter recognises a tokenizer by a hash of some ids and refuses all others. If the rules in tokenizer.json equal those of a
+name in llama.cpp (v0.5.0, src/llama-vocab.cpp), that name gives the same ids.
 """
 
 import json
@@ -13,7 +13,7 @@ QWEN2, LLAMA3 = rf"{_CONTRACTIONS}\p{{N}}{_REST}", rf"{_CONTRACTIONS}\p{{N}}{{1,
 
 
 def pre_tokenizer_name(tokenizer: Any) -> str | None:
-    """llama.cpp's name for the rules of a tokenizer; None where none is known to be the same."""
+    """Return llama.cpp's name for the rules of a tokenizer; None if no known name has the same rules."""
     core = getattr(tokenizer, "backend_tokenizer", None)
     if core is None or type(core.model).__name__ != "BPE" or core.model.byte_fallback or core.pre_tokenizer is None:
         return None
@@ -30,6 +30,6 @@ def pre_tokenizer_name(tokenizer: Any) -> str | None:
         split = before[0] if before and before[0]["type"] == "Split" else {}
         whole = split.get("behavior") == "Isolated" and not split.get("invert")
         name = {QWEN2: "qwen2", LLAMA3: "llama-bpe"}.get(split.get("pattern", {}).get("Regex", "")) if whole else None
-    # llama-bpe alone takes a whole word that is a token before any merge.
+    # Only llama-bpe keeps a word that is itself a token, without merges.
     same_merges = bool(core.model.ignore_merges) == (name == "llama-bpe")
     return name if same_merges and core.normalizer is None else None

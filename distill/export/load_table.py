@@ -1,4 +1,4 @@
-"""How many tokens to draft at which number of concurrent requests, read from what a verdict timed under load. Pure."""
+"""gamma for each number of concurrent requests, from a verdict's timings under load. Pure."""
 
 import math
 
@@ -6,21 +6,21 @@ from distill.run.verdict_record import WAYS, Drafting, Verdict
 from speculative.measure.load import MOST_LOAD
 from speculative.measure.measured import DRAFT, TARGET
 
-# First and last number of concurrent requests, and gamma there; 0: plain decoding.
+# First and last number of concurrent requests, and gamma there; 0 means plain decoding.
 LoadRange = tuple[int, int, int]
 
 
 def drafts_by(verdict: Verdict | None) -> dict[Drafting, str]:
-    """The name of the draft in question for each way of drafting: `DRAFT` as it was judged."""
+    """Return the draft's row name for each way of drafting; the way that was judged is `DRAFT`."""
     own = next((one.drafting for one in verdict.drafts if one.way == DRAFT), None) if verdict else None
     return {how: DRAFT if how == own or verdict is None else name for how, name in WAYS.items()}
 
 
 def gamma_by_load(verdict: Verdict | None, way: str = DRAFT) -> list[LoadRange]:
-    """Ranges from 1 to 4096 without gaps for a draft; empty where nothing but one request at a time was timed.
+    """Return ranges from 1 to 4096 without gaps; empty if only one request at a time was timed.
 
-    A measured load's gamma holds up to the geometric middle of the next one; 0 where the target alone is what to run or the draft was
-    measured to lose, from `plain_wins_from` on where that lies between two loads or beyond them all.
+    A measured load's gamma holds up to the geometric mean with the next load. gamma is 0 where the verdict runs the target alone or
+    the draft was measured as slower, and from `plain_wins_from` on if that lies between two loads or above all.
     """
     if verdict is None or max(verdict.concurrencies, default=1) == 1:
         return []
@@ -44,7 +44,7 @@ def gamma_by_load(verdict: Verdict | None, way: str = DRAFT) -> list[LoadRange]:
 
 
 def load_words(ranges: list[LoadRange]) -> str:
-    """`1: gamma 5; 2 to 11: gamma 3; from 12: plain decoding`."""
+    """Return the ranges as text, such as `1: gamma 5; 2 to 11: gamma 3; from 12: plain decoding`."""
     parts = []
     for first, last, gamma in ranges:
         where = f"from {first}" if last == MOST_LOAD else f"{first} to {last}" if last > first else f"{first}"

@@ -1,4 +1,4 @@
-"""A trained student as one plain model: checkpoint or merged adapter, in the target's vocabulary, in one dtype."""
+"""Load a trained student as one model: a checkpoint or a merged adapter, with the target's vocabulary rows."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,30 +20,30 @@ from speculative.errors import UserError
 from speculative.measure.record import Record
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
-MERGE_TOLERANCE = 1e-3  # of the largest logit: in float32, merging only re-orders sums
+MERGE_TOLERANCE = 1e-3  # relative to the largest logit: in float32, merging only changes the order of sums
 
 
 @dataclass(frozen=True)
 class MergedStudent:
-    """A causal LM in float32 with the target's row count, ready to be cast and written."""
+    """A causal LM in float32 with the target's row count, ready to cast and write."""
 
     model: Any
     agreement: VocabularyAgreement
-    merge_error: float | None  # largest change of a logit by merging, in float32; None without an adapter
+    merge_error: float | None  # largest change of a logit from merging, in float32; None without an adapter
     notes: list[str]
 
 
 def load_merged_student(
     student_dir: Path, target_tokenizer: Any, target_rows: int, trust_remote_code: bool = False
 ) -> MergedStudent:
-    """Load a checkpoint or an adapter directory, check its vocabulary, mend its rows, merge the adapter.
+    """Load a checkpoint or an adapter directory, check its vocabulary, repair its rows, merge the adapter.
 
     Args:
-        student_dir: Hugging Face model directory, or peft adapter directory.
-        target_tokenizer: the target's tokenizer; `target_rows`: rows of the target's embedding.
+        student_dir: a Hugging Face model directory or a peft adapter directory.
+        target_tokenizer: the target's tokenizer. `target_rows`: rows of the target's embedding.
 
     Raises:
-        UserError: for a missing or incomplete directory, a vocabulary that differs, an adapter that does not merge.
+        UserError: the directory is missing or incomplete, the vocabulary differs, or the adapter does not merge.
 
     """
     if not student_dir.is_dir():
@@ -55,18 +55,20 @@ def load_merged_student(
     tokenizer_dir = next((place for place in places if any((place / name).is_file() for name in TOKENIZER_FILES)), None)
     notes: list[str] = []
     if tokenizer_dir is None:
-        notes.append("no tokenizer beside the student: its ids are taken to be the target's")
+        notes.append("the student has no tokenizer of its own, so its token ids are assumed to be the target's")
         student_tokenizer = target_tokenizer
     else:
         student_tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir, trust_remote_code=trust_remote_code)
     rows = model.get_input_embeddings().weight.shape[0]
     agreement = require_agreement(compare_vocabularies(target_tokenizer, target_rows, student_tokenizer, rows))
-    # Before the adapter: an adapter that was trained on repaired rows only fits repaired rows.
+    # Rows come first: an adapter trained on repaired rows fits only repaired rows.
     repair_rows(model, target_rows, agreement.token_rows)
     merge_error = None
     if base is not None:
         if untie_for_adapters(model, _adapted_modules(student_dir)):
-            notes.append("the adapter sits on a tied table: head and embedding are exported apart, the draft is larger")
+            notes.append(
+                "the adapter changes a tied embedding, so head and embedding are exported separately and the draft is larger"
+            )
         model, merge_error = _merged(model, student_dir, agreement.token_rows)
     return MergedStudent(model.eval(), agreement, merge_error, notes)
 
@@ -77,8 +79,8 @@ def _adapted_modules(adapter_dir: Path) -> list[str]:
 
 
 def _merged(model: Any, adapter_dir: Path, token_rows: int) -> tuple[Any, float]:
-    """The model with the adapter merged into its weights, and the largest change of a logit that merging made."""
-    from peft import PeftModel  # costs a second to import and is needed for adapters only
+    """Return the model with the adapter merged, and the largest change of a logit from merging."""
+    from peft import PeftModel  # imported late: it takes a second and only adapters need it
 
     ids_BT = torch.arange(min(16, token_rows))[None]
     try:
@@ -86,7 +88,9 @@ def _merged(model: Any, adapter_dir: Path, token_rows: int) -> tuple[Any, float]
     except (OSError, ValueError, RuntimeError) as error:
         raise UserError(f"adapter {adapter_dir} does not fit its base: {_first_line(error)}") from error
     if not hasattr(adapted, "merge_and_unload"):
-        raise UserError(f"adapter {adapter_dir}: its type cannot be merged into weights; train with LoRA")
+        raise UserError(
+            f"adapter {adapter_dir}: an adapter of this type cannot be merged into weights; train with LoRA"
+        )
     with torch.no_grad():
         before = adapted(input_ids=ids_BT).logits
         merged = adapted.merge_and_unload()
@@ -94,7 +98,7 @@ def _merged(model: Any, adapter_dir: Path, token_rows: int) -> tuple[Any, float]
     merge_error = float((after - before).abs().max())
     if not merge_error <= MERGE_TOLERANCE * float(before.abs().max()):
         raise UserError(
-            f"adapter {adapter_dir}: merging moves a logit by {merge_error:.3g}; leave tied embeddings and the head "
+            f"adapter {adapter_dir}: merging changes a logit by {merge_error:.3g}; leave tied embeddings and the head "
             "out of target_modules"
         )
     return merged, merge_error

@@ -1,4 +1,4 @@
-"""The draft in fewer bytes: 8-bit weights in the compressed-tensors format, which vLLM and transformers read."""
+"""8-bit weights for the draft, in the compressed-tensors format that vLLM and transformers read."""
 
 from typing import Any
 
@@ -11,27 +11,27 @@ from distill.models.target import Target
 from distill.models.vocabulary import UNTIED_IN_ENGINES, give_own_head
 from speculative.errors import UserError
 
-# (kind of number, whether activations are rounded too: with a scale of each token, found as it passes). Weights have one of each row.
+# (number type, whether activations are quantised too, with one dynamic scale per token). Weights have one scale per row.
 SCHEMES: dict[Quantization, tuple[str, bool]] = {
     "int8": ("int", False),
     "int8-dynamic": ("int", True),
     "fp8": ("float", True),
 }
-HEAD = "re:.*lm_head$"  # vLLM's head is no linear layer by its class
+HEAD = "re:.*lm_head$"  # listed by name, since vLLM's head class is not a linear layer
 
 
 def quantize_draft(model: Any, how: Quantization) -> Any:
-    """Replaces the weights of the linear layers and of the head in place; gives the library's writer of the config.
+    """Quantise the linear layers and the head in place, and return compressed-tensors' config writer.
 
-    A tied head gets weights of its own: the embedding is looked up, a row a token, and stays as it is; the head is read whole at
-    every step. It stays tied where engines know the architecture as tied only.
+    A tied head gets its own weights, because every step reads the whole head but only one embedding row per token. The embedding is
+    unchanged. The head stays tied for architectures that engines always load as tied.
 
     Args:
         model: a causal LM in the dtype that it is exported in.
-        how: see `SCHEMES`.
+        how: a key of `SCHEMES`.
 
     Raises:
-        UserError: another name, or compressed-tensors is not installed.
+        UserError: an unknown name, or compressed-tensors is not installed.
     """
     if how not in SCHEMES:
         raise UserError(f"--quantize {how}: choose {', '.join(SCHEMES)} or none")
@@ -54,7 +54,7 @@ def quantize_draft(model: Any, how: Quantization) -> Any:
         if getattr(module, "quantization_scheme", None) is not None:
             largest_N1 = module.weight.detach().float().abs().amax(1, keepdim=True)
             scale_N1, _ = calculate_qparams(-largest_N1, largest_N1, module.quantization_scheme.weights)
-            # every reader has bfloat16 values exactly
+            # Every reader represents bfloat16 values exactly.
             module.weight_scale.data = scale_N1.bfloat16().to(module.weight_scale.dtype)
     compressor = ModelCompressor.from_pretrained_model(model)
     compressor.compress_model(model)
@@ -62,7 +62,7 @@ def quantize_draft(model: Any, how: Quantization) -> Any:
 
 
 def lighter_draft(draft: PreTrainedModel, how: Quantization, target: Target) -> PreTrainedModel:
-    """What loads from an export of the draft, made in place without one, computing as it would beside the target."""
+    """Quantise the draft in place, so that it computes like a loaded 8-bit export next to the target."""
     cast_weights(draft, target.saved_dtype)
     quantize_draft(draft, how)
     return as_exported(as_served(draft, target.device), target)

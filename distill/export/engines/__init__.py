@@ -1,1 +1,1 @@
-"""The engines that an export is written for; each file registers its own."""
+"""The engines that an export is written for. Each file registers one."""

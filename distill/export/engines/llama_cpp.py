@@ -1,4 +1,4 @@
-"""llama.cpp: sizes may differ a little; token strings are compared from id 5 on, and so are the ends of a text."""
+"""llama.cpp: sizes may differ by up to 128. It compares token strings from id 5 on, and bos and eos."""
 
 from distill.export.engine import Engine, register
 from distill.export.facts import LLAMA_CPP_FIRST_COMPARED_ID, EngineFacts
@@ -9,7 +9,7 @@ ROW_SLACK = 128
 def _refusals(facts: EngineFacts) -> list[str]:
     reasons = []
     if not facts.added_ends_equal:
-        reasons.append("the bos or eos that is put around a text differs; use the target's tokenizer")
+        reasons.append("the tokenizers add different bos or eos tokens; use the target's tokenizer")
     if not facts.tokenizer_kind_equal:
         reasons.append("the tokenizers are of different kinds; use the target's tokenizer")
     return reasons

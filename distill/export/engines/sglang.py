@@ -1,4 +1,4 @@
-"""SGLang: it drafts the argmax and compares vocabularies, added tokens included."""
+"""SGLang: drafts the argmax and compares vocabularies, including added tokens."""
 
 from distill.export.engine import Engine, register
 from distill.export.facts import EngineFacts

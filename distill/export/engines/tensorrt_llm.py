@@ -1,4 +1,4 @@
-"""TensorRT-LLM: draft and target as one model, started with a file of its own."""
+"""TensorRT-LLM: runs draft and target as one model, configured by a YAML file."""
 
 from distill.export.engine import Engine, register
 

@@ -1,4 +1,4 @@
-"""transformers: assisted generation in Python, at batch size 1."""
+"""transformers: assisted generation in Python, batch size 1."""
 
 from distill.export.engine import Engine, register
 

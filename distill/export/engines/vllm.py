@@ -1,4 +1,4 @@
-"""vLLM: what it refuses, and which rule its command asks for."""
+"""vLLM: its refusals, and the rule that the command selects."""
 
 from distill.export.engine import Engine, register, rerouted_word
 from distill.export.facts import EngineFacts
@@ -8,10 +8,10 @@ def _refusals(facts: EngineFacts) -> list[str]:
     reasons = []
     word = rerouted_word(facts.draft)
     if word is not None:
-        reasons.append(f"the path holds {word!r}, which vLLM takes for another method; rename the directory")
+        reasons.append(f"the path contains {word!r}, so vLLM selects another method; rename the directory")
     if facts.sampled and facts.sampling is not None and facts.sampling.min_p:
         reasons.append(
-            f"it refuses requests with min_p beside speculation, and this run serves at min_p {facts.sampling.min_p}"
+            f"vLLM refuses min_p with speculation, and this run serves with min_p {facts.sampling.min_p}; set serving.min_p to 0"
         )
     return reasons
 

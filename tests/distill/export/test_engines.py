@@ -29,7 +29,7 @@ from speculative.rules.sampling import GREEDY, SamplingSettings
 
 DRAFT, TARGET = "/models/my draft's $HOME", "org/target-8b"
 SERVED = SamplingSettings(temperature=0.8, top_p=0.95)
-# As on the pair of the table in docs/serving.md: argmax drafts 2.01, sampled drafts 3.63.
+# Sampled drafts are accepted more often than argmax drafts.
 TAUS = {"sample": 3.63, "greedy-draft": 2.01, "block": 3.8}
 GOOD = EngineFacts(
     target=TARGET,
@@ -115,7 +115,7 @@ def test_vllm_drafts_as_replay_says_is_accepted_more_and_both_taus_stand_there()
 
 def test_vllms_traps_are_named():
     said = " ".join(check("vLLM", GOOD).notes)
-    for trap in ("0.15", "May 2026", "VLLM_USE_V2_MODEL_RUNNER=0", "`block` works on V2 alone", "tau 3.80", "`fly`"):
+    for trap in ("0.15", "May 2026", "VLLM_USE_V2_MODEL_RUNNER=0", "`block` works on V2 only", "tau 3.80", "`fly`"):
         assert trap in said
     assert "rejection_sample_method" not in check("vLLM", GOOD).command
 
@@ -151,7 +151,7 @@ def test_llama_cpp_chains_lookup_and_the_draft_where_that_was_measured_to_be_bes
     assert (given["--spec-draft-n-max"], given["--spec-ngram-simple-size-n"], given["--spec-ngram-simple-size-m"]) == (
         "3", "3", "10",
     )  # fmt: skip
-    assert any("timed at 1.70x [1.30, 1.47] the target alone" in note for note in found.notes)
+    assert any("measured at 1.70x [1.30, 1.47] the speed of the target alone" in note for note in found.notes)
     alone = check("llama.cpp", replace(GOOD, lookup=LOOKUP_ALONE))
     assert "ngram" not in alone.command
 
@@ -168,13 +168,13 @@ def test_lookup_without_a_draft_is_told_at_what_it_was_timed_with():
     assert json.loads(given["--speculative-config"]) == {
         "method": "ngram", "num_speculative_tokens": 9, "prompt_lookup_max": 4, "prompt_lookup_min": 2,
     }  # fmt: skip
-    assert "timed at 1.38x [1.30, 1.47]" in line
+    assert "measured at 1.38x [1.30, 1.47]" in line
     assert "--spec-ngram-simple-size-n 2 --spec-ngram-simple-size-m 9" in line
     assert json.loads(given["--override-generation-config"]) == {"temperature": 0.8, "top_p": 0.95}
     assert "prompt_lookup_num_tokens=9, max_matching_ngram_size=4" in line
     assert "cascade" not in line
     assert "cascade" in others(replace(GOOD, lookup=LOOKUP_ALONE, together=BOTH))[-1]
-    assert not any("prompt lookup" in other for other in others(GOOD))
+    assert not any("Prompt lookup" in other for other in others(GOOD))
 
 
 @pytest.mark.parametrize(
@@ -338,8 +338,8 @@ def test_each_engine_says_its_rule_and_what_replay_predicts_for_it():
     for verdict in check_all(replace(GOOD, sampling=GREEDY, taus={"greedy": 2.58}, measured_rule="greedy")):
         assert (verdict.rule, "temperature 0: replay predicts tau 2.58" in verdict.rule_note) == ("greedy", True)
     assert "--rule greedy-draft" in check("SGLang", replace(GOOD, taus={})).rule_note
-    assert "the verdict's own" in check("transformers", replace(GOOD, taus={})).rule_note
-    assert "nothing was measured" in check("vLLM", replace(GOOD, taus={}, measured_rule=None)).rule_note
+    assert "the rule of the run's verdict" in check("transformers", replace(GOOD, taus={})).rule_note
+    assert "was not measured" in check("vLLM", replace(GOOD, taus={}, measured_rule=None)).rule_note
 
 
 @pytest.mark.parametrize("path", ["/m/eagle-draft", "/m/Eagle3/x", "/DFlash/x", "runs/my_dspark2", "/home/EAGLE-x/out"])

@@ -136,7 +136,7 @@ def test_the_directory_is_the_student_in_the_targets_dtype(exported, student_dir
     assert loaded.get_vocab() == tokenizer.get_vocab()
     assert loaded.chat_template == TEMPLATE
     assert (draft.config.eos_token_id, draft.config.pad_token_id) == (0, 1)
-    assert any("exported directory checked" in check for check in exported.checks)
+    assert any("the export was reloaded" in check for check in exported.checks)
     assert sorted(entry.name for entry in exported.path.iterdir()) == exported.files
     assert [entry.name for entry in exported.path.parent.iterdir()] == [exported.path.name]
     assert exported.path.stat().st_mode & 0o777 == 0o755
@@ -166,7 +166,7 @@ def test_serving_json(exported, target_dir, tokenizer):
     assert (serving["draft"]["name"], serving["draft"]["rows"]) == (exported.path.name, rows)
     assert serving["vocabulary"]["verdict"] == "agree"
     assert (serving["gamma"], serving["gain"]) == (3, True)
-    assert serving["gamma_source"] == "the best timed for one request at a time"
+    assert serving["gamma_source"] == "the fastest measured at one request at a time"
     assert serving["measured"] == json.loads(json.dumps([row.record() for row in make_verdict().measured]))
     assert serving["run"] == {"1": DRAFT}
     assert list(serving["engines"]) == ["vLLM", "SGLang", "llama.cpp", "transformers", "TensorRT-LLM"]
@@ -200,7 +200,7 @@ def test_the_pages_name_what_counts(exported, target_dir):
         "3.25 [1.80, 2.00]",
         "**1.50x** [1.40, 1.60]",
         "Run it.",
-        "Gamma of the commands: 3,",
+        "use gamma 3 (the fastest",
     ):
         assert needle in card
     assert "accelerate launch x" in card
@@ -209,7 +209,7 @@ def test_the_pages_name_what_counts(exported, target_dir):
         assert f"## {engine.engine}: takes this pair" in page
         assert engine.command in page
     assert str(exported.path) not in page, "the commands survive a move"
-    assert 'export DRAFT="$PWD" TARGET=target  # its directory on this machine' in page
+    assert 'export DRAFT="$PWD" TARGET=target  # change to the target\'s directory on this machine' in page
     assert '{"temperature": 0.7, "top_p": 0.9}' in page
     assert "tau 2.80" in page
     assert "tau 2.25" in page
@@ -238,7 +238,7 @@ def test_padded_rows_are_repaired(tmp_path, target_dir, tokenizer, tied, rows_be
     tokens = len(tokenizer)
     torch.testing.assert_close(logits(draft)[..., :tokens], logits(student)[..., :tokens])
     assert all(engine.ok for engine in report.engines)
-    assert "no tokenizer beside the student" in report.warnings[0]
+    assert "the student has no tokenizer of its own" in report.warnings[0]
 
 
 def adapted_to(base_dir, rows, modules):
@@ -276,7 +276,7 @@ def test_an_adapter_on_a_tied_head_is_merged_into_a_head_of_its_own(tmp_path, ta
     draft = AutoModelForCausalLM.from_pretrained(report.path)
     assert not draft.config.tie_word_embeddings
     torch.testing.assert_close(logits(draft), logits(adapted), atol=1e-4, rtol=1e-4)
-    assert any("head and embedding are exported apart" in warning for warning in report.warnings)
+    assert any("head and embedding are exported separately" in warning for warning in report.warnings)
 
 
 def test_an_adapter_that_is_kept_apart_finds_its_base_from_where_it_is(tmp_path, student_dir, target_dir, tokenizer):
@@ -376,7 +376,7 @@ def test_a_draft_of_one_pass_is_used_token_by_token_by_transformers_at_the_gamma
         assert commands_again(report.path)["vLLM"] == found["vLLM"].command
         assert json.loads((report.path / "generation_config.json").read_text())["num_assistant_tokens"] == 2
         assert report.gamma == gamma
-        assert f"Gamma of the commands: {gamma}, the best timed" in (report.path / "README.md").read_text()
+        assert f"use gamma {gamma} (the fastest measured" in (report.path / "README.md").read_text()
 
 
 @pytest.mark.parametrize(
@@ -400,7 +400,7 @@ def test_greedy_sampling_and_a_short_context(tmp_path, target_dir, tokenizer):
     generation = json.loads((report.path / "generation_config.json").read_text())
     assert generation["do_sample"] is False
     assert "temperature" not in generation
-    assert any("takes 64 tokens and the target more" in warning for warning in report.warnings)
+    assert any("context is 64 tokens, shorter than the target's" in warning for warning in report.warnings)
     assert all("64" in engine.command for engine in report.engines if engine.engine != "transformers")
 
 

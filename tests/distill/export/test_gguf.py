@@ -93,4 +93,4 @@ def test_the_converter_is_told_only_what_it_does_not_know(monkeypatch: pytest.Mo
     exec(compile(code, "command", "exec"), {})
     assert said == ["smollm", "its own"]
     assert any("`smollm`" in note for note in verdict.notes)
-    assert any("refuses a tokenizer" in note for note in check("llama.cpp", GOOD).notes)
+    assert any("refuses tokenizers" in note for note in check("llama.cpp", GOOD).notes)

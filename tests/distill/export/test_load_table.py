@@ -71,8 +71,8 @@ def test_vllm_gets_its_key() -> None:
 
 
 def test_the_others_say_that_they_do_not_and_where_to_stop(tmp_path: Path) -> None:
-    assert any("No gamma per batch size" in note and "up to 11" in note for note in check("SGLang", LOADED).notes)
-    assert any("No gamma per batch size" in note and "up to 11" in note for note in check("llama.cpp", LOADED).notes)
+    assert any("gamma cannot follow" in note and "up to 11" in note for note in check("SGLang", LOADED).notes)
+    assert any("gamma cannot follow" in note and "up to 11" in note for note in check("llama.cpp", LOADED).notes)
     assert tensorrt_file(LOADED, tmp_path)[1]["speculative_config"]["max_concurrency"] == 11
 
 
