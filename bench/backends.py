@@ -129,7 +129,9 @@ def main(
             torch._dynamo.reset()
             cells += [{"dtype": dtype, **cell} for cell in measured(model, count, seconds)]
         megabytes = weight_bytes(model) / 1e6
-        table = Table("way", "tokens", "prepare, s", "call, ms", "largest difference", title=f"{dtype}, {megabytes:.1f} MB")
+        table = Table(
+            "way", "tokens", "prepare, s", "call, ms", "largest difference", title=f"{dtype}, {megabytes:.1f} MB"
+        )
         for cell in (cell for cell in cells if cell["dtype"] == dtype):
             rest = [cell["error"], "", ""] if "error" in cell else [
                 f"{cell['prepare_seconds']:.1f}", f"{cell['milliseconds']:.2f}", f"{cell['difference']:.1e}"

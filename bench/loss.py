@@ -41,7 +41,7 @@ OBJECTIVES = "forward_kl,reverse_kl,jsd,tv,neg_log_alpha,lk_hybrid"
 
 
 def peak_memory(device: torch.device) -> tuple[Callable[[], None], Callable[[], float]]:
-    """(start counting anew, MB of growth since): allocated memory on CUDA, the process's own on Linux."""
+    """(start counting again, MB of growth since): allocated memory on CUDA, the process's own on Linux."""
     if device.type == "cuda":
         held = 0
 

@@ -263,7 +263,7 @@ def floor_step(race: Race, name: str, objective: str, on_policy: bool) -> Callab
 
 
 def own_responses(race: Race, prompts: int) -> Callable[[], list[Example]]:
-    """The product's rollouts: so many prompts answered by the student anew at every call, through a store on disk."""
+    """The product's rollouts: so many prompts answered by the student again at every call, through a store on disk."""
     settings, cut = race.settings, race.settings.prompt_tokens
     folder = tempfile.mkdtemp(prefix="rollouts-")
     config = parse_config(

@@ -2,7 +2,7 @@
 
     python bench/verdict.py runs/demo --times 10 --out bench/results/verdict.json
 
-Each judgement times everything anew: step costs, best gamma, the contest at batch 1. The text, the draft and its acceptance
+Each judgement times everything again: step costs, best gamma, the contest at batch 1. The text, the draft and its acceptance
 are the same, so whatever differs is the clock. `inside`: judgements whose interval holds the mean of all; `spread`: standard
 deviation of the speed-ups over their mean; `half_width`: what the intervals promise, which has the texts' variance too.
 """

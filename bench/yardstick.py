@@ -440,7 +440,7 @@ def one_step(
 
 
 def make_draft(target: Any, draft: str | None, student: str, layers: str) -> Callable[[], Any]:
-    """A function that makes the untrained draft anew."""
+    """A function that makes the untrained draft again."""
     if student == "carved":
         return lambda: carve(target, [int(layer) for layer in layers.split(",")])
     if draft is None:

@@ -50,7 +50,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    help="Draft models that a target LLM agrees with: train, evaluate, export and serve them.",
+    help="Draft models that agree with a target LLM: train, evaluate, export and serve them.",
 )
 traffic = typer.Typer(
     no_args_is_help=True, help="The log of live traffic: look at it, export it to train from, forget requests."

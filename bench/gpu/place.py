@@ -36,7 +36,7 @@ class Place:
             torch.cuda.synchronize(self.device)
 
     def free(self) -> None:
-        """What nobody holds any more, for whoever comes next; the peak is counted anew."""
+        """What nobody holds any more, for whoever comes next; the peak is counted again."""
         gc.collect()
         if self.cuda:
             torch.cuda.empty_cache()

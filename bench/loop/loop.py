@@ -1,7 +1,7 @@
 """The closed loop from a first draft to a better one in service, with everything killed once on the way.
 
     to/run/            the first draft's run: kept, so that another loop begins with it
-    to/drafts/, to/traffic/, to/*.log   versions, the gateway's log, what each program said: made anew
+    to/drafts/, to/traffic/, to/*.log   versions, the gateway's log, what each program said: made again
     to/loop.json, to/loop.png           what was seen
 
 Exit status: 0 all went as it should, 1 something did not (loop.json says what), 2 a mistake.

@@ -1,6 +1,6 @@
 """Which examples of which pool go into which step: a pure function of seed and step, like the plan of one pool alone.
 
-A *pool* is a set of sequences of one kind with a share of every step. A pool may be made anew every few steps (rollouts): each
+A *pool* is a set of sequences of one kind with a share of every step. A pool may be made again every few steps (rollouts): each
 making is a *generation* of it.
 """
 

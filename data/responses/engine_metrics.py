@@ -121,7 +121,7 @@ def difference(before: ServerCounts, after: ServerCounts) -> ServerCounts:
     """What was counted between two scrapes.
 
     Raises:
-        CountsError: a counter fell or began anew: the server was restarted between them; another engine answers.
+        CountsError: a counter fell or started again: the server was restarted between them; another engine answers.
     """
     if before.engine != after.engine:
         raise CountsError(f"{before.engine} answered first, then {after.engine}")
@@ -134,7 +134,7 @@ def difference(before: ServerCounts, after: ServerCounts) -> ServerCounts:
     names = ("accepted", "drafted", "blocks", "tokens")
     changes: dict[str, Any] = {name: change(name, getattr(before, name), getattr(after, name)) for name in names}
     if before.started and after.started and before.started != after.started:
-        raise CountsError("the counters began anew: the server was restarted")
+        raise CountsError("the counters started again: the server was restarted")
     pairs = itertools.zip_longest(before.accepted_G, after.accepted_G, fillvalue=0)
     places = (change(f"position {place}", old, new) for place, (old, new) in enumerate(pairs))
     return ServerCounts(after.engine, accepted_G=tuple(place or 0 for place in places), **changes)

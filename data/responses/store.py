@@ -289,7 +289,7 @@ class Store:
         with pa.memory_map(str(path)) as source:
             content = source.read_buffer()
         if len(content) < 32 or hashlib.sha256(content[:-32]).digest() != content[-32:].to_pybytes():
-            raise UserError(f"{path}: damaged; delete it and run again to make it anew")
+            raise UserError(f"{path}: damaged; delete it and run again to make it again")
         return StoredRows(self.folder, pa.ipc.open_stream(content).read_all())
 
     def read(self) -> list[Row]:
@@ -349,9 +349,9 @@ def _mapped_table(path: Path) -> pa.Table:
         with pa.memory_map(str(path)) as source:
             return pa.ipc.open_file(source).read_all()
     except FileNotFoundError as error:
-        raise UserError(f"{path}: this shard is missing; run again to make its responses anew") from error
+        raise UserError(f"{path}: this shard is missing; run again to make its responses again") from error
     except (OSError, pa.ArrowException) as error:
-        raise UserError(f"{path}: damaged shard ({error}); delete it and run again to make it anew") from error
+        raise UserError(f"{path}: damaged shard ({error}); delete it and run again to make it again") from error
 
 
 def _facts_of(path: Path) -> pa.Table:
@@ -364,15 +364,15 @@ def _verify(path: Path) -> None:
     try:
         if not _checksum_path(path).exists():
             raise UserError(
-                f"{path}: its checksum {_checksum_path(path).name} is missing; delete the shard and run again to make it anew"
+                f"{path}: its checksum {_checksum_path(path).name} is missing; delete the shard and run again to make it again"
             )
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         damaged = _checksum_path(path).read_bytes() != _checksum_line(path, digest)
     except OSError as error:
-        raise UserError(f"{path}: damaged shard ({error}); delete it and run again to make it anew") from error
+        raise UserError(f"{path}: damaged shard ({error}); delete it and run again to make it again") from error
     if damaged:
         raise UserError(
             f"{path}: damaged shard (another checksum than {_checksum_path(path).name} says); delete it and run again to "
-            "make it anew"
+            "make it again"
         )

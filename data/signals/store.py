@@ -48,7 +48,7 @@ class _Damaged(UserError):
     """What is wrong in a file."""
 
     def __init__(self, path: Path, fault: str, again: str) -> None:
-        super().__init__(f"{path}: {fault}; run {again} again, which makes it anew")
+        super().__init__(f"{path}: {fault}; run {again} again, which makes it again")
         self.path, self.fault = path, fault
 
 

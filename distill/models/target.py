@@ -226,7 +226,7 @@ class TargetSide:
 def load_target_side(
     target: str, trust_remote_code: bool = False, revision: str | None = None, tokenizer: Any = None
 ) -> TargetSide:
-    """Config, tokenizer (read anew when none is given) and generation config of the target.
+    """Config, tokenizer (read again when none is given) and generation config of the target.
 
     Raises:
         UserError: when the directory or hub id cannot be read.

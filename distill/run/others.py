@@ -115,7 +115,7 @@ def require_unchanged(run: Run, told: Sequence[Mapping[str, Any]]) -> None:
     ``told``: `OtherTarget.told` of each. The main process calls it.
 
     Raises:
-        UserError: they have answered anew, or the checkpoint does not say what it learned from.
+        UserError: they have answered again, or the checkpoint does not say what it learned from.
     """
     checkpoint = resume_point(run.folder)[1]
     if checkpoint is None:

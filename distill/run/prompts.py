@@ -246,7 +246,7 @@ def _refuse_untold(run: Path) -> None:
     if (run / CHECKPOINTS).exists() and not (run / PROMPTS / MANIFEST).exists():
         raise UserError(
             f"{run / PROMPTS / MANIFEST}: not there, so nobody knows which prompts the checkpoints beside it were trained on "
-            "(another version made them?): a new split could judge those; start anew with another name=..., or delete the folder; "
+            "(another version made them?): a new split could judge those; start again with another name=..., or delete the folder; "
             "its draft can be judged on prompts of data.heldout"
         )
 

@@ -67,7 +67,7 @@ class BatchSource:
         own, shares = {"target": examples}, mix.model_dump()
         for place, (weight, of_other) in enumerate(others, 2):
             own[f"target {place}"], shares[f"target {place}"] = of_other, weight * mix.target
-        made = {"student": every, "speculative": every}  # by the draft, anew after so many steps
+        made = {"student": every, "speculative": every}  # by the draft, again after so many steps
         pools = [Pool(name, share, made.get(name)) for name, share in shares.items() if share > 0]
         # Whose sequences the teacher knows by number, and the number of their first.
         counts = [len(given) for given in own.values()]

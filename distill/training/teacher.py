@@ -1,4 +1,4 @@
-"""Who says what the target says while the draft learns: the target itself, and its word paid once, in few numbers, and read back.
+"""The target probabilities that the draft learns from: the model in memory, or its top probabilities, computed once and stored.
 
 Legend: B sequences, T positions, R response tokens (rows), C rows of a chunk, D hidden width, V vocabulary, K stored entries,
 N draws of a row, S distinct ones among them.

@@ -116,7 +116,7 @@ def _fingerprint(model: nn.Module) -> Any:
 
     Buffers that were made in inference mode are written nowhere else.
 
-    Weights that change where they are, as in training, are read anew by every replay.
+    Weights that change where they are, as in training, are read again by every replay.
     """
     places = [(tensor.data_ptr(), tensor.dtype) for tensor in (*model.parameters(), *model.buffers())]
     adapters = [

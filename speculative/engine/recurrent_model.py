@@ -19,7 +19,7 @@ from speculative.engine.runners import Runner
 from speculative.errors import UserError
 from speculative.rules.tree import TokenTree
 
-CHECKPOINT_STEP = 32  # Tokens read again at most, before the copy that rows go back to is made anew.
+CHECKPOINT_STEP = 32  # Tokens read again at most, before the copy that rows go back to is made again.
 REREAD = 2  # Committed tokens that a drafter may feed again.
 PROBE = 3  # Tokens of each of the two calls that tell whether a state goes on in calls of several tokens.
 
@@ -128,7 +128,7 @@ class RecurrentModel:
         return output.logits[0, -logits_kept:]
 
     def _in_several_tokens(self) -> bool:
-        """Whether the model goes on from a state with several tokens at a time; some start anew with each such call."""
+        """Whether the model goes on from a state with several tokens at a time; some start again with each such call."""
         self._goes_on = True
         rows = [_Row(2 * PROBE, self.device) for _ in range(2)]
         with torch.no_grad():

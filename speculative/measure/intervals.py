@@ -1,4 +1,4 @@
-"""Bootstrap intervals over prompts: tokens of one prompt are not independent, so prompts are what is drawn anew.
+"""Bootstrap intervals over prompts: tokens of one prompt are not independent, so prompts are what is drawn again.
 
 Shapes: P prompts, R resamples, C columns of sums, K numbers made of them.
 """

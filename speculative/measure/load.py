@@ -252,7 +252,7 @@ def full_batch_seconds(
 ) -> FullBatch:
     """Seconds of each timed plain step, and of each block at `settings.gamma`, with `load` rows taken throughout.
 
-    A turn decodes from `load` places in the texts, drawn anew for it, as a full server finds its requests: each somewhere
+    A turn decodes from `load` places in the texts, drawn again for it, as a full server finds its requests: each somewhere
     in its response, long ones more often. Nothing ends there but by `TIMED_BLOCKS` blocks, so no row is ever free. Both
     decode from the same places, a few blocks each in turn, so that a machine that is slow for a while slows both alike; so
     both hold their caches at once. The decoder's own work is included.

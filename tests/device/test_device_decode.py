@@ -247,7 +247,7 @@ def test_verdicts_are_measured_with_graphs(measure: Any) -> None:
 
 
 def test_an_early_exit_finds_its_recordings_again() -> None:
-    """Though it is made anew for every response, as a race does."""
+    """Though it is made again for every response, as a race does."""
     target = on_device(tiny_model())
 
     def recorded() -> int:

@@ -154,7 +154,7 @@ def eight_bits(light: Path) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def masked(pair: Path) -> Path:
-    """The same run with a mask token in its draft's config, exported anew: it drafts in one pass, untrained."""
+    """The same run with a mask token in its draft's config, exported again: it drafts in one pass, untrained."""
     run = pair.parent / "masked"
     shutil.copytree(pair, run, symlinks=True)
     config = run / BEST_LINK / STUDENT / "config.json"

@@ -15,7 +15,7 @@ LONGEST_LINE = 160
 # docs/style.md shows what not to write.
 SHOWS_BAD_PROSE = {"style.md"}
 BANNED = re.compile(
-    r"\b(anew|referees?|house engine|pay(s|ing)? the teacher|paid once|what is free|rivals?|no rank is left|floors?)\b|"
+    r"\b(anew|referees?|house engine|pay(s|ing)? the teacher|paid once|what is free|rivals?|no rank is left)\b|"
     r"\bthe rooms\b|\bdraft models that (your|an?|a target) LLM agrees with",
     re.IGNORECASE,
 )

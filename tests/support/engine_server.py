@@ -26,7 +26,7 @@ class Engine:
     """What is served, and where it is not what it should be.
 
     level: of --per-request-spec-decode-metrics. sampling: instead of what a request asks for. garbage: random text at
-    temperature > 0. dies_after: requests. resets_at: the request before which the counters begin anew. draft None: none.
+    temperature > 0. dies_after: requests. resets_at: the request before which the counters begin again. draft None: none.
     """
 
     target: Any

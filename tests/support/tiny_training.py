@@ -64,7 +64,7 @@ def write_prompts(path: Path, count: int) -> Path:
 
 
 def forget_accelerators() -> None:
-    """Accelerate keeps one state per process: the next Accelerator starts anew."""
+    """Accelerate keeps one state per process: the next Accelerator starts again."""
     AcceleratorState._reset_state(reset_partial_state=True)
     PartialState._reset_state()
     GradientState._reset_state()

@@ -166,7 +166,7 @@ def test_counters_that_were_reset_are_noticed() -> None:
     for before, now, named in (
         (counted(vllm_page(11, 33, 13, (8, 4))), after, "accepted fell from 13 to 12: the server was restarted"),
         (counted(vllm_page(9, 27, 10, (1, 9))), after, "position 1 fell from 9 to 4"),
-        (first, second, "began anew"),
+        (first, second, "started again"),
     ):
         with pytest.raises(CountsError, match=named):
             difference(before, now)

@@ -82,7 +82,7 @@ def result_of_draft(out: Path, asked: Asked) -> tuple[Result | None, str]:
 
 
 def add_proofs(out: Path, result: Result, lossless: Losslessness | None, scores: TaskScores | None) -> str:
-    """Writes the result with these tests, and its report anew where there is one; says what was written.
+    """Writes the result with these tests, and its report again where there is one; says what was written.
 
     A later test takes the place of an earlier one, task scores that of the same scorer.
     """

@@ -120,16 +120,16 @@ def forget_exported(folder: Path, row_ids: set[str]) -> int:
         if not chosen_N.all():
             found += int((~chosen_N).sum())
             prompts.write(path, chosen_N)
-    store, anew = Store(folder / RESPONSES), Store((folder / RESPONSES).with_name(".anew"))
-    if not store.folder.exists() and anew.folder.exists():  # killed between the last two steps
-        anew.folder.rename(store.folder)
+    store, again = Store(folder / RESPONSES), Store((folder / RESPONSES).with_name(".again"))
+    if not store.folder.exists() and again.folder.exists():  # killed between the last two steps
+        again.folder.rename(store.folder)
     if (store.folder / MANIFEST).exists():
         rows = store.read()
         kept = [row for row in rows if row.prompt_id not in row_ids]
         if len(kept) < len(rows):
             with writing(store.folder):
-                shutil.rmtree(anew.folder, ignore_errors=True)
-                write_rows(anew, store.manifest(), kept)
+                shutil.rmtree(again.folder, ignore_errors=True)
+                write_rows(again, store.manifest(), kept)
                 shutil.rmtree(store.folder)
-                anew.folder.rename(store.folder)
+                again.folder.rename(store.folder)
     return found

@@ -56,7 +56,7 @@ class Samples:
         return heapq.heappushpop(heap, entry) != entry if heap else False
 
     def reset(self, kept: Mapping[str, Sequence[str]]) -> None:
-        """Begins anew from the priorities that a sweep left."""
+        """Starts again from the priorities that a sweep left."""
         size = self.size or 0
         self._largest_first = {name: sorted(-int(one, 16) for one in places)[-size:] for name, places in kept.items()}
 
@@ -217,7 +217,7 @@ class LogWriter:
         return bare
 
     def _read_forgotten(self) -> set[str]:
-        """What is never written again; read anew when the file changed."""
+        """What is never written again; read again when the file changed."""
         try:
             found = (self.directory / FORGOTTEN).stat()
         except FileNotFoundError:

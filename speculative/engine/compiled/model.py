@@ -183,7 +183,7 @@ def _weights_of(model: PreTrainedModel) -> tuple[_Weights, list[torch.Tensor]]:
 
 
 class CompiledModel:
-    """A model's weights and a cache's buffers by address. Made anew for each decode call: weights may have moved.
+    """A model's weights and a cache's buffers by address. Made again for each decode call: weights may have moved.
 
     Logits are float32, as activations are between weights of any dtype.
     """

@@ -166,7 +166,7 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES, ids=list(CASES))
 def test_false_alarms_come_as_often_as_stated(case: str) -> None:
-    """Over baselines and streams, both drawn anew: 300 of them at 5 %, within three standard errors (1.3 points each)."""
+    """Over baselines and streams, both drawn again: 300 of them at 5 %, within three standard errors (1.3 points each)."""
     of_pool, of_stream, prompts, count = CASES[case]
     rng, level, trials, alarms = np.random.default_rng(10), 0.05, 300, 0
     for trial in range(trials):

@@ -281,7 +281,7 @@ def test_a_rollout_of_another_draft_that_has_not_ended_comes_first(options: Roll
 
 
 def test_arms_that_changed_meanwhile_are_kept(options: RolloutOptions, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A gateway that began anew with other flags, and a rollout that goes on or back."""
+    """A gateway that started again with other flags, and a rollout that goes on or back."""
     wait, now = module.Rollout._wait, Arms("flags", (Arm("v0001", "http://127.0.0.1:19", 1.0, "v0001", "t1"),))
 
     def changing(self: Any) -> float:

@@ -248,7 +248,7 @@ def test_only_what_is_missing_is_asked_and_kept(tmp_path: Path, config: SignalCo
     assert online.asked == [(1, 2), (2, 4, 1)], "the whole micro-batch, so that the result depends on it alone"
     assert teacher.store.missing() == [0, 3, 5, 6, 7]
     again = teacher.store.read([1, 2])
-    assert same(again, first), "what was kept is not made anew"
+    assert same(again, first), "what was kept is not made again"
     rows = EXAMPLES[2].response_tokens + EXAMPLES[4].response_tokens
     tail = teacher.store.read([2, 4, 1]).rows(slice(rows, None))
     assert same(mixed.rows(slice(rows, None)), tail)
