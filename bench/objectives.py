@@ -4,7 +4,7 @@ python bench/study.py bench/studies/objectives.yaml                   trains, in
 python bench/objectives.py --study bench/studies/objectives.yaml      what is finished -> its JSON; then the tables of all
 python bench/objectives.py                                            the tables of what is there
 
-docs/objectives.md says what follows from them.
+docs/studies.md says what follows from them.
 """
 
 from __future__ import annotations

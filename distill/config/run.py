@@ -23,7 +23,7 @@ from distill.config.sections import (
 from distill.config.target import TargetConfig
 from speculative.rules.rule import Rule, draft_draws
 
-# Objective by engine rule when loss.name is null, by the rule of docs/objectives.md: a certain gain on two of three pairs, no loss.
+# Objective by engine rule when loss.name is null, by the rule of docs/studies.md: a certain gain on two of three pairs, no loss.
 DEFAULT_OBJECTIVE: dict[Rule, str] = {
     "sample": "jsd",
     "greedy-draft": "lk_hybrid",

@@ -252,7 +252,7 @@ class LossConfig(Section):
     name: LossName | None = None
     """objective, see distill/loss/definitions.py (accepted_length: of blocks of judge.gamma,
     distill/loss/accepted.py); null = by serving.rule (jsd for sample, lk_hybrid for the others;
-    docs/objectives.md)"""
+    docs/studies.md)"""
     warmup: WarmupConfig | None = None
     """another objective first, e.g. {name: forward_kl, ratio: 0.2}"""
     weighting: WeightingConfig = WeightingConfig()
