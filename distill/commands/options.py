@@ -157,7 +157,7 @@ class CompareOptions:
     ] = True
     fail_below: Annotated[
         list[str] | None,
-        option("exit 1 when the first draft is below: tau=2.1, alpha=.6, speed_up=1.2, tau.ci_low=2; repeatable"),
+        option("exit 1 when the first draft is below: tau=2.1, alpha=0.6, speed_up=1.2, tau.ci_low=2; repeatable"),
     ] = None
     fail_if_worse: Annotated[
         bool, option("exit 1 when the first draft is certainly worse than another", "--fail-if-worse")

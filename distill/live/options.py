@@ -19,7 +19,7 @@ class GatewayOptions:
 
     understudy gateway --engine http://127.0.0.1:8001 --log traffic/
 
-    understudy gateway --engine URL --engine URL2 --share .1 --draft-version v0001 --draft-version v0002 --log traffic/ --text
+    understudy gateway --engine URL --engine URL2 --share 0.1 --draft-version v0001 --draft-version v0002 --log traffic/ --text
     """
 
     engine: Annotated[list[str], typer.Option(help="address of an engine; again for more arms")]
