@@ -1,17 +1,17 @@
-"""Durations as people write them: `25ms`, `0.025s`, `3us`; a plain number is milliseconds."""
+"""Parse durations such as `25ms`, `0.025s` or `3us`; a plain number is milliseconds."""
 
 import math
 import re
 
 from speculative.errors import UserError
 
-# Both letters that look like a micro sign: U+00B5, which keyboards have, and the Greek one.
+# Both characters that look like a micro sign: U+00B5, which keyboards have, and the Greek letter.
 SECONDS_OF = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "\u00b5s": 1e-6, "\u03bcs": 1e-6, "ns": 1e-9, "": 1e-3}
 _DURATION = re.compile(r"\s*([+-]?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?)\s*([a-z\u00b5\u03bc]*)\s*", re.IGNORECASE)
 
 
 def parse_seconds(text: str, option: str) -> float:
-    """Seconds of a duration: a number with s, ms, us, µs or ns behind it, or a plain number of milliseconds.
+    """Seconds of a duration: a number followed by s, ms, us, µs or ns, or a plain number of milliseconds.
 
     Raises UserError naming the option for anything else, and for a time that is not above 0 or not finite.
     """

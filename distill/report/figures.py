@@ -1,6 +1,6 @@
-"""The figures of a report, drawn by matplotlib as pictures of their own (SVG as data URIs).
+"""The figures of a report, drawn by matplotlib as SVG data URIs.
 
-One palette that is readable on light and on dark paper; what is behind a figure shows through. Text stays text.
+The palette is readable on light and dark pages, the background is transparent, and text stays text.
 """
 
 import base64
@@ -24,7 +24,7 @@ COLOURS = {DRAFT: "#2f86d1", UNDISTILLED: "#8a8f98", SERVED: "#c07a10"}
 OTHERS = ("#9468c8", "#359468", "#cc5a82")
 SHAPES = {DRAFT: ("o", "-"), UNDISTILLED: ("s", "--"), SERVED: ("^", "-.")}
 LONGEST_LABEL = 24
-LEGEND_ROOM = 62  # characters of a legend's line, five of them for each sign before a label
+LEGEND_ROOM = 62  # characters of a legend line; the marker before each label takes five
 LAST_GAMMA = 16  # beyond it curves are flat; tables go on to 32
 SETTINGS: dict[Any, Any] = {
     "svg.fonttype": "none", "text.parse_math": False, "axes.spines.top": False, "axes.spines.right": False, "font.size": 9,
@@ -133,21 +133,21 @@ def _taus(axis: Any, view: View, curves: RuleCurves) -> None:
             gammas, ends = _shown(curve, curve.tau_ci)
             axis.fill_between(gammas, *zip(*ends, strict=True), color=style["color"], alpha=0.18, linewidth=0)
         axis.plot(*_shown(curve, curve.tau), **{**style, "markersize": 3})
-    axis.set(xlabel="gamma, drafted tokens a block", ylabel="tau")
+    axis.set(xlabel="gamma, drafted tokens per block", ylabel="tau")
 
 
 def _speed_axis(axis: Any) -> None:
     axis.axhline(1.0, color=INK, linewidth=1.0)
     where = (LAST_GAMMA, 1.0)
     axis.annotate("target alone", where, xytext=(0, 3), textcoords="offset points", ha="right", fontsize=8)
-    axis.set(xlabel="gamma, drafted tokens a block", ylabel="predicted speed-up")
+    axis.set(xlabel="gamma, drafted tokens per block", ylabel="predicted speed-up")
     axis.set_ylim(0, 1.12 * axis.dataLim.y1)  # room for the words at the peak
 
 
 def _speed_lines(
     axis: Any, view: View, curves: RuleCurves, speed_ups: Callable[[str, Curve], Mapping[int, float]]
 ) -> None:
-    """A line a draft; the judged one's peak is named."""
+    """One line per draft, with the judged one's peak annotated."""
     for name, curve in view.in_order(curves):
         fast = {gamma: value for gamma, value in speed_ups(name, curve).items() if gamma <= LAST_GAMMA}
         if not fast:

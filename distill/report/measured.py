@@ -1,4 +1,4 @@
-"""What was measured of every way to decode, as tables: the same figures on the screen, in the report and in an exported directory."""
+"""Tables of every way to decode: the same figures on the screen, in the report and in an exported directory."""
 
 from collections.abc import Sequence
 
@@ -11,13 +11,13 @@ TOO_FEW_TIMED = "too few prompts for an interval"
 
 
 def timed_rows(verdict: Verdict, concurrency: int = 1) -> list[Measured]:
-    """Every way that was timed at a load, the target first."""
+    """Rows of every way timed at a load, the target first."""
     rows = [one for one in verdict.measured if one.concurrency == concurrency and one.text == HELD_OUT]
     return sorted((one for one in rows if one.speed_up is not None), key=lambda one: one.way != TARGET)
 
 
 def ways_tables(verdict: Verdict) -> list[Table]:
-    """What could be run, each way at its own best gamma, and the drafts at the judged gamma."""
+    """Tables of the timed ways, each at its own best gamma, and of the drafts at the judged gamma."""
     text = f"{verdict.prompts:,} held-out prompts ({verdict.tokens:,} tokens), rule {verdict.rule}"
     timed = timed_rows(verdict)
     judged = [row for one in verdict.drafts if (row := verdict.judged(one.way)) is not None]
@@ -28,7 +28,7 @@ def ways_tables(verdict: Verdict) -> list[Table]:
 
 
 def timed_table(rows: Sequence[Measured], run: str | None, title: str = "") -> Table:
-    """A row a way, the one to run in bold."""
+    """One row per way, the one to run in bold."""
     table = Table(
         [
             "way", Column("gamma", "d"), Column("alpha", ".3f"), Column("tau", ".2f"), Column("tokens/s", ",.0f"),
@@ -48,7 +48,7 @@ def timed_table(rows: Sequence[Measured], run: str | None, title: str = "") -> T
 
 
 def judged_table(rows: Sequence[Measured], title: str = "") -> Table:
-    """A row a draft: every kind of acceptance at one gamma."""
+    """One row per draft: alpha, tau and accepted/drafted at one gamma."""
     columns = (Column("alpha", ".3f"), Column("tau", ".2f"), Column("accepted / drafted", ".3f"))
     table = Table(["draft", *columns], title=title)
     for row in rows:
@@ -57,7 +57,7 @@ def judged_table(rows: Sequence[Measured], title: str = "") -> Table:
 
 
 def load_table(verdict: Verdict) -> Table:
-    """A row a load: the target's own rate, the speed-up of every way that was timed there, and what to run."""
+    """One row per load: tokens/s of the target alone, the speed-up of every timed way, and the way to run."""
     timed = {load: {row.way: row for row in timed_rows(verdict, load)} for load in verdict.concurrencies}
     ways = list(dict.fromkeys(way for rows in timed.values() for way in rows if way != TARGET))
     table = Table(
@@ -80,6 +80,6 @@ def load_table(verdict: Verdict) -> Table:
 
 
 def _figure(row: Measured, key: str, note: str = "") -> Cell:
-    """A figure with its interval, and how it was obtained where that is not by counting or timing."""
+    """A figure with its interval, and a note unless it was counted live or timed."""
     how = {"replay": "by replay", "predicted": "predicted", "served": "served"}.get(row.how.get(key, ""), "")
     return Cell(getattr(row, key), getattr(row, f"{key}_ci"), note=" ".join(part for part in (how, note) if part))

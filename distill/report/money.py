@@ -1,4 +1,4 @@
-"""What a response costs with the draft and without: price of an hour over tokens of an hour. Pure: a result in, numbers out."""
+"""Cost of tokens and responses with the draft and without: price of an hour / tokens of an hour. Pure: a result in, numbers out."""
 
 import math
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ MILLION = 1e6
 
 @dataclass(frozen=True)
 class Prices:
-    """Of an hour of the device (or devices), in any currency: while the target is served alone, and with the draft."""
+    """Price of an hour of the devices, in any currency: with the target served alone, and with the draft."""
 
     alone: float
     with_draft: float
@@ -26,10 +26,10 @@ class Prices:
 
 @dataclass(frozen=True)
 class PriceRow:
-    """At one number of concurrent requests: money per million tokens and per response, without the draft and with it.
+    """Cost per million tokens and per response at one number of concurrent requests, without the draft and with it.
 
-    repaid_tokens: after how many tokens served with the draft the run is paid for by what they cost less; None where they
-    cost no less, or the run's time is not known.
+    repaid_tokens: tokens served with the draft until the savings equal the cost of the run; None where nothing is saved, or the
+    run's time is not known.
     """
 
     concurrency: int
@@ -54,14 +54,14 @@ def parse_prices(text: str) -> Prices | None:
         prices = []
     if not 1 <= len(prices) <= 2 or not all(price > 0 and math.isfinite(price) for price in prices):
         raise UserError(
-            f"--price-per-hour {text}: give the price of an hour such as 2.49, or two such as 2.49,4.98 "
-            "(without and with the draft), above 0"
+            f"--price-per-hour {text}: give the price of an hour above 0, such as 2.49, or two prices, "
+            "such as 2.49,4.98 (without and with the draft)"
         )
     return Prices(prices[0], prices[-1])
 
 
 def price_rows(result: Result, prices: Prices) -> list[PriceRow]:
-    """One request at a time, then every measured load; nothing where nothing was timed."""
+    """One row per measured load, one request first; empty where nothing was timed."""
     verdict = result.verdict
     pairs = [
         (load, verdict.row(TARGET, load), verdict.row(verdict.drafts[-1].way, load)) for load in verdict.concurrencies
@@ -91,10 +91,10 @@ def price_rows(result: Result, prices: Prices) -> list[PriceRow]:
 
 
 def run_price(result: Result, prices: Prices) -> float:
-    """What the run's own time cost at the price without a draft; 0 where it is not known."""
+    """Cost of the run's own time at the price without a draft; 0 where the time is not known."""
     return run_hours(result) * prices.alone
 
 
 def run_hours(result: Result) -> float:
-    """Of all stages; `train/...` are parts of one."""
+    """Hours of all stages; `train/...` are parts of one stage and are not added again."""
     return sum(seconds for stage, seconds in result.verdict.seconds.items() if "/" not in stage) / SECONDS_AN_HOUR

@@ -1,8 +1,8 @@
 """`understudy report RUN`: result.json as one HTML file that needs no network, with a small JSON file for CI.
 
-The page is distill/report/templates/report.html.j2 around the sections that are registered in distill/report/sections, its style and
-script inlined. Text of models and prompts is hostile: it is escaped by jinja2, and a content security policy lets no script run but
-ours and nothing be fetched.
+The page is distill/report/templates/report.html.j2 with the sections registered in distill/report/sections, and with style and script
+inlined. Text of models and prompts is untrusted: jinja2 escapes it, and a content security policy allows only the page's own script
+and no network requests.
 """
 
 import base64
@@ -39,7 +39,7 @@ FACTS = (
 
 @dataclass(frozen=True)
 class ReportFiles:
-    """What a report wrote, and of what."""
+    """The files that a report wrote, and their result."""
 
     html: Path
     summary: Path
@@ -49,25 +49,25 @@ class ReportFiles:
 def report_command(
     source: Path, to: Path | None = None, given: GivenTimes | None = None, prices: Prices | None = None
 ) -> ReportFiles:
-    """Writes the report of a run: FILE.html, and FILE.json beside it.
+    """Write the report of a run: FILE.html, and FILE.json in the same folder.
 
     Args:
         source: a run's folder with `result.json`, or such a file.
-        to: the HTML file; default `report.html` beside the result.
-        given: step times of other hardware for the second speed-up curve; default those measured.
-        prices: of an hour: what tokens and responses cost then.
+        to: the HTML file; default `report.html` next to the result.
+        given: step times of other hardware for the second speed-up curve; default the measured ones.
+        prices: of an hour, to show the cost of tokens and responses.
 
     Raises:
-        UserError: no result there, or one that cannot be read; `to` is no .html file or cannot be written, or is of a run that is in use.
+        UserError: no result, or one that cannot be read; `to` is not an .html file, cannot be written, or belongs to a run that is in use.
     """
     path = source / RESULT if source.is_dir() or not source.suffix else source
     result = load_result(path).model_copy(update={"served": load_served(path.parent)})
     html = to or path.parent / REPORT
     if html.suffix not in (".html", ".htm"):
-        raise UserError(f"--to {html}: must end in .html; report.json is written beside it")
+        raise UserError(f"--to {html}: must end in .html; report.json is written next to it")
     files = ReportFiles(html, html.with_suffix(".json"), result)
     if path.resolve() in {files.html.resolve(), files.summary.resolve()}:
-        raise UserError(f"--to {html}: {files.summary.name} would overwrite the result itself; take another name")
+        raise UserError(f"--to {html}: {files.summary.name} would overwrite the result itself; give another name")
     page = render_page(result, given, prices)
     with writing(html), held_for(html):
         html.parent.mkdir(parents=True, exist_ok=True)
@@ -80,12 +80,12 @@ def given_times(t_target: str = "", t_draft: str = "") -> GivenTimes | None:
     """The times of `--t-target 25ms --t-draft 3ms`, None when neither is given.
 
     Raises:
-        UserError: only one of them, or no duration.
+        UserError: only one of them is given, or it is not a duration.
     """
     if not t_target and not t_draft:
         return None
     if not t_target or not t_draft:
-        raise UserError("--t-target and --t-draft go together, e.g. --t-target 25ms --t-draft 3ms")
+        raise UserError("give --t-target and --t-draft together, e.g. --t-target 25ms --t-draft 3ms")
     return GivenTimes(parse_seconds(t_target, "--t-target"), parse_seconds(t_draft, "--t-draft"))
 
 
@@ -106,7 +106,7 @@ def summary_of(result: Result, files: ReportFiles | None = None, prices: Prices 
 
 
 def made_sections(view: View) -> list[tuple[Section, Made]]:
-    """Every registered section that this result has something for, or a line on why it has not, from top to bottom."""
+    """Every registered section that applies to this result, from top to bottom, with its parts or the reason why it is empty."""
     for module in pkgutil.iter_modules(sections.__path__):
         importlib.import_module(f"{sections.__name__}.{module.name}")
     made = [(one, one.make(view)) for one in sorted(SECTIONS.values(), key=lambda one: one.order)]

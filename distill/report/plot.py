@@ -1,4 +1,4 @@
-"""The picture of a run: alpha and tau of every judged checkpoint over steps, the undistilled baseline as a line."""
+"""Plot of a run: alpha and tau of every judged checkpoint over steps, with the undistilled draft as a line."""
 
 import io
 from pathlib import Path
@@ -16,7 +16,7 @@ STYLE = {"color": COLOURS[DRAFT], "marker": "o", "label": "distilled"}
 
 
 def plot_run(run: Path) -> Path:
-    """Writes `plot.png` into the run's folder from its judgements; intervals are shaded. Returns the file."""
+    """Write `plot.png` into the run's folder from its judgements, with intervals shaded. Returns the file."""
     records = load_judgements(run)
     best = max(records, key=lambda record: record.score or 0.0)
     figure = Figure(figsize=(9, 3.6), layout="constrained")
@@ -31,7 +31,7 @@ def plot_run(run: Path) -> Path:
 
 
 def write_figure(figure: Figure, path: Path, **options: Any) -> None:
-    """Writes a picture, png or svg by the file's name, whole or not at all."""
+    """Write a picture atomically, png or svg by the file's name."""
     content = io.BytesIO()
     figure.savefig(content, dpi=120, format=path.suffix.lower().removeprefix("."), **options)
     write_bytes(path, content.getvalue())

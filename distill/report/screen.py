@@ -1,4 +1,4 @@
-"""What a person reads at the end: the verdict as a table, completions with the accepted tokens marked, what to do next."""
+"""The last screen of a run: the verdict as a table, completions with the accepted tokens marked, and the next step."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,7 +27,7 @@ OWN_STYLE = "bold yellow"
 
 
 def print_money(console: Console, result: Result, prices: Prices) -> None:
-    """What tokens and responses cost at these prices."""
+    """Print the cost of tokens and responses at these prices."""
     if table := money_table(result, prices):
         console.print(table)
     for line in money_lines(result, prices):
@@ -42,7 +42,7 @@ def judgement_table(title: str, judgement: Judgement) -> Table:
             Column("prompts", ","), Column("tokens", ","),
         ],
         title=title,
-        caption=f"tau beside {agreement_words(judgement.replay_check, judgement.live_tokens or 0)}",
+        caption=f"tau compared with {agreement_words(judgement.replay_check, judgement.live_tokens or 0)}",
     )  # fmt: skip
     rows: list[tuple[str, OnText]] = [("all", judgement)]
     rows += sorted(judgement.domains.items()) if len(judgement.domains) > 1 else []
@@ -56,21 +56,21 @@ def judgement_table(title: str, judgement: Judgement) -> Table:
 
 
 def marked_completion(tokenizer: Any, response: Response, prompt_lines: int = 6) -> Panel:
-    """A completion; tokens that the draft proposed and the target accepted in one colour, the target's own in another."""
+    """A completion with accepted draft tokens in one colour and the target's own tokens in another."""
     prompt = tokenizer.decode(response.prompt_ids, skip_special_tokens=True).rstrip("\n").splitlines()
     shown = prompt if len(prompt) <= prompt_lines else [*prompt[: prompt_lines - 1], "    ..."]
     text = Text("\n".join(shown) + "\n", style="dim")
-    # Characters split over tokens go to the token that completes them.
+    # A character split over several tokens is shown with the token that completes it.
     for piece, accepted in zip(token_pieces(tokenizer, response.response_ids), response.proposed_mask, strict=True):
         text.append(piece, style=ACCEPTED_STYLE if accepted else OWN_STYLE)
-    share = f"{sum(response.proposed_mask)} of {len(response.response_ids)} tokens by the draft, {response.blocks} target calls"
+    share = f"{sum(response.proposed_mask)} of {len(response.response_ids)} tokens from the draft, {response.blocks} target calls"
     return Panel(text, title=share, title_align="left", expand=True)
 
 
 def last_screen(
     console: Console, run: Path, verdict: Verdict, completions: Sequence[Panel], export: Path | None
 ) -> None:
-    """The screen that ends a demo."""
+    """Print the last screen of a demo."""
     style = "green" if verdict.outcome in ("pays_off", "best_together") else "yellow"
     console.print()
     if completions:
@@ -103,7 +103,7 @@ def last_screen(
         places.add_row("exported draft", f"{export}  (how to serve it: {export / 'SERVING.md'})")
     console.print(places, highlight=False)
     console.print(
-        f"your own model: copy {config_file(Path('configs/demo.yaml'))}, set target.path and data.train, then\n"
+        f"For your own model: copy {config_file(Path('configs/demo.yaml'))}, set target.path and data.train, then\n"
         "  understudy train my.yaml && understudy export runs/NAME --to my-draft",
         highlight=False,
         soft_wrap=True,

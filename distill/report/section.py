@@ -1,4 +1,4 @@
-"""What a section of the report is made of, and where sections register. A new one is a function in a file of distill/report/sections.
+"""Parts of a report's sections and their registry. A new section is a registered function in a file of distill/report/sections.
 
 Pure: a view of a result in; paragraphs, tables and pieces with a template of their own out.
 """
@@ -13,20 +13,20 @@ from distill.report.view import View
 
 @dataclass(frozen=True)
 class Piece:
-    """What needs more than a paragraph or a table: templates/KIND.html.j2, given `values` under its own name."""
+    """A part that is neither a paragraph nor a table: the template branch `kind`, given `values`."""
 
     kind: str
     values: Any
 
 
 Part = str | Table | Piece
-# Parts from top to bottom; a plain string says why there is nothing to show; None: no such section in this report.
+# Parts from top to bottom. A plain string: why there is nothing to show. None: the section is left out of this report.
 Made = Sequence[Part] | str | None
 
 
 @dataclass(frozen=True)
 class Section:
-    """A titled part of the page. order: from top to bottom. nav: its word in the row of links, "" for none."""
+    """A titled part of the page. order: from top to bottom. nav: its text in the row of links, "" for none."""
 
     id: str
     title: str
@@ -39,7 +39,7 @@ SECTIONS: dict[str, Section] = {}
 
 
 def section(name: str, title: str, *, order: int, nav: str = "") -> Callable[[Callable[[View], Made]], Any]:
-    """Registers a function as the maker of a section."""
+    """Register a function as the maker of a section."""
 
     def register(make: Callable[[View], Made]) -> Callable[[View], Made]:
         SECTIONS[name] = Section(name, title, order, nav, make)

@@ -1,6 +1,6 @@
-"""The one table: typed columns, rows, a caption. It renders to a terminal (rich), to the page (templates/table.html.j2) and to Markdown.
+"""A table with typed columns that renders to a terminal (rich), to the page (templates) and to Markdown.
 
-Rows hold the values themselves; a column knows how its values are written, so that one figure reads the same everywhere.
+Cells hold values; the column formats them, so that a figure is written the same way everywhere.
 """
 
 import re
@@ -16,16 +16,16 @@ from rich.text import Text
 from speculative.measure.intervals import interval
 
 NOTHING = "\N{EN DASH}"
-NARROWEST = 8  # characters that a head may take before it is wrapped on a terminal
-WIDEST_NOTE = 16  # and a note
+NARROWEST = 8  # narrowest width in characters to which a heading is wrapped on a terminal
+WIDEST_NOTE = 16  # width to which a note is wrapped
 
 
 @dataclass(frozen=True)
 class Column:
-    """A head with its unit, and how values under it are written.
+    """A heading, and the format of the values under it.
 
-    form: a format of Python's (`.3f`, `+.3f`, `,`, `.0%`); empty for words, which stand left.
-    unit: what stands behind each number: `x`, ` ms`.
+    form: a Python format (`.3f`, `+.3f`, `,`, `.0%`); empty for left-aligned text.
+    unit: text after each number: `x`, ` ms`.
     """
 
     name: str
@@ -37,7 +37,7 @@ class Column:
         return not self.form
 
     def text(self, value: Any) -> str:
-        """A value as it is read; null is an en dash, text stays as it is."""
+        """A value as text; None is an en dash, a string is unchanged."""
         if value is None:
             return NOTHING
         if isinstance(value, str):
@@ -47,10 +47,10 @@ class Column:
 
 @dataclass(frozen=True)
 class Cell:
-    """One entry: a value and what belongs to it.
+    """One entry: a value and its decorations.
 
-    ci: the value's interval. note: the small second line, behind the interval. mark: a word that stands out. bar and tick: lengths
-    in 0..1 that the page draws. code: text of a model, kept as it is.
+    ci: the value's interval. note: small second line, after the interval. mark: a highlighted word. bar and tick: lengths in 0..1
+    drawn on the page. code: text of a model, unchanged.
     """
 
     value: Any
@@ -65,7 +65,7 @@ class Cell:
 
 @dataclass
 class Table:
-    """Rows of cells under columns. A plain string as a column is a column of words; a plain value as an entry is its cell."""
+    """Rows of cells under columns. A string stands for a text column, and a plain value for its cell."""
 
     columns: Sequence[Column | str]
     rows: Iterable[Sequence[Any]] = ()
@@ -88,7 +88,7 @@ class Table:
         self.cells.append([replace(cell, strong=True) for cell in row] if strong else row)
 
     def text(self, place: int, cell: Cell) -> str:
-        """The value of a cell as it is read in that column."""
+        """The value of a cell, formatted by its column."""
         return self.heads[place].text(cell.value)
 
     def note(self, place: int, cell: Cell) -> str:
@@ -96,7 +96,7 @@ class Table:
         return " ".join(part for part in (interval(cell.ci, self.heads[place].form), cell.note) if part)
 
     def texts(self) -> list[list[str]]:
-        """Every row as plain text, the second lines and marks behind the values."""
+        """Every row as plain text: value, second line, mark."""
         return [
             [
                 " ".join(part for part in (self.text(place, cell), self.note(place, cell), cell.mark) if part)
@@ -128,7 +128,7 @@ class Table:
         return Text("\n".join(lines), style="bold" if cell.strong else "")
 
     def markdown(self, titled: bool = True) -> str:
-        """A pipe table, under its title or without; nothing in its text is markup."""
+        """A Markdown table, with its title if `titled`; all text is escaped."""
         lines = [
             "| " + " | ".join(escaped(column.name) for column in self.heads) + " |",
             "|" + "|".join("---" if column.words else "---:" for column in self.heads) + "|",
@@ -149,14 +149,14 @@ class Table:
 
 
 def escaped(text: str) -> str:
-    """Plain text for Markdown: one line, nothing in it is markup."""
+    """Text on one line, escaped for Markdown."""
     flat = " ".join(text.split())
     flat = flat.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     return re.sub(r"([\\`*_|#~$]|\[(?=[^\]]*\]\())", r"\\\1", flat)
 
 
 def code_span(text: str) -> str:
-    """Text as code inside a table: a fence longer than any run of backticks in it; a bar would end the cell."""
+    """Text as code inside a table: the fence is longer than any run of backticks in it, and bars are escaped."""
     fence = "`" * (1 + max((len(run) for run in re.findall("`+", text)), default=0))
     space = " " if text.startswith("`") or text.endswith("`") else ""
     return f"{fence}{space}{text}{space}{fence}".replace("|", "\\|")

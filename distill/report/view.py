@@ -1,4 +1,4 @@
-"""A result as the report looks at it: the judged draft, ways, curves, step times. Pure: what a result holds is read, not computed again."""
+"""A result as the report uses it: the judged draft, ways, curves, step times. Pure: figures are read from the result, not computed again."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,8 +12,8 @@ from speculative.measure.metrics import Curve
 
 OUTCOMES: dict[Outcome, str] = {
     "pays_off": "Pays off",
-    "best_together": "Best together with lookup",
-    "baseline_better": "Something free is better",
+    "best_together": "Best with lookup before the draft",
+    "baseline_better": "A baseline is better",
     "no_speed": "No speed-up",
     "no_measurable_gain": "No measurable gain",
     "loss": "Loss",
@@ -23,7 +23,7 @@ OUTCOMES: dict[Outcome, str] = {
 
 @dataclass(frozen=True)
 class GivenTimes:
-    """Times in seconds of a target step and a draft call at which a speed-up is predicted.
+    """Step times in seconds for which a speed-up is predicted.
 
     verify_extra: how much each drafted token lengthens the target's call.
 
@@ -50,7 +50,7 @@ class GivenTimes:
 
 
 def measured_times(result: Result) -> GivenTimes:
-    """The times that were measured, v as a slope; without any, an example."""
+    """The measured times, with v as a slope; an example where nothing was measured."""
     costs = result.verdict.costs
     if not costs:
         return GivenTimes(0.025, 0.003, 0.02, "example")
@@ -62,7 +62,7 @@ def measured_times(result: Result) -> GivenTimes:
 
 @dataclass(frozen=True)
 class View:
-    """What a section is made from. figures: {name: picture as a data URI}, see `distill.report.figures`."""
+    """Input of every section. figures: {name: picture as a data URI}, see `distill.report.figures`."""
 
     result: Result
     given: GivenTimes
@@ -80,27 +80,27 @@ class View:
 
     @cached_property
     def ways(self) -> list[str]:
-        """Everything that has a curve or a slice, the drafts first."""
+        """Every way that has a curve or a slice, the drafts first."""
         return list(
             dict.fromkeys([*(one.way for one in self.verdict.drafts), *(self.curves.ways if self.curves else {})])
         )
 
     @cached_property
     def curves(self) -> RuleCurves | None:
-        """Curves of the rule that was judged; of the first rule where that one has none."""
+        """Curves of the judged rule, or of the first rule if that one has none."""
         rules = self.result.curves.rules if self.result.curves else []
         return next((curves for curves in rules if curves.rule == self.verdict.rule), rules[0] if rules else None)
 
     @cached_property
     def survival(self) -> dict[str, list[float]]:
-        """{way: share of blocks whose first j tokens are all accepted}: live of the draft in question where counted, else by replay."""
+        """{way: share of blocks whose first j tokens are all accepted}: live for the judged draft if it was decoded, else by replay."""
         found = {
             way: curve.survival for way, curve in (self.in_order(self.curves) if self.curves else []) if curve.survival
         }
         return found | ({self.draft.way: self.verdict.survival} if self.verdict.survival else {})
 
     def in_order(self, curves: RuleCurves) -> list[tuple[str, Curve]]:
-        """(way, curve) of those that have one, in the order of `ways`."""
+        """(way, curve) of the ways that have a curve, in the order of `ways`."""
         return [(name, curves.ways[name]) for name in self.ways if name in curves.ways]
 
     def in_one_pass(self, name: str) -> bool:

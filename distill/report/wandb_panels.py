@@ -1,6 +1,6 @@
-"""What a finished run leaves in wandb: the report's page, the table of ways, the answer; checkpoints are logged as scalars while it trains.
+"""Log a finished run to wandb: the report page, the table of ways, outcome and headline. Checkpoints are logged during training.
 
-wandb is imported only here and only when a run has it as a tracker.
+wandb is imported only here, and only if a run has it as a tracker.
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ PAGE, WAYS_TABLE = "report/page", "report/ways"
 
 
 def log_result(accelerator_or_run: Any, result: Result) -> list[str]:
-    """Logs page and table to wandb, in one step; returns the names of the panels, [] where the run has no wandb tracker.
+    """Log page and table to wandb in one step. Returns the names of the panels, [] if the run has no wandb tracker.
 
     Args:
         accelerator_or_run: an Accelerator whose trackers were started, or a wandb run.
@@ -24,7 +24,7 @@ def log_result(accelerator_or_run: Any, result: Result) -> list[str]:
     import wandb
 
     table = ways_tables(result.verdict)[0]
-    # inject would add a style sheet of wandb's servers to a page that needs no network.
+    # inject=True would add a style sheet from wandb's servers to a page that needs no network.
     page = wandb.Html(render_page(result), inject=False, data_is_not_path=True)
     ways = wandb.Table(columns=[column.name for column in table.heads], data=table.texts())
     run.log({PAGE: page, WAYS_TABLE: ways})
@@ -33,7 +33,7 @@ def log_result(accelerator_or_run: Any, result: Result) -> list[str]:
 
 
 def wandb_run(accelerator_or_run: Any) -> Any:
-    """The wandb run of an Accelerator on its main process, None when it has none; a run is given back as it is."""
+    """The wandb run of an Accelerator on its main process, or None. A wandb run is returned unchanged."""
     trackers = getattr(accelerator_or_run, "trackers", None)
     if trackers is None:
         return accelerator_or_run

@@ -1,4 +1,4 @@
-"""The numbers: every way to decode side by side, one request at a time and under load, and how long a reader waits."""
+"""Sections on speed: every way to decode, one request at a time and under load, and latency."""
 
 from distill.report.measured import load_table, ways_tables
 from distill.report.section import Made, Part, Piece, fine, section
@@ -19,12 +19,12 @@ WAITED_FOR = {
 
 @section("numbers", "The numbers", order=10)
 def numbers(view: View) -> Made:
-    """What could be run, and how sure the gain is."""
+    """The tables of ways, and how certain the gain is."""
     return [*ways_tables(view.verdict), *map(fine, effect_lines(view.verdict)), Piece("nav", None)]
 
 
 def effect_lines(verdict: Verdict) -> list[str]:
-    """How sure the gain is, and what these prompts could have seen."""
+    """How certain the gain is, and which difference these prompts can detect."""
     gain, against_served = verdict.gain, verdict.against_served
     served = [f"Against the served draft, paired by prompt: {words(against_served)}."] if against_served else []
     if not gain:
@@ -32,7 +32,7 @@ def effect_lines(verdict: Verdict) -> list[str]:
     return [
         f"Gain over the undistilled draft, paired by prompt: {words(gain)}.",
         *served,
-        f"Both drafts on the same {gain.prompts:,} prompts ({gain.tokens:,} tokens), tau and speed-up by replay: so a gain can "
+        f"Both drafts are compared on the same {gain.prompts:,} prompts ({gain.tokens:,} tokens), with tau and speed-up by replay, so a gain can "
         f"differ from the difference of two live runs. {gain.method[0].upper()}{gain.method[1:]}; {_confidence(gain)}.",
     ]
 
@@ -47,35 +47,35 @@ def _confidence(effects: Effects) -> str:
 
 @section("load", "Under load", order=50)
 def load(view: View) -> Made:
-    """What each way gives at each number of concurrent requests."""
+    """The speed-up of each way at each number of concurrent requests."""
     verdict = view.verdict
     return [*load_lines(verdict), load_table(verdict)] if max(verdict.concurrencies, default=1) > 1 else None
 
 
 def load_lines(verdict: Verdict) -> list[str]:
-    """Where plain decoding wins, and where verification stops being free."""
+    """From which load plain decoding is faster, and from which size verification is not free."""
     lines = [
-        "Speed-up over the target alone at the same load; tokens/s are of all requests together. Each way drafts the gamma that is best "
-        "for it there. What to run is bold."
+        "Speed-up over the target alone at the same load. tokens/s are of all requests together. Each way uses its own best gamma at that "
+        "load. The way to run is bold."
     ]
     wins, most = verdict.plain_wins_from, max(verdict.concurrencies)
     if wins is None:
-        lines.append("By prediction the draft is faster than plain decoding at every load up to 4096 requests.")
+        lines.append("The draft is predicted to be faster than plain decoding at every load up to 4096 requests.")
     elif wins == 1:
         lines.append("Plain decoding is faster than the draft by itself at every load.")
     else:
-        how = "" if wins <= most else f", by prediction beyond the {most} that were measured"
-        lines.append(f"From {wins:,} concurrent requests on plain decoding is faster than the draft by itself{how}.")
+        how = "" if wins <= most else f" (predicted: at most {most} were measured)"
+        lines.append(f"From {wins:,} concurrent requests on, plain decoding is faster than the draft by itself{how}.")
     free = verdict.roofline.free_tokens if verdict.roofline else None
     if free is not None:
         lines.append(
-            f"A call of the target takes twice as long for {free:,.0f} tokens as for hardly any: there verification stops being free. A block "
-            "feeds it gamma + 1 tokens of every request."
+            f"A target call with {free:,.0f} tokens takes twice its fixed time, so verification is not free there. A block feeds the target "
+            "gamma + 1 tokens of every request."
         )
     return lines
 
 
-@section("latency", "How long a reader waits", order=52)
+@section("latency", "Latency", order=52)
 def latency(view: View) -> Made:
     """Milliseconds to the first token, between pieces, for a whole response."""
     known = view.verdict.latency
@@ -83,8 +83,8 @@ def latency(view: View) -> Made:
         return None
     tables: list[Part] = [table for what in WAITED_FOR if (table := _waits(what, known)).cells]
     line = (
-        "One request at a time; p50 is the median, 99 of 100 are at most p99. The first token waits for the prefill of both "
-        "models. A block's tokens come together, so a reader sees pieces, not tokens."
+        "One request at a time. p50 is the median; 99 of 100 are at most p99. The first token waits for the prefill of both "
+        "models. The tokens of a block arrive together."
     )
     return [line, *tables]
 

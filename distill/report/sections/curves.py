@@ -15,13 +15,13 @@ def steps(view: View) -> Made:
         return "Only one checkpoint was judged, so there is no curve over steps."
     # Only counted blocks have an interval of tau.
     judged_on = (
-        "alpha is of the same frozen held-out text for every checkpoint. tau was counted live on the same prompts, so each "
-        "checkpoint was counted on text of its own."
+        "alpha is on the same frozen held-out text for every checkpoint. tau was counted live on the same prompts, so each "
+        "checkpoint has its own text there."
         if any(step.tau_ci for step in rows)
-        else "Every checkpoint was judged on the same frozen held-out text, tau by replay."
+        else "Every checkpoint was judged on the same frozen held-out text, with tau by replay."
     )
     shown = figures(view, ("steps_alpha", "alpha, acceptance rate"), ("steps_tau", "tau, tokens per target call"))
-    return [f"{judged_on} The dashed line is the draft before training, the bands are intervals.", shown]
+    return [f"{judged_on} The dashed line is the draft before training. The bands are 95 % intervals.", shown]
 
 
 @section("survival", "Survival by position", order=30, nav="Survival")
@@ -30,8 +30,8 @@ def survival(view: View) -> Made:
     if not view.survival:
         return "Survival by position is not known: nothing was decoded live and no rule could be replayed."
     line = (
-        "How often the first j tokens that the draft proposes are all accepted. A block pays for all its drafted tokens, so a curve "
-        "that falls fast asks for a small gamma. The judged draft's was counted live where it was decoded; the others are by replay."
+        "How often the first j drafted tokens of a block are all accepted. Every drafted token costs time, so use a small gamma if the "
+        "curve falls fast. The judged draft was counted live if it was decoded; the others are by replay."
     )
     return [line, figures(view, ("survival", "share of blocks whose first j drafted tokens are accepted"))]
 
@@ -58,10 +58,10 @@ def speed(view: View) -> Made:
 
 
 def speed_line(view: View) -> str:
-    """What was timed, and what the curve is predicted from."""
+    """The timed speed-up, and the costs the curve is predicted from."""
     verdict, costs, row = view.verdict, view.verdict.costs, view.verdict.row(view.draft.way)
     if costs is None:
-        return "Nothing was timed on this machine; the curve below is for other times."
+        return "Nothing was timed on this machine. The curve below is for the step times given there."
     timed = f"Timed: {row.speed_up:.2f}x at gamma {row.gamma}. " if row is not None and row.speed_up is not None else ""
     ends = verdict.best_gamma_range
     if ends is None:
@@ -76,22 +76,22 @@ def speed_line(view: View) -> str:
 
 
 def of_block(view: View) -> str:
-    """What a cost ratio is of, where the judged draft drafts a block in one pass."""
-    return " of a block" if view.draft.drafting == "parallel" else ""
+    """The unit of a cost ratio where the judged draft drafts a block in one pass."""
+    return " per block" if view.draft.drafting == "parallel" else ""
 
 
 def given_words(view: View) -> str:
     """At which step times a speed-up is predicted, and where they come from."""
     given = view.given
-    source = {"given": "given", "measured": "measured here", "example": "an example, nothing was measured here"}
+    source = {"given": "given", "measured": "measured here", "example": "an example: nothing was measured here"}
     return (
-        f"target {1e3 * given.target_seconds:.4g} ms a step, draft {1e3 * given.draft_seconds:.4g} ms (c = {given.cost_ratio:.3f}"
-        f"{of_block(view)}), each drafted token lengthens the target's call by {100 * given.verify_extra:.1f} % ({source[given.source]})"
+        f"target step {1e3 * given.target_seconds:.4g} ms, draft call {1e3 * given.draft_seconds:.4g} ms (c = {given.cost_ratio:.3f}"
+        f"{of_block(view)}); each drafted token adds {100 * given.verify_extra:.1f} % to the target's call ({source[given.source]})"
     )
 
 
 def rules_table(view: View) -> Table:
-    """Each engine rule: what the judged draft reaches under it, at this gamma and at the best one."""
+    """Acceptance and predicted speed-up of the judged draft under each engine rule."""
     gamma, rules = view.verdict.gamma, view.result.curves.rules if view.result.curves else []
     table = Table(
         [
@@ -117,7 +117,7 @@ def rules_table(view: View) -> Table:
 
 
 def given_table(view: View) -> Table:
-    """Predicted speed-up over gamma at other step times, one column a way, the best of each in bold."""
+    """Predicted speed-up over gamma at other step times, one column per way, the best of each in bold."""
     assert view.curves is not None
     curves = view.in_order(view.curves)
     columns = [view.given.speed_ups(curve, view.in_one_pass(name)) for name, curve in curves]
@@ -129,12 +129,12 @@ def given_table(view: View) -> Table:
     return table
 
 
-@section("calibration", "Does the draft know when it is wrong?", order=97, nav="Calibration")
+@section("calibration", "Is the draft's confidence reliable?", order=97, nav="Calibration")
 def calibration(view: View) -> Made:
     """What to do with the draft's confidence."""
     found = view.result.calibration
     if found is None:
         return "The draft's confidence was not measured under this rule."
     said = found.words.rstrip(".")
-    caption = "share accepted over the draft's own probability; grey: how often"
+    caption = "share accepted by the draft's own probability; grey: frequency"
     return [f"{said[:1].upper()}{said[1:]}.", figures(view, ("calibration", caption))]

@@ -1,4 +1,4 @@
-"""What tokens and responses cost, where prices were given."""
+"""Cost of tokens and responses, if prices were given."""
 
 from distill.report.money import Prices, price_rows, run_hours, run_price
 from distill.report.section import Made, section
@@ -9,7 +9,7 @@ from distill.run.result import Result
 
 @section("money", "What it costs", order=55)
 def money(view: View) -> Made:
-    """Money by number of concurrent requests; the cheaper way is bold."""
+    """Cost by number of concurrent requests; the cheaper way is bold."""
     if view.prices is None:
         return None
     return [
@@ -19,30 +19,30 @@ def money(view: View) -> Made:
 
 
 def money_lines(result: Result, prices: Prices) -> list[str]:
-    """What the table takes for granted, and where it breaks even."""
+    """The assumptions of the table, and the break-even speed-up."""
     rows = price_rows(result, prices)
     if not rows:
-        return ["Nothing was timed here, so there is no price of a token."]
+        return ["Nothing was timed here, so the cost of a token is not known."]
     same = prices.alone == prices.with_draft
     lines = [
         f"An hour costs {prices.alone:g}" + ("" if same else f", with the draft {prices.with_draft:g}") + ". The draft breaks even at "
-        f"{prices.break_even:.2f}x the speed; a response has {result.verdict.tokens / max(1, result.verdict.prompts):.0f} tokens "
-        "on average. No request is counted as waiting: an hour is an hour of full work."
+        f"{prices.break_even:.2f}x. A response has {result.verdict.tokens / max(1, result.verdict.prompts):.0f} tokens "
+        "on average. Idle time is not counted."
     ]  # fmt: skip
     spent, first = run_price(result, prices), rows[0]
     if spent:
         requests = "one request at a time" if first.concurrency == 1 else f"{first.concurrency} requests at once"
         repaid = (
-            f"it is never repaid at {requests}: a token costs no less with the draft"
+            f"It is never repaid at {requests}, because a token costs no less with the draft"
             if first.repaid_tokens is None
-            else f"it is repaid after {first.repaid_tokens:,.0f} tokens at {requests}"
+            else f"It is repaid after {first.repaid_tokens:,.0f} tokens at {requests}"
         )
-        lines.append(f"The run took {run_hours(result):.2f} hours, {spent:.2f} at that price; {repaid}.")
+        lines.append(f"The run took {run_hours(result):.2f} hours and cost {spent:.2f} at that price. {repaid}.")
     return lines
 
 
 def money_table(result: Result, prices: Prices) -> Table | None:
-    """Money by number of concurrent requests, None where nothing was timed."""
+    """Cost by number of concurrent requests; None where nothing was timed."""
     rows = price_rows(result, prices)
     table = Table(
         [

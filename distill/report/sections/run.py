@@ -1,4 +1,4 @@
-"""What was run and checked, how to serve the draft, the words of the page."""
+"""Sections on provenance and checks, serving commands, and the glossary."""
 
 import shlex
 
@@ -9,59 +9,59 @@ from distill.run.result import Result
 from speculative.measure.replay import agreement_words
 
 GLOSSARY = {
-    "target": "The large model that is served. The text is always its own: speculation changes the speed, not the words.",
-    "draft": "The small model that proposes the next tokens, which the target then checks all at once.",
+    "target": "The large model that is served. Speculative decoding changes its speed, not its text.",
+    "draft": "The small model that proposes the next tokens. The target checks them all in one call.",
     "block": "One round: the draft proposes gamma tokens, the target verifies them in one call and adds one token of its own.",
     "gamma": "How many tokens the draft proposes in a block.",
-    "alpha, acceptance rate": "How often a proposed token is accepted, averaged over every position of the target's text. 1 = the draft and the "
-    "target agree always.",
-    "accepted / drafted": "Accepted tokens over all proposed ones. Tokens behind the first rejected one are wasted, so it is below alpha and falls "
-    "with gamma.",
-    "tau, block efficiency": "Tokens written per call of the target: from 1 (every proposal is wrong) to gamma + 1.",
+    "alpha, acceptance rate": "How often a proposed token is accepted, averaged over every position of the target's text. At 1 the draft and the "
+    "target always agree.",
+    "accepted / drafted": "Accepted tokens over proposed tokens. Tokens after the first rejected one are wasted, so it is below alpha and falls "
+    "as gamma grows.",
+    "tau, block efficiency": "Tokens generated per target call: from 1 (every proposal is rejected) to gamma + 1.",
     "survival": "How often the first j tokens of a block are all accepted.",
-    "correction, bonus": "The target's own token: in place of the first rejected one, or behind a block that was accepted whole.",
-    "c, cost ratio": "Seconds of one draft call over seconds of one step of the target. A call drafts a token, or the whole block where the draft "
-    "drafts it in one pass.",
-    "v": "Seconds of the target call that verifies a block over seconds of a call for one token.",
-    "speed-up": "Tokens per second over the same target alone. Timed where it was measured; predicted as tau / (gamma c + v), or tau / (c + v) "
-    "in one pass a block.",
-    "replay": "tau computed from the two models' probabilities along stored text of the target, for every gamma at once.",
-    "rule": "How the server accepts. sample: the draft samples; greedy-draft: the draft takes its most probable token; greedy: both do "
-    "(temperature 0); block: accepts whole blocks jointly.",
+    "correction, bonus": "The target's own token: in place of the first rejected one (correction), or after a fully accepted block (bonus).",
+    "c, cost ratio": "Time of one draft call over time of one target step. A draft call drafts one token, or a whole block if the draft works "
+    "in one pass.",
+    "v": "Time of the target call that verifies a block over time of a call for one token.",
+    "speed-up": "Tokens per second over those of the target alone. Timed, or predicted as tau / (gamma c + v); tau / (c + v) if a block is drafted "
+    "in one pass.",
+    "replay": "tau computed from both models' probabilities on stored text of the target, for every gamma at once.",
+    "rule": "How the server accepts tokens. sample: the draft samples. greedy-draft: the draft takes its most probable token. greedy: both do "
+    "(temperature 0). block: whole blocks are judged jointly.",
     "[a, b]": "95 % interval, from resampling the held-out prompts.",
 }
 
 
 @section("run", "What was run", order=98, nav="What was run")
 def run(view: View) -> Made:
-    """Provenance, the config, the checks of the instrument."""
+    """Provenance, the config and the checks made before measuring."""
     result = view.result
     parts: list[Part] = [Piece("facts", run_facts(view))]
     if result.files.get("proposals"):
         parts.append(
-            fine(f"Every proposed token with its probabilities: {result.files['proposals']} beside result.json.")
+            fine(f"Every proposed token with its probabilities is in {result.files['proposals']}, next to result.json.")
         )
     parts += [Piece("config", result.config)] if result.config else []
-    return [*parts, heading("Checks of the instrument"), Piece("list", check_lines(result))]
+    return [*parts, heading("Checks before measuring"), Piece("list", check_lines(result))]
 
 
 @section("serve", "Serve it", order=99, nav="Serve it")
 def serve(view: View) -> Made:
-    """What starts each engine with this pair, and why that may not be worth it."""
+    """The command for each engine, and why serving may not be worth it."""
     if not view.result.serve:
         return None
     warning = serve_warning(view)
     return [*([Piece("warning", warning)] if warning else []), Piece("serve", view.result.serve)]
 
 
-@section("words", "The words of this page", order=100, nav="Words")
+@section("words", "Glossary", order=100, nav="Glossary")
 def words(view: View) -> Made:
     """The glossary."""
     return [Piece("facts", list(GLOSSARY.items()))]
 
 
 def serve_warning(view: View) -> str:
-    """Why the commands may not be worth running, "" where the draft pays off."""
+    """Why serving the draft may not be worth it; "" where the draft pays off."""
     verdict = view.verdict
     reasons = []
     if verdict.outcome == "loss":
@@ -74,19 +74,19 @@ def serve_warning(view: View) -> str:
         reasons.append(f"{verdict.to_run()} is faster and needs no training")
     elif verdict.outcome == "best_together":
         reasons.append(
-            "with prompt lookup before it the draft is faster than by itself (understudy generate; see what your engine can chain)"
+            "with prompt lookup before it the draft is faster than by itself (understudy generate, or an engine that chains both)"
         )
     if verdict.pays is False or verdict.outcome == "no_speed":
         reasons.append("the target with this draft by itself was not certainly faster than the target alone")
     if reasons:
-        return f"Before serving it: {'; '.join(reasons)}. The commands are given all the same."
+        return f"Before serving it: {'; '.join(reasons)}. The commands are listed anyway."
     if verdict.pays is None:
-        return "Not timed: whether the target with this draft is faster than alone was not measured."
+        return "Not timed: it was not measured whether the target is faster with this draft."
     return ""
 
 
 def check_lines(result: Result) -> list[str]:
-    """The instrument's own checks, in words; what has no words here is shown as key and value."""
+    """The checks made before measuring, as sentences; other checks as key and value."""
     checks = dict(result.verdict.self_checks)
     lines = []
     if "alpha_replay" in checks:
@@ -94,8 +94,8 @@ def check_lines(result: Result) -> list[str]:
             str(checks.pop("dtype", ""))
         ]
         lines.append(
-            f"The target as its own draft scores alpha {checks.pop('alpha_replay'):.4f} by replay and "
-            f"{checks.pop('alpha_live', float('nan')):.4f} live: 1 is right, within {checks.pop('alpha_tolerance', 0):g} "
+            f"The target as its own draft has alpha {checks.pop('alpha_replay'):.4f} by replay and "
+            f"{checks.pop('alpha_live', float('nan')):.4f} live. The expected value is 1, within {checks.pop('alpha_tolerance', 0):g} "
             f"({', '.join(part for part in size if part)})."
         )
         for key in ("gamma", "batch_size", "alpha_noise"):
@@ -104,7 +104,7 @@ def check_lines(result: Result) -> list[str]:
     if "greedy_equal" in checks:
         ties, equal = checks.pop("near_ties", None) or [], checks.pop("greedy_equal")
         checks.pop("near_tie_tolerance", None)
-        parted = f"; {len(ties)} part at a near-tie of two logits." if ties else "."
+        parted = f"; {len(ties)} differ from a near-tie of two logits on." if ties else "."
         lines.append(
             f"Speculative greedy text equals plain greedy text on {equal} of {equal + len(ties)} prompts{parted}"
         )
@@ -115,19 +115,19 @@ def check_lines(result: Result) -> list[str]:
 
 
 def _agreement_line(result: Result) -> str:
-    """Live decoding against replay of its own text: both of one run, the last one that was counted."""
+    """Compare live decoding with replay of its own text, for the last live run."""
     verdict = result.verdict
     judged = [one for one in verdict.checkpoints if one.step == verdict.drafts[-1].step]
     runs = [(verdict.replay_check, verdict.live_tokens), *((one.replay_check, one.live_tokens) for one in judged)]
     check, tokens = next(((check, tokens) for check, tokens in runs if check and tokens), (None, 0))
-    start = "Live decoding against replay of its own text:"
+    start = "Live decoding compared with replay of its own text:"
     if check is None:
-        return f"{start} not compared, no live run was counted."
-    return f"{start} tau {tokens / check.live_blocks:.2f} beside {agreement_words(check, tokens)}."
+        return "Live decoding was not compared with replay, because nothing was decoded live."
+    return f"{start} tau {tokens / check.live_blocks:.2f}, {agreement_words(check, tokens)}."
 
 
 def run_facts(view: View) -> list[tuple[str, str]]:
-    """What was run, on what: (name, value), values that are not recorded left out."""
+    """(name, value) of the run, machine and settings; values that were not recorded are left out."""
     result, verdict, costs = view.result, view.verdict, view.verdict.costs
     facts = dict(result.provenance)
     dirty, commit, argv = (facts.pop(key, None) for key in ("uncommitted_changes", "commit", "argv"))

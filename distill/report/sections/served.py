@@ -1,4 +1,4 @@
-"""What a serving engine did with the draft, beside what replay says of it: `understudy readback`."""
+"""Section on a serving engine: its measurements compared with replay (`understudy readback`)."""
 
 from distill.report.section import Made, section
 from distill.report.table import Cell, Column, Table
@@ -47,12 +47,12 @@ def served_lines(record: ServedRecord) -> list[str]:
         f"({WAYS[record.drafting]}, rule {replay.rule}, gamma {replay.gamma}): z {record.z:+.1f}."
     ]
     if record.greedy is not None:
-        ties = f", {record.greedy.near_ties} more part at a near-tie" if record.greedy.near_ties else ""
+        ties = f", {record.greedy.near_ties} more differ from a near-tie on" if record.greedy.near_ties else ""
         lines.append(f"{record.greedy.equal} of {record.greedy.prompts} greedy texts are equal token for token{ties}.")
     law = record.text_law
     if law is not None:
-        said = "cannot be told from the target's own" if law.same else "is NOT the target's own"
+        said = "does not differ detectably from the target's own" if law.same else "is NOT the target's own"
         lines.append(
-            f"Its sampled text {said} (p {law.p:.2g}; {law.log_prob:.2f} nats a token, {law.expected:.2f} expected)."
+            f"Its sampled text {said} (p {law.p:.2g}; {law.log_prob:.2f} nats per token, {law.expected:.2f} expected)."
         )
     return lines

@@ -1,4 +1,4 @@
-"""Where the draft gains and loses: slices of the held-out text, other targets, domains that were not trained on, disagreements."""
+"""Sections on where the draft gains and loses: slices, other targets, untrained domains, disagreements."""
 
 import re
 
@@ -20,7 +20,7 @@ def prompts_of(count: int) -> str:
 
 
 def visible(text: str) -> str:
-    """Text of a model in one line: white space and control characters as signs."""
+    """Text of a model on one line, with white space and control characters as symbols."""
     signs = text.translate(CONTROL_SIGNS | {ord("\n"): "↵", ord("\t"): "⇥", 0x7F: "␡"})
     return re.sub("^ +| +$", lambda edge: "␣" * len(edge[0]), signs) or "∅"
 
@@ -31,28 +31,28 @@ def slices(view: View) -> Made:
     if not view.result.slices:
         return "There are no slices."
     intro = (
-        "alpha on parts of the held-out text. The bar is the judged draft, the tick the baseline; “loses most” marks where most "
-        "rejected tokens are."
+        "alpha on parts of the held-out text. The bar is the judged draft, the tick the undistilled one. “loses most” marks the part with "
+        "the most rejected tokens."
     )
     tables = [slice_table(view, group) for group in view.result.slices if group.rows]
     return [intro, fine(slices_line(view)), *tables]
 
 
 def slices_line(view: View) -> str:
-    """What the intervals of the gains hold for, and when a slice is marked."""
+    """How the intervals are corrected, and when a slice is marked."""
     groups = view.result.slices
     marks = ("“worse” and “forgotten”" if untrained(view) else "“worse”") + " marks"
     levels = [group.corrected_confidence for group in groups if group.corrected_confidence]
     if not levels or not any(row.gain is not None for group in groups for row in group.rows):
-        return "Each interval stands alone."
+        return "Intervals are not corrected for the number of rows."
     return (
-        f"The intervals of the gains hold together at 95 % over the rows of a table (Bonferroni: each at up to {100 * max(levels):.1f} %); "
-        f"{marks} a loss that is certain by them, on enough prompts. Those of alpha stand alone."
+        f"The intervals of the gains hold jointly at 95 % over the rows of a table (Bonferroni: each at up to {100 * max(levels):.1f} %); "
+        f"{marks} a certain loss on enough prompts. The intervals of alpha are not corrected."
     )
 
 
 def slice_table(view: View, group: SliceTable) -> Table:
-    """One dimension; what has no order of its own is sorted by lost tokens, worst first."""
+    """One dimension; dimensions without a natural order are sorted by lost tokens, worst first."""
     rows, main = list(group.rows), view.draft.way
     if group.dimension not in ORDERED_DIMENSIONS:
         rows.sort(key=lambda row: -(row.lost_share or 0.0))
@@ -104,7 +104,7 @@ def targets(view: View) -> Made:
         table.add(
             one.target, one.weight, own and own.alpha, own and own.tau, before and before.tau, Cell(one.gain.gain, one.gain.ci)
         )  # fmt: skip
-    return ["The same draft on held-out text of the other targets that it learned from, by replay.", table]
+    return ["The draft on held-out text of the other targets that it learned from, by replay.", table]
 
 
 @section("forgetting", "Forgetting", order=85)
@@ -124,11 +124,11 @@ def forgetting(view: View) -> Made:
             Cell(row.name, note="" if row.name in trained_on else "not trained on"), row.tokens, *_alphas(row, names),
             Cell(row.gain, row.gain_ci, mark="forgotten" if row.certain == "loss" else ""),
         )  # fmt: skip
-    return ["The same drafts on every domain, also on those that were not trained on.", table]
+    return ["The drafts on every domain, including those that were not trained on.", table]
 
 
 def untrained(view: View) -> list[SliceRow]:
-    """The held-out domains side by side; none where all were trained on, or nobody trained."""
+    """Rows of the held-out domains; none where all were trained on, or nothing was trained."""
     trained_on = view.result.trained_on
     rows = next((group.rows for group in view.result.slices if group.dimension == "domain"), [])
     return [] if trained_on is None or all(row.name in trained_on for row in rows) else rows
@@ -136,13 +136,13 @@ def untrained(view: View) -> list[SliceRow]:
 
 @section("disagreements", "Most expensive disagreements", order=95, nav="Disagreements")
 def disagreements(view: View) -> Made:
-    """Where the draft loses most: what the target said and what the draft wanted."""
+    """The most expensive disagreements between draft and target."""
     every = view.result.disagreements
     if not every:
         return "No disagreements were recorded."
     timed = any(row.tokens_per_second_lost is not None for row in every)
     parts: list[Part] = [
-        "Where the draft most often wanted something else than the target said (␣ is a space, ↵ a new line).",
+        "Where the draft's first choice most often differs from the target's token (␣ is a space, ↵ a new line).",
         disagreement_table(every[:SHOWN_DISAGREEMENTS], timed),
     ]
     more = every[SHOWN_DISAGREEMENTS:]
@@ -150,7 +150,7 @@ def disagreements(view: View) -> Made:
 
 
 def disagreement_table(rows: list[Disagreement], timed: bool) -> Table:
-    """A row a disagreement; timed: with the tokens per second that it costs."""
+    """One row per disagreement; timed: with the tokens per second that it costs."""
     lost = [Column("tokens/s lost", ".1f")] if timed else []
     table = Table(
         [

@@ -1,4 +1,4 @@
-"""The target's text: which way helps where, how much repeats, other temperatures, whether the text is still the target's."""
+"""Sections on the text: speed-ups by part of it, repetition, other temperatures, losslessness and task scores."""
 
 from distill.report.section import Made, section
 from distill.report.sections.slices import prompts_of
@@ -8,15 +8,15 @@ from speculative.explain.where_helps import WhereRow
 from speculative.measure.measured import TARGET
 
 
-@section("where", "Which one helps where", order=70)
+@section("where", "Which way helps where", order=70)
 def where(view: View) -> Made:
     """Speed-ups of every way by part of the text."""
     rows = view.result.where
     if not rows:
         return None
     line = (
-        "Speed-up over the target alone, by part of the text. Bold is the fastest there; “certain” where it beats all the "
-        "others for certain, over the rows of its table together."
+        "Speed-up over the target alone, by part of the text. The fastest way is bold. It is marked “certain” if it is certainly faster than "
+        "all others, over all rows of its table."
     )
     dimensions = dict.fromkeys(row.dimension for row in rows)
     return [line, *(_where_table([row for row in rows if row.dimension == one]) for one in dimensions)]
@@ -62,8 +62,8 @@ def repetition(view: View) -> Made:
         tokens = view.verdict.tokens if part.tokens is None else part.tokens
         table.add(name, Cell(part.repeated, bar=part.repeated), Cell(part.looping, bar=part.looping), tokens)
     line = (
-        "Of the target's own text: tokens inside 8 in a row that stood earlier in prompt or response (repeated), and tokens "
-        "of a stretch that goes round and round (looping). What repeats, prompt lookup finds without a draft."
+        "Share of the target's own tokens inside a sequence of 8 that occurred earlier in prompt or response (repeated), and inside a loop "
+        "(looping). Prompt lookup finds repeated text without a draft."
     )
     return [line, table]
 
@@ -90,8 +90,8 @@ def temperatures(view: View) -> Made:
             *([Cell(_best(view.timed_speed_ups(curve)), note="predicted")] if timed else []), row.repetition.looping,
         )  # fmt: skip
     line = (
-        f"The same draft when the target is served at other temperatures: {rows[0].curve.prompts:,} held-out prompts answered at "
-        "each, alpha and tau by replay of the answers."
+        f"The same draft with the target at other temperatures: {rows[0].curve.prompts:,} held-out prompts answered at "
+        "each, with alpha and tau by replay of the answers."
     )
     return [line, table]
 

@@ -1,4 +1,4 @@
-"""Some held-out responses, token by token: who wrote each."""
+"""A few held-out responses token by token, with the model that wrote each token."""
 
 from collections import Counter
 
@@ -17,15 +17,15 @@ def token_text(text: str) -> str:
 
 @section("tokens", "Who wrote each token", order=90, nav="Tokens")
 def tokens(view: View) -> Made:
-    """The token view; what both models held most probable is in the page's data."""
+    """The token view. Both models' most probable tokens are in the page's data."""
     found = view.result.token_view
     if found is None:
         return "There is no token view: nothing was decoded live."
     written = [Counter(token.by for token in response.tokens) for response in found.responses]
     intro = (
         f"Held-out responses, decoded with the {found.way} under rule {found.rule} at "
-        f"gamma {found.gamma}. Point at a token, tap it, or move with Tab and the arrow keys to see what both models held most probable "
-        "there (↵ is a new line, ∅ a token that ends no character)."
+        f"gamma {found.gamma}. Point at a token, tap it, or use Tab and the arrow keys to see both models' most probable tokens "
+        "there (↵ is a new line, ∅ a token that completes no character)."
     )
     values = {
         "written": sum(written, Counter()),

@@ -219,7 +219,7 @@ def test_times_on_the_command_line() -> None:
     given = given_times("25ms", "0.003s")
     assert given is not None
     assert (given.target_seconds, given.draft_seconds) == (pytest.approx(0.025), pytest.approx(0.003))
-    with pytest.raises(UserError, match="--t-target and --t-draft go together"):
+    with pytest.raises(UserError, match="give --t-target and --t-draft together"):
         given_times("25ms", "")
 
 
@@ -236,11 +236,11 @@ def test_the_page_and_its_numbers_are_written(result: dict[str, Any], tmp_path: 
     assert files.summary.stat().st_size < 10_000
     again = report_command(tmp_path / RESULT, tmp_path / "new" / "page.html", GivenTimes(0.025, 0.003))
     assert sorted(path.name for path in again.html.parent.iterdir()) == ["page.html", "page.json"]
-    assert "target 25 ms a step, draft 3 ms" in again.html.read_text(encoding="utf-8")
+    assert "target step 25 ms, draft call 3 ms" in again.html.read_text(encoding="utf-8")
 
 
 def test_a_report_of_nothing_says_what_to_do(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"result.json: not there; finish the run .*understudy evaluate DRAFT --config"):
+    with pytest.raises(UserError, match=r"result.json: not there: finish the run .*understudy evaluate DRAFT --config"):
         report_command(tmp_path)
 
 

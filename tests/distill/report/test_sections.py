@@ -73,7 +73,7 @@ def test_a_way_has_one_figure_wherever_it_is_shown(result: dict[str, Any]) -> No
         "174",
         "1.36x [1.31, 1.42]",
     ]
-    assert rows["lookup + draft n-grams of 1 to 3, then a draft of 3"][-1] == "1.30x [1.25, 1.35]"
+    assert rows["lookup + draft n-grams of 1 to 3, then 3 by the draft"][-1] == "1.30x [1.25, 1.35]"
     assert [row[0].strong for row in timed.cells] == [False, False, True, False, False]
     assert [row[0] for row in judged.texts()] == ["undistilled draft", "served draft", "draft"]
     assert judged.texts()[1][2:] == ["2.31 by replay", NOTHING]
@@ -138,11 +138,11 @@ def test_live_and_replay_are_of_one_run_and_always_told(result: dict[str, Any]) 
     tau, replayed = (
         best["live_tokens"] / best["replay_check"][blocks] for blocks in ("live_blocks", "predicted_blocks")
     )
-    assert check_lines(typed(result))[-1].endswith(f"tau {tau:.2f} beside replay {replayed:.2f}, z -0.2.")
+    assert check_lines(typed(result))[-1].endswith(f"tau {tau:.2f}, replay {replayed:.2f}, z -0.2.")
     old = copy.deepcopy(result)
     del old["verdict"]["replay_check"]
-    assert f"tau {passing['tau']:.2f} beside replay" in check_lines(typed(old))[-1], "of the run that was replayed"
-    assert "no live run was counted" in check_lines(typed(not_timed(result)))[-1]
+    assert f"tau {passing['tau']:.2f}, replay" in check_lines(typed(old))[-1], "of the run that was replayed"
+    assert "nothing was decoded live" in check_lines(typed(not_timed(result)))[-1]
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def test_commands_for_a_draft_without_gain_carry_a_warning(
 def test_what_was_run_is_told(result: dict[str, Any]) -> None:
     assert ("prompts timed", "7") in run_facts(view_of(result))
     steps = sections_of(result)["steps"], sections_of(not_timed(result))["steps"]
-    assert ["on text of its own" in steps[0][0], "tau by replay" in steps[1][0]] == [True, True]
+    assert ["has its own text there" in steps[0][0], "tau by replay" in steps[1][0]] == [True, True]
 
 
 def test_given_times_are_the_formula(result: dict[str, Any]) -> None:
@@ -219,12 +219,12 @@ def test_load_shows_each_row_and_where_plain_wins(result: dict[str, Any]) -> Non
     ]  # fmt: skip
     assert table.texts()[2][2] == table.texts()[2][5] == NOTHING, "not timed there"
     words = words_of(sections_of(result)["load"])
-    assert "From 12 concurrent requests on plain decoding is faster than the draft by itself." in words
-    assert "twice as long for 42 tokens" in words
+    assert "From 12 concurrent requests on, plain decoding is faster than the draft by itself." in words
+    assert "A target call with 42 tokens takes twice its fixed time" in words
     for wins, said in (
         (None, "at every load up to 4096"),
         (1, "by itself at every load."),
-        (40, "beyond the 16 that were measured"),
+        (40, "(predicted: at most 16 were measured)"),
     ):
         assert said in words_of(sections_of(of_verdict(result, plain_wins_from=wins))["load"])
 
@@ -258,14 +258,14 @@ def test_money_by_hand(result: dict[str, Any]) -> None:
     assert alone.repaid_tokens == pytest.approx(3.6 / (10e-6 - 20e-6 / 3))  # an hour, parts of a stage counted once
     assert (loaded.concurrency, loaded.million_alone, loaded.million_with_draft) == pytest.approx((8, 2.0, 2.5))
     assert loaded.repaid_tokens is None, "a token costs more with the draft there"
-    assert "repaid after 1,080,000 tokens" in money_lines(own, Prices(3.6, 3.6))[1]
+    assert "It is repaid after 1,080,000 tokens" in money_lines(own, Prices(3.6, 3.6))[1]
     two = Prices(3.6, 7.2)
     assert price_rows(own, two)[0].million_with_draft == pytest.approx(40 / 3)
     assert "breaks even at 2.00x" in money_lines(own, two)[0]
     assert "never repaid at one request at a time" in money_lines(own, two)[1]
     assert summary_of(own, prices=two)["money"][0]["million_alone"] == pytest.approx(10.0)
     assert sections_of(bare(result), prices=two)["money"] == [
-        "Nothing was timed here, so there is no price of a token."
+        "Nothing was timed here, so the cost of a token is not known."
     ]
 
 
