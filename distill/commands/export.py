@@ -1,4 +1,4 @@
-"""`understudy export` and `understudy check-export`: the run's best draft as a directory that engines serve."""
+"""`understudy export` and `understudy check-export`: write the best draft for engines, and check it in transformers."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -15,15 +15,15 @@ from speculative.errors import UserError
 
 
 def export(options: ExportOptions) -> None:
-    """Exports, and says what each engine takes."""
+    """Export, and print which engines take the pair."""
     print("\n".join(export_lines(export_run(options))))
 
 
 def export_run(options: ExportOptions) -> ExportReport:
-    """Writes a run's best draft, or a checkpoint's, with what the run knows of it.
+    """Export a run's best draft, or one checkpoint, with the run's measurements.
 
     Raises:
-        UserError: no such run, or see `export_draft`.
+        UserError: there is no such run; see also `export_draft`.
     """
     facts = read_run(options.run, options.trust_remote_code)
     if options.quantize:
@@ -38,12 +38,14 @@ def export_run(options: ExportOptions) -> ExportReport:
 def _require_adapter(adapter: Path) -> None:
     averaged = (adapter.parent / RAW).exists()
     if averaged or not adapter.is_dir():
-        why = "its better weights are averaged ones (optim.ema)" if averaged else "it has none"
-        raise UserError(f"{adapter.parent}: --adapter: {why}; export a run of student.lora without it, from step 1 on")
+        why = "its weights are averages (optim.ema), not an adapter" if averaged else "it has no adapter"
+        raise UserError(
+            f"{adapter.parent}: --adapter: {why}; export a checkpoint of a run with student.lora, without optim.ema"
+        )
 
 
 def check_export(options: CheckExportOptions) -> int:
-    """Prints what transformers' own assisted generation found; the exit status, 1 when it does not agree with us."""
+    """Print the comparison with transformers' assisted generation; return 1 if it disagrees, else 0."""
     config = load_trusted(options.config, options.trust_remote_code, options.overrides or [])
     found = outside_check(open_pair(config, str(options.exported), options.prompts), options.exported, options.gamma)
     print("\n".join(outside_check_lines(found, options.gamma)))
@@ -51,20 +53,22 @@ def check_export(options: CheckExportOptions) -> int:
 
 
 def export_lines(report: ExportReport) -> list[str]:
-    """What an export wrote, what was checked, and which engines take it."""
+    """Return lines that say what was written, what was checked, and which engines take the pair."""
     lines = [
         f"{report.path}: {report.parameters:,} parameters in {report.dtype}, vocabulary: {report.vocabulary.detail}"
     ]
     lines.extend(f"checked: {check}" for check in report.checks)
     for engine in report.engines:
-        lines.append(f"{engine.engine:<14} {'takes it' if engine.ok else 'refuses it: ' + '; '.join(engine.reasons)}")
+        lines.append(
+            f"{engine.engine:<14} {'takes this pair' if engine.ok else 'refuses this pair: ' + '; '.join(engine.reasons)}"
+        )
     lines.extend(f"warning: {warning}" for warning in report.warnings)
     lines.append(f"how to serve it: {report.path / 'SERVING.md'}")
     return lines
 
 
 def outside_check_lines(found: OutsideCheck, gamma: int) -> list[str]:
-    """What `distill.export.check.outside_check` found."""
+    """Return the result of `distill.export.check.outside_check` as lines."""
     theirs, (low, high) = found.theirs, found.tau_ci
     lines = [f"same greedy tokens as the target alone on {sum(theirs.equal_N)} of {len(theirs.equal_N)} prompts"]
     if theirs.first_difference:

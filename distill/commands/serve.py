@@ -1,4 +1,4 @@
-"""`understudy serve`: an engine started with the command of SERVING.md, watched until it answers, ended with us."""
+"""`understudy serve`: start an engine with the command of SERVING.md, wait until it answers, and stop it on exit."""
 
 import contextlib
 import ctypes
@@ -30,34 +30,34 @@ from distill.faults import Interrupted
 from distill.models.load import resolve
 from speculative.errors import UserError
 
-ENGINES = {"vllm": ("vLLM", "vllm")}  # its name in serving.json, and its program
+ENGINES = {"vllm": ("vLLM", "vllm")}  # option value -> (name in serving.json, program)
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
-# What `make engines` builds.
+# Where `make engines` installs vLLM.
 BUILT = Path(__file__).resolve().parents[2] / ".venv-vllm" / "bin"
-TOLD_LINES = 12  # of the log of an engine that died
-GRACE_SECONDS = 15.0  # for an engine to end by itself
+TOLD_LINES = 12  # log lines printed when an engine exits on its own
+GRACE_SECONDS = 15.0  # for an engine to exit after a signal, before it is killed
 POLL_SECONDS = 0.5
-_SET_PDEATHSIG = 1  # of Linux's prctl
+_SET_PDEATHSIG = 1  # PR_SET_PDEATHSIG of Linux's prctl
 
 
 class _Ended(Exception):
-    """A signal that asks for the end; `number` is the engine's too."""
+    """A signal asked us to stop; `number` is passed on to the engine."""
 
     def __init__(self, number: int) -> None:
         self.number = number
 
 
 def serve(options: ServeOptions) -> int:
-    """Runs the engine in the foreground until it or we are ended; 0 when that was asked for after it had answered.
+    """Run the engine in the foreground until it exits or a signal arrives. Return 0 after a signal to a running server.
 
     Raises:
-        UserError: no export, a pair that the engine does not take, no engine, a port in use, or the engine ended by itself.
-        Interrupted: ended while the engine was starting.
+        UserError: no export, the engine refuses the pair, no engine installed, port in use, or the engine exited on its own.
+        Interrupted: a signal arrived while the engine was starting.
     """
     directory, facts = _read_export(options.run)
     name, words = engine_words(options, directory, facts)
     keyed = "VLLM_API_KEY" in os.environ or any(word.startswith("--api-key") for word in words)
-    listening(options.host, options.port, keyed).close()  # refused now, not by the engine in minutes
+    listening(options.host, options.port, keyed).close()  # fail now and not after minutes of loading
     log = options.log or directory.parent / f"{options.engine}.log"
     console = Console(stderr=True)
     answered = False
@@ -70,21 +70,21 @@ def serve(options: ServeOptions) -> int:
             _died(engine, name, log)
     except _Ended:
         if not answered:
-            raise Interrupted(f"{name} was still starting; it is ended, its log is {log}") from None
-    print(f"{name} is ended; its log is {log}")
+            raise Interrupted(f"{name} was stopped while it was starting; its log is {log}") from None
+    print(f"{name} stopped; its log is {log}")
     return 0
 
 
 def engine_words(options: ServeOptions, directory: Path, facts: EngineFacts) -> tuple[str, list[str]]:
-    """(the engine's name, the words of its command): SERVING.md's, then address, port and what the user adds.
+    """Return (engine name, words of its command): SERVING.md's command, then host, port and the user's flags.
 
-    They are made here from numbers and choices, since an export may be somebody else's.
+    The words are built from the numbers in serving.json, since an export may come from somebody else.
 
     Raises:
-        UserError: an unknown engine, one that does not take the pair, or one that is not installed; no target here.
+        UserError: the engine is unknown, refuses the pair or is not installed, or the target is not found.
     """
     if options.engine not in ENGINES:
-        raise UserError(f"--engine {options.engine}: not one that is started here; known: {', '.join(ENGINES)}")
+        raise UserError(f"--engine {options.engine}: serve cannot start this engine; known: {', '.join(ENGINES)}")
     name, program_name = ENGINES[options.engine]
     check_directory_name(directory)
     engine = check(name, facts)
@@ -101,26 +101,26 @@ def engine_words(options: ServeOptions, directory: Path, facts: EngineFacts) -> 
     program = shutil.which(program_name, path=path)
     if program is None:
         raise UserError(
-            f"{name} is not installed: no program `{program_name}` in PATH; install it, or `make engines` builds it for CPUs"
+            f"{name} is not installed: no program `{program_name}` in PATH; install it, or run `make engines` for CPUs"
         )
     return name, [program, *words[1:], "--host", options.host, "--port", str(options.port), *(options.words or [])]
 
 
 def _target(options: ServeOptions, directory: Path, name: str) -> str:
-    """Where the target is on this machine: as asked, as the run says, or the public name in the export.
+    """Return the target's place: --target, else the run's target, else the public name in the export.
 
     Raises:
-        UserError: neither a directory nor a hub id.
+        UserError: the place is neither a directory nor a hub id.
     """
     run = run_of(options.run) or run_of(directory.parent)
     place = resolve(options.target or (load_config(run / CONFIG).target.path if run else name))
     if not (_HUB_ID.fullmatch(place) or Path(place).is_dir()):
-        raise UserError(f"{directory}: its target {name} is not at {place}: give its directory or hub id with --target")
+        raise UserError(f"{directory}: no target {name} at {place}; give its directory or hub id with --target")
     return str(Path(place).resolve()) if Path(place).is_dir() else place
 
 
 def _read_export(path: Path) -> tuple[Path, EngineFacts]:
-    """(the exported directory that `path` is or holds, what its commands are made from)."""
+    """Return (the export that `path` is or contains, the facts that its commands are built from)."""
     directory = (path if (path / SERVING_FILE).exists() else path / EXPORT).resolve()
     try:
         serving = json.loads((directory / SERVING_FILE).read_text(encoding="utf-8"))
@@ -129,11 +129,9 @@ def _read_export(path: Path) -> tuple[Path, EngineFacts]:
         facts = TypeAdapter(EngineFacts).validate_python(serving["facts"])
     except FileNotFoundError as error:
         if run_of(path) is None:
-            raise UserError(
-                f"{path}: neither a run's folder nor an exported directory ({SERVING_FILE} in it)"
-            ) from error
+            raise UserError(f"{path}: neither a run nor an export (a directory with {SERVING_FILE})") from error
         raise UserError(
-            f"{path}: nothing is exported there; `understudy export {path} --to {path / EXPORT}` writes what is served"
+            f"{path}: this run has no export; write it with `understudy export {path} --to {path / EXPORT}`"
         ) from error
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(
@@ -143,28 +141,31 @@ def _read_export(path: Path) -> tuple[Path, EngineFacts]:
 
 
 def listening(host: str, port: int, keyed: bool) -> socket.socket:
-    """A socket that listens there; a warning where others can reach it and need no key.
+    """Return a listening socket. Print a warning if other machines can reach it without a key.
 
     Raises:
         UserError: the port is in use, or the address is not this machine's.
     """
     if not keyed and not is_loopback(host):
-        print(f"warning: --host {host} without a key: whoever reaches this machine can use it", file=sys.stderr)
+        print(
+            f"warning: --host {host} without an API key: everyone who can reach this machine can use the server",
+            file=sys.stderr,
+        )
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family, backlog=2048)
     except OSError as error:
         raise UserError(
-            f"--host {host} --port {port}: cannot be listened on ({error.strerror}); choose another"
+            f"--host {host} --port {port}: cannot listen there ({error.strerror}); choose another port or host"
         ) from error
 
 
 @contextlib.contextmanager
 def _running(words: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """The engine in a session of its own; a signal to us ends it, and however the block is left nothing of it stays."""
+    """Run the engine in its own process session. A signal to us stops it, and leaving the block kills all its processes."""
 
     def end(number: int, _: object) -> NoReturn:
-        # Python loses an exception that is raised inside a destructor: it is raised again a second later.
+        # Python drops an exception that is raised inside a destructor, so raise it again a second later.
         signal.signal(signal.SIGALRM, lambda *_: end(number, None))
         signal.alarm(1)
         raise _Ended(number)
@@ -198,7 +199,7 @@ def _running(words: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def _die_with_us() -> None:
-    """In the engine's process: when ours is killed and cannot pass a signal on, the system gives it one."""
+    """Ask the kernel, in the engine's process, to signal the engine if our process is killed."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
 
@@ -207,29 +208,29 @@ def _end(engine: subprocess.Popen[bytes], number: int) -> None:
     with contextlib.suppress(subprocess.TimeoutExpired):
         engine.send_signal(number)
         engine.wait(GRACE_SECONDS)
-    # Whatever it started is of its session, also when the engine itself is gone.
+    # Its child processes share its session, even after the engine has exited.
     with contextlib.suppress(ProcessLookupError):
         os.killpg(engine.pid, signal.SIGKILL)
     engine.wait()
 
 
 def _wait(engine: subprocess.Popen[bytes], name: str, options: ServeOptions, log: Path, console: Console) -> float:
-    """Seconds until the engine answered /health."""
+    """Wait until the engine answers /health; return the seconds it took."""
     start = time.monotonic()
     if not console.is_terminal:
-        print(f"{name} starts; its log is {log}", file=sys.stderr, flush=True)
-    with console.status(f"{name} starts") as status:
+        print(f"{name} is starting; its log is {log}", file=sys.stderr, flush=True)
+    with console.status(f"{name} is starting") as status:
         while not answers(_url(options.host, options.port)):
             if engine.poll() is not None:
                 _died(engine, name, log)
             line = (_last_lines(log, 1) or [""])[0][: max(20, console.width - 30)]
-            status.update(f"{name} starts, {time.monotonic() - start:.0f} s: [dim]{line.replace('[', '(')}[/dim]")
+            status.update(f"{name} is starting, {time.monotonic() - start:.0f} s: [dim]{line.replace('[', '(')}[/dim]")
             time.sleep(POLL_SECONDS)
     return time.monotonic() - start
 
 
 def _url(host: str, port: int) -> str:
-    """Where a server that listens on `host` is found from here."""
+    """Return the address at which this machine reaches a server that listens on `host`."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
@@ -238,7 +239,7 @@ def _died(engine: subprocess.Popen[bytes], name: str, log: Path) -> NoReturn:
     for line in _last_lines(log, TOLD_LINES):
         print(f"  {line}", file=sys.stderr)
     raise UserError(
-        f"{name} ended by itself with exit status {engine.returncode}; its last lines are above, all in {log}"
+        f"{name} exited on its own with status {engine.returncode}; its last lines are above, the full log is {log}"
     )
 
 
@@ -250,12 +251,12 @@ def _last_lines(log: Path, count: int) -> list[str]:
 def _told(
     options: ServeOptions, name: str, target: str, sampling: dict[str, Any], seconds: float, log: Path
 ) -> list[str]:
-    """What answers, and how to call it."""
+    """Return the lines that say which server answers and how to call it."""
     url = _url(options.host, options.port)
     body = json.dumps({"model": target, "prompt": "Hello", "max_tokens": 64, **sampling})
     what = "alone" if options.alone else "with the draft"
     lines = [
-        f"{name} answers at {url} after {seconds:.0f} s: {target} {what} (log: {log}); Ctrl-C ends it",
+        f"{name} answers at {url} after {seconds:.0f} s: {target} {what} (log: {log}); Ctrl-C stops it",
         f"  curl {url}/v1/completions -H 'Content-Type: application/json' -d {shlex.quote(body)}",
     ]
     if not options.alone and run_of(options.run) is not None:

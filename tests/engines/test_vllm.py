@@ -214,7 +214,7 @@ def test_argmax_drafts_at_a_temperature(argmax: Server, sampled_only: Path) -> N
     # What the same answers say of a server that is thought to draft more.
     other = read_back(argmax, sampled_only, gamma=5, resume=True)
     assert not other.agrees
-    assert other.causes[0].startswith("gamma: the server drafts 3 tokens a block, not 5")
+    assert other.causes[0].startswith("gamma: the server drafts 3 tokens per block, not 5")
     # The answers, the engine's own lines (one a second), and its counters while it answered.
     own = sampled_only / "own.log"
     time.sleep(2)
@@ -287,6 +287,4 @@ def test_a_block_in_one_pass_is_accepted_as_replay_says(one_pass: Server, masked
     other = read_back(
         one_pass, masked, rule="greedy", prompts=12, gamma=GAMMA_WITHOUT_VERDICT, drafting="autoregressive", resume=True
     )
-    assert other.causes[0].startswith(
-        "drafting: the counts are those of `draft, one pass a block` (rule greedy, tau 1."
-    )
+    assert other.causes[0].startswith("drafting: the counts match `draft, one pass a block` (rule greedy, tau 1.")

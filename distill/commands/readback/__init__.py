@@ -1,1 +1,1 @@
-"""`understudy readback`."""
+"""`understudy readback`: compare a running engine with replay."""

@@ -1,4 +1,4 @@
-"""The run's held-out prompts put to engines, one by one, and every answer kept as soon as it is there."""
+"""Send the run's held-out prompts to engines, and write every answer to a file as it arrives."""
 
 import contextlib
 import json
@@ -17,16 +17,16 @@ from speculative.decoder.responses import DecodeSettings
 from speculative.errors import UserError
 from speculative.evaluate import HeldoutResponse
 
-WARM_TOKENS = 8  # of a request that nobody counts, before each mode
+WARM_TOKENS = 8  # of the uncounted request before each sampling mode
 _KEYS = ("key", "domain", "asked", "seconds", "response")
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What one sampling brought. answers: in the order of texts, the run's own to the same prompts.
+    """All answers under one sampling setting. answers: in the order of `texts`, the run's own responses to the same prompts.
 
-    plain: of the server without the draft, empty where there is none. server: what the draft's server counted meanwhile.
-    reset: why it could not be told, empty otherwise.
+    plain: answers of the server without the draft; empty if there is none. server: difference of the draft server's counters.
+    reset: why the counters cannot be used; else empty.
     """
 
     settings: DecodeSettings
@@ -38,16 +38,16 @@ class Asked:
 
 
 class AnswerFile:
-    """Answers of one server as JSON lines that `drift --log` reads, written as they come; those of an earlier start stay until then."""
+    """Answers of one server as JSON lines, which `drift --log` reads. The file of an earlier readback stays until the first answer."""
 
     def __init__(self, path: Path, client: EngineClient, resume: bool) -> None:
-        """``resume``: what is there is kept, and not asked for again."""
+        """``resume``: keep the answers in the file and do not ask for them again."""
         self.path, self.client, self.fresh = path, client, 0
         self._known: dict[tuple[str, str], dict[str, Any]] = {}
         self._lock = threading.Lock()
         if resume and path.is_file():
             for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-                with contextlib.suppress(ValueError, KeyError, TypeError):  # A killed program may have torn it.
+                with contextlib.suppress(ValueError, KeyError, TypeError):  # A killed process may leave a partial line.
                     found = json.loads(line)
                     row = {name: found[name] for name in _KEYS}
                     self._known[row["key"], json.dumps(row["asked"])] = row
@@ -56,10 +56,10 @@ class AnswerFile:
         return len(self._known)
 
     def answer(self, text: HeldoutResponse, settings: DecodeSettings) -> Answer:
-        """The server's answer to a prompt, as kept or asked for now.
+        """Return the server's answer to a prompt, from the file or by asking.
 
         Raises:
-            UserError: the server is gone; how many answers are kept is said.
+            UserError: the server is gone; the message states how many answers are kept.
         """
         asked = settings.sampling.as_dict() | {"max_tokens": settings.max_tokens, "seed": settings.seed}
         place = text.key, json.dumps(asked)
@@ -82,16 +82,16 @@ class AnswerFile:
 
     @property
     def kept(self) -> str:
-        """What a broken readback leaves."""
-        return f"{len(self)} answers are kept in {self.path} (`drift --log` reads them, --resume goes on)"
+        """What remains after an interrupted readback, as a phrase."""
+        return f"{len(self)} answers are kept in {self.path} (`drift --log` reads them; --resume continues)"
 
 
 def ask(files: Sequence[AnswerFile], texts: Sequence[HeldoutResponse], settings: DecodeSettings) -> Asked:
-    """Every prompt put to every server, prompt by prompt so that both meet the same machine, the draft's server first.
+    """Send every prompt to every server, alternating prompt by prompt so that both see the same machine load.
 
     Raises:
-        UserError: a server is gone or cannot answer; the one without the draft has one.
-        Interrupted: Ctrl-C; how many answers are kept is said.
+        UserError: a server is gone or cannot answer, or the --plain server uses a draft.
+        Interrupted: Ctrl-C; the message states how many answers are kept.
     """
     own, client = files[0], files[0].client
     for one in files:
@@ -99,7 +99,9 @@ def ask(files: Sequence[AnswerFile], texts: Sequence[HeldoutResponse], settings:
         warm = one.client.ask(texts[0].prompt_ids, few, "warm")
         seen = one.client.scrape() if one is not own else None
         if one is not own and (warm.counts is not None or (seen is not None and seen.blocks)):
-            raise UserError(f"--plain {one.client.endpoint.url}: drafts too; give the same engine without the draft")
+            raise UserError(
+                f"--plain {one.client.endpoint.url}: this server drafts too; give the same engine without the draft"
+            )
     before = client.scrape(settle=True)
     jobs = [(one, text) for text in texts for one in range(len(files))]
     try:
@@ -109,7 +111,7 @@ def ask(files: Sequence[AnswerFile], texts: Sequence[HeldoutResponse], settings:
         raise Interrupted(own.kept) from None
     after = client.scrape(settle=True)
     server, reset = None, ""
-    # What was taken from a file is in no counter.
+    # Answers from the file are not in the server's counters.
     if before is not None and after is not None and own.fresh == len(texts):
         try:
             server = difference(before, after)

@@ -1,4 +1,4 @@
-"""Why an engine may disagree with replay: each cause is tested for, and said in a line where the test finds it."""
+"""Tests for each cause of a disagreement between engine and replay. Each cause that is found gives one line."""
 
 import math
 from collections import Counter
@@ -14,29 +14,29 @@ from speculative.measure.served import foreign_tokens
 from speculative.rules.rule import draft_draws, rules_of_text
 from speculative.rules.sampling import SamplingSettings
 
-_FOREIGN = 0.05  # Share of accepted tokens that the run's draft would never have proposed: rounding explains less.
-_SURE = 0.9  # Probability of acceptance from which on a rejection is a surprise.
-_LEAST_TESTS = 3  # of a token, before never being accepted says anything
-_MISSED = 10.0  # Acceptances that should have been, of tokens that never were
+_FOREIGN = 0.05  # Share of accepted tokens that the run's draft would not propose; rounding explains less.
+_SURE = 0.9  # From this acceptance probability on, a rejection is unexpected.
+_LEAST_TESTS = 3  # least number of tests of a token that is never accepted
+_MISSED = 10.0  # Expected acceptances of the tokens that were never accepted
 _FAR = 0.1  # Share of the blocks
 _LLAMA_CPP = SamplingSettings(0.8, 40, 0.95, 0.05)
 
 
 def acceptance_causes(counted: Counted, replayer: Replayer, found: Predicted) -> list[str]:
-    """What explains other blocks than replay predicts, the surest first.
+    """Return the causes of a difference in blocks, the most certain first.
 
-    ``found``: the prediction at the gamma asked for, by the rule that the server is taken to follow.
+    ``found``: the prediction at the requested gamma under the rule that the server is assumed to use.
     """
     causes: list[str] = []
     if counted.varies and not (found.agrees and counted.gamma == found.gamma):
-        varies = f"gamma: the server varies it ({counted.varies}), and replay is of one: ask it with --concurrency 1"
+        varies = f"gamma: the server varies it ({counted.varies}), and replay needs one gamma; use --concurrency 1"
         return _foreign(counted, replayer, found) or [varies]
     if counted.gamma != found.gamma:
         there = replayer.predict(counted, found.rule, counted.gamma)
         fits = "replay agrees" if there.agrees else f"replay disagrees there too, z {there.z:+.1f}"
         causes.append(
-            f"gamma: the server drafts {counted.gamma} tokens a block, not {found.gamma}; at gamma {counted.gamma} {fits} "
-            f"(tau {there.tau:.2f}). Start it with {found.gamma}, or give --gamma {counted.gamma}"
+            f"gamma: the server drafts {counted.gamma} tokens per block, not {found.gamma}; at gamma {counted.gamma} {fits} "
+            f"(tau {there.tau:.2f}); start it with gamma {found.gamma}, or give --gamma {counted.gamma}"
         )
         if there.agrees:
             return causes
@@ -51,34 +51,34 @@ def acceptance_causes(counted: Counted, replayer: Replayer, found: Predicted) ->
         other = replayer.predict(counted, rule, counted.gamma)
         if rule != found.rule and other.agrees:
             causes.append(
-                f"rule: the counts are those of rule {rule} (tau {other.tau:.2f}), not of {found.rule}: give --rule {rule}"
+                f"rule: the counts match rule {rule} (tau {other.tau:.2f}), not {found.rule}; give --rule {rule}"
             )
     if not causes:
         causes.append(
-            f"draft: acceptance is {'lower' if counted.tau < found.tau else 'higher'} than the run's best draft has on this text (tau "
-            f"{counted.tau:.2f}, replay {found.tau:.2f}), and no rule, gamma or vocabulary explains it: see that the server's draft is "
-            f"this run's export, of its best checkpoint, and in the same precision{_saturated(replayer)}"
+            f"draft: acceptance is {'lower' if counted.tau < found.tau else 'higher'} than replay of the run's best draft (tau "
+            f"{counted.tau:.2f}, replay {found.tau:.2f}), and no rule, gamma or vocabulary explains it; check that the server uses "
+            f"this run's export of the best checkpoint, in the same precision{_saturated(replayer)}"
         )
     return causes
 
 
 def _saturated(replayer: Replayer) -> str:
-    """What 8-bit activations meet in oneDNN, which adds two products in 16 bits where the CPU has no instruction for four."""
+    """Advice for 8-bit activations: without VNNI, oneDNN adds two products in 16 bits, which can saturate."""
     if not rounds_activations(replayer.draft.model):
         return ""
     return (
-        ". On a CPU without VNNI instructions vLLM's 8-bit products saturate: there serve the draft without --quantize"
+        ". On a CPU without VNNI instructions vLLM's 8-bit products saturate: serve a draft exported without --quantize"
     )
 
 
 def _drafting(counted: Counted, replayer: Replayer, found: Predicted) -> str:
-    """The other way of drafting, where the counts are that one's and not this one's; else empty."""
+    """Return the cause if the counts match the other way of drafting; else an empty string."""
     if _fits(counted, replayer, found.rule):
         return ""
     other = replayer.other_way()
     if other is None:
         return ""
-    # A draft that takes its argmax leaves nothing to chance: what fits it is the surer find.
+    # Argmax rules come first: nothing is random under them, so a match is more certain.
     rules = sorted(dict.fromkeys((found.rule, *rules_of_text(found.rule, replayer.knows("sample")))), key=draft_draws)
     rule, way = next(
         ((rule, way) for rule in rules for way in (replayer, other) if _fits(counted, way, rule)), ("", replayer)
@@ -87,23 +87,22 @@ def _drafting(counted: Counted, replayer: Replayer, found: Predicted) -> str:
         return ""
     wanted, theirs = str(replayer.draft.parallel).lower(), way.draft.drafting
     return (
-        f"drafting: the counts are those of `{WAYS[theirs]}` (rule {rule}, tau {way.predict(counted, rule, counted.gamma).tau:.2f}), "
-        f'not of `{WAYS[replayer.draft.drafting]}`: start it with "parallel_drafting": {wanted}, or give --drafting {theirs}'
+        f"drafting: the counts match `{WAYS[theirs]}` (rule {rule}, tau {way.predict(counted, rule, counted.gamma).tau:.2f}), "
+        f'not `{WAYS[replayer.draft.drafting]}`; start it with "parallel_drafting": {wanted}, or give --drafting {theirs}'
     )
 
 
 def _fits(counted: Counted, replayer: Replayer, rule: str) -> bool:
-    """Whether as many blocks were counted as the rule makes, of tokens that this draft proposes."""
+    """Whether replay under the rule gives the counted blocks, with tokens that this draft proposes."""
     found = replayer.predict(counted, rule, counted.gamma)
     return found.agrees and not _foreign(counted, replayer, found)
 
 
 def _foreign(counted: Counted, replayer: Replayer, found: Predicted) -> list[str]:
-    """Another draft accepts other tokens, even where it accepts as many.
+    """Detect another draft, which accepts other tokens even if it accepts the same number.
 
-    Of a draft that takes its argmax: accepted tokens that ours would not have proposed. Of one that samples: whether those are
-    accepted that should be, token by token: given the text each is accepted with its own probability, so the sum of
-    (accepted - probability) x (probability - 1/2) has mean 0 and a known variance.
+    Argmax drafts: count accepted tokens that our draft would not propose. Sampled drafts: given the text, each token is accepted
+    with a known probability, so the sum of (accepted - probability) x (probability - 1/2) has mean 0 and a known variance.
     """
     if counted.rows is None or not replayer.knows(found.rule) or found.rule == "block":
         return []
@@ -114,18 +113,18 @@ def _foreign(counted: Counted, replayer: Replayer, found: Predicted) -> list[str
         spread = math.sqrt(sum(variance for _, variance in terms))
         z = sum(term for term, _ in terms) / max(spread, 1e-9)
         told = (
-            f"other tokens are accepted than this run's best draft would have (z {z:+.1f} over {len(tested):,} of them)"
+            f"the accepted tokens differ from those of this run's best draft (z {z:+.1f} over {len(tested):,} tokens)"
         )
         strange = spread > 0 and abs(z) > WORRYING_Z
     else:
-        told = f"{never:,} of {accepted:,} accepted tokens are none that the run's best draft proposes there"
+        told = f"the run's best draft would not propose {never:,} of the {accepted:,} accepted tokens"
         strange = never >= _LEAST_TESTS and never > _FOREIGN * accepted
-    cause = f"draft: {told}: the server has another draft (another checkpoint, or one for another target)"
+    cause = f"draft: {told}; the server uses another draft (another checkpoint, or one made for another target)"
     return [cause] if strange else []
 
 
 def _trimmed(counted: Counted, replayer: Replayer, found: Predicted) -> list[str]:
-    """Tokens that should be accepted nearly always and never are, all others as they should: the draft cannot say them."""
+    """Detect tokens that should almost always be accepted and never are, while all others are: the draft lacks them."""
     if counted.rows is None or not replayer.knows(found.rule):
         return []
     assert replayer.scores is not None
@@ -145,14 +144,14 @@ def _trimmed(counted: Counted, replayer: Replayer, found: Predicted) -> list[str
         return []
     shown = ", ".join(map(str, sorted(lost)[:5]))
     return [
-        f"vocabulary: {len(lost)} tokens are never accepted though this draft says them ({missed:,} times; ids {shown}{', ...' if len(lost) > 5 else ''}): "
-        "the server's draft has a trimmed vocabulary"
+        f"vocabulary: {len(lost)} tokens are never accepted although this draft proposes them ({missed:,} times; ids {shown}{', ...' if len(lost) > 5 else ''}): "
+        "the server's draft has a trimmed vocabulary; serve this run's export"
     ]
 
 
 def text_causes(law: TextLaw, asked: Asked, target: Target) -> list[str]:
-    """What explains sampled text that is not the target's at the settings asked for."""
-    told = f"log-probability {law.log_prob:.2f} a token where {law.expected:.2f} is expected, p {law.p:.1g}"
+    """Return the causes of sampled text that does not follow the target at the requested settings."""
+    told = f"log-probability {law.log_prob:.2f} per token, expected {law.expected:.2f}, p {law.p:.1g}"
     if law.likeliest >= ALL_LIKELIEST > law.expected_likeliest:
         return [f"temperature: every token is the target's first choice: the server ignores the temperature ({told})"]
     settings = asked.settings.sampling
@@ -160,22 +159,22 @@ def text_causes(law: TextLaw, asked: Asked, target: Target) -> list[str]:
     fits = fitting(target.model, served_texts(asked) or [], candidates)
     if fits:
         return [
-            f"sampling: the text is as with {fits[0]}, not with the settings that were asked for: the server's own defaults hold ({told})"
+            f"sampling: the text fits {fits[0]}, not the requested settings; the server uses its own defaults ({told})"
         ]
     return [
-        f"text: the sampled text is not the target's at any settings that were tried ({told}; {law.impossible:,} of {law.tokens:,} "
-        "tokens it cannot say at all): another target, or a fault of the engine; see whether it writes the same without a draft"
+        f"text: the sampled text does not fit the target at any settings that were tried ({told}; {law.impossible:,} of {law.tokens:,} "
+        "tokens have probability 0): another target, or a bug in the engine; check whether it writes the same without a draft"
     ]
 
 
 def _candidates(asked: SamplingSettings, target: Target) -> dict[str, SamplingSettings]:
-    """Settings that a server may put in the place of those asked for."""
+    """Return settings that a server may use instead of the requested ones, by name."""
     found = {
         "temperature 1": SamplingSettings(1.0, asked.top_k, asked.top_p, asked.min_p),
-        "temperature 1 and nothing cut": SamplingSettings(),
-        "its temperature and nothing cut": SamplingSettings(asked.temperature),
+        "temperature 1 without truncation": SamplingSettings(),
+        "the requested temperature without truncation": SamplingSettings(asked.temperature),
         "llama-server's defaults": _LLAMA_CPP,
-        "top-p .95 added": SamplingSettings(asked.temperature, asked.top_k, 0.95, asked.min_p),
+        "an added top-p of 0.95": SamplingSettings(asked.temperature, asked.top_k, 0.95, asked.min_p),
     }
     own = target.model.generation_config
     if own is not None and own.temperature:
@@ -186,14 +185,14 @@ def _candidates(asked: SamplingSettings, target: Target) -> dict[str, SamplingSe
 
 
 def few_note(counted: Counted, found: Predicted) -> list[str]:
-    """How far blocks may lie from replay's unseen, where that is far."""
+    """Return a note if the test can miss a large difference in blocks."""
     far = f"{100 * found.unseen:.0f} %"
-    note = f"{counted.blocks:,} blocks are too few to tell less than {far} from replay's: ask more prompts"
+    note = f"{counted.blocks:,} blocks are too few to detect a difference below {far} from replay; use more prompts"
     return [note] if found.unseen >= _FAR else []
 
 
 def end_note(counted: Counted, engine: str) -> list[str]:
-    """Whether drafts are cut at the end of a response, as far as the blocks tell."""
+    """Return a note if the engine drafts fewer tokens at the end of a response."""
     if counted.rows is None:
         return []
     last = [row.drafted_B[-1] for row in counted.rows if row.drafted_B]

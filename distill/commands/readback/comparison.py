@@ -1,4 +1,4 @@
-"""What an engine's answers say of acceptance, beside replay of the text it served and of the run's own."""
+"""Acceptance counted by an engine, compared with replay of the served text and of the run's own text."""
 
 import math
 from collections.abc import Sequence
@@ -25,15 +25,15 @@ from speculative.measure.served import (
 from speculative.measure.token_scores import TokenScores, score_tokens
 from speculative.rules.rule import draft_draws
 
-_SPARING = ("llama.cpp",)  # Known to leave room for the target's own token at the end of a response.
+_SPARING = ("llama.cpp",)  # Engines that leave room for the target's own token at the end of a response.
 
 
 @dataclass(frozen=True)
 class Counted:
-    """What the server counted. rows: per response, None where it gives sums of all of them only. gamma: drafted tokens per block.
+    """Counts of the server. rows: per response; None if it reports only sums. gamma: drafted tokens per block.
 
-    blocks, tokens: sums, tokens behind the prefill's. survival, accepted_per_drafted: None where unknown. spared: tokens at the end
-    of a response that the engine never drafts. varies: how gamma does, empty where it stays.
+    blocks, tokens: sums, without the prefill's token of each response. survival, accepted_per_drafted: None if unknown. spared: tokens
+    at the end of a response that the engine never drafts. varies: how gamma varies; empty if it is constant.
     """
 
     source: str
@@ -49,15 +49,15 @@ class Counted:
 
     @property
     def tau(self) -> float:
-        """Tokens per target call that verified."""
+        """Tokens per verifying target call."""
         return self.tokens / self.blocks
 
 
 @dataclass(frozen=True)
 class Predicted:
-    """Replay under one rule at one gamma: tau with its interval over prompts; the server's blocks against it (`served_agreement`).
+    """Replay under one rule at one gamma: tau with its interval over prompts, and the test of the server's blocks (`served_agreement`).
 
-    unseen: share of the blocks by which they could differ without notice.
+    unseen: the largest difference, as a share of the blocks, that the test can miss.
     """
 
     rule: str
@@ -70,7 +70,7 @@ class Predicted:
 
 
 class Replayer:
-    """Draft passes over the served text and the run's own, from the second token on, by one way of drafting."""
+    """Draft scores of the served text and of the run's own, from the second token on, for one way of drafting."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class Replayer:
         law: TextLaw | None,
         most_gamma: int = 1,
     ) -> None:
-        """Scores both texts. ``law``: of the served text, where it is known. ``most_gamma``: the largest that is asked about."""
+        """Score both texts. ``law``: the target's probabilities of the served text, if known. ``most_gamma``: the largest gamma of interest."""
         self.draft, self.asked, self.law, self.most_gamma = draft, asked, law, most_gamma
         sampling, texts = asked.settings.sampling, served_texts(asked, law)
         offsets = draft.offsets(most_gamma, least=most_gamma)
@@ -88,16 +88,16 @@ class Replayer:
         self.scores = None if texts is None else score_tokens(draft.model, texts, sampling, offsets=offsets)
 
     def other_way(self) -> "Replayer | None":
-        """By the other way of drafting, where the draft has one."""
+        """Return a replayer for the other way of drafting, or None if the draft has only one."""
         others = (way for way in drafts_of(self.draft.model) if way.drafting != self.draft.drafting)
         return next((Replayer(way, self.asked, self.law, self.most_gamma) for way in others), None)
 
     def knows(self, rule: str) -> bool:
-        """Whether the served text has a law under a rule: its ids are known, and its probabilities where the draft is sampled."""
+        """Whether the served text can be replayed under a rule: its ids are known, and its probabilities if the draft samples."""
         return self.scores is not None and (not draft_draws(rule) or self.law is not None)
 
     def predict(self, counted: Counted, rule: str, gamma: int) -> Predicted:
-        """Of the served text where it has a law, else of the run's own with a z by prompts."""
+        """Predict from the served text if it can be replayed, else from the run's own text with z over prompts."""
         if self.knows(rule):
             assert self.scores is not None
             tau, ci = _tau(self.scores, rule, gamma)
@@ -107,7 +107,7 @@ class Replayer:
             return Predicted(rule, gamma, tau, ci, z, agrees, WORRYING_Z * spread / predicted)
         if len(self.own_scores) < 2:
             raise UserError(
-                "--prompts: replay of the run's own text, without the server's token ids, needs at least 2 prompts"
+                "--prompts: the server gives no token ids, and replay of the run's own text needs at least 2 prompts; give 2 or more"
             )
         tau, ci = self.expect(rule, gamma)
         low, high = tau_interval(counted, tau, ci)
@@ -117,11 +117,11 @@ class Replayer:
         return Predicted(rule, gamma, tau, ci, z, abs(z) <= WORRYING_Z, WORRYING_Z * spread / tau)
 
     def expect(self, rule: str, gamma: int) -> tuple[float, Interval]:
-        """tau of the run's own text, and its interval."""
+        """Return tau of the run's own text and its interval."""
         return _tau(self.own_scores, rule, gamma)
 
     def shares(self, rule: str, gamma: int, spared: int) -> tuple[list[float], float]:
-        """(survival, accepted/drafted) of the text that `predict` is of."""
+        """Return (survival, accepted/drafted) of the text that `predict` uses."""
         scores = self.scores if self.knows(rule) and self.scores is not None else self.own_scores
         return predicted_shares(scores, rule, gamma, spared=spared)
 
@@ -132,25 +132,27 @@ def _tau(scores: list[TokenScores], rule: str, gamma: int) -> tuple[float, Inter
 
 
 def served_texts(asked: Asked, law: TextLaw | None = None) -> list[Decoded] | None:
-    """The served responses from their second token on; None where the ids of one are not known."""
+    """Return the served responses from their second token on; None if one has no token ids."""
     texts = []
     for index, (own, answer) in enumerate(zip(asked.texts, asked.answers, strict=True)):
         if answer.ids is None:
             return None
         logs = [0.0] * len(answer.ids)
-        if law is not None:  # A broken engine says tokens that neither model can: such a one is no kept draft.
+        if (
+            law is not None
+        ):  # A faulty engine emits tokens with probability 0 in both models; they must not count as accepted.
             logs = np.maximum(law.log_target_probs[index], IMPOSSIBLE).tolist()
         texts.append(behind_prefill(Decoded(own.prompt_ids, answer.ids, logs)))
     return texts
 
 
 def count(asked: Asked, gamma: int) -> Counted:
-    """The server's counts: of each response where it gives them, else the difference of its counters.
+    """Return the server's counts: per response if it reports them, else the difference of its counters.
 
-    gamma: as asked for, to tell blocks where an engine counts tokens only.
+    gamma: the requested one, which gives the blocks if an engine counts only tokens.
 
     Raises:
-        UserError: the server says nothing of drafts.
+        UserError: the server reports no draft counts.
     """
     gamma = _llama_cpp_gamma(asked.answers) or gamma
     rows = [_row(answer, gamma) for answer in asked.answers]
@@ -158,21 +160,21 @@ def count(asked: Asked, gamma: int) -> Counted:
         return _by_response([row for row in rows if row is not None], asked)
     server = asked.server
     if asked.reset:
-        raise UserError(f"its counters cannot be read: {asked.reset}; leave it running and ask again")
+        raise UserError(f"its counters cannot be used: {asked.reset}; keep it running and repeat the readback")
     if server is None or not server.blocks:
         raise UserError(
-            "says nothing of drafts, neither in its answers nor on /metrics: it may decode without a draft; vLLM tells with "
+            "reports no draft counts, neither in its answers nor on /metrics; check that it uses a draft, and start vLLM with "
             "--per-request-spec-decode-metrics detailed, SGLang with --enable-metrics, llama-server with --metrics"
         )
     tokens = sum(max(0, answer.tokens - 1) for answer in asked.answers)
     said = sum(answer.tokens for answer in asked.answers)
-    # An engine may count what it cut off behind the end of each response.
+    # An engine may count tokens that it cut off after the end of a response.
     if server.tokens is not None and not said <= server.tokens <= said + 128 * len(asked.answers):
         raise UserError(
-            f"it made {server.tokens:,} tokens meanwhile and ours are {said:,}: it answers others too, and its counters are of all; ask "
-            "while nobody else does, or have it tell of each request (vLLM: --per-request-spec-decode-metrics detailed)"
+            f"it generated {server.tokens:,} tokens, but ours are {said:,}, so its counters include other clients; repeat without other "
+            "clients, or make it report each request (vLLM: --per-request-spec-decode-metrics detailed)"
         )
-    notes = ["the server gives sums only: tokens drafted behind the end of a response are in its survival"]
+    notes = ["the server reports only sums, so its survival includes tokens drafted after the end of a response"]
     mean = server.drafted / server.blocks if server.drafted is not None else gamma
     survival = [accepted / server.blocks for accepted in server.accepted_G] or None
     rate = server.accepted / server.drafted if server.drafted and server.accepted is not None else None
@@ -180,7 +182,7 @@ def count(asked: Asked, gamma: int) -> Counted:
 
 
 def _llama_cpp_gamma(answers: Sequence[Answer]) -> int:
-    """The longest drafts of an engine that tells no blocks, from responses cut at their length, whose calls are known; 0: none."""
+    """Return gamma of an engine that does not report blocks, from responses cut at max_tokens, whose calls are known; 0 if there is none."""
     longest = 0
     for one in answers:
         counts = one.counts
@@ -192,14 +194,14 @@ def _llama_cpp_gamma(answers: Sequence[Answer]) -> int:
 
 
 def _row(answer: Answer, gamma: int) -> ServedBlocks | None:
-    """One answer's blocks; of an engine that counts tokens only, from those: each call emits one token more than it accepts."""
+    """Return the blocks of one answer. If an engine counts only tokens: each call emits one token more than it accepts."""
     counts, tokens = answer.counts, max(0, answer.tokens - 1)
     if counts is None:
         return ServedBlocks(0, 0) if not tokens else None
     blocks = counts.blocks
     if blocks is None and counts.accepted is not None:
         blocks = tokens - counts.accepted
-        if answer.finished and counts.drafted is not None:  # What it accepted behind the end token is counted too.
+        if answer.finished and counts.drafted is not None:  # Tokens accepted after the end token are counted too.
             blocks = max(blocks, math.ceil(counts.drafted / gamma))
     return None if blocks is None else ServedBlocks(tokens, blocks, counts.accepted_B, counts.drafted_B)
 
@@ -211,7 +213,7 @@ def _by_response(rows: list[ServedBlocks], asked: Asked) -> Counted:
     blocks, tokens = sum(row.blocks for row in rows), sum(row.tokens for row in rows)
     if asked.server is not None and asked.server.blocks not in (None, blocks):
         notes.append(
-            f"its own counters say {asked.server.blocks:,} blocks meanwhile and its answers {blocks:,}: it answers others too"
+            f"its counters report {asked.server.blocks:,} blocks, its answers {blocks:,}; it serves other clients too"
         )
     said = [one.gamma for one in counts if one.gamma]
     survival: list[float] | None = None
@@ -223,27 +225,27 @@ def _by_response(rows: list[ServedBlocks], asked: Asked) -> Counted:
         broken = sum(not row.whole for row in rows)
         if broken:
             notes.append(
-                f"{broken} of {len(rows)} responses are not what their blocks add up to: some calls are not counted"
+                f"the blocks of {broken} of {len(rows)} responses do not add up to the response; some calls are not counted"
             )
         return Counted("responses", rows, blocks, tokens, gamma, survival, rate, _spared(rows, gamma), varies, notes)
     gamma = max(said) if said else max(1, math.ceil(drafted / blocks - 1e-9))
     if all(one.histogram for one in counts):
         survival = [sum(sum(one.histogram[j:]) for one in counts) / blocks for j in range(1, gamma + 1)]
-    notes.append("the server gives sums of a response: tokens drafted behind its end are in its survival")
+    notes.append("the server reports sums per response, so survival includes tokens drafted after its end")
     spared = int(counts[0].engine in _SPARING)
     rate = accepted / drafted if drafted else 0.0
     return Counted("responses", rows, blocks, tokens, gamma, survival, rate, spared, notes=notes)
 
 
 def _spared(rows: list[ServedBlocks], gamma: int) -> int:
-    """1 where every block that reaches the end of its response drafts one token less than is left of it."""
+    """Return 1 if every block that reaches the end of its response drafts one token less than remains; else 0."""
     ends = [(row.inside()[-1][0], row.drafted_B[-1], row.tokens) for row in rows if row.drafted_B]
     short = [(drafted, min(gamma, tokens - start)) for start, drafted, tokens in ends if tokens - start <= gamma]
     return int(bool(short) and all(drafted == left - 1 for drafted, left in short))
 
 
 def tau_interval(counted: Counted, tau: float, predicted: Interval) -> Interval:
-    """95 % interval of the served tau over prompts; of sums only, as wide for its size as that of replay's tau."""
+    """Return the 95 % interval of the served tau over prompts; for sums only, replay's interval scaled to the served tau."""
     if counted.rows is None:
         return predicted[0] * counted.tau / tau, predicted[1] * counted.tau / tau
     tokens_N, blocks_N = (
@@ -254,8 +256,8 @@ def tau_interval(counted: Counted, tau: float, predicted: Interval) -> Interval:
 
 @dataclass(frozen=True)
 class Pace:
-    """Over prompts, with 95 % intervals. tokens_per_second: of one request. latency: seconds of a response, mean. plain: tokens per
-    second of the server without the draft; None, as the speed-up, where there is none.
+    """Served speed over prompts, with 95 % intervals. tokens_per_second: per request. latency: mean seconds per response. plain: tokens
+    per second without the draft. plain and speed_up are None if there is no such server.
     """
 
     tokens_per_second: float
@@ -268,7 +270,7 @@ class Pace:
 
 
 def pace(answers: Sequence[Answer], plain: Sequence[Answer]) -> Pace:
-    """How fast these answers came, and how much faster than those to the same prompts without the draft."""
+    """Return the speed of these answers, and the speed-up over the answers without the draft."""
     sums_PC = np.array([[one.tokens, one.seconds] for one in answers], dtype=np.float64)
     if plain:
         sums_PC = np.concatenate((sums_PC, [[one.tokens, one.seconds] for one in plain]), 1)

@@ -1,6 +1,6 @@
 """`understudy readback URL --run RUN`: does a running engine accept this run's draft as replay predicts, and write the target's text?
 
-Exit status of the command: 0 it does, 1 it does not, 2 a mistake or a server that is gone.
+Exit status: 0 it does, 1 it does not, 2 a mistake in the command or no server.
 """
 
 import json
@@ -52,19 +52,19 @@ from speculative.measure.self_checks import SelfCheckError, near_tie
 from speculative.measure.served import Decoded
 from speculative.rules.rule import RULES, rules_of_text
 
-_SEED = 4  # Added to the run's: its own responses had others.
+_SEED = 4  # Added to the run's seed, so that it differs from the seeds of the run's own responses.
 
 
 def readback(options: ReadbackOptions) -> int:
-    """The exit status of `readback_command`, which prints."""
+    """Run `readback_command` and return the exit status."""
     return 0 if readback_command(options).agrees else 1
 
 
 def readback_command(options: ReadbackOptions, console: Console | None = None) -> ServedRecord:
-    """Asks, compares, prints, and writes served.json into the run.
+    """Ask the engine, compare, print, and write served.json into the run.
 
     Raises:
-        UserError: an option out of its range, no run or one in use, no server, or one that says nothing of drafts.
+        UserError: an option out of range, no run or a run in use, no server, or a server that reports no draft counts.
     """
     _check(options)
     with held_for(options.run / READBACK):
@@ -100,12 +100,12 @@ def _check(options: ReadbackOptions) -> None:
 
 
 def _frozen(options: ReadbackOptions) -> tuple[FrozenText, list[HeldoutResponse]]:
-    """(the run's text for the rule, its greedy text: empty where it has none), as many prompts as asked for."""
+    """Return (the run's text for the rule, its greedy text or an empty list), limited to the requested prompts."""
     wanted: Any = None if options.rule == "auto" else options.rule
     frozen = load_frozen_text(options.run, wanted, options.trust_remote_code)
     frozen = replace(frozen, responses=frozen.responses[: options.prompts])
     if not frozen.responses:
-        raise UserError(f"{options.run}: no held-out responses in it; give a run that has judged its draft")
+        raise UserError(f"{options.run}: no held-out responses; give a run that has judged its draft")
     if frozen.rule == "greedy":
         return frozen, frozen.responses
     store = options.run / RESPONSES / HELDOUT_GREEDY
@@ -113,14 +113,14 @@ def _frozen(options: ReadbackOptions) -> tuple[FrozenText, list[HeldoutResponse]
 
 
 def _served(run: Path) -> str:
-    """What `understudy serve` serves of a run: its export, where that is not the very draft but one in fewer bytes."""
+    """Return what `understudy serve` serves: the export if it is 8-bit, else the run's draft itself."""
     config = run / EXPORT / "config.json"
     quantised = config.is_file() and "quantization_config" in Record.read(config, "export again").record()
     return str(run / EXPORT if quantised else run)
 
 
 def _gammas(options: ReadbackOptions, frozen: FrozenText, verdict: Verdict | None, draft: Draft) -> tuple[int, ...]:
-    """The gammas at which the server may be: as asked; else as exported for the draft's way of drafting, or as judged."""
+    """Return the gammas that the server may use: --gamma, else those exported for the way of drafting, then the judged one."""
     if options.gamma is not None:
         return (options.gamma,)
     judged = verdict.gamma if verdict else frozen.config.judge.gamma
@@ -131,7 +131,7 @@ def _gammas(options: ReadbackOptions, frozen: FrozenText, verdict: Verdict | Non
 
 
 def _clients(options: ReadbackOptions, frozen: FrozenText) -> list[EngineClient]:
-    """The draft's server, and the one without it."""
+    """Return clients of the server with the draft and, with --plain, of the one without."""
     tokenizer, rows = frozen.target.tokenizer, frozen.target.facts.vocab_rows
     how: dict[str, Any] = {
         "model": options.model or None,
@@ -143,7 +143,7 @@ def _clients(options: ReadbackOptions, frozen: FrozenText) -> list[EngineClient]
     clients = [EngineClient(url, tokenizer, rows, **how) for url in urls]
     if len({client.root for client in clients}) < len(clients):
         raise UserError(
-            f"--plain {options.plain}: the same server; give the same engine without the draft, at another port"
+            f"--plain {options.plain}: this is the same server; give the same engine without the draft, on another port"
         )
     for client in clients:
         client.identify()
@@ -151,11 +151,11 @@ def _clients(options: ReadbackOptions, frozen: FrozenText) -> list[EngineClient]
 
 
 def _law(asked: Asked, frozen: FrozenText) -> tuple[TextLaw | None, list[str]]:
-    """(what the target says of sampled text, why it cannot be asked)."""
+    """Return (the test of the sampled text against the target, notes on why it was not run)."""
     if frozen.target.config.endpoint is not None:
-        return None, ["the target's weights are on a server: whether the text is its own is not tested here"]
+        return None, ["the target's weights are on a server, so the distribution of the text is not tested"]
     if any(answer.ids is None for answer in asked.answers):
-        without = "the server gives no token ids: whether the text is the target's own is not tested, and replay is of the run's text"
+        without = "the server gives no token ids, so the distribution of its text is not tested, and replay uses the run's text"
         return None, [without]
     pairs = zip(asked.texts, asked.answers, strict=True)
     texts = [Decoded(own.prompt_ids, answer.ids or [], []) for own, answer in pairs]
@@ -199,7 +199,7 @@ def _record(
 def _measured(
     options: ReadbackOptions, asked: Asked, counted: Counted, replayer: Replayer, found: Predicted
 ) -> Mapping[str, Any]:
-    """The keys of `ServedRecord` that hold figures."""
+    """Return the numeric keys of `ServedRecord`."""
     speed, shown = pace(asked.answers, asked.plain), replayer.predict(counted, found.rule, counted.gamma)
     survival, rate = replayer.shares(found.rule, found.gamma, counted.spared)
     tokens, known = sum(answer.tokens for answer in asked.answers), replayer.knows(found.rule)
@@ -236,7 +236,7 @@ def _measured(
 
 
 def _rule(options: ReadbackOptions, counted: Counted, replayer: Replayer, gamma: int, sampled: bool) -> Predicted:
-    """The prediction by the rule asked for; by default that of the engines' usual rules which is nearest."""
+    """Return the prediction under --rule; by default under the closest of the rules that engines use."""
     if not sampled or options.rule != "auto":
         return replayer.predict(counted, "greedy" if not sampled else options.rule, gamma)
     usual = [rule for rule in rules_of_text("sample") if rule != "block"]
@@ -246,7 +246,7 @@ def _rule(options: ReadbackOptions, counted: Counted, replayer: Replayer, gamma:
 
 
 def _greedy_texts(asked: Asked | None, frozen: FrozenText) -> tuple[GreedyTexts | None, list[str]]:
-    """(greedy text beside the run's own, the cause where they part)."""
+    """Return (comparison of greedy texts, the cause if they differ beyond near-ties)."""
     if asked is None:
         return None, []
     equal = ties = 0
@@ -271,18 +271,20 @@ def _greedy_texts(asked: Asked | None, frozen: FrozenText) -> tuple[GreedyTexts 
     texts = GreedyTexts(prompts=len(asked.answers), equal=equal, near_ties=ties)
     if not worst:
         return texts, []
-    told = f"greedy: {equal} of {texts.prompts} greedy texts are the run's own, {ties} part at a near-tie; {worst}"
+    told = f"greedy: {equal} of {texts.prompts} greedy texts equal the run's, {ties} differ at a near-tie; {worst}"
     return texts, [told]
 
 
 def _print(console: Console, record: ServedRecord, run: Path) -> None:
-    """The table of served.json, its notes and causes, and whether the engine agrees."""
+    """Print the table of served.json, its notes and causes, and whether the engine agrees."""
     own = record.served
     title = f"{run} in {record.where}: {WAYS[record.drafting]}, rule {own.rule}, gamma {own.gamma}"
     console.print(f"{title}, {own.prompts} prompts, {own.tokens:,} tokens", highlight=False, markup=False)
     for table in served_tables(record):
         console.print(table)
-    console.print("tau without the first token of a response, which is the prefill's; [95 % interval]", markup=False)
+    console.print(
+        "tau without the first token of each response, which comes from the prefill; [95 % interval]", markup=False
+    )
     for note in record.notes:
         console.print(f"note: {note}", highlight=False, markup=False)
     for cause in record.causes:

@@ -83,7 +83,7 @@ def test_another_gamma_is_named(make: Callable[..., Engine], run: Path) -> None:
     for level in ("detailed", "none"):
         found = read(make(gamma=2, level=level), run)
         assert not found.agrees
-        assert found.causes[0].startswith("gamma: the server drafts 2 tokens a block, not 3; at gamma 2 replay agrees")
+        assert found.causes[0].startswith("gamma: the server drafts 2 tokens per block, not 3; at gamma 2 replay agrees")
         assert len(found.causes) == 1
     assert read(make(gamma=2), run, gamma=2).agrees
 
@@ -229,7 +229,7 @@ def test_a_killed_server_is_one_line_and_what_was_answered_is_not_lost(make: Cal
 
 
 def test_a_server_without_a_draft_or_without_ids(make: Callable[..., Engine], run: Path, frozen: FrozenText) -> None:
-    with pytest.raises(UserError, match="says nothing of drafts"):
+    with pytest.raises(UserError, match="reports no draft counts"):
         read(make(draft=None), run)
     found = read(make(ids=False, tokenizer=frozen.target.tokenizer), run)
     assert found.text_law is None

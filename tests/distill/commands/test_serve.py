@@ -206,7 +206,7 @@ def test_ended_while_it_starts(tmp_path: Path, options: ServeOptions, monkeypatc
         os.kill(child.pid, signal.SIGINT)
         child.join(20)
         assert child.exitcode == INTERRUPTED
-    assert "still starting" in out.read_text()
+    assert "stopped while it was starting" in out.read_text()
 
 
 def test_a_signal_whose_exception_is_lost_ends_it_all_the_same(
@@ -236,7 +236,7 @@ def test_an_engine_that_dies_leaves_its_last_lines(
     options: ServeOptions, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("MOOD", "dies")
-    with pytest.raises(UserError, match="vLLM ended by itself with exit status 3") as failed:
+    with pytest.raises(UserError, match="vLLM exited on its own with status 3") as failed:
         serve(options)
     assert exit_status(failed.value) == MISTAKE
     assert "ValueError: no such model" in capsys.readouterr().err
@@ -247,7 +247,7 @@ def test_what_is_refused(tmp_path: Path, options: ServeOptions, monkeypatch: pyt
         serve(options)
     with pytest.raises(UserError, match=r"--engine ollama.*known: vllm"):
         serve(replace(options, engine="ollama"))
-    with pytest.raises(UserError, match="neither a run's folder nor an exported directory"):
+    with pytest.raises(UserError, match="neither a run nor an export"):
         serve(replace(options, run=tmp_path))
     other = write_export(tmp_path / "a", draft_rows=4, target_rows=5)
     with pytest.raises(UserError, match="vLLM does not take this pair: 4 draft rows"):
