@@ -83,7 +83,9 @@ def test_another_gamma_is_named(make: Callable[..., Engine], run: Path) -> None:
     for level in ("detailed", "none"):
         found = read(make(gamma=2, level=level), run)
         assert not found.agrees
-        assert found.causes[0].startswith("gamma: the server drafts 2 tokens per block, not 3; at gamma 2 replay agrees")
+        assert found.causes[0].startswith(
+            "gamma: the server drafts 2 tokens per block, not 3; at gamma 2 replay agrees"
+        )
         assert len(found.causes) == 1
     assert read(make(gamma=2), run, gamma=2).agrees
 
