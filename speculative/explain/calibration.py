@@ -1,4 +1,4 @@
-"""What a draft's confidence is worth: how often a token it gave this probability is accepted, and when to stop drafting.
+"""How often drafted tokens of each confidence are accepted, and when to stop drafting.
 
 With bin(x) the bin of the probability that the draft gave x, importance weighting turns what the draft would propose
 into what the target said, so that stored text answers without the target's distributions:
@@ -125,26 +125,26 @@ def stop_below(
         both_C += (accepted_TC[:-1] * further_T[:, None]).sum(0)
     filled = np.flatnonzero(drafted_C >= ENOUGH)
     if not len(filled):
-        return 0.0, "too little text to advise a confidence stop: leave it off"
+        return 0.0, "there is too little text to advise a confidence stop: leave it off"
     price, paying = (0.0 if parallel else cost_ratio) + verify_slope, speed_up > 1.0
     pays = both_C[filled] > max(1.0, speed_up) * price * drafted_C[filled]
     nowhere = f"at c = {cost_ratio:.2f} no gamma makes this draft pay"
     if pays[0]:
         if not paying:
-            return 0.0, f"{nowhere}, and no confidence stop would: decode without it"
-        return 0.0, "drafting on pays behind every drafted token: leave the confidence stop off"
+            return 0.0, f"{nowhere}, and no confidence stop does: decode without it"
+        return 0.0, "one more token pays after every drafted token: leave the confidence stop off"
     if not pays.any():
         if not paying:
-            return None, f"{nowhere}, and no confidence stop would: decode without it"
-        return None, "one more token pays behind no drafted token, however sure the draft is: use gamma 1 at most"
+            return None, f"{nowhere}, and no confidence stop does: decode without it"
+        return None, "one more token never pays, even after the most confident token: use gamma 1 at most"
     threshold = (int(filled[int(pays.argmax()) - 1]) + 1) / BINS
-    why = f"one more costs {price:.2f} target steps there, more than it brings"
+    why = f"one more token costs {price:.2f} target steps there, more than it gains"
     if not paying:
         return threshold, (
-            f"{nowhere}; to stop behind a token of probability below {threshold:.1f} loses less ({why}), but need not be "
-            "enough to pay"
+            f"{nowhere}; stopping after a token of probability below {threshold:.1f} loses less ({why}), but may still not "
+            "pay"
         )
-    return threshold, f"stop drafting behind a token of probability below {threshold:.1f}: {why}"
+    return threshold, f"stop drafting after a token of probability below {threshold:.1f}: {why}"
 
 
 def _interval(accepted_P: np.ndarray, drafted_P: np.ndarray, confidence: float) -> Interval | None:
@@ -210,7 +210,7 @@ def _words(bins: Sequence[CalibrationBin], error: float) -> str:
         return "nothing was drafted"
     ends = [bins[-1]] if len(bins) == 1 else [bins[-1], bins[0]]
     told = [
-        f"drafted with probability {one.low:.1f}-{one.high:.1f}, {100 * one.accepted:.0f} % are accepted"
+        f"{100 * one.accepted:.0f} % of the tokens drafted with probability {one.low:.1f}-{one.high:.1f} are accepted"
         for one in ends
     ]
-    return f"of the tokens {'; '.join(told)}; on average acceptance and confidence differ by {error:.2f}"
+    return f"{'; '.join(told)}; on average acceptance and confidence differ by {error:.2f}"

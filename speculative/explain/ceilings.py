@@ -1,4 +1,4 @@
-"""How far drafting could get: the perfect draft, the best greedy draft, prompt lookup for nothing; and is it worth it?
+"""The best speed-up drafting can reach (perfect draft, best greedy draft, prompt lookup), and whether a draft is worth distilling.
 
 Shapes: N texts, T tokens of one text, K gammas.
 """
@@ -141,7 +141,7 @@ def advice(costs: StepCosts) -> tuple[Culprit, str] | None:
     cheaper = f"make verify calls cheaper ({smaller_batch}another kernel, dtype or device)"
     to_do = {
         "draft": "take a shallower draft",
-        "verify": f"the verify call is what costs, a shallower draft cannot help: {cheaper}",
+        "verify": f"the verify call costs too much and a shallower draft cannot help: {cheaper}",
         "either": f"take a shallower draft or {cheaper}",
         "both": f"take a shallower draft and {cheaper}",
     }[culprit]

@@ -1,5 +1,4 @@
-"""Lossless, for someone who doubts it: is speculative text the target's own? Greedy text must be equal, sampled text must
-have the same distribution, and both are tested.
+"""Test that speculative text is the target's own: greedy text must be equal, and sampled text must have the same distribution.
 
 Three tests, of which a decoder that is lossless fails any at most about once in `1 / LEVEL` uses (each has its share of
 it; "about", because at finite sample sizes the two chi-square tests keep their level only nearly):
@@ -135,7 +134,7 @@ class Lossless:
     def sentence(self) -> str:
         """The answer in words, with what failed or with what the check could have seen."""
         greedy, sampled, control = self.greedy, self.sampled, self.control
-        ties = f" ({len(greedy.near_ties)} more part at a near-tie of the target)" if greedy.near_ties else ""
+        ties = f" ({len(greedy.near_ties)} more differ from a near-tie of the target on)" if greedy.near_ties else ""
         same = f"greedy text is the target's own on {greedy.equal} of {greedy.prompts} prompts{ties}"
         if sampled is None:
             return f"{'NOT lossless' if self.failed else 'Lossless'}: {same}."
@@ -144,15 +143,17 @@ class Lossless:
         )
         texts = f"{sampled.prompts * sampled.samples} sampled responses ({sampled.tokens:,} tokens)"
         if self.failed:
-            return f"NOT lossless: {', '.join(self.failed)} differ; {same}; of {texts}: {numbers}."
-        sentence = f"Lossless as far as can be seen: {same}; {texts} cannot be told from the target's own ({numbers})."
+            return f"NOT lossless: {', '.join(self.failed)} differ; {same}. {texts}: {numbers}."
+        sentence = f"Lossless as far as these tests detect: {same}; {texts} do not differ detectably from the target's own ({numbers})."
         if control is None:
             return sentence
         warmer = f"the target at {CONTROL} times its temperature"
         smallest = f"p = {min(control.p_values.values()):.2g}"
         if control.failed:
-            return f"{sentence} The same tests tell {warmer} from it ({smallest})."
-        return f"{sentence} So few samples could not tell {warmer} from it either ({smallest}): raise --samples or --prompts."
+            return f"{sentence} The same tests detect {warmer} ({smallest})."
+        return (
+            f"{sentence} But so few samples do not detect {warmer} either ({smallest}): raise --samples or --prompts."
+        )
 
     def record(self) -> dict[str, Any]:
         """As JSON."""

@@ -60,17 +60,17 @@ class Gate:
 
 
 def compare(options: CompareOptions, console: Console) -> int:
-    """The exit status of `compare_command`, when its result is printed."""
+    """Run `compare_command`, print the result and return the exit status."""
     result, status = compare_command(options)
     print_comparison(console, result)
     return status
 
 
 def compare_command(options: CompareOptions) -> tuple[Comparison, int]:
-    """(the comparison, exit status 1 when a gate is shut and 0 otherwise); writes --out and the plot.
+    """(the comparison, exit status 1 if a gate fails and 0 otherwise); writes --out and the plot.
 
     Raises:
-        UserError: fewer than two drafts, no run to take the text from, a draft of another target or vocabulary, a bad gate.
+        UserError: fewer than two drafts, no run to take the text from, a draft of another target or vocabulary, an invalid gate.
     """
     gates = [parse_gate(text, options.timing, options.drafts[:1]) for text in options.fail_below or ()]
     plot = options.plot or (options.out.parent / "compare.svg" if options.out is not None else None)
@@ -94,7 +94,7 @@ def _refuse_early(options: CompareOptions, plot: Path | None) -> None:
         raise UserError("compare needs at least two drafts: runs, checkpoints, model directories or hub ids")
     if all(draft_of(name) is None for name in options.drafts):
         raise UserError(
-            "compare lookup: lookup needs a draft beside it, e.g. compare lookup runs/demo lookup+runs/demo"
+            "compare lookup: at least one way needs a draft, e.g. compare lookup runs/demo lookup+runs/demo"
         )
     check_known("--rule", options.rule, ("", *RULES))
     if options.gamma and not 1 <= options.gamma <= MOST_GAMMA:
@@ -107,23 +107,23 @@ def parse_gate(text: str, timing: bool = True, first: Sequence[str] = ()) -> Gat
     """`tau=2.1` or `tau.ci_low=2.0`, about the first way.
 
     Raises:
-        UserError: another metric, no number, a speed that is not measured, or an alpha of who has none.
+        UserError: another metric, no number, a speed that is not measured, or alpha of a way without one.
     """
     name, _, number = text.partition("=")
     metric, dot, end = name.strip().partition(".")
     if metric not in METRICS or (dot and end != "ci_low"):
         raise UserError(
-            f"--fail-below {text}: the metrics are {', '.join(METRICS)}, and the lower end of the interval of each, as in "
-            "tau=2.1 or tau.ci_low=2.0"
+            f"--fail-below {text}: the metrics are {', '.join(METRICS)}, each also with .ci_low for the lower end of its interval, "
+            "e.g. tau=2.1 or tau.ci_low=2.0"
         )
     try:
         bound = float(number)
     except ValueError:
         bound = math.nan
     if not math.isfinite(bound):
-        raise UserError(f"--fail-below {text}: {number or 'nothing'!r} is not a number; write it as in {name}=2.1")
+        raise UserError(f"--fail-below {text}: {number or 'nothing'!r} is not a number; write e.g. {name}=2.1")
     if metric == "speed_up" and not timing:
-        raise UserError(f"--fail-below {text}: the speed-up is not known with --no-timing; leave one of them out")
+        raise UserError(f"--fail-below {text}: the speed-up is not known with --no-timing; remove one of the two")
     if metric == "alpha" and any(map(looks_up, first)):
         raise UserError(f"--fail-below {text}: {first[0]} has no alpha; use tau or speed_up, or name a draft first")
     return Gate(text, metric, bool(dot), bound)
@@ -149,7 +149,7 @@ def load_text(options: CompareOptions) -> FrozenText:
     home = options.on or next((run for _, run in runs if target_of(run) is not None), None)
     if home is None:
         raise UserError(
-            f"none of {', '.join(paths)} is a run with held-out responses to judge on: give one with --on RUN"
+            f"none of {', '.join(paths)} is a run with held-out responses to judge on; give one with --on RUN"
         )
     rule: Any = options.rule or None
     text = load_frozen_text(home, rule, options.trust_remote_code)
@@ -161,8 +161,8 @@ def load_text(options: CompareOptions) -> FrozenText:
         other = target_of(run)
         if other is not None and other != wanted:
             raise UserError(
-                f"{path}: distilled for another target (fingerprint {other}, that of {home} is {wanted}); to judge it as a "
-                f"draft for that one, add --on {home}"
+                f"{path}: distilled for another target (fingerprint {other}; {home} has {wanted}); to judge it as a "
+                f"draft for that target, add --on {home}"
             )
     return text
 
@@ -174,10 +174,10 @@ def read_drafts(text: FrozenText, names: Sequence[str], gamma: int, timing: bool
     times, so that two drafts differ by their own steps alone.
 
     Raises:
-        UserError: naming the draft that is not there, has another vocabulary, cannot read so long a text, or cannot draft so.
+        UserError: a draft that is not there, has another vocabulary, has too short a context, or cannot draft this way; the message gives it.
     """
     if timing and text.config.target.endpoint is not None:
-        raise UserError(f"{text.run}: its target is on a server, so nothing can be timed here; add --no-timing")
+        raise UserError(f"{text.run}: the target is on a server, so nothing can be timed here; add --no-timing")
     drafts: dict[tuple[str, Drafting], Scored] = {}
     by_shape: dict[Any, StepCosts] = {}
     for name in names:
@@ -208,7 +208,7 @@ def read_drafts(text: FrozenText, names: Sequence[str], gamma: int, timing: bool
 def _load(text: FrozenText, path: str, drafting: Drafting) -> Draft:
     run = run_of(path)
     if run == Path(path) and not best_student(run).is_dir():
-        raise UserError(f"{path}: this run has no best checkpoint yet; finish it, or name one of its checkpoints")
+        raise UserError(f"{path}: this run has no best checkpoint yet; finish it, or give one of its checkpoints")
     try:
         draft = Draft(text.draft(path), drafting)
     except UserError as error:
@@ -217,7 +217,7 @@ def _load(text: FrozenText, path: str, drafting: Drafting) -> Draft:
     limit = max_positions(draft.model.config)
     longest = max(len(one.prompt_ids) + len(one.response_ids) for one in text.responses)
     if limit is not None and limit < longest:
-        raise UserError(f"{path}: reads {limit} tokens and the text of {text.run} needs {longest}")
+        raise UserError(f"{path}: reads at most {limit} tokens, but the text of {text.run} needs {longest}")
     return draft
 
 
@@ -241,7 +241,7 @@ def _shared_target(by_shape: Mapping[Any, StepCosts]) -> dict[Any, StepCosts]:
 
 
 def judge_gates(result: Comparison, gates: Sequence[Gate], fail_if_worse: bool) -> tuple[list[JudgedGate], list[str]]:
-    """(every gate with its value, one line for each that is shut). Gates are about the first draft."""
+    """(every gate with its value, one line for each failed gate). Gates are about the first draft."""
     first, lines, found = result.row(result.against), [], []
     for gate in gates:
         value = getattr(first, f"{gate.metric}_ci")[0] if gate.lower_end else getattr(first, gate.metric)

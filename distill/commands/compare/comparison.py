@@ -31,7 +31,7 @@ UNTIMED = given_costs(1.0, 0.0)
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Scored(Way):
-    """A way with what the frozen text and the clock say of it, from which every gamma follows.
+    """A way with its scores on the frozen text and its step costs, from which figures at every gamma follow.
 
     scores: of its draft; None for lookup alone. kept: where lookup is in it, tokens of a lookup that are kept at each place of each
     response (`kept_by_lookup`). costs: of lookup alone the target's side. shape: of its draft.
@@ -111,8 +111,8 @@ def with_lookup(
 
 
 class ComparedWay(Record):
-    """What is known of a way beside its rows. Of one with lookup survival is null. Of `parallel+DRAFT` the draft step and `cost_ratio`
-    are those of a block, which is one draft call; `cost_ratio_at` is of a token of it. best_gamma 0: none pays.
+    """Figures of a way besides its rows. survival is null for a way with lookup. For `parallel+DRAFT` the draft step and `cost_ratio`
+    are per block, which is one draft call; `cost_ratio_at` is per token. best_gamma 0: none pays.
     """
 
     way: str
@@ -139,7 +139,7 @@ class Difference(CallEffects):
 
 
 class JudgedGate(Record):
-    """A `--fail-below` and the value it was held against."""
+    """A `--fail-below` and the value it was compared with."""
 
     condition: str
     metric: str
@@ -185,7 +185,7 @@ class Comparison(Record):
         return next(row for row in self.measured if (row.way, row.text) == (way, text))
 
     def differences_on(self, text: str = HELD_OUT) -> list[Difference]:
-        """Of the ways behind the first."""
+        """Differences of the other ways to the first."""
         return [one for one in self.differences if one.text == text]
 
 

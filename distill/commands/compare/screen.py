@@ -25,8 +25,8 @@ def compare_table(result: Comparison) -> Table:
     table = Table(
         columns,
         title=f"{first.prompts} held-out prompts of {result.on} ({first.tokens:,} tokens), rule {result.rule}, gamma {result.gamma}",
-        caption="alpha: acceptance rate; tau: tokens per target call, by replay of the same text; [95 % interval]"
-        + ("; speed-up: predicted from measured steps, over the target alone" if timed else ""),
+        caption="alpha: acceptance rate; tau: tokens per target call, by replay; [95 % interval]"
+        + ("; speed-up over the target alone, predicted from measured steps" if timed else ""),
     )
     for one in result.ways:
         row = result.row(one.way)
@@ -37,7 +37,7 @@ def compare_table(result: Comparison) -> Table:
             Cell(row.tau, row.tau_ci),
         ]
         if timed:
-            of_block = " a block" if drafting_of(one.path) == "parallel" else ""
+            of_block = " per block" if drafting_of(one.path) == "parallel" else ""
             step = None if one.draft_step_seconds is None else 1e3 * one.draft_step_seconds
             cells.append(Cell(step, note="" if step is None else f"c = {one.cost_ratio:.2f}{of_block}"))
             cells.append(Cell(row.speed_up, row.speed_up_ci))
@@ -47,11 +47,11 @@ def compare_table(result: Comparison) -> Table:
 
 
 def difference_lines(result: Comparison) -> list[str]:
-    """One line per way behind the first: what it gains or loses, and what could have been seen, if anything."""
+    """One line per way after the first: its gain or loss, and the detectable difference where none is certain."""
     lines, differences = [], result.differences_on()
     for other in differences:
         answer = {"gain": "better", "loss": "worse", "none": "no certain difference"}[other.certain_tau]
-        line = f"{other.way} against {result.against}: {answer}; tau {other.tau:+.3f}"
+        line = f"{other.way} compared with {result.against}: {answer}; tau {other.tau:+.3f}"
         line += f", alpha {other.alpha:+.4f}" if other.alpha else ""
         if other.speed_up is not None:
             line += f", speed {other.speed_up.gain:+.2f}x {interval(other.speed_up.ci, '+.2f')}"
@@ -59,22 +59,24 @@ def difference_lines(result: Comparison) -> list[str]:
         if few is not None:
             line += f"; {few}"
         elif other.certain_tau == "none" and seen is not None:
-            line += f"; a difference of {seen:.3f} in tau would have been seen in 4 of 5 cases"
+            line += f"; a difference of {seen:.3f} in tau would have been detected with 80 % probability"
         lines.append(line)
     if len(differences) > 1:
-        lines.append(f"intervals widened for {len(differences)} comparisons: all of them hold together with 95 %")
+        lines.append(
+            f"Intervals are widened for {len(differences)} comparisons, so that all of them hold jointly at 95 %."
+        )
     return lines
 
 
 def domain_table(result: Comparison) -> Table | None:
-    """Who is better where; None for text of one domain."""
+    """tau of every way by domain; None for text of one domain."""
     if not result.domains:
         return None
     looks = len(result.differences_on()) * len(result.domains)
     table = Table(
         ["domain", Column("prompts", "d"), *(Column(one.way, ".2f") for one in result.ways)],
-        title=f"tau at gamma {result.gamma} by domain, and the difference to {result.against}",
-        caption=f"intervals widened for all {looks} comparisons; * = certain",
+        title=f"tau at gamma {result.gamma} by domain, and the difference from {result.against}",
+        caption=f"Intervals are widened for all {looks} comparisons; * = certain",
     )
     for domain in result.domains:
         first = result.row(result.against, domain)
@@ -90,7 +92,7 @@ def domain_table(result: Comparison) -> Table | None:
 
 
 def print_comparison(console: Console, result: Comparison) -> None:
-    """The tables, the differences and what the gates say."""
+    """Print the tables, the differences and the failed gates."""
     console.print(compare_table(result))
     domains = domain_table(result)
     if domains is not None:
@@ -140,5 +142,5 @@ def _gains(axis: Any, result: Comparison) -> None:
     axis.axvline(0.0, color="C0", linewidth=1)
     axis.set_yticks(range(len(groups)), [name for name, _ in groups])
     axis.set_ylim(len(groups) - 0.4, -0.6)
-    axis.set(xlabel=f"difference in tau at gamma {result.gamma} to {result.against}")
+    axis.set(xlabel=f"difference in tau at gamma {result.gamma} from {result.against}")
     axis.grid(alpha=0.3, axis="x")

@@ -1,6 +1,6 @@
-"""What acceptance is compared with: the best draft of a run on its held-out prompts, one row a prompt.
+"""The baseline of `understudy drift`: the best draft of a run on its held-out prompts, one row per prompt.
 
-The rows come of replay: the block process is drawn along the run's frozen text at the server's gamma and rule. No target is needed.
+The rows come from replay: blocks are drawn along the run's frozen text at the server's gamma and rule. The target is not needed.
 """
 
 from collections import Counter
@@ -78,7 +78,7 @@ def baseline_of(options: DriftOptions, gamma: int | None = None) -> Baseline:
     prompts = drawn_prompts(frozen.responses, scores, frozen.rule, gamma)
     if len(prompts) < FEWEST_REQUESTS:
         raise UserError(
-            f"{run}: {len(prompts)} held-out prompts, and {FEWEST_REQUESTS} are the fewest to tell their spread: raise "
+            f"{run}: {len(prompts)} held-out prompts are too few to know their spread, at least {FEWEST_REQUESTS} are needed; raise "
             "judge.prompts and judge the run again"
         )
     return Baseline(gamma, frozen.rule, prompts, way)
@@ -127,14 +127,14 @@ def gamma_of(log: AcceptanceLog, asked: int | None) -> tuple[int | None, list[st
     """(the server's drafted tokens per block: as asked, else the log's, else None; what a reader must know of that)."""
     mean = log.gamma()
     if mean is None:
-        unsaid = "the log does not tell its blocks: the verdict's own gamma is assumed (--gamma says otherwise)"
+        unsaid = "the log does not give its blocks, so the verdict's gamma is assumed (set another with --gamma)"
         return asked, [unsaid] if asked is None else []
     gamma = asked or max(1, round(mean))
     if abs(mean - gamma) <= _VARYING * gamma:
         return gamma, []
     return gamma, [
-        f"the server drafts {mean:.2f} tokens a block on average and is compared with a fixed gamma of {gamma}: the two "
-        "differ by that alone (a confidence stop?)"
+        f"the server drafts {mean:.2f} tokens per block on average but is compared with a fixed gamma of {gamma}; this alone "
+        "makes a difference (does it use a confidence stop?)"
     ]
 
 
@@ -143,8 +143,8 @@ def engine_notes(log: AcceptanceLog, baseline: Baseline) -> list[str]:
     if log.format not in _ARGMAX_ENGINES or not draft_draws(baseline.rule):
         return []
     return [
-        f"{log.format} drafts the argmax unless told otherwise, and the baseline is of rule {baseline.rule}: if the "
-        "server was not told, compare with --rule greedy-draft"
+        f"{log.format} drafts the argmax by default, but the baseline is under rule {baseline.rule}; if the server uses "
+        "its default, add --rule greedy-draft"
     ]
 
 
@@ -158,7 +158,7 @@ def slices_of(records: Sequence[AcceptanceRecord], prompts: Sequence[BaselinePro
     kept = {name for name, _ in counts.most_common(MOST_SLICES if len(counts) <= MOST_SLICES else MOST_SLICES - 1)}
     notes = []
     if len(counts) > len(kept):
-        notes.append(f"{len(counts) - len(kept)} rare labels are taken together as `{OTHERS}`")
+        notes.append(f"{len(counts) - len(kept)} rare labels are combined as `{OTHERS}`")
     by_name: dict[str, list[AcceptanceRecord]] = {}
     for record in records:
         label = record.slice or ALL
@@ -169,6 +169,6 @@ def slices_of(records: Sequence[AcceptanceRecord], prompts: Sequence[BaselinePro
         few = len(own) < FEWEST_REQUESTS
         if few and name not in (OTHERS, ALL):
             there = f"only {len(own)} held-out prompts" if own else "no held-out prompts"
-            notes.append(f"{name}: {there} of that label, so it is compared with all {len(prompts)} together")
+            notes.append(f"{name}: {there} with that label, so it is compared with all {len(prompts)}")
         slices.append(Slice(name, records_here, [*range(len(prompts))] if few else own, ALL if few else name))
     return slices, notes

@@ -27,17 +27,17 @@ def scrape(url: str, scrapes: int, interval: float, gamma: int | None, key: str 
         if found is None or found.accepted is None:
             length = mean_length_of(root, key)
             known = (
-                f" (it only tells {length:.2f} tokens a block since its start, of which no difference can be made)"
+                f" (it only gives {length:.2f} tokens per block since its start, which cannot be compared over time)"
                 if length
                 else ""
             )
             raise UserError(
-                f"--metrics-url {url}: no counters of drafts there{known}; vLLM shows them as it is, llama-server with --metrics, "
-                "SGLang with --enable-metrics: or read its request files (--export-metrics-to-file) with --log"
+                f"--metrics-url {url}: no counters of drafts there{known}; vLLM always has them, llama-server with --metrics, "
+                "SGLang with --enable-metrics; or read SGLang's request files (--export-metrics-to-file) with --log"
             )
         if found.drafted is None and gamma is None:
             raise UserError(
-                f"--metrics-url {url}: {found.engine} counts blocks and not their drafted tokens: give its --gamma"
+                f"--metrics-url {url}: {found.engine} counts blocks but not drafted tokens; give its --gamma"
             )
         seen.append(found)
     return _differences(url, seen, gamma)
@@ -50,17 +50,20 @@ def _differences(url: str, seen: list[ServerCounts], gamma: int | None) -> Accep
         try:
             found = difference(before, after)
         except CountsError as error:
-            warnings.append(f"between scrapes {number} and {number + 1} {error}: that interval is left out")
+            warnings.append(f"between scrapes {number} and {number + 1} {error}; that interval is left out")
             continue
         drafted = found.drafted if found.drafted is not None else (found.blocks or 0) * (gamma or 0)
         if not drafted or found.accepted is None:
             continue
         if found.accepted > drafted:
             raise UserError(
-                f"--metrics-url {url}: {found.accepted:,} tokens accepted of only {drafted:,} drafted; give the server's --gamma"
+                f"--metrics-url {url}: {found.accepted:,} tokens accepted of only {drafted:,} drafted tokens; give the server's --gamma"
             )
         records.append(AcceptanceRecord(len(records), drafted, found.accepted, found.blocks))
     if not records:
-        why = "; ".join(warnings) or "nothing was drafted between the scrapes: does it serve? (--interval)"
+        why = (
+            "; ".join(warnings)
+            or "nothing was drafted between the scrapes; check that it serves requests, or raise --interval"
+        )
         raise UserError(f"--metrics-url {url}: {why}")
     return AcceptanceLog(records, seen[-1].engine, True, warnings)

@@ -1,10 +1,10 @@
-"""`understudy drift RUN`: is the draft still accepted as it was? Fresh prompts, a server's log or its counters against the run's verdict.
+"""`understudy drift RUN`: compare acceptance on fresh prompts, a server's log or its counters with the run's verdict.
 
-Exit status of the command: 0 no drift, 3 refresh advised, 2 a mistake.
+Exit status: 0 no drift, 3 refresh advised, 2 a mistake.
 
-One number answers: accepted per drafted now, less that of the run's held-out prompts by replay at the same gamma and rule. The draft
-has drifted when the interval of that difference is wholly below zero. It holds for requests that are independent draws like the held-out
-prompts; users repeat themselves and ask for other things, so the answer is that acceptance on this traffic is lower, not why.
+The test statistic is accepted/drafted now minus that of the run's held-out prompts, by replay at the same gamma and rule. The draft has
+drifted if the interval of the difference is wholly below zero. This assumes independent requests like the held-out prompts. Users repeat
+themselves and ask for other things, so the test says that acceptance on this traffic is lower, but not why.
 """
 
 from dataclasses import replace
@@ -108,15 +108,15 @@ def _check(options: DriftOptions) -> None:
         )
     if options.scrapes < 2 or not 0 <= options.interval < 1e6:
         raise UserError(
-            f"--scrapes {options.scrapes} --interval {options.interval:g}: give at least 2, some seconds apart"
+            f"--scrapes {options.scrapes} --interval {options.interval:g}: give at least 2 scrapes, some seconds apart"
         )
     for option, value in (
         ("--chat", options.chat), ("--prompt-column", options.prompt_column), ("--messages-column", options.messages_column)
     ):  # fmt: skip
         if value and not options.prompts:
-            raise UserError(f"{option} is for --prompts: a log is of prompts that were rendered already")
+            raise UserError(f"{option} is for --prompts: a log contains rendered prompts")
     if not 0.5 <= options.confidence < 1:
-        raise UserError(f"--confidence {options.confidence}: give a probability from 0.5 to below 1, e.g. 0.95")
+        raise UserError(f"--confidence {options.confidence}: give a probability of at least 0.5 and below 1, e.g. 0.95")
     if options.gamma is not None and not 1 <= options.gamma <= 128:
         raise UserError(f"--gamma {options.gamma}: give the server's drafted tokens per block, 1 to 128")
     check_known("--rule", options.rule, ("", *RULES))
@@ -146,8 +146,8 @@ def _compared(options: DriftOptions, log: AcceptanceLog, baseline: Baseline, not
     )
     refresh, requests = found.ci[1] < 0, len(log.records)
     sentence = (
-        f"{'Refresh the draft' if refresh else 'No drift'}: accepted/drafted {found.rate:.3f} against the run's {found.baseline:.3f} at "
-        f"gamma {baseline.gamma}, rule {baseline.rule}: {found.change:+.3f} {interval(found.ci, '+.3f')} over {requests:,} "
+        f"{'Refresh the draft' if refresh else 'No drift'}: accepted/drafted is {found.rate:.3f}, and {found.baseline:.3f} in the run at "
+        f"gamma {baseline.gamma}, rule {baseline.rule}. The change is {found.change:+.3f} {interval(found.ci, '+.3f')} over {requests:,} "
         f"{'log lines' if log.sums else 'requests'}."
     )
     source, way = str(options.log or options.metrics_url or options.prompts), Measured(DRAFT, baseline.rule)
@@ -195,10 +195,10 @@ def _decoded(options: DriftOptions, baseline: Baseline) -> AcceptanceLog:
     ]
     notes = []
     if len(prompts) < len(rows):
-        notes.append(f"{len(rows) - len(prompts)} of {len(rows)} prompts are too long and left out")
+        notes.append(f"{len(rows) - len(prompts)} of {len(rows)} prompts are too long and are left out")
     known = {response.key for response in frozen.responses}
     if seen := sum(content_hash(row) in known for row in rows):
-        notes.append(f"{seen} of {len(rows)} prompts are held-out prompts of the run: they are not fresh")
+        notes.append(f"{seen} of {len(rows)} prompts are held-out prompts of the run, so they are not fresh")
     if not labelled:
-        notes.append(f"{options.prompts} has no column `domain`: compared with all held-out prompts")
+        notes.append(f"{options.prompts} has no column `domain`, so it is compared with all held-out prompts")
     return AcceptanceLog(records, "prompts", sums=False, warnings=notes)

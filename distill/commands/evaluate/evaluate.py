@@ -35,7 +35,7 @@ from speculative.rules.rule import RULES, Rule
 
 
 def evaluate_command(options: EvaluateOptions) -> int:
-    """Prints and writes what was asked for; returns the exit status, 1 when a test for a doubter fails.
+    """Print and write what was asked for. Returns the exit status, 1 if a losslessness or score test fails.
 
     Raises:
         UserError: options that contradict each other, a place that cannot be written, and see `evaluate`.
@@ -53,13 +53,13 @@ def evaluate_command(options: EvaluateOptions) -> int:
             options, Asked(config, options.draft, rule, gammas[0], options.prompts, options.samples, drafting)
         )
     if options.references is not None:
-        raise UserError("--references goes with --scorer")
+        raise UserError("--references needs --scorer")
     if options.drafting:
-        raise UserError("--drafting goes with --losslessness and --scorer: a judgement takes the faster way by itself")
+        raise UserError("--drafting needs --losslessness or --scorer: otherwise the faster way is chosen automatically")
     out = options.out
     check_writable("--out", out)
     if _is_of_a_run(out):
-        raise UserError(f"--out {out}: holds the result of a training run; give another name")
+        raise UserError(f"--out {out}: this is the result of a training run; give another name")
     result = evaluate(config, options.draft, gammas, rule, out.with_suffix(".proposals.parquet"))
     write_asked("--out", out, result.record())
     if options.as_json:
@@ -76,7 +76,7 @@ def _print(result: Result, out: Path) -> None:
     for table in ways_tables(verdict):
         console.print(table)
     console.print(verdict.headline, style="bold")
-    for line in (*verdict.facts, f"written to {out} (a page of it: understudy report {out})"):
+    for line in (*verdict.facts, f"written to {out} (make its report with: understudy report {out})"):
         console.print(line, highlight=False, markup=False)
 
 
@@ -89,12 +89,12 @@ def _is_of_a_run(path: Path) -> bool:
 
 
 def _prove(options: EvaluateOptions, asked: Asked) -> int:
-    """The tests for a doubter, added to the result at --out where that judges this draft; 1 when one fails."""
+    """Run the losslessness and score tests and add them to the result at --out if it judges this draft; 1 if one fails."""
     lossless = losslessness(asked, options.control) if options.losslessness else None
     scores = task_scores(asked, options.scorer, options.references) if options.scorer else None
     proof = None if lossless is None else Losslessness.model_validate({"draft": asked.draft, **lossless.record()})
     known, why = result_of_draft(options.out, asked)
-    said = f"not added to a result: {why}" if known is None else add_proofs(options.out, known, proof, scores)
+    said = f"Not added to a result: {why}" if known is None else add_proofs(options.out, known, proof, scores)
     if options.as_json:
         found = {"losslessness": proof, "scores": scores}
         print(json.dumps({name: one.record() for name, one in found.items() if one is not None}, indent=2))

@@ -37,7 +37,7 @@ def lossless_lines(result: Lossless) -> list[str]:
     greedy, sampled = result.greedy, result.sampled
     lines = [
         f"greedy text       {greedy.equal} of {greedy.prompts} prompts equal ({greedy.tokens:,} tokens), "
-        f"{len(greedy.near_ties)} part at a near-tie ({result.dtype}), {len(greedy.differences)} differ",
+        f"{len(greedy.near_ties)} differ from a near-tie on ({result.dtype}), {len(greedy.differences)} differ otherwise",
         *(f"  {line}" for line in greedy.differences[:5]),
     ]
     if sampled is not None:
@@ -54,8 +54,8 @@ def lossless_lines(result: Lossless) -> list[str]:
                 + ")"
             )
         if not sampled.judged_every:
-            lines.append(f"every token is not judged: {result.dtype} rounds at the edge of top-p and top-k")
-        lines.append(f"a decoder without fault fails this check at most about once in {round(1 / LEVEL):,} uses")
+            lines.append(f"`every token` is not judged, because {result.dtype} rounds at the edge of top-p and top-k")
+        lines.append(f"a correct decoder fails this check at most about once in {round(1 / LEVEL):,} uses")
     return [*lines, result.sentence]
 
 
@@ -65,26 +65,26 @@ def result_of_draft(out: Path, asked: Asked) -> tuple[Result | None, str]:
     The very draft: the same weights, wherever they lie.
     """
     if not out.is_file():
-        return None, f"{out} is not there; judge the draft first (the same command without the tests)"
+        return None, f"{out} does not exist; judge the draft first (the same command without the tests)"
     try:
         result = load_result(out)
     except UserError as error:
         return None, str(error)
     theirs, ours = (yaml.safe_load(result.config) or {}).get("target", {}).get("path"), asked.config.target.path
     if theirs != ours:
-        return None, f"{out} is of target {theirs}, not of {ours}"
+        return None, f"{out} is about target {theirs}, not {ours}"
     known = result.verdict.drafts[-1].path
     try:
         same = known is not None and _fingerprint(known) == _fingerprint(asked.draft)
     except UserError as error:
-        return None, f"whether {out} judges this draft is not known: {error}"
+        return None, f"it is not known whether {out} judges this draft: {error}"
     return (result, "") if same else (None, f"{out} judges another draft ({known})")
 
 
 def add_proofs(out: Path, result: Result, lossless: Losslessness | None, scores: TaskScores | None) -> str:
-    """Writes the result with these tests, and its report again where there is one; says what was written.
+    """Write the result with these tests, and update its report if there is one; say what was written.
 
-    A later test takes the place of an earlier one, task scores that of the same scorer.
+    A later test replaces an earlier one, and task scores replace those of the same scorer.
     """
     update: dict[str, Any] = {}
     if lossless is not None:
@@ -97,7 +97,7 @@ def add_proofs(out: Path, result: Result, lossless: Losslessness | None, scores:
     if result.kind == "run" and report.is_file():
         report_command(out)
         return f"added to {out} and {report}"
-    return f"added to {out} (a page of it: understudy report {out})"
+    return f"added to {out} (make its report with: understudy report {out})"
 
 
 def _fingerprint(path: str) -> str:

@@ -1,4 +1,4 @@
-"""Is the task score the same with and without the draft? A scorer of yours on texts decoded both ways.
+"""Compare task scores with and without the draft, by a scorer of the user.
 
 A scorer is any function `scorer(prompt, response, reference) -> number from 0 to 1`, named `module:function` or
 `path/to/file.py:function`; `exact-match` and `exact-match-number` are built in. `reference` is a text or None: what the
@@ -266,7 +266,7 @@ def task_scores(asked: Asked, scorer: str, references: Path | None = None) -> Ta
         if speculative_PS[place] != alone_PS[place]:
             prompt = pair.prompts[place[0]].prompt_id
             raise UserError(
-                f"--scorer {scorer}: gives the same text two scores on prompt {prompt}; it must not draw lots"
+                f"--scorer {scorer}: gives the same text two scores on prompt {prompt}; it must be deterministic"
             )
     found = summarise(speculative_PS, alone_PS)
     wide = None
@@ -277,14 +277,12 @@ def task_scores(asked: Asked, scorer: str, references: Path | None = None) -> Ta
         # No estimate: the texts of other prompts would be the same too.
         found = found._replace(difference=ScoreDifference(value=0.0, ci=(0.0, 0.0)))
         passed = True
-        sentence = (
-            f"The same score, {found.alone.score:.3f}, because all {len(same)} texts are the same, token by token."
-        )
+        sentence = f"The score is the same, {found.alone.score:.3f}, because all {len(same)} texts are the same, token by token."
     else:
         greedy = greedy_equality(pair.target.model, proposing, pair.keyed, settings, batch_size=batch_size)
         passed = not greedy.differences
         sentence = (
-            f"{sum(same)} of {len(same)} texts are the same, the others part at a near-tie of the target: scores "
+            f"{sum(same)} of {len(same)} texts are the same, the others differ from a near-tie of the target on. The scores are "
             f"{found.speculative.score:.3f} and {found.alone.score:.3f}."
             if passed
             else f"NOT the same text: {greedy.differences[0]}"
@@ -304,13 +302,15 @@ def _sampled_answer(difference: ScoreDifference, wide: Interval, prompts: int, s
     if few is not None:
         words = f"Not certain: {seen}; {few}."
     elif not passed:
-        words = f"The scores DIFFER: {seen}; even the {1 - LEVEL:.1%} interval leaves 0 out."
+        words = f"The scores DIFFER: {seen}. The {1 - LEVEL:.1%} interval excludes 0 too."
     elif low <= 0 <= high:
-        words = f"No difference to be seen: {seen}; one outside this 95 % interval is ruled out, a smaller one is not."
+        words = (
+            f"No difference found: {seen}. A difference outside this 95 % interval is ruled out, a smaller one is not."
+        )
     else:
         words = (
-            f"Not clear: {seen} leaves 0 out, the {1 - LEVEL:.1%} interval does not; one honest check in twenty does "
-            "this: repeat it with another seed or more prompts."
+            f"Not clear: {seen} excludes 0, but the {1 - LEVEL:.1%} interval does not. One correct check in twenty does "
+            "this; repeat it with another seed or more prompts."
         )
     return passed, words
 

@@ -1,4 +1,4 @@
-"""`understudy generate`: text from a target, with whoever proposes, streamed; then what it took."""
+"""`understudy generate`: stream text from a target with any drafter, then print the timings."""
 
 import sys
 from collections import Counter
@@ -48,7 +48,7 @@ ADAPTIVE_GAMMA = 8  # The largest gamma that `--gamma auto` considers.
 
 @dataclass(frozen=True)
 class Loaded:
-    """A target with its tokenizer, and whoever proposes (None = plain decoding)."""
+    """A target with its tokenizer and drafter (None = plain decoding)."""
 
     target: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
@@ -98,18 +98,18 @@ def refuse_contradictions(options: GenerateOptions) -> None:
         (options.tree, options.drafting != "parallel", "--drafting parallel drafts chains: leave --tree out"),
         (options.datastore, kind == "retrieval", f"--datastore is not used by --drafter {kind}"),
         (options.exit_layers, kind == "early-exit", f"--exit-layers is not used by --drafter {kind}"),
-        (options.tree, kind in ("draft", "early-exit"), "--tree needs a draft model or early-exit to grow it"),
+        (options.tree, kind in ("draft", "early-exit"), "--tree needs a draft model or --drafter early-exit"),
         (options.tree and options.gamma, False, "--tree sets gamma, its depth: leave --gamma out"),
-        (options.log, kind != "none", "--log is of drafted tokens, and nothing drafts"),
-        (options.tree and options.log, False, "--log is of chains: leave --tree or --log out"),
-        (options.tree and options.repetition_penalty != 1.0, False, "--repetition-penalty does not go with --tree"),
+        (options.log, kind != "none", "--log records drafted tokens, and nothing drafts"),
+        (options.tree and options.log, False, "--log records chains: leave --tree or --log out"),
+        (options.tree and options.repetition_penalty != 1.0, False, "--repetition-penalty cannot be used with --tree"),
         (options.gamma, kind != "none", "--gamma without anything that drafts: give --draft DIR or --drafter"),
         (options.stop_below, kind in ("draft", "cascade", "early-exit"), "--stop-below needs a draft model"),
         (options.system, options.chat, "--system is a chat message: add --chat"),
         (
             options.prompt_column or options.messages_column,
             options.prompts,
-            "a column is of --prompts, which is missing",
+            "--prompt-column and --messages-column need --prompts",
         ),
     ):
         if given and not used:
@@ -137,7 +137,7 @@ def parse_tree(text: str) -> tuple[int, ...]:
     """`3,2,1` -> (3, 2, 1); empty = no tree."""
     parts = [part.strip() for part in text.split(",") if part.strip()]
     if not all(part.isdigit() for part in parts):
-        raise UserError(f"--tree {text}: numbers of candidates by depth, e.g. 3,2,1")
+        raise UserError(f"--tree {text}: give the numbers of candidates by depth, e.g. 3,2,1")
     return tuple(int(part) for part in parts)
 
 
@@ -148,9 +148,9 @@ def parse_gamma(text: str) -> int:
     if text == "auto":
         return ADAPTIVE_GAMMA
     if not text.isdigit() or int(text) < 1:
-        raise UserError(f"--gamma {text}: a number of at least 1, or auto (plain decoding is --drafter none)")
+        raise UserError(f"--gamma {text}: give a number of at least 1, or auto (plain decoding is --drafter none)")
     if int(text) > MOST_GAMMA:
-        raise UserError(f"--gamma {text}: more than {MOST_GAMMA} drafted tokens a block never pay")
+        raise UserError(f"--gamma {text}: more than {MOST_GAMMA} drafted tokens per block never pay")
     return int(text)
 
 

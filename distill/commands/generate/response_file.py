@@ -48,8 +48,8 @@ class ResponseFile:
                 file.write(text)
         except OSError as error:
             raise UserError(
-                f"--out {self.out}: cannot be written ({error.strerror}); {len(self._lines)} responses were finished, "
-                f"those that fitted are in {self.partial}"
+                f"--out {self.out}: cannot be written ({error.strerror}); {len(self._lines)} responses were finished; "
+                f"those that could be written are in {self.partial}"
             ) from error
 
 

@@ -1,4 +1,4 @@
-"""`understudy probe --device-memory 80GB --concurrency 64 --context 8k`: does the pair fit, and what does the draft cost in requests?"""
+"""`understudy probe --device-memory 80GB --concurrency 64 --context 8k`: whether the pair fits, and how many requests the draft costs."""
 
 import math
 import re
@@ -38,7 +38,7 @@ def device_of(options: ProbeOptions) -> Device | None:
         return None
     if not all(given):
         raise UserError(
-            "--device-memory, --concurrency and --context go together, e.g. --device-memory 80GB --concurrency 64 --context 8k"
+            "give --device-memory, --concurrency and --context together, e.g. --device-memory 80GB --concurrency 64 --context 8k"
         )
     if options.concurrency < 1:
         raise UserError(f"--concurrency {options.concurrency}: give at least 1")
@@ -85,16 +85,16 @@ class Memory:
     def lines(self) -> list[str]:
         """In sentences."""
         lines = [
-            f"memory at {self.dtype}, {self.device.context:,} tokens a request, {USABLE_SHARE:.0%} of {self.device.memory / GB:.3g} GB "
+            f"memory at {self.dtype}, {self.device.context:,} tokens per request, {USABLE_SHARE:.0%} of {self.device.memory / GB:.3g} GB "
             f"usable: the target's weights take {_size(self.target.weights)}, each request's cache {_size(self.target.cache_per_request)}"
         ]
         for own in self.drafts:
             found = own.capacity
-            needs = f"does not fit (needs {_size(found.needed_bytes)} of {_size(found.usable_bytes)})"
+            needs = f"do not fit (they need {_size(found.needed_bytes)} of {_size(found.usable_bytes)})"
             lines.append(
-                f"memory with {own.name} (weights {_size(own.footprint.weights)}, cache {_size(own.footprint.cache_per_request)} a request): "
-                f"{self.device.concurrency:,} requests {'fits' if found.fits else needs}; {found.requests_alone:,} fit without the draft, "
-                f"{found.requests_with_draft:,} with it: it costs {found.requests_lost:,} requests"
+                f"memory with {own.name} (weights {_size(own.footprint.weights)}, cache {_size(own.footprint.cache_per_request)} per request): "
+                f"{self.device.concurrency:,} requests {'fit' if found.fits else needs}. {found.requests_alone:,} requests fit without the draft and "
+                f"{found.requests_with_draft:,} with it, so the draft costs {found.requests_lost:,} requests."
             )
         return lines
 
@@ -102,7 +102,7 @@ class Memory:
 def memory_of(
     device: Device, dtype: torch.dtype, target: PreTrainedModel, drafts: Sequence[tuple[str, PreTrainedModel]]
 ) -> Memory:
-    """What the pair takes. Raises UserError for a model whose layers keep something else than keys and values."""
+    """Memory of the pair. Raises UserError for a model whose layers cache something other than keys and values."""
     own = footprint(target, dtype, device.context)
     rows = []
     for name, draft in drafts:

@@ -1,4 +1,4 @@
-"""What a probe is asked: temperatures, gammas, batch sizes, given times."""
+"""The options of a probe: temperatures, gammas, batch sizes, given times."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -42,21 +42,19 @@ def read_plan(options: ProbeOptions) -> Plan:
     gammas = sorted(_numbers(options.gammas, "--gammas", int, 1, MOST_GAMMA))
     batch_sizes = _numbers(options.batch_sizes, "--batch-sizes", int, 1, 4096)
     if options.prompts == STDLIB and (options.prompt_column or options.messages_column):
-        raise UserError("--prompt-column and --messages-column: stdlib has no columns; name a source with --prompts")
+        raise UserError("--prompt-column and --messages-column: stdlib has no columns; give a source with --prompts")
     if bool(options.t_target) != bool(options.t_draft):
-        raise UserError(
-            "--t-target and --t-draft go together: c is one over the other; give both, or neither to measure"
-        )
+        raise UserError("give --t-target and --t-draft together, or neither to measure them: c is their ratio")
     if options.t_verify and not options.t_target:
-        raise UserError("--t-verify needs --t-target and --t-draft: times are all given or all measured")
+        raise UserError("--t-verify needs --t-target and --t-draft: give all times, or measure all of them")
     given = None
     if options.t_target:
         verify = parse_seconds(options.t_verify, "--t-verify") if options.t_verify else None
         target, draft = parse_seconds(options.t_target, "--t-target"), parse_seconds(options.t_draft, "--t-draft")
         if verify is not None and verify < target:
             raise UserError(
-                f"--t-verify {options.t_verify} is less than --t-target {options.t_target}: a call of several tokens "
-                "takes no less than one of a single token"
+                f"--t-verify {options.t_verify} is less than --t-target {options.t_target}: a call with several tokens "
+                "takes at least as long as a call with one"
             )
         given, batch_sizes = given_costs(target, draft, verify, MOST_GAMMA), [1]
     return Plan(temperatures, gammas, batch_sizes, given)
@@ -69,5 +67,5 @@ def _numbers(text: str, option: str, kind: Any, low: float, high: float) -> list
     except ValueError:
         values = []
     if not values or not all(low <= value <= high for value in values):
-        raise UserError(f"{option} {text}: give numbers from {low:g} to {high:g} with commas between them, e.g. 1,4")
+        raise UserError(f"{option} {text}: give numbers from {low:g} to {high:g}, separated by commas, e.g. 1,4")
     return values

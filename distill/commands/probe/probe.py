@@ -37,14 +37,14 @@ CHECKED_PROMPTS, CHECKED_TOKENS = 4, 32
 
 
 def probe_command(options: ProbeOptions, console: Console) -> None:
-    """Probes, and prints what was found; stages are named on standard error."""
+    """Probe and print the result; stages are printed on standard error."""
     print_probe(console, probe(options, Console(stderr=True)))
 
 
 def probe(options: ProbeOptions, console: Console | None = None) -> Probe:
-    """Everything the probe found, written to `options.out` too when that is given; stages are named on `console`.
+    """Run the probe and write the result to `options.out` if given; stages are printed on `console`.
 
-    A draft that can draft both ways is two prospects, and the faster of them is the draft's answer.
+    A draft that can draft both ways is two prospects; the faster one decides.
 
     Raises:
         UserError: an option that cannot be, a folder that is not there, prompts that do not fit, no draft that can be used.
@@ -108,7 +108,7 @@ def probe(options: ProbeOptions, console: Console | None = None) -> Probe:
         decision=decision,
         best=None if best is None else best.name,
         drafting=None if best is None else best.drafting,
-        sentence=f"{sentence} But {warning}." if warning else sentence,
+        sentence=f"{sentence} Warning: {warning}." if warning else sentence,
     )
     write_asked("--out", options.out, result.record())
     return result
@@ -125,16 +125,16 @@ def _prospect(path: str, target: Target, longest: int) -> Prospect:
     if agreement.verdict == "refuse":
         found.refused = f"it does not share the target's vocabulary: {agreement.detail}; choose a draft of the target's family, or carve one from the target"
     elif context is not None and longest > context:
-        found.refused = f"its context of {context} tokens is too short: the longest prompt needs {longest} with its response; lower --max-tokens or shorten the prompts"
+        found.refused = f"its context of {context} tokens is too short: the longest prompt and its response need {longest}; lower --max-tokens or shorten the prompts"
     if found.refused is not None:
         return found
     try:
         served = as_exported(model, target)
     except UserError as error:
-        found.refused = f"{str(error).split(';')[0]}: the file is damaged, or its numbers are too large for the dtype it is served in"
+        found.refused = f"{str(error).split(';')[0]}: the file is damaged, or its weights are too large for the dtype it is served in"
         return found
     if model_fingerprint(served) == target.facts.fingerprint:
-        found.notes.append("it is the target itself: it accepts everything and saves nothing")
+        found.notes.append("this is the target itself: everything is accepted and no time is saved")
     found.draft = Draft(served)
     return found
 
@@ -143,7 +143,9 @@ def _ways(prospect: Prospect) -> list[Prospect]:
     """The prospect drafting token by token, and as another one in one pass a block where its config names a mask token."""
     if prospect.draft is None:
         return [prospect]
-    note = "what distilling would bring it is told from drafts that draft token by token, at every offset alike"
+    note = (
+        "the distilled figures are estimated from drafts that draft token by token, with the same gain at every offset"
+    )
     ways = [prospect]
     for draft in drafts_of(prospect.draft.model)[1:]:
         way = Prospect(prospect.name, prospect.model, prospect.vocabulary, draft=draft, notes=[note])
@@ -176,7 +178,7 @@ def _with_room(plan: Plan, models: Sequence[PreTrainedModel], notes: list[str]) 
     gammas = [gamma for gamma in plan.gammas if (TIMED_BLOCKS + 3) * (gamma + 1) < limit - 32] or [1]
     if plan.given is None and gammas != plan.gammas:
         notes.append(
-            f"gammas over {gammas[-1]} are not timed: a context of {limit} has no room for {TIMED_BLOCKS} such blocks"
+            f"gammas above {gammas[-1]} are not timed, because {TIMED_BLOCKS} such blocks do not fit the context of {limit}"
         )
     context = max(2, min(TIMED_CONTEXT, limit - (TIMED_BLOCKS + 3) * (gammas[-1] + 1)))
     return replace(plan, gammas=gammas, context=context)

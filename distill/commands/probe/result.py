@@ -1,4 +1,4 @@
-"""What a probe found: rows of `Measured`, the price of each way, and a word and a sentence for each draft and for all."""
+"""Result of a probe: rows of `Measured`, the price of each way, and a decision and a sentence for each draft and for all."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -14,7 +14,7 @@ FORMAT = 2
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """A model as a person knows it."""
+    """Name, size and limits of a model."""
 
     name: str
     parameters: int
@@ -62,7 +62,7 @@ class Prospect:
         return (BY_BLOCK if parallel else BY_TOKEN).removeprefix(f"{DRAFT}, ")
 
     def record(self) -> dict[str, Any]:
-        """As JSON: without the rows, which stand with all others."""
+        """As JSON, without the rows, which are in `measured`."""
         decisions = [{"text": one.now.text, "rule": one.now.rule, "decision": one.decision} for one in self.outlooks]
         return asdict(self.model) | {
             "name": self.name, "drafting": self.drafting, "vocabulary": self.vocabulary, "refused": self.refused,
@@ -177,26 +177,24 @@ def draft_sentence(prospect: Prospect, baseline: float) -> str:
 def _alone_sentence(name: str, lead: Outlook, price: Price, baseline: float) -> str:
     now, distilled, ceiling = lead.now, lead.distilled, lead.ceiling
     alpha, pace = now.alpha or 0.0, now.speed_up or 1.0
-    has = f"alpha {alpha:.3f}, " + (f"{pace:.2f}x at gamma {now.gamma}" if now.gamma else "which no gamma makes pay")
-    hope = (
-        f"distilled as far as others from there (alpha {distilled.alpha:.2f}) it would give {distilled.speed_up:.2f}x"
-    )
+    has = f"alpha {alpha:.3f}, " + (f"{pace:.2f}x at gamma {now.gamma}" if now.gamma else "no gamma pays")
+    hope = f"distilled to alpha {distilled.alpha:.2f}, as other drafts from this start were, it would give {distilled.speed_up:.2f}x"
     if lead.decision == "hopeless":
-        return f"{name}: hopeless with {has}; {price.advice}."
+        return f"{name}: hopeless ({has}); {price.advice}."
     if lead.decision == "no_headroom":
         beaten = f"; prompt lookup gives {baseline:.2f}x" if baseline > pace else ""
         return (
-            f"{name}: no headroom. It already accepts {alpha:.3f} of a ceiling of {ceiling.alpha:.3f}, and drafts that start "
-            f"there gain about {(distilled.alpha or 0.0) - alpha:.3f}: distilling cannot pay much. Serve it as it is, {pace:.2f}x "
+            f"{name}: no headroom. Its alpha is {alpha:.3f} and its ceiling {ceiling.alpha:.3f}. Drafts that start "
+            f"there gain about {(distilled.alpha or 0.0) - alpha:.3f}, so distilling cannot help much. Serve it as it is: {pace:.2f}x "
             f"at gamma {now.gamma}{beaten}."
         )
     if lead.decision == "already_pays":
-        return f"{name}: go. It pays as it is ({has}); {hope}, its ceiling is {ceiling.speed_up:.2f}x."
+        return f"{name}: go. It pays as it is ({has}). {_capital(hope)}. Its ceiling is {ceiling.speed_up:.2f}x."
     if lead.decision == "needs_distillation":
-        beaten = f" and prompt lookup gives {baseline:.2f}x for free" if baseline > max(pace, WORTHWHILE) else ""
-        return f"{name}: go, but it needs distillation. It has {has}{beaten}; {hope}, its ceiling is {ceiling.speed_up:.2f}x."
+        beaten = f" Prompt lookup gives {baseline:.2f}x without training." if baseline > max(pace, WORTHWHILE) else ""
+        return f"{name}: go, but distil it first ({has}).{beaten} {_capital(hope)}. Its ceiling is {ceiling.speed_up:.2f}x."
     bar = f"prompt lookup's {baseline:.2f}x" if baseline > WORTHWHILE else f"{WORTHWHILE}x"
-    return f"{name}: no go. It has {has}; {hope}, under {bar}: take a better or a cheaper draft."
+    return f"{name}: no go ({has}). {_capital(hope)}, which is below {bar}: take a better or a cheaper draft."
 
 
 def overall(drafts: Sequence[Prospect], lookup: Measured, planned: Price | None) -> tuple[str, Prospect | None, str]:
@@ -208,9 +206,9 @@ def overall(drafts: Sequence[Prospect], lookup: Measured, planned: Price | None)
     ways = [sorted(of, key=lambda one: one.pace, reverse=True) for of in by_model.values()]
     baseline = lookup.speed_up or 1.0
     free = (
-        f"Prompt lookup alone gives {baseline:.2f}x for free: a draft must beat that."
+        f"Prompt lookup alone gives {baseline:.2f}x without training; a draft must be faster."
         if baseline >= 1.05
-        else "Prompt lookup gives nothing here."
+        else "Prompt lookup gives no speed-up here."
     )
     if not ways:
         return _without_drafts(planned, free)
@@ -219,13 +217,13 @@ def overall(drafts: Sequence[Prospect], lookup: Measured, planned: Price | None)
     if len(ways) == 1:
         sentence = f"{own} {free}"
     elif not goes:
-        sentence = f"No go: of {len(ways)} drafts none is worth distilling; nearest: {own} {free}"
+        sentence = f"No go: none of {len(ways)} drafts is worth distilling. The best is {own} {free}"
     else:
         sentence = f"Go with {best.name} ({len(goes)} of {len(ways)} drafts are worth distilling). {own} {free}"
     others = next(of for of in ways if of[0] is best)
     if len(others) > 1:
         gives = ", ".join(f"{one.drafting} gives {one.pace[0]:.2f}x" for one in others)
-        sentence += f" Drafting {gives} as it is."
+        sentence += f" As it is, drafting {gives}."
     assert best.lead is not None
     return best.lead.decision, best, sentence
 
@@ -235,8 +233,10 @@ def _without_drafts(planned: Price | None, free: str) -> tuple[str, None, str]:
         return "no_draft", None, f"No draft was given. {free}"
     needed = planned.break_even_alpha.get(5)
     start = "No draft was given" if planned.hopeless is None else "Hopeless"
-    alpha = (
-        "no alpha pays at gamma 5" if needed is None else f"alpha must be over {needed:.2f} at gamma 5 to pay at all"
-    )
-    gives = f"c = {planned.cost_ratio:.2f}, a perfect draft gives {planned.perfect_speed_up:.2f}x"
+    alpha = "no alpha pays at gamma 5" if needed is None else f"alpha must be above {needed:.2f} to pay at gamma 5"
+    gives = f"at c = {planned.cost_ratio:.2f} a perfect draft gives {planned.perfect_speed_up:.2f}x"
     return "no_draft" if planned.hopeless is None else "hopeless", None, f"{start}: {gives}; {alpha}. {free}"
+
+
+def _capital(words: str) -> str:
+    return f"{words[0].upper()}{words[1:]}"

@@ -1,4 +1,4 @@
-"""What a person reads of a probe: a sentence for each draft and one for all, and the tables behind them."""
+"""The screen of a probe: a sentence for each draft and one for all, and their tables."""
 
 import contextlib
 import time
@@ -47,18 +47,16 @@ class Stages:
 
 
 def assumptions(plan: Plan, t_verify: str) -> list[str]:
-    """What the speed-ups take for granted."""
+    """The assumptions of the predicted speed-ups."""
     if plan.given is None:
         return [
-            f"times are of this machine, {torch.get_num_threads()} threads, at a context of {plan.context} tokens; between measured "
-            "gammas they are interpolated"
+            f"times are measured on this machine, {torch.get_num_threads()} threads, at a context of {plan.context} tokens, and interpolated between "
+            "measured gammas"
         ]
-    free = (
-        "--t-verify is not given: a verify call is taken to cost one target step (v = 1), which flatters large gammas"
-    )
+    free = "--t-verify is not given, so a verify call is assumed to cost one target step (v = 1); that favours large gammas"
     return [
-        "times are given, not measured: nothing of this machine enters; the same for every draft and rule",
-        f"a verify call takes {t_verify} whatever gamma" if t_verify else free,
+        "times are given, not measured, and the same for every draft and rule",
+        f"a verify call takes {t_verify} at every gamma" if t_verify else free,
     ]
 
 
@@ -67,13 +65,13 @@ def busy_machine(seconds: Sequence[float]) -> list[str]:
     if not seconds or max(seconds) < NOISY * min(seconds):
         return []
     return [
-        f"one target step took between {1e3 * min(seconds):.1f} and {1e3 * max(seconds):.1f} ms: the machine is busy, so take "
-        "speed-ups for rough ones, or probe again when it is quiet"
+        f"one target step took between {1e3 * min(seconds):.1f} and {1e3 * max(seconds):.1f} ms: the machine is busy, so "
+        "speed-ups are rough; probe again when it is quiet"
     ]
 
 
 def print_probe(console: Console, result: Probe) -> None:
-    """The tables of a probe, the sentences last: they are what stays on the screen."""
+    """Print the tables of a probe, then the sentences, so that they stay on the screen."""
     for one in result.drafts:
         if one.refused is not None:
             console.print(Text(f"{one.name}: refused: {one.refused}", style="yellow"))
@@ -92,27 +90,27 @@ def probe_lines(result: Probe) -> list[str]:
     settings, checks = result.settings, result.checks
     texts = ", ".join(f"{about.tokens:,} tokens at {about.text}" for about in result.texts)
     lines = [
-        f"self-check: the target as its own draft has alpha {checks['alpha_live']:.4f}; speculative greedy text equals plain on "
+        f"self-check: the target as its own draft has alpha {checks['alpha_live']:.4f}; speculative greedy text equals plain greedy text on "
         f"{checks['greedy_equal']} of {checks['prompts']} prompts"
         + (f" ({len(checks['near_ties'])} near-ties)" if checks["near_ties"] else ""),
         *(f"warning: {said}" for said in checks["warnings"]),
         f"text: {settings.prompts} prompts, {texts}",
-        *(f"taken for granted: {said}" for said in result.assumptions),
+        *(f"assumption: {said}" for said in result.assumptions),
         *(f"note: {note}" for note in result.notes),
         *([] if result.memory is None else result.memory.lines()),
     ]
     for about, lookup in zip(result.texts, result.lookups, strict=True):
         gives = f"{lookup.speed_up:.2f}x at gamma {lookup.gamma}" if lookup.gamma else "no speed-up"
         lines += [
-            f"at {about.text} {about.repeated:.0%} of the target's tokens repeat 8 or more in a row that stood before, "
-            f"{about.looping:.0%} go round in a loop",
+            f"at {about.text} {about.repeated:.0%} of the target's tokens repeat a sequence of 8 or more, "
+            f"{about.looping:.0%} are in a loop",
             *([f"note: {about.warning}"] if about.warning else []),
             f"prompt lookup at {about.text}: {gives} (proposes at {about.proposes:.0%} of the tokens, right at {about.hits:.0%})",
         ]
         if about.greedy_alpha is not None:
             lines.append(
-                f"a draft that takes its argmax can have no more than alpha {about.greedy_alpha:.3f} {interval(about.greedy_alpha_ci)} "
-                f"at {about.text}: the mean of the target's largest probability"
+                f"a draft that takes its argmax can reach at most alpha {about.greedy_alpha:.3f} {interval(about.greedy_alpha_ci)} "
+                f"at {about.text}, the mean of the target's largest probability"
             )
     baseline = next(row.speed_up or 1.0 for row in result.lookups if row.text == settings.lead_text)
     for one in result.drafts:
@@ -127,8 +125,8 @@ def _detectable(prospect: Prospect, prompts: int) -> list[str]:
     said, seen = too_few(prompts), prospect.detectable_alpha or 0.0
     if said is None and seen >= 0.0005:
         said = (
-            f"with these {prompts} prompts a gain of {seen:.3f} in alpha would be seen in 4 of 5 cases (80 % power), "
-            f"with {4 * prompts} one of {seen / 2:.3f}"
+            f"{prompts} prompts detect a gain of {seen:.3f} in alpha with 80 % probability; "
+            f"{4 * prompts} prompts detect {seen / 2:.3f}"
         )
     return [] if said is None else [f"{prospect.name}: {said}"]
 
@@ -139,7 +137,7 @@ def prices_table(result: Probe) -> Table:
     table = Table(
         ["", "rule", Column("batch", "d"), *times, "verify call, ms, by gamma", "perfect draft"],
         title=f"{result.settings.times} times",
-        caption="c: draft call (a token, or one pass a block) / target step; perfect: the speed-up at alpha 1, @ gamma",
+        caption="c: draft call (a token, or a block in one pass) / target step; perfect draft: speed-up at alpha 1 @ gamma",
     )
     for one in result.target_prices:
         table.add(TARGET, "", one.batch_size, 1e3 * one.target_step_seconds, None, None, _verify(one), "")
@@ -151,13 +149,13 @@ def prices_table(result: Probe) -> Table:
 
 
 def outlook_table(prospect: Prospect, result: Probe) -> Table:
-    """What a draft has under each rule at each temperature, and what it could have."""
+    """Acceptance and speed-up of a draft under each rule at each temperature: now, distilled and at the ceiling."""
     settings = result.settings
     table = Table(
         ["text", "rule", Column("alpha", ".3f"), Column("room", "+.3f"), "survival", Column("tau", ".2f"), "now", "distilled", "ceiling"],
         title=f"{prospect.name} as it is: {settings.prompts} prompts, batch {settings.batch_sizes[0]}",
         caption="@: gamma; room: alpha up to its ceiling; survival of the first 1, 2, 3 drafted tokens; predicted speed-up now, distilled "
-        "as far as drafts that start there have come, and at the ceiling of the rule",
+        "as other drafts from this start were, and at the ceiling of the rule",
     )  # fmt: skip
     for one in prospect.outlooks:
         now, gamma = one.now, one.now.gamma or min(3, max(one.taus))
@@ -177,7 +175,7 @@ def ways_table(result: Probe) -> Table:
     """Prompt lookup, each draft, and both: as they are, and with the draft distilled."""
     table = Table(
         ["text", "way", Column("speed-up now", ".2f", "x"), Column("distilled", ".2f", "x")],
-        title=f"what to run, predicted, batch {result.settings.batch_sizes[0]}",
+        title=f"predicted speed-up of each way, batch {result.settings.batch_sizes[0]}",
     )
     for lookup in result.lookups:
         table.add(lookup.text, *_way(lookup), None)
@@ -196,10 +194,10 @@ def _way(row: Measured) -> tuple[Cell, Cell]:
 
 
 def break_even_table(used: Sequence[Prospect]) -> Table:
-    """The alpha under which drafting is slower than not, by gamma."""
+    """The alpha below which drafting is slower than plain decoding, by gamma."""
     gammas = list(used[0].prices[0].break_even_alpha)
     columns: list[Column | str] = ["", *(Column(str(gamma), ".2f") for gamma in gammas)]
-    table = Table(columns, title="break-even alpha by gamma (as if tokens were accepted independently)")
+    table = Table(columns, title="break-even alpha by gamma (if tokens are accepted independently)")
     for one in used:
         alphas = one.prices[0].break_even_alpha
         table.add(one.name, *("never" if alphas.get(gamma) is None else alphas[gamma] for gamma in gammas))

@@ -124,8 +124,8 @@ def chosen_prompts(
     notes = []
     if tokenizer.chat_template and not (embedded or options.chat or all(row.messages for row in rows)):
         notes.append(
-            "plain prompts were continued as text; the target has a chat template: --chat asks each as a user's turn"
+            "the target has a chat template, but plain prompts were continued as text; with --chat each is a user's turn"
         )
     if len(chosen) < options.count:
-        notes.append(f"{len(chosen)} distinct prompts, not the {options.count} asked for: intervals are wider")
+        notes.append(f"only {len(chosen)} distinct prompts, not the {options.count} asked for, so intervals are wider")
     return chosen, notes

@@ -1,4 +1,4 @@
-"""A sweep file and the training runs it stands for: read, named, validated, before the first of them starts."""
+"""Read a sweep file, and name and validate its training runs before the first one starts."""
 
 import hashlib
 import itertools
@@ -37,13 +37,13 @@ class SweepFile(Section):
             if not values:
                 raise ValueError(f"{key}: a list with at least one value")
             if len({json.dumps(value, sort_keys=True) for value in values}) < len(values):
-                raise ValueError(f"{key}: a value stands there twice")
+                raise ValueError(f"{key}: a value is listed twice")
         return grid
 
     @model_validator(mode="after")
     def _distinct(self) -> "SweepFile":
         if any(key in self.grid for key in ("name", "output", "resume")) or "name" in self.overrides:
-            raise ValueError("`name`, `output` and `resume` are not for the grid; the sweep names its runs itself")
+            raise ValueError("`name`, `output` and `resume` cannot be in the grid: the sweep names its runs itself")
         if twice := self.grid.keys() & self.overrides.keys():
             raise ValueError(f"`{min(twice)}` is both in grid and in overrides")
         return self
@@ -79,7 +79,7 @@ def plan(path: Path) -> tuple[SweepFile, list[Trial]]:
     """A sweep file and its combinations, validated, seeds outermost: after the first pass there is one run of each.
 
     Raises:
-        UserError: unreadable, an unknown key (the nearest is named), an empty grid; a combination that is no config.
+        UserError: unreadable, an unknown key (the message gives the nearest one), an empty grid, or a combination that is not a valid config.
     """
     sweep = parse_section(SweepFile, read_yaml(path), str(path))
     keys = sorted(sweep.grid, key=lambda key: key != SEED)
@@ -134,6 +134,6 @@ def finished(trial: Trial) -> bool:
     found = load_config(folder / CONFIG)
     if found.model_copy(update={"resume": trial.config.resume}) != trial.config:
         raise UserError(
-            f"{folder}: finished with another config than the sweep asks for now; give the sweep another name, or delete it"
+            f"{folder}: finished with another config than this sweep asks for; give the sweep another name, or delete the folder"
         )
     return True

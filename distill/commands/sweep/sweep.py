@@ -4,10 +4,9 @@ output/NAME/logs/RUN.log      what each training run printed
             sweep.json        trials and rows, rewritten after each trial
 output/NAME-COMBINATION/      the runs, as `distill.train` makes them
 
-What a run has reached stands in its own folder, its verdict last. So a killed sweep goes on where it stood, and the run that
-was killed goes on from its last checkpoint. Responses (and teacher signals) depend on target, data,
-serving settings and seed alone: later runs get the files of an earlier one that agrees in these, and the target answers once
-per seed.
+The state of a run is in its own folder, and the verdict is written last. So a killed sweep continues where it stopped, and the killed
+run continues from its last checkpoint. Responses (and teacher signals) depend only on target, data, serving settings and seed. Later
+runs reuse the files of an earlier run with the same ones, so the target answers once per seed.
 """
 
 import contextlib
@@ -34,8 +33,8 @@ from speculative.errors import UserError
 def run_sweep(options: SweepOptions, console: Console | None = None) -> list[Row]:
     """Trains what is not finished, one trial after the other, and ends in a table; returns its rows.
 
-    In the plan's order, seeds outermost: a sweep that is stopped early has whole passes over the grid. A failed trial is noted
-    and the rest goes on.
+    Seeds are outermost, so a sweep that is stopped early has whole passes over the grid. A failed trial is reported and the
+    others continue.
 
     Raises:
         UserError: a file or combination that is refused; runs of another config under these names; a trial still running.
@@ -81,9 +80,7 @@ def _train(sweep: SweepFile, trials: Sequence[Trial], trial: Trial, command: Seq
     name = trial.config.name
     log = trial.config.folder.parent / sweep.name / "logs" / f"{name}.log"
     if (twin := running_twin(log)) is not None:
-        raise UserError(
-            f"{name}: still trained by process {twin.pid}, left by a sweep that was killed; wait for it or end it"
-        )
+        raise UserError(f"{name}: process {twin.pid} of a killed sweep still trains it; wait for it or end it")
     try:
         held = hold(trial.config.folder)
     except UserError as busy:

@@ -1,4 +1,4 @@
-"""What a sweep found: one row per combination, means over seeds with intervals, the best and what cannot be told from it."""
+"""Table of a sweep: one row per combination, means over seeds with intervals, the best one and those within noise of it."""
 
 import json
 import math
@@ -109,8 +109,8 @@ def sweep_table(sweep: SweepFile, rows: Sequence[Row]) -> Table:
     table = Table(
         [*rows[0].values, *FIGURES.values(), "seeds", ""],
         title=f"sweep {sweep.name}: by {sweep.metric}",
-        caption="[95 % interval]: over seeds (Student's t), of one seed over prompts, as judged. "
-        f"Overlapping intervals: the difference may be noise.{picked}",
+        caption="[95 % interval]: over seeds (Student's t); with one seed over prompts, as judged. "
+        f"If intervals overlap, the difference may be noise.{picked}",
     )
     for row in rows:
         values = [str(value) if isinstance(value, str) else json.dumps(value) for value in row.values.values()]

@@ -110,7 +110,7 @@ def test_proofs_stand_beside_the_judgement_of_the_same_draft(tiny_run: Path, tin
     out = tmp_path / "result.json"
     judged = [str(tiny_run), "--config", str(tiny_config), "--rule", "sample", "--out", str(out)]
     proof = ["--losslessness", "--prompts", "6", "--samples", "2", "--no-control"]
-    assert "not added to a result: " in run("evaluate", *judged, *proof)
+    assert "Not added to a result: " in run("evaluate", *judged, *proof)
     assert not out.exists()
     run("evaluate", *judged, "judge.temperatures=[0, 1]")
     before = json.loads(out.read_text())

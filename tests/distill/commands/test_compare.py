@@ -213,7 +213,7 @@ def test_few_prompts_are_certain_of_nothing_on_the_table_by_domain_or_at_the_gat
     (line,) = difference_lines(result)
     assert "no certain difference" in line
     assert line.endswith("4 prompts are too few to be certain; give at least 6")
-    assert "would have been seen" not in line
+    assert "would have been detected" not in line
     assert drawn(domain_table(result)).count("*") == 1, "in the caption only"
     assert judge_gates(result, [], fail_if_worse=True)[1] == []
 
@@ -226,7 +226,7 @@ def test_what_could_have_been_seen_is_said_with_its_chance():
     (line,) = difference_lines(
         Comparison.model_construct(ways=[ComparedWay.model_construct(way="a")], differences=[other])
     )
-    assert line.endswith("; a difference of 0.200 in tau would have been seen in 4 of 5 cases")
+    assert line.endswith("; a difference of 0.200 in tau would have been detected with 80 % probability")
 
 
 def test_the_speed_gain_uses_each_draft_s_own_price(tiny_run, worse):
@@ -280,7 +280,7 @@ def test_several_gates_and_being_worse_are_told_in_a_line_each(tiny_run, worse):
         ("tua=2", "the metrics are alpha, tau, speed_up"),
         ("tau.low=2", "the metrics are alpha, tau, speed_up"),
         ("tau", "'nothing' is not a number"),
-        ("tau=much", "'much' is not a number; write it as in tau=2.1"),
+        ("tau=much", "'much' is not a number; write e.g. tau=2.1"),
         ("alpha=nan", "'nan' is not a number"),
         ("speed_up=1.5", "not known with --no-timing"),
     ],
@@ -317,7 +317,7 @@ def test_a_run_of_another_target_is_refused_by_name_unless_asked_for(tiny_run, t
     ("names", "changes", "message"),
     [
         (["RUN"], {}, "at least two drafts"),
-        (["WORSE", "WORSE"], {}, "is a run with held-out responses to judge on: give one with --on RUN"),
+        (["WORSE", "WORSE"], {}, "is a run with held-out responses to judge on; give one with --on RUN"),
         (["RUN", "WORSE"], {"rule": "best"}, "--rule best: one of sample"),
         (["RUN", "WORSE"], {"gamma": 17}, "--gamma 17: give 1 to 16"),
         (["RUN", "WORSE"], {"plot": Path("compare.pdf")}, "compare.pdf: its name must end in .svg or .png"),
@@ -325,7 +325,7 @@ def test_a_run_of_another_target_is_refused_by_name_unless_asked_for(tiny_run, t
         (["RUN", "STRANGER"], {}, "/stranger: draft and target do not share a vocabulary"),
         (["RUN", "./none"], {}, "no config.json there"),
         (["RUN", "UNFINISHED"], {}, "unfinished: this run has no best checkpoint yet"),
-        (["lookup", "lookup"], {}, "lookup needs a draft beside it"),
+        (["lookup", "lookup"], {}, "at least one way needs a draft"),
         (["lookup+nowhere", "lookup"], {}, "none of nowhere"),
         (["lookup", "RUN"], {"fail_below": ["alpha=.5"]}, "--fail-below alpha=.5: lookup has no alpha"),
     ],
@@ -341,7 +341,7 @@ def test_what_cannot_be_compared_is_refused_by_name(tiny_run, worse, tmp_path, n
 
 def test_a_draft_that_reads_less_than_the_text_is_refused(tiny_run, worse, monkeypatch):
     monkeypatch.setattr(compare, "max_positions", lambda config: 20)
-    with pytest.raises(UserError, match=f"{worse}: reads 20 tokens and the text of"):
+    with pytest.raises(UserError, match=f"{worse}: reads at most 20 tokens, but the text of"):
         compare_command(options(worse, tiny_run))
 
 

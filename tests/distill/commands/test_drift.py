@@ -85,8 +85,8 @@ def test_traffic_like_the_held_out_prompts_is_no_drift(judged: None, tmp_path: P
     assert found.refresh is False
     low, high = found.ci
     assert found.sentence == (
-        f"No drift: accepted/drafted {found.now.accepted_per_drafted:.3f} against the run's {found.judged.accepted_per_drafted:.3f} at gamma 4, rule sample: "
-        f"{found.change:+.3f} [{low:+.3f}, {high:+.3f}] over 120 requests."
+        f"No drift: accepted/drafted is {found.now.accepted_per_drafted:.3f}, and {found.judged.accepted_per_drafted:.3f} in the run at gamma 4, rule sample. "
+        f"The change is {found.change:+.3f} [{low:+.3f}, {high:+.3f}] over 120 requests."
     )
     assert Drift.model_validate_json(out.read_text()) == found
     assert found.sentence in console.file.getvalue().replace("\n", " ")  # type: ignore[attr-defined]
@@ -98,7 +98,7 @@ def test_a_fall_advises_a_refresh(judged: None, tmp_path: Path) -> None:
     log = write_log(tmp_path / "log.jsonl", requests(np.random.default_rng(2), 100, "code", 0.75))
     found = drifted(tmp_path, log)
     assert found.refresh is True
-    assert found.sentence.startswith("Refresh the draft: accepted/drafted 0.")
+    assert found.sentence.startswith("Refresh the draft: accepted/drafted is 0.")
     wider = drifted(tmp_path, log, confidence=0.999).ci
     assert wider[0] < found.ci[0] < found.ci[1] < wider[1]
 
@@ -168,8 +168,8 @@ def test_a_label_is_compared_with_its_own_prompts_or_says_that_it_is_not() -> No
         ("a", "a", 2, 10), ("few", ALL, 1, 17), (ALL, ALL, 1, 17), ("new", ALL, 1, 17)
     ]  # fmt: skip
     assert notes == [
-        "few: only 7 held-out prompts of that label, so it is compared with all 17 together",
-        "new: no held-out prompts of that label, so it is compared with all 17 together",
+        "few: only 7 held-out prompts with that label, so it is compared with all 17",
+        "new: no held-out prompts with that label, so it is compared with all 17",
     ]
 
 
@@ -180,7 +180,7 @@ def test_rare_labels_go_together_where_there_are_too_many() -> None:
     )
     assert len(slices) == MOST_SLICES
     assert (slices[-1].name, len(slices[-1].records)) == (OTHERS, 6)
-    assert notes[0] == "6 rare labels are taken together as `others`"
+    assert notes[0] == "6 rare labels are combined as `others`"
 
 
 def test_gamma_is_the_logs_where_it_tells() -> None:
@@ -193,7 +193,7 @@ def test_gamma_is_the_logs_where_it_tells() -> None:
     assert "--gamma" in gamma_of(log((30, None)), None)[1][0]
     gamma, notes = gamma_of(log((25, 10)), None)
     assert gamma in (2, 3)
-    assert "2.50 tokens a block" in notes[0]
+    assert "2.50 tokens per block" in notes[0]
     assert "fixed gamma of 5" in gamma_of(log((30, 10)), 5)[1][0]
     assert engine_notes(log((4, 1)), Baseline(4, "sample", [])) == []
     assert engine_notes(log((4, 1), format="llama.cpp"), Baseline(4, "sample", [])) != []

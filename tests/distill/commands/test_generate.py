@@ -163,7 +163,7 @@ def test_stop_strings_and_min_tokens_reach_the_decoder(tiny_target: Path, draft:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--gamma", "0", "--drafter", "lookup"], "--gamma 0: a number of at least 1, or auto"),
+        (["--gamma", "0", "--drafter", "lookup"], "--gamma 0: give a number of at least 1, or auto"),
         (["--gamma", "500", "--drafter", "lookup"], "--gamma 500: more than 64"),
         (["--gamma", "3"], "--gamma without anything that drafts"),
         (["--tree", "3,x", "--drafter", "early-exit"], "--tree 3,x"),
@@ -185,7 +185,7 @@ def test_stop_strings_and_min_tokens_reach_the_decoder(tiny_target: Path, draft:
         (["--max-tokens", "4000"], "exceeds the context of 128 of the target"),
         (["--chat"], "no chat template"),
         (["--prompts", "nowhere.txt"], "--prompts nowhere.txt: no such file"),
-        (["--prompt-column", "question"], "a column is of --prompts"),
+        (["--prompt-column", "question"], "--prompt-column and --messages-column need --prompts"),
         (["--draft", "nowhere"], "nowhere"),
         (["--device", "abacus"], "--device abacus: cpu, cuda or cuda:N"),
         (["--dtype", "int4"], "--dtype int4"),

@@ -138,7 +138,7 @@ def test_rows_and_repetition_are_told_before_training(measured):
     printed = text_of(measured)
     lead = carved.lead
     for words in (
-        f"{lead.now.alpha:.3f}", f"{carved.prices[0].cost_ratio:.2f}", f"{lead.both[1].speed_up:.2f}x", "go round in a loop", "refused",
+        f"{lead.now.alpha:.3f}", f"{carved.prices[0].cost_ratio:.2f}", f"{lead.both[1].speed_up:.2f}x", "are in a loop", "refused",
         "4 prompts are too few to be certain; give at least 6", "measured times",
     ):  # fmt: skip
         assert words in printed
@@ -156,7 +156,7 @@ def test_a_target_that_loops_is_said_so_in_the_sentence(given, monkeypatch):
     result = probe(replace(given, temperatures="0", max_tokens=48))
     (about,), (lookup,) = result.texts, result.lookups
     assert about.looping >= 45 / 48
-    assert result.sentence.endswith(f" But {about.warning}.")
+    assert result.sentence.endswith(f" Warning: {about.warning}.")
     assert lookup.speed_up > 3
     assert f"{lookup.speed_up:.2f}x" in result.sentence
 
@@ -182,7 +182,7 @@ def test_what_could_be_seen_is_said_with_its_chance(measured, prompts, seen):
     settings = replace(measured.settings, prompts=prompts)
     text = "\n".join(probe_lines(replace(measured, drafts=[prospect], settings=settings)))
     assert ("5 prompts are too few to be certain; give at least 6" in text) == (prompts == 5)
-    assert ("a gain of 0.080 in alpha would be seen in 4 of 5 cases (80 % power)" in text) == (seen is not None)
+    assert ("detect a gain of 0.080 in alpha with 80 % probability" in text) == (seen is not None)
 
 
 def test_memory_is_said_when_it_is_asked_for(given):
@@ -190,7 +190,7 @@ def test_memory_is_said_when_it_is_asked_for(given):
     (row,) = result.memory.drafts
     assert row.capacity.fits
     assert row.capacity.requests_lost == row.capacity.requests_alone - row.capacity.requests_with_draft > 0
-    assert any(f"it costs {row.capacity.requests_lost:,} requests" in line for line in probe_lines(result))
+    assert any(f"so the draft costs {row.capacity.requests_lost:,} requests" in line for line in probe_lines(result))
 
 
 @pytest.mark.parametrize(("c", "faster"), [(0.001, "token by token"), (0.1, None), (0.5, "one pass a block")])
@@ -216,7 +216,7 @@ def test_a_draft_that_can_draft_both_ways_is_two_and_the_faster_is_picked(given,
     assert faster in (picked, None)
     assert (result.drafting, result.best) == (picked, names[picked])
     assert (
-        f"Drafting {picked} gives {by_hand[picked]:.2f}x, {other} gives {by_hand[other]:.2f}x as it is"
+        f"As it is, drafting {picked} gives {by_hand[picked]:.2f}x, {other} gives {by_hand[other]:.2f}x."
         in result.sentence
     )
     assert [row.name for row in result.memory.drafts] == [draft]
@@ -242,9 +242,9 @@ def test_each_way_to_draft_is_timed_by_its_own_costs(given, folder, monkeypatch)
     [
         ({"t_draft": "15.5ms"}, "hopeless", "at c = 0.62 even a draft that is always accepted would give 1.56x: take a shallower"),
         ({"t_draft": "1ms", "t_verify": "250ms"}, "hopeless", "a shallower draft cannot help"),
-        ({"drafts": [], "t_draft": "15.5ms"}, "hopeless", "Hopeless: c = 0.62"),
-        ({"drafts": []}, "no_draft", "c = 0.12, a perfect draft gives 5.82x; alpha must be over 0.38 at gamma 5"),
-        ({"drafts": ["TARGET"]}, "no_headroom", "It already accepts 1.000 of a ceiling of 1.000"),
+        ({"drafts": [], "t_draft": "15.5ms"}, "hopeless", "Hopeless: at c = 0.62"),
+        ({"drafts": []}, "no_draft", "at c = 0.12 a perfect draft gives 5.82x; alpha must be above 0.38 to pay at gamma 5"),
+        ({"drafts": ["TARGET"]}, "no_headroom", "Its alpha is 1.000 and its ceiling 1.000"),
     ],
 )  # fmt: skip
 def test_the_decision_is_in_words_and_for_machines(given, changes, decision, words):
@@ -254,7 +254,7 @@ def test_the_decision_is_in_words_and_for_machines(given, changes, decision, wor
     assert (result.decision, result.go) == (decision, False)
     assert words in result.sentence
     if decision == "no_headroom":
-        assert any("it is the target itself" in line for line in probe_lines(result))
+        assert any("this is the target itself" in line for line in probe_lines(result))
 
 
 def test_without_a_draft_lookup_is_what_there_is(given):
@@ -280,7 +280,7 @@ def test_prompts_are_distinct_and_fit(given, folder, chat_target):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"t_draft": ""}, "--t-target and --t-draft go together"),
+        ({"t_draft": ""}, "give --t-target and --t-draft together"),
         ({"t_target": "", "t_draft": "", "t_verify": "3ms"}, "--t-verify needs --t-target and --t-draft"),
         ({"t_verify": "3ms"}, "--t-verify 3ms is less than --t-target 25ms"),
         ({"t_target": "fast"}, "--t-target fast: give a time"),
@@ -342,12 +342,12 @@ def prospect_of(decision: DecisionWord) -> Prospect:
     ("decision", "baseline", "words"),
     [
         ("hopeless", 1.0, "at c = 0.70 even a draft that is always accepted would give 1.39x: take a shallower draft."),
-        ("no_headroom", 1.0, "It already accepts 0.800 of a ceiling of 0.970"),
+        ("no_headroom", 1.0, "Its alpha is 0.800 and its ceiling 0.970"),
         ("no_headroom", 1.9, "prompt lookup gives 1.90x"),
         ("already_pays", 1.0, "go. It pays as it is (alpha 0.800, 1.50x at gamma 4)"),
-        ("needs_distillation", 1.7, "prompt lookup gives 1.70x for free"),
-        ("out_of_reach", 2.0, "under prompt lookup's 2.00x"),
-        ("out_of_reach", 1.0, "under 1.1x"),
+        ("needs_distillation", 1.7, "Prompt lookup gives 1.70x without training"),
+        ("out_of_reach", 2.0, "below prompt lookup's 2.00x"),
+        ("out_of_reach", 1.0, "below 1.1x"),
     ],
 )
 def test_each_decision_has_its_sentence(decision, baseline, words):

@@ -34,7 +34,7 @@ def test_a_context_that_is_none_is_refused(text: str) -> None:
 
 @pytest.mark.parametrize("missing", [{"device_memory": ""}, {"concurrency": 0}, {"context": ""}])
 def test_the_three_options_go_together(missing: dict) -> None:
-    with pytest.raises(UserError, match="go together"):
+    with pytest.raises(UserError, match="give --device-memory, --concurrency and --context together"):
         device_of(replace(ASKED, **missing))
 
 
@@ -44,5 +44,5 @@ def test_the_answer_in_words_follows_from_its_numbers() -> None:
     row = found.drafts[0].capacity
     assert row.requests_lost == row.requests_alone - row.requests_with_draft > 0
     line = found.lines()[1]
-    assert f"it costs {row.requests_lost} requests" in line
-    assert ("does not fit" in line) is not row.fits
+    assert f"the draft costs {row.requests_lost} requests" in line
+    assert ("do not fit" in line) is not row.fits

@@ -232,7 +232,7 @@ def test_sampled_scores_differ_by_chance_only(pair, monkeypatch):
     low, high = found.difference.ci
     assert low < 0 < high
     assert found.difference_ci_wide[0] < low
-    assert "No difference to be seen" in found.sentence
+    assert "No difference found" in found.sentence
 
 
 def test_a_decoder_that_accepts_everything_changes_the_score(pair, monkeypatch, blocks_in_python):

@@ -186,7 +186,7 @@ def test_a_killed_sweep_goes_on_and_never_trains_twice_at_once(tmp_path: Path) -
         until((tmp_path / "runs" / "s-forward_kl-seed0" / "started").exists)
     assert calls(tmp_path) == ["s-tv-seed0", "s-forward_kl-seed0"]
     number = json.loads((tmp_path / "runs" / "s" / "logs" / "s-forward_kl-seed0.pid").read_text())[0]
-    with pytest.raises(UserError, match=f"still trained by process {number}"):
+    with pytest.raises(UserError, match=f"process {number} of a killed sweep still trains it"):
         run(path, launcher)
     psutil.Process(number).kill()
     until(lambda: not psutil.pid_exists(number) or psutil.Process(number).status() == psutil.STATUS_ZOMBIE)
@@ -295,7 +295,7 @@ def test_a_dry_run_only_says_what_it_would_do(tmp_path: Path) -> None:
         ({"grid": {}}, "`grid` = {}: dictionary should have at least 1 item"),
         ({"grid": {"loss.name": []}}, "at least one value"),
         ({"grid": {"loss.name": "tv"}}, "should be a list"),
-        ({"grid": {"loss.name": ["tv", "tv"]}}, "stands there twice"),
+        ({"grid": {"loss.name": ["tv", "tv"]}}, "listed twice"),
         ({"grid": {"name": ["a"]}}, "names its runs itself"),
         ({"overrides": {"seed": 3}}, "both in grid and in overrides"),
         ({"metric": "tua"}, '`metric` = "tua": did you mean `tau`?'),

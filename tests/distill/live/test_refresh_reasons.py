@@ -168,7 +168,7 @@ def call(run: Path, place: Path, **options: Any) -> int:
 
 def test_a_run_without_a_verdict_is_refused(tmp_path: Path, tiny_run: Path) -> None:
     (tmp_path / "config.yaml").write_bytes((tiny_run / "config.yaml").read_bytes())
-    with pytest.raises(UserError, match=r"verdict.json: not there; the run is not finished"):
+    with pytest.raises(UserError, match=r"verdict.json: not there: the run is not finished"):
         call(tmp_path, tmp_path)
     with pytest.raises(UserError, match=r"no config.yaml there"):
         call(tmp_path / "none", tmp_path)

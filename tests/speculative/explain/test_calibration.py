@@ -127,7 +127,7 @@ def test_greedy_bins_equal_counts_by_hand_and_intervals_are_over_prompts():
     assert (low.confidence, high.confidence) == (pytest.approx(0.15), pytest.approx(2.92 / 3))
     assert low.ci == pytest.approx(list(ratio_interval(np.array([1.0, 0.0]), np.array([2.0, 1.0]))))
     assert high.ci is None  # One prompt.
-    assert found.words.startswith("of the tokens drafted with probability 0.9-1.0, 67 % are accepted; ")
+    assert found.words.startswith("67 % of the tokens drafted with probability 0.9-1.0 are accepted; ")
 
 
 def two_moods(seed=0, texts=40, length=400):
@@ -191,14 +191,14 @@ def test_a_pair_that_pays_nowhere_is_told_so_and_held_to_plain_decoding(speed_up
     dear = {"speed_up": speed_up, "verify_slope": 0.05}
     assert stop_below(scores, "greedy-draft", cost_ratio=0.95, **dear) == (
         None,
-        "at c = 0.95 no gamma makes this draft pay, and no confidence stop would: decode without it",
+        "at c = 0.95 no gamma makes this draft pay, and no confidence stop does: decode without it",
     )
     threshold, words = stop_below(scores, "greedy-draft", cost_ratio=0.4, **dear)
     assert threshold == stop_below(scores, "greedy-draft", speed_up=1.001, cost_ratio=0.4, verify_slope=0.05)[0] > 0
-    assert words.startswith("at c = 0.40 no gamma makes this draft pay; to stop behind a token of probability below ")
+    assert words.startswith("at c = 0.40 no gamma makes this draft pay; stopping after a token of probability below ")
     threshold, words = stop_below(scores, "greedy-draft", cost_ratio=0.001, speed_up=speed_up, verify_slope=0.0)
     assert threshold == 0.0
-    assert words.endswith("no confidence stop would: decode without it")
+    assert words.endswith("no confidence stop does: decode without it")
 
 
 def test_bins_of_a_few_tokens_are_passed_over():
@@ -207,7 +207,7 @@ def test_bins_of_a_few_tokens_are_passed_over():
     many = [greedy_scores([0.35] * 20, [1] * 20), greedy_scores([0.95] * 20, [1] * 20)]
     assert stop_below([*few, *many, *many], "greedy", speed_up=1.0, cost_ratio=0.3, verify_slope=0.0)[0] == 0.0
     threshold, words = stop_below(few, "greedy", speed_up=1.0, cost_ratio=0.3, verify_slope=0.0)
-    assert (threshold, words) == (0.0, "too little text to advise a confidence stop: leave it off")
+    assert (threshold, words) == (0.0, "there is too little text to advise a confidence stop: leave it off")
     assert stop_below([*few * 7, *many * 2], "greedy", speed_up=1.0, cost_ratio=0.3, verify_slope=0.0)[0] == 0.1
 
 

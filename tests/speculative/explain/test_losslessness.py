@@ -58,10 +58,10 @@ def test_every_rule_passes_and_the_positive_control_is_seen(rule):
     assert (sampled.prompts, sampled.samples, sampled.tokens) == (4, count, 4 * count * 32)
     assert (sampled.first_token.tokens, sampled.every_token.tokens) == (4 * count, 4 * count * 32)
     assert sampled.every_token.impossible == 0
-    assert found.sentence.startswith("Lossless as far as can be seen: greedy text is the target's own on 4 of 4")
+    assert found.sentence.startswith("Lossless as far as these tests detect: greedy text is the target's own on 4 of 4")
     if asked["control"]:
         assert found.control.failed
-        assert "The same tests tell the target at 1.1 times its temperature" in found.sentence
+        assert "The same tests detect the target at 1.1 times its temperature" in found.sentence
     json.dumps(found.record(), allow_nan=False)
 
 
