@@ -37,7 +37,7 @@ def compare_table(result: Comparison) -> Table:
             Cell(row.tau, row.tau_ci),
         ]
         if timed:
-            of_block = " per block" if drafting_of(one.path) == "parallel" else ""
+            of_block = " a block" if drafting_of(one.path) == "parallel" else ""
             step = None if one.draft_step_seconds is None else 1e3 * one.draft_step_seconds
             cells.append(Cell(step, note="" if step is None else f"c = {one.cost_ratio:.2f}{of_block}"))
             cells.append(Cell(row.speed_up, row.speed_up_ci))

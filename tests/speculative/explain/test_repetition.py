@@ -60,7 +60,7 @@ def test_a_greedy_model_that_loops_is_called_looping():
     live, _ = decode(target, None, prompts_of([8] * 6, vocab_size=16), DecodeSettings(GREEDY, 0, "greedy", 120))
     found = repetition([text_of(one.prompt_ids, one.response_ids) for one in live])
     assert found.looping > 0.3
-    assert f"{100 * found.looping:.0f} % of the target's tokens repeat" in found.warning
+    assert f"{100 * found.looping:.0f} % of the target's tokens are in a loop" in found.warning
     assert "serving.temperature" in found.warning
 
 
