@@ -1,5 +1,5 @@
-"""Who is lined up for a contest: drafts scored on the text and their steps timed; and the ways to decode that follow, each at the gamma
-and sizes that pay most.
+"""Prepare a contest: score the drafts on the text, time their steps, and make the ways to decode, each at its best gamma and n-gram
+sizes.
 
 Shapes: N held-out responses, K gammas, C candidates.
 """
@@ -41,13 +41,13 @@ from speculative.measure.replay import Blocks, expected_blocks_of, texts_of
 from speculative.measure.token_scores import TokenScores, score_tokens, scored_gammas
 from speculative.rules.rule import Rule
 
-# Of judge.speed_seconds, for the steps of each pair of shapes.
+# Share of judge.speed_seconds for the steps of each pair of shapes.
 COSTS_SHARE = 1 / 6
-# Past responses that things are looked up in, at most: about as many as an engine keeps.
+# At most this many past responses are searched, about as many as an engine keeps.
 MOST_PAST = 10_000
-# Training responses that prompt lookup is tuned on: more change nothing but the time it takes.
+# Training responses that prompt lookup is tuned on; more only take longer.
 TUNED_ON = 256
-# Tokens that a way proposes for which replay has no law to choose them by.
+# Gamma of ways that replay cannot predict, and so cannot choose a gamma for.
 FEW = 4
 
 
@@ -92,7 +92,7 @@ def score_all(question: Question, candidates: Sequence[Candidate]) -> dict[Rule,
 def line_up(
     question: Question, target: PreTrainedModel, candidates: Sequence[Candidate], lighter: Candidate | None = None
 ) -> Field:
-    """Scores everybody and times their steps; a last candidate that can draft both ways goes on with the faster.
+    """Score every draft and time its steps; a last candidate that can draft both ways continues in the faster one.
 
     lighter: the last candidate in fewer bytes; it drafts the same way.
     """
@@ -122,9 +122,9 @@ def _predicted(scores: Sequence[TokenScores], law: str, costs: StepCosts) -> flo
 
 
 def ways_of(question: Question, target: PreTrainedModel, field: Field) -> list[Way]:
-    """Every draft, prompt lookup, past responses where there are any, lookup before the draft, and what judge.ways name more.
+    """Every draft, prompt lookup, past responses if there are any, lookup before the draft, and the ways listed in judge.ways.
 
-    Behind the lookup stands what needs the fewest target steps of the draft in question and the same draft otherwise.
+    The draft after the lookup is the variant of the draft in question that needs the fewest target steps.
     """
     own, best = field.scores[question.rule], field.candidates[-1]
     found = {
@@ -203,7 +203,7 @@ def typical_length(frozen: Sequence[HeldoutResponse]) -> int:
 
 @contextlib.contextmanager
 def cpu_threads(count: int | None) -> Iterator[None]:
-    """Torch's CPU threads while something is timed: a small model at batch 1 is served best by one."""
+    """Set torch's CPU threads while something is timed: one thread is best for a small model at batch 1."""
     before = torch.get_num_threads()
     torch.set_num_threads(count or before)
     try:
@@ -259,7 +259,7 @@ def together_way(
 
 
 def past_way(question: Question, target: PreTrainedModel, costs: StepCosts, gammas: Sequence[int]) -> Way | None:
-    """Past responses to look things up in, at the gamma of the highest predicted speed-up; None where there are none."""
+    """Lookup in past responses at the gamma of the highest predicted speed-up; None if there are no past responses."""
     said = [text.response_ids for text in question.history[:MOST_PAST] if text.response_ids]
     if not any(len(ids) > 1 for ids in said):
         return None
@@ -276,7 +276,7 @@ def past_way(question: Question, target: PreTrainedModel, costs: StepCosts, gamm
 
 
 def live_ways(asked: Sequence[str], target: PreTrainedModel, drafter: Callable[[], Drafter]) -> list[Way]:
-    """What judge.ways name: replay has no law for them, so they are counted live, at one setting. drafter: of the draft model."""
+    """The ways listed in judge.ways. Replay cannot predict them, so they are counted live at one setting. drafter: of the draft model."""
     parts, known = Parts(target, drafter), registered()
     return [
         Way(

@@ -1,4 +1,4 @@
-"""Responses of a live run token by token: who wrote each, and what both models would rather have said.
+"""Responses of a live run token by token: which model wrote each, and both models' most probable tokens there.
 
 Shapes: T tokens of a response.
 """
@@ -22,10 +22,10 @@ LONGEST_PROMPT = 1200  # characters of a prompt that are shown
 
 
 def writers(response: Response) -> list[tuple[Writer, int]]:
-    """(who wrote it, number of its block) of every token, T of them.
+    """(writer, number of the block) of each of the T tokens.
 
-    draft: a drafted token that the target accepted. target: the correction behind a rejected one. bonus: the target's token
-    behind a block that was accepted whole (or that drafted nothing).
+    draft: a drafted token that the target accepted. target: the correction after a rejected one. bonus: the target's token
+    after a fully accepted block (or one that drafted nothing).
     """
     found: list[tuple[Writer, int]] = []
     for block, (drafted, accepted) in enumerate(zip(response.drafted_counts, response.accepted_counts, strict=True)):

@@ -103,14 +103,14 @@ def stop_below(
     verify_slope: float,
     parallel: bool = False,
 ) -> tuple[float | None, str]:
-    """(threshold for the decoder's confidence stop, one sentence): drafting ends behind a token of lower probability.
+    """(threshold for the decoder's confidence stop, one sentence): drafting ends after a token of lower probability.
 
     One more drafted token costs cost_ratio + verify_slope target steps, (v(gamma) - v(0)) / gamma being the slope of the
     verify call. speed_up is the predicted one at the pair's best gamma, 1 or less where no gamma pays: a target step is worth
     that many tokens, and never less than the one of plain decoding. The drafted token brings the chance that the token before
     it is accepted and it is too, measured on the text by the bin of the token before. The threshold is the upper edge of the
-    highest of the bins, counted from the lowest, behind which it does not pay; bins of fewer than ENOUGH drafted tokens are
-    passed over. 0.0: it pays behind all. None: behind none, so that gamma 1 does as well as any stop, or no drafting where
+    highest of the bins, counted from the lowest, after which it does not pay; bins of fewer than ENOUGH drafted tokens are
+    passed over. 0.0: it pays after all. None: after none, so that gamma 1 does as well as any stop, or no drafting where
     no gamma pays: the sentence says which. Doubt about the block's earlier tokens, and what a second further token would bring,
     are not counted: they pull in opposite directions.
     parallel: the draft proposes a block in one call, so one more token costs verify_slope alone, and was proposed unseeing.

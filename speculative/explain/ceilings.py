@@ -295,7 +295,7 @@ def at_load(now: Measured, taus: Mapping[int, float], costs: StepCosts) -> Measu
 
 
 def _by_start(probs_T: np.ndarray, like: np.ndarray) -> np.ndarray:
-    """Probabilities of tokens, as a table (T, J) by start and offset where `like` is one; 1 behind the end."""
+    """Probabilities of tokens, as a table (T, J) by start and offset where `like` is one; 1 after the end."""
     if like.ndim == 1:
         return probs_T
     padded = np.concatenate((probs_T, np.ones(like.shape[1] - 1)))

@@ -1,4 +1,4 @@
-"""The most expensive disagreements: what the target said where the draft wanted something else, and what that costs.
+"""The most expensive disagreements: positions where the draft's first choice is not the target's token, and their cost.
 
 Shapes: N responses, T tokens of one response.
 """
@@ -69,7 +69,7 @@ def disagreements(
     The most expensive first: of the `count` groups that reject the most probability mass sum (1 - a), by what they really cost
     at `gamma`.
 
-    tau_if_agreed is of all the text, all else unchanged: costs do not add up, a place behind another rejection costs less than it
+    tau_if_agreed is of all the text, all else unchanged: costs do not add up, because a place after another rejection costs less than it
     seems. The example and its context are of the place that rejects most.
 
     Under rule `block` a is that of `sample`, and being right means giving the token the target's own probability.

@@ -56,7 +56,7 @@ def rate_change(
         own_N, own_P = np.asarray(label_N) == label, members_SP[label]
         weight, judged = later_2N[1, own_N].sum() / total, judged_2P[:, own_P].sum(1)
         off_N[own_N] = _off(later_2N[:, own_N], later_2N[:, own_N].sum(1))
-        # A judged request may stand behind several labels: its errors add up before they are squared.
+        # A judged request may serve several labels, so its errors are added before they are squared.
         error_P[own_P] += weight * _off(judged_2P[:, own_P], judged) / judged[1]
         baseline += weight * judged[0] / judged[1]
     prompts, free = len(error_P), count - len(labels)

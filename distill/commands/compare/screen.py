@@ -131,7 +131,7 @@ def _curves(axis: Any, result: Comparison) -> None:
 
 
 def _gains(axis: Any, result: Comparison) -> None:
-    """A dot and its interval for each draft behind the first, over all text and by domain."""
+    """A dot and its interval for each way after the first, over all text and by domain."""
     groups = [("all", result.differences_on()), *((domain, result.differences_on(domain)) for domain in result.domains)]
     count = len(groups[0][1])
     for group, (_, differences) in enumerate(groups):

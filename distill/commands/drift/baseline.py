@@ -90,9 +90,9 @@ def drawn_prompts(
     """The block process drawn once along each frozen response, as a server with this gamma and rule would have counted it.
 
     A block that starts at token t keeps its first j drafted tokens with probability exp(-max(0, S_1, .., S_j)), S_j the
-    cost of the j tokens from t (`speculative.measure.replay`): as many as stay at or below one exponential draw. Servers count a
-    block's tokens behind the end of the text too; there the mean acceptance of all text stands in, of a parallel draft that at the
-    same place of a block.
+    cost of the j tokens from t (`speculative.measure.replay`): as many as stay at or below one exponential draw. Servers also
+    count a block's tokens after the end of the text. For those the mean acceptance of all text is used; for a parallel draft the mean at
+    the same place of a block.
     """
     rng = np.random.default_rng(seed)
     beyond_G = _beyond(scores, rule, gamma)
@@ -110,7 +110,7 @@ def drawn_prompts(
 
 
 def _beyond(scores: Sequence[TokenScores], rule: Rule, gamma: int) -> np.ndarray:
-    """Cost (G,) of a token behind the end of a text at each place of a block, by the mean acceptance within the texts."""
+    """Cost (G,) of a token after the end of a text at each place of a block, from the mean acceptance within the texts."""
     accepted_G, tokens_G = np.zeros(gamma), np.zeros(gamma)
     for score in scores:
         if score.by_start is None:

@@ -67,7 +67,7 @@ class Asked:
     drafting: Drafting = "autoregressive"
 
     def opened(self) -> tuple[Pair, ModelDrafter]:
-        """The pair, and who drafts in it. Raises UserError: see `open_pair` and `Draft`."""
+        """The pair and its drafter. Raises UserError: see `open_pair` and `Draft`."""
         pair = open_pair(self.config, self.draft, self.prompts, self.rule)
         return pair, Draft(pair.draft, self.drafting).drafter()
 
@@ -86,7 +86,7 @@ def exact_match(prompt: str, response: str, reference: str | None) -> float:
 
 
 def exact_match_number(prompt: str, response: str, reference: str | None) -> float:
-    """1 where the response's last number is the reference's: the one behind `####` (GSM8K), or its last."""
+    """1 where the response's last number is the reference's: the one after `####` (GSM8K), or its last."""
     _, marked, answer = _needed(reference).rpartition("####")
     wanted = _numbers(answer)[: 1 if marked else None]
     if not wanted:
