@@ -413,7 +413,7 @@ def test_a_target_that_loops_is_called_looping_and_ordinary_text_is_not():
     assert looping.repetition.looping == pytest.approx(29 / 30, abs=0.001)
     assert looping.repetition.by_domain["code"].tokens == looping.tokens
     assert looping.warnings == [looping.repetition.warning]
-    assert "97 % of the target's tokens repeat" in looping.warnings[0]
+    assert "97 % of the target's tokens are in a loop" in looping.warnings[0]
     rng = np.random.default_rng(0)
     fresh = [
         HeldoutResponse(text.key, text.domain, text.prompt_ids, rng.integers(0, 99, 30).tolist(), [0.0] * 30)
