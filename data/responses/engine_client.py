@@ -1,4 +1,4 @@
-"""A running engine as a user's client sees it: who it is, its answers with token ids and counts, its counters."""
+"""Client of a running engine: its name and version, its answers with token ids and counts, its counters."""
 
 import contextlib
 import json
@@ -23,14 +23,14 @@ ENGINES = {
     "llama.cpp": "llama.cpp",
     "tensorrt_llm": "tensorrt-llm",
 }
-# Where an engine says its version: path, key, the engine that this tells of.
+# Where an engine states its version: path, key, and the engine that has this path.
 _VERSIONS = (
     ("/version", "version", ""),
     ("/server_info", "version", "sglang"),
     ("/get_server_info", "version", "sglang"),
     ("/props", "build_info", "llama.cpp"),
 )
-# What brings counts or ids, of engines that do not know vLLM's words.
+# Request options that return counts or token ids, for engines without vLLM's options.
 _EXTRAS: dict[str, dict[str, Any]] = {
     "sglang": {"return_spec_tokens_details": True},
     "llama.cpp": {"return_tokens": True, "logprobs": 1},
@@ -40,9 +40,9 @@ _SETTLED_SECONDS, _LONGEST_SETTLING = 0.1, 5.0
 
 @dataclass(frozen=True)
 class Answer:
-    """One response. ids: None where the engine gives text only. seconds: until it was there.
+    """One response. ids: None if the engine gives only text. seconds: until the whole answer arrived.
 
-    body: all that the server said.
+    body: the server's whole JSON answer.
     """
 
     key: str
@@ -56,16 +56,16 @@ class Answer:
 
 
 class EngineClient(EndpointTarget):
-    """A server that is asked one prompt at a time; a request is never made twice, since the server's counters would count both."""
+    """A server that gets one prompt per request. Requests are not retried, since the server's counters would count both."""
 
-    no_completion = "not the answer of an OpenAI-compatible server ({said})"
+    no_completion = "this is not an answer of an OpenAI-compatible server ({said})"
     most_bytes = 1 << 26
 
     def __init__(self, url: str, tokenizer: Any, vocab_rows: int, **how: Any) -> None:
-        """``tokenizer``: the target's. ``url``: of the API; /v1 is put at its end where it lacks. ``how``: other fields of `Endpoint`.
+        """``tokenizer``: the target's. ``url``: of the API; /v1 is appended if it is missing. ``how``: other fields of `Endpoint`.
 
         Raises:
-            UserError: no address.
+            UserError: `url` is not an address.
         """
         if not is_address(url):
             raise UserError(f"{url or 'no address'}: give the address of the API, e.g. http://127.0.0.1:8000/v1")
@@ -75,10 +75,10 @@ class EngineClient(EndpointTarget):
         self._as_text = False
 
     def identify(self) -> None:
-        """Finds out which engine this is, as far as it says, and that its tokenizer is ours.
+        """Find the engine's name and version, as far as it states them, and check that its tokenizer is ours.
 
         Raises:
-            UserError: no server, another tokenizer, several models and none named.
+            UserError: no server, another tokenizer, or several models and no --model.
         """
         self.check()
         owners = self._ask(lambda: [str(getattr(model, "owned_by", "")).lower() for model in self.client.models.list()])
@@ -91,13 +91,13 @@ class EngineClient(EndpointTarget):
                 return
 
     def ask(self, prompt_ids: Sequence[int], settings: DecodeSettings, key: str) -> Answer:
-        """One response, timed.
+        """Ask for one response and time it.
 
         Raises:
-            UserError: the server is gone or cannot answer; it says tokens of another vocabulary; counts that cannot be.
+            UserError: the server is gone or cannot answer, tokens are outside the vocabulary, or counts contradict themselves.
         """
         options = request_of(settings, key) | _EXTRAS.get(self.engine, {})
-        if self._as_text:  # What a prompt begins with is in it already.
+        if self._as_text:  # The text already contains the special tokens.
             options |= {"add_special_tokens": False}
         import openai
 
@@ -113,10 +113,10 @@ class EngineClient(EndpointTarget):
         return self._ask(lambda: self.read(json.loads(content), settings, key, seconds))
 
     def read(self, body: dict[str, Any], settings: DecodeSettings, key: str, seconds: float) -> Answer:
-        """An answer from what a server said.
+        """Parse a server's JSON answer.
 
         Raises:
-            UserError: tokens of another vocabulary; counts that cannot be.
+            UserError: tokens are outside the vocabulary, or counts contradict themselves.
         """
         choice = body["choices"][0]
         finished = choice.get("finish_reason") == "stop"
@@ -129,16 +129,16 @@ class EngineClient(EndpointTarget):
         try:
             counts = read_counts(body)
         except CountsError as error:
-            raise UserError(f"{self.endpoint.url}: counts of {key} that cannot be: {error}") from error
+            raise UserError(f"{self.endpoint.url}: the counts of {key} contradict themselves: {error}") from error
         return Answer(key, ids, str(choice.get("text") or ""), finished, seconds, counts, tokens, body)
 
     def scrape(self, settle: bool = False) -> ServerCounts | None:
-        """The server's own counters; None where it shows none of drafts.
+        """Read the server's counters; None if it has none for drafts.
 
-        ``settle``: wait until they stand still, since an engine may count behind its answer.
+        ``settle``: wait until they stop changing, since an engine may update them after its answer.
 
         Raises:
-            UserError: counters that cannot be.
+            UserError: counters that contradict themselves.
         """
         found, waited = counters_of(self.root, self.key), 0.0
         while settle and found is not None and waited < _LONGEST_SETTLING:
@@ -158,14 +158,14 @@ class EngineClient(EndpointTarget):
         return f"{self.endpoint.url}: {what}"
 
     def _prompt(self, prompt_ids: Sequence[int]) -> Any:
-        """Token ids; an engine that refuses them gets the text."""
+        """Return the prompt as token ids, or as text for an engine that refuses ids."""
         if not self._as_text:
             return list(prompt_ids)
         return self.tokenizer.decode(list(prompt_ids), skip_special_tokens=False)
 
 
 def _ids_in(choice: Choice) -> list[int] | None:
-    """Token ids of a response in vLLM's and SGLang's words, or llama.cpp's; None where there is text only."""
+    """Return the token ids of a response from the keys of vLLM, SGLang or llama.cpp; None if there is only text."""
     content = (choice.get("logprobs") or {}).get("content") or []
     for ids in (choice.get("token_ids"), choice.get("tokens"), [part.get("id") for part in content] or None):
         if isinstance(ids, list) and all(type(token) is int for token in ids):
@@ -174,10 +174,10 @@ def _ids_in(choice: Choice) -> list[int] | None:
 
 
 def counters_of(root: str, key: str = "") -> ServerCounts | None:
-    """A server's counters of drafts; None where it shows none.
+    """Read a server's draft counters; None if it has none.
 
     Raises:
-        UserError: counters that cannot be.
+        UserError: counters that contradict themselves.
     """
     for path in PAGES:
         page = _page(root + path, key)
@@ -191,19 +191,19 @@ def counters_of(root: str, key: str = "") -> ServerCounts | None:
 
 
 def mean_length_of(root: str, key: str = "") -> float | None:
-    """Tokens a block since the server's start, of an SGLang that shows no more than that."""
+    """Return tokens per block since the server's start, for an SGLang that reports only this mean."""
     page, info = (_page(root + path, key) for path in ("/metrics", "/server_info"))
     return mean_length(parse_page(page or ""), _json(info))
 
 
 def _page(url: str, key: str) -> str | None:
-    """The text of a page; None where there is none."""
+    """Return the text of a page; None if there is no such page."""
     page = page_at(url, key)
     return page.text if page is not None and page.status_code == HTTPStatus.OK else None
 
 
 def _json(text: str | None) -> Mapping[str, Any]:
-    """What a page says, as its server wrote it; nothing of one that is no JSON object."""
+    """Parse a page as a JSON object; empty if it is not one."""
     with contextlib.suppress(ValueError, RecursionError):
         if isinstance(found := json.loads(text or ""), dict):
             return found

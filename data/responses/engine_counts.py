@@ -1,12 +1,12 @@
-"""What a serving engine says of one request's drafts: each engine's own format, all into `RequestCounts`.
+"""Draft counts of one request: each engine's format, parsed into `RequestCounts`.
 
-What contradicts itself is refused by a `CountsError` that names the field. Formats as read in
+Counts that contradict themselves raise a `CountsError` with the field. Formats as read in
 
     vLLM           0.32, docs/features/speculative_decoding/acceptance_metrics.md (experimental there); pull request 48915
     SGLang         pull requests 11441 (first names), 33518 (`sglext`), 10973 (--export-metrics-to-file); main of 2026-09
     llama.cpp      tools/server, main of 2026-08: `timings`
     TensorRT-LLM   pull request 17082: `request_perf_metrics.speculative_decoding`; the same in its perf metrics files
-    OpenVINO GenAI main of 2026-08: `extended_perf_metrics`, a Python object or what was written down of it
+    OpenVINO GenAI main of 2026-08: `extended_perf_metrics`, a Python object or its values as JSON
     AIPerf         0.13, docs/reference/spec-decode-acceptance.md: lines of profile_export.jsonl
 """
 
@@ -16,16 +16,16 @@ from typing import Any, NamedTuple
 
 
 class CountsError(ValueError):
-    """Counts that cannot be; the message names the field."""
+    """Counts that contradict themselves; the message contains the field."""
 
 
 @dataclass(frozen=True)
 class RequestCounts:
-    """Drafts of one request. None: not said.
+    """Draft counts of one request. None: not reported.
 
-    accepted, drafted: tokens; engines count those behind the end of a response too. blocks: target calls that verified a
-    draft. gamma: as configured. accepted_B, drafted_B: block by block, empty where not said.
-    histogram: [j] = blocks that accepted exactly j tokens, empty where not said.
+    accepted, drafted: tokens; engines also count tokens after the end of a response. blocks: target calls that verified a
+    draft. gamma: as configured. accepted_B, drafted_B: per block, empty if not reported.
+    histogram: [j] = blocks that accepted exactly j tokens, empty if not reported.
     """
 
     engine: str
@@ -40,11 +40,13 @@ class RequestCounts:
     def __post_init__(self) -> None:
         accepted, drafted, blocks = self.accepted, self.drafted, self.blocks
         if accepted is not None and drafted is not None and accepted > drafted:
-            raise CountsError(f"{accepted} tokens accepted of only {drafted} drafted")
+            raise CountsError(f"{accepted} tokens accepted, but only {drafted} drafted")
         if blocks == 0 and (drafted or accepted):
             raise CountsError(f"{drafted or accepted} drafted tokens in 0 blocks")
         if len(self.accepted_B) != len(self.drafted_B):
-            raise CountsError(f"{len(self.accepted_B)} blocks accepted and {len(self.drafted_B)} drafted")
+            raise CountsError(
+                f"accepted counts for {len(self.accepted_B)} blocks, but drafted counts for {len(self.drafted_B)}"
+            )
         if any(kept > tried for kept, tried in zip(self.accepted_B, self.drafted_B, strict=True)):
             raise CountsError("a block accepted more tokens than it drafted")
         if self.accepted_B and (sum(self.accepted_B), sum(self.drafted_B)) != (accepted, drafted):
@@ -57,7 +59,7 @@ class RequestCounts:
 
 
 class _Format(NamedTuple):
-    """Where an engine says it: in one of `places` of an answer or of its first choice, if `mark` is there. Dots go deeper."""
+    """Where an engine reports counts: in one of `places` of an answer or of its first choice, if `mark` is there. Dots separate levels."""
 
     engine: str
     mark: str
@@ -65,7 +67,7 @@ class _Format(NamedTuple):
     accepted: tuple[str, ...]
     drafted: tuple[str, ...]
     blocks: tuple[str, ...] = ()
-    optional: bool = False  # whether numbers may be missing
+    optional: bool = False  # whether counts may be missing
 
 
 _VLLM = ("num_accepted_draft_tokens",), ("num_draft_tokens",), ("num_spec_steps",)
@@ -83,7 +85,7 @@ _FORMATS = (
         ("request_perf_metrics.speculative_decoding", "perf_metrics.speculative_decoding", ""),
         ("total_accepted_draft_tokens",), ("total_draft_tokens",),
     ),
-    # A Python object, or a JSON object with its getters' names without `get_`. Of the target's inferences the first is the prefill.
+    # A Python object, or JSON whose keys are its getters' names without `get_`. The target's first inference is the prefill.
     _Format(
         "openvino", "num_accepted_tokens", ("extended_perf_metrics",), ("num_accepted_tokens",),
         ("num_draft_tokens", "draft_model_metrics.num_generated_tokens"), ("main_model_metrics.raw_metrics.m_durations",), True,
@@ -92,7 +94,7 @@ _FORMATS = (
 
 
 def read_counts(answer: Any) -> RequestCounts | None:
-    """What an answer (JSON of a response, or a line of an engine's request file) says; None where nothing is said of drafts.
+    """Read the counts of an answer (JSON of a response, or a line of a request file); None if it reports no drafts.
 
     Raises:
         CountsError: counts that contradict themselves.
@@ -127,7 +129,7 @@ def _read(form: _Format, stats: Any, where: str) -> RequestCounts:
     histogram = counts("acceptance_histogram", "spec_correct_drafts_histogram", "spec_accept_histogram")
     if (
         histogram and form.engine == "sglang"
-    ):  # It is of drafts in every generation; the sums were of other things in some.
+    ):  # In all versions the histogram counts drafts; in some versions the sums do not.
         accepted = sum(j * count for j, count in enumerate(histogram))
     engine = str(_at(stats, "engine") or form.engine) if form.engine == "aiperf" else form.engine
     gamma = whole(("num_spec_tokens",)) if _at(stats, "num_spec_tokens") is not None else None
@@ -136,7 +138,7 @@ def _read(form: _Format, stats: Any, where: str) -> RequestCounts:
 
 
 def _at(source: Any, names: str) -> Any:
-    """What lies under dotted names in nested objects; a Python object has it as an attribute or behind a getter."""
+    """Return the value at a dotted path in nested objects; in a Python object it is an attribute or has a getter."""
     for name in names.split(".") if names else ():
         if source is None or isinstance(source, str | int | float | Sequence):
             return None
@@ -150,10 +152,10 @@ def _at(source: Any, names: str) -> Any:
 
 
 def _counts(values: Any, where: str) -> tuple[int, ...]:
-    """A list of counts; {place: count} becomes one."""
+    """Return counts as a tuple; a mapping {position: count} is accepted too."""
     if isinstance(values, Mapping):
         if any(not str(place).isdecimal() or len(str(place)) > 4 or int(place) > 4096 for place in values):
-            raise CountsError(f"{where} has the places {', '.join(map(str, values))[:60]}, not whole numbers")
+            raise CountsError(f"{where} has the positions {', '.join(map(str, values))[:60]}, not whole numbers")
         values = [
             values.get(str(place), values.get(place, 0)) for place in range(1 + max(map(int, values), default=-1))
         ]

@@ -1,10 +1,10 @@
-"""A server's own counters of its drafts: Prometheus pages, and the difference of two of them.
+"""A server's draft counters: Prometheus pages, and the difference of two of them.
 
-The formats: vLLM 0.32 `vllm:spec_decode_num_*` (with `_total` or, in its Python API and old versions, without);
+Formats: vLLM 0.32 `vllm:spec_decode_num_*` (with `_total`; in its Python API and old versions without);
 llama.cpp's `llamacpp:spec_decode_num_*`, the same schema (pull request 26389); TensorRT-LLM's
 `trtllm_spec_decode_{drafted,accepted}_tokens{token_position}` and `..._num_{draft,accepted}_tokens` under
 /prometheus/metrics (pull requests 12545, 12636); SGLang's counter `sglang:spec_verify_calls`, its gauges
-`sglang:spec_accept_length` and `..._rate`, and `avg_spec_accept_length` of /server_info, which no difference can be made of.
+`sglang:spec_accept_length` and `..._rate`, and `avg_spec_accept_length` of /server_info. Gauges give no difference of two pages.
 """
 
 import contextlib
@@ -24,10 +24,10 @@ Page = dict[str, list[tuple[dict[str, str], float]]]
 
 @dataclass(frozen=True)
 class ServerCounts:
-    """Counters since a server's start, or their difference. None: this engine does not say.
+    """Counters since a server's start, or their difference. None: not reported by this engine.
 
-    blocks: verified drafts. accepted_G: by position, empty where not said. tokens: of all responses.
-    started: when the counters began, as far as they tell: another value is another start.
+    blocks: verified drafts. accepted_G: by position, empty if not reported. tokens: of all responses.
+    started: start times of the counters, if reported; another value means a restart.
     """
 
     engine: str
@@ -40,11 +40,11 @@ class ServerCounts:
 
     def __post_init__(self) -> None:
         if self.accepted is not None and self.drafted is not None and self.accepted > self.drafted:
-            raise CountsError(f"{self.accepted:,} tokens accepted of only {self.drafted:,} drafted")
+            raise CountsError(f"{self.accepted:,} tokens accepted, but only {self.drafted:,} drafted")
 
 
 def parse_page(text: str) -> Page:
-    """The samples of a page in Prometheus' text format; none of a page in another."""
+    """Parse a page in Prometheus' text format; empty for a page in another format."""
     from prometheus_client.parser import text_string_to_metric_families
 
     page: Page = {}
@@ -56,7 +56,7 @@ def parse_page(text: str) -> Page:
 
 
 class _Format(NamedTuple):
-    """An engine's names. blocks: as `drafted` where its first position counts them. label: of positions."""
+    """Metric names of an engine. blocks: the same as `drafted` if its first position counts blocks. label: of positions."""
 
     engine: str
     drafted: str
@@ -88,15 +88,15 @@ _FORMATS = (
 
 
 def counts_of(page: Page) -> ServerCounts | None:
-    """The counters of the first engine whose names are on the page; None where it says nothing of drafts.
+    """Return the counters of the first engine whose names are on the page; None if it has no draft counters.
 
     Raises:
-        CountsError: a counter that is no whole number, or more accepted than drafted.
+        CountsError: a counter is not a whole number, or more tokens were accepted than drafted.
     """
     form = next((form for form in _FORMATS if form.drafted in page), None)
     if form is None:
         return _sglang(page)
-    if form.blocks == form.drafted:  # A block drafts its first token, so that position counts blocks.
+    if form.blocks == form.drafted:  # Every block drafts a first token, so the first position counts blocks.
         blocks: int | None = (*_by_position(page, form.drafted, form.label), 0)[0]
     else:
         blocks = _sum(page, form.blocks)
@@ -112,16 +112,16 @@ def _sglang(page: Page) -> ServerCounts | None:
     )
     if blocks is None:
         return None
-    # The first token of a response is the prefill's; each block emits one more than it accepts.
+    # The first token of a response comes from the prefill; each block emits one token more than it accepts.
     accepted = None if tokens is None or requests is None else max(0, tokens - requests - blocks)
     return ServerCounts("sglang", accepted, None, blocks, (), tokens, _started(page))
 
 
 def difference(before: ServerCounts, after: ServerCounts) -> ServerCounts:
-    """What was counted between two scrapes.
+    """Return the counts between two scrapes.
 
     Raises:
-        CountsError: a counter fell or started again: the server was restarted between them; another engine answers.
+        CountsError: a counter fell or restarted, so the server was restarted; or another engine answers.
     """
     if before.engine != after.engine:
         raise CountsError(f"{before.engine} answered first, then {after.engine}")
@@ -134,14 +134,14 @@ def difference(before: ServerCounts, after: ServerCounts) -> ServerCounts:
     names = ("accepted", "drafted", "blocks", "tokens")
     changes: dict[str, Any] = {name: change(name, getattr(before, name), getattr(after, name)) for name in names}
     if before.started and after.started and before.started != after.started:
-        raise CountsError("the counters started again: the server was restarted")
+        raise CountsError("the counters have a new start time: the server was restarted")
     pairs = itertools.zip_longest(before.accepted_G, after.accepted_G, fillvalue=0)
     places = (change(f"position {place}", old, new) for place, (old, new) in enumerate(pairs))
     return ServerCounts(after.engine, accepted_G=tuple(place or 0 for place in places), **changes)
 
 
 def mean_length(page: Page, server_info: Any) -> float | None:
-    """Tokens a block since the start of an SGLang: its gauge, the mean over ranks, or /server_info; None where it does not say."""
+    """Return tokens per block since the start of an SGLang: the gauge's mean over ranks, or /server_info; None if not reported."""
     values: list[Any] = [value for _, value in page.get("sglang:spec_accept_length", [])]
     states = server_info.get("internal_states") if isinstance(server_info, Mapping) else None
     if not values and isinstance(states, list) and states and isinstance(states[0], Mapping):
@@ -151,7 +151,7 @@ def mean_length(page: Page, server_info: Any) -> float | None:
 
 
 def _sum(page: Page, name: str) -> int | None:
-    """A counter summed over its labels (models, engines, workers); None where it is not on the page."""
+    """Sum a counter over its labels (models, engines, workers); None if it is not on the page."""
     return sum(_whole(name, value) for _, value in page[name]) if name in page else None
 
 
@@ -172,6 +172,6 @@ def _whole(name: str, value: float) -> int:
 
 
 def _started(page: Page) -> tuple[float, ...]:
-    """When counters of drafts were made (`_created`) and the process was started, where the page says so."""
+    """Return the start times of draft counters (`_created`) and of the process, if the page has them."""
     names = [name for name in page if name == "process_start_time_seconds" or name.endswith("drafts_created")]
     return tuple(sorted(value for name in names for _, value in page[name]))

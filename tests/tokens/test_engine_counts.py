@@ -88,19 +88,19 @@ def test_what_says_nothing_of_drafts_is_nobodys(answer: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"num_accepted_draft_tokens": 13}, "13 tokens accepted of only 12 drafted"),
+        ({"num_accepted_draft_tokens": 13}, "13 tokens accepted, but only 12 drafted"),
         ({"num_accepted_draft_tokens": -1}, "metrics.speculative_decoding.num_accepted_draft_tokens is -1"),
         ({"num_draft_tokens": 12.5}, "num_draft_tokens is 12.5"),
         ({"num_draft_tokens": True}, "num_draft_tokens is True"),
         ({"num_spec_steps": "4"}, "num_spec_steps is '4'"),
         ({"num_spec_steps": 0}, "12 drafted tokens in 0 blocks"),
         ({"num_spec_steps": None}, "num_spec_steps is missing"),
-        ({"per_step_accepted": [3, 0, 2]}, "3 blocks accepted and 4 drafted"),
+        ({"per_step_accepted": [3, 0, 2]}, "accepted counts for 3 blocks, but drafted counts for 4"),
         ({"per_step_accepted": [3, 0, 2, 1]}, "do not add up"),
         ({"per_step_drafted": [2, 4, 3, 3]}, "accepted more tokens than it drafted"),
         ({"per_step_accepted": [3, 0, 2, None]}, "per_step_accepted is"),
         ({"acceptance_histogram": [3, 0, 1, 1]}, "the histogram does not add up"),
-        ({"acceptance_histogram": {"a": 1}}, "acceptance_histogram has the places a"),
+        ({"acceptance_histogram": {"a": 1}}, "acceptance_histogram has the positions a"),
     ],
 )
 def test_counts_that_cannot_be_are_refused_by_name(change: dict[str, Any], named: str) -> None:
@@ -126,7 +126,7 @@ def test_drift_reads_responses_with_slices_and_engines_files(tmp_path: Path) -> 
     ]
     assert log.warnings == ["1 of 5 records drafted nothing and are left out"]
     path.write_text(json.dumps({"timings": {"draft_n": 3, "draft_n_accepted": 4}}) + "\n" + json.dumps(rows[0]) + "\n")
-    with pytest.raises(UserError, match=r"responses\.jsonl:1: 4 tokens accepted of only 3 drafted"):
+    with pytest.raises(UserError, match=r"responses\.jsonl:1: 4 tokens accepted, but only 3 drafted"):
         read_acceptance_log(path)
     path.write_text('{"hello": 1}\n{}\n')
     with pytest.raises(UserError, match='"accepted" is missing'):
@@ -166,7 +166,7 @@ def test_counters_that_were_reset_are_noticed() -> None:
     for before, now, named in (
         (counted(vllm_page(11, 33, 13, (8, 4))), after, "accepted fell from 13 to 12: the server was restarted"),
         (counted(vllm_page(9, 27, 10, (1, 9))), after, "position 1 fell from 9 to 4"),
-        (first, second, "started again"),
+        (first, second, "new start time"),
     ):
         with pytest.raises(CountsError, match=named):
             difference(before, now)
@@ -175,7 +175,7 @@ def test_counters_that_were_reset_are_noticed() -> None:
 @pytest.mark.parametrize(
     ("page", "named"),
     [
-        (vllm_page(10, 30, 31, ()), "31 tokens accepted of only 30 drafted"),
+        (vllm_page(10, 30, 31, ()), "31 tokens accepted, but only 30 drafted"),
         (vllm_page(10, 30.5, 3, ()), "draft_tokens is 30.5"),
         (vllm_page(10, float("nan"), 3, ()), "draft_tokens is nan"),
         (vllm_page(-1, 30, 3, ()), "drafts is -1"),

@@ -162,7 +162,7 @@ def test_an_endless_answer_ends(kind: str, monkeypatch: pytest.MonkeyPatch) -> N
 def test_an_answer_a_byte_at_a_time_ends() -> None:
     with endless(OK + b"content-length: 1000000\r\n\r\n", b"x", 0.02) as url:
         assert page_at(url, seconds=0.5) is None
-        assert "no whole answer within 1.5 s" in refused(engine_at(url, timeout=0.5).identify)
+        assert "no complete answer within 1.5 s" in refused(engine_at(url, timeout=0.5).identify)
 
 
 def test_a_compressed_answer_does_not_grow() -> None:

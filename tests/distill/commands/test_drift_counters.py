@@ -101,7 +101,7 @@ def test_a_restart_between_scrapes_is_noticed(tiny_run: Path) -> None:
         (("sglang:spec_accept_length 2.5",) * 3, {}, "it only gives 2.50 tokens per block since its start"),
         (("sglang:spec_verify_calls_total 5\nsglang:generation_tokens_total 20\nsglang:num_requests_total 2",), {}, "give its --gamma"),
         ((page(5, 4, 2, 1), page(5, 4, 2, 1)), {}, "nothing was drafted between the scrapes"),
-        ((page(5, 40, 2, 1),), {}, "43 tokens accepted of only 15 drafted"),
+        ((page(5, 40, 2, 1),), {}, "43 tokens accepted, but only 15 drafted"),
         ((), {"scrapes": 1}, "--scrapes 1"),
         ((), {"drafting": "both"}, "--drafting both: one of autoregressive, parallel"),
         ((), {"interval": float("nan")}, "--interval nan"),
