@@ -1,4 +1,4 @@
-"""What to keep when a draft is carved from the target: which layers, and which channels of their MLPs.
+"""Carve a draft from the target: choose layers and MLP channels, and copy their weights.
 
 Legend: B sequences of a batch, T positions, R scored positions (rows), C rows of a chunk, D hidden width, F MLP channels,
 V vocabulary.
@@ -20,17 +20,17 @@ from distill.models.quantized import full_weight, quantization_name, quantizatio
 from speculative.errors import UserError
 from speculative.rules.sampling import SamplingSettings, logits_to_probs
 
-# Names of the MLP's width in transformers' configs.
+# Config fields of transformers that hold the MLP's width.
 WIDTH_FIELDS = ("intermediate_size", "n_inner", "ffn_hidden_size", "ffn_dim")
-LONGEST, SCORED_TOKENS = 512, 4096  # tokens of a text that is looked at; of all texts that score channels
+LONGEST, SCORED_TOKENS = 512, 4096  # most tokens used per text; of all texts that score channels
 BATCH_TOKENS = 2048  # positions of a forward
-CANDIDATES = 8  # layer sets whose hidden states are held at once
-EXCHANGE_GAIN = 1e-4  # alpha; below it an exchange is noise of the arithmetic
+CANDIDATES = 8  # layer sets whose hidden states are in memory at once
+EXCHANGE_GAIN = 1e-4  # in alpha; a smaller gain is rounding noise
 
 
 @dataclass(frozen=True)
 class LayerChoice:
-    """The layers to keep, and the measurements behind them. Every alpha is before any training."""
+    """The layers to keep, and the measurements for this choice. Every alpha is before training."""
 
     layers: tuple[int, ...]
     alpha: float
@@ -41,22 +41,22 @@ class LayerChoice:
 
 
 def layer_list(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
-    """(name in the model, list) of the layers: the first list as long as the config says the model is deep.
+    """Return (name in the model, module list) of the layers: the first list as long as the config's depth.
 
     Raises:
-        UserError: there is none.
+        UserError: there is no such list.
     """
     depth = model.config.get_text_config().num_hidden_layers
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) == depth:
             return name, module
     raise UserError(
-        f"{type(model).__name__}: no list of {depth} layers, so it can be neither carved nor sharded; use student.init: config"
+        f"{type(model).__name__}: it has no list of {depth} layers, so it cannot be carved or sharded; use student.init: config"
     )
 
 
 def per_layer_fields(config: Any) -> dict[str, list[Any]]:
-    """Fields of a text config with one entry per layer, such as `layer_types`."""
+    """Return the fields of a text config that have one entry per layer, such as `layer_types`."""
     return {
         name: value
         for name, value in vars(config).items()
@@ -69,9 +69,9 @@ def per_layer_fields(config: Any) -> dict[str, list[Any]]:
 
 @contextmanager
 def layers_only(model: PreTrainedModel, kept: Sequence[int]) -> Iterator[None]:
-    """Within it the model has the kept layers only, in that order, and computes what a draft carved from them would.
+    """Inside the context the model has only the kept layers, in that order, and computes like a draft carved from them.
 
-    Nothing is copied. Only forwards without a cache are meant.
+    Nothing is copied. Use it only for forward passes without a cache.
     """
     name, layers = layer_list(model)
     parent = model.get_submodule(name.rpartition(".")[0])
@@ -103,26 +103,26 @@ def layers_only(model: PreTrainedModel, kept: Sequence[int]) -> Iterator[None]:
 
 
 def sample_sequences(sequences: Sequence[Sequence[int]], tokens: int, length: int) -> list[list[int]]:
-    """About `tokens` tokens of text: sequences spread evenly over all, each cut to its first `length` tokens.
+    """Return about `tokens` tokens of text: evenly spread sequences, each cut to its first `length` tokens.
 
     Raises:
-        ValueError: nothing to choose from.
+        ValueError: no sequence has two tokens.
     """
     usable = [list(sequence[:length]) for sequence in sequences if len(sequence) > 1]
     if not usable:
-        raise ValueError("layers and channels are chosen on text: give sequences of at least two tokens")
+        raise ValueError("layers and channels are chosen on text; give sequences of at least two tokens")
     count = round(tokens * len(usable) / sum(map(len, usable)))
     count = min(max(count, 1), len(usable))
     return [usable[index * len(usable) // count] for index in range(count)]
 
 
 def _batches(sequences: Sequence[Sequence[int]], device: torch.device) -> list[tuple[Tensor, Tensor]]:
-    """(ids, real positions), both (B, T), padded on the right, where a causal model cannot see."""
+    """Return batches of (ids, real positions), both (B, T), padded on the right, which a causal model ignores."""
     batches, rest = [], sorted(sequences, key=len, reverse=True)
     while rest:
         width = len(rest[0])
         batch, rest = rest[: max(1, BATCH_TOKENS // width)], rest[max(1, BATCH_TOKENS // width) :]
-        # Padded with its own last token: a pad id makes some models of transformers warn.
+        # Pad with the sequence's last token, since a pad id makes some models of transformers warn.
         ids_BT = torch.tensor([[*sequence, *[sequence[-1]] * (width - len(sequence))] for sequence in batch])
         real_BT = torch.arange(width) < torch.tensor([[len(sequence)] for sequence in batch])
         batches.append((ids_BT.to(device), real_BT.to(device)))
@@ -130,7 +130,7 @@ def _batches(sequences: Sequence[Sequence[int]], device: torch.device) -> list[t
 
 
 class LayerScorer:
-    """alpha between a target and itself with fewer layers, on fixed text."""
+    """alpha between a target and the same target with fewer layers, on fixed text."""
 
     def __init__(
         self,
@@ -139,7 +139,7 @@ class LayerScorer:
         settings: SamplingSettings | None = None,
         chunk: int = 256,
     ) -> None:
-        """``sequences`` of token ids, every position scored; ``settings`` of the server; ``chunk`` rows have logits at once."""
+        """``sequences``: token ids, every position is scored. ``settings``: the server's. ``chunk``: rows whose logits are in memory at once."""
         self.target, self.chunk, self.settings = target, chunk, settings or SamplingSettings()
         self.split = SplitModel(target)
         self.batches = _batches(sequences, target.device)
@@ -153,7 +153,7 @@ class LayerScorer:
 
     @torch.no_grad()
     def alphas(self, candidates: Sequence[tuple[int, ...]]) -> list[float]:
-        """Mean over positions of sum_v min(target, target with these layers only), one per candidate."""
+        """Return the mean over positions of sum_v min(target, target with only these layers), one per candidate."""
         unknown = [kept for kept in dict.fromkeys(candidates) if kept not in self._known]
         for start in range(0, len(unknown), CANDIDATES):
             group = unknown[start : start + CANDIDATES]
@@ -167,7 +167,7 @@ class LayerScorer:
                 target_probs_CV = self._probs(self.target_hidden_RD[rows])
                 for index, hidden_RD in enumerate(hidden):
                     overlap_C = torch.minimum(target_probs_CV, self._probs(hidden_RD[rows])).sum(-1)
-                    # A layer set may overflow in half precision: worth nothing, but no reason to stop.
+                    # A layer set may overflow in half precision. It scores 0 there, and the search continues.
                     sums[index] += float(overlap_C.nan_to_num(0.0).double().sum())
             self._known |= {kept: total / self.tokens for kept, total in zip(group, sums, strict=True)}
         return [self._known[kept] for kept in candidates]
@@ -184,11 +184,11 @@ def choose_layers(
     settings: SamplingSettings | None = None,
     tokens: int = 1024,
 ) -> LayerChoice:
-    """The `depth` layers with the highest alpha that a greedy search finds on some of the text.
+    """Search greedily for the `depth` layers with the highest alpha, on a sample of the text.
 
-    From all layers, the one whose removal costs least alpha goes, again and again: what a layer is worth depends on which
-    others are left, so alphas with one layer dropped do not rank those to keep when most go. The search ends with exchanges
-    of one kept layer for one removed, until none helps. About depth^3 / 3 layer forwards in all. Deterministic.
+    Repeatedly remove the layer whose removal costs the least alpha. A layer's value depends on the others that remain, so alphas
+    with one layer dropped do not rank the layers to keep. At the end, exchange a kept layer for a removed one until no exchange
+    helps. About depth^3 / 3 layer forwards in total. Deterministic.
 
     Raises:
         ValueError: no text.
@@ -205,7 +205,7 @@ def choose_layers(
         kept = _without(kept, kept[best])
     alpha = scorer.alphas([kept])[0]
     exchanges: list[tuple[int, int, float]] = []
-    # Every exchange raises alpha, so no set comes twice; the bound is for the time.
+    # Every exchange raises alpha, so no set repeats; the limit bounds the time.
     while len(exchanges) < 2 * depth:
         pairs = [(out, into) for out in kept for into in range(total) if into not in kept]
         if not pairs:
@@ -226,7 +226,7 @@ def _without(layers: tuple[int, ...], layer: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class _Mlp:
-    """The matrices of a layer's MLP, by their names in the layer: into the F channels, and back."""
+    """The matrices of a layer's MLP by their names in the layer: into the F channels (ups), and back (down)."""
 
     ups: tuple[str, ...]
     down: str
@@ -234,15 +234,15 @@ class _Mlp:
 
 
 def _sizes(module: nn.Module) -> tuple[int, int]:
-    """(inputs, outputs) of a linear layer."""
+    """Return (inputs, outputs) of a linear layer."""
     weight: Any = module.weight
     return tuple(weight.shape) if isinstance(module, Conv1D) else (weight.shape[1], weight.shape[0])
 
 
 def _find_mlp(layer: nn.Module, width: int) -> _Mlp | None:
-    """The MLP, found by its shape: one matrix back to the hidden width, and one (plain) or two (gated) that feed it; no other weights.
+    """Find the MLP by its shape: one matrix back to the hidden width, one (plain) or two (gated) that feed it, no other weights.
 
-    Attention does not look like this: it has three matrices in front of its output, or one of another width.
+    Attention does not match: it has three matrices before its output, or one of another width.
     """
     found = []
     for prefix, module in layer.named_modules():
@@ -256,7 +256,7 @@ def _find_mlp(layer: nn.Module, width: int) -> _Mlp | None:
         for down, last in linear.items():
             channels, outputs = _sizes(last)
             ups = tuple(name for name in linear if name != down)
-            # A norm over the channels would see the others vanish.
+            # A norm over the channels would change when channels are removed.
             mixed = any(
                 channels in weight.shape
                 for name, weight in module.named_parameters()
@@ -274,7 +274,7 @@ def _mlps(model: PreTrainedModel) -> tuple[str, list[_Mlp]]:
     known = [mlp for mlp in mlps if mlp is not None]
     if len(known) < len(mlps) or len({mlp.channels for mlp in known}) > 1:
         raise UserError(
-            f"student.intermediate_size: {type(model).__name__} has no plain or gated MLP of one width in every layer to trim; "
+            f"student.intermediate_size: {type(model).__name__} does not have a plain or gated MLP of one width in every layer; "
             "leave the key out"
         )
     return name, known
@@ -282,10 +282,10 @@ def _mlps(model: PreTrainedModel) -> tuple[str, list[_Mlp]]:
 
 @torch.no_grad()
 def channel_scores(model: PreTrainedModel, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
-    """What each MLP channel writes, one float64 (F,) per layer: mean over positions of |channel| times its output column's norm.
+    """Score each MLP channel, one float64 (F,) per layer: mean over positions of |channel| times its output column's norm.
 
     Raises:
-        UserError: an architecture whose MLP is not known. ValueError: no text.
+        UserError: the architecture's MLP is unknown. ValueError: no text.
     """
     name, mlps = _mlps(model)
     layers = model.get_submodule(name)
@@ -318,17 +318,17 @@ def channel_scores(model: PreTrainedModel, sequences: Sequence[Sequence[int]]) -
 
 
 def kept_channels(scores_F: Tensor, size: int) -> Tensor:
-    """The `size` highest scores' places, ascending; of equal ones the first."""
+    """Return the positions of the `size` highest scores, ascending; of equal scores the first."""
     return scores_F.cpu().sort(descending=True, stable=True).indices[:size].sort().values
 
 
 def trim_mlps(model: PreTrainedModel, size: int, scores: Sequence[Tensor]) -> PreTrainedModel:
-    """A model whose MLPs keep the `size` channels with the highest scores (one (F,) per layer); float32, on the CPU.
+    """Return a model whose MLPs keep the `size` channels with the highest scores (one (F,) per layer); float32, on the CPU.
 
-    Its logits are those of the given model with the other channels held at zero.
+    Its logits equal those of the given model with the other channels set to zero.
 
     Raises:
-        UserError: more channels asked for than there are; an architecture whose MLP or its config field is not known.
+        UserError: more channels requested than there are, or the architecture's MLP or its config field is unknown.
     """
     prefix, mlps = _mlps(model)
     if size > mlps[0].channels:
@@ -347,57 +347,57 @@ def trim_mlps(model: PreTrainedModel, size: int, scores: Sequence[Tensor]) -> Pr
             if name != mlp.down and f"{key}.bias" in state:
                 state[f"{key}.bias"] = state[f"{key}.bias"][kept]
     for field in WIDTH_FIELDS:
-        # None is transformers' word for four times the hidden width.
+        # None means four times the hidden width in transformers.
         if getattr(text_config, field, 0) in (mlps[0].channels, None):
             setattr(text_config, field, size)
     with torch.random.fork_rng(devices=[]):
         return _filled(
-            config, state, model, f"student.intermediate_size: {type(model).__name__} has no config field that alone sets its MLP's width; "
+            config, state, model, f"student.intermediate_size: {type(model).__name__} has no single config field for its MLP's width; "
             "leave the key out",
         )  # fmt: skip
 
 
 def carve(target: PreTrainedModel, layers: Sequence[int]) -> PreTrainedModel:
-    """A draft made of some of the target's layers, its embeddings, final norm and head; all copied, float32.
+    """Return a draft made of some of the target's layers, its embeddings, final norm and head; copied, float32.
 
     Raises:
-        UserError: a layer the target does not have, the same layer twice, an architecture without a plain list of layers, a
-            hybrid's recurrent layers alone, a multimodal one whose text model cannot be taken out.
+        UserError: a layer that the target does not have, the same layer twice, an architecture without a plain list of layers,
+            only recurrent layers of a hybrid, or a multimodal model whose text model cannot be extracted.
     """
     if target.config.get_text_config(decoder=True) is not target.config:
         raise UserError(
-            f"student.init: carved: {type(target).__name__} is multimodal and transformers has no causal LM of its text model "
-            "alone; use student.init: pretrained or config"
+            f"student.init: carved: {type(target).__name__} is multimodal, and transformers has no causal LM for its text model "
+            "only; use student.init: pretrained or config"
         )
     depth = target.config.get_text_config().num_hidden_layers
     chosen = [layer + depth if layer < 0 else layer for layer in layers]
     if not chosen or any(not 0 <= layer < depth for layer in chosen):
         raise UserError(f"student.layers = {list(layers)}: the target has layers 0 to {depth - 1} (or -{depth} to -1)")
     if len(set(chosen)) != len(chosen):
-        raise UserError(f"student.layers = {list(layers)}: names a layer of the target twice")
+        raise UserError(f"student.layers = {list(layers)}: a layer of the target appears twice; list each layer once")
     kinds = getattr(target.config, "layer_types", None) or []
     attention = [layer for layer, kind in enumerate(kinds) if "attention" in kind and kind != "linear_attention"]
     if attention and not set(attention) & set(chosen):
         raise UserError(
-            f"student.layers = {list(layers)}: recurrent layers only, which {type(target).__name__} does not decode without one of "
-            f"attention; take in one of {attention}"
+            f"student.layers = {list(layers)}: recurrent layers only, and {type(target).__name__} cannot decode without an "
+            f"attention layer; take in one of {attention}"
         )
     with layers_only(target, chosen):
         config = copy.deepcopy(target.config)
         state = {key: full_weight(value).float() for key, value in target.state_dict().items()}
     without_quantization(config)
     return _filled(
-        config, state, target, f"student.init: carved: the target's weights are packed ({quantization_name(target.config)}) in a way "
-        "that no layer can be copied from; carve from the unquantised model and give it as student.path, or use student.init: config"
+        config, state, target, f"student.init: carved: the target's weights are packed ({quantization_name(target.config)}), "
+        "so no layer can be copied; carve from the unquantised model and give it as student.path, or use student.init: config"
         if quantization_of(target.config) is not None else f"student.init: carved: {type(target).__name__} cannot be carved",
     )  # fmt: skip
 
 
 def _filled(config: Any, state: dict[str, Tensor], source: PreTrainedModel, refusal: str) -> PreTrainedModel:
-    """A float32 model of this config with these weights, generating as `source` does.
+    """Return a float32 model of this config with these weights and the generation config of `source`.
 
     Raises:
-        UserError: the config makes other weights: `refusal`, and the first of them.
+        UserError: the config needs other weights; the message is `refusal` and the first of them.
     """
     made = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     expected = {(key, value.shape) for key, value in made.state_dict().items()}

@@ -1,4 +1,4 @@
-"""A draft from wherever it lies, checked against the target's vocabulary and rounded as it would be served."""
+"""Load a draft from any source, check it against the target's vocabulary, and round its weights as for serving."""
 
 import copy
 import os
@@ -27,10 +27,10 @@ ADAPTER_FILE = "adapter_config.json"
 
 
 def base_of_adapter(student_dir: Path) -> str | None:
-    """The base model that an adapter directory names; None when `student_dir` is no adapter.
+    """Return the base model of an adapter directory; None if `student_dir` is not an adapter.
 
     Raises:
-        UserError: when the adapter names no base.
+        UserError: the adapter's config has no base.
 
     """
     adapter_file = student_dir / ADAPTER_FILE
@@ -39,16 +39,16 @@ def base_of_adapter(student_dir: Path) -> str | None:
     base = Record.read(adapter_file, "save the adapter again").record().get("base_model_name_or_path")
     if not (isinstance(base, str) and base):
         raise UserError(f"{adapter_file}: base_model_name_or_path is empty; write the base's directory or hub id there")
-    # A run that was moved keeps its base at the same place relative to the adapter; a folder of that name where we work is another.
+    # A moved run keeps its base at the same path relative to the adapter. A directory of that name in the working directory is another one.
     beside = os.path.join(student_dir, base)
     return beside if os.path.isdir(beside) else base
 
 
 def load_draft(path: str, target: Target) -> PreTrainedModel:
-    """A draft from a run, checkpoint, directory (also a peft one beside its base) or hub id, its vocabulary checked against the target's.
+    """Load a draft from a run, checkpoint, model directory, peft directory or hub id, and check its vocabulary.
 
     Raises:
-        UserError: not there, or another vocabulary.
+        UserError: not found, or another vocabulary than the target's.
     """
     draft, agreement = read_draft(path, target)
     require_agreement(agreement)
@@ -56,10 +56,10 @@ def load_draft(path: str, target: Target) -> PreTrainedModel:
 
 
 def read_draft(path: str, target: Target) -> tuple[PreTrainedModel, VocabularyAgreement]:
-    """(draft from anywhere, how its vocabulary agrees with the target's); rows are mended where that is all it takes.
+    """Return (draft, agreement of its vocabulary with the target's); padded rows are repaired if nothing else differs.
 
     Raises:
-        UserError: not there.
+        UserError: not found.
     """
     name, rows = find_student(path), target.facts.vocab_rows
     base = base_of_adapter(Path(name))
@@ -72,25 +72,25 @@ def read_draft(path: str, target: Target) -> tuple[PreTrainedModel, VocabularyAg
 
 
 def _adapted(name: str, base: str) -> PreTrainedModel:
-    from peft import PeftModel  # costs a second to import and is needed for adapters only
+    from peft import PeftModel  # imported late: it takes a second and only adapters need it
 
     with refusing(f"draft {name!r}: the adapter does not fit its base {base}"):
         return PeftModel.from_pretrained(load_model("base of the adapter", base), name).merge_and_unload()
 
 
 def as_exported(model: PreTrainedModel, target: Target) -> PreTrainedModel:
-    """A copy whose weights are rounded to the dtype they will be exported in, computing in the target's dtype.
+    """Return a copy with weights rounded to the export dtype, which computes in the target's dtype.
 
-    So the numbers belong to the draft that is exported, not to the float32 weights that train.
+    Measurements then hold for the exported draft, not for the float32 weights in training.
     """
     return cast_copy(model, (target.saved_dtype, target.dtype), target.device)
 
 
 def cast_copy(model: PreTrainedModel, dtypes: Sequence[torch.dtype], device: torch.device) -> PreTrainedModel:
-    """A copy for inference on a device, its weights rounded through the dtypes, the last of which it keeps."""
+    """Return a copy for inference on a device, with weights rounded to each dtype in turn; it keeps the last."""
     rounded = copy.deepcopy(model)
     for dtype in dtypes:
-        # Weights only: rounding the rotary frequencies, which are computed and not saved, would be another model.
+        # Weights only: rounding the rotary frequencies, which are computed and not saved, would change the model.
         cast_weights(rounded, dtype)
     rounded.to(device)  # type: ignore[arg-type]
     return rounded.requires_grad_(False).eval()
@@ -99,11 +99,11 @@ def cast_copy(model: PreTrainedModel, dtypes: Sequence[torch.dtype], device: tor
 def cast_weights(model: Any, dtype: torch.dtype) -> None:
     """Cast parameters in place.
 
-    Buffers keep their dtype, as in `from_pretrained(dtype=...)`: `model.to(dtype)` would round the rotary frequencies
-    too and the model in memory would no longer be the one that loads.
+    Buffers keep their dtype, as in `from_pretrained(dtype=...)`. `model.to(dtype)` would also round the rotary frequencies,
+    so the model in memory would differ from the one that loads.
 
     Raises:
-        UserError: when a weight overflows in `dtype`.
+        UserError: a weight overflows in `dtype`.
 
     """
     for name, parameter in model.named_parameters():

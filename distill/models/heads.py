@@ -1,6 +1,6 @@
-"""A causal LM in two halves: body (ids -> hidden states) and head (hidden states -> logits).
+"""A causal LM in two parts: body (ids -> hidden states) and head (hidden states -> logits).
 
-The trainer needs logits of response positions only, a chunk at a time; transformers' own forward makes all of them.
+The trainer needs logits of response positions only, one chunk at a time; transformers' forward computes all of them.
 """
 
 from collections.abc import Iterator
@@ -16,14 +16,14 @@ from speculative.errors import UserError
 
 
 def _packed_rows(position_ids: Tensor) -> Tensor | None:
-    """Number (B, T) of the sequence in its row that each position belongs to."""
+    """Return (B, T): for each position the index of its sequence within the row."""
     before_B1 = position_ids[:, :1] - 1
     return (torch.diff(position_ids, prepend=before_B1) != 1).cumsum(-1)
 
 
 @contextmanager
 def _rows_known(packed: bool) -> Iterator[None]:
-    """transformers reads from the device whether rows hold several sequences, a wait in every forward: here it is told."""
+    """Tell transformers whether rows hold several sequences; it would otherwise wait for the device in every forward pass."""
     asked = masking_utils.find_packed_sequence_indices
     masking_utils.find_packed_sequence_indices = _packed_rows if packed else lambda position_ids: None
     try:
@@ -35,17 +35,17 @@ def _rows_known(packed: bool) -> Iterator[None]:
 class SplitModel:
     """Body and head of a causal LM, checked once against the model's own forward.
 
-    Not a module: it refers to the model and owns no parameters.
+    Not a module: it references the model and has no parameters of its own.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        """Raises `UserError` when body then head does not give the model's own logits."""
+        """Raises `UserError` if body and head together do not give the model's logits."""
         self.model = model
         self.body: nn.Module = model.base_model
         embeddings = model.get_output_embeddings()
         if embeddings is None or self.body is model:
             raise UserError(
-                f"{type(model).__name__} has no separate output head: not a causal LM that can be distilled"
+                f"{type(model).__name__} has no separate output head, so it cannot be distilled; use a causal LM"
             )
         text_config: Any = model.config.get_text_config()
         # Cohere multiplies by logit_scale, Granite divides by logits_scaling.
@@ -58,8 +58,8 @@ class SplitModel:
     def hidden(self, input_ids_BT: Tensor, position_ids_BT: Tensor | None = None, attention: Any = None) -> Tensor:
         """(B, T) ids -> (B, T, D) hidden states that the head reads.
 
-        With `position_ids_BT`, sequences packed into one row do not see each other: transformers finds where positions start
-        again and masks across them. With `attention`, a mask as the model takes it, that says who sees whom.
+        With `position_ids_BT`, sequences packed into one row do not attend to each other: transformers finds where positions
+        restart and masks across them. With `attention`, this mask of the model's own format decides.
         """
         options = {"position_ids": position_ids_BT, "attention_mask": attention}
         options = {name: value for name, value in options.items() if value is not None}
@@ -79,5 +79,5 @@ class SplitModel:
         self.model.train(training)
         if expected.shape != split.shape or not torch.allclose(expected.float(), split.float(), rtol=1e-2, atol=1e-2):
             raise UserError(
-                f"{type(self.model).__name__}: body and head do not give the model's own logits; its final step is not known here"
+                f"{type(self.model).__name__}: body and head do not give the model's logits; its final step is unknown here, so use another architecture"
             )

@@ -1,4 +1,4 @@
-"""Models and tokenizers from a directory, a hub id or `embedded`, and what tells them apart later."""
+"""Load models and tokenizers from a directory, a hub id or `embedded`, and fingerprint them."""
 
 import copy
 import hashlib
@@ -21,19 +21,19 @@ from speculative.errors import UserError
 
 EMBEDDED = "embedded"
 EMBEDDED_FOLDER = Path(__file__).parent / "embedded"
-MOST_LAYERS, WEIGHTS_A_BYTE = 1024, 8  # one bit a weight
+MOST_LAYERS, WEIGHTS_A_BYTE = 1024, 8  # one bit per weight
 _FOLDERS = re.compile(r"""(?:(?<=\\n)|(?<![\w.:/~)-]))~?(?:/[^\s/'",;:]+)*/(?=[^\s/'",;:])""")
 
 
 def resolve(path: str) -> str:
-    """`embedded` -> the folder of the target shipped with us; anything else as it is."""
+    """Return the directory of the shipped target for `embedded`; other paths are unchanged."""
     if path == EMBEDDED:
         return str(EMBEDDED_FOLDER)
     return str(Path(path).expanduser()) if path.startswith("~") else path
 
 
 def public_name(path: str) -> str:
-    """A model's name without the folders of this machine: a hub id or `embedded` as it is, the last part of a directory."""
+    """Return a model's name without local directories: a hub id or `embedded` unchanged, or the last part of a path."""
     place = Path(resolve(path)).resolve()
     if place == EMBEDDED_FOLDER:
         return EMBEDDED
@@ -41,19 +41,19 @@ def public_name(path: str) -> str:
 
 
 def without_folders(text: str) -> str:
-    """JSON that is to be published: of each absolute path of this machine only the last part."""
+    """Shorten each absolute path in JSON text to its last part, so that the text can be published."""
     return _FOLDERS.sub("", text)
 
 
 def reason_of(error: BaseException) -> str:
-    """The first line of an error; transformers' config validation has its reason on the second."""
+    """Return the first line of an error; transformers' config validation has its reason on the second line."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return " ".join(line.strip() for line in lines[: 2 if isinstance(error, StrictDataclassError) else 1])
 
 
 @contextmanager
 def refusing(what: str) -> Iterator[None]:
-    """What transformers and peft say against a config or weights, as a UserError of one line that begins with ``what``."""
+    """Turn errors of transformers and peft into a UserError of one line that begins with ``what``."""
     try:
         yield
     except UserError:
@@ -63,44 +63,44 @@ def refusing(what: str) -> Iterator[None]:
 
 
 def find_model(what: str, path: str, needed: str = "config.json") -> bool:
-    """Whether a path is of this machine and not of the hub.
+    """Whether a path is local and not a hub id.
 
     Raises:
-        UserError: it is, and no folder with the `needed` file is there.
+        UserError: it is local, but there is no directory with the `needed` file.
     """
     local = resolve(path)
     looks_local = local.startswith((".", "/", "~")) or Path(local).exists()
     if looks_local and not (Path(local) / needed).exists():
         raise UserError(
-            f"{what} {path!r}: no {needed or 'folder'} there; give a Hugging Face model directory or a hub id"
+            f"{what} {path!r}: no {needed or 'directory'} there; give a Hugging Face model directory or a hub id"
         )
     return looks_local
 
 
 def load_pretrained(what: str, path: str, load: Any, **options: Any) -> Any:
-    """Calls a `from_pretrained` and turns its ways of failing into one line."""
+    """Call a `from_pretrained` and turn every failure into a UserError of one line."""
     local = resolve(path)
     looks_local = find_model(what, path, "" if what == "tokenizer" else "config.json")
-    # A bar is for downloads: the ones for reading local weights break our own progress lines.
+    # Bars are for downloads; those for local weights would break our own progress lines.
     (disable_progress_bar if looks_local else enable_progress_bar)()
     try:
         return load(local, **options)
     except (
         BaseException
-    ) as error:  # The tokenizers library raises nothing more exact, and a panic in it is no Exception.
+    ) as error:  # The tokenizers library raises nothing more specific, and its panics are not Exceptions.
         if isinstance(error, KeyboardInterrupt | SystemExit):
             raise
         reason = reason_of(error)
         if looks_local:
             raise UserError(f"{what} {path!r}: cannot be loaded: {reason}") from error
         raise UserError(
-            f"{what} {path!r}: not a local directory, and the hub could not give it ({reason}); offline, download it elsewhere "
-            f"with `hf download {path}`, copy the folder here and give its path"
+            f"{what} {path!r}: not a local directory, and the hub did not deliver it ({reason}); if offline, download it elsewhere "
+            f"with `hf download {path}`, copy the directory here and give its path"
         ) from error
 
 
 def dtype_of(name: str, device: torch.device) -> torch.dtype | str:
-    """Config name -> dtype. `auto` is float32 on a CPU, where half precision saves no time, and as saved elsewhere."""
+    """Return the dtype of a config name. `auto` is float32 on a CPU, where half precision saves no time, else as saved."""
     if name == "auto":
         return torch.float32 if device.type == "cpu" else "auto"
     return getattr(torch, name)
@@ -117,15 +117,15 @@ def load_model(
     device_map: str | None = None,
     change: Callable[[PretrainedConfig], None] | None = None,
 ) -> PreTrainedModel:
-    """A causal LM from a directory, hub id or `embedded`, in eval mode; of a multimodal one the text model. ``what`` is its name in errors.
+    """Load a causal LM from a directory, hub id or `embedded`, in eval mode; of a multimodal model the text model.
 
-    Quantised weights stay as they are saved, whatever the ``dtype``. ``device``: where it goes; null = the CPU. ``device_map``: its
-    layers spread over all devices instead, in accelerate's way of this name. ``change``: what is to be another in its config
-    before it is made.
+    Quantised weights stay as saved, whatever the ``dtype``. ``what``: the model's name in errors. ``device``: None means the CPU.
+    ``device_map``: spread its layers over all devices instead, by this map of accelerate. ``change``: edits its config before the
+    model is built.
 
     Raises:
-        UserError: not there, not loadable (a quantisation whose library is not installed), not whole, hub not reachable, not
-            enough room on the devices.
+        UserError: not found, not loadable (such as a quantisation without its library), incomplete, hub not reachable, or not
+            enough memory on the devices.
     """
     options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     config = load_pretrained(what, path, AutoConfig.from_pretrained, **options)
@@ -139,16 +139,16 @@ def load_model(
         options["device_map"] = device_map
     load_pretrained(what, path, lambda local, **_: _refuse_oversized(Path(local), config, trust_remote_code))
     loaded, loading = load_pretrained(what, path, auto_class(config).from_pretrained, **options)
-    # The library fills missing weights with random numbers and only logs it.
+    # transformers fills missing weights with random numbers and only logs this.
     if absent := sorted(loading["missing_keys"]) + sorted(str(key) for key in loading["mismatched_keys"]):
-        raise UserError(f"{what} {path!r}: weight {absent[0]} is missing or of another shape; give a whole model")
+        raise UserError(f"{what} {path!r}: weight {absent[0]} is missing or has another shape; give a complete model")
     model = text_only(loaded).eval()
     _refuse_offloaded(what, path, model)
     return model if device is None or "device_map" in options else model.to(device)
 
 
 def _refuse_oversized(folder: Path, config: Any, trust_remote_code: bool) -> None:
-    """Raises ValueError where a config claims more weights than its files may hold: all of them would be made before they are missed."""
+    """Raise ValueError if a config claims more weights than its files can hold; loading would allocate all of them first."""
     if not folder.is_dir():
         return
     layers = getattr(config.get_text_config(), "num_hidden_layers", 0)
@@ -163,11 +163,11 @@ def _refuse_oversized(folder: Path, config: Any, trust_remote_code: bool) -> Non
 
 
 def _refuse_offloaded(what: str, path: str, model: Any) -> None:
-    """Layers that accelerate leaves in memory or on disk would be sent to a GPU for every token."""
+    """Raise UserError if accelerate left layers in memory or on disk; they would move to a GPU for every token."""
     places = {str(place) for place in getattr(model, "hf_device_map", {}).values()}
     if "disk" in places or ("cpu" in places and len(places) > 1):
         raise UserError(
-            f"{what} {path!r}: does not fit on the {torch.cuda.device_count()} GPUs here, some layers would stay in memory or on disk; "
+            f"{what} {path!r}: does not fit on the {torch.cuda.device_count()} GPUs here, so some layers would stay in memory or on disk; "
             "give more GPUs, quantised weights, or target.endpoint"
         )
 
@@ -175,10 +175,10 @@ def _refuse_offloaded(what: str, path: str, model: Any) -> None:
 def load_tokenizer(
     path: str, *, revision: str | None = None, trust_remote_code: bool = False
 ) -> PreTrainedTokenizerBase:
-    """A tokenizer from a directory, hub id or `embedded`.
+    """Load a tokenizer from a directory, hub id or `embedded`.
 
     Raises:
-        UserError: not there, not loadable, hub not reachable.
+        UserError: not found, not loadable, or hub not reachable.
     """
     return load_pretrained(
         "tokenizer", path, AutoTokenizer.from_pretrained, revision=revision, trust_remote_code=trust_remote_code
@@ -186,15 +186,15 @@ def load_tokenizer(
 
 
 def saved_dtype(config: Any) -> torch.dtype:
-    """The dtype a model is saved, and by default served, in. None in a config means float32 in this library."""
+    """Return the dtype in which a model is saved and by default served. None in a config means float32 in transformers."""
     return getattr(config.get_text_config(), "dtype", None) or torch.float32
 
 
 def model_fingerprint(model: PreTrainedModel) -> str:
     """16 hex digits of SHA-256 over the names, shapes and values of all weights.
 
-    Values enter as float32, so the same weights loaded in another precision that holds them exactly agree. Each tensor gives
-    at most 4096 evenly spread values: enough to tell two models apart, quick on a large one.
+    Values are hashed as float32, so the same weights in another exact precision give the same digits. Each tensor contributes at
+    most 4096 evenly spread values, which distinguishes models and is fast for large ones.
     """
     digest = hashlib.sha256()
     for weight, kept in sorted(model.state_dict().items()):
@@ -207,7 +207,7 @@ def model_fingerprint(model: PreTrainedModel) -> str:
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    """16 hex digits of SHA-256 over every token string with its id, the special ones marked."""
+    """16 hex digits of SHA-256 over every token string with its id, and the ids of special tokens."""
     entries = sorted(tokenizer.get_vocab().items(), key=lambda item: (item[1], item[0]))
     content = json.dumps([entries, sorted(tokenizer.all_special_ids)])
     return hashlib.sha256(content.encode()).hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""The token that stands for one not known yet in the pass of a parallel draft: which id it is, and its first embedding."""
+"""The mask token of a parallel draft, which takes the place of tokens not yet known: its id and initial embedding."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
@@ -16,13 +16,13 @@ KEY = "student.parallel.mask_token"
 def give_mask_token(
     student: PreTrainedModel, wanted: int | Literal["auto"], tokenizer: Any, texts: Iterable[Sequence[int]]
 ) -> dict[str, int | str | None]:
-    """Names the draft's mask token in its config, where engines read it, and returns what was chosen: {mask_token, token: its string or None}.
+    """Write the draft's mask token into its config, where engines read it. Return {mask_token, token: its string or None}.
 
-    A draft that has one keeps it with its embedding; a new one starts as the mean of all embeddings. tokenizer: the target's. texts: token
-    ids that the draft will read, in none of which the mask token may occur.
+    An existing mask token keeps its embedding; a new one starts as the mean of all embeddings. tokenizer: the target's. texts: token
+    ids that the draft will read; the mask token must not occur in them.
 
     Raises:
-        UserError: an architecture that cannot be asked for many blocks in one pass, an id without a row, no id that is free.
+        UserError: the architecture cannot compute several blocks in one pass, the id has no row, or no id is free.
     """
     check_parallel(student)
     own = mask_token_of(student.config)
@@ -35,20 +35,20 @@ def give_mask_token(
     if token != own:
         with torch.no_grad():
             embeddings.weight[token] = embeddings.weight.mean(0)
-        student.config.pard_token = token  # the first key that engines look for
+        student.config.pard_token = token  # the first key that engines read
     if getattr(embeddings, "padding_idx", None) == token:
         embeddings.padding_idx = None  # such a row has no gradient
     return {"mask_token": token, "token": tokens_by_id(tokenizer).get(token)}
 
 
 def free_token(tokenizer: Any, rows: int, texts: Iterable[Sequence[int]]) -> int:
-    """The first of `rows` without a token; without one, the lowest special token that no text uses; else the last token that none does,
-    which the draft then no longer knows as itself.
+    """Return the first row without a token; else the lowest special token that no text uses; else the last unused token, whose own
+    embedding the draft then loses.
 
-    No row is added: engines want draft and target to have as many.
+    No row is added, since engines need equal rows in draft and target.
 
     Raises:
-        UserError: there is none.
+        UserError: no id is free.
     """
     strings = tokens_by_id(tokenizer)
     empty = next((row for row in range(rows) if row not in strings), None)
@@ -60,4 +60,6 @@ def free_token(tokenizer: Any, rows: int, texts: Iterable[Sequence[int]]) -> int
     special = unused & set(special_ids(tokenizer))
     if special or unused:
         return min(special) if special else max(unused)
-    raise UserError(f"{KEY}: auto finds none: your texts use each of the {rows} tokens of the vocabulary")
+    raise UserError(
+        f"{KEY}: auto finds none: your texts use each of the {rows} tokens of the vocabulary; leave student.parallel out"
+    )

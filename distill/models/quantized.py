@@ -1,4 +1,4 @@
-"""Models whose weights are saved quantised: loaded as saved, because that is what is served, and read in full where a draft is made of them."""
+"""Models with quantised weights: loaded as saved, since that is what is served, and dequantised if a draft is made from them."""
 
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -9,14 +9,14 @@ from torch import Tensor, nn
 
 from speculative.errors import UserError
 
-# Up to so many rows the 8-bit product is used: it is made for few, and dequantising a weight is worth it for many.
+# The 8-bit product is used up to this number of rows. For more rows dequantising the weight is faster.
 FEW_ROWS = 16
-# Torch's reads such steps of K and does not look whether they end where a row does: with other widths it adds up what is not there.
+# Torch's kernel reads K in steps of this size without a bounds check, so other widths give wrong sums.
 KERNEL_STEP = 64
 
 
 def require_quantizer(how: str | None) -> None:
-    """Refuses 8 bits without the library, before the long work.
+    """Refuse 8-bit weights without their library, before the long work starts.
 
     Raises:
         UserError: compressed-tensors is not installed.
@@ -28,38 +28,38 @@ def require_quantizer(how: str | None) -> None:
 
 
 def quantization_of(config: Any) -> Any:
-    """The quantisation that a checkpoint's config names (a dict or transformers' own object); None for plain weights."""
+    """Return the quantisation in a checkpoint's config (a dict or transformers' object); None for plain weights."""
     return getattr(config, "quantization_config", None) or getattr(
         config.get_text_config(), "quantization_config", None
     )
 
 
 def quantization_name(config: Any) -> str:
-    """`torchao`, `fp8`, `awq`, ...: how the weights are kept."""
+    """Return the name of the quantisation: `torchao`, `fp8`, `awq`, ..."""
     found = quantization_of(config)
     method = found.get("quant_method") if isinstance(found, dict) else getattr(found, "quant_method", None)
     return str(getattr(method, "value", method))
 
 
 def without_quantization(config: Any) -> None:
-    """Takes the quantisation out of a config, in place: what is made of dequantised weights has none."""
+    """Remove the quantisation from a config, in place, for a model made of dequantised weights."""
     for part in (config, config.get_text_config()):
         if hasattr(part, "quantization_config"):
             del part.quantization_config
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether a weight is an ordinary tensor, not one of a library's own class that packs several."""
+    """Whether a weight is an ordinary tensor, not a library's own class that packs several."""
     return type(tensor.detach()) is Tensor
 
 
 def full_weight(tensor: Tensor) -> Tensor:
-    """The weight's values in floating point, whatever keeps them."""
+    """Return the weight's values in floating point, whatever its format."""
     return tensor.detach() if is_plain(tensor) else tensor.detach().dequantize()
 
 
 def stored_parts(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """(name, ordinary tensor) of all that a weight keeps: itself, or a packed one's values, scales and offsets."""
+    """Yield (name, ordinary tensor) for each stored part: the weight itself, or the values, scales and offsets of a packed one."""
     tensor = tensor.detach()
     if is_plain(tensor) or not hasattr(tensor, "__tensor_flatten__"):
         yield name, tensor if is_plain(tensor) else torch.as_tensor(tensor.dequantize())
@@ -69,16 +69,16 @@ def stored_parts(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 
 def rounds_activations(model: Any) -> bool:
-    """Whether some layer of a model in the compressed-tensors format rounds its inputs to integers."""
+    """Whether a layer of a compressed-tensors model rounds its inputs to integers."""
     schemes = (getattr(one, "quantization_scheme", None) for one in model.modules())
     inputs = (None if scheme is None else scheme.input_activations for scheme in schemes)
     return any(one is not None and one.type == "int" for one in inputs)
 
 
 class Int8Linear(nn.Module):
-    """A linear layer that reads 8-bit weights, with activations in bfloat16: what a step costs on a CPU is the bytes it reads.
+    """A linear layer with 8-bit weights and bfloat16 activations. It is faster on a CPU, where a step's time is mostly weight reads.
 
-    Shapes: N outputs, K inputs. `cast_weights` touches neither its weights nor their scales.
+    Shapes: N outputs, K inputs. `cast_weights` does not change its weights or their scales.
     """
 
     scale: Tensor
@@ -101,10 +101,10 @@ class Int8Linear(nn.Module):
 
 
 def as_served(model: Any, device: torch.device) -> Any:
-    """A model in the compressed-tensors format as it would compute where it is served: 8-bit weights stay so on a CPU, in place.
+    """Make a compressed-tensors model compute as it would when served, in place: on a CPU, 8-bit weights stay 8-bit.
 
-    Elsewhere, and where activations are rounded too, the library computes with the values that they stand for. Any other model
-    is given back as it is. device: where it will compute.
+    On other devices, or if activations are rounded too, compressed-tensors computes with dequantised values. Any other model is
+    returned unchanged. device: where it will compute.
     """
     layers = [(name, one) for name, one in model.named_modules() if hasattr(one, "quantization_scheme")]
     if not layers:
@@ -120,5 +120,5 @@ def as_served(model: Any, device: torch.device) -> Any:
             values = (one.weight.float() / one.weight_scale.float()).round().to(torch.int8)
             parent, _, own = name.rpartition(".")
             setattr(model.get_submodule(parent), own, Int8Linear(values, one.weight_scale[:, 0], one.bias))
-    ModelCompressor().remove_decompression_hook(model)  # else the first call would do it again
+    ModelCompressor().remove_decompression_hook(model)  # otherwise the first call would decompress again
     return model

@@ -1,4 +1,4 @@
-"""The draft before training, as the config asks for it: ready-made, carved from the target, or random."""
+"""Make the draft before training, from the config: pretrained, carved from the target, or random."""
 
 import difflib
 import functools
@@ -27,7 +27,7 @@ from speculative.engine.models import mask_token_of, max_positions
 from speculative.errors import UserError
 from speculative.rules.sampling import SamplingSettings
 
-# Tokens of a sequence where neither a model nor the config says.
+# Tokens of a sequence if neither a model nor the config sets a limit.
 NO_LIMIT = 1 << 20
 
 
@@ -42,21 +42,21 @@ def make_student(
     notes: dict[str, Any] | None = None,
     texts: Iterable[Sequence[int]] = (),
 ) -> Any:
-    """The draft before training, float32, in the target's vocabulary; a peft model when LoRA is asked for.
+    """Make the draft before training: float32, with the target's vocabulary; a peft model if LoRA is configured.
 
     Args:
         config: the run's `student` section.
-        target: the target model; it is left as it was.
+        target: the target model, which is not changed.
         tokenizer: the target's.
         calibration: token ids of texts as the target will see them; `layers: auto` and `intermediate_size` measure on them.
-        seed: of random weights. temperature: the server's, at which layers are compared; 0 compares at the model's own.
-        notes: is given what was chosen and measured, as plain values for JSON; what stands under `layers` was chosen earlier, so that
-            a resumed run or another rank has the same without measuring.
-        texts: token ids that the draft will read, each of which it must have a row for; may be read more than once.
+        seed: of random weights. temperature: the server's, at which layers are compared; at 0 they are compared at 1.
+        notes: receives what was chosen and measured, as plain values for JSON. An existing entry `layers` is used without measuring,
+            so that a resumed run or another rank gets the same layers.
+        texts: token ids that the draft will read, each of which needs a row; may be iterated more than once.
 
     Raises:
-        UserError: layers the target lacks, a vocabulary that cannot be made to agree, an impossible architecture or pair of
-            keys. ValueError: something to measure and no calibration.
+        UserError: layers that the target lacks, a vocabulary that cannot agree, or an impossible architecture or pair of keys.
+        ValueError: a measurement is needed and there is no calibration.
 
     """
     notes = {} if notes is None else notes
@@ -81,7 +81,7 @@ def make_student(
 
 
 def refuse_impossible(student: StudentConfig, target_config: Any = None) -> None:
-    """Raises UserError when a key of `student` does nothing with this `init`, or asks for more than the target has."""
+    """Raise UserError if a key of `student` has no effect with this `init`, or asks for more than the target has."""
     for set_, key, init in (
         (student.layers == "auto", "layers: auto", "carved"),
         (student.intermediate_size is not None, f"intermediate_size: {student.intermediate_size}", "carved"),
@@ -117,7 +117,7 @@ def _carved(
     if config.layers != "auto":
         layers = config.layers
     elif layers is None:
-        # At temperature 0 that of the model itself: overlap says more there than whether the argmax is the same.
+        # At temperature 0 compare at 1: the overlap says more than whether the argmax is equal.
         settings = SamplingSettings(temperature=temperature or 1.0)
         choice = choose_layers(target, config.depth, calibration or (), settings=settings)
         notes["layers"] = asdict(choice)
@@ -125,7 +125,7 @@ def _carved(
     student = carve(target, layers)
     if config.intermediate_size is None:
         return student
-    # The kept layers as the draft runs them: what they are fed differs from what the whole target feeds them.
+    # Score the kept layers as the draft runs them, since their inputs differ from those in the whole target.
     with layers_only(target, layers):
         scores = channel_scores(target, calibration or ())
     trimmed = trim_mlps(student, config.intermediate_size, scores)
@@ -157,17 +157,17 @@ def _pretrained(
         if agreement.verdict == "refuse":
             notes["vocabulary"] = transplant_vocabulary(student, own_tokenizer, tokenizer, rows).as_dict()
             return student
-        notes["vocabulary"] = {"exact_share": 1.0}  # nothing to transplant: they agree already
+        notes["vocabulary"] = {"exact_share": 1.0}  # nothing to transplant: the vocabularies agree
     refuse_rowless(require_agreement(agreement), tokenizer, texts)
     repair_rows(student, rows, agreement.token_rows)
     return student
 
 
 def context_of(student: StudentConfig) -> int | None:
-    """The context that a draft was made for, from its config alone; None when it is the target's own.
+    """Return the context length of a draft from its config alone; None if it is the target's.
 
     Raises:
-        UserError: no readable config at student.path, an unknown model type.
+        UserError: no readable config at student.path, or an unknown model type.
     """
     if student.init == "pretrained":
         config = load_pretrained(
@@ -180,10 +180,10 @@ def context_of(student: StudentConfig) -> int | None:
 
 
 def run_context(student: StudentConfig, asked: int | None, target_context: int | None) -> int:
-    """Tokens of prompt and response that a run's sequences may have: what the target takes, or ``asked`` for by `data.context_length`.
+    """Return the most tokens of a run's sequences: the target's context, or ``asked`` by `data.context_length`.
 
     Raises:
-        UserError: a draft that is made for less; as `context_of`.
+        UserError: the draft has a shorter context; see also `context_of`.
     """
     limits = [limit for limit in (target_context, asked) if limit is not None]
     own = context_of(student)
@@ -195,25 +195,25 @@ def run_context(student: StudentConfig, asked: int | None, target_context: int |
         else ("student.architecture", f"set its max_position_embeddings to {min(limits)}")
     )
     raise UserError(
-        f"{which} is made for {own} tokens, and the run for {min(limits)}: an engine would serve the pair up to {own} only; {remedy}, "
+        f"{which} is made for {own} tokens, but the run needs {min(limits)}, so an engine would serve the pair up to {own} only; {remedy}, "
         f"or set data.context_length: {own} if you serve no longer texts"
     )
 
 
 def extend_context(config: PretrainedConfig, positions: int | None) -> None:
-    """Makes a config's rotary positions reach further, by YaRN (arXiv 2309.00071), as engines read it from config.json.
+    """Extend a config's rotary positions by YaRN (arXiv 2309.00071), in the form that engines read from config.json.
 
-    Slow frequencies are stretched by the ratio of the lengths, fast ones stay; the draft learns the rest from the target's text.
+    Slow frequencies are stretched by the ratio of the lengths, fast ones stay. The draft learns the rest from the target's text.
 
     Raises:
-        UserError: positions that are not plain rotary ones, or a target that names no length.
+        UserError: the positions are not plain rotary ones, or the target's config has no length.
     """
     text = config.get_text_config(decoder=True)
     own, rope = max_positions(config), getattr(text, "rope_parameters", None)
     if positions is None or own is None or not isinstance(rope, dict) or rope.get("rope_type") != "default":
         what = rope.get("rope_type", "one for each kind of layer") if isinstance(rope, dict) else "none"
         raise UserError(
-            f"student.extend_context: needs a target that names its length ({positions}) and a draft with plain rotary positions "
+            f"student.extend_context: needs a target with a known context length ({positions}) and a draft with plain rotary positions "
             f"(rope_type default; this one has {what}); set data.context_length: {own}"
         )
     if own < positions:
@@ -224,10 +224,10 @@ def extend_context(config: PretrainedConfig, positions: int | None) -> None:
 def from_architecture(
     architecture: dict[str, Any], tokenizer: PreTrainedTokenizerBase, vocab_rows: int, seed: int
 ) -> PreTrainedModel:
-    """A draft with random weights; vocabulary and special ids are the tokenizer's.
+    """Make a draft with random weights; vocabulary and special ids are the tokenizer's.
 
     Raises:
-        UserError: no or unknown `model_type`, an unknown or impossible field.
+        UserError: no or unknown `model_type`, or an unknown or impossible field.
     """
     ids = {f"{role}_token_id": getattr(tokenizer, f"{role}_token_id") for role in ("bos", "eos", "pad")}
     config = _architecture_config(architecture, vocab_size=vocab_rows, **ids)
@@ -237,11 +237,11 @@ def from_architecture(
 
 
 def _architecture_config(architecture: dict[str, Any], **defaults: Any) -> PretrainedConfig:
-    """Raises UserError for no or unknown `model_type`, an unknown or impossible field."""
+    """Raise UserError for a missing or unknown `model_type` and for an unknown or impossible field."""
     model_type = str(architecture.get("model_type"))
     fields = {name: value for name, value in architecture.items() if name != "model_type"}
     with refusing("student.architecture"):
-        # transformers takes any field and ignores the ones it does not know.
+        # transformers accepts any field and ignores unknown ones, so check the names here.
         plain = AutoConfig.for_model(model_type)
         for name in fields:
             if not hasattr(plain, name):
@@ -254,10 +254,10 @@ def _architecture_config(architecture: dict[str, Any], **defaults: Any) -> Pretr
 def add_lora(
     model: PreTrainedModel, rank: int, alpha: int, target_modules: Sequence[str] | str, mask_token: int | None = None
 ) -> Any:
-    """The model with trainable low-rank adapters and everything else frozen (peft), but for the embedding of a mask token.
+    """Return the model with trainable low-rank adapters (peft). All else is frozen except the embedding of a mask token.
 
     Raises:
-        UserError: a module name that the model does not have, a tied head that must stay tied.
+        UserError: the model has no module of that name, or a tied head must stay tied.
     """
     from peft import LoraConfig, get_peft_model
 
@@ -272,5 +272,5 @@ def add_lora(
 
 
 def carved_by_measurement(student: StudentConfig) -> bool:
-    """Whether the draft's first weights are chosen by what the target does on text."""
+    """Whether the draft's initial weights are chosen by measuring the target on text."""
     return student.layers == "auto" or student.intermediate_size is not None

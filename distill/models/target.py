@@ -1,4 +1,4 @@
-"""The target of a run, its weights in memory only while someone needs them."""
+"""The target of a run. Its weights are in memory only while they are needed."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from speculative.errors import UserError
 
 @dataclass(frozen=True)
 class TargetFacts:
-    """What a run must know of its target besides the weights."""
+    """Facts of a target that a run needs without the weights."""
 
     path: str
     revision: str | None
@@ -50,17 +50,17 @@ class TargetFacts:
 
 
 class Target:
-    """The model to be imitated: tokenizer at once, weights on first use; facts are kept beside a run, so that a later start may do without weights."""
+    """The target model: the tokenizer is loaded at once, weights on first use. Facts are stored in the run, so a later start can skip the weights."""
 
     def __init__(
         self, config: TargetConfig, device: torch.device, run: Path | None = None, what: str = "target.path"
     ) -> None:
-        """Reads the tokenizer, and the facts of an earlier start of ``run`` when they are of this path, revision and dtype.
+        """Read the tokenizer, and facts stored in ``run`` if they have the same path, revision and dtype.
 
         ``what``: the path's name in errors.
 
         Raises:
-            UserError: no tokenizer there.
+            UserError: there is no tokenizer.
         """
         self.config, self.device, self._what = config, device, what
         find_model(what, config.path)
@@ -72,21 +72,21 @@ class Target:
 
     @property
     def model(self) -> PreTrainedModel:
-        """The target on its device, loaded when it is not in memory.
+        """The target on its device, loaded if it is not in memory.
 
         Raises:
-            UserError: not there, not loadable, hub not reachable.
+            UserError: not found, not loadable, or hub not reachable.
         """
         if self.config.endpoint is not None:
             raise UserError(
-                f"target.endpoint: the weights of {self.config.path} are on a server, and this needs them here"
+                f"target.endpoint: the weights of {self.config.path} are on a server, but this step needs them here; leave target.endpoint out"
             )
         if self._model is None:
             dtype = dtype_of(self.config.dtype, self.device)
             spread = self.config.device_map
             if spread is not None and PartialState().num_processes > 1:
                 raise UserError(
-                    f"target.device_map: {spread} gives one process all GPUs, and {PartialState().num_processes} were started; start one "
+                    f"target.device_map: {spread} gives one process all GPUs, and {PartialState().num_processes} were started; start one process "
                     "(`understudy respond`), then train on several from signal.source: store with judge.live: never"
                 )
             model = load_model(
@@ -97,13 +97,13 @@ class Target:
             if known is not None and (model_fingerprint(model), _name(model.dtype)) != (known.fingerprint, known.dtype):
                 self._model = None
                 raise UserError(
-                    f"{self.config.path}: its weights or their dtype are no longer those that {self._run}/{TARGET_FACTS} tells of; give the run "
+                    f"{self.config.path}: its weights or their dtype differ from those in {self._run}/{TARGET_FACTS}; give the run "
                     "another name, or delete its folder"
                 )
         return self._model
 
     def host_model(self) -> PreTrainedModel:
-        """The target in this process's own memory, for as long as the caller keeps it: for reading weights, not for asking."""
+        """Return the target in host memory, to read weights from, not to run it. The caller owns it."""
         if self._model is not None:
             return self._model
         dtype = dtype_of(self.config.dtype, self.device)
@@ -111,9 +111,9 @@ class Target:
 
     @contextlib.contextmanager
     def arranged(self, make: Callable[[], PreTrainedModel] | None = None) -> Iterator[None]:
-        """Frees the weights; inside the block what ``make`` returns is the target, the same weights in another arrangement.
+        """Free the weights. Inside the block, the target is what ``make`` returns: the same weights in another layout.
 
-        Without ``make``, and behind the block, whoever asks for `model` loads them again.
+        Without ``make``, and after the block, the next access to `model` loads them again.
         """
         self._free()
         try:
@@ -129,7 +129,7 @@ class Target:
 
     @property
     def facts(self) -> TargetFacts:
-        """What is known of the target; loads the weights when nothing is known yet."""
+        """Facts of the target; the weights are loaded if no facts are stored."""
         if self._facts is None:
             served = self.config.endpoint is not None
             self._facts = self._endpoint_facts() if served else self._found_facts(self.model)
@@ -137,16 +137,16 @@ class Target:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the weights in memory."""
+        """dtype of the weights in memory."""
         return getattr(torch, self.facts.dtype)
 
     @property
     def saved_dtype(self) -> torch.dtype:
-        """Of the weights on disk."""
+        """dtype of the weights on disk."""
         return getattr(torch, self.facts.saved_dtype)
 
     def remember(self) -> None:
-        """Writes the facts beside the run: one rank calls it."""
+        """Write the facts into the run. Call it on one rank only."""
         if self._run is not None:
             write_json(self._run / TARGET_FACTS, asdict(self.facts) | {"asked": self._asked()})
 
@@ -159,7 +159,7 @@ class Target:
         )  # fmt: skip
 
     def _endpoint_facts(self) -> TargetFacts:
-        """What config, tokenizer and generation config tell of a target that a server keeps."""
+        """Return the facts of a target behind a server, from its config, tokenizer and generation config."""
         side = self.side
         end = side.generation.eos_token_id
         eos_ids = () if end is None else tuple(end) if isinstance(end, list) else (int(end),)
@@ -178,7 +178,7 @@ class Target:
 
     @functools.cached_property
     def endpoint(self) -> EndpointTarget:
-        """The server that has the weights."""
+        """The server that holds the weights."""
         assert self.config.endpoint is not None
         rows = vocabulary_rows(self.side.config)
         record = self._run / RESPONSES / SERVED if self._run else None
@@ -188,18 +188,18 @@ class Target:
         return EndpointTarget(*known)
 
     def _asked(self) -> dict[str, object]:
-        """What an earlier start must have asked for, and what local weight files looked like then."""
+        """Return what stored facts must match: the config keys, and size and time of local weight files."""
         folder = Path(resolve(self.config.path))
         files = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
         return {
             "path": self.config.path, "revision": self.config.revision, "dtype": self.config.dtype, "device": self.device.type,
-            # Where it is served may change: who it is, is asked whenever it is (data/responses/served.py).
+            # The address may change. data/responses/served.py checks the identity of the served model on each use.
             "endpoint": {"model": self.config.endpoint.model} if self.config.endpoint else None,
             "files": [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files],
         }  # fmt: skip
 
     def _known_facts(self) -> TargetFacts | None:
-        """Facts of an earlier start; none when anything about them is odd, for the weights can always be asked again."""
+        """Return the facts of an earlier start; None if they are damaged or do not match, since the weights give them again."""
         try:
             values = json.loads((self._run / TARGET_FACTS).read_text(encoding="utf-8")) if self._run else {}
             asked = values.pop("asked")
@@ -215,7 +215,7 @@ def _name(dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True)
 class TargetSide:
-    """The target as far as an export needs it: no weights."""
+    """The target without weights, as an export needs it."""
 
     name: str  # hub id, or the absolute path of a directory
     config: Any
@@ -226,10 +226,10 @@ class TargetSide:
 def load_target_side(
     target: str, trust_remote_code: bool = False, revision: str | None = None, tokenizer: Any = None
 ) -> TargetSide:
-    """Config, tokenizer (read again when none is given) and generation config of the target.
+    """Load config, tokenizer (unless given) and generation config of the target.
 
     Raises:
-        UserError: when the directory or hub id cannot be read.
+        UserError: the directory or hub id cannot be read.
 
     """
     name = resolve(target)
@@ -238,13 +238,15 @@ def load_target_side(
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, revision=revision)
     except (OSError, ValueError) as error:
         fix = (
-            "give a model directory" if Path(name).is_dir() else "give a local directory, or offline fill the hub cache"
+            "give a model directory"
+            if Path(name).is_dir()
+            else "give a local directory, or if offline fill the hub cache"
         )
         raise UserError(f"target {target} cannot be read: {str(error).splitlines()[0]}; {fix}") from error
     if tokenizer is None:
         tokenizer = load_tokenizer(name, trust_remote_code=trust_remote_code, revision=revision)
     try:
         generation = GenerationConfig.from_pretrained(name, revision=revision or "main")
-    except (OSError, ValueError):  # many targets have none; the model config then holds the ids
+    except (OSError, ValueError):  # many targets have none; their model config holds the ids
         generation = GenerationConfig.from_model_config(config)
     return TargetSide(name, config, tokenizer, generation)

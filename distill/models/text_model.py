@@ -1,4 +1,4 @@
-"""The text model of a multimodal checkpoint, as a causal LM of its own: what is asked, carved and trained here is text."""
+"""Extract the text model of a multimodal checkpoint as a causal LM, since only text is used here."""
 
 import copy
 from typing import Any
@@ -10,8 +10,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 from distill.models.quantized import quantization_of
 
-# Text branches without a causal LM class of their own. Their rotary positions have three axes, in text all the same number:
-# exactly the plain model named here.
+# Text models without a causal LM class of their own. Their rotary positions have three axes, which are equal in text, so they
+# equal the plain model given here.
 PLAIN_TYPES = {
     "qwen2_vl_text": "qwen2",
     "qwen2_5_vl_text": "qwen2",
@@ -22,7 +22,7 @@ PROBE_TOKENS = 8
 
 
 def auto_class(config: Any) -> Any:
-    """The class that loads a model of this config: a causal LM where transformers has one, else the multimodal model."""
+    """Return the class that loads this config: a causal LM if transformers has one, else the multimodal model."""
     multimodal = AutoModelForImageTextToText._model_mapping
     wanted = not _has_causal_lm(config) and type(config) in multimodal
     return AutoModelForImageTextToText if wanted else AutoModelForCausalLM
@@ -33,9 +33,9 @@ def _has_causal_lm(config: Any) -> bool:
 
 
 def text_only(model: PreTrainedModel) -> Any:
-    """The model's text branch and head as a causal LM, nothing copied; the model itself when it is one, or has none to take out.
+    """Return the model's text model and head as a causal LM, without copying; the model itself if it is one or has none.
 
-    The rest (vision tower, projector) is freed with the model that was given.
+    The rest (vision tower, projector) is freed with the given model.
     """
     text_config = model.config.get_text_config(decoder=True)
     if text_config is model.config:
@@ -53,13 +53,13 @@ def text_only(model: PreTrainedModel) -> Any:
     decoder = model.get_decoder()
     setattr(text, text.base_model_prefix, decoder)
     text.set_output_embeddings(head)
-    if hasattr(model, "_hf_hook"):  # spread over devices: logits come back to where the ids were
+    if hasattr(model, "_hf_hook"):  # spread over devices: return logits to the device of the ids
         add_hook_to_module(text, model._hf_hook)
         text.hf_device_map = model.hf_device_map
     text.generation_config = copy.deepcopy(model.generation_config)
     if not _same_logits(model.eval(), text.eval()):
         return model
-    decoder.config = config  # one config for all who look at its layers
+    decoder.config = config  # one config for everything that reads its layers
     return text
 
 
@@ -76,7 +76,7 @@ def _causal_config(text_config: Any) -> Any:
 
 @torch.no_grad()
 def _same_logits(model: PreTrainedModel, text: PreTrainedModel) -> bool:
-    """Whether both say the same of text: a family may do more in front of its layers or behind its head."""
+    """Whether both give equal logits for text: some families do more before the layers or after the head."""
     ids_BT = torch.arange(PROBE_TOKENS, device=model.device).unsqueeze(0)
     whole, own = (part(input_ids=ids_BT, use_cache=False).logits.float() for part in (model, text))
     return whole.shape == own.shape and torch.allclose(whole, own, rtol=1e-2, atol=1e-2)

@@ -1,5 +1,4 @@
-"""Embedding rows for a draft, taken from another model: a donor's rows for the target's tokens, or the target's rows in
-another width.
+"""Embedding rows for a draft from another model: a donor's rows for the target's tokens, or the target's rows in another width.
 
 Legend: V vocabulary rows of the target, W of the donor, D hidden width of the target, S of the student.
 """
@@ -32,9 +31,9 @@ def _is_byte_level(tokenizer: Any) -> bool:
 
 
 def token_bytes(tokenizer: Any) -> dict[int, bytes]:
-    """The text that each token stands for, as UTF-8 (perhaps a part of a character), by id; special tokens are left out.
+    """Return the text of each token by id, as UTF-8 (possibly part of a character), without special tokens.
 
-    Knows byte-level BPE and SentencePiece's marks (a leading block for a space, `<0xAB>` for a byte).
+    Supports byte-level BPE and SentencePiece (a leading block for a space, `<0xAB>` for a byte).
     """
     byte_level, special = _is_byte_level(tokenizer), special_ids(tokenizer)
     added = getattr(tokenizer, "added_tokens_decoder", {})
@@ -56,7 +55,7 @@ def token_bytes(tokenizer: Any) -> dict[int, bytes]:
 
 @dataclass(frozen=True)
 class TokenMatch:
-    """For each target token the donor tokens whose rows stand for it: one, several, or none."""
+    """For each target token the donor tokens whose rows replace it: one, several, or none."""
 
     pieces: dict[int, tuple[int, ...]]
     exact: int
@@ -64,22 +63,22 @@ class TokenMatch:
     fallback: int
 
     def as_dict(self) -> dict[str, float | int]:
-        """Counts, and shares of the target's tokens."""
+        """Return counts, and their shares of the target's tokens."""
         counts = {key: value for key, value in asdict(self).items() if key != "pieces"}
         total = max(sum(counts.values()), 1)
         return counts | {f"{key}_share": value / total for key, value in counts.items()}
 
 
 def match_tokens(target_tokenizer: Any, donor_tokenizer: Any) -> TokenMatch:
-    """Which donor tokens say what each target token says.
+    """Find the donor tokens that have the same text as each target token.
 
-    A special token goes by its role (bos, eos, pad, unk), then by its string; any other by its bytes: the donor's token of
-    the same bytes, else the donor's tokenization of the text, else (a part of a character, or a tokenizer that changes the
-    text) the longest donor tokens that spell the bytes.
+    Special tokens match by role (bos, eos, pad, unk), then by string. Other tokens match by bytes: the donor's token with the same
+    bytes; else the donor's tokenization of the text; else the longest donor tokens that spell the bytes (for a part of a
+    character, or a tokenizer that changes the text).
     """
     donor_texts = token_bytes(donor_tokenizer)
     donor_ids: dict[bytes, int] = {}
-    # Where a byte and a letter of the same bytes are two tokens, the letter is what occurs in text.
+    # If a byte token and a letter token have the same bytes, use the letter, which occurs in text.
     raw = {token_id for token_id, string in tokens_by_id(donor_tokenizer).items() if _RAW_BYTE.fullmatch(string)}
     for token_id in sorted(donor_texts, key=lambda token_id: (token_id in raw, token_id)):
         donor_ids.setdefault(donor_texts[token_id], token_id)
@@ -122,7 +121,7 @@ def _special_pieces(target_tokenizer: Any, donor_tokenizer: Any) -> dict[int, tu
 
 
 def _longest(text: bytes, donor_ids: dict[bytes, int]) -> tuple[int, ...]:
-    """Donor tokens that spell the bytes, the longest possible first; none when a byte has no token."""
+    """Return donor tokens that spell the bytes, longest first; empty if a byte has no token."""
     found: list[int] = []
     start = 0
     while start < len(text):
@@ -139,7 +138,7 @@ def spread_rows(
 ) -> Tensor:
     """(rows, ...): row i is the mean of the donor rows `pieces[i]`; without pieces, of the rows of all `donor_tokens`.
 
-    A mean of head rows gives a mean of logits: no new token outbids the best of the tokens it was made from.
+    A mean of head rows gives a mean of logits, so no new token scores above the best of its source tokens.
     """
     wide = donor_rows.to(torch.promote_types(donor_rows.dtype, torch.float32))
     owned = [(token_id, donors) for token_id, donors in pieces.items() if donors and token_id < rows]
@@ -155,28 +154,28 @@ def spread_rows(
 
 @torch.no_grad()
 def transplant_vocabulary(donor: PreTrainedModel, donor_tokenizer: Any, target_tokenizer: Any, rows: int) -> TokenMatch:
-    """Gives the donor the target's vocabulary, in place: embedding, head (and its bias) and special ids.
+    """Give the donor the target's vocabulary, in place: embedding, head (and its bias) and special ids.
 
-    A token that both know keeps the donor's row, so its logit is the donor's; another gets the mean of the rows that spell it
+    A token in both vocabularies keeps the donor's row and logit. Another token gets the mean of the rows that spell it
     (`match_tokens`). Tied weights stay tied. Parameters are replaced: build the optimizer afterwards.
 
     Args:
         donor: a causal LM on the CPU.
         donor_tokenizer, target_tokenizer: `transformers` tokenizers.
-        rows: rows of the target's embedding; those behind its tokens become the mean row.
+        rows: rows of the target's embedding; rows after its tokens become the mean row.
 
     Raises:
-        UserError: the two tokenizers have not one token in common.
+        UserError: the two tokenizers have no token in common.
 
     """
     match = match_tokens(target_tokenizer, donor_tokenizer)
     if not match.exact:
         raise UserError(
-            "student.vocabulary: transplant found no token that the draft's tokenizer shares with the target's"
+            "student.vocabulary: transplant found no token that the draft's tokenizer shares with the target's; use another draft"
         )
     old_rows = _tables(donor)[0].shape[0]
     known = [token_id for token_id in tokens_by_id(donor_tokenizer) if token_id < old_rows]
-    # A tokenizer may know more tokens than the model has rows.
+    # A tokenizer may have more tokens than the model has rows.
     pieces = {
         token_id: tuple(piece for piece in donors if piece < old_rows) for token_id, donors in match.pieces.items()
     }
@@ -192,7 +191,7 @@ def transplant_vocabulary(donor: PreTrainedModel, donor_tokenizer: Any, target_t
             if config is not None:
                 setattr(config, f"{role}_token_id", token_id)
     embedding: Any = donor.get_input_embeddings()
-    # The row that takes no gradient: the old pad id is another token now.
+    # The row without gradient: the old pad id belongs to another token in the new vocabulary.
     if getattr(embedding, "padding_idx", None) is not None:
         embedding.padding_idx = target_tokenizer.pad_token_id
     return match
@@ -216,15 +215,14 @@ def orthogonal_basis(width: int, wider: int, seed: int) -> Tensor:
 
 @torch.no_grad()
 def fit_embeddings(student: PreTrainedModel, target: PreTrainedModel, seed: int) -> dict[str, float | int]:
-    """Puts the target's embedding and head into the student, in the student's width, in place.
+    """Copy the target's embedding and head into the student, in the student's width, in place.
 
-    Narrower: projected on the main axes that embedding and head share, so that what the two say to each other stays, then
-    turned at random, so that no coordinate carries most of it. Wider: placed by a random orthogonal map. Each table keeps the
-    spread of the target's entries, which trains far better than the architecture's own: with that, logits start flat. A tied
-    student of an untied target takes the head: a tied table ends up more like an output embedding than an input one
-    (arXiv 1608.05859).
+    A narrower student gets a projection onto the main axes that embedding and head share, which keeps their products, followed by
+    a random rotation, so that no coordinate dominates. A wider student gets a random orthogonal map. Each table keeps the spread
+    of the target's entries, which trains far better than the architecture's own spread, under which logits start flat. A tied
+    student of an untied target takes the head, since a tied table ends up closer to an output embedding (arXiv 1608.05859).
 
-    Returns what was kept of the tables' squares, and both widths.
+    Returns the kept share of the tables' squares, and both widths.
 
     Raises:
         UserError: the student has other vocabulary rows than the target.
@@ -255,7 +253,7 @@ def fit_embeddings(student: PreTrainedModel, target: PreTrainedModel, seed: int)
 
 
 def _tables(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
-    """(embedding, head) weights; the same tensor when tied."""
+    """Return (embedding, head) weights; the same tensor if tied."""
     embedding: Any = model.get_input_embeddings()
     head: nn.Module | None = model.get_output_embeddings()
     return embedding.weight, embedding.weight if head is None else head.weight  # type: ignore[return-value]

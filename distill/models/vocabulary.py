@@ -1,8 +1,8 @@
-"""Do two models speak of the same tokens? Compare a draft's vocabulary with the target's, and mend row counts.
+"""Compare a draft's vocabulary with the target's, and repair row counts.
 
 A *token* is a string that a tokenizer maps to an id; a *row* is a line of the embedding matrix (`config.vocab_size`).
-Models often have more rows than tokens (padded rows, for speed): those may differ between draft and target and can be
-padded or trimmed. Token strings may not differ: a draft that means another string by an id proposes nonsense.
+Models often have more rows than tokens (padding, for speed). These rows may differ between draft and target and can be added or
+trimmed. Token strings must not differ, since the draft would then propose other text than the target reads.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,7 +14,7 @@ from torch import nn
 
 from speculative.errors import UserError
 
-# Whose head vLLM and llama.cpp read from the file when the config says that it is not tied; Gemma's, Cohere's and GPT-2's not.
+# Model types whose separate head vLLM and llama.cpp load if the config is untied. For Gemma, Cohere and GPT-2 they do not.
 UNTIED_IN_ENGINES = ("llama", "mistral", "qwen2", "qwen3", "granite")
 ROLES = ("bos", "eos", "pad", "unk")
 
@@ -23,30 +23,30 @@ TokenDifference = tuple[int, str | None, str | None]  # id, string in the target
 
 @dataclass(frozen=True)
 class VocabularyAgreement:
-    """What `compare_vocabularies` found.
+    """Result of `compare_vocabularies`.
 
     `agree`: same strings, same rows, same special ids. `repair`: same strings, but the number of padded rows or the
-    role of a token (bos, eos, pad, unk, the `special` flag) differs; rows are mended by `repair_rows`, roles by taking
-    the target's tokenizer. `refuse`: an id means two different strings.
+    role of a token (bos, eos, pad, unk, the `special` flag) differs; `repair_rows` repairs rows, and the target's
+    tokenizer gives the roles. `refuse`: an id has two different strings.
     """
 
     verdict: Literal["agree", "repair", "refuse"]
     detail: str
     draft_rows: int
     token_rows: int  # rows 0 .. token_rows-1 hold the target's tokens; the target's rows after them are padding
-    rowless: tuple[int, ...] = ()  # special tokens that the draft has no row for: no prompt may use them
+    rowless: tuple[int, ...] = ()  # special tokens without a row in the draft; prompts must not use them
 
 
 def vocabulary_rows(config: Any) -> int:
-    """Rows of the token embedding of the model with this `transformers` config (the text part of a composite one)."""
+    """Return the rows of the token embedding in a `transformers` config (the text part of a composite one)."""
     return int(config.get_text_config().vocab_size)
 
 
 def tokens_by_id(tokenizer: Any) -> dict[int, str]:
-    """Every token string by its id, added and special tokens included."""
+    """Return every token string by id, including added and special tokens."""
     strings: dict[int, str] = {}
     for string, token_id in tokenizer.get_vocab().items():
-        # Two strings may share an id (aliases in some older tokenizers): the smaller one, so that order cannot matter.
+        # Two strings may share an id (aliases in some older tokenizers). Take the smaller, so the order does not matter.
         strings[token_id] = min(string, strings.get(token_id, string))
     return strings
 
@@ -54,7 +54,7 @@ def tokens_by_id(tokenizer: Any) -> dict[int, str]:
 def first_string_difference(
     target_tokens: dict[int, str], draft_tokens: dict[int, str], start: int = 0
 ) -> TokenDifference | None:
-    """The lowest id >= `start` that stands for different strings, or for a string in one of the two only."""
+    """Return the lowest id >= `start` whose strings differ or that only one of the two has."""
     for token_id in sorted(target_tokens.keys() | draft_tokens.keys()):
         if token_id >= start and target_tokens.get(token_id) != draft_tokens.get(token_id):
             return token_id, target_tokens.get(token_id), draft_tokens.get(token_id)
@@ -80,7 +80,7 @@ def compare_vocabularies(
 
     if difference := first_string_difference(target_tokens, draft_tokens):
         return agreement("refuse", f"token id {difference[0]} is {_sides(*difference[1:])}")
-    # Special tokens without a role are not text: one for images, which a smaller sibling never learnt, may have a made-up row.
+    # Special tokens without a role, such as image tokens, are not text, so they may get a made-up row.
     unused = special_ids(target_tokenizer) - {getattr(target_tokenizer, f"{role}_token_id", None) for role in ROLES}
     missing = next((i for i in rowless if i not in unused), None)
     if missing is not None:
@@ -99,7 +99,7 @@ def compare_vocabularies(
 
 
 def require_agreement(found: VocabularyAgreement) -> VocabularyAgreement:
-    """Raises `UserError` naming the first differing id and both strings when `compare_vocabularies` refuses."""
+    """Raise `UserError` with the first differing id and both strings if `compare_vocabularies` refuses."""
     if found.verdict == "refuse":
         raise UserError(
             f"draft and target do not share a vocabulary: {found.detail}; choose a draft of the target's family, "
@@ -109,7 +109,7 @@ def require_agreement(found: VocabularyAgreement) -> VocabularyAgreement:
 
 
 def refuse_rowless(found: VocabularyAgreement, tokenizer: Any, texts: Iterable[Sequence[int]]) -> None:
-    """Raises `UserError` when a text (token ids) uses a special token that the draft has no row of its own for."""
+    """Raise `UserError` if a text (token ids) uses a special token that has no row of its own in the draft."""
     rowless = set(found.rowless)
     for ids in texts if rowless else ():
         used = rowless.intersection(ids)
@@ -122,7 +122,7 @@ def refuse_rowless(found: VocabularyAgreement, tokenizer: Any, texts: Iterable[S
 
 
 def repair_rows(model: Any, rows: int, token_rows: int) -> None:
-    """Pad or trim the input embedding and the head of a causal LM to `rows`, in place; `config.vocab_size` follows.
+    """Pad or trim the input embedding and the head of a causal LM to `rows`, in place, and set `config.vocab_size`.
 
     A new row is the mean of the real rows, in the embedding, the head and the head's bias. Its logit is then
     mean_v(logit_v), a convex combination of the real logits, so it is never the strict maximum: a padded id is never
@@ -132,12 +132,12 @@ def repair_rows(model: Any, rows: int, token_rows: int) -> None:
 
     Args:
         model: a `transformers` causal LM.
-        rows: rows wanted, the target's.
+        rows: the target's rows.
         token_rows: rows 0 .. token_rows-1 hold tokens (`VocabularyAgreement.token_rows`). Rows after them do not enter
             the mean.
 
     Raises:
-        UserError: when a row that holds a token would be trimmed.
+        UserError: a row that holds a token would be trimmed.
 
     """
     old_rows = model.get_input_embeddings().weight.shape[0]
@@ -150,7 +150,7 @@ def repair_rows(model: Any, rows: int, token_rows: int) -> None:
     if rows == old_rows:
         return
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        # The library re-initialises new rows at random; the fork keeps that draw out of the run's random state.
+        # transformers initialises new rows at random; the fork keeps this out of the run's random state.
         matrices = row_tensors(model)
         means = [tensor[:real_rows].mean(dim=0, dtype=_wide(tensor)) for tensor in matrices]
         model.resize_token_embeddings(rows, mean_resizing=False)
@@ -161,16 +161,16 @@ def repair_rows(model: Any, rows: int, token_rows: int) -> None:
 
 
 def untie_for_adapters(model: Any, adapted: Sequence[str] | str) -> bool:
-    """Gives a tied head weights of its own when an adapter would sit on it or on the embedding; whether it did.
+    """Give a tied head its own weights if an adapter targets it or the embedding. Return whether it did.
 
-    Merged into one of two tied tables, an adapter would change the other too. ``adapted``: module names as peft takes them.
+    An adapter merged into one of two tied tables would change the other too. ``adapted``: module names as in peft.
 
     Raises:
-        UserError: an architecture whose head serving engines take for tied, whatever its config says.
+        UserError: serving engines always load this architecture's head as tied.
     """
     config, tables = model.config.get_text_config(), (model.get_input_embeddings(), model.get_output_embeddings())
     names = [f".{name}" for name, module in model.named_modules() if module in tables]
-    wanted = () if isinstance(adapted, str) else adapted  # all-linear leaves the head out
+    wanted = () if isinstance(adapted, str) else adapted  # all-linear excludes the head
     if not config.tie_word_embeddings or not any(name.endswith(f".{one}") for name in names for one in wanted):
         return False
     refuse_tied(config, wanted)
@@ -179,23 +179,23 @@ def untie_for_adapters(model: Any, adapted: Sequence[str] | str) -> bool:
 
 
 def give_own_head(model: Any) -> None:
-    """Unties a tied head, in place: the same weights, its own."""
+    """Untie a tied head, in place: it gets a copy of the weights."""
     head = model.get_output_embeddings()
     head.weight = nn.Parameter(head.weight.detach().clone())
     model.config.get_text_config().tie_word_embeddings = model.config.tie_word_embeddings = False
 
 
 def refuse_tied(text_config: Any, adapted: Sequence[str]) -> None:
-    """Raises UserError where a tied head, which an adapter is to sit on, must stay tied."""
+    """Raise UserError if an adapter targets a tied head that must stay tied."""
     if text_config.tie_word_embeddings and text_config.model_type not in UNTIED_IN_ENGINES:
         raise UserError(
-            f"student.lora.target_modules = {list(adapted)}: the head is tied to the embedding, merging an adapter into one would "
-            f"change the other, and engines read {text_config.model_type} as tied only; leave the head and the embedding out"
+            f"student.lora.target_modules = {list(adapted)}: the head is tied to the embedding, so merging an adapter into one would "
+            f"change the other, and engines load {text_config.model_type} as tied only; leave the head and the embedding out"
         )
 
 
 def row_tensors(model: Any) -> list[torch.Tensor]:
-    """Tensors with one line per vocabulary row: embedding, head (once when tied), head bias."""
+    """Return the tensors with one line per vocabulary row: embedding, head (once if tied), head bias."""
     tensors = [model.get_input_embeddings().weight]
     head: nn.Module | None = model.get_output_embeddings()
     if head is not None:
@@ -211,7 +211,7 @@ def _wide(tensor: torch.Tensor) -> torch.dtype:
 
 
 def _role_differences(target_tokenizer: Any, draft_tokenizer: Any, target_tokens: dict[int, str]) -> list[str]:
-    """Roles (bos, eos, pad, unk) that are other tokens, then the lowest id whose `special` flag differs, in words."""
+    """Return phrases: roles (bos, eos, pad, unk) with different tokens, then the lowest id whose `special` flag differs."""
     found = []
     for role in ROLES:
         ids = [getattr(one, f"{role}_token_id", None) for one in (target_tokenizer, draft_tokenizer)]
@@ -229,7 +229,7 @@ def _sides(target: str | None, draft: str | None) -> str:
 
 
 def special_ids(tokenizer: Any) -> set[int]:
-    """Ids that the tokenizer treats as special, by any of its own ways of saying so."""
+    """Return the ids that the tokenizer marks as special in any way."""
     flagged = {i for i, token in getattr(tokenizer, "added_tokens_decoder", {}).items() if token.special}
     return flagged | set(tokenizer.all_special_ids)
 

@@ -276,7 +276,7 @@ def normed_mlp() -> PreTrainedModel:
         (lambda: tiny_model("mixtral", num_local_experts=2), 20, "Mixtral"),
         (lambda: tiny_model("phi3", pad_token_id=0), 20, "Phi3"),
         (lambda: tiny_model("bloom", n_layer=2, n_head=4), 20, "Bloom"),
-        (normed_mlp, 20, "no plain or gated MLP"),  # a norm over the channels would see the others vanish
+        (normed_mlp, 20, "not have a plain or gated MLP"),  # a norm over the channels would see the others vanish
         (tiny_model, 65, "= 65: the target's MLPs have 64 channels"),
     ],
 )

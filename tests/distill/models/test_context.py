@@ -32,7 +32,7 @@ def pretrained(folder: Path, **keys: Any) -> dict[str, Any]:
 def test_a_shorter_draft_is_refused_by_name_unless_the_run_keeps_within_it(tmp_path: Path) -> None:
     student = pretrained(tmp_path / "draft")
     text = refused(context_for, config_of(student), 256)
-    made = f"{str(tmp_path / 'draft')!r} is made for 64 tokens, and the run for 256"
+    made = f"{str(tmp_path / 'draft')!r} is made for 64 tokens, but the run needs 256"
     assert all(part in text for part in (made, "student.extend_context: true", "data.context_length: 64")), text
     assert context_for(config_of(student, context_length=64), 256) == 64
     assert context_for(config_of(student), 64) == 64
@@ -70,7 +70,7 @@ def test_what_cannot_be_stretched_is_refused(tmp_path: Path) -> None:
     scaled.rope_parameters = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
     open_ended = AutoConfig.for_model("llama", max_position_embeddings=64)
     for config, length, what in (
-        (positions, 256, "this one has none"), (scaled, 256, "this one has linear"), (open_ended, None, "names its length (None)"),
+        (positions, 256, "this one has none"), (scaled, 256, "this one has linear"), (open_ended, None, "known context length (None)"),
     ):  # fmt: skip
         text = refused(extend_context, config, length)
         assert what in text
