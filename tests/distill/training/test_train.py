@@ -168,7 +168,7 @@ def test_an_adapter_runs_to_a_verdict(tiny_config: Path, tmp_path: Path) -> None
         first = load_draft(str(step_folder(run, 0)), target)(input_ids=ids_BT).logits
     torch.testing.assert_close(apart, merged, rtol=1e-4, atol=1e-4)  # W + BA in another order
     assert (merged - first).abs().max() > 1e-2
-    with pytest.raises(UserError, match="--adapter: it has none"):
+    with pytest.raises(UserError, match="--adapter: it has no adapter"):
         export_run(ExportOptions(step_folder(run, 0), tmp_path / "none", adapter=True))
 
 
