@@ -29,7 +29,7 @@ def documents_of(source: PromptSource) -> list[str]:
     rows = load_source(source)
     for row in rows:
         if row.text is None:
-            raise UserError(f"{row.origin}: chat messages are no plain text; map prompt_column")
+            raise UserError(f"{row.origin}: chat messages are not plain text; set prompt_column to a text column")
     return [str(row.text) for row in rows]
 
 
@@ -43,6 +43,8 @@ def text_examples(sources: Sequence[PromptSource], tokenizer: PreTrainedTokenize
     windows = cut_windows(documents, window, tokenizer.eos_token_id)
     if not len(windows):
         names = ", ".join(source.path for source in sources)
-        raise UserError(f"data: less than one window of {window} tokens in {names}")
+        raise UserError(
+            f"data.text: less than one window of {window} tokens in {names}; add text, or lower data.text_window"
+        )
     mask = np.arange(window) > 0
     return [Example(ids, mask) for ids in windows]

@@ -48,7 +48,7 @@ class _Damaged(UserError):
     """What is wrong in a file."""
 
     def __init__(self, path: Path, fault: str, again: str) -> None:
-        super().__init__(f"{path}: {fault}; run {again} again, which makes it again")
+        super().__init__(f"{path}: {fault}; run {again} to compute it again")
         self.path, self.fault = path, fault
 
 
@@ -95,9 +95,11 @@ def signal_manifest(
         UserError: more entries than the vocabulary has tokens, more samples than a row can count.
     """
     if kind == "topk" and entries > vocab_rows:
-        raise UserError(f"signal.k = {entries}: the target's vocabulary has {vocab_rows} tokens; give at most that")
+        raise UserError(
+            f"signal.k = {entries}: the target's vocabulary has {vocab_rows} tokens; set it to at most {vocab_rows}"
+        )
     if kind == "sampled" and not 1 <= entries <= MAX_SAMPLES:
-        raise UserError(f"signal.samples = {entries}: from 1 to {MAX_SAMPLES}")
+        raise UserError(f"signal.samples = {entries}: set it to 1 to {MAX_SAMPLES}")
     manifest: SignalManifest = {
         "format": FORMAT, "kind": kind, "k" if kind == "topk" else "samples": entries, "temperature": temperature,
         "vocab_rows": vocab_rows, "target": target, "target_dtype": target_dtype,
@@ -160,8 +162,8 @@ class SignalStore:
     def faults(self) -> list[str]:
         """What may be why rows are missing: files that end within one, a signal of other settings."""
         cut = [path for path, file in self._files.items() if file.schema is not None and path.stat().st_size > file.end]
-        other = [] if self._other is None else [f"what is there was {other_key(self._other, self.manifest)}"]
-        return [f"{path.name} ends within a row or is damaged there" for path in cut] + other
+        other = [] if self._other is None else [f"the existing signal was {other_key(self._other, self.manifest)}"]
+        return [f"{path.name} ends in the middle of a row or is damaged" for path in cut] + other
 
     def close(self) -> None:
         """Gives the files back. What was written is there already."""
@@ -205,7 +207,7 @@ class SignalStore:
         arrays = [pa.array([part[name] for part in parts], kind) for name, kind in [*_FACTS, ("crc", pa.uint32())]]
         arrays += [lists_of([part[name] for part in parts]) for name in COLUMNS[self.kind]]
         message = pa.RecordBatch.from_arrays(arrays, schema=self._schema).serialize()
-        with writing(self.folder, "; what was there before is whole"):
+        with writing(self.folder, "; earlier records are intact"):
             file = self._file()
             self._writer = None  # while part of a message is in it: behind that nothing could be read
             write_all(file.fileno(), memoryview(message))
@@ -348,7 +350,7 @@ class SignalStore:
         """An example's signal. Raises UserError when it is not there or damaged."""
         found = self._found(index)
         if found["file"] < 0:
-            raise UserError(f"{self.folder}: there is no signal of example {index} yet; run {self.again}")
+            raise UserError(f"{self.folder}: example {index} has no signal; run {self.again}")
         path = self._paths[found["file"]]
         try:
             with self._reading:
@@ -374,7 +376,7 @@ class SignalStore:
             if not self._repair:
                 raise
             if damage.path.exists():
-                print(f"understudy: {damage.path}: {damage.fault}; the file's signals are made again", file=sys.stderr)
+                print(f"understudy: {damage.path}: {damage.fault}; its signals are computed again", file=sys.stderr)
                 damage.path.unlink(missing_ok=True)
             self._forget(damage.path)
 

@@ -132,19 +132,19 @@ def refuse_impossible(objective: Objective, signal: Signal | None, reference: De
     names = set(objective.weights)
     if ACCEPTED_LENGTH in names and (len(names) > 1 or objective.weighting != "none"):
         raise ValueError(
-            f"objective {ACCEPTED_LENGTH} weighs rows itself: it goes with no other objective or weighting"
+            f"objective {ACCEPTED_LENGTH} weighs rows itself; it cannot be combined with another objective or weighting"
         )
     for served, why in (
         (losses.OBJECTIVES.keys(), "is unknown"),
-        (losses.WITHOUT_TARGET if signal is None else names, "compares with a target, and there is none"),
-        (losses.FROM_SAMPLES if isinstance(signal, SampledSignal) else names, "is not linear in the target: no samples serve it"),
+        (losses.WITHOUT_TARGET if signal is None else names, "needs a target, and there is none"),
+        (losses.FROM_SAMPLES if isinstance(signal, SampledSignal) else names, "is not linear in the target, so samples cannot be used"),
     ):  # fmt: skip
         if names - served:
             raise ValueError(f"objective {', '.join(sorted(names - served))} {why}")
     if objective.weighting != "none" and signal is None:
-        raise ValueError(f"weighting {objective.weighting} looks at the target, and there is none")
+        raise ValueError(f"weighting {objective.weighting} needs a target, and there is none")
     if objective.weighting == "selected" and reference is None:
-        raise ValueError("weighting selected compares with a reference, and there is none")
+        raise ValueError("weighting selected needs a reference, and there is none")
 
 
 def _length_weights(
@@ -205,7 +205,7 @@ class _ChunkedLoss(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Any, ...]:
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
-            raise RuntimeError("the chunked loss hands out its gradients once: call it again for a second backward")
+            raise RuntimeError("the chunked loss returns its gradients once; call it again for a second backward")
         # In place, and no reference stays here: autograd takes the head's gradient over instead of copying it.
         scale = grad_outputs[0]
         return (None, None, *(None if one is None else one.mul_(scale) for one in gradients))

@@ -216,7 +216,9 @@ def _compiled() -> Callable[..., tuple[Rows, Tensor | None]]:
             except (torch._dynamo.exc.TorchDynamoException, torch._inductor.exc.CppCompileError) as error:
                 usable = False
                 reason = str(error).strip().splitlines()[0][:200]
-                warnings.warn(f"torch.compile cannot compile the loss, it runs eagerly: {reason}", stacklevel=2)
+                warnings.warn(
+                    f"torch.compile cannot compile the loss; running without compilation: {reason}", stacklevel=2
+                )
         return _differentiated(arguments, wants_gradient)
 
     return call

@@ -163,7 +163,7 @@ class BatchSource:
             raise UserError(f"data.mix.{name}: no sequences; check its sources, or set its share to 0")
         if packing is not None and (longest := examples.lengths_N.max()) > packing:
             raise UserError(
-                f"train.packing = {packing}: a sequence of data.mix.{name} has {longest} tokens; set it to at least that"
+                f"train.packing = {packing}: a sequence of data.mix.{name} has {longest} tokens; set it to at least {longest}"
             )
         self._held[name] = generation, examples
 
@@ -210,14 +210,14 @@ def check_packing(split: SplitModel) -> None:
             together_TD, beside_others_TD = packed_hidden(ids), packed_hidden(other_ids)
         except (TypeError, ValueError, RuntimeError) as error:
             raise UserError(
-                f"train.packing: {name} cannot take packed sequences ({str(error).splitlines()[0]}); {fix}"
+                f"train.packing: {name} does not support packed sequences ({str(error).splitlines()[0]}); {fix}"
             ) from error
     same, leak = (TOLERANCE, LEAK) if parameter.dtype in (torch.float32, torch.float64) else (HALF_TOLERANCE, HALF_LEAK)
     behind = torch.from_numpy(~first).to(parameter.device)
     from_alone_T = _distances(together_TD[behind], torch.cat(alone)[behind])
     from_others_T = _distances(together_TD[behind], beside_others_TD[behind])
     if not (from_alone_T.median() <= same and from_others_T.max() <= leak):
-        raise UserError(f"train.packing: {name} lets packed sequences see each other; {fix}")
+        raise UserError(f"train.packing: {name} lets packed sequences attend to each other; {fix}")
 
 
 def _distances(found_TD: Tensor, expected_TD: Tensor) -> Tensor:
@@ -249,16 +249,16 @@ def make_batches(
         rollouts = Rollouts(run, target.model, tokenizer, prompts)
         if packing is not None and rollouts.longest > packing:
             raise UserError(
-                f"train.packing = {packing}: a rollout may have {rollouts.longest} tokens; set it to at least that"
+                f"train.packing = {packing}: a rollout may have {rollouts.longest} tokens; set it to at least {rollouts.longest}"
             )
     if data.mix.text:
         if tokenizer.eos_token_id is None:
             raise UserError(
-                "data.text: the target's tokenizer has no eos token, which separates documents; set data.mix.text to 0"
+                "data.text: the target's tokenizer has no eos token to separate documents; set data.mix.text to 0"
             )
         if data.text_window > context:
             raise UserError(
-                f"data.text_window = {data.text_window}: the models take {context} tokens; set it to at most that"
+                f"data.text_window = {data.text_window}: the models accept {context} tokens; set it to at most {context}"
             )
         text = text_examples(data.text, tokenizer, data.text_window)
     if mask_token is not None:
@@ -274,8 +274,8 @@ def _refuse_token(mask_token: int, sequences: Examples | Sequence[Example]) -> N
     for number in range(len(sequences)):
         if mask_token in sequences[number].input_ids:
             raise UserError(
-                f"student.parallel.mask_token: a sequence to learn from holds token {mask_token}, which stands for a token "
-                "not known yet; give an id that no text has"
+                f"student.parallel.mask_token: a training sequence contains token {mask_token}, which is the mask token; "
+                "give an id that occurs in no text"
             )
 
 

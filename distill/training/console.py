@@ -36,9 +36,12 @@ class Interrupt:
             raise KeyboardInterrupt
         self.requested = True
         if os.environ.get("RANK", "0") == "0":
-            launched = "; the launcher kills what still runs in 30 s, a judgement too: it is made when the run goes on"
+            launched = "; the launcher kills all processes after 30 s, and an unfinished judgement is made on resume"
             limit = launched if "TORCHELASTIC_RUN_ID" in os.environ else ""
-            print(f"\nstopping after this step, with a checkpoint; once more stops at once{limit}", file=sys.stderr)
+            print(
+                f"\nstopping after this step, with a checkpoint; press Ctrl-C again to stop at once{limit}",
+                file=sys.stderr,
+            )
 
     def restore(self) -> None:
         """Puts the earlier handlers back."""

@@ -28,13 +28,13 @@ def check_batches(train: TrainConfig, ranks: int) -> None:
         return  # A micro-batch is so many rows then, of however many sequences.
     if train.micro_batch_size is None and train.batch_size % ranks:
         raise UserError(
-            f"train.batch_size = {train.batch_size} does not divide among {ranks} ranks; "
+            f"train.batch_size = {train.batch_size} is not divisible by {ranks} ranks; "
             f"set it to {-(-train.batch_size // ranks) * ranks}"
         )
     if train.micro_batch_size is not None and train.batch_size % (train.micro_batch_size * ranks):
         raise UserError(
             f"train.batch_size = {train.batch_size} is not a multiple of micro_batch_size x ranks = "
-            f"{train.micro_batch_size} x {ranks}; leave train.micro_batch_size out, and it is chosen"
+            f"{train.micro_batch_size} x {ranks}; remove train.micro_batch_size, and it is chosen automatically"
         )
 
 

@@ -80,7 +80,7 @@ def _adamw(groups: list[dict[str, Any]], lr: float, optim: OptimConfig) -> torch
         try:
             from torchao.optim import AdamW8bit
         except ImportError as error:
-            raise UserError("optim.name: adamw8bit needs torchao; `pip install torchao`, or use adamw") from error
+            raise UserError("optim.name: adamw8bit needs torchao; run `pip install torchao`, or use adamw") from error
         return AdamW8bit(groups, lr=lr, betas=optim.betas)
     devices = {p.device.type for group in groups for p in group["params"]}
     fused = devices <= {"cuda", "cpu"} and all(p.is_floating_point() for group in groups for p in group["params"])

@@ -104,7 +104,7 @@ class Rollouts:
         rows, store = self._generation("speculative", generation, draft)
         rejected = [mask for path in store.shards() for mask in read_rejected(path)]
         if [len(mask) for mask in rejected] != [len(row.response_ids) for row in rows]:
-            raise UserError(f"{store.folder}: shards and their .rejected.npz files do not agree; delete the folder")
+            raise UserError(f"{store.folder}: shards and their .rejected.npz files do not match; delete the folder")
         weight = self.config.data.rollouts.rejected_weight
         return [_weighted(row.example(), mask, weight) for row, mask in zip(rows, rejected, strict=True)]
 
@@ -148,7 +148,9 @@ class Rollouts:
         self.run.wait()
         self.run.await_seen(lambda: bool(store.present(keys).all()), store.folder)
         if lost := int((~store.present(keys)).sum()):
-            raise UserError(f"{store.folder}: {lost} of {len(keys)} responses are missing; run again to make them")
+            raise UserError(
+                f"{store.folder}: {lost} of {len(keys)} responses are missing; run the same command again to generate them"
+            )
         return store.read(), store
 
     def _as_served(self, draft: PreTrainedModel) -> PreTrainedModel:
@@ -208,7 +210,9 @@ def read_rejected(shard: Path) -> list[np.ndarray]:
         with np.load(path, allow_pickle=False) as arrays:
             return np.split(arrays["rejected"], np.cumsum(arrays["lengths"])[:-1])
     except (OSError, ValueError, KeyError, EOFError, BadZipFile) as error:
-        raise UserError(f"{path}: missing or damaged ({error}); delete it and its shard to make both again") from error
+        raise UserError(
+            f"{path}: missing or damaged ({error}); delete it and its shard, and run again to generate both"
+        ) from error
 
 
 def _weighted(example: Example, rejected: np.ndarray, weight: float) -> Example:

@@ -51,7 +51,7 @@ def settled_precision(wanted: str) -> tuple[str, str | None]:
         return precision, None
     return (
         precision,
-        f"the launcher asks for mixed_precision {asked}; train.mixed_precision: {wanted} decides: {precision}",
+        f"the launcher asks for mixed_precision {asked}, but train.mixed_precision is {wanted}; using {precision}",
     )
 
 
@@ -101,11 +101,11 @@ def settle_launcher(
         return
     if optim.name != "adamw":
         raise UserError(
-            f"optim.name: {optim.name} needs whole matrices, which FSDP cuts; use adamw, or configs/accelerate/ddp.yaml"
+            f"optim.name: {optim.name} needs whole matrices, which FSDP splits; use adamw, or configs/accelerate/ddp.yaml"
         )
     if optim.ema:
         raise UserError(
-            "optim.ema: the average needs whole weights, which FSDP cuts; set it to 0, or use configs/accelerate/ddp.yaml"
+            "optim.ema: the average needs whole weights, which FSDP splits; set it to 0, or use configs/accelerate/ddp.yaml"
         )
     accelerator.state.fsdp_plugin = plugin
     # Both: a later AcceleratorState() copies the process's kind over its own.
@@ -192,7 +192,7 @@ def load_state(accelerator: Accelerator, wrapped: Any, optimizers: Sequence[Any]
         return
     if accelerator.is_fsdp2 and not sharded:
         raise UserError(
-            f"{folder}: written by a run without FSDP2; go on with the same launcher settings (any number of ranks)"
+            f"{folder}: written by a run without FSDP2; continue with the same launcher settings (any number of ranks)"
         )
     accelerator.load_state(str(folder))
 
@@ -209,7 +209,7 @@ def sharded_teacher(run: Run, target: Target) -> PreTrainedModel:
     """
     if quantization_of(target.side.config) is not None:
         raise UserError(
-            "target.shard: quantised weights cannot be cut over ranks; use target.device_map, or a stored signal"
+            "target.shard: quantised weights cannot be split across ranks; use target.device_map or a stored signal"
         )
     whole: PreTrainedModel | None = target.host_model() if run.main else None
 

@@ -39,10 +39,10 @@ def open_signal_store(
     examples = examples.with_prompts(config.loss.prompt_weight)
     store.open(signal_manifest_of(run, facts), examples.predicted_N, examples.keys_N, rank=run.rank, repair=repair)
     if not repair and (missing := store.missing()):
-        old = [f"{config.folder / 'signal'} is of version 0.1"] if (config.folder / "signal").exists() else []
+        old = [f"{config.folder / 'signal'} was written by version 0.1"] if (config.folder / "signal").exists() else []
         found = "".join(f" ({said})" for said in [*store.faults(), *old])
         raise UserError(
-            f"{store.folder}: signal.source is {config.signal.source}, and the signal of {len(missing)} of {len(examples)} examples is "
+            f"{store.folder}: signal.source is {config.signal.source}, but the signal of {len(missing)} of {len(examples)} examples is "
             f"missing{found}; run {store.again} first"
         )
     return store
@@ -51,7 +51,9 @@ def open_signal_store(
 def check_signal(signal: SignalConfig, vocab_rows: int) -> None:
     """Raises UserError when more is to be stored of each token than the target's vocabulary has."""
     if signal.source != "online" and signal.kind == "topk" and signal.k > vocab_rows:
-        raise UserError(f"signal.k = {signal.k}: the target's vocabulary has {vocab_rows} tokens; give at most that")
+        raise UserError(
+            f"signal.k = {signal.k}: the target's vocabulary has {vocab_rows} tokens; set it to at most {vocab_rows}"
+        )
 
 
 def fill(run: Run, store: SignalStore, target: Target, examples: Examples) -> None:
@@ -84,14 +86,14 @@ def fill(run: Run, store: SignalStore, target: Target, examples: Examples) -> No
 
 def signal_line(signal: SignalConfig, facts: SignalFacts) -> str:
     """What is stored, in one line: size, and what truncation can do to an acceptance rate computed from it."""
-    size = f"{facts.bytes_per_token:.0f} bytes a token, {facts.tokens:,} tokens of {facts.examples:,} examples"
+    size = f"{facts.bytes_per_token:.0f} bytes per token, {facts.tokens:,} tokens in {facts.examples:,} examples"
     if facts.kind == "topk":
         return (
-            f"signal: topk k {signal.k}, {size}; tail mass mean {facts.mean:.4f}, at most {facts.largest:.4f} "
-            f"(alpha from the store is low by at most the mean, give or take {RELATIVE_ERROR} of rounding)"
+            f"signal: topk k {signal.k}, {size}; tail mass: mean {facts.mean:.4f}, maximum {facts.largest:.4f} "
+            f"(alpha computed from the store is too low by at most the mean, plus or minus {RELATIVE_ERROR} for rounding)"
         )
     return (
-        f"signal: sampled {signal.samples} draws, {size}; {facts.mean:.1f} distinct ids a token, at most "
+        f"signal: sampled {signal.samples} draws, {size}; {facts.mean:.1f} distinct ids per token, at most "
         f"{facts.largest:.0f} (unbiased for forward_kl and ce)"
     )
 
@@ -133,7 +135,7 @@ def make_reference(path: str | None, target: Target) -> Teacher | None:
     reference = load_model("loss.weighting.reference", name)
     if vocabulary_rows(reference.config) != target.facts.vocab_rows:
         raise UserError(
-            f"loss.weighting.reference {path!r}: {vocabulary_rows(reference.config)} vocabulary rows, the target has "
-            f"{target.facts.vocab_rows}; give a draft distilled for this target"
+            f"loss.weighting.reference {path!r}: {vocabulary_rows(reference.config)} vocabulary rows, but the target has "
+            f"{target.facts.vocab_rows}; use a draft distilled for this target"
         )
     return Teacher(reference.to(target.device))  # type: ignore[arg-type]

@@ -212,7 +212,7 @@ class CapturingTeacher(StoredTeacher):
     def _online(self, batch: Batch) -> DenseSignal:
         signal = self.teacher.signal(batch)
         if not isinstance(signal, DenseSignal):
-            raise ValueError(f"an online teacher is needed, not one that gives {type(signal).__name__}")
+            raise ValueError(f"capturing needs an online teacher, not one that returns {type(signal).__name__}")
         return signal
 
     def _made(self, dense: DenseSignal, indices: tuple[int, ...], lengths: list[int]) -> StoredSignal:

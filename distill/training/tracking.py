@@ -115,7 +115,9 @@ def start_trackers(
     if not trackers:
         return
     if "tensorboard" in trackers and not is_tensorboard_available():
-        raise UserError("tracking.trackers: tensorboard is not installed here; `pip install tensorboard` or drop it")
+        raise UserError(
+            "tracking.trackers: tensorboard is not installed; run `pip install tensorboard`, or remove it from the list"
+        )
     options: dict[str, dict[str, Any]] = {}
     if "wandb" in trackers:
         options["wandb"] = {"name": name, "dir": str(accelerator.logging_dir), "notes": notes_of(config)}
@@ -123,7 +125,9 @@ def start_trackers(
         try:
             import wandb
         except ImportError as error:
-            raise UserError("tracking.trackers: wandb is not installed here; `pip install wandb` or drop it") from error
+            raise UserError(
+                "tracking.trackers: wandb is not installed; run `pip install wandb`, or remove it from the list"
+            ) from error
         if not os.environ.get("WANDB_MODE") and not wandb.api.api_key:
             # Not through WANDB_MODE: wandb has read its environment by now.
             options["wandb"]["mode"] = "offline"

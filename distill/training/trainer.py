@@ -145,7 +145,7 @@ class Trainer:
                         yield from self._held(None)
                     if stop:
                         folder = self.save()  # Not judged first: a launcher waits 30 s.
-                        raise Interrupted(f"checkpoint {folder} is written; the same command goes on from it")
+                        raise Interrupted(f"checkpoint {folder} is saved; run the same command to continue from it")
         finally:
             interrupt.restore()
 
@@ -268,15 +268,15 @@ class Trainer:
             )
         if self.spikes.skipped_in_a_row >= MOST_SKIPS:
             raise NotFinite(
-                f"step {step}: {MOST_SKIPS} updates skipped in a row, gradient norm {grad_norm:.3g} against {median:.3g} before; "
-                f"{checkpoint.last_good(self.run.folder)}; try a lower optim.lr, or a higher optim.spike_factor (now {self.spikes.factor:g}), under another name"
+                f"step {step}: {MOST_SKIPS} updates skipped in a row, gradient norm {grad_norm:.3g}, recent median {median:.3g}; "
+                f"{checkpoint.last_good(self.run.folder)}; start another run (set name) with a lower optim.lr or a higher optim.spike_factor (now {self.spikes.factor:g})"
             )
 
     def _refuse_update(self, loss: float, grad_norm: float) -> None:
         self.wrapped.zero_grad(set_to_none=True)
         raise NotFinite(
             f"step {self.progress.step + 1}: loss {loss:g}, gradient norm {grad_norm:g}; stopped before the update; "
-            f"{checkpoint.last_good(self.run.folder)}; try a lower optim.lr (now {float(self.schedulers[0].base_lrs[0]):g}) under another name"
+            f"{checkpoint.last_good(self.run.folder)}; start another run (set name) with a lower optim.lr (now {float(self.schedulers[0].base_lrs[0]):g})"
         )
 
     def _record(self, result: StepResult, elapsed: float) -> str:

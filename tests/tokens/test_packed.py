@@ -167,7 +167,7 @@ def test_the_check_tells_in_half_precision_too(kind: str, spread: float) -> None
     if kind in PACKING:
         check_packing(split)
     else:
-        assert "see each other" in refused(check_packing, split)
+        assert "attend to each other" in refused(check_packing, split)
 
 
 def test_the_check_leaves_training_mode_and_gradients_alone() -> None:
@@ -190,10 +190,10 @@ def without_positions(*_: Any) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("kind", "wrong", "words"),
     [
-        ("llama", leaky, "see each other"),
+        ("llama", leaky, "attend to each other"),
         ("gpt2", lambda right, ids_BT, positions_BT: right(ids_BT, positions_BT + 3), "packed sequences"),
         ("llama", lambda right, ids_BT, positions_BT: right(ids_BT, positions_BT) * torch.nan, "packed sequences"),
-        ("llama", without_positions, "cannot take packed sequences"),
+        ("llama", without_positions, "does not support packed sequences"),
     ],
 )
 def test_the_check_sees_what_is_wrong(

@@ -284,7 +284,7 @@ def test_of_a_truncated_file_only_whole_rows_are_there(tmp_path: Path, kind: str
         found.add(len(present))
         said = store.faults()
     assert found == {0, 2, 4}
-    assert said == [f"{path.name} ends within a row or is damaged there"]
+    assert said == [f"{path.name} ends in the middle of a row or is damaged"]
     path.unlink()
     assert len(opened(tmp_path, kind).missing()) == 6
 

@@ -41,7 +41,7 @@ def test_general_text_comes_in_windows(tmp_path: Path) -> None:
 def test_chats_are_no_general_text(tmp_path: Path) -> None:
     path = tmp_path / "chat.jsonl"
     path.write_text(json.dumps({"messages": [{"role": "user", "content": "Hi"}]}) + "\n", encoding="utf-8")
-    with pytest.raises(UserError, match=r"chat.jsonl:1: chat messages are no plain text"):
+    with pytest.raises(UserError, match=r"chat.jsonl:1: chat messages are not plain text"):
         documents_of(PromptSource(path=str(path)))
 
 

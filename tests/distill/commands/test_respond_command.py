@@ -133,8 +133,8 @@ def test_a_store_is_made_and_told(
     line = next(line for line in said if line.startswith("signal:"))
     assert line == signal_line(config.signal, facts)
     if kind == "topk":
-        assert f"topk k 9, {facts.bytes_per_token:.0f} bytes a token" in line
-        assert f"tail mass mean {facts.mean:.4f}" in line
+        assert f"topk k 9, {facts.bytes_per_token:.0f} bytes per token" in line
+        assert f"tail mass: mean {facts.mean:.4f}" in line
         assert 0 < facts.mean < facts.largest < 1
     else:
         assert f"{facts.mean:.1f} distinct ids" in line
@@ -159,7 +159,7 @@ def test_without_a_signal_only_responses_are_made(config_path: Path, tmp_path: P
     assert f"understudy respond {tmp_path}/tiny/config.yaml --signal topk" in text
     assert not list(tmp_path.rglob(SHARDS)), "asking creates nothing"
     (tmp_path / "tiny" / "signal").mkdir()
-    assert "/tiny/signal is of version 0.1" in refused(lambda: stored(config_path, tmp_path))
+    assert "/tiny/signal was written by version 0.1" in refused(lambda: stored(config_path, tmp_path))
 
 
 def test_the_configs_own_signal_is_made_unasked(config_path: Path, tmp_path: Path) -> None:

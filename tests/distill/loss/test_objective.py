@@ -357,11 +357,11 @@ def test_acceptance_is_not_guessed() -> None:
 @pytest.mark.parametrize(
     ("objective", "kind", "says"),
     [
-        (Objective({"tv": 1.0}), "none", "tv compares with a target"),
+        (Objective({"tv": 1.0}), "none", "tv needs a target"),
         (Objective({"ce": 1.0, "jsd": 1.0}), "sampled", "jsd is not linear"),
         (Objective({"kl": 1.0}), "dense", "objective kl is unknown"),
-        (Objective({"ce": 1.0}, weighting="entropy"), "none", "entropy looks at the target"),
-        (Objective({"tv": 1.0}, weighting="selected"), "dense", "compares with a reference"),
+        (Objective({"ce": 1.0}, weighting="entropy"), "none", "entropy needs a target"),
+        (Objective({"tv": 1.0}, weighting="selected"), "dense", "needs a reference"),
     ],
 )
 def test_what_a_signal_cannot_serve_is_refused(

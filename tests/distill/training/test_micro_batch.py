@@ -27,9 +27,9 @@ from speculative.errors import UserError
 def test_what_divides() -> None:
     assert sizes_of(TrainConfig(batch_size=48), 4) == [1, 2, 3, 4, 6, 12]
     check_batches(TrainConfig(batch_size=32), 8)
-    with pytest.raises(UserError, match="does not divide among 3 ranks; set it to 33"):
+    with pytest.raises(UserError, match="is not divisible by 3 ranks; set it to 33"):
         check_batches(TrainConfig(batch_size=32), 3)
-    with pytest.raises(UserError, match=r"leave train\.micro_batch_size out"):
+    with pytest.raises(UserError, match=r"remove train\.micro_batch_size"):
         check_batches(TrainConfig(batch_size=32, micro_batch_size=32), 8)
 
 
@@ -67,7 +67,7 @@ def test_a_trial_step_is_as_wide_as_a_step_can_be_and_leaves_the_weights(tmp_pat
         ("auto", None, True, "bf16", None),
         ("auto", None, False, "no", None),
         ("auto", "bf16", False, "bf16", None),
-        ("no", "bf16", True, "no", "train.mixed_precision: no decides: no"),
+        ("no", "bf16", True, "no", "train.mixed_precision is no; using no"),
         ("auto", "fp16", True, "bf16", "the launcher asks for mixed_precision fp16"),
         ("bf16", "no", False, "bf16", None),
     ],

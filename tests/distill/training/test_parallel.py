@@ -194,7 +194,7 @@ def test_a_text_with_the_mask_token_is_refused(tmp_path: Path) -> None:
     (text,) = texts_of((9,))
     text.input_ids[1] = MASK
     run, target = Run(blocks_config(tmp_path), fresh_accelerator(tmp_path)), SimpleNamespace(tokenizer=tiny_tokenizer())
-    with pytest.raises(UserError, match=r"mask_token: a sequence to learn from holds token 0"):
+    with pytest.raises(UserError, match=r"mask_token: a training sequence contains token 0"):
         make_batches(run, target, (), [text] * 4, 64, mask_token=MASK)  # type: ignore[arg-type]
 
 

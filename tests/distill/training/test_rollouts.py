@@ -355,7 +355,7 @@ def test_a_draft_is_asked_in_the_dtype_that_it_is_served_in(tmp_path: Path) -> N
         ("cut", r"shard-00001\.rejected\.npz: missing or damaged"),
         ("empty", r"shard-00001\.rejected\.npz: missing or damaged"),
         ("gone", r"shard-00001\.rejected\.npz: missing or damaged"),
-        ("another", r"speculative-g00000: shards and their \.rejected\.npz files do not agree"),
+        ("another", r"speculative-g00000: shards and their \.rejected\.npz files do not match"),
     ],
 )
 def test_a_damaged_companion_is_refused_by_name(tmp_path: Path, harm: str, said: str) -> None:

@@ -234,4 +234,4 @@ def test_a_reference_of_another_vocabulary_is_refused(
     tiny_model().save_pretrained(tmp_path / "other")
     weighting = f"loss.weighting={{name: selected, reference: '{tmp_path / 'other'}'}}"
     assert train.main([str(tiny_config), "name=other-reference", weighting]) == 2
-    assert "50 vocabulary rows, the target has" in capsys.readouterr().err
+    assert "50 vocabulary rows, but the target has" in capsys.readouterr().err

@@ -456,10 +456,10 @@ def test_an_interrupted_step_is_saved_before_it_is_judged(
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
     config = run_config(tmp_path, train={"steps": 5})
     loop = before_step(make_loop(config), 1, press)
-    with pytest.raises(Interrupted, match="step-000002 is written"):
+    with pytest.raises(Interrupted, match="step-000002 is saved"):
         fit(loop)
     assert loop.judge.steps == [0]
-    assert "the launcher kills what still runs in 30 s" in capsys.readouterr().err
+    assert "the launcher kills all processes after 30 s" in capsys.readouterr().err
     assert finish(config).judge.steps == [2, 4, 5]  # type: ignore[attr-defined]
 
 
