@@ -1,4 +1,4 @@
-"""The micro-batches of a step: from the pools of the mix, by number of step alone.
+"""Micro-batches of a step, drawn from the pools of `data.mix`. They depend on the step number and the seed only.
 
 Legend: R response tokens, T positions, D hidden width.
 """
@@ -30,9 +30,9 @@ from distill.training.teacher import StoredTeacher, TeacherSource
 from speculative.engine.models import in_eval_mode
 from speculative.errors import UserError
 
-# Distances of hidden states, relative to their norm. Against a sequence alone, in other shapes, rounding differs, and in half
-# precision a token near a tie may go to another expert: the median must be small. Beside other neighbours, in the same shapes,
-# nearly nothing may change anywhere.
+# Distances of hidden states, relative to their norm. Compared with a sequence run alone, shapes and so rounding differ, and in half
+# precision a token near a tie may go to another expert, so only the median must be small (TOLERANCE). With other neighbours in the
+# same shapes, almost nothing may change at any position (LEAK).
 TOLERANCE, HALF_TOLERANCE = 1e-3, 5e-2
 LEAK, HALF_LEAK = 1e-4, 5e-3
 
@@ -46,7 +46,7 @@ def position_weighted(example: Example, half_life: float) -> Example:
 
 
 class BatchSource:
-    """What the loop asks for its micro-batches. The same sequences make a step however many ranks share them."""
+    """Source of micro-batches for the training loop. A step has the same sequences for any number of ranks."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class BatchSource:
         text_examples: Sequence[Example] | None = None,
         others: Sequence[tuple[float, Examples]] = (),
     ) -> None:
-        """`examples`: responses of the target; `others`: (weight, responses) of other targets. `rollouts` and `text_examples` are needed where `data.mix` has a share of them.
+        """`examples`: responses of the target; `others`: (weight, responses) of other targets. `rollouts` and `text_examples` are needed if `data.mix` has a share of them.
 
         Raises:
             UserError: a sequence that is longer than `train.packing`.
@@ -67,36 +67,36 @@ class BatchSource:
         own, shares = {"target": examples}, mix.model_dump()
         for place, (weight, of_other) in enumerate(others, 2):
             own[f"target {place}"], shares[f"target {place}"] = of_other, weight * mix.target
-        made = {"student": every, "speculative": every}  # by the draft, again after so many steps
+        made = {"student": every, "speculative": every}  # generated again by the draft every `every` steps
         pools = [Pool(name, share, made.get(name)) for name, share in shares.items() if share > 0]
-        # Whose sequences the teacher knows by number, and the number of their first.
+        # For each pool that the teacher knows by number: the number of its first sequence.
         counts = [len(given) for given in own.values()]
         self._first = dict(zip(own, itertools.accumulate(counts, initial=0), strict=False))
         self.config, self.pad_id, self.rank, self.ranks, self.rollouts = config, pad_id, run.rank, run.ranks, rollouts
         self.mixture = Mixture(pools, config.train.batch_size, config.seed)
-        # Whoever chose it sets it (`micro_batch.chosen_micro_batch`).
+        # Set by the caller of `micro_batch.chosen_micro_batch`.
         self.micro_batch_size = config.train.micro_batch_size or 1
-        # Told the micro-batches of a step before it is asked for them, in the thread that made them.
+        # Called with the micro-batches of the next step, in the thread that made them.
         self.read_ahead: Callable[[Sequence[Batch]], None] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="batches")
-        # (step, micro-batch size) of what it makes.
+        # ((step, micro-batch size), the micro-batches being made in the thread).
         self._ahead: tuple[tuple[int, int], Future[list[Batch]]] | None = None
-        self._held: dict[str, tuple[int, Examples]] = {}  # the generation of each pool that is at hand
+        self._held: dict[str, tuple[int, Examples]] = {}  # (generation, examples) of each pool in memory
         for name, given in (*own.items(), ("text", text_examples)):
             if name in self.mixture.pools:
                 self._hold(name, 0, () if given is None else given)
 
     def micro_batches(self, step: int, draft: Draft | None = None) -> list[Batch]:
-        """This rank's micro-batches of a step. All ranks call it: new rollouts are made here, by `draft`, when they are due.
+        """This rank's micro-batches of a step. All ranks call it, because `draft` makes new rollouts here when they are due.
 
-        Where no rollouts are, a thread makes those of the next step while this one is computed.
+        Without rollouts, a thread makes the micro-batches of the next step while this one is computed.
 
-        Without packing every micro-batch has `micro_batch_size` sequences; with it at most so many rows, and the last one of a
-        rank may be without response tokens. `indices` of a batch are numbers in `examples`, then `others`; -1 for other sequences.
+        Without packing every micro-batch has `micro_batch_size` sequences. With packing it has at most that many rows, and a rank's
+        last one may have no response tokens. `indices` of a batch number `examples` first, then `others`; other sequences have -1.
         """
         prepared, self._ahead = self._ahead, None
         if prepared is not None:
-            wait([prepared[1]])  # whoever it is for: two threads would plan at once
+            wait([prepared[1]])  # also if it is for another step: two threads must not plan at once
         known = prepared is not None and prepared[0] == (step, self.micro_batch_size)
         window = prepared[1].result() if prepared is not None and known else self._window(step, draft)
         if self.rollouts is None and step + 1 < self.config.train.steps:
@@ -168,7 +168,7 @@ class BatchSource:
         self._held[name] = generation, examples
 
     def _in_blocks(self, example: Example, step: int, place: int) -> Example:
-        """The example with how far the block of each of its tokens is asked: drawn by seed, step and place in the step alone."""
+        """The example with a random block depth for each token, drawn from the seed, the step and the place in the step only."""
         parallel = self.config.student.parallel
         if parallel is None:
             return example
@@ -183,10 +183,10 @@ class BatchSource:
 
 
 def check_packing(split: SplitModel) -> None:
-    """Compares hidden states of sequences packed into two rows with those of each alone, and with those beside other neighbours.
+    """Compare hidden states of packed sequences with those of each sequence alone, and with other neighbours in the row.
 
     Raises:
-        UserError: the architecture, or the attention implementation in use, lets packed sequences see each other.
+        UserError: the architecture, or the attention implementation in use, lets packed sequences attend to each other.
     """
     parameter = next(split.model.parameters())
     vocabulary = min(split.model.config.get_text_config().vocab_size, 997)
@@ -194,7 +194,9 @@ def check_packing(split: SplitModel) -> None:
     cuts = [(0, 7), (7, 16), (16, 18), (18, 22), (22, 36)]  # the first three make a row of 18, the last two another
     first = np.zeros(36, dtype=bool)
     first[[*range(7), *range(18, 22)]] = True
-    other_ids = np.where(first, (ids + 5) % vocabulary, ids)  # other first sequences, the same others behind them
+    other_ids = np.where(
+        first, (ids + 5) % vocabulary, ids
+    )  # the first sequence of each row differs, the ones after it are the same
     attention = getattr(split.model.config, "_attn_implementation", None)
     name, fix = f"{type(split.model).__name__} (attention: {attention})", "set train.packing to null"
 
@@ -236,12 +238,12 @@ def make_batches(
     mask_token: int | None = None,
     others: Sequence[tuple[float, Examples]] = (),
 ) -> BatchSource:
-    """The source of micro-batches, with rollouts and general text where the mix has a share of them.
+    """Make the source of micro-batches, with rollouts and general text if `data.mix` has a share of them.
 
-    ``teacher``: one that reads a store does so a step ahead. ``mask_token``: of a parallel draft. ``others``: as for `BatchSource`.
+    ``teacher``: a stored one reads the records of the next step in advance. ``mask_token``: of a parallel draft. ``others``: as for `BatchSource`.
 
     Raises:
-        UserError: sequences that are too long, or hold the mask token; general text that cannot be cut into windows.
+        UserError: sequences that are too long or contain the mask token; general text that cannot be cut into windows.
     """
     config, data, tokenizer, packing = run.config, run.config.data, target.tokenizer, run.config.train.packing
     rollouts, text = None, None

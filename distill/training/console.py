@@ -1,4 +1,4 @@
-"""What a person sees and presses while training: the progress line, and Ctrl-C."""
+"""Progress line and Ctrl-C handling during training."""
 
 import contextlib
 import os
@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 @contextlib.contextmanager
 def progress_line(word: str, total: int, done: int, show: bool) -> Iterator[Callable[[int, str], None]]:
-    """Gives a function (steps done, facts) that redraws the line; ``show`` is false on all ranks but one."""
+    """Yield a function (steps done, facts) that redraws the line. ``show`` is true on one rank only."""
     columns = (
         TextColumn(f"[bold]{word}"), BarColumn(bar_width=24), MofNCompleteColumn(), TextColumn("{task.fields[facts]}"),
         TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(),
@@ -24,10 +24,10 @@ def progress_line(word: str, total: int, done: int, show: bool) -> Iterator[Call
 
 
 class Interrupt:
-    """Ctrl-C sets a flag that the loop reads between steps; a second one stops at once."""
+    """Ctrl-C or SIGTERM sets a flag that the loop reads between steps. The second signal stops at once."""
 
     def __init__(self) -> None:
-        """Takes the handlers over until `restore`."""
+        """Install the signal handlers until `restore`."""
         self.requested = False
         self._previous = {number: signal.signal(number, self._handle) for number in (signal.SIGINT, signal.SIGTERM)}
 
@@ -44,6 +44,6 @@ class Interrupt:
             )
 
     def restore(self) -> None:
-        """Puts the earlier handlers back."""
+        """Restore the earlier handlers."""
         for number, handler in self._previous.items():
             signal.signal(number, handler)

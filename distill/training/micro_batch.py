@@ -1,4 +1,4 @@
-"""How many sequences go through one forward: given by `train.micro_batch_size`, else the most that a trial step finds room for."""
+"""Number of sequences in one forward: `train.micro_batch_size`, or the largest that fits in memory in a trial step."""
 
 import numpy as np
 import torch
@@ -14,18 +14,18 @@ from distill.training.module import DraftModule
 from distill.training.teacher import Teacher
 from speculative.errors import UserError
 
-# Where nothing is measured: on a CPU, whose memory has no such edge, and where a rank has only a piece of the draft.
+# Sizes without a trial step: on a CPU, which swaps instead of failing, and under FSDP2, where a rank holds only a shard of the draft.
 ON_CPU, SHARDED = 32, 4
-# Of the device's free memory. The rest is for what a trial does not show: fragments, the judge's caches, other programs.
+# Share of the device's free memory. The rest is for fragmentation, the judge's caches and other programs.
 SHARE = 0.9
-# Float32 numbers a trainable weight has beside itself and its gradient: AdamW's moments; the gradients' copy that ranks exchange.
+# Float32 numbers per trainable weight besides weight and gradient: AdamW's moments; the copy of the gradient that ranks exchange.
 MOMENTS, EXCHANGE = 2, 1
 
 
 def check_batches(train: TrainConfig, ranks: int) -> None:
-    """Raises UserError when the sequences of a step do not divide into micro-batches of all ranks."""
+    """Raise UserError if the sequences of a step cannot be divided evenly among ranks and micro-batches."""
     if train.packing is not None:
-        return  # A micro-batch is so many rows then, of however many sequences.
+        return  # With packing a micro-batch is a number of rows, each with any number of sequences.
     if train.micro_batch_size is None and train.batch_size % ranks:
         raise UserError(
             f"train.batch_size = {train.batch_size} is not divisible by {ranks} ranks; "
@@ -39,7 +39,7 @@ def check_batches(train: TrainConfig, ranks: int) -> None:
 
 
 def sizes_of(train: TrainConfig, ranks: int) -> list[int]:
-    """Micro-batches that divide a rank's share of a step, ascending."""
+    """Micro-batch sizes that divide a rank's share of a step, ascending."""
     share = max(1, train.batch_size // ranks)
     return [size for size in range(1, share + 1) if share % size == 0]
 
@@ -52,9 +52,9 @@ def chosen_micro_batch(
     teacher: Teacher | None,
     longest: int,
 ) -> int:
-    """Sequences of one forward, the same on every rank; all ranks call it, before the first update.
+    """Choose the number of sequences of one forward, the same on every rank. All ranks call it before the first update.
 
-    teacher: the target where it answers in this process while the draft learns. longest: tokens of the longest row.
+    teacher: the target if it runs in this process during training. longest: tokens of the longest row.
     """
     if train.micro_batch_size is not None:
         return train.micro_batch_size
@@ -72,7 +72,7 @@ def chosen_micro_batch(
 
     @find_executable_batch_size(starting_batch_size=sizes.pop(), reduce_batch_size_fn=lambda: sizes.pop())
     def fitting(size: int) -> int:
-        if not sizes:  # nothing smaller is left: the first step says whether it fits
+        if not sizes:  # no smaller size is left: the first step shows whether it fits
             return size
         torch.cuda.reset_peak_memory_stats(device)
         try:
@@ -84,14 +84,14 @@ def chosen_micro_batch(
         return size
 
     found = fitting()
-    # The ranks' devices need not be equally free. Each holds the same sizes, so the smallest choice is one of everybody's.
+    # Free memory can differ between ranks. All have the same list of sizes, so the smallest choice is valid for every rank.
     agreed = int(accelerator.gather(torch.tensor([found], device=device)).min())
     accelerator.print(f"micro-batch: {agreed} sequences of up to {longest:,} tokens (train.micro_batch_size)")
     return agreed
 
 
 def trial_batch(size: int, longest: int, module: DraftModule) -> Batch:
-    """So many rows as long as any can be, every token but the first to be learnt: the most a micro-batch asks for."""
+    """A batch of `size` rows of the maximum length where every token but the first is learnt: the worst case for memory."""
     ids, learnt, survival = (
         np.arange(longest) % module.inner.config.get_text_config().vocab_size,
         np.arange(longest) > 0,
@@ -104,9 +104,9 @@ def trial_batch(size: int, longest: int, module: DraftModule) -> Batch:
 
 
 def trial_step(accelerator: Accelerator, module: DraftModule, teacher: Teacher | None, batch: Batch) -> None:
-    """Forward and backward on this rank alone; weights stay as they are, gradients are left behind."""
+    """Run forward and backward on this rank only. Weights do not change; the gradients stay for the caller to clear."""
     batch = batch.to(accelerator.device)
-    # Without the target: the draft's own word, dense. What a store says is smaller.
+    # Without a target the draft's own dense logits take its place; a stored signal needs less memory.
     split = teacher.split if teacher is not None else SplitModel(module.inner)
     with torch.no_grad():
         hidden_BTD = split.hidden(batch.input_ids_BT)
@@ -116,6 +116,6 @@ def trial_step(accelerator: Accelerator, module: DraftModule, teacher: Teacher |
         with accelerator.autocast():
             loss, _, _ = module(batch, signal)
         loss.backward()
-    finally:  # also where memory ran out
+    finally:  # also if memory ran out
         if module.survival is not None:
             module.survival.forget()

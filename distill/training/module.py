@@ -1,4 +1,4 @@
-"""The module that trains: a student and its objective, wrapped so that every gradient passes Accelerate's hooks."""
+"""The trained module: a student and its objective in one forward, so that every gradient passes Accelerate's hooks."""
 
 import copy
 from dataclasses import dataclass
@@ -24,23 +24,23 @@ from speculative.engine.models import mask_token_of, masked_pass
 
 @dataclass(frozen=True)
 class Adapter:
-    """Adapters that are written as a peft directory, beside a checkpoint's merged student. Their base is the run's first student."""
+    """Adapters saved as a peft directory next to a checkpoint's merged student. Their base is the run's first student."""
 
     student: Any
 
     def save_pretrained(self, folder: str) -> None:
-        """Names the base by its place in the run, so that a run may be moved."""
+        """Save with the base as a path relative to the run, so that the run can be moved."""
         config = self.student.peft_config[self.student.active_adapter]
         config.base_model_name_or_path = f"../../{step_folder(Path(), 0).name}/{STUDENT}"
-        # Else the library looks at the hub for whether the vocabulary grew; the base has the rows that the adapter was trained on.
+        # Otherwise peft asks the hub whether the vocabulary grew. The base already has the rows that the adapter was trained on.
         self.student.save_pretrained(folder, save_embedding_layers=False)
 
 
 class DraftModule(nn.Module):
-    """What Accelerate wraps: its forward makes the loss, so that every parameter's gradient passes the wrapper's hooks."""
+    """The module that Accelerate wraps. Its forward returns the loss, so every gradient passes the wrapper's hooks."""
 
     def __init__(self, student: nn.Module, objective: Objective, survival: Survival | None = None) -> None:
-        """``student`` is a causal LM, or a peft model around one. ``survival``: of a parallel draft, which its config names a mask token for."""
+        """``student`` is a causal LM, or a peft model around one. ``survival``: for a parallel draft, whose config has a mask token."""
         super().__init__()
         self.student = student
         self.objective = objective
@@ -49,21 +49,21 @@ class DraftModule(nn.Module):
         # A peft model wraps a causal LM whose layers carry the adapters in place.
         adapted: Any = student
         inner: Any = adapted.get_base_model() if hasattr(student, "get_base_model") else student
-        # In a tuple: a plain attribute, not a second registration of the same module.
+        # A tuple keeps the attribute from being registered as a second copy of the module.
         self._split = (SplitModel(inner),)
 
     @property
     def inner(self) -> PreTrainedModel:
-        """The causal LM that trains, inside its adapters if it has any."""
+        """The trained causal LM, without the peft wrapper."""
         return self._split[0].model
 
     def forward(
         self, batch: Batch, signal: Signal | None = None, reference: DenseSignal | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(summed loss, summed acceptance, what it may be off by) over the R tokens of a micro-batch, the last two over its answers.
+        """(summed loss, summed acceptance, its possible error) of a micro-batch. The loss covers all R tokens, the others response tokens only.
 
-        The acceptance is the server's; with a sampled signal the overlap at the loss's temperature stands for it. With `depths_BT` each
-        position's block is asked for so many tokens at once (`distill/loss/offsets.py`); the acceptance is that of their first.
+        The acceptance is at the serving settings; with a sampled signal it is the overlap at the loss's temperature. With `depths_BT`
+        each position starts a block of that many tokens (`distill/loss/offsets.py`), and the acceptance is that of the first.
         """
         split, rows_R, labels_R = self._split[0], batch.rows_R, batch.labels_R
         weights_R, answers_R, depths_BT = batch.weights_R, batch.answers_R, batch.depths_BT
@@ -95,7 +95,7 @@ class DraftModule(nn.Module):
         return loss, accepted, slack_R[chosen].double().sum()
 
     def _asked(self, input_ids_BT: Tensor, rows_R: Tensor, depths_BT: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Of the R rows of offset 1, then of the tokens behind, start after start: (hidden states, row of the same label, offset)."""
+        """(hidden states, row with the same label, offset): first for the R rows of offset 1, then for later offsets, start by start."""
         mask_token, length = mask_token_of(self.inner.config), input_ids_BT.shape[1]
         assert mask_token is not None
         masked = masked_pass(self.inner, input_ids_BT, depths_BT, mask_token)
@@ -116,7 +116,7 @@ class DraftModule(nn.Module):
     def _note_survival(
         self, depths_BT: Tensor, rows_R: Tensor, student: Student, signal: Signal | None, labels_R: Tensor
     ) -> None:
-        """Looks at one block of each text, the first of its deepest, and notes how far a server would keep it."""
+        """Record how far a server would keep one block of each text, the first of the deepest ones."""
         assert self.survival is not None
         depths_B, starts_B = depths_BT.max(-1)
         flat_B = starts_B + torch.arange(len(depths_B), device=starts_B.device) * depths_BT.shape[1]
@@ -131,7 +131,7 @@ class DraftModule(nn.Module):
         self.survival.note(survival_sums(kept_BJ, depths_B))
 
     def adapter(self) -> Adapter | None:
-        """The adapters alone, of a peft student."""
+        """The adapters of a peft student; None for other students."""
         return Adapter(self.student) if hasattr(self.student, "peft_config") else None
 
     def exported(self) -> PreTrainedModel:
@@ -143,7 +143,7 @@ class DraftModule(nn.Module):
 
 
 def _numbers(rows_R: Tensor, like_BT: Tensor) -> Tensor:
-    """(B x T,) the number of each flattened position's row; 0 where it has none."""
+    """Row number of each flattened position, 0 for positions without a row. (B x T,)"""
     return torch.zeros(like_BT.numel(), dtype=rows_R.dtype, device=rows_R.device).scatter_(
         0, rows_R, torch.arange(len(rows_R), device=rows_R.device)
     )

@@ -12,7 +12,7 @@ from transformers import get_cosine_with_min_lr_schedule_with_warmup
 from distill.config.sections import OptimConfig
 from speculative.errors import UserError
 
-# (trainable parameters up to, peak learning rate of AdamW when all weights train, with adapters). The first two rows are from our own
+# (parameters up to, peak learning rate of AdamW if all weights train, with adapters). The first two rows are from our own
 # sweeps on the embedded and other small targets (docs/training.md); the others follow common practice for models of that size.
 DEFAULT_LR = (
     (5_000_000, 2e-3, 2e-3),
@@ -21,7 +21,7 @@ DEFAULT_LR = (
     (2_000_000_000, 1e-4, 2e-4),
     (float("inf"), 5e-5, 1e-4),
 )
-# A gradient norm is compared with the median of so many before it, and not before so many were seen.
+# Number of earlier gradient norms in the median, and the least number before a norm is compared with it.
 SPIKE_WINDOW, SPIKE_LEAST = 64, 16
 
 
@@ -34,12 +34,12 @@ def default_lr(module: nn.Module) -> float:
 
 
 def make_optimizers(module: nn.Module, optim: OptimConfig) -> list[torch.optim.Optimizer]:
-    """Optimizers of all that is trainable, at one learning rate.
+    """Make the optimizers of all trainable parameters, with one learning rate.
 
     Weight decay: `weight_decay` on the layers' matrices, `embedding_weight_decay` on embeddings and head, none on vectors.
-    `adamw`: one AdamW, fused where torch has it for the device. `adamw8bit`: its moments in blocks of 8 bits (torchao).
-    `muon`: Muon (orthogonalised momentum, arXiv 2502.16982) for the matrices of the layers, its updates scaled to AdamW's size
-    so that the same learning rate serves; AdamW for embeddings, head and vectors.
+    `adamw`: one AdamW, fused if torch supports it on the device. `adamw8bit`: AdamW with 8-bit moments (torchao).
+    `muon`: Muon (orthogonalised momentum, arXiv 2502.16982) for the matrices of the layers, with updates scaled to AdamW's size
+    so that the same learning rate works; AdamW for embeddings, head and vectors.
 
     Raises:
         UserError: adamw8bit without torchao.
@@ -47,7 +47,7 @@ def make_optimizers(module: nn.Module, optim: OptimConfig) -> list[torch.optim.O
     lr = optim.lr if optim.lr is not None else default_lr(module)
     matrices, tables, vectors = parameter_groups(module)
     table_decay = optim.weight_decay if optim.embedding_weight_decay is None else optim.embedding_weight_decay
-    # Muon knows matrices only: stacked experts and convolutions stay with AdamW.
+    # Muon takes matrices only; stacked experts and convolutions use AdamW.
     orthogonal = [p for p in matrices if p.dim() == 2] if optim.name == "muon" else []
     chosen = {id(p) for p in orthogonal}
     groups = [
@@ -101,16 +101,16 @@ def make_schedules(optimizers: list[torch.optim.Optimizer], optim: OptimConfig, 
 
 
 class SpikeGuard:
-    """Says which gradient norms are out of all proportion to the recent ones. Its memory is part of a checkpoint."""
+    """Detect gradient norms far above the recent median. The recent norms are part of a checkpoint."""
 
     def __init__(self, factor: float) -> None:
-        """A norm above ``factor`` times the median of the last 64 is a spike; 0 = nothing is."""
+        """A norm above ``factor`` times the median of the last 64 is a spike; 0 disables the check."""
         self.factor = factor
         self.norms: deque[float] = deque(maxlen=SPIKE_WINDOW)
         self.skipped_in_a_row = 0
 
     def is_spike(self, norm: float) -> bool:
-        """Looks at a norm, and remembers it unless it is a spike."""
+        """Whether the norm is a spike. Other norms are added to the history."""
         spike = bool(self.factor) and len(self.norms) >= SPIKE_LEAST and norm > self.factor * self.median()
         if spike:
             self.skipped_in_a_row += 1
@@ -120,11 +120,11 @@ class SpikeGuard:
         return spike
 
     def median(self) -> float:
-        """Of the remembered norms; 0 without any."""
+        """Median of the recorded norms; 0 if there are none."""
         return statistics.median(self.norms) if self.norms else 0.0
 
     def forget(self) -> None:
-        """Another objective begins: its norms may be of another size."""
+        """Clear the history when another objective starts, because its norms can have another scale."""
         self.norms.clear()
         self.skipped_in_a_row = 0
 
@@ -139,5 +139,5 @@ class SpikeGuard:
 
 
 def weight_average(student: nn.Module, decay: float) -> AveragedModel:
-    """A copy of the student that follows it as an exponential moving average: call `update_parameters` behind each step."""
+    """A copy of the student that follows it as an exponential moving average: call `update_parameters` after each step."""
     return AveragedModel(student, multi_avg_fn=get_ema_multi_avg_fn(decay))

@@ -1,4 +1,4 @@
-"""What the machine did: a profiler trace on request, and the share of the GPU's peak that training used (MFU)."""
+"""Profiler traces, and model FLOPs utilisation (MFU)."""
 
 import contextlib
 import os
@@ -16,7 +16,7 @@ from data.files import write_bytes
 _HALF = (torch.bfloat16, torch.float16, "bf16", "fp16")
 TRACE, TABLE = "trace.json.gz", "operations.txt"
 _TOP_ROWS = 40
-# Dense bf16 tensor FLOP/s in units of 1e12; the first pattern found in the device's name holds. See `peak_flops`.
+# Dense bf16 tensor FLOP/s in units of 1e12; the first pattern that matches the device's name is used. See `peak_flops`.
 _PEAK_TFLOPS: dict[str, float] = {
     r"\bgb[23]00\b": 2500.0,
     r"\bb[23]00\b": 2250.0,
@@ -33,7 +33,7 @@ _PEAK_TFLOPS: dict[str, float] = {
     r"\bl40\b": 181.05,
     r"\bl4\b": 121.0,
     r"\brtx 6000 ada\b": 364.25,
-    r"\brtx 4090$": 165.2,  # to the end: the laptop's is another chip
+    r"\brtx 4090$": 165.2,  # anchored: the laptop GPU is another chip
     r"\brtx 3090$": 71.0,
     r"\bmi3(00|25)x\b": 1307.4,
 }
@@ -73,10 +73,9 @@ def _write(profiler: Any, folder: Path, device: torch.device) -> None:
 
 
 def peak_flops(device_name: str, dtype: torch.dtype | str) -> float | None:
-    """FLOP/s that a GPU can do at most in a dtype (or Accelerate's name of a mixed precision); None when it is not known.
+    """Peak FLOP/s of a GPU in a dtype (or Accelerate's name of a mixed precision); None if unknown.
 
-    Dense bf16 (and float16, which is as fast on all of these) with float32 accumulation, without the sparsity that vendors'
-    headlines double them by. NVIDIA data sheets: B200 and B300 boards, GB200 and GB300 superchips ("Blackwell architecture
+    Dense bf16 (float16 is as fast on all of these) with float32 accumulation, without sparsity, which would double the numbers. NVIDIA data sheets: B200 and B300 boards, GB200 and GB300 superchips ("Blackwell architecture
     technical brief"), H100 and H200 ("H100 Tensor Core GPU datasheet", SXM unless the name says PCIe or NVL), H20, A100, A40,
     A30, A10, RTX A6000, L4, L40, L40S; "Ada GPU architecture" (RTX 4090, RTX 6000 Ada) and "GA102 whitepaper" (RTX 3090); AMD
     "Instinct MI300X" and "MI325X" data sheets. float32 is left out: whether tensor cores serve it is a setting.
@@ -88,8 +87,8 @@ def peak_flops(device_name: str, dtype: torch.dtype | str) -> float | None:
 
 
 class _Products(TorchDispatchMode):
-    """Adds up the FLOPs of every operation that torch's table knows. Its own counter cannot be used: a loss that takes gradients
-    chunk by chunk stops it.
+    """Sum the FLOPs of every operation in torch's table. torch's own counter fails on a loss that takes gradients
+    chunk by chunk.
     """
 
     def __init__(self) -> None:
@@ -104,10 +103,10 @@ class _Products(TorchDispatchMode):
 
 
 class FlopMeter:
-    """Model FLOPs utilisation (arXiv 2204.02311, appendix B), by what torch counts in the first step of a process.
+    """Model FLOPs utilisation (arXiv 2204.02311, appendix B), from the operations that torch counts in the first step of a process.
 
-    Everything that is multiplied is counted: attention, the teacher, what activation checkpointing repeats. Nothing is counted, and
-    MFU is not known, on a CPU, on a GPU whose peak is not known, and under train.compile, whose kernels cannot be seen.
+    The count includes attention, the teacher, and what activation checkpointing recomputes. There is no MFU on a CPU, on a GPU
+    with an unknown peak, and with train.compile, whose kernels cannot be counted.
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype | str, compiled: bool = False) -> None:
@@ -117,7 +116,7 @@ class FlopMeter:
 
     @contextlib.contextmanager
     def counted(self, positions: int) -> Iterator[None]:
-        """Around forward and backward of one step's ``positions`` tokens on this rank."""
+        """Count FLOPs in the block, which is forward and backward of a step with ``positions`` tokens on this rank."""
         if self.peak is None or self.per_position is not None:
             yield
             return
@@ -126,7 +125,7 @@ class FlopMeter:
         self.per_position = counted.flops / max(positions, 1)
 
     def mfu(self, positions_per_second: float, ranks: int) -> float | None:
-        """FLOP/s that the models need over what all GPUs can do, 0 .. 1; ``positions_per_second`` is over all ranks."""
+        """Achieved FLOP/s divided by the peak of all GPUs, 0 .. 1; ``positions_per_second`` is over all ranks."""
         if self.peak is None or self.per_position is None:
             return None
         return positions_per_second * self.per_position / (self.peak * ranks)

@@ -1,10 +1,10 @@
-"""Sequences made while training: the draft's own responses, and the target's decoded speculatively by the present draft.
+"""Sequences generated during training: the draft's own responses, and responses of the target decoded with the current draft.
 
-run/rollouts/NAME-g00003/   a token store like the target's responses; beside each shard of speculative ones a small file that says
-                            which drafted tokens were rejected
+run/rollouts/NAME-g00003/   a token store like the target's responses; each speculative shard has a small file that lists
+                            which draft tokens were rejected
 
-A *generation* serves `data.rollouts.every` steps. It is made once by the draft of the first step that needs it, and read from disk
-by a run that is resumed in between, so the resumed run sees the same sequences.
+A *generation* is used for `data.rollouts.every` steps. The draft of the first of these steps generates it, and a resumed run reads it
+from disk, so the resumed run sees the same sequences.
 """
 
 import io
@@ -37,15 +37,15 @@ from speculative.rules.sampling import SamplingSettings
 
 ROLLOUT_FORMAT = 1
 Kind = Literal["student", "speculative"]
-# Of the module that trains: an ordinary causal LM of its present weights, made when it is asked for.
+# Returns an ordinary causal LM with the current weights of the trained module.
 Draft = Callable[[], PreTrainedModel]
 
 
 def rejected_positions(response: Response) -> list[int]:
-    """Positions of the response at which a drafted token was tried and refused: the token there is the target's correction.
+    """Positions of the response where a draft token was rejected; the token there is the target's correction.
 
-    A block emits its accepted tokens and one more: a correction when it had more drafted ones, else a bonus that no drafted token
-    was tried against. What a cut took away is not there.
+    A block emits its accepted tokens and one more: a correction if a draft token was rejected, else a bonus token.
+    Positions beyond the end of a cut response are left out.
     """
     found, start = [], 0
     for drafted, accepted in zip(response.drafted_counts, response.accepted_counts, strict=True):
@@ -58,17 +58,17 @@ def rejected_positions(response: Response) -> list[int]:
 def chosen_prompts(
     prompts: Sequence[RenderedPrompt], count: int, seed: int, generation: int
 ) -> Sequence[RenderedPrompt]:
-    """At most `count` prompts of a generation: the next ones of a fixed shuffled order, from the start again at its end."""
+    """At most `count` prompts of a generation: the next ones in a fixed shuffled order, which wraps around."""
     order = np.random.default_rng([seed, len(prompts)]).permutation(len(prompts))
     count = min(count, len(prompts))
     return [prompts[order[(generation * count + place) % len(prompts)]] for place in range(count)]
 
 
 class Rollouts:
-    """Makes the generations of a run, every rank its shards, and reads them back."""
+    """Generate and read the generations of a run. Each rank generates its own shards."""
 
     def __init__(self, run: Run, target: PreTrainedModel, tokenizer: Any, prompts: Sequence[RenderedPrompt]) -> None:
-        """Nothing is read or written yet."""
+        """Nothing is read or written here."""
         self.run, self.config, self.target = run, run.config, target
         self.prompts, self.folder = prompts, run.folder / ROLLOUTS
         self.identity = {
@@ -79,7 +79,7 @@ class Rollouts:
 
     @property
     def longest(self) -> int:
-        """Tokens that a rollout may have with its prompt."""
+        """Maximum tokens of a rollout including its prompt."""
         most = self.config.data.rollouts.max_tokens or self.config.serving.max_tokens
         return int(prompt_lengths(self.prompts).max()) + most
 
@@ -95,7 +95,7 @@ class Rollouts:
     def speculative(self, generation: int, draft: Draft) -> list[Example]:
         """The target's responses decoded with the draft at the serving settings.
 
-        Their text is distributed as the target's alone. The positions where a drafted token was rejected weigh
+        Their text has the distribution of the target alone. Positions where a draft token was rejected have weight
         `data.rollouts.rejected_weight`, all others 1.
 
         Raises:
@@ -110,7 +110,7 @@ class Rollouts:
 
     def _settings(self, kind: Kind, generation: int) -> DecodeSettings:
         rollouts, serving = self.config.data.rollouts, self.config.serving
-        # Training and held-out responses are drawn with the run's seed and the next one; no generation uses either.
+        # Training and held-out responses use the run's seed and the next one, so no generation may use either.
         seed = self.config.seed + 2**32 * (1 + 2 * generation + (kind == "speculative"))
         settings = DecodeSettings(
             max_tokens=rollouts.max_tokens or serving.max_tokens, eos_ids=end_token_ids(self.target), seed=seed, fit_context=True
@@ -124,7 +124,7 @@ class Rollouts:
         return replace(settings, sampling=sampling, rule=rule, gamma=rollouts.gamma)
 
     def _generation(self, kind: Kind, generation: int, draft: Draft) -> tuple[list[Row], Store]:
-        """Rows and store of a generation; this rank makes its share of the shards that are missing."""
+        """Rows and store of a generation; this rank generates its share of the missing shards."""
         settings, serving = self._settings(kind, generation), self.config.serving
         prompts = chosen_prompts(self.prompts, self.config.data.rollouts.prompts, self.config.seed, generation)
         manifest = self.identity | {
@@ -142,7 +142,7 @@ class Rollouts:
             store.open(manifest)
             return not store.present(keys).all()
 
-        # The main process looks, before the first rank writes: all of them make the draft whole together, or none.
+        # Only the main process looks, before any rank writes: gathering the draft needs all ranks or none.
         if self.run.seen(lacking):
             self._make(kind, store, plan, settings, self._as_served(draft()))
         self.run.wait()
@@ -154,7 +154,7 @@ class Rollouts:
         return store.read(), store
 
     def _as_served(self, draft: PreTrainedModel) -> PreTrainedModel:
-        """The draft in the dtype that it is served in; itself when that is how it trains."""
+        """The draft in the dtype it is served in; the draft itself if it already has that dtype."""
         target = self.target
         return draft if draft.dtype == target.dtype else cast_copy(draft, (target.dtype,), target.device)
 
@@ -170,7 +170,7 @@ class Rollouts:
         )  # fmt: skip
 
     def _delete_old(self, kind: Kind, generation: int) -> None:
-        """Deletes generations that neither this one's predecessor nor a resume from the last checkpoint could ask for."""
+        """Delete generations older than the previous one that a resume from the last checkpoint cannot need."""
         resumable = checkpoint.last_resumable(self.run.folder)
         oldest = generation - 1
         if resumable is not None:
@@ -181,12 +181,12 @@ class Rollouts:
 
 
 def rejected_path(shard: Path) -> Path:
-    """The file beside a shard that holds its rejections."""
+    """Path of the file that holds a shard's rejections."""
     return shard.with_suffix(".rejected.npz")
 
 
 def write_rejected(shard: Path, responses: Sequence[Response]) -> None:
-    """Writes which response tokens of a shard replaced a rejected drafted one, whole or not at all.
+    """Write which response tokens of a shard replaced a rejected draft token. The write is atomic.
 
     Raises:
         UserError: disk full or folder not writable.

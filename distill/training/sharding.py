@@ -1,7 +1,7 @@
-"""Weights in pieces over the ranks: the draft under FSDP2, the target's layers under torch's `fully_shard`.
+"""Weights sharded over ranks: the draft under FSDP2, the target's layers under torch's `fully_shard`.
 
-Accelerate drives FSDP2; this file holds what it leaves open, so that the loop's step is the same exact step under it: which
-modules become units, in which arithmetic, how the whole model is put together again, and a state of many ranks read by one.
+Accelerate runs FSDP2. This file adds what Accelerate leaves open, so that a step gives the same result as without sharding: which
+modules become units, the precision, how the whole model is gathered, and how one rank reads a state written by many.
 """
 
 import os
@@ -33,13 +33,13 @@ from distill.training.module import DraftModule
 from speculative.errors import UserError
 
 PLAIN = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
-SHARDED_STATE = "pytorch_model_fsdp_0"  # the folder that accelerate's sharded state has in place of a weights file
+SHARDED_STATE = "pytorch_model_fsdp_0"  # accelerate writes this folder for a sharded state, instead of a weights file
 
 
 def settled_precision(wanted: str) -> tuple[str, str | None]:
-    """(mixed precision for Accelerate, a line where the launcher asks for another one) of `train.mixed_precision`.
+    """(mixed precision for Accelerate, a message if the launcher asks for another one) for `train.mixed_precision`.
 
-    auto: bf16 on a GPU that has it, or where the launcher says so. native: also on a CPU that has instructions for it; without
+    auto: bf16 on a GPU that supports it, or if the launcher asks for it. native: also on a CPU with bf16 instructions; without
     them bfloat16 products take several times as long as float32 ones.
     """
     asked = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
@@ -56,10 +56,10 @@ def settled_precision(wanted: str) -> tuple[str, str | None]:
 
 
 def launched_plugin() -> FullyShardedDataParallelPlugin | None:
-    """What `Accelerator(fsdp_plugin=...)` is given: the launcher's FSDP2 settings, None where it asks for none.
+    """The launcher's FSDP2 settings for `Accelerator(fsdp_plugin=...)`; None if the launcher does not ask for FSDP.
 
     Raises:
-        UserError: a setting with which it would train something else than was asked for.
+        UserError: a setting that would change what is trained.
     """
     if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() != "true":
         return None
@@ -78,7 +78,7 @@ def launched_plugin() -> FullyShardedDataParallelPlugin | None:
         if refused:
             raise UserError(words)
     # Accelerate's own policy rounds the loss and the reduced gradients to bfloat16. Here weights and sums stay float32 and
-    # autocast does the rest, so that a sharded step is the same step.
+    # autocast sets the precision of products, so a sharded step gives the same result.
     plugin.mixed_precision_policy = MixedPrecisionPolicy()
     return plugin
 
@@ -86,13 +86,12 @@ def launched_plugin() -> FullyShardedDataParallelPlugin | None:
 def settle_launcher(
     accelerator: Accelerator, optim: OptimConfig, plugin: FullyShardedDataParallelPlugin | None
 ) -> None:
-    """Accepts what the launcher asks for, or says what to change. ``plugin``: `launched_plugin`'s.
+    """Check the launcher's settings. ``plugin``: the result of `launched_plugin`.
 
-    Accelerate turns FSDP on for accelerators only and would train plainly on CPU ranks without a word; it runs there too, so it
-    is turned on here.
+    Accelerate turns FSDP on for accelerators only and silently ignores it on CPU ranks. FSDP runs there too, so it is turned on here.
 
     Raises:
-        UserError: an engine that is not known here, or an optimizer that it cannot have.
+        UserError: an unsupported kind of launch, or an optimizer that does not work with FSDP.
     """
     kind = accelerator.distributed_type
     if kind not in (*PLAIN, DistributedType.FSDP):
@@ -108,17 +107,17 @@ def settle_launcher(
             "optim.ema: the average needs whole weights, which FSDP splits; set it to 0, or use configs/accelerate/ddp.yaml"
         )
     accelerator.state.fsdp_plugin = plugin
-    # Both: a later AcceleratorState() copies the process's kind over its own.
+    # Set both: a later AcceleratorState() copies the process's type over its own.
     accelerator.state.distributed_type = PartialState().distributed_type = DistributedType.FSDP
 
 
 def prepare(
     accelerator: Accelerator, module: DraftModule, optimizers: Sequence[torch.optim.Optimizer]
 ) -> tuple[Any, list[Any]]:
-    """(wrapped module, wrapped optimizers).
+    """Wrap module and optimizers with Accelerate: (wrapped module, wrapped optimizers).
 
-    Under FSDP2 each decoder layer is a unit; embeddings, norm and head are one more, the root's: whole from the start of the
-    forward to the end of the backward, so the loss may use the head's weight outside the head's own forward.
+    Under FSDP2 each decoder layer is a unit. Embeddings, norm and head form the root unit, which stays gathered from the start of
+    the forward to the end of the backward, so the loss can use the head's weight outside the head's forward.
     """
     if accelerator.is_fsdp2:
         module._no_split_modules = sorted({type(layer).__name__ for layer in layer_list(module.inner)[1]})  # type: ignore[assignment]
@@ -127,16 +126,16 @@ def prepare(
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """A tensor put together from the ranks' pieces (all ranks call it); any other as it is."""
+    """Gather a sharded tensor (all ranks call it); return any other tensor as it is."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def full_module(
     accelerator: Accelerator, wrapped: Any, module: DraftModule, everywhere: bool = False
 ) -> DraftModule | None:
-    """The draft with all of its weights on the main process (or ``everywhere``), None elsewhere. All ranks call it.
+    """The draft with all of its weights on the main process (or on every rank if ``everywhere``), None elsewhere. All ranks call it.
 
-    Without sharding that is ``module`` itself; with it a copy, on the process's device.
+    Without sharding it is ``module`` itself, with sharding a copy on the process's device.
     """
     wanted = everywhere or accelerator.is_main_process
     if not accelerator.is_fsdp2:
@@ -159,26 +158,26 @@ def _rebuilt(module: DraftModule, state: dict[str, Any]) -> DraftModule:
     (fresh.get_base_model() if hasattr(fresh, "get_base_model") else fresh).tie_weights()
     for layer in fresh.modules():
         for name, rows in getattr(layer, "token_indices", {}).items():
-            # What peft keeps of rows that train by themselves (a mask token's) was copied before there were weights.
+            # peft copied its separately trained rows (the mask token's) before the weights were loaded.
             layer.trainable_tokens_original[name] = layer.get_base_layer().weight.data[rows].clone()
     return DraftModule(fresh, module.objective)
 
 
 def whole_draft(accelerator: Accelerator, wrapped: Any, module: DraftModule) -> PreTrainedModel:
-    """The draft as rollouts need it: an ordinary model of the present weights on every rank, adapters merged. All ranks ask together."""
+    """An ordinary model with the current weights on every rank, adapters merged, for rollouts. All ranks call it together."""
     full = full_module(accelerator, wrapped, module, everywhere=True)
     assert full is not None
     return full.exported()
 
 
 def load_state(accelerator: Accelerator, wrapped: Any, optimizers: Sequence[Any], folder: Path) -> None:
-    """`accelerator.load_state` for any number of ranks, also for one that reads what FSDP2 ranks wrote.
+    """`accelerator.load_state` for any number of ranks, including one rank that reads a state written by FSDP2 ranks.
 
-    Weights, optimizer and schedule do not depend on the number of ranks. Random numbers (dropout) do: a rank without a state
-    of its own goes on from the run's seed.
+    Weights, optimizer and schedule do not depend on the number of ranks. Random numbers (dropout) do: a rank without a saved
+    state starts from the run's seed.
 
     Raises:
-        UserError: FSDP2 ranks read what was written without it.
+        UserError: FSDP2 ranks read a state that was written without FSDP2.
     """
     sharded = (folder / SHARDED_STATE).exists()
     if sharded and not accelerator.is_fsdp2:
@@ -198,11 +197,10 @@ def load_state(accelerator: Accelerator, wrapped: Any, optimizers: Sequence[Any]
 
 
 def sharded_teacher(run: Run, target: Target) -> PreTrainedModel:
-    """The target with each decoder layer cut over the ranks; embeddings and head are whole on each. All ranks call it.
+    """The target with each decoder layer sharded over the ranks; every rank has the whole embeddings and head. All ranks call it.
 
-    The main process alone reads the weights, into its own memory, and hands out the pieces: no device ever holds the whole, and
-    whoever wants that (to judge live) loads it when the pieces are gone. Every forward needs all ranks at once, the same number
-    of times each: as in training.
+    Only the main process reads the weights, into host memory, and sends each rank its shards, so no device holds the whole target.
+    Live judging loads the whole target after the shards are freed. All ranks must run the same number of forwards together.
 
     Raises:
         UserError: an architecture without a list of layers; quantised weights.

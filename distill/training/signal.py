@@ -1,4 +1,4 @@
-"""Who speaks for the target while the draft learns, and the run's store of what it said."""
+"""Make the teacher of a run: the target itself, or the run's store of its probabilities."""
 
 from collections.abc import Sequence
 
@@ -20,19 +20,19 @@ from distill.run.run import Run
 from distill.training.teacher import CapturingTeacher, JoinedTeacher, StoredTeacher, Teacher, TeacherSource
 from speculative.errors import UserError
 
-# Sequences of a forward without gradients, where train.micro_batch_size does not say.
+# Sequences of a forward without gradients if train.micro_batch_size is not set.
 FILLED_AT_ONCE = 32
 
 
 def open_signal_store(
     run: Run, examples: Examples | Sequence[Example], facts: TargetFacts, *, repair: bool
 ) -> SignalStore:
-    """The run's signal, beside its responses, open on every rank. What is known of other examples stays there.
+    """Open the run's signal store, next to its responses, on every rank. Signals of other examples stay in the store.
 
-    ``repair``: whoever makes what is missing; what is damaged is then missing too. Otherwise it must be complete.
+    ``repair``: for callers that compute missing signals; damaged ones then count as missing. Otherwise the store must be complete.
 
     Raises:
-        UserError: not there or not complete (the command is named).
+        UserError: missing or incomplete; the message has the command that makes it.
     """
     config = run.config
     store, examples = SignalStore(run.folder / RESPONSES / TRAINING), as_examples(examples)
@@ -49,7 +49,7 @@ def open_signal_store(
 
 
 def check_signal(signal: SignalConfig, vocab_rows: int) -> None:
-    """Raises UserError when more is to be stored of each token than the target's vocabulary has."""
+    """Raise UserError if signal.k is above the target's vocabulary size."""
     if signal.source != "online" and signal.kind == "topk" and signal.k > vocab_rows:
         raise UserError(
             f"signal.k = {signal.k}: the target's vocabulary has {vocab_rows} tokens; set it to at most {vocab_rows}"
@@ -57,9 +57,9 @@ def check_signal(signal: SignalConfig, vocab_rows: int) -> None:
 
 
 def fill(run: Run, store: SignalStore, target: Target, examples: Examples) -> None:
-    """Captures what the store lacks, this rank its share: micro-batches of like length, the longest first.
+    """Compute this rank's share of the missing signals, in micro-batches of similar length, the longest first.
 
-    What an earlier run left is checked first, by each rank a share. The target's weights are not touched when nothing is missing.
+    Existing signals are verified first, a share per rank. The target is not loaded if nothing is missing.
 
     Raises:
         UserError: disk full; a target whose distributions are not finite.
@@ -70,7 +70,9 @@ def fill(run: Run, store: SignalStore, target: Target, examples: Examples) -> No
     if store.present().any():
         store.verify(rank=rank, ranks=ranks, show=show)
     run.wait()
-    missing = np.array(run.seen(store.missing), dtype=np.int64)  # one list: else shares would overlap or gape
+    missing = np.array(
+        run.seen(store.missing), dtype=np.int64
+    )  # one list for all ranks, so that the shares fit together
     size = config.train.micro_batch_size or FILLED_AT_ONCE
     order = missing[np.argsort(-examples.lengths_N[missing].astype(np.int64), kind="stable")].tolist()
     mine = [order[start : start + size] for start in range(0, len(order), size)][rank::ranks]
@@ -85,7 +87,7 @@ def fill(run: Run, store: SignalStore, target: Target, examples: Examples) -> No
 
 
 def signal_line(signal: SignalConfig, facts: SignalFacts) -> str:
-    """What is stored, in one line: size, and what truncation can do to an acceptance rate computed from it."""
+    """One line about the stored signal: its size, and how far truncation can lower an acceptance rate computed from it."""
     size = f"{facts.bytes_per_token:.0f} bytes per token, {facts.tokens:,} tokens in {facts.examples:,} examples"
     if facts.kind == "topk":
         return (
@@ -101,12 +103,12 @@ def signal_line(signal: SignalConfig, facts: SignalFacts) -> str:
 def make_teacher(
     run: Run, target: Target, examples: Examples | Sequence[Example], others: Sequence[OtherTarget] = ()
 ) -> TeacherSource | None:
-    """The target itself, the store of what it said, or the target asked once for each sequence; None when no objective needs one.
+    """The target itself, its store, or the target asked once per sequence; None if no objective needs a target.
 
-    With `others`, the stores of all targets behind each other.
+    With `others`, the stores of all targets one after the other.
 
     Raises:
-        UserError: a store that is missing, incomplete, damaged or of something else.
+        UserError: a store that is missing, incomplete, damaged or made with other settings.
     """
     config = run.config
     if config.only_ce:
@@ -124,10 +126,10 @@ def make_teacher(
 
 
 def make_reference(path: str | None, target: Target) -> Teacher | None:
-    """The draft that loss.weighting: selected compares with.
+    """Load the reference draft of loss.weighting: selected.
 
     Raises:
-        UserError: not there, or of another vocabulary.
+        UserError: not found, or with another vocabulary.
     """
     if path is None:
         return None
