@@ -1,4 +1,4 @@
-"""`accelerate launch -m distill.train CONFIG key=value ...`: a run from config to verdict, resumed where it stands."""
+"""`accelerate launch -m distill.train CONFIG key=value ...`: a run from config to verdict. A killed run resumes."""
 
 import functools
 import gc
@@ -42,15 +42,15 @@ from speculative.decoder.responses import DecodeSettings
 from speculative.drafters.draft import Drafting
 from speculative.engine.models import mask_token_of
 
-# What ends a run, by its place: training knows nothing of verdicts, reports and exports.
+# The last stage of a run, by name, because training must not import verdicts, reports and exports.
 CONCLUSION = "distill.verdict.conclusion:conclude_run"
 
 
 def start(config: RunConfig) -> Run:
-    """Claims the run's folder and starts Accelerate and the trackers.
+    """Lock the run's folder, and start Accelerate and the trackers.
 
     Raises:
-        UserError: the folder is in use, holds another config or cannot be written; a tracker, or what export.quantize asks for, is not installed.
+        UserError: the folder is in use, holds another config or cannot be written; a package for a tracker or for export.quantize is not installed.
     """
     require_quantizer(config.export.quantize)
     precision, disagreement = settled_precision(config.train.mixed_precision)
@@ -65,7 +65,7 @@ def start(config: RunConfig) -> Run:
     if disagreement is not None:
         run.say(disagreement)
     if run.device.type == "cuda":
-        # Without it float32 products of a GPU leave its tensor cores idle: an eighth of the speed for digits no draft needs.
+        # Without it float32 products on a GPU do not use tensor cores and run at an eighth of the speed.
         torch.set_float32_matmul_precision("high")
         run.say(f"arithmetic: autocast {precision}, float32 products in TF32")
     settle_launcher(accelerator, config.optim, plugin)
@@ -80,12 +80,12 @@ def start(config: RunConfig) -> Run:
 
 
 def distil(run: Run) -> None:
-    """From prompts to verdict. Whatever an earlier start has left in the run's folder is not made again."""
+    """From prompts to verdict. Results that an earlier start left in the run's folder are reused."""
     config = run.config
     target = Target(config.target, run.device, run.folder)
     context, tokenizer, sets = run_prompts(run, target)
     run.say(sets.report)
-    # Before the long work: whatever is wrong with the config or the student is told now, not after the target has answered.
+    # Report config and student errors before the long work of generating responses.
     pkgutil.resolve_name(CONCLUSION)
     refuse_impossible(config.student, target.side.config)
     check_signal(config.signal, target.facts.vocab_rows)
@@ -94,12 +94,12 @@ def distil(run: Run) -> None:
     )
     settings = decode_settings(config.serving, config.seed, target).under(config.judge_rule, config.judge.gamma)
     checks: Mapping[str, Any] = {}
-    if config.judge.live != "never":  # else replay alone judges: there is no instrument to check
+    if config.judge.live != "never":  # otherwise replay alone judges, and there is nothing to check
         with run.progress.timed("self_checks"):
             checks = check_instrument(run, target, sets.heldout, settings)
     answers = Answers(run, target, tokenizer, sets, context)
     learn(answers, first_student(answers), settings)
-    # What trained is in the checkpoints; the verdict wants the target in its place.
+    # Free the training state, which is in the checkpoints, to make room for the target.
     run.accelerator.free_memory()
     gc.collect()
     if run.main:
@@ -108,9 +108,9 @@ def distil(run: Run) -> None:
 
 
 def learn(answers: Answers, student: Any, settings: DecodeSettings) -> None:
-    """Trains the student on what the target answered; each checkpoint is judged and the best is kept."""
+    """Train the student on the target's responses. Each checkpoint is judged and the best is kept."""
     run, target, config = answers.run, answers.target, answers.run.config
-    # Answered while the target is here; on-policy alone trains on nothing of them.
+    # Generated while the target is in memory. Purely on-policy training does not use them.
     rows = answers.training if config.data.mix.target else None
     drafting: Drafting = "autoregressive" if config.student.parallel is None else "parallel"
     judge = DraftJudge(
@@ -121,7 +121,7 @@ def learn(answers: Answers, student: Any, settings: DecodeSettings) -> None:
 
 
 def judge_all(trainer: Trainer, judge: DraftJudge) -> None:
-    """Trains to the end, or until patience is: each checkpoint is judged and kept, each look between them is read."""
+    """Train to the last step or until judge.patience runs out. Checkpoints are judged and kept, evaluations between them recorded."""
     for checkpoint in trainer.fit():
         if checkpoint.folder is None:
             read_dial(trainer, judge, checkpoint)
@@ -132,21 +132,23 @@ def judge_all(trainer: Trainer, judge: DraftJudge) -> None:
 
 
 def arranged(run: Run, target: Target) -> AbstractContextManager[None]:
-    """The target while the draft learns: whole where it is, cut over the ranks, or not in memory."""
+    """How the target is held during training: whole on its device, sharded over the ranks, or not in memory."""
     config = run.config
     if config.target.shard and run.ranks > 1 and config.signal.source == "online":
         return target.arranged(functools.partial(sharded_teacher, run, target))
     if config.signal.source == "store" and config.judge.live != "checkpoint":
-        return target.arranged()  # the store speaks for it, replay judges: nobody needs its weights until the verdict
+        return (
+            target.arranged()
+        )  # the store has its probabilities and replay judges, so its weights are not needed before the verdict
     return nullcontext()
 
 
 def new_trainer(answers: Answers, student: Any, rows: StoredRows | None) -> Trainer:
-    """The student with everything that trains it: objective, teacher, batches."""
+    """Make the trainer of a student: objective, teacher, batches."""
     run, target, others, config = answers.run, answers.target, answers.others, answers.run.config
     module = DraftModule(student, make_objective(config), make_survival(config.student.parallel))
     if config.train.compile:
-        module.inner.base_model.compile(dynamic=True)  # batches differ in width
+        module.inner.base_model.compile(dynamic=True)  # batch widths vary
     run.say(
         f"{len(rows or ())} responses of {rows.response_tokens_N.sum() if rows else 0:,} tokens; "
         + (f"target {target.facts.parameters:,} parameters, " if target.facts.parameters else "")
@@ -158,15 +160,17 @@ def new_trainer(answers: Answers, student: Any, rows: StoredRows | None) -> Trai
     online = online if isinstance(online, Teacher) else None
     reference = make_reference(config.loss.weighting.reference, target)
     if config.train.packing is not None:
-        asked = [one.split for one in (online, reference) if one is not None]  # a store was made from padded rows
+        asked = [
+            one.split for one in (online, reference) if one is not None
+        ]  # a store was made from padded rows, so it needs no check
         for split in (SplitModel(module.inner), *asked):
             check_packing(split)
     mask_token = mask_token_of(module.inner.config) if module.survival is not None else None
     shares = [(one.weight, one.examples) for one in others]
     batches = make_batches(run, target, answers.prompts, examples, answers.context, teacher, mask_token, shares)
-    # A target in pieces is asked by all ranks together, and each makes as many trials as its own memory wants.
+    # A sharded target needs all ranks together, but each rank runs its own number of trial steps.
     alone = None if config.target.shard else online
-    run.wait()  # The trial steps are of all ranks, and each has loaded its models in its own time.
+    run.wait()  # Trial steps need all ranks, and ranks load their models at different speeds.
     batches.micro_batch_size = chosen_micro_batch(
         config.train, config.optim, run.accelerator, module, alone, batches.longest
     )
@@ -174,7 +178,7 @@ def new_trainer(answers: Answers, student: Any, rows: StoredRows | None) -> Trai
 
 
 def keep(trainer: Trainer, judge: DraftJudge, checkpoint: Checkpoint, path: Path) -> None:
-    """Judges a checkpoint, unless the record is at ``path`` since before a resume, and keeps the best so far."""
+    """Judge a checkpoint, unless its record already exists at ``path``, and keep the best so far."""
     run, step, drafts = trainer.run, checkpoint.step, dict[str, DraftModule]()
 
     def judged() -> dict[str, Any]:
@@ -194,13 +198,13 @@ def keep(trainer: Trainer, judge: DraftJudge, checkpoint: Checkpoint, path: Path
             drafts = checkpoint.drafts()
             record = run.record(path, judged)
     flat = judged_scalars(record)
-    flat["judge/judging_seconds"] = run.progress.seconds.get("judge", 0.0)  # of all judgements so far
+    flat["judge/judging_seconds"] = run.progress.seconds.get("judge", 0.0)  # all judgements so far
     trainer.metrics.write(step, flat, always=True)
     keep_judgement(run, step, record)
 
 
 def read_dial(trainer: Trainer, judge: DraftJudge, checkpoint: Checkpoint) -> None:
-    """Between checkpoints: held-out alpha and tau of the weights as they are, by replay, into the metrics."""
+    """Between checkpoints: write held-out alpha and tau of the current weights, by replay, to the metrics."""
     run, step = trainer.run, checkpoint.step
     with run.progress.timed("judge"):
         drafts = checkpoint.drafts()
@@ -212,7 +216,7 @@ def read_dial(trainer: Trainer, judge: DraftJudge, checkpoint: Checkpoint) -> No
 
 
 def conclude(answers: Answers, checks: dict[str, Any]) -> None:
-    """Verdict, report and plot, on the main process."""
+    """Write verdict, report and plot, on the main process."""
     pkgutil.resolve_name(CONCLUSION)(answers, checks)
 
 
@@ -222,8 +226,8 @@ def command(options: TrainOptions) -> int:
     CONFIG is a YAML file such as configs/demo.yaml; overrides reach any key:
     optim.lr=3e-4  loss.name=forward_kl  data.train.0.path=prompts.jsonl
 
-    `understudy train CONFIG` does the same, also in a project that has a package `data` of its own. A killed run goes on when the same
-    command is given again. Exit status: 0 done, 1 failed self-check, 2 a mistake of the user, 130 interrupted.
+    `understudy train CONFIG` does the same, also in a project that has its own package `data`. To continue a killed run, give the same
+    command again. Exit status: 0 done, 1 failed self-check, 2 user error, 130 interrupted.
     """
     run: Run | None = None
     try:
@@ -242,7 +246,7 @@ def command(options: TrainOptions) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the program with these arguments, by default the process's own; returns the exit status of `command`."""
+    """Run the program with these arguments, by default the process's own. Returns the exit status."""
     return run_program(command, arguments)
 
 

@@ -1,4 +1,4 @@
-"""The target probabilities that the draft learns from: the model in memory, or its top probabilities, computed once and stored.
+"""The target's probabilities during training: from the target itself, or computed once, stored compactly and read back.
 
 Legend: B sequences, T positions, R response tokens (rows), C rows of a chunk, D hidden width, V vocabulary, K stored entries,
 N draws of a row, S distinct ones among them.
@@ -20,12 +20,12 @@ from speculative.errors import UserError
 from speculative.rules.sampling import row_uniforms, sample_at
 
 Head = Callable[[Tensor], Tensor]
-CHUNK_BYTES = 64 << 20  # of one float32 (C, V) tensor; half a dozen of its size exist at once
-FIRST_ROWS = 16  # of the first chunk, which tells the vocabulary
+CHUNK_BYTES = 64 << 20  # size of one float32 (C, V) tensor; about six of them exist at once
+FIRST_ROWS = 16  # rows of the first chunk, which shows the vocabulary size
 
 
 class TeacherSource(Protocol):
-    """Whoever knows what the target says of a micro-batch."""
+    """Source of the target's distributions for a micro-batch."""
 
     def signal(self, batch: Batch) -> Signal:
         """The target's distributions at the rows of a micro-batch, on the micro-batch's device."""
@@ -49,9 +49,9 @@ class Teacher:
 def _logits_in_chunks(
     head: Head, hidden_RD: Tensor, temperature: float, chunk: int | None
 ) -> Iterator[tuple[slice, Tensor]]:
-    """(rows, their logits / temperature (C, V) in float32) for all rows; ``chunk`` null = as many rows as CHUNK_BYTES hold."""
+    """(rows, their logits / temperature (C, V) in float32) for all rows; ``chunk`` None = as many rows as fit in CHUNK_BYTES."""
     start, rows = 0, chunk or FIRST_ROWS
-    while start < max(1, len(hidden_RD)):  # of no rows one empty chunk
+    while start < max(1, len(hidden_RD)):  # without rows there is one empty chunk
         part = slice(start, max(1, min(start + rows, len(hidden_RD))))
         logits_CV = head(hidden_RD[part]).float()
         yield part, logits_CV if temperature == 1.0 else logits_CV / temperature
@@ -64,7 +64,7 @@ def topk_signal(
 ) -> TopKSignal:
     """The k most probable tokens of softmax(head(hidden) / temperature), most probable first, and the log of the rest's mass.
 
-    The rest is summed itself, not taken as 1 - sum, so that a small tail keeps its digits. On the device of ``hidden_RD``.
+    The rest is summed directly instead of as 1 - sum, so a small tail keeps its precision. On the device of ``hidden_RD``.
 
     Raises:
         ValueError: k above the vocabulary.
@@ -87,9 +87,9 @@ def sampled_signal(
     """Draws of softmax(head(hidden) / temperature) as distinct ids with weights count / samples, E[weight] = probability.
 
     The draws of a row are systematic: inverse transform at (j + u) / samples, j = 0 .. samples-1, with the row's one uniform u
-    in [0, 1). Each point is uniform over its stretch, so the weights are unbiased, as those of independent draws are (arXiv
-    2503.16870, proposal = the target), but a token of probability p is drawn floor(samples p) or ceil(samples p) times and
-    never otherwise: its variance is at most 1 / (4 samples^2), not p (1 - p) / samples.
+    in [0, 1). Each point is uniform in its interval, so the weights are unbiased, like independent draws (arXiv
+    2503.16870, proposal = the target). But a token of probability p is always drawn floor(samples p) or ceil(samples p) times,
+    so its variance is at most 1 / (4 samples^2) instead of p (1 - p) / samples.
     """
     draws_N, parts = torch.arange(samples, dtype=torch.float64, device=hidden_RD.device), []
     for rows, logits_CV in _logits_in_chunks(head, hidden_RD, temperature, chunk):
@@ -104,7 +104,7 @@ def sampled_signal(
 
 
 def _distinct(ids_CN: Tensor) -> tuple[Tensor, Tensor]:
-    """Rising ids -> (distinct ids (C, S), shares of the draws (C, S)); rows with fewer end in id 0 with share 0."""
+    """Rising ids -> (distinct ids (C, S), shares of the draws (C, S)); rows with fewer ids are padded with id 0 and share 0."""
     is_new_CN = torch.ones_like(ids_CN, dtype=torch.bool)
     is_new_CN[:, 1:] = ids_CN[:, 1:] != ids_CN[:, :-1]
     slots_CN = is_new_CN.cumsum(-1) - 1
@@ -116,12 +116,12 @@ def _distinct(ids_CN: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def draw_uniforms(seed: int, key: int, tokens: int) -> Tensor:
-    """One uniform per response token of an example (tokens,), float64: of seed, its key and place alone, whatever the batch."""
+    """One uniform per response token of an example, (tokens,) float64. It depends on the seed, the key and the position only."""
     return row_uniforms(seed, str(key), tokens, 1, "signal")[:, 0]
 
 
 class StoredTeacher:
-    """Reads what a store knows: no target in memory."""
+    """Read the target's distributions from a store; no target in memory."""
 
     def __init__(self, store: SignalStore) -> None:
         """``store`` is open."""
@@ -129,7 +129,7 @@ class StoredTeacher:
         self._read: dict[tuple[int, ...], StoredSignal] = {}
 
     def read_ahead(self, windows: Sequence[Batch]) -> None:
-        """Reads what the next micro-batches will ask for; another thread may do it. What was read before and not taken is dropped."""
+        """Read the signals of the next micro-batches, also from another thread. Earlier signals that were not used are dropped."""
         self._read = {batch.indices: self._stored(batch.indices) for batch in windows}
 
     def signal(self, batch: Batch) -> StoredSignal:
@@ -146,7 +146,7 @@ class StoredTeacher:
 
 
 class JoinedTeacher(StoredTeacher):
-    """Several targets, each from its store: the examples of the second are numbered behind those of the first."""
+    """Several targets, each with its store. The examples of the second are numbered after those of the first."""
 
     def __init__(self, stores: Sequence[SignalStore], counts: Sequence[int]) -> None:
         """``stores``: open, all of one kind and k or samples; ``counts``: the examples of each."""
@@ -162,17 +162,17 @@ class JoinedTeacher(StoredTeacher):
 
 
 class CapturingTeacher(StoredTeacher):
-    """Asks the online teacher once per example and keeps the answer; who comes again gets what was kept."""
+    """Ask the online teacher once per example and store the answer; later requests read the store."""
 
     def __init__(self, teacher: TeacherSource, store: SignalStore, chunk: int | None = None) -> None:
-        """``store`` is open, to repair: its manifest says what is made. ``chunk``: rows whose logits exist at once."""
+        """``store`` is open with repair; its manifest has the settings. ``chunk``: rows whose logits exist at once."""
         super().__init__(store)
         self.teacher, self.chunk = teacher, chunk
 
     def signal(self, batch: Batch) -> StoredSignal:
-        """The distributions at the rows of a micro-batch as the store gives them back, rounding included, on its device.
+        """The distributions at the rows of a micro-batch, read from the store with its rounding, on the micro-batch's device.
 
-        So a row trains the same whether it was captured just now or in an earlier epoch.
+        A row therefore trains the same whether it was captured in this step or in an earlier epoch.
 
         Raises:
             UserError: disk full; the target's distribution is not finite.
@@ -181,10 +181,10 @@ class CapturingTeacher(StoredTeacher):
         return super().signal(batch)
 
     def fill(self, batch: Batch) -> int:
-        """Captures what the store lacks of a micro-batch; how many examples that were.
+        """Capture the missing examples of a micro-batch; returns their number.
 
-        The target sees the whole micro-batch though only one example lack: what a row gets then depends on the micro-batch alone,
-        and a run that was killed between two examples and resumed stores the same bits as one that was not.
+        The target runs on the whole micro-batch even if one example is missing. A row then depends on the micro-batch only,
+        and a run killed between two examples and resumed stores the same bits as an uninterrupted one.
         """
         lacking = set(self.store.lacking(batch.indices))
         count = len(lacking)
@@ -197,7 +197,7 @@ class CapturingTeacher(StoredTeacher):
             )
         made = self._made(self._online(batch), batch.indices, lengths)
         ends = np.cumsum(lengths).tolist()
-        # An example that comes twice is written once.
+        # An example that occurs twice is written once.
         rows = {
             index: made.rows(slice(end - length, end))
             for index, length, end in zip(batch.indices, lengths, ends, strict=True)
@@ -218,13 +218,13 @@ class CapturingTeacher(StoredTeacher):
     def _made(self, dense: DenseSignal, indices: tuple[int, ...], lengths: list[int]) -> StoredSignal:
         """The signal of all rows, on the CPU."""
         signal: StoredSignal
-        told, (hidden_RD, head) = self.store.manifest, (dense.hidden_RD, dense.head)
-        temperature = float(told["temperature"])  # the loss's
-        if told["kind"] == "topk":
-            signal = topk_signal(head, hidden_RD, int(told["k"]), temperature, self.chunk)
+        settings, (hidden_RD, head) = self.store.manifest, (dense.hidden_RD, dense.head)
+        temperature = float(settings["temperature"])  # the loss's
+        if settings["kind"] == "topk":
+            signal = topk_signal(head, hidden_RD, int(settings["k"]), temperature, self.chunk)
         else:
-            keys, seed = self.store.keys(indices), int(told["seed"])
+            keys, seed = self.store.keys(indices), int(settings["seed"])
             uniforms = [draw_uniforms(seed, key, length) for key, length in zip(keys, lengths, strict=True)]
-            samples = int(told["samples"])
+            samples = int(settings["samples"])
             signal = sampled_signal(head, hidden_RD, samples, torch.cat(uniforms), temperature, self.chunk)
         return signal.to(torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""Metrics on their way out: metrics.jsonl always, wandb and tensorboard through Accelerate when asked."""
+"""Metrics output: metrics.jsonl always, wandb and tensorboard through Accelerate if configured."""
 
 import json
 import os
@@ -14,8 +14,8 @@ from distill.config.layout import METRICS
 from speculative.errors import UserError
 
 STEP = "train/step"
-# What a tracker calls a value of metrics.jsonl: the part before the slash is the section its panel appears in. Judgements are
-# `judge/...` in both; a key that is in no table goes to train/.
+# Tracker names of the values in metrics.jsonl. The part before the slash is the panel's section. Judgements are
+# `judge/...` in both; a key that is not in this table goes to train/.
 TRACKED_NAMES = {
     "loss": "train/loss",
     "alpha_train": "train/alpha",
@@ -30,7 +30,7 @@ TRACKED_NAMES = {
     "peak_memory_mib": "memory/peak_mib",
     "judge/judging_seconds": "time/judge",
 }
-# What a run's row in the table of runs shows of a value that is not simply the last one.
+# Values whose summary in the table of runs is not the last value.
 SUMMARIES = {
     "train/loss": "min",
     "train/alpha": "max",
@@ -45,22 +45,22 @@ SECTIONS = ("train", "survival", "judge", "dial", "speed", "time", "memory")
 
 
 class Metrics:
-    """Appends JSON lines on the main process; after a resume, lines past the resumed step are cut first."""
+    """Append JSON lines on the main process. After a resume, lines past the resumed step are removed first."""
 
     def __init__(self, folder: Path, accelerator: Accelerator, log_every: int, has_trackers: bool) -> None:
-        """The file is opened for appending, or made."""
+        """Nothing is written here."""
         self.path = folder / METRICS
         self.accelerator = accelerator
         self.log_every = log_every
         self.has_trackers = has_trackers
 
     def cut_after(self, step: int) -> None:
-        """Drops what will be written again: lines of later steps, and the judgement of this one."""
+        """Remove the lines that will be written again: those of later steps and the judgement of this one."""
         if not self.accelerator.is_main_process or not self.path.exists():
             return
         kept = []
         for line in self.path.read_text(encoding="utf-8").splitlines():
-            # A kill in the middle of a write leaves a torn last line.
+            # A process killed while writing leaves an incomplete last line.
             try:
                 values = json.loads(line)
             except ValueError:
@@ -70,7 +70,7 @@ class Metrics:
         write_bytes(self.path, "".join(line + "\n" for line in kept).encode())
 
     def write(self, step: int, values: Mapping[str, Any], *, always: bool = False) -> None:
-        """One line; numbers go to the trackers too, every `log_every` steps or when ``always``."""
+        """Write one line. Numbers also go to the trackers, every `log_every` steps or if ``always``."""
         if not self.accelerator.is_main_process:
             return
         with self.path.open("a", encoding="utf-8") as file:
@@ -80,7 +80,7 @@ class Metrics:
 
 
 def judged_scalars(record: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of a judgement as `judge/NAME`, the ends of its intervals as `judge/NAME_low` and `judge/NAME_high`."""
+    """The numbers of a judgement as `judge/NAME`, the bounds of its intervals as `judge/NAME_low` and `judge/NAME_high`."""
     numbers = {f"judge/{key}": value for key, value in record.items() if isinstance(value, int | float)}
     for key, ends in record.items():
         if key.endswith("_ci") and ends:
@@ -90,7 +90,7 @@ def judged_scalars(record: Mapping[str, Any]) -> dict[str, float]:
 
 
 def tracked(step: int, values: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of a line of metrics.jsonl under the names that trackers get; `seconds` by stage becomes time/STAGE."""
+    """The numbers of a line of metrics.jsonl under their tracker names; `seconds` by stage becomes time/STAGE."""
     numbers: dict[str, float] = {STEP: step}
     for key, value in values.items():
         if key == "seconds" and isinstance(value, Mapping):
@@ -103,11 +103,11 @@ def tracked(step: int, values: Mapping[str, Any]) -> dict[str, float]:
 def start_trackers(
     accelerator: Accelerator, trackers: tuple[str, ...], project: str, name: str, config: Mapping[str, Any]
 ) -> None:
-    """Starts Accelerate's trackers; wandb goes offline when nobody is logged in, and learns how to show each section.
+    """Start Accelerate's trackers. wandb runs offline without a login. Its panels are defined per section.
 
     Args:
-        project, name: where a run appears, and under which name.
-        config: a tree of plain values; trackers get its leaves under dotted names.
+        project, name: the tracker's project, and the run's name in it.
+        config: a tree of plain values; trackers get the leaves under dotted names.
 
     Raises:
         UserError: a tracker whose package is not installed.
@@ -129,7 +129,7 @@ def start_trackers(
                 "tracking.trackers: wandb is not installed; run `pip install wandb`, or remove it from the list"
             ) from error
         if not os.environ.get("WANDB_MODE") and not wandb.api.api_key:
-            # Not through WANDB_MODE: wandb has read its environment by now.
+            # WANDB_MODE has no effect here, because wandb has already read its environment.
             options["wandb"]["mode"] = "offline"
     accelerator.init_trackers(project, config=flat_config(config), init_kwargs=options)
     if "wandb" in trackers and accelerator.is_main_process:
@@ -137,7 +137,7 @@ def start_trackers(
 
 
 def define_panels(run: Any) -> None:
-    """Tells a wandb run that every section is drawn over the training step, and which extreme its summary keeps."""
+    """Define in wandb that every section is plotted over the training step, and which extreme the summary keeps."""
     run.define_metric(STEP, hidden=True)
     for section in SECTIONS:
         run.define_metric(f"{section}/*", step_metric=STEP)
@@ -146,7 +146,7 @@ def define_panels(run: Any) -> None:
 
 
 def flat_config(tree: Mapping[str, Any], prefix: str = "") -> dict[str, int | float | str | bool]:
-    """Leaves of a config under dotted names; what is no plain value (a list, null) as JSON text."""
+    """Leaves of a config under dotted names; other values (a list, null) as JSON text."""
     flat: dict[str, int | float | str | bool] = {}
     for key, value in tree.items():
         if isinstance(value, Mapping) and value:
@@ -157,7 +157,7 @@ def flat_config(tree: Mapping[str, Any], prefix: str = "") -> dict[str, int | fl
 
 
 def notes_of(config: Mapping[str, Any]) -> str:
-    """What is learnt from whom, by which objective and at which serving settings: one line."""
+    """One line: target, draft, objective, serving temperature and seed."""
     target, student, loss, serving = (config.get(name) or {} for name in ("target", "student", "loss", "serving"))
     objective = loss.get("mix") or loss.get("name") or "by the serving rule"
     return (

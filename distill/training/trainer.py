@@ -1,4 +1,4 @@
-"""The trainer: one exact step after another, and checkpoints as they come. It knows nothing of judging.
+"""The training loop: steps and checkpoints. Judging happens elsewhere.
 
 Legend: R response tokens of a micro-batch.
 """
@@ -34,22 +34,22 @@ from speculative.decoder.responses import StageClock
 from speculative.engine.memory import peak_bytes
 from speculative.errors import UserError
 
-# Updates skipped one after another before a run is given up: by then it is no spike.
+# Consecutive skipped updates after which the run stops, because it is no longer a spike.
 MOST_SKIPS = 20
-# Of a step. data: micro-batches, rollouts when they are due; teacher: the target's layers, or reading its store; student: the
-# draft's layers, forward and backward; loss: the head products of both models and the divergence.
+# Stages of a step. data: micro-batches, and rollouts when they are due. teacher: the target's layers, or reading its store.
+# student: the draft's layers, forward and backward. loss: the head products of both models and the divergence.
 STAGES = ("data", "teacher", "student", "loss", "optimizer")
 
 
 class NotFinite(UserError):
-    """Loss or gradient is nan or infinite; the update was not made."""
+    """Loss or gradient is nan or infinite; the update was not applied."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The draft at a step. ``folder`` holds it and all that a resumed run needs; None for a look between two checkpoints.
+    """The draft at a step. ``folder`` has it and everything a resumed run needs; None for an evaluation between two checkpoints.
 
-    ``drafts``: all ranks call it. {raw: the draft with all of its weights, ema: the averaged one where there is one}, in eval mode;
+    ``drafts``: all ranks call it. {raw: the draft with all of its weights, ema: the averaged draft if there is one}, in eval mode;
     empty except on the main process.
     """
 
@@ -61,9 +61,9 @@ class Checkpoint:
 class StepResult(NamedTuple):
     """One optimizer step: means over all response tokens of all ranks.
 
-    `alpha` estimates the draft's acceptance on this batch at the serving settings; it may be off by `alpha_slack` when the
-    teacher's word comes from a store. `positions` counts all tokens that went through the draft, prompts included, padding and `masks`,
-    the mask tokens of a parallel draft, not.
+    `alpha` estimates the draft's acceptance on this batch at the serving settings. With a stored signal it can be too low by
+    `alpha_slack`. `positions` counts all tokens that the draft processed, with prompts, without padding and without `masks`,
+    the mask tokens of a parallel draft.
     """
 
     loss: float
@@ -79,7 +79,7 @@ class StepResult(NamedTuple):
 
 
 class Trainer:
-    """Trains a `DraftModule` on micro-batches, from wherever its run stands."""
+    """Train a `DraftModule` on micro-batches, from the current step of its run."""
 
     def __init__(
         self,
@@ -91,8 +91,8 @@ class Trainer:
         provenance: Mapping[str, Any],
         reference: Teacher | None = None,
     ) -> None:
-        """Prepares the module and optimizer with Accelerate and loads the last checkpoint, if the run has one."""
-        run.wait()  # Ranks make their students and load the target each in its own time.
+        """Prepare the module and optimizers with Accelerate, and load the last checkpoint if the run has one."""
+        run.wait()  # Ranks take different times to make students and load the target.
         config, accelerator = run.config, run.accelerator
         self.run, self.config, self.accelerator, self.progress = run, config, accelerator, run.progress
         self.teacher, self.reference, self.batches = teacher, reference, batches
@@ -116,23 +116,23 @@ class Trainer:
 
     @property
     def module(self) -> DraftModule:
-        """The module without Accelerate's wrapper: to save and to judge, never to train through."""
+        """The module without Accelerate's wrapper, for saving and judging. Training must go through the wrapper."""
         return self.accelerator.unwrap_model(self.wrapped)
 
     def fit(self) -> Iterator[Checkpoint]:
-        """Steps to the end. Yields each checkpoint when it is written, the first before any step, and the looks between them.
+        """Train to the last step. Yields each checkpoint when it is written, the first before any step, and evaluations between them.
 
-        What is drawn while a checkpoint is held does not reach the training: after a resume it need not be drawn again.
+        Random numbers drawn by the caller while it holds a checkpoint do not affect training.
 
         Raises:
-            NotFinite: before the update; names the last good checkpoint.
+            NotFinite: before the update; the message has the last good checkpoint.
             Interrupted: Ctrl-C, after a checkpoint was written.
         """
         interrupt, train = Interrupt(), self.config.train
         word = "distil" if self.teacher else "train"
         trace = traced(self.run.folder, train.profile_steps, self.accelerator.device, self.run.main)
         try:
-            if self._is_due():  # else it is an interrupt's checkpoint, met again after a resume
+            if self._is_due():  # otherwise the run resumes from an interrupt's checkpoint
                 yield from self._held(self.save())
             with progress_line(word, train.steps, self.progress.step, self.run.main) as show, trace as step_ended:
                 while self.progress.step < train.steps:
@@ -150,7 +150,7 @@ class Trainer:
             interrupt.restore()
 
     def _held(self, folder: Path | None) -> Iterator[Checkpoint]:
-        device = self.accelerator.device  # without a list torch would wake every GPU of the machine in every rank
+        device = self.accelerator.device  # without a list torch would initialise every GPU in every rank
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             self.wrapped.eval()
             yield Checkpoint(self.progress.step, folder, self._drafts)
@@ -163,7 +163,7 @@ class Trainer:
         return drafts
 
     def _one_step(self) -> str:
-        """Takes the next step and books it; returns the facts for the progress line."""
+        """Run the next step and record it; returns the text for the progress line."""
         started = time.perf_counter()
         self.clock.start()
         result = self.step(self.micro_batches(self.progress.step))
@@ -176,7 +176,7 @@ class Trainer:
         return self._record(result, elapsed)
 
     def micro_batches(self, step: int) -> list[Batch]:
-        """This rank's micro-batches of a step: a function of the step alone (and of the rollouts stored for it)."""
+        """This rank's micro-batches of a step. They depend on the step and its stored rollouts only."""
         draft = functools.partial(sharding.whole_draft, self.accelerator, self.wrapped, self.module)
         return self.batches.micro_batches(step, draft)
 
@@ -184,7 +184,7 @@ class Trainer:
         """One optimizer step over this rank's micro-batches.
 
         The number of valid tokens of all ranks is known before the first backward. Each micro-batch backpropagates its
-        summed loss x ranks / that number: DDP averages gradients over ranks, the factor undoes it.
+        summed loss x ranks / that number, because DDP averages gradients over ranks.
 
         Raises:
             NotFinite: loss or gradient norm is nan or infinite; weights and optimizer are as before the step.
@@ -193,7 +193,7 @@ class Trainer:
         self._set_objective()
         counts = torch.tensor([(b.response_tokens, b.positions, b.masks) for b in window]).sum(0)
         tokens, positions, masks = accelerator.reduce(counts.to(accelerator.device)).tolist()
-        # Of loss, overlap and slack, and the gradient's norm: a rank whose own rounding went another way must not part from the others.
+        # Loss, overlap, slack and gradient norm. They are reduced so that all ranks decide alike in spite of rounding.
         sums = torch.zeros(4, dtype=torch.float64, device=accelerator.device)
         self.wrapped.train()
         self.clock.mark("data")
@@ -226,14 +226,14 @@ class Trainer:
         )
 
     def _accumulate(self, batch: Batch, tokens: int, last: bool) -> Tensor:
-        """Adds a micro-batch's share to the gradient; summed loss, overlap and slack (3,). ``last``: ranks exchange gradients behind it."""
+        """Add a micro-batch's gradient; returns summed loss, overlap and slack (3,). ``last``: ranks exchange gradients after it."""
         accelerator = self.accelerator
         batch = batch.to(accelerator.device)
         signal = self.teacher.signal(batch) if self.teacher else None
         reference = self.reference.signal(batch) if self.reference else None
         self.clock.mark("teacher")
         with contextlib.nullcontext() if last else accelerator.no_sync(self.wrapped):
-            # DDP's wrapper casts by itself, FSDP2's units do not.
+            # DDP's wrapper applies autocast itself, FSDP2's units do not.
             with accelerator.autocast() if accelerator.is_fsdp2 else contextlib.nullcontext():
                 loss, overlap, slack = self.wrapped(batch, signal, reference)
             accelerator.backward(loss * (accelerator.num_processes / max(tokens, 1)))
@@ -254,10 +254,10 @@ class Trainer:
             self.module.objective = dataclasses.replace(self.module.objective, weights=weights)
 
     def _note_skip(self, grad_norm: float) -> None:
-        """Says that an update was skipped.
+        """Print that an update was skipped.
 
         Raises:
-            NotFinite: so many in a row that the run is no longer training.
+            NotFinite: `MOST_SKIPS` updates in a row were skipped.
         """
         step, median = self.progress.step + 1, self.spikes.median()
         if self.run.main:
@@ -280,7 +280,7 @@ class Trainer:
         )
 
     def _record(self, result: StepResult, elapsed: float) -> str:
-        """Writes the metrics of a step; returns the facts for the progress line."""
+        """Write the metrics of a step; returns the text for the progress line."""
         device, ranks = self.accelerator.device, self.accelerator.num_processes
         values: dict[str, Any] = {"loss": result.loss}
         if self.teacher is not None:
@@ -304,7 +304,7 @@ class Trainer:
 
     @property
     def _unserved(self) -> str:
-        """What the progress line adds where alpha is not that of the serving settings: samples of the teacher do not tell it."""
+        """Note for the progress line if alpha is not at the serving settings, which sampled signals do not allow."""
         signal, objective = self.config.signal, self.module.objective
         sampled = signal.source != "online" and signal.kind == "sampled"
         return f" (temperature {objective.temperature:g})" if sampled and not objective.overlap_is_acceptance else ""
@@ -317,12 +317,12 @@ class Trainer:
         return bool(every) and self.progress.step % every == 0
 
     def save(self) -> Path:
-        """Writes the checkpoint of this step, unless it is there; its folder."""
+        """Write the checkpoint of this step unless it exists; returns its folder."""
         folder = step_folder(self.run.folder, self.progress.step)
         if self.run.seen((folder / PROGRESS).exists):
             return folder
         drafts = self._drafts()
-        # Adapters are merged into a copy: every checkpoint holds an ordinary model, whatever its base was.
+        # Adapters are merged into a copy, so every checkpoint holds an ordinary model.
         students: dict[str, Any] = {
             {"raw": STUDENT, "ema": AVERAGED}[name]: draft.exported() for name, draft in drafts.items()
         }
