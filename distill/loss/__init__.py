@@ -1,1 +1,1 @@
-"""Objectives, their gradients in closed form, and the head in chunks."""
+"""Objectives, their gradients, and the output head in chunks."""

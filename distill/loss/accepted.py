@@ -1,26 +1,26 @@
-"""The expected accepted length of a block, along the target's own text; pure laws, and what they weigh in a gradient.
+"""The expected accepted length of a block along the target's own text, and the weights of its gradient. Pure functions.
 
-A block that starts at row t of a text and drafts gamma tokens keeps the first j of them with probability E prod_{i<j} a_(t+i) over text of
-the target, a = min(1, draft / target) of the text's token (arXiv 2211.17192: sum_v draft min(1, target / draft) = sum_v target min(1, draft
-/ target), token after token). So
+A block that starts at row t and drafts gamma tokens keeps the first j of them with probability E prod_{i<j} a_(t+i). The expectation is over
+text of the target, and a = min(1, draft / target) at the text's token (arXiv 2211.17192: sum_v draft min(1, target / draft) = sum_v target
+min(1, draft / target), applied token by token). So
 
     L_t = sum_{j=1..gamma} a_t a_(t+1) .. a_(t+j-1)        (cut where the text ends)
 
-is an unbiased accepted length of text that is fixed while the draft learns: its gradient is a derivative, not REINFORCE's. What is taken
-from policy gradients (TVD++, arXiv 2403.00858, there on the draft's samples) is credit and baseline. With reach_k = a_(s-k) .. a_(s-1), the
-probability that a block from k rows before asks row s, and value_m = 1 + a_(s+1) value_(m-1)(s + 1) with value_0 = 1, what is still to be won
-there,
+is an unbiased estimate of the accepted length. The text is fixed during training, so its gradient is an ordinary derivative and needs no
+REINFORCE. Credit and baseline come from policy gradients (TVD++, arXiv 2403.00858, which uses samples of the draft). Let
+reach_k = a_(s-k) .. a_(s-1) be the probability that a block that started k rows earlier reaches row s. Let value_m = 1 + a_(s+1)
+value_(m-1)(s + 1) with value_0 = 1 be the length still to gain there. Then
 
     d (sum_t L_t) / d a_s = G_s = sum_{k<gamma} reach_k value_(gamma-1-k).
 
-Only the text's token says what its value is. A baseline b_m that knows the text before s alone, here sum_{i<=m} alpha_s^i with the row's own
-overlap alpha_s = E a_s, takes the place of value for all tokens: with D_s = sum_k reach_k b_(gamma-1-k)
+The value is known for the text's token only. A baseline b_m that depends only on the text before s replaces it for all tokens, here
+sum_{i<=m} alpha_s^i with the row's own overlap alpha_s = E a_s. With D_s = sum_k reach_k b_(gamma-1-k)
 
     gradient of sum_s  D_s alpha_s + (G_s - D_s) a_s        (D and G held fixed)
 
-has the same expectation and is dense in the vocabulary but for the correction. At gamma 1 it is that of 1 - TV.
+has the same expectation. Except for the correction term it is dense in the vocabulary. At gamma 1 it is the gradient of 1 - TV.
 
-Legend: R rows (response tokens), one text behind the other.
+Legend: R rows (response tokens), one text after the other.
 """
 
 import torch
@@ -33,12 +33,12 @@ def rows_follow(rows_R: Tensor) -> Tensor:
 
 
 def accepted_lengths(accept_R: Tensor, follows_R: Tensor, gamma: int) -> Tensor:
-    """L_t of a block that starts at each row, 0..gamma. (R,)"""
+    """L_t of the block that starts at each row, 0..gamma. (R,)"""
     return accept_R * _values(accept_R, follows_R, gamma)[-1]
 
 
 def credits(accept_R: Tensor, alpha_R: Tensor, follows_R: Tensor, gamma: int) -> tuple[Tensor, Tensor]:
-    """(D, G) of each row: weights of its overlap, and of its text's token when the baseline is not taken off. (R,) each."""
+    """(D, G) of each row: the weight of its overlap, and of its text's token before the baseline is subtracted. (R,) each."""
     values, reach_R = _values(accept_R, follows_R, gamma), torch.ones_like(accept_R)
     baselines = [torch.ones_like(alpha_R)]
     for _ in range(gamma - 1):

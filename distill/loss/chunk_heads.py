@@ -1,4 +1,4 @@
-"""Heads that give a chunk's logits and take the gradient of these logits back, one chunk at a time.
+"""Heads that compute a chunk's logits and backpropagate the gradient of these logits, one chunk at a time.
 
 Legend: R rows of a micro-batch, C rows of a chunk, D hidden width, V vocabulary.
 """
@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from data.signals.signal import DenseSignal
 
 UNKNOWN_VOCABULARY = 1 << 17
-# Bytes of a half-precision product on its way into a float32 sum.
+# Bytes of a half-precision product before it is added to a float32 sum.
 PRODUCT_SLICE = 32 << 20
 
 
 def slices(total: int, size: int) -> Iterator[slice]:
-    """Rows 0 .. total in parts of `size`."""
+    """Slices of `size` rows that cover 0 .. total."""
     return (slice(start, min(start + size, total)) for start in range(0, total, size))
 
 
@@ -25,7 +25,7 @@ class OutputHead:
     """Projection, scale and soft cap: hidden states (..., D) -> logits (..., V). Owns no parameters."""
 
     def __init__(self, projection: nn.Module, scale: float = 1.0, softcap: float | None = None) -> None:
-        """logits = softcap tanh(scale projection(hidden) / softcap), the cap left out when it is None."""
+        """logits = softcap tanh(scale projection(hidden) / softcap), without the cap if it is None."""
         self.projection, self.scale, self.softcap = projection, scale, softcap
 
     def __call__(self, hidden: Tensor) -> Tensor:
@@ -43,25 +43,25 @@ class OutputHead:
 
     @property
     def vocabulary(self) -> int:
-        """Tokens that it knows; one that does not say is taken to know many, when a chunk is chosen."""
+        """Vocabulary size. A large one is assumed for the chunk size if the projection has none."""
         return getattr(self.projection, "out_features", UNKNOWN_VOCABULARY)
 
 
 class Student(NamedTuple):
-    """The hidden states (R, D) of the model that learns, and its head."""
+    """Hidden states (R, D) of the trained model, and its head."""
 
     hidden_RD: Tensor
     head: OutputHead
 
     def rows(self, chosen: slice | Tensor) -> "Student":
-        """Some rows."""
+        """A subset of the rows."""
         return Student(self.hidden_RD[chosen], self.head)
 
 
 class Head:
-    """Logits of some rows, without gradient; any function of hidden states will do."""
+    """Logits of some rows without gradient, from any function of hidden states."""
 
-    # Whether the gradient may take the place of the logits: not where a graph has kept them.
+    # Whether the gradient may overwrite the logits; not if a graph still holds them.
     in_place = False
     vocabulary = UNKNOWN_VOCABULARY
 
@@ -71,23 +71,23 @@ class Head:
 
     def logits(self, chosen: slice) -> Tensor:
         """(C, V) logits of some rows."""
-        # Autocast keeps casts of weights, and one made without gradient would be found by the pass that needs one.
+        # Autocast caches casts of weights; one cached here without gradient would be reused by the pass that needs a gradient.
         device = self.hidden_RD.device.type
         dtype, enabled = torch.get_autocast_dtype(device), self.autocast and torch.is_autocast_enabled(device)
         with torch.no_grad(), torch.autocast(device, dtype, enabled, cache_enabled=False):
             return self.logits_of(self.hidden_RD[chosen])
 
     def before_cap(self, gradient_CV: Tensor, logits_CV: Tensor) -> Tensor:
-        """The gradient with respect to the logits before the soft cap, where the head takes that one."""
+        """The gradient with respect to the logits before the soft cap, if `take` expects that."""
         return gradient_CV
 
     def take(self, chosen: slice, gradient_CV: Tensor) -> None:
-        """From the gradient of a chunk's logits to those of hidden states and weights."""
+        """Backpropagate the gradient of a chunk's logits to hidden states and weights."""
         raise NotImplementedError
 
 
 class GraphHead(Head):
-    """Any trainable head: autograd's graph of one chunk's logits at a time, entered with the closed-form gradient."""
+    """Any trainable head: an autograd graph of one chunk's logits at a time, which receives the gradient of these logits."""
 
     def __init__(self, head: OutputHead, hidden_RD: Tensor, wants_gradient: bool) -> None:
         super().__init__(head, hidden_RD)
@@ -114,17 +114,17 @@ class GraphHead(Head):
             self.collected[index] = gradient if earlier is None or gradient is None else earlier.add_(gradient)
 
     def gradients(self, parameters: Sequence[Tensor]) -> list[Tensor | None]:
-        """Gradients of the hidden states and of the parameters, in this order; None for what does not learn."""
-        # Without rows there was no chunk; every rank must still have a gradient to reduce.
+        """Gradients of the hidden states and of the parameters, in this order; None for frozen ones."""
+        # Without rows there is no chunk, but every rank needs a gradient to reduce.
         empty = not len(self.hidden_RD)
         pairs = zip(self.collected, parameters, strict=True)
         return [self.hidden_gradient_RD, *(torch.zeros_like(one) if empty else found for found, one in pairs)]
 
 
 class LinearHead(Head):
-    """A plain linear head by hand: one product forward, two backward, one buffer for logits and their gradient.
+    """A plain linear head without autograd: one product forward, two backward, one buffer for logits and their gradient.
 
-    Under autocast the products run in its dtype, as torch's own would; the weight's gradient is summed in float32.
+    Under autocast the products use its dtype, as in torch; the weight's gradient is summed in float32.
     """
 
     in_place = True
@@ -134,7 +134,7 @@ class LinearHead(Head):
         assert isinstance(layer, nn.Linear)
         self.scale, self.softcap, self.wants_gradient = head.scale, head.softcap, wants_gradient
         self.dtype, self.vocabulary = layer.weight.dtype, layer.weight.shape[0]
-        # Autocast leaves float64 alone.
+        # Autocast does not change float64.
         if autocast and torch.is_autocast_enabled(device) and torch.float64 not in (self.dtype, hidden_RD.dtype):
             self.dtype = torch.get_autocast_dtype(device)
         self.hidden_RD, self.weight_VD = hidden_RD.detach().to(self.dtype), layer.weight.detach().to(self.dtype)
@@ -145,7 +145,7 @@ class LinearHead(Head):
         if wants_gradient and hidden_RD.requires_grad:
             self.hidden_gradient_RD = torch.empty_like(hidden_RD, memory_format=torch.contiguous_format)
         if wants_gradient and layer.weight.requires_grad:
-            # Written by the first chunk, so not cleared where there is one.
+            # The first chunk overwrites it, so it is cleared only if there is no chunk.
             make = torch.empty_like if len(hidden_RD) else torch.zeros_like
             self.weight_gradient_VD = make(layer.weight, dtype=precise, memory_format=torch.contiguous_format)
         if wants_gradient and layer.bias is not None and layer.bias.requires_grad:
@@ -188,12 +188,12 @@ class LinearHead(Head):
 
 
 def head_of(student: Student, wants_gradient: bool) -> GraphHead | LinearHead:
-    """The student's head, by hand where that is possible."""
+    """The student's head: `LinearHead` if possible, otherwise `GraphHead`."""
     return (LinearHead if _is_linear(student.head) else GraphHead)(student.head, student.hidden_RD, wants_gradient)
 
 
 def frozen_head_of(signal: DenseSignal) -> Head:
-    """The target's head. Modules and `OutputHead`s run outside the student's autocast, plain ones into one buffer."""
+    """The target's head. Modules and `OutputHead`s run outside the student's autocast; plain linear ones reuse one buffer."""
     head = OutputHead(signal.head) if isinstance(signal.head, nn.Module) else signal.head
     if isinstance(head, OutputHead) and _is_linear(head):
         return LinearHead(head, signal.hidden_RD, wants_gradient=False, autocast=False)
@@ -201,7 +201,7 @@ def frozen_head_of(signal: DenseSignal) -> Head:
 
 
 def _is_linear(head: OutputHead) -> bool:
-    """Whether the head is nothing but a linear layer: no adapter, quantisation, shard or hook."""
+    """Whether the head is a plain linear layer, without adapter, quantisation, sharding or hooks."""
     layer = head.projection
     return (
         type(head) is OutputHead
@@ -217,7 +217,7 @@ def _add_product(total_VD: Tensor, left_VC: Tensor, right_CD: Tensor, scale: flo
     if total_VD.dtype == left_VC.dtype:
         total_VD.addmm_(left_VC, right_CD, beta=0.0 if fresh else 1.0, alpha=scale)
         return
-    # A half-precision product added into a float32 total, a slice at a time: no second matrix of that size.
+    # Add the half-precision product to the float32 total in slices, to avoid a second matrix of that size.
     for part in slices(len(total_VD), max(1, PRODUCT_SLICE // (right_CD.shape[-1] * left_VC.dtype.itemsize))):
         product = left_VC[part] @ right_CD
         if fresh:

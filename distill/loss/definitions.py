@@ -1,7 +1,7 @@
-"""Objectives, each written once: its value over two distributions. `rows.py` beside it lets autograd find the gradient.
+"""Objectives as values over two distributions. Autograd computes the gradients in `rows.py`.
 
 Legend: N tokens (rows), E events (the vocabulary's tokens, or a store's K entries and "any other token"), V vocabulary, K stored entries,
-S samples. Losses are one number a token, in nats where they are a divergence. Nothing here averages: the trainer owns the one denominator.
+S samples. Losses are one number per token; divergences are in nats. Nothing is averaged here: the trainer divides once.
 """
 
 import math
@@ -16,21 +16,21 @@ from speculative.rules.rule import Rule, draft_draws
 from speculative.rules.sampling import GREEDY, SamplingSettings, logits_to_probs, most_likely
 from speculative.rules.verify import accept_probability
 
-ACCEPTED_LENGTH = "accepted_length"  # of blocks, not of rows by themselves: distill/loss/accepted.py
+ACCEPTED_LENGTH = "accepted_length"  # depends on blocks, not on single rows: distill/loss/accepted.py
 UNTOUCHED = SamplingSettings()  # the model's own distribution
-# What can be learnt without a target, and from samples of it: the rest is not linear in the target.
+# Objectives that need no target, and those that samples can serve. The others are not linear in the target.
 WITHOUT_TARGET, FROM_SAMPLES = {"ce"}, {"ce", "forward_kl"}
-# Stands for the logarithm of zero, so that 0 x log 0 is 0: its product with a probability above 1e-8 counts as infinite.
+# Used as log 0, so that 0 x log 0 = 0. Its product with a probability above 1e-8 counts as infinite.
 LOWEST = -1e30
 
 
 @dataclass(frozen=True)
 class Objective:
-    """What is minimised: weights of the named losses, their constants, and how the rows are taken.
+    """What is minimised: weights of the named losses, their constants, and how rows are processed.
 
     The loss sees both distributions softened by `temperature`; there is no temperature-squared factor, so the gradient shrinks as
-    the temperature grows. `serving` and `rule`: how a server samples and accepts; nothing learns from them, see `acceptance`.
-    `gamma`: drafted tokens of a block, for `accepted_length`. `chunk_tokens` rows have logits at once (None: as many as suit the device).
+    the temperature grows. `serving` and `rule`: how a server samples and accepts; used for `acceptance` only, not for the loss.
+    `gamma`: drafted tokens of a block, for `accepted_length`. `chunk_tokens`: rows whose logits exist at once (None: chosen for the device).
     """
 
     weights: Mapping[str, float]
@@ -46,17 +46,17 @@ class Objective:
     gamma: int = 5
 
     def weight(self, name: str) -> float:
-        """The weight of a named loss, 0 where it is not minimised."""
+        """The weight of a named loss, 0 if it is not minimised."""
         return self.weights.get(name, 0.0)
 
     @property
     def overlap_is_acceptance(self) -> bool:
-        """Whether a server accepts exactly as often as the distributions in the loss overlap."""
+        """Whether the overlap of the distributions in the loss equals the server's acceptance rate."""
         return self.rule in ("sample", "block") and self.serving == SamplingSettings(self.temperature)
 
 
 def acceptance(target_logits_NV: Tensor, student_logits_NV: Tensor, serving: SamplingSettings, rule: Rule) -> Tensor:
-    """Probability that a server accepts the student's token: the overlap of what settings and rule make of both. (N,)"""
+    """Probability that a server accepts the student's token: the overlap of both distributions under settings and rule. (N,)"""
     target_NV = logits_to_probs(target_logits_NV, GREEDY if rule == "greedy" else serving)
     student_NV = logits_to_probs(student_logits_NV, GREEDY if rule in ("greedy", "greedy-draft") else serving)
     return torch.minimum(target_NV, student_NV).sum(-1)
@@ -67,8 +67,8 @@ def kept(
 ) -> Tensor:
     """Probability, given the target's own tokens, that each was drafted and kept (maximal coupling, arXiv 2211.17192). (N,)
 
-    min(1, student / target); where drafts take their argmax, and without target logits, whether that is the token. A token whose target
-    probability is not known (0) counts as refused.
+    min(1, student / target). If drafts take their argmax, or without target logits: 1 if the argmax is the token, else 0.
+    A token with unknown target probability (0) counts as rejected.
     """
     if target_logits_NV is None or not draft_draws(rule):
         return (most_likely(student_logits_NV) == labels_N).to(student_logits_NV.dtype)
@@ -80,14 +80,14 @@ def kept(
 
 
 class Distribution(NamedTuple):
-    """The same twice, (N, E): natural logarithms, at least `LOWEST`, and probabilities."""
+    """A distribution as natural logarithms (at least `LOWEST`) and as probabilities, both (N, E)."""
 
     log_probs_NE: Tensor
     probs_NE: Tensor
 
 
 class Pair(NamedTuple):
-    """What an objective compares, row by row. The target has no gradient; both of the student's tensors lead to its logits."""
+    """The inputs of an objective, row by row. The target has no gradient; both student tensors have one."""
 
     target: Distribution
     student: Distribution
@@ -96,17 +96,17 @@ class Pair(NamedTuple):
     log_label_N: Tensor  # the student's log-probability of the token that follows
 
 
-OBJECTIVES: dict[str, Callable[[Pair, "Objective"], Tensor]] = {}  # by name, as configs know them
+OBJECTIVES: dict[str, Callable[[Pair, "Objective"], Tensor]] = {}  # by the names used in configs
 
 
 def registered(function: Callable[[Pair, Objective], Tensor]) -> Callable[[Pair, Objective], Tensor]:
-    """Registers an objective under its function's name, by which a config asks for it."""
+    """Register an objective under its function's name, which configs use."""
     OBJECTIVES[function.__name__] = function
     return function
 
 
 def overlap(target_probs_NE: Tensor, student_probs_NE: Tensor, mass_N: Tensor | float = 1.0) -> Tensor:
-    """sum_e min(target, student), (N,): what the target has, `mass_N`, less what the student lacks. The gradient of a minimum takes longer."""
+    """sum_e min(target, student), (N,): computed as `mass_N` (the target's total) minus what the student lacks, because the gradient of a minimum is slower."""
     return mass_N - torch.relu(target_probs_NE - student_probs_NE).sum(-1)
 
 
@@ -126,7 +126,7 @@ def reverse_kl(pair: Pair, objective: Objective) -> Tensor:
 def jsd(pair: Pair, objective: Objective) -> Tensor:
     """Beta KL(target || mix) + (1 - beta) KL(student || mix), mix = beta target + (1 - beta) student (GKD, arXiv 2306.13649). (N,)
 
-    The mix is held fixed: the gradient through it is the same for every token, which a softmax does not feel.
+    The mix is held fixed: its gradient is the same for every token, and a softmax ignores such a constant.
     """
     beta = objective.beta
     with torch.no_grad():
@@ -137,7 +137,7 @@ def jsd(pair: Pair, objective: Objective) -> Tensor:
 
 @registered
 def tv(pair: Pair, objective: Objective) -> Tensor:
-    """Total variation, 1 - overlap. Its gradient carries a factor student(v): it dies on a cold start. (N,)"""
+    """Total variation, 1 - overlap. Its gradient has a factor student(v), so it vanishes on an untrained draft. (N,)"""
     return 1.0 - pair.overlap_N
 
 
@@ -145,7 +145,7 @@ def tv(pair: Pair, objective: Objective) -> Tensor:
 def neg_log_alpha(pair: Pair, objective: Objective) -> Tensor:
     """-log sum_e min(target, student) (LK losses, arXiv 2602.23881). (N,)
 
-    Taken in log space, so that an overlap too small for float32 still has a gradient.
+    Computed in log space, so that an overlap too small for float32 still has a gradient.
     """
     return -torch.minimum(pair.target.log_probs_NE, pair.student.log_probs_NE).logsumexp(-1)
 
@@ -165,7 +165,7 @@ def ce(pair: Pair, objective: Objective) -> Tensor:
 
 @registered
 def accepted_length(pair: Pair, objective: Objective) -> Tensor:
-    """Of blocks: the rows' weights say what a row's TV counts (`accepted.py`). (N,)"""
+    """TV per row; the rows' weights make it the accepted length of blocks (`accepted.py`). (N,)"""
     return tv(pair, objective)
 
 
@@ -180,15 +180,15 @@ def _dot(first_NE: Tensor, second_NE: Tensor) -> Tensor:
 
 
 def _student_mean(pair: Pair, log_others_NE: Tensor) -> Tensor:
-    """sum_e student (log student - log other), the other held fixed. (N,)
+    """sum_e student (log student - log other), with the other held fixed. (N,)
 
-    So is the student in the logarithm: sum_e student grad log student is the gradient of 1.
+    The student in the logarithm is held fixed too, because sum_e student grad log student is the gradient of 1, which is 0.
     """
     return _dot(pair.student.probs_NE, (pair.student.log_probs_NE - log_others_NE).detach())
 
 
 def filled_ids(ids_NK: Tensor, log_probs_NK: Tensor) -> tuple[Tensor, Tensor]:
-    """(ids, which entries hold something), both (N, K). An empty entry is given the id of its row's first full one, or 0."""
+    """(ids, mask of filled entries), both (N, K). An empty entry gets the id of the first filled one in its row, or 0."""
     full_NK = log_probs_NK > -torch.inf
     first_N1 = ids_NK.gather(-1, full_NK.int().argmax(-1, keepdim=True))
     spare_N1 = first_N1.masked_fill(~full_NK.any(-1, keepdim=True), 0)
@@ -208,14 +208,14 @@ def sampled_overlap(weights_NS: Tensor, target_log_probs_NS: Tensor, student_log
 
 
 def entropy_weight(entropy: Tensor) -> Tensor:
-    """1 - exp(-entropy), between 0 (the target is sure) and 1 (it has many choices)."""
+    """1 - exp(-entropy), between 0 (the target is certain) and 1 (it has many choices)."""
     return -torch.expm1(-entropy)
 
 
 def selected_rows(student_losses_N: Tensor, reference_losses_N: Tensor, keep: float) -> Tensor:
     """Rows of the ceil(keep x N) largest student - reference losses, rising (AdaSPEC, arXiv 2510.19779). (n,)
 
-    Rows of equal difference are taken from the front.
+    Of rows with equal differences the first are taken.
     """
     count = math.ceil(keep * student_losses_N.numel())
     order_N = (student_losses_N - reference_losses_N).argsort(descending=True, stable=True)

@@ -1,10 +1,10 @@
-"""From hidden states to the loss without ever holding [batch, time, vocabulary] logits.
+"""From hidden states to the loss, without [batch, time, vocabulary] logits in memory.
 
 Legend: R response tokens (rows) of a micro-batch, C tokens of a chunk, D hidden width, V vocabulary.
 
-The head's products run chunk by chunk, and each chunk's gradient is taken at once, by autograd through its rows (`distill/loss/rows.py`). So the
-peak is O(C x V), and a step costs four products with a head: target forward, student forward, and two for the student's backward;
-three with a stored signal. Inside a chunk the row mathematics goes block by block, each small enough to stay in the cache.
+The head's products run chunk by chunk. Each chunk's gradient is computed at once, by autograd through its rows (`distill/loss/rows.py`). The
+peak memory is O(C x V). A step costs four products with a head: target forward, student forward, and two for the student's backward;
+three with a stored signal. Inside a chunk, rows are processed in blocks small enough to stay in the cache.
 """
 
 from dataclasses import dataclass, field, replace
@@ -21,20 +21,20 @@ from distill.loss.chunk_heads import Head, OutputHead, Student, frozen_head_of, 
 from distill.loss.definitions import ACCEPTED_LENGTH, Objective
 from distill.loss.rows import Rows, part_of, rows_of
 
-# Bytes of a chunk's logits. On a CPU the head's weights are read once a chunk, so a chunk has CPU_ROWS rows at least.
+# Bytes of a chunk's logits. On a CPU the head's weights are read once per chunk, so a chunk has at least CPU_ROWS rows.
 CPU_CHUNK, CPU_ROWS, GPU_CHUNK = 8 << 20, 256, 256 << 20
-# Bytes of a block of dense rows: five or so of them share a core's cache; on a GPU they only bound the scratch memory. Rows with a
-# stored signal hold fewer, so that a block has four times the rows and starts fewer kernels.
+# Bytes of a block of dense rows. About five such tensors share a core's cache; on a GPU they only limit temporary memory. Rows with a
+# stored signal need less, so their blocks have four times the rows.
 CPU_BLOCK, GPU_BLOCK = 1 << 20, 64 << 20
-# Rows of a micro-batch that the server's acceptance is estimated from, and the logits that they may have.
+# Rows of a micro-batch used to estimate the server's acceptance, and the limit of their logits.
 MEASURED_ROWS, MEASURED_LOGITS = 128, 1 << 23
 
 
 class Scored(NamedTuple):
-    """The summed loss of R rows, which carries the gradient, and how much of each row's distribution the student shares.
+    """The summed loss of R rows, which has the gradient, and the overlap of student and target at each row.
 
-    The overlap at the loss's temperature lies within [overlap, overlap + slack]; the slack is 0 but for a top-k signal. With a
-    sampled signal the overlap is an unbiased estimate. Neither knows of tokens' weights.
+    The overlap at the loss's temperature is within [overlap, overlap + slack]; the slack is 0 except for a top-k signal. With a
+    sampled signal the overlap is an unbiased estimate. Both ignore tokens' weights.
     """
 
     loss: Tensor
@@ -52,14 +52,14 @@ def chunked_loss(
     reference: DenseSignal | None = None,
     rows_R: Tensor | None = None,
 ) -> Scored:
-    """Summed loss of R tokens, chunk by chunk; its backward hands out the gradients taken on the way, once.
+    """Summed loss of R tokens, chunk by chunk. Its backward returns the gradients computed in the forward, once.
 
-    `weights_R` multiplies loss and gradient of each token. `rows_R`: where each token lies in its texts, for `accepted_length`.
-    `reference` is another draft's hidden states and head, for weighting `selected`: two forward KLs are read without gradient,
-    then only the kept rows train; the overlap is that of all rows.
+    `weights_R` multiplies loss and gradient of each token. `rows_R`: the position of each token, for `accepted_length`.
+    `reference` is another draft's hidden states and head, for weighting `selected`: two forward KLs are computed without gradient,
+    then only the selected rows train; the overlap covers all rows.
 
     Raises:
-        ValueError: an objective that the signal cannot serve, a weighting without a signal or reference.
+        ValueError: an objective that does not work with the signal, or a weighting without its signal or reference.
     """
     refuse_impossible(objective, signal, reference)
     measured = length = None
@@ -71,27 +71,29 @@ def chunked_loss(
         assert rows_R is not None
         length, weights_R = _length_weights(objective, student, signal, labels_R, rows_R)
     parameters = student.head.parameters()
-    # Inside the function's forward gradients are off, so whether the caller wants them is asked here.
+    # Gradients are off inside the function's forward, so check here whether the caller wants them.
     wants_gradient = torch.is_grad_enabled() and (student.hidden_RD.requires_grad or bool(parameters))
     sweep = _Sweep(objective, signal, labels_R, weights_R, wants_gradient)
     loss = _ChunkedLoss.apply(sweep, student.head, student.hidden_RD, *parameters)
     if length is not None:
-        loss = loss + (length.to(loss.dtype) - loss.detach())  # its gradient is the weights'; its value is told
+        loss = loss + (
+            length.to(loss.dtype) - loss.detach()
+        )  # the gradient comes from the weights, the value is the accepted length
     return Scored(loss, *(measured or sweep.found)[1:])
 
 
 def chunk_rows(vocabulary: int, dtype: torch.dtype, device: torch.device) -> int:
-    """Rows of a chunk when nobody says: a few megabytes of logits on a CPU, 256 MB on an accelerator."""
+    """Default rows of a chunk: a few megabytes of logits on a CPU, 256 MB on an accelerator."""
     row = vocabulary * dtype.itemsize
     return max(CPU_ROWS, CPU_CHUNK // row) if device.type == "cpu" else max(1, GPU_CHUNK // row)
 
 
 @torch.no_grad()
 def acceptance_sum(objective: Objective, student: Student, signal: Signal) -> Tensor | None:
-    """How many of the R rows' tokens a server would accept if the student drafted them, by at most 128 rows spread over all.
+    """Estimate how many of the R rows' tokens a server would accept from the student, from at most 128 evenly spread rows.
 
-    A top-k signal counts as the whole distribution: what truncation excludes lies in its tail. None where nothing can be said: no
-    row, or samples, which do not tell what truncation leaves.
+    A top-k signal counts as the whole distribution, because tokens excluded by truncation are in its tail. None without rows, and for
+    samples, which do not show what truncation keeps.
     """
     tokens = len(student.hidden_RD)
     if not tokens or isinstance(signal, SampledSignal):
@@ -100,14 +102,14 @@ def acceptance_sum(objective: Objective, student: Student, signal: Signal) -> Te
     spread = slice(None, None, -(-tokens // most))
     target_NV, student_NV = _both_logits(objective, student.rows(spread), part_of(signal, spread))
     assert target_NV is not None
-    # A row that stores nothing is nan.
+    # A row without stored entries is nan.
     accepted_N = losses.acceptance(target_NV, student_NV, objective.serving, objective.rule).nan_to_num(0.0)
     return accepted_N.double().mean() * tokens
 
 
 @torch.no_grad()
 def kept_probs(objective: Objective, student: Student, signal: Signal | None, labels_R: Tensor) -> Tensor:
-    """Probability that the server keeps the target's own token, were it drafted at its row: `definitions.kept`. (R,)"""
+    """Probability that the server keeps the target's own token if it is drafted at its row: `definitions.kept`. (R,)"""
     found = [torch.zeros(0, device=labels_R.device)]
     for chosen in slices(len(labels_R), max(1, MEASURED_LOGITS // student.head.vocabulary)):
         both = _both_logits(objective, student.rows(chosen), part_of(signal, chosen))
@@ -116,7 +118,7 @@ def kept_probs(objective: Objective, student: Student, signal: Signal | None, la
 
 
 def _both_logits(objective: Objective, student: Student, signal: Signal | None) -> tuple[Tensor | None, Tensor]:
-    """(target, student) logits of a few rows, without gradient; no target's without a signal, or of samples."""
+    """(target, student) logits of a few rows, without gradient; no target logits without a signal or with samples."""
     student_NV = head_of(student, False).logits(slice(None))
     if isinstance(signal, DenseSignal):
         return frozen_head_of(signal).logits(slice(None)), student_NV
@@ -128,7 +130,7 @@ def _both_logits(objective: Objective, student: Student, signal: Signal | None) 
 
 
 def refuse_impossible(objective: Objective, signal: Signal | None, reference: DenseSignal | None) -> None:
-    """Raises ValueError for an objective that the signal cannot serve, a weighting without a signal or reference."""
+    """Raise ValueError for an objective that does not work with the signal, or a weighting without its signal or reference."""
     names = set(objective.weights)
     if ACCEPTED_LENGTH in names and (len(names) > 1 or objective.weighting != "none"):
         raise ValueError(
@@ -152,7 +154,7 @@ def _length_weights(
 ) -> tuple[Tensor, Tensor]:
     """(summed share of gamma that blocks do not keep, weights (R, 2) of TV and of ce) for `accepted_length`; no gradient.
 
-    The token's target probability is read from the signal; one that a top-k does not hold counts as its row's overlap.
+    The token's target probability comes from the signal. If a top-k signal does not have it, the row's overlap is used.
     """
     with torch.no_grad():
         ce = replace(objective, weights={"ce": 1.0})
@@ -167,7 +169,7 @@ def _length_weights(
         accept_R = (-seen.loss_C - log_target_R).clamp(max=0.0).exp().where(known_R, alpha_R)
         follows_R, gamma = accepted.rows_follow(rows_R), objective.gamma
         dense_R, gain_R = accepted.credits(accept_R, alpha_R, follows_R, gamma)
-        # d a = a d log draft where the draft is below the target, so a ce of this weight; where it is above, a stays 1.
+        # d a = a d log draft if the draft is below the target, which is a ce with this weight. Otherwise a stays 1.
         token_R = ((gain_R - dense_R) * accept_R).where(known_R & (accept_R < 1.0), 0.0)
         share_R = 1.0 - accepted.accepted_lengths(accept_R, follows_R, gamma) / gamma
         scale = objective.weight(ACCEPTED_LENGTH)
@@ -187,10 +189,10 @@ def _selected(
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """Gradient in the forward; the backward only scales it. Correct because the loss enters the step linearly.
+    """Compute the gradient in the forward; the backward only scales it. Correct because the step is linear in the loss.
 
-    The head's parameters are inputs, so that their gradients travel the graph like any other: hooks of DDP and FSDP see them, a
-    tied embedding adds its own, a second call before the optimizer's step accumulates.
+    The head's parameters are inputs, so their gradients pass through the graph: hooks of DDP and FSDP see them, a
+    tied embedding adds its own, and a second call before the optimizer's step accumulates.
     """
 
     @staticmethod
@@ -206,7 +208,7 @@ class _ChunkedLoss(torch.autograd.Function):
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
             raise RuntimeError("the chunked loss returns its gradients once; call it again for a second backward")
-        # In place, and no reference stays here: autograd takes the head's gradient over instead of copying it.
+        # In place and without another reference, so that autograd takes the head's gradient without a copy.
         scale = grad_outputs[0]
         return (None, None, *(None if one is None else one.mul_(scale) for one in gradients))
 
@@ -229,7 +231,7 @@ class _Sweep:
         target = frozen_head_of(self.signal) if isinstance(self.signal, DenseSignal) else None
         block = min(chunk, _block_rows(head.vocabulary, device, dense=target is not None))
         dtype = torch.promote_types(head.dtype, torch.float32)
-        # Made first: what a block leaves behind would lie between the blocks' memory, which could then not be used again.
+        # Allocated first, because small tensors between the blocks' memory would fragment it.
         self.found = Rows(*(torch.zeros(self.labels_R.numel(), dtype=dtype, device=device) for _ in Rows._fields))
         for chosen in slices(self.labels_R.numel(), chunk):
             logits_CV = head.logits(chosen)
@@ -255,6 +257,6 @@ class _Sweep:
 
 def _block_rows(vocabulary: int, device: torch.device, dense: bool) -> int:
     if device.type == "cpu":
-        # Every thread gets its share: rows are what a softmax is divided by.
+        # One share per thread, because a softmax is parallel over rows.
         return max(1, (CPU_BLOCK if dense else 4 * CPU_BLOCK) // (vocabulary * 4)) * torch.get_num_threads()
     return max(1, GPU_BLOCK // (vocabulary * 4))

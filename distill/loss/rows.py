@@ -1,9 +1,9 @@
-"""The loss of each row against each kind of signal: logits to a pair of distributions, to what the objectives make of it. For autograd.
+"""The loss of each row for each kind of signal, from logits to distributions to the objectives. Differentiable by autograd.
 
-Legend: C tokens (rows), V vocabulary, K stored entries, S samples, N rows, E events; a trailing 1 is a column of one number a row.
+Legend: C tokens (rows), V vocabulary, K stored entries, S samples, N rows, E events; a trailing 1 is a column with one number per row.
 
-A stored top-k is a distribution over K + 1 events, the last being "any other token"; samples are read the same way. Only the two steps
-over the whole vocabulary have their backward written down, once for all objectives.
+A stored top-k is a distribution over K + 1 events, the last being "any other token"; samples are treated the same way. Only the two steps
+over the whole vocabulary have a hand-written backward, which all objectives share.
 """
 
 import functools
@@ -18,12 +18,12 @@ from data.signals.signal import SampledSignal, TopKSignal
 from distill.loss import definitions as losses
 from distill.loss.definitions import LOWEST, Distribution, Objective, Pair
 
-Against = Tensor | TopKSignal | SampledSignal | None  # target logits, a stored signal, nothing
-INFINITE = 1e20  # a loss above it is one: see `LOWEST`
+Against = Tensor | TopKSignal | SampledSignal | None  # target logits, a stored signal, or nothing
+INFINITE = 1e20  # a loss above this counts as infinite, see `LOWEST`
 
 
 class Rows(NamedTuple):
-    """Loss, overlap and what the overlap may lack, each (C,). The loss carries the tokens' weights; the overlap does not."""
+    """Loss, overlap, and how much the overlap can be too low, each (C,). The loss includes the tokens' weights; the overlap does not."""
 
     loss_C: Tensor
     overlap_C: Tensor
@@ -37,7 +37,7 @@ class _Softmax(torch.autograd.Function):
     def forward(ctx: Any, scores_NV: Tensor, labels_N1: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         probs_NV = torch.softmax(scores_NV, -1)
-        # The sum's logarithm is that of the softmax at its peak: two reads instead of another exponential.
+        # The log-sum-exp follows from the softmax at its peak, which needs two reads instead of another exponential.
         log_probs_NV = (scores_NV - scores_NV.amax(-1, keepdim=True)).add_(probs_NV.amax(-1, keepdim=True).log())
         log_probs_NV.clamp_(min=LOWEST)
         ctx.save_for_backward(probs_NV, labels_N1)
@@ -54,7 +54,7 @@ class _Softmax(torch.autograd.Function):
         sum_N1 = torch.zeros_like(probs_NV[:, :1]) if flow_NV is None else flow_NV.sum(-1, keepdim=True)
         if by_label_N1 is not None:
             sum_N1 = sum_N1 + by_label_N1
-        # In place: there is one backward, and fresh memory costs more than the arithmetic.
+        # In place, because there is one backward only and new memory costs more than the arithmetic.
         gradient_NV = probs_NV.mul_(-sum_N1)
         if flow_NV is not None:
             gradient_NV.add_(flow_NV)
@@ -64,9 +64,9 @@ class _Softmax(torch.autograd.Function):
 
 
 class _Events(torch.autograd.Function):
-    """Scores (N, V), ids (N, K), which of them hold something, and labels (N, 1) -> log-masses (N, K + 1), the label's score (N, 1).
+    """Scores (N, V), ids (N, K), mask of filled entries, labels (N, 1) -> log-masses (N, K + 1), the label's score (N, 1).
 
-    An entry that holds nothing has the id of one of its row that does, and no mass; a row without any keeps all its tokens in the rest.
+    An empty entry has the id of a filled one in its row, and no mass. In a row without filled entries all tokens are in the rest.
     """
 
     @staticmethod
@@ -75,7 +75,7 @@ class _Events(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         stored_NK = scores_NV.gather(-1, ids_NK)
         others_NV = scores_NV.scatter(-1, ids_NK, stored_NK.masked_fill(full_NK.any(-1, keepdim=True), LOWEST))
-        # The rest's own softmax: exact however little mass the rest has, where 1 - sum(stored) would round to 0.
+        # A softmax over the rest is exact even for little mass, where 1 - sum(stored) would round to 0.
         share_NV = torch.softmax(others_NV, -1)
         rest_N1 = others_NV.amax(-1, keepdim=True) - share_NV.amax(-1, keepdim=True).log()
         ctx.save_for_backward(share_NV, ids_NK, full_NK, labels_N1)
@@ -85,7 +85,7 @@ class _Events(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         by_mass_NE, by_label_N1 = gradients
         share_NV, ids_NK, full_NK, labels_N1 = ctx.saved_tensors
-        gradient_NV = share_NV.mul_(by_mass_NE[:, -1:])  # a stored token has no share in the rest
+        gradient_NV = share_NV.mul_(by_mass_NE[:, -1:])  # stored tokens have no share in the rest
         gradient_NV.scatter_add_(-1, ids_NK, by_mass_NE[:, :-1].masked_fill(~full_NK, 0.0))
         return gradient_NV.scatter_add_(-1, labels_N1, by_label_N1), None, None, None
 
@@ -93,9 +93,9 @@ class _Events(torch.autograd.Function):
 def row_losses(
     objective: Objective, against: Against, student_logits_CV: Tensor, labels_C: Tensor, weights_C: Tensor | None
 ) -> Rows:
-    """The objectives' value at each row; gradients reach the student's logits through `loss_C` alone.
+    """The objectives' value at each row. Only `loss_C` passes gradients to the student's logits.
 
-    `weights_C` multiplies the loss; where it has a second column, that is a weight of ce, multiplied by the first.
+    `weights_C` multiplies the loss; a second column is the weight of ce, which the first multiplies.
     """
     scores_CV, labels_C1 = _scores(student_logits_CV, objective.temperature), labels_C.unsqueeze(-1)
     if isinstance(against, Tensor):
@@ -113,7 +113,7 @@ def row_losses(
 
 
 def _dense_pair(target_CV: Tensor, student_CV: Tensor, labels_C1: Tensor) -> tuple[Pair, Tensor]:
-    """(pair, what its overlap is too large by): nothing."""
+    """(pair, slack of its overlap, which is 0)."""
     target = Distribution(*_Softmax.apply(target_CV, labels_C1)[:2])
     *both, log_label_C1 = _Softmax.apply(student_CV, labels_C1)
     student = Distribution(*both)
@@ -122,12 +122,12 @@ def _dense_pair(target_CV: Tensor, student_CV: Tensor, labels_C1: Tensor) -> tup
 
 
 def _stored_pair(signal: TopKSignal, student_CV: Tensor, labels_C1: Tensor) -> tuple[Pair, Tensor]:
-    """(pair, the overlap of its last event): how much of the other tokens' mass is common is not known."""
+    """(pair, the overlap of its last event): an upper bound of the common mass of all other tokens."""
     ids_CK, full_CK = losses.filled_ids(signal.ids_RK, signal.log_probs_RK)
     student, log_label_C = _events(student_CV, ids_CK, full_CK, labels_C1)
     target_CE = torch.cat([signal.log_probs_RK, signal.log_tail_R.unsqueeze(-1)], -1).to(student_CV.dtype)
     target = Distribution(target_CE.clamp(min=LOWEST), target_CE.exp())
-    # A store's probabilities are rounded and do not add up to one.
+    # Stored probabilities are rounded and do not sum to one.
     overlap_C = losses.overlap(target.probs_NE, student.probs_NE, target.probs_NE.sum(-1))
     slack_C = torch.minimum(target.probs_NE[:, -1], student.probs_NE[:, -1])
     return Pair(target, student, overlap_C, log_label_C), slack_C
@@ -164,7 +164,7 @@ def _events(scores_CV: Tensor, ids_CK: Tensor, full_CK: Tensor, labels_C1: Tenso
 
 
 def _weighed(rows: Rows, log_label_C: Tensor, weights_C: Tensor | None, entropy_C: Tensor | None) -> Rows:
-    """The rows with the tokens' weights: the caller's, and by the target's entropy where it is given."""
+    """Apply the caller's token weights, and weights by the target's entropy if it is given."""
     loss_C = rows.loss_C
     if weights_C is not None:
         weights_C = weights_C.to(loss_C.dtype)
@@ -186,7 +186,7 @@ def rows_of(
     objective: Objective, against: Against, student_logits_CV: Tensor, labels_C: Tensor, weights_C: Tensor | None,
     wants_gradient: bool,
 ) -> tuple[Rows, Tensor | None]:  # fmt: skip
-    """`row_losses`, detached, and the gradient of their sum with respect to the student's logits (C, V), where it is wanted."""
+    """Detached `row_losses`, and if wanted the gradient of their sum with respect to the student's logits (C, V)."""
     arguments = (objective, against, student_logits_CV, labels_C, weights_C)
     return (_compiled() if objective.compile else _differentiated)(arguments, wants_gradient)
 
@@ -205,7 +205,7 @@ def _differentiated(
 
 @functools.cache
 def _compiled() -> Callable[..., tuple[Rows, Tensor | None]]:
-    """`_differentiated` with the rows compiled at the first call; as it is, after one warning, where there is no compiler."""
+    """`_differentiated` with `row_losses` compiled at the first call. Without a usable compiler it warns once and runs uncompiled."""
     function, usable = torch.compile(row_losses), True
 
     def call(arguments: tuple[Any, ...], wants_gradient: bool) -> tuple[Rows, Tensor | None]:
@@ -225,7 +225,7 @@ def _compiled() -> Callable[..., tuple[Rows, Tensor | None]]:
 
 
 def part_of(rows: Any, chosen: slice | Tensor) -> Any:
-    """Some rows of a tensor or a signal; None of None."""
+    """A subset of the rows of a tensor or a signal; None for None."""
     if rows is None or isinstance(rows, Tensor):
         return None if rows is None else rows[chosen]
     return rows.rows(chosen)
