@@ -1,4 +1,4 @@
-"""The `understudy` command: one row a subcommand."""
+"""The `understudy` command and the table of its subcommands."""
 
 import os
 import sys
@@ -17,28 +17,29 @@ from distill.live.options import (
     ShowOptions,
 )
 
-READER_LEFT = 141  # As the shell reports a program ended by SIGPIPE.
-# name, what it is asked (its docstring is the help), the function that does it: imported when it runs, never for --help.
+READER_LEFT = 141  # The status that a shell reports for a program ended by SIGPIPE.
+TRAIN, JUDGE, SERVE, WATCH = "Train", "Judge", "Serve", "Watch"  # Panels of --help.
+# Name, panel, options (their docstring is the help), function: imported when the command runs, never for --help.
 COMMANDS = (
-    ("demo", of.DemoOptions, "distill.cli:demo"),
-    ("train", TrainOptions, "distill.train:command"),
-    ("evaluate", of.EvaluateOptions, "distill.commands.evaluate.evaluate:evaluate_command"),
-    ("probe", of.ProbeOptions, "distill.commands.probe.probe:probe_command"),
-    ("report", of.ReportOptions, "distill.commands.show:report"),
-    ("compare", of.CompareOptions, "distill.commands.compare.compare:compare"),
-    ("drift", of.DriftOptions, "distill.commands.drift.drift:drift"),
-    ("readback", of.ReadbackOptions, "distill.commands.readback.readback:readback"),
-    ("respond", RespondOptions, "distill.respond:command"),
-    ("sweep", of.SweepOptions, "distill.commands.sweep.sweep:run_sweep"),
-    ("generate", of.GenerateOptions, "distill.commands.generate.generate:generate_command"),
-    ("export", of.ExportOptions, "distill.commands.export:export"),
-    ("serve", of.ServeOptions, "distill.commands.serve:serve"),
-    ("gateway", GatewayOptions, "distill.live.gateway.command:gateway"),
-    ("check-export", of.CheckExportOptions, "distill.commands.export:check_export"),
-    ("refresh", RefreshOptions, "distill.live.refresh.refresh:refresh_command"),
-    ("rollout", RolloutOptions, "distill.live.rollout.rollout:rollout"),
-    ("show", of.ShowRunOptions, "distill.commands.show:show"),
-    ("config", of.ConfigOptions, "distill.config.table:print_table"),
+    ("demo", TRAIN, of.DemoOptions, "distill.cli:demo"),
+    ("train", TRAIN, TrainOptions, "distill.train:command"),
+    ("respond", TRAIN, RespondOptions, "distill.respond:command"),
+    ("sweep", TRAIN, of.SweepOptions, "distill.commands.sweep.sweep:run_sweep"),
+    ("config", TRAIN, of.ConfigOptions, "distill.config.table:print_table"),
+    ("probe", JUDGE, of.ProbeOptions, "distill.commands.probe.probe:probe_command"),
+    ("evaluate", JUDGE, of.EvaluateOptions, "distill.commands.evaluate.evaluate:evaluate_command"),
+    ("compare", JUDGE, of.CompareOptions, "distill.commands.compare.compare:compare"),
+    ("show", JUDGE, of.ShowRunOptions, "distill.commands.show:show"),
+    ("report", JUDGE, of.ReportOptions, "distill.commands.show:report"),
+    ("export", SERVE, of.ExportOptions, "distill.commands.export:export"),
+    ("check-export", SERVE, of.CheckExportOptions, "distill.commands.export:check_export"),
+    ("serve", SERVE, of.ServeOptions, "distill.commands.serve:serve"),
+    ("generate", SERVE, of.GenerateOptions, "distill.commands.generate.generate:generate_command"),
+    ("readback", WATCH, of.ReadbackOptions, "distill.commands.readback.readback:readback"),
+    ("drift", WATCH, of.DriftOptions, "distill.commands.drift.drift:drift"),
+    ("gateway", WATCH, GatewayOptions, "distill.live.gateway.command:gateway"),
+    ("refresh", WATCH, RefreshOptions, "distill.live.refresh.refresh:refresh_command"),
+    ("rollout", WATCH, RolloutOptions, "distill.live.rollout.rollout:rollout"),
 )
 TRAFFIC_COMMANDS = (
     ("show", ShowOptions, "distill.live.traffic.show:show_traffic"),
@@ -50,19 +51,18 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    help="Draft models that agree with a target LLM: train, evaluate, export and serve them.",
+    help="Train draft models that agree with your LLM, and measure whether they make it faster.",
 )
-traffic = typer.Typer(
-    no_args_is_help=True, help="The log of live traffic: look at it, export it to train from, forget requests."
-)
-for _app, _commands in ((app, COMMANDS), (traffic, TRAFFIC_COMMANDS)):
-    for _name, _options, _place in _commands:
-        _app.command(_name)(lazy_command(_options, _place))
-app.add_typer(traffic, name="traffic")
+traffic = typer.Typer(no_args_is_help=True, help="Show, export or erase logged traffic.")
+for _name, _panel, _options, _place in COMMANDS:
+    app.command(_name, rich_help_panel=_panel)(lazy_command(_options, _place))
+for _name, _options, _place in TRAFFIC_COMMANDS:
+    traffic.command(_name)(lazy_command(_options, _place))
+app.add_typer(traffic, name="traffic", rich_help_panel=WATCH)
 
 
 def demo(options: of.DemoOptions) -> int:
-    """Trains, exports and shows; the exit status of the training."""
+    """Train, export and show the demo; returns the exit status of the training."""
     from distill import train
     from distill.commands.export import export_run
     from distill.commands.show import show_run
@@ -73,18 +73,18 @@ def demo(options: of.DemoOptions) -> int:
     status = train.command(TrainOptions(options.config, overrides))
     if status == 0:
         config = load_config(options.config, overrides)
-        run, trusted = config.folder, config.target.trust_remote_code  # as the training did
+        run, trusted = config.folder, config.target.trust_remote_code  # As the training did.
         export_run(of.ExportOptions(run, run / EXPORT, overwrite=True, trust_remote_code=trusted))
         show_run(run, trusted)
     return status
 
 
 def main() -> None:
-    """Entry point: a mistake of the user is one line and exit status 2."""
+    """Entry point. A mistake of the user prints one line and exits with status 2."""
     try:
         app()
     except BrokenPipeError:
-        # Whoever read our output has left (`| head`): no more may be written, not even at exit.
+        # The reader of a pipe has closed it (`| head`): write nothing more, not even at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(READER_LEFT)
     except (Exception, KeyboardInterrupt) as error:

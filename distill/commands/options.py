@@ -1,6 +1,7 @@
-"""What each command is asked: one frozen dataclass a command, its docstring the help.
+"""Options of each command: one frozen dataclass per command, whose docstring is its help text.
 
-Apart from the commands, so that --help loads none.
+The first sentence is the line in the list of commands; `tests/distill/commands/test_cli.py` checks that it is not cut.
+Kept apart from the commands, so that --help imports none of them.
 """
 
 from dataclasses import dataclass
@@ -31,17 +32,27 @@ from distill.config.command_line import (
 
 STDLIB = "stdlib"
 RunFolder = Annotated[Path, argument("run folder")]
-KeyVariable = Annotated[str, option("environment variable with the key that the engine wants; default: none is sent")]
+KeyVariable = Annotated[str, option("environment variable that holds the engine's API key; default: no key is sent")]
 
 
 @dataclass(frozen=True)
 class ConfigOptions:
-    """Every key of a config with its default and meaning."""
+    """List every config key and its default.
+
+    understudy config | less
+
+    The keys that people set most come first. The same table is docs/reference/config.md.
+    """
 
 
 @dataclass(frozen=True)
 class ShowRunOptions:
-    """The verdict of a finished run, with completions whose accepted tokens are marked."""
+    """Show the verdict of a finished run.
+
+    understudy show runs/demo
+
+    Also decodes three held-out prompts and marks the tokens that the target accepted from the draft.
+    """
 
     run: RunFolder
     trust_remote_code: TrustRemoteCode = False
@@ -49,58 +60,82 @@ class ShowRunOptions:
 
 @dataclass(frozen=True)
 class DemoOptions:
-    """Distil, judge and export a draft for the embedded target; ends with the numbers and what to type next."""
+    """Train a small draft on a built-in target.
 
-    config: Annotated[str, argument("the demo's config")] = "configs/demo.yaml"
+    understudy demo
+
+    Trains, judges and exports the draft, then prints the numbers and the next commands. The target is a small model of Python
+    code that comes with the package, so nothing is downloaded.
+    """
+
+    config: Annotated[str, argument("config of the demo")] = "configs/demo.yaml"
     overrides: Overrides = None
 
 
 @dataclass(frozen=True)
 class ReportOptions:
-    """One self-contained HTML page of a run (report.html), and its numbers as JSON beside it.
+    """Write the report page of a run.
+
+    understudy report runs/demo
 
     understudy report runs/demo --t-target 25ms --t-draft 3ms
 
     understudy report runs/demo --price-per-hour 2.49
+
+    Writes report.html, one page without external files, and report.json with its numbers.
     """
 
-    run: Annotated[Path, argument("run folder, or a result.json that `understudy evaluate` wrote")]
-    to: Annotated[Path | None, option("HTML file; default report.html beside the result")] = None
+    run: Annotated[Path, argument("run folder, or a result.json of `understudy evaluate`")]
+    to: Annotated[Path | None, option("HTML file to write; default: report.html next to the result")] = None
     t_target: TargetSeconds = ""
     t_draft: DraftSeconds = ""
     price_per_hour: Annotated[
         str,
         option(
-            "price of an hour of the device, e.g. 2.49; 2.49,4.98: without the draft, with it. Says what tokens cost"
+            "price of one device hour, e.g. 2.49, to report the cost of tokens; 2.49,4.98 = price without and with the draft"
         ),
     ] = ""
 
 
 @dataclass(frozen=True)
 class SweepOptions:
-    """Train every combination of a grid, resumable, and compare them in one table with intervals."""
+    """Train every combination of a grid.
+
+    understudy sweep configs/sweeps/grid.yaml --dry-run
+
+    understudy sweep configs/sweeps/grid.yaml
+
+    Ends with one table of all runs with confidence intervals. The same command continues an interrupted sweep.
+    """
 
     file: Annotated[Path, argument("sweep file, e.g. configs/sweeps/grid.yaml")]
     launcher: Launcher = ""
-    dry_run: Annotated[bool, option("print the runs and stop", "--dry-run")] = False
+    dry_run: Annotated[bool, option("print the list of runs and exit", "--dry-run")] = False
 
 
 @dataclass(frozen=True)
 class ExportOptions:
-    """Write the best draft as an ordinary Hugging Face directory with the commands to serve it."""
+    """Export the draft as a Hugging Face model.
 
-    run: Annotated[Path, argument("run folder (its best checkpoint) or a checkpoint folder")]
-    to: Annotated[Path, option("directory to make")]
+    understudy export runs/demo --to runs/demo/export
+
+    understudy export runs/demo --to runs/demo/export --quantize int8
+
+    Writes the best checkpoint and SERVING.md, which has the commands to serve it with each engine.
+    """
+
+    run: Annotated[Path, argument("run folder (its best checkpoint is used) or checkpoint folder")]
+    to: Annotated[Path, option("directory to write")]
     dtype: Dtype = "auto"
-    overwrite: Annotated[bool, option("replace an earlier export there")] = False
+    overwrite: Annotated[bool, option("replace an earlier export in that directory")] = False
     adapter: Annotated[
-        bool, option("keep the adapter of a student.lora apart too: DIR/adapter, for peft and our decoder", "--adapter")
+        bool, option("also write the LoRA adapter to DIR/adapter, for peft and Understudy's decoder", "--adapter")
     ] = False
     quantize: Annotated[
         str,
         option(
-            "weights of the linear layers and the head in 8 bits: int8, int8-dynamic (activations too; what vLLM takes on CPUs), fp8; "
-            "none; default export.quantize of the run"
+            "store linear layers and head in 8 bits: int8, int8-dynamic (activations too; the kind vLLM runs on CPUs), fp8 or none; "
+            "default: the run's export.quantize"
         ),
     ] = ""
     trust_remote_code: TrustRemoteCode = False
@@ -108,11 +143,18 @@ class ExportOptions:
 
 @dataclass(frozen=True)
 class CheckExportOptions:
-    """Run an exported draft in transformers' own assisted generation: same greedy tokens? same tau as ours?"""
+    """Check an export with transformers.
 
-    exported: Annotated[Path, argument("an exported directory")]
-    config: Annotated[str, option("config that names the target and held-out prompts")]
-    prompts: Annotated[int, option("held-out prompts", min=1)] = 20
+    understudy check-export runs/demo/export --config configs/demo.yaml
+
+    Runs the draft in transformers' own assisted generation and compares the greedy tokens and tau with Understudy's.
+
+    Exit status: 0 they agree, 1 they do not, 2 a mistake in the command or its files.
+    """
+
+    exported: Annotated[Path, argument("directory that `understudy export` wrote")]
+    config: Annotated[str, option("config with the target and the held-out prompts")]
+    prompts: Annotated[int, option("held-out prompts to decode", min=1)] = 20
     gamma: Annotated[int, option("drafted tokens per block", min=1, max=16)] = 4
     overrides: Overrides = None
     trust_remote_code: TrustRemoteCode = False
@@ -120,44 +162,56 @@ class CheckExportOptions:
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """Start an installed engine with the target and a run's exported draft, as SERVING.md says; Ctrl-C ends it.
+    """Start vLLM with the target and the draft.
+
+    understudy serve runs/demo --port 8000
 
     understudy serve runs/demo --port 8000 -- --enforce-eager --dtype float32
+
+    Runs the command of SERVING.md in the foreground; vLLM must be installed. Ctrl-C ends it.
     """
 
-    run: Annotated[Path, argument("run folder (what is exported in it) or an exported directory")]
-    words: Annotated[list[str] | None, argument("more flags for the engine, after --, e.g. -- --dtype float32")] = None
-    engine: Annotated[str, option("the engine: vllm")] = "vllm"
-    target: Annotated[str, option("directory or hub id of the target; default: the run's, or the export's hub id")] = ""
+    run: Annotated[Path, argument("run folder that has an export, or an exported directory")]
+    words: Annotated[list[str] | None, argument("more flags for the engine, given after --")] = None
+    engine: Annotated[str, option("engine to start: vllm")] = "vllm"
+    target: Annotated[str, option("target: directory or hub id; default: the run's, or the hub id in the export")] = ""
     host: Annotated[str, option("address to listen on")] = "127.0.0.1"
     port: Annotated[int, option("port to listen on", min=1024, max=65535)] = 8000
-    alone: Annotated[bool, option("the target without the draft, to compare with", "--alone")] = False
-    log: Annotated[Path | None, option("what the engine prints; default vllm.log beside the export")] = None
+    alone: Annotated[bool, option("serve the target without the draft, to compare", "--alone")] = False
+    log: Annotated[Path | None, option("file for the engine's output; default: vllm.log next to the export")] = None
 
 
 @dataclass(frozen=True)
 class CompareOptions:
-    """Drafts of one target on the same held-out text: one table, paired differences, a plot, an exit status for CI.
+    """Compare drafts on the same held-out text.
+
+    understudy compare runs/new runs/old
 
     understudy compare runs/new runs/old --fail-below tau=2.1 --fail-if-worse
+
+    Prints one table with the paired differences between the drafts of one target.
+
+    Exit status: 0 done, 1 a --fail-... condition holds, 2 a mistake in the command or its files.
     """
 
     drafts: Annotated[
         list[str],
         argument(
-            "two or more: runs, checkpoints, model directories, hub ids; `lookup`, `lookup+DRAFT`; `parallel+DRAFT`, `lookup+parallel+DRAFT`: "
-            "a block in one pass"
+            "two or more: run, checkpoint, model directory, hub id, `lookup` or `lookup+DRAFT`; "
+            "`parallel+DRAFT` and `lookup+parallel+DRAFT` draft a block in one pass"
         ),
     ]
-    on: Annotated[Path | None, option("run whose held-out text judges all; default: the first run named")] = None
+    on: Annotated[Path | None, option("run whose held-out text is used for all; default: the first run given")] = None
     rule: RuleName = ""
     gamma: Annotated[int, option("drafted tokens per block, 1 to 16; default: the run's")] = 0
     timing: Annotated[
-        bool, option("measure steps and predict speed-ups; without, the target's weights stay on disk")
+        bool, option("measure step times and predict speed-ups; --no-timing never loads the target's weights")
     ] = True
     fail_below: Annotated[
         list[str] | None,
-        option("exit 1 when the first draft is below: tau=2.1, alpha=0.6, speed_up=1.2, tau.ci_low=2; repeatable"),
+        option(
+            "exit 1 when the first draft is below a limit: tau=2.1, alpha=0.6, speed_up=1.2, tau.ci_low=2; repeatable"
+        ),
     ] = None
     fail_if_worse: Annotated[
         bool, option("exit 1 when the first draft is certainly worse than another", "--fail-if-worse")
@@ -169,63 +223,82 @@ class CompareOptions:
 
 @dataclass(frozen=True)
 class DriftOptions:
-    """Is the draft still as good as when it was judged? A server's acceptance log, or fresh prompts, against the run's own.
+    """Check whether acceptance has fallen.
 
     understudy drift runs/demo --log vllm.log
 
     understudy drift runs/demo --prompts fresh.jsonl
 
-    Exit status: 0 no drift seen, 3 refresh advised, 2 a mistake.
+    understudy drift runs/demo --metrics-url http://127.0.0.1:8000/metrics
+
+    Compares a server's acceptance log, its counters or fresh prompts with the run's own held-out text.
+
+    Exit status: 0 no drift seen, 3 refresh advised, 2 a mistake in the command or its files.
     """
 
     run: Annotated[Path, argument("run folder whose best draft is served")]
     log: Annotated[
-        Path | None, option("acceptance log: vLLM or llama.cpp output, JSON lines, csv, proposal log; .gz too")
+        Path | None, option("acceptance log: vLLM or llama.cpp output, JSON lines, csv or proposals; may be .gz")
     ] = None
     prompts: Annotated[
-        str, option("or fresh prompts, decoded here: file (jsonl, json, csv, parquet, txt; .gz), directory or hub id")
+        str,
+        option(
+            "or fresh prompts, decoded here: file (jsonl, json, csv, parquet, txt; may be .gz), directory or hub id"
+        ),
     ] = ""
     metrics_url: Annotated[
-        str, option("or the counters of a running engine, e.g. http://127.0.0.1:8000/metrics: differences of scrapes")
+        str,
+        option("or the metrics page of a running engine, scraped several times, e.g. http://127.0.0.1:8000/metrics"),
     ] = ""
-    interval: Annotated[float, option("of --metrics-url: seconds between scrapes")] = 60.0
-    scrapes: Annotated[int, option("of --metrics-url: how many, at least 2")] = 2
+    interval: Annotated[float, option("with --metrics-url: seconds between scrapes")] = 60.0
+    scrapes: Annotated[int, option("with --metrics-url: number of scrapes, at least 2")] = 2
     api_key_env: KeyVariable = ""
     prompt_column: PromptColumn = ""
     messages_column: MessagesColumn = ""
     chat: Chat = False
-    format: Annotated[str, option("of the log: auto, jsonl, csv, vllm, llama.cpp, proposals")] = "auto"
-    gamma: Annotated[int | None, option("drafted tokens per block of the server, if not in the log")] = None
+    format: Annotated[str, option("format of --log: auto, jsonl, csv, vllm, llama.cpp, proposals")] = "auto"
+    gamma: Annotated[int | None, option("drafted tokens per block of the server, if the log does not say")] = None
     rule: RuleName = ""
     drafting: DraftingName = ""
-    confidence: Annotated[float, option("of the interval that says whether acceptance fell")] = 0.95
+    confidence: Annotated[float, option("confidence of the interval that decides whether acceptance fell")] = 0.95
     trust_remote_code: TrustRemoteCode = False
     out: Out = None
 
 
 @dataclass(frozen=True)
 class EvaluateOptions:
-    """Judge a draft by real speculative decoding on held-out prompts: a table and result.json (`understudy report result.json`)."""
+    """Judge a draft on held-out prompts.
+
+    understudy evaluate runs/demo --config configs/demo.yaml
+
+    understudy evaluate runs/demo --config configs/demo.yaml --gamma 1:8 --out result.json
+
+    understudy evaluate runs/demo --config configs/demo.yaml --losslessness
+
+    Decodes them speculatively, prints a table and writes result.json; `understudy report result.json` makes a page of it.
+
+    Exit status: 0 done, 1 --losslessness found another text distribution, 2 a mistake in the command or its files.
+    """
 
     draft: Annotated[str, argument("run folder, checkpoint folder, model directory or hub id")]
-    config: Annotated[str, option("config that names the target, held-out prompts and serving settings")]
-    gamma: Annotated[str, option("drafted tokens per block: 5, or a range 1:8")] = ""
+    config: Annotated[str, option("config with the target, held-out prompts and serving settings")]
+    gamma: Annotated[str, option("drafted tokens per block: a number such as 5, or a range such as 1:8")] = ""
     rule: RuleName = ""
     as_json: Json = False
     out: Annotated[
         Path,
         option(
-            "where the result is written; every drafted token beside it as .proposals.parquet; --losslessness and --scorer "
-            "are added to the result that judges this draft there, a run's own too"
+            "file for the result; every drafted token goes to .proposals.parquet next to it. --losslessness and --scorer "
+            "add to a result of the same draft that is already there, also to a run's own"
         ),
     ] = Path("result.json")
     losslessness: Annotated[
-        bool, option("instead: prove that the text is the target's own; exit 1 when it is not", "--losslessness")
+        bool, option("instead: test that the text is the target's own; exit 1 when it is not", "--losslessness")
     ] = False
     scorer: Annotated[
         str,
         option(
-            "instead: task scores with and without the draft by exact-match, exact-match-number, module:function or file.py:function"
+            "instead: task scores with and without the draft: exact-match, exact-match-number, module:function or file.py:function"
         ),
     ] = ""
     references: Annotated[Path | None, option('answers for --scorer: JSON lines with "prompt" and "reference"')] = None
@@ -233,7 +306,7 @@ class EvaluateOptions:
     prompts: Annotated[int, option("held-out prompts for --losslessness and --scorer", min=1)] = 32
     samples: Annotated[int, option("responses per prompt for --losslessness (0 = 16) and --scorer (0 = 1)", min=0)] = 0
     control: Annotated[
-        bool, option("--losslessness: a third set of texts at 1.1 times the temperature, which must be told apart")
+        bool, option("with --losslessness: also test that texts at 1.1 times the temperature are detected")
     ] = True
     overrides: Overrides = None
     trust_remote_code: TrustRemoteCode = False
@@ -241,37 +314,48 @@ class EvaluateOptions:
 
 @dataclass(frozen=True)
 class ProbeOptions:
-    """Go or no-go for a target and its candidate drafts, in minutes, before anything is trained.
+    """Check whether a draft can pay off.
 
     understudy probe TARGET DRAFT --prompts prompts.jsonl --chat
 
-    understudy probe TARGET DRAFT --t-target 25ms --t-draft 3ms     (plan for hardware that is not here)
+    understudy probe TARGET DRAFT --t-target 25ms --t-draft 3ms
+
+    Takes minutes and trains nothing: measures acceptance and step times of candidate drafts and says go or no-go. With
+    --t-target and --t-draft it plans for hardware that is not here.
     """
 
     target: TargetModel
     drafts: Annotated[
         list[str] | None,
-        argument("candidate drafts: directories, hub ids, runs; none = prompt lookup and ceilings only"),
+        argument("candidate drafts: directories, hub ids or runs; without any, only prompt lookup and upper bounds"),
     ] = None
     prompts: Annotated[
-        str, option("file (jsonl, json, csv, parquet, txt; .gz), directory, hub id, or stdlib (the embedded domain)")
+        str,
+        option(
+            "file (jsonl, json, csv, parquet, txt; may be .gz), directory, hub id, or stdlib (built-in Python prompts)"
+        ),
     ] = STDLIB
     prompt_column: PromptColumn = ""
     messages_column: MessagesColumn = ""
     chat: Chat = False
-    count: Annotated[int, option("prompts used, spread over the file", min=1)] = 32
-    max_tokens: Annotated[int, option("tokens of a response at most", min=1)] = 96
+    count: Annotated[int, option("number of prompts to use, spread over the file", min=1)] = 32
+    max_tokens: Annotated[int, option("maximum tokens per response", min=1)] = 96
     temperatures: Annotated[str, option("sampling temperatures; 0 = greedy")] = "0,1"
-    gammas: Annotated[str, option("drafted tokens per block that are timed")] = "1,3,5,8"
-    batch_sizes: Annotated[str, option("batch sizes that are timed; the first decides")] = "1,4,16"
+    gammas: Annotated[str, option("numbers of drafted tokens per block to time")] = "1,3,5,8"
+    batch_sizes: Annotated[str, option("batch sizes to time; the first one decides go or no-go")] = "1,4,16"
     t_target: TargetSeconds = ""
     t_draft: DraftSeconds = ""
-    t_verify: Annotated[str, option("given: one verify call of a block; default: as long as a target step")] = ""
+    t_verify: Annotated[str, option("time of one verify call of a block; default: as long as a target step")] = ""
     device_memory: Annotated[
-        str, option("of the serving device, e.g. 80GB or 80GiB: does the pair fit? (with the next two)")
+        str,
+        option(
+            "memory of the serving device, e.g. 80GB or 80GiB, to check that the pair fits (with the next two options)"
+        ),
     ] = ""
-    concurrency: Annotated[int, option("requests served at once there", min=0)] = 0
-    context: Annotated[str, option("tokens of prompt and response of each, e.g. 8192 or 8k")] = ""
+    concurrency: Annotated[int, option("with --device-memory: requests served at once", min=0)] = 0
+    context: Annotated[
+        str, option("with --device-memory: tokens of prompt and response per request, e.g. 8192 or 8k")
+    ] = ""
     dtype: Dtype = "auto"
     device: Device = ""
     seed: Seed = 0
@@ -280,28 +364,33 @@ class ProbeOptions:
 
 @dataclass(frozen=True)
 class ReadbackOptions:
-    """Does a running engine accept this run's draft as replay predicts, and write the target's own text?
+    """Check a running engine against replay.
+
+    understudy readback http://127.0.0.1:8000/v1 --run runs/demo
 
     understudy readback http://127.0.0.1:8000/v1 --run runs/demo --plain http://127.0.0.1:8001/v1
 
-    Exit status: 0 it does, 1 it does not, 2 a mistake or a server that is gone.
+    Sends the run's held-out prompts to the engine. Checks that it accepts the draft as replay predicts and that its text is
+    the target's own.
+
+    Exit status: 0 both hold, 1 one does not, 2 a mistake in the command or a server that does not answer.
     """
 
-    url: Annotated[str, argument("of the running engine with the draft, e.g. http://127.0.0.1:8000/v1")]
+    url: Annotated[str, argument("URL of the running engine with the draft, e.g. http://127.0.0.1:8000/v1")]
     run: Annotated[Path, option("run folder whose best draft is served")]
-    plain: Annotated[str, option("url of the same engine without the draft: the served speed-up")] = ""
+    plain: Annotated[str, option("URL of the same engine without the draft, to measure the speed-up")] = ""
     rule: Annotated[
-        str, option("auto, or what the engine is told: greedy (temperature 0), greedy-draft, sample, block")
+        str, option("auto, or the engine's rule: greedy (temperature 0), greedy-draft, sample or block")
     ] = "auto"
     gamma: Annotated[int | None, option("drafted tokens per block; default: as exported", min=1, max=128)] = None
     drafting: DraftingName = ""
-    prompts: Annotated[int | None, option("held-out prompts to ask; default: all of the run's", min=1)] = None
-    concurrency: Annotated[int, option("requests under way at once", min=1, max=1024)] = 1
-    model: Annotated[str, option("its name at the server; default: the only one")] = ""
-    timeout: Annotated[float, option("seconds of one request")] = 600.0
+    prompts: Annotated[int | None, option("held-out prompts to send; default: all of the run's", min=1)] = None
+    concurrency: Annotated[int, option("requests sent at once", min=1, max=1024)] = 1
+    model: Annotated[str, option("name of the model at the server; default: the only one")] = ""
+    timeout: Annotated[float, option("timeout of one request in seconds")] = 600.0
     api_key_env: KeyVariable = ""
-    seed: Annotated[int, option("of the requests, added to the run's")] = 0
-    resume: Annotated[bool, option("keep what an interrupted readback was answered", "--resume")] = False
+    seed: Annotated[int, option("seed of the requests, added to the run's seed")] = 0
+    resume: Annotated[bool, option("keep the answers of an interrupted readback", "--resume")] = False
     trust_remote_code: TrustRemoteCode = False
     json: Json = False
     out: Out = None
@@ -309,60 +398,69 @@ class ReadbackOptions:
 
 @dataclass(frozen=True)
 class GenerateOptions:
-    """Text from a target, sped up by a draft; the text is the target's own. Numbers go to standard error.
+    """Generate text, sped up by a draft.
 
-    understudy generate embedded --prompt "def add(a, b):" --draft runs/demo/export --gamma auto
+    understudy generate embedded --prompt "def add(a, b):" --draft runs/demo/export
+
+    understudy generate embedded --prompts prompts.jsonl --draft runs/demo/export --gamma auto --out responses.jsonl
+
+    The text is the target's own. Numbers go to standard error.
     """
 
     target: TargetModel
-    prompt: Annotated[list[str] | None, option("a prompt; may be given several times")] = None
+    prompt: Annotated[list[str] | None, option("a prompt; repeatable")] = None
     prompts: Annotated[
         str,
-        option("file (jsonl, json, csv, parquet, txt; .gz), directory or hub id; without any, one on standard input"),
+        option(
+            "file (jsonl, json, csv, parquet, txt; may be .gz), directory or hub id; default: one prompt on standard input"
+        ),
     ] = ""
     prompt_column: PromptColumn = ""
     messages_column: MessagesColumn = ""
     chat: Chat = False
     system: Annotated[str, option("system message (with --chat)")] = ""
-    draft: Annotated[str, option("draft model: directory, hub id, run or checkpoint folder")] = ""
+    draft: Annotated[str, option("draft: directory, hub id, run or checkpoint folder")] = ""
     drafter: Annotated[
         str,
         option(
-            "who proposes: draft (default with --draft), lookup (the prompt's own n-grams), retrieval, early-exit, "
-            "jacobi, cascade (lookup, then the draft), none (default without)"
+            "how tokens are proposed: draft (default with --draft), lookup (n-grams of the prompt), retrieval, early-exit, "
+            "jacobi, cascade (lookup, then the draft) or none (default without --draft)"
         ),
     ] = ""
     drafting: DraftingName = ""
-    exit_layers: Annotated[int, option("layers of early-exit; 0 = a third")] = 0
-    datastore: Annotated[Path | None, option("past texts for retrieval: --out file of an earlier run")] = None
-    gamma: Annotated[str, option("drafted tokens per block (default 4), or auto: what pays most, none included")] = ""
-    stop_below: Annotated[float, option("stop drafting behind a token of less probability; 0 = off")] = 0.0
-    tree: Annotated[str, option("candidates per depth instead of a chain, e.g. 3,2,1")] = ""
-    rule: Annotated[
-        str, option("sample, greedy-draft, greedy, block; default: greedy at temperature 0, else sample")
+    exit_layers: Annotated[int, option("with early-exit: layers to run; 0 = a third of them")] = 0
+    datastore: Annotated[Path | None, option("with retrieval: past texts, the --out file of an earlier command")] = None
+    gamma: Annotated[
+        str, option("drafted tokens per block (default 4), or auto = the fastest number, which may be none")
     ] = ""
-    temperature: Annotated[float, option("0 = greedy")] = 0.0
+    stop_below: Annotated[float, option("stop drafting after a token with a lower probability; 0 = off")] = 0.0
+    tree: Annotated[str, option("draft a token tree instead of a chain: candidates per depth, e.g. 3,2,1")] = ""
+    rule: Annotated[
+        str,
+        option("acceptance rule: sample, greedy-draft, greedy or block; default: greedy at temperature 0, else sample"),
+    ] = ""
+    temperature: Annotated[float, option("sampling temperature; 0 = greedy")] = 0.0
     top_k: Annotated[int, option("keep the k most probable tokens; 0 = off")] = 0
     top_p: Annotated[float, option("nucleus sampling; 1 = off")] = 1.0
-    min_p: Annotated[float, option("drop tokens under min-p x the largest probability; 0 = off")] = 0.0
-    repetition_penalty: Annotated[float, option("1 = off")] = 1.0
+    min_p: Annotated[float, option("drop tokens below min-p times the largest probability; 0 = off")] = 0.0
+    repetition_penalty: Annotated[float, option("penalty on tokens that occurred before; 1 = off")] = 1.0
     max_tokens: Annotated[
-        int | None, option("tokens of a response at most; default: 128, or what the context leaves behind its prompt")
+        int | None, option("maximum tokens per response; default: 128, or what the context leaves after the prompt")
     ] = None
-    min_tokens: Annotated[int, option("no end token before so many")] = 0
-    stop: Annotated[list[str] | None, option("a text that ends a response; may be given several times")] = None
+    min_tokens: Annotated[int, option("minimum tokens before an end token is allowed")] = 0
+    stop: Annotated[list[str] | None, option("a text that ends a response; repeatable")] = None
     seed: Seed = 0
-    batch_size: Annotated[int, option("rows decoded at once", min=1)] = 16
+    batch_size: Annotated[int, option("responses decoded at once", min=1)] = 16
     dtype: Dtype = "auto"
     device: Device = ""
-    runner: Annotated[str, option("model calls: auto, eager, compile, graph (CUDA)")] = "auto"
+    runner: Annotated[str, option("how models are run: auto, eager, compile or graph (CUDA)")] = "auto"
     out: Annotated[
-        Path | None, option("write responses here as JSON lines; without it, several are printed as they end")
+        Path | None, option("file for the responses as JSON lines; without it they are printed as they finish")
     ] = None
-    log: Annotated[Path | None, option("write every drafted token here as parquet")] = None
-    numbers: Annotated[Path | None, option("write the run's numbers here as JSON")] = None
+    log: Annotated[Path | None, option("file for every drafted token, as parquet")] = None
+    numbers: Annotated[Path | None, option("file for the numbers, as JSON")] = None
 
     @property
     def kind(self) -> str:
-        """Who proposes, the default said."""
+        """The kind of drafter, with the default filled in."""
         return self.drafter or ("draft" if self.draft else "none")

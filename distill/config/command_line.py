@@ -1,4 +1,4 @@
-"""A command line is a frozen dataclass: each option stands once, as an annotated field with its help and its default."""
+"""Command lines as frozen dataclasses: one annotated field per option, with its help and its default."""
 
 import functools
 import inspect
@@ -13,64 +13,75 @@ import typer
 HELP = {"help_option_names": ["-h", "--help"]}
 
 
-def option(told: str, *names: str, **more: Any) -> Any:
-    """An option with its help; by default it is named as its field."""
-    return typer.Option(*names, help=told, **more)
+def option(text: str, *names: str, **more: Any) -> Any:
+    """An option and its help text; without ``names`` it has the name of its field."""
+    return typer.Option(*names, help=text, **more)
 
 
-def argument(told: str) -> Any:
-    """An argument with its help."""
-    return typer.Argument(help=told)
+def argument(text: str) -> Any:
+    """An argument and its help text."""
+    return typer.Argument(help=text)
 
 
-# What several commands are asked, each said once. Of every command with --prompts, named as in a config:
-PromptColumn = Annotated[str, option("of --prompts: column with a plain prompt; default: a usual name")]
-MessagesColumn = Annotated[str, option("of --prompts: column with chat messages (role, content)")]
+# Options that several commands share. The column options have the names that a config uses.
+PromptColumn = Annotated[
+    str, option("column of --prompts with a plain prompt; default: a common name such as `prompt`")
+]
+MessagesColumn = Annotated[str, option("column of --prompts with chat messages (role, content)")]
 Chat = Annotated[bool, option("wrap each prompt in the target's chat template")]
 TargetModel = Annotated[str, argument("target: directory, hub id or `embedded`")]
-RuleName = Annotated[str, option("engine rule: sample, greedy-draft, greedy or block; default: the run's")]
+RuleName = Annotated[str, option("acceptance rule: sample, greedy-draft, greedy or block; default: the run's")]
 DraftingName = Annotated[
-    str, option("how the draft drafts: autoregressive, or parallel (a block in one pass); default: as exported")
+    str, option("how the draft proposes: autoregressive, or parallel (a block in one pass); default: as exported")
 ]
-Dtype = Annotated[str, option("auto (as the target is saved), float32, bfloat16, float16")]
-Device = Annotated[str, option("cpu, cuda, cuda:1; default: cuda where there is one")]
-Seed = Annotated[int, option("of all sampling")]
-Overrides = Annotated[list[str] | None, argument("key=value for the config, e.g. optim.lr=3e-4")]
-Launcher = Annotated[str, option('before `-m distill.train`, e.g. "accelerate launch --num_processes 2"')]
-TargetSeconds = Annotated[str, option("given instead of measured: one target step, e.g. 25ms (with --t-draft)")]
+Dtype = Annotated[str, option("auto (as the target is saved), float32, bfloat16 or float16")]
+Device = Annotated[str, option("cpu, cuda or cuda:N; default: cuda if there is a GPU")]
+Seed = Annotated[int, option("seed of all sampling")]
+Overrides = Annotated[list[str] | None, argument("config overrides as key=value, e.g. optim.lr=3e-4")]
+Launcher = Annotated[
+    str, option('command to put before `-m distill.train`, e.g. "accelerate launch --num_processes 2"')
+]
+TargetSeconds = Annotated[str, option("time of one target step instead of measuring it, e.g. 25ms (with --t-draft)")]
 DraftSeconds = Annotated[
-    str, option("given: one draft call (a token, or a block drafted in one pass), e.g. 3ms (with --t-target)")
+    str, option("time of one draft call (one token, or a block drafted in one pass), e.g. 3ms (with --t-target)")
 ]
 TrustRemoteCode = Annotated[
-    bool, option("run code that comes with the weights, where the config asks for it", "--trust-remote-code")
+    bool, option("allow code that comes with the weights to run, if the config asks for it", "--trust-remote-code")
 ]
-Out = Annotated[Path | None, option("also write everything here as JSON")]
-Plot = Annotated[Path | None, option("a picture, png or svg")]
+Out = Annotated[Path | None, option("file for all results, as JSON")]
+Plot = Annotated[Path | None, option("file for a plot, .png or .svg")]
 Json = Annotated[bool, option("print the result as JSON", "--json")]
 
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchOptions:
-    """What starts several processes."""
+    """Options to start several processes."""
 
     num_processes: Annotated[
-        int | None, option("processes for Accelerate's launcher to start, one a device; default: one, here", min=1)
+        int | None,
+        option(
+            "processes that Accelerate's launcher starts, one per device; default: one process, without the launcher",
+            min=1,
+        ),
     ] = None
     config_file: Annotated[
         str,
-        option("of that launcher, see `accelerate config`; default with --num-processes: configs/accelerate/ddp.yaml"),
+        option("config of that launcher, see `accelerate config`; default: configs/accelerate/ddp.yaml"),
     ] = ""
 
 
 @dataclass(frozen=True)
 class TrainOptions(LaunchOptions):
-    """Train a draft, from config to verdict, here or on several devices.
+    """Train a draft and judge it.
+
+    understudy train my.yaml
 
     understudy train my.yaml optim.lr=3e-4
 
     understudy train my.yaml --num-processes 8 --config-file configs/accelerate/fsdp2.yaml
 
-    The same as `accelerate launch -m distill.train my.yaml`, and it works in any directory.
+    The same command continues an interrupted run. With --num-processes it starts Accelerate's launcher, as
+    `accelerate launch -m distill.train my.yaml` does.
     """
 
     config: Annotated[str, argument("YAML file, e.g. configs/demo.yaml")]
@@ -79,31 +90,36 @@ class TrainOptions(LaunchOptions):
 
 @dataclass(frozen=True)
 class RespondOptions(LaunchOptions):
-    """Let the target answer the prompts; with --signal, training needs it no more (signal.source=store).
+    """Let the target answer the prompts.
 
-    On several devices: `understudy respond CONFIG --signal topk --num-processes 8`.
+    understudy respond my.yaml
+
+    understudy respond my.yaml --signal topk --num-processes 8
+
+    With --signal the target's probabilities are stored too. Training with signal.source=store then never loads the target.
     """
 
     config: Annotated[str, argument("YAML file, e.g. configs/demo.yaml")]
     overrides: Overrides = None
     signal: Annotated[
         str,
-        option(
-            "keep the target's distributions too: topk, sampled or none; default: what the config's signal.source needs"
-        ),
+        option("also store the target's probabilities: topk, sampled or none; default: what signal.source needs"),
     ] = ""
 
 
 def command_of(program: Callable[[Any], int | None]) -> Callable[..., None]:
-    """A program of one parameter, a dataclass, as typer takes it: a parameter a field; what it returns is the exit status."""
+    """Wrap a program, whose one parameter is a dataclass, as a typer command.
+
+    Each field becomes an option. The number that the program returns is the exit status.
+    """
     options = next(kind for name, kind in get_type_hints(program).items() if name != "return")
     return functools.wraps(program)(_command(options, lambda: program))
 
 
 def lazy_command(options: type, place: str) -> Callable[..., None]:
-    """The same of a function `module:name` that is imported when the command runs; its help is the dataclass's docstring.
+    """Like `command_of`, for a function ``module:name`` that is imported when the command runs.
 
-    A function that has a `console` is given one.
+    The help is the docstring of the dataclass. A function with a parameter `console` gets a rich Console.
     """
 
     def program() -> Callable[[Any], Any]:
@@ -130,7 +146,7 @@ def _command(options: type, program: Callable[[], Callable[[Any], Any]]) -> Call
 
 
 def run_program(program: Callable[[Any], int | None], arguments: Sequence[str] | None = None) -> int:
-    """Runs a program with these arguments (None: the process's own); returns its exit status, 2 for a wrong call."""
+    """Run a program with these arguments (None: the process's own) and return its exit status, 2 for a wrong command line."""
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, context_settings=HELP)
     app.command(no_args_is_help=True, context_settings=HELP)(command_of(program))
     try:
