@@ -39,6 +39,15 @@ def test_help_names_every_command() -> None:
     assert all(command in text for command, *_ in cli.COMMANDS)
 
 
+def test_no_summary_of_a_command_is_cut() -> None:
+    """Not by the narrowest list that shows them, which is the one of docs/reference/cli.md."""
+    commands = typer.main.get_command(cli.app).commands  # type: ignore[attr-defined]
+    for name, command in {**commands, **commands["traffic"].commands}.items():
+        summary = command.get_short_help_str()
+        assert summary, name
+        assert not summary.endswith("..."), f"{name}: {summary}"
+
+
 def test_neither_help_nor_reading_a_config_needs_torch() -> None:
     """They are asked often, and torch takes seconds."""
     program = (
