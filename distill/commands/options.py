@@ -1,7 +1,6 @@
 """Options of each command: one frozen dataclass per command, whose docstring is its help text.
 
-The first sentence is the line in the list of commands; `tests/distill/commands/test_cli.py` checks that it is not cut.
-Kept apart from the commands, so that --help imports none of them.
+The first sentence is the line in the list of commands. Kept apart from the commands, so that --help imports none of them.
 """
 
 from dataclasses import dataclass
@@ -76,10 +75,6 @@ class DemoOptions:
 class ReportOptions:
     """Write the report page of a run.
 
-    understudy report runs/demo
-
-    understudy report runs/demo --t-target 25ms --t-draft 3ms
-
     understudy report runs/demo --price-per-hour 2.49
 
     Writes report.html, one page without external files, and report.json with its numbers.
@@ -101,8 +96,6 @@ class ReportOptions:
 class SweepOptions:
     """Train every combination of a grid.
 
-    understudy sweep configs/sweeps/grid.yaml --dry-run
-
     understudy sweep configs/sweeps/grid.yaml
 
     Ends with one table of all runs with confidence intervals. The same command continues an interrupted sweep.
@@ -116,8 +109,6 @@ class SweepOptions:
 @dataclass(frozen=True)
 class ExportOptions:
     """Export the draft as a Hugging Face model.
-
-    understudy export runs/demo --to runs/demo/export
 
     understudy export runs/demo --to runs/demo/export --quantize int8
 
@@ -164,8 +155,6 @@ class CheckExportOptions:
 class ServeOptions:
     """Start vLLM with the target and the draft.
 
-    understudy serve runs/demo --port 8000
-
     understudy serve runs/demo --port 8000 -- --enforce-eager --dtype float32
 
     Runs the command of SERVING.md in the foreground; vLLM must be installed. Ctrl-C ends it.
@@ -184,8 +173,6 @@ class ServeOptions:
 @dataclass(frozen=True)
 class CompareOptions:
     """Compare drafts on the same held-out text.
-
-    understudy compare runs/new runs/old
 
     understudy compare runs/new runs/old --fail-below tau=2.1 --fail-if-worse
 
@@ -224,10 +211,6 @@ class CompareOptions:
 @dataclass(frozen=True)
 class DriftOptions:
     """Check whether acceptance has fallen.
-
-    understudy drift runs/demo --log vllm.log
-
-    understudy drift runs/demo --prompts fresh.jsonl
 
     understudy drift runs/demo --metrics-url http://127.0.0.1:8000/metrics
 

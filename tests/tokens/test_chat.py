@@ -172,7 +172,7 @@ def test_a_whole_run_on_a_hosted_chat_model(server: Any, tmp_path: Path) -> None
     assert verdict.judged(DRAFT).alpha >= verdict.judged(UNDISTILLED).alpha
     curves = load_result(run / "result.json").curves
     assert {one.rule for one in curves.rules} == {"greedy-draft", "greedy"}
-    assert {rule: "its server tells the model's own" in why for rule, why in curves.refused.items()} == {
+    assert {rule: "its server returns only the model's unmodified ones" in why for rule, why in curves.refused.items()} == {
         "sample": True, "block": True
     }  # fmt: skip
     with pytest.raises(UserError, match=r"judge.rule: sample replays"):

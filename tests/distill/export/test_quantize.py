@@ -149,7 +149,9 @@ def test_the_lighter_draft_is_a_row_of_the_verdict(tiny_config: Path, tiny_run: 
     assert row.alpha == pytest.approx(alphas[0], abs=1e-9)
     assert alphas[0] != alphas[1]
     assert row.speed_up > 0
-    assert any(line.startswith(f"The draft in int8 accepts {alphas[0] - alphas[1]:+.4f} [") for line in verdict.facts)
+    assert any(
+        line.startswith(f"The draft in int8 changes alpha by {alphas[0] - alphas[1]:+.4f} [") for line in verdict.facts
+    )
 
 
 def test_a_quantised_export_is_a_draft_like_any_other(tiny_config: Path, tiny_run: Path, tmp_path: Path) -> None:

@@ -373,7 +373,7 @@ def test_what_only_the_uncorrected_interval_shows_is_claimed_nowhere(
         card, serving = (to / "README.md").read_text(), (to / "SERVING.md").read_text()
         assert found.headline in card
         assert found.headline in serving
-        assert f"What to run, by number of concurrent requests: 1: {run}, 8: {run}." in serving
+        assert f"Fastest configuration by number of concurrent requests: 1: {run}, 8: {run}." in serving
         marked = [line for line in card.splitlines() if "run this" in line]
         assert [line.split("** ")[0] for line in marked] == [f"| **{run}"]
         assert "with this draft was not" not in card + serving + page, "lookup before it may be faster all the same"
