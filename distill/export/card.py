@@ -17,7 +17,7 @@ from distill.run.verdict_record import Verdict
 
 LONGEST_SHOWN = 500  # characters of one provenance entry
 NO_GAIN = (
-    "No gain for certain: on the run's machine the target with this draft was not certainly faster than the target alone. "
+    "No gain for certain: on the run's machine the target with this draft by itself was not certainly faster than without it. "
     "The commands still use gamma {gamma}."
 )
 NOT_MEASURED = "not measured: this export has no verdict. Run `understudy evaluate` on it before you serve it."
