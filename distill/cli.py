@@ -56,8 +56,8 @@ app = typer.Typer(
 traffic = typer.Typer(no_args_is_help=True, help="Show, export or erase logged traffic.")
 for _name, _panel, _options, _place in COMMANDS:
     app.command(_name, rich_help_panel=_panel)(lazy_command(_options, _place))
-for _name, _options, _place in TRAFFIC_COMMANDS:
-    traffic.command(_name)(lazy_command(_options, _place))
+for _name, _asked, _place in TRAFFIC_COMMANDS:
+    traffic.command(_name)(lazy_command(_asked, _place))
 app.add_typer(traffic, name="traffic", rich_help_panel=WATCH)
 
 
