@@ -144,7 +144,7 @@ class Stepped:
     def _train(self) -> None:
         try:
             self.trainer.train()
-        except BaseException as error:  # told to whoever waits for the step
+        except BaseException as error:  # reported to the caller that waits for the step
             self.error = error
         self.over = True
         self.done.release()

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 
 T = TypeVar("T")
+OURS = ("bench", "data", "distill", "gpu", "speculative")  # packages whose absence is a fault, not a skip
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class Place:
             torch.cuda.synchronize(self.device)
 
     def free(self) -> None:
-        """What nobody holds any more, for whoever comes next; the peak is counted again."""
+        """Give back memory that nothing refers to, and start the peak at zero."""
         gc.collect()
         if self.cuda:
             torch.cuda.empty_cache()
@@ -67,9 +68,9 @@ def tried(cell: dict[str, Any], work: Callable[[], dict[str, Any]]) -> dict[str,
     """The cell with its results, its error, or the package that it lacks. A device that stays broken raises."""
     try:
         return cell | work()
-    except ModuleNotFoundError as error:
-        return cell | {"skipped": f"{error.name} is not installed"}
     except Exception as error:
+        if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] not in OURS:
+            return cell | {"skipped": f"{error.name} is not installed"}
         if "CUDA error" in str(error):
             raise
         return cell | {"error": first_line(error)}

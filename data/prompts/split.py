@@ -149,7 +149,7 @@ def _canonical(value: object) -> str:
 
 def _position(prompt_id: str) -> str:
     """A prompt's place among all prompts, uniform over them, as hex digits."""
-    # Hashed once more: whoever takes the first ids in order gets no more held-out rows than by chance.
+    # Hashed once more, so that the first ids in order have no more held-out rows than by chance.
     return hashlib.sha256(b"split:" + prompt_id.encode()).hexdigest()[:13]
 
 

@@ -65,7 +65,7 @@ def conclude(evidence: Evidence, gain: Effects | None, against_served: Effects |
     ]  # fmt: skip
     hopeless = advice(evidence.best_costs) if evidence.best_costs and not pays else None
     return Conclusion(
-        outcome, pays, headline_of(contest, run), [*facts, *([f"{_capital(hopeless[1])}."] if hopeless else [])]
+        outcome, pays, headline_of(contest, run), [*facts, *([f"{capitalised(hopeless[1])}."] if hopeless else [])]
     )
 
 
@@ -80,7 +80,7 @@ def headline_of(contest: Contest, run: str) -> str:
         )
         return f"Run the target alone: {why}."
     speed = contest.speed(run)
-    return f"{_capital(order(run))}: {speed.speed_up:.2f}x{_ends(speed.interval)} as fast as the target alone."
+    return f"{capitalised(order(run))}: {speed.speed_up:.2f}x{_ends(speed.interval)} as fast as the target alone."
 
 
 def _outcome(gain: Effects | None, contest: Contest | None, run: str | None, draft: str) -> Outcome:
@@ -110,7 +110,7 @@ def _fast(contest: Contest, draft: str) -> str:
 
 
 def _beside(contest: Contest, name: str, draft: str) -> str:
-    speed, subject = contest.speed(name), _capital(shown(name))
+    speed, subject = contest.speed(name), capitalised(shown(name))
     gives = f"gives {speed.speed_up:.2f}x{_ends(speed.interval)}."
     if name not in FREE:
         return f"{subject} {gives}"
@@ -153,5 +153,6 @@ def _ends(ends: Interval | None) -> str:
     return f" {interval(ends, '.2f')}" if ends else ""
 
 
-def _capital(words: str) -> str:
+def capitalised(words: str) -> str:
+    """The words with a capital first letter; the others stay as they are."""
     return f"{words[0].upper()}{words[1:]}"

@@ -36,7 +36,7 @@ def words(text: str) -> int:
 def test_readme_is_read_in_three_minutes() -> None:
     text = README.read_text(encoding="utf-8")
     assert text.count("\n") <= 130
-    assert words(text) <= 1000
+    assert len(text.split()) <= 1000  # with the bars of tables
     assert max(map(len, text.splitlines())) <= LONGEST_LINE
 
 

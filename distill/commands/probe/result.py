@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from distill.commands.probe.memory import Memory
+from distill.verdict.sentence import capitalised
 from speculative.drafters.draft import Draft
 from speculative.explain.ceilings import WORTH_DISTILLING, WORTHWHILE, Outlook, Price
 from speculative.measure.measured import BY_BLOCK, BY_TOKEN, DRAFT, Measured
@@ -189,12 +190,12 @@ def _alone_sentence(name: str, lead: Outlook, price: Price, baseline: float) -> 
             f"at gamma {now.gamma}{beaten}."
         )
     if lead.decision == "already_pays":
-        return f"{name}: go. It pays as it is ({has}). {_capital(hope)}. Its ceiling is {ceiling.speed_up:.2f}x."
+        return f"{name}: go. It pays as it is ({has}). {capitalised(hope)}. Its ceiling is {ceiling.speed_up:.2f}x."
     if lead.decision == "needs_distillation":
         beaten = f" Prompt lookup gives {baseline:.2f}x without training." if baseline > max(pace, WORTHWHILE) else ""
-        return f"{name}: go, but distil it first ({has}).{beaten} {_capital(hope)}. Its ceiling is {ceiling.speed_up:.2f}x."
+        return f"{name}: go, but distil it first ({has}).{beaten} {capitalised(hope)}. Its ceiling is {ceiling.speed_up:.2f}x."
     bar = f"prompt lookup's {baseline:.2f}x" if baseline > WORTHWHILE else f"{WORTHWHILE}x"
-    return f"{name}: no go ({has}). {_capital(hope)}, which is below {bar}: take a better or a cheaper draft."
+    return f"{name}: no go ({has}). {capitalised(hope)}, which is below {bar}: take a better or a cheaper draft."
 
 
 def overall(drafts: Sequence[Prospect], lookup: Measured, planned: Price | None) -> tuple[str, Prospect | None, str]:
@@ -236,7 +237,3 @@ def _without_drafts(planned: Price | None, free: str) -> tuple[str, None, str]:
     alpha = "no alpha pays at gamma 5" if needed is None else f"alpha must be above {needed:.2f} to pay at gamma 5"
     gives = f"at c = {planned.cost_ratio:.2f} a perfect draft gives {planned.perfect_speed_up:.2f}x"
     return "no_draft" if planned.hopeless is None else "hopeless", None, f"{start}: {gives}; {alpha}. {free}"
-
-
-def _capital(words: str) -> str:
-    return f"{words[0].upper()}{words[1:]}"

@@ -120,16 +120,16 @@ def forget_exported(folder: Path, row_ids: set[str]) -> int:
         if not chosen_N.all():
             found += int((~chosen_N).sum())
             prompts.write(path, chosen_N)
-    store, again = Store(folder / RESPONSES), Store((folder / RESPONSES).with_name(".again"))
-    if not store.folder.exists() and again.folder.exists():  # killed between the last two steps
-        again.folder.rename(store.folder)
+    store, rewritten = Store(folder / RESPONSES), Store((folder / RESPONSES).with_name(".rewritten"))
+    if not store.folder.exists() and rewritten.folder.exists():  # killed between the last two steps
+        rewritten.folder.rename(store.folder)
     if (store.folder / MANIFEST).exists():
         rows = store.read()
         kept = [row for row in rows if row.prompt_id not in row_ids]
         if len(kept) < len(rows):
             with writing(store.folder):
-                shutil.rmtree(again.folder, ignore_errors=True)
-                write_rows(again, store.manifest(), kept)
+                shutil.rmtree(rewritten.folder, ignore_errors=True)
+                write_rows(rewritten, store.manifest(), kept)
                 shutil.rmtree(store.folder)
-                again.folder.rename(store.folder)
+                rewritten.folder.rename(store.folder)
     return found

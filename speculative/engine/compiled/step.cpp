@@ -56,9 +56,9 @@ int64_t nanoseconds() {
     return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
-// Another process on a core of ours takes it for milliseconds, while all threads wait for the one that ran there: two threads are
-// ten times as slow as one then. After such a call the calls have one thread for a while, longer each time it happens again at
-// once. Bits do not depend on the number of threads.
+// If another process takes one of the cores, all threads wait milliseconds for the thread that ran on it, and two threads are slower
+// than one. After such a call the next calls use one thread for a while, and longer each time the first call after that is slow
+// again. Bits do not depend on the number of threads.
 constexpr long SPINS = 100'000;
 constexpr int64_t WAIT = 1'000'000, SHORTEST = 20'000'000, LONGEST = 640'000'000;  // ns
 std::atomic<int64_t> alone_until{0}, alone_for{SHORTEST};
@@ -67,7 +67,7 @@ int64_t threads_now(int64_t asked) { return asked > 1 && nanoseconds() < alone_u
 
 static thread_local long yields = 0;  // since `lost_core` was asked
 
-// Whether this thread lost its core since it was asked last, other than by giving it away.
+// Whether this thread lost its core since the last question, not counting the times it yielded.
 bool lost_core() {
 #ifdef RUSAGE_THREAD
     static thread_local long before = -1;
@@ -77,12 +77,12 @@ bool lost_core() {
     before = used.ru_nivcsw, yields = 0;
     return lost;
 #else
-    return true;  // the wait alone has to tell
+    return true;  // not known here: the wait alone decides
 #endif
 }
 
-// Where the threads of a call wait for one another. OpenMP's own barrier spins on, which on a busy machine keeps the very thread
-// that is waited for from its core.
+// Where the threads of a call wait for each other. It yields after a while; OpenMP's own barrier spins on, and on a busy machine that
+// keeps the late thread from its core.
 class Barrier {
     std::atomic<long> arrived{0}, round{0};
     std::atomic<bool> waited{false}, lost{false};
