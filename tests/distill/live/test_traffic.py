@@ -182,7 +182,7 @@ def test_forgetting_reaches_the_exports_and_names_the_runs(tmp_path: Path, own_r
     assert len(read_traffic(log).records) == 28
     store = Store(tmp_path / "may" / RESPONSES)
     rows, manifest = store.read(), store.manifest()
-    store.folder.rename(store.folder.with_name(".again"))  # as if killed before its last step
+    store.folder.rename(store.folder.with_name(".rewritten"))  # as if killed before its last step
     assert forget_exported(tmp_path / "may", {"unheard of"}) == 0
     assert (store.read(), store.manifest()) == (rows, manifest)
     note_export(log, tmp_path / "may", 2.0, 5)
