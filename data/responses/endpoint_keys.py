@@ -1,4 +1,4 @@
-"""Where a server is, as a user says it. Free of torch, so that a config is read at once."""
+"""Settings of a target behind a server. Needs no torch, so that reading a config is fast."""
 
 import contextlib
 import os
@@ -12,25 +12,26 @@ from speculative.errors import UserError
 
 
 class Endpoint(BaseModel):
-    """The target behind an OpenAI-compatible server (vLLM; SGLang gives responses only); a config's keys are these."""
+    """The target at an OpenAI-compatible server (vLLM; SGLang gives responses only). The fields are keys of a config."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
-    url: str = Field(description="up to and with /v1")
+    url: str = Field(description="address of the server, including /v1")
     api: Literal["completions", "chat"] = Field(
-        "completions", description="chat: a hosted API of messages; goes with signal.source: response_logprobs"
+        "completions",
+        description="completions, or chat = a hosted API of messages (needs signal.source: response_logprobs)",
     )
-    model: str | None = Field(None, description="its name there; null = the only one served")
+    model: str | None = Field(None, description="name of the model at the server; null = the only one served")
     api_key_env: str = Field(
-        "", description="environment variable with the key, e.g. OPENAI_API_KEY; empty: none is sent"
+        "", description="environment variable that holds the API key, e.g. OPENAI_API_KEY; empty = no key is sent"
     )
-    concurrency: int = Field(32, ge=1, description="requests under way at once")
-    timeout: float = Field(600.0, gt=0, description="seconds of one request")
-    retries: int = Field(5, ge=0, description="of a request that meets a dropped connection, 429 or 5xx")
+    concurrency: int = Field(32, ge=1, description="requests sent at once")
+    timeout: float = Field(600.0, gt=0, description="timeout of one request in seconds")
+    retries: int = Field(5, ge=0, description="how often a request is repeated after a dropped connection, 429 or 5xx")
 
 
 def is_address(url: str) -> bool:
-    """Whether this is an http address of a host."""
+    """Whether this is an http or https address with a valid host."""
     with contextlib.suppress(ValueError):
         parts = urllib.parse.urlsplit(url)
         valid_host = re.fullmatch(r"[\w.:-]+", parts.hostname or "") is not None
@@ -39,16 +40,16 @@ def is_address(url: str) -> bool:
 
 
 def key_in(variable: str) -> str:
-    """The key that ``--api-key-env`` gives the variable of; empty where it gives none.
+    """The API key in the environment variable that ``--api-key-env`` names; empty if it names none.
 
     Raises:
-        UserError: nothing is in that variable.
+        UserError: the variable is empty.
     """
     if variable and not os.environ.get(variable):
-        raise UserError(f"--api-key-env {variable}: the variable is empty; export it with the key")
+        raise UserError(f"--api-key-env {variable}: the variable is empty; export it with the API key")
     return os.environ[variable] if variable else ""
 
 
 def root_of(url: str) -> str:
-    """The server itself, where its counters are, of an address with or without /v1."""
+    """The address without /v1, where a server has its counters."""
     return url.rstrip("/").removesuffix("/v1")

@@ -1,1 +1,1 @@
-"""What a run may say, and which values cannot go together."""
+"""The config of a run: keys, checks, loading and command lines."""

@@ -1,4 +1,4 @@
-"""The configuration of a run: one frozen value, read from YAML and `key=value` overrides, refused when anything is odd."""
+"""Read the config of a run from YAML and `key=value` overrides, and validate it."""
 
 import json
 import re
@@ -15,12 +15,15 @@ from speculative.errors import UserError
 
 MOST_ALIASES = 16
 Checked = TypeVar("Checked", bound=Section)
-# `configs/` of the repository, which the wheel holds under this name.
+# `configs/` of the repository, under its name in the wheel.
 SHIPPED = Path(__file__).parent / "shipped"
 
 
 class YamlLoader(yaml.SafeLoader):
-    """YAML 1.2's floats: PyYAML alone reads `1e-4` as a string. Few aliases: a hundred may stand for more than memory holds."""
+    """A YAML loader with YAML 1.2 floats, because PyYAML reads `1e-4` as a string, and with a limit on aliases.
+
+    Nested aliases can expand to more than memory holds.
+    """
 
     _aliases = 0
 
@@ -32,7 +35,7 @@ class YamlLoader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes the text that `YamlLoader` would read as a number, such as a revision `12e5`."""
+    """A YAML dumper that quotes text which `YamlLoader` would read as a number, such as a revision `12e5`."""
 
 
 for _side in (YamlLoader, _Dumper):
@@ -73,14 +76,14 @@ def _set(tree: dict[str, Any], assignment: str) -> None:
 
 
 def _tuples(value: Any) -> Any:
-    """Lists as tuples: a frozen value has no lists, and strict validation does not convert."""
+    """Convert lists to tuples: frozen values have no lists, and strict validation does not convert."""
     if isinstance(value, dict):
         return {key: _tuples(item) for key, item in value.items()}
     return tuple(_tuples(item) for item in value) if isinstance(value, list) else value
 
 
 def _known_keys(location: Sequence[str | int], section: type[Section]) -> list[str]:
-    """The keys of the section that an error's location points into, from a section downwards."""
+    """Keys of the section at an error's location, which is relative to ``section``."""
     for part in location[:-1]:
         if isinstance(part, str) and part in section.model_fields:
             section = section_in(section.model_fields[part].annotation) or section
@@ -90,7 +93,7 @@ def _known_keys(location: Sequence[str | int], section: type[Section]) -> list[s
 def _explain(error: ValidationError, origin: str, kind: type[Section]) -> str:
     first = error.errors()[0]
     location = first["loc"]
-    # pydantic names the branch of a union, or `[key]`, as if it were a key.
+    # Pydantic adds the branch of a union, or `[key]`, to the location as if it were a key.
     key = ".".join(part for part in map(str, location) if "[" not in part and not part.startswith("constrained-"))
     if first["type"] == "extra_forbidden":
         return f"{origin}: unknown key `{key}`: {did_you_mean(str(location[-1]), _known_keys(location, kind))}"
@@ -106,7 +109,7 @@ def _explain(error: ValidationError, origin: str, kind: type[Section]) -> str:
 
 
 def config_file(path: Path) -> Path:
-    """The path itself, or the shipped file where it is `configs/...` and not in the working directory."""
+    """The path itself, or the shipped file if it is `configs/...` and missing in the working directory."""
     shipped = SHIPPED.joinpath(*path.parts[1:])
     return shipped if path.parts[:1] == ("configs",) and not path.exists() and shipped.exists() else path
 
@@ -138,10 +141,10 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Reads a YAML file, applies `a.b=value` overrides, validates.
+    """Read a YAML file, apply `a.b=value` overrides and validate.
 
     Raises:
-        UserError: missing or unreadable file, unknown key (the nearest is named), wrong type, impossible combination.
+        UserError: missing or unreadable file, unknown key (with the nearest valid one), wrong type, impossible combination.
     """
     tree = read_yaml(Path(path))
     _drop_retired(tree)
@@ -154,21 +157,24 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def load_trusted(path: str | Path, trusted: bool, overrides: Sequence[str] = ()) -> RunConfig:
-    """`load_config` for programs that load the models of a config that somebody else may have written.
+    """Like `load_config`, for commands that load models of a config which somebody else may have written.
+
+    Args:
+        trusted: the command line allows code that comes with the weights.
 
     Raises:
-        UserError: see `load_config`; the file alone asks for code that comes with the weights. ``trusted``: the command line does too.
+        UserError: see `load_config`; the file asks for such code and the command line does not allow it.
     """
     config = load_config(path, overrides)
     said = trusted or any(one.startswith("target.trust_remote_code=") for one in overrides)
     if config.target.trust_remote_code and not said:
         raise UserError(
-            f"{path}: target.trust_remote_code is true, so code that comes with the model would run; add --trust-remote-code (target.trust_remote_code=true) if you trust it"
+            f"{path}: target.trust_remote_code is true, so code that comes with the model would run; if you trust it, add --trust-remote-code (target.trust_remote_code=true)"
         )
     return config
 
 
-# Keys that a run's folder may hold although there is nothing behind them, at the values that ask for nothing.
+# Keys without effect that the config of a run's folder may still have, at values that ask for nothing.
 RETIRED = {
     "student.tokenizer": None,
     "train.window": None,
@@ -189,7 +195,7 @@ def _drop_retired(tree: dict[str, Any]) -> None:
 
 
 def parse_config(tree: dict[str, Any], origin: str) -> RunConfig:
-    """Validates a tree of plain values; ``origin`` is named in errors.
+    """Validate a tree of plain values; errors start with ``origin``.
 
     Raises:
         UserError: unknown key, wrong type, impossible combination.
@@ -198,17 +204,17 @@ def parse_config(tree: dict[str, Any], origin: str) -> RunConfig:
 
 
 def parse_section(kind: type[Checked], tree: dict[str, Any], origin: str) -> Checked:
-    """`parse_config` of any section."""
+    """Like `parse_config`, for any section."""
     try:
         return kind.model_validate(_tuples(tree))
     except RecursionError as error:
         raise UserError(
-            f"{origin}: an alias (*name) within what it stands for, or lists too deep; write it out"
+            f"{origin}: an alias (*name) contains itself, or lists are nested too deep; write the values out"
         ) from error
     except ValidationError as error:
         raise UserError(_explain(error, origin, kind)) from error
 
 
 def dump_config(config: RunConfig) -> str:
-    """The resolved config as YAML that `load_config` reads back to the same value."""
+    """The resolved config as YAML; `load_config` reads it back to an equal value."""
     return yaml.dump(json.loads(config.model_dump_json()), Dumper=_Dumper, sort_keys=False, allow_unicode=True)

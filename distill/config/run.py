@@ -1,4 +1,4 @@
-"""Everything about one run: the sections together, which of their values cannot go together, and what follows from them."""
+"""The config of a run: all sections, which combinations of values are refused, and values derived from them."""
 
 import re
 from collections.abc import Callable
@@ -23,127 +23,128 @@ from distill.config.sections import (
 from distill.config.target import TargetConfig
 from speculative.rules.rule import Rule, draft_draws
 
-# Objective by engine rule when loss.name is null, by the rule of docs/studies.md: a certain gain on two of three pairs, no loss.
+# The objective that loss.name: null stands for, by acceptance rule. docs/studies.md has the comparison: a certain gain on two of three pairs, no loss.
 DEFAULT_OBJECTIVE: dict[Rule, str] = {
     "sample": "jsd",
     "greedy-draft": "lk_hybrid",
     "greedy": "lk_hybrid",
     "block": "lk_hybrid",
 }
-# What is refused, and the words that say why, formatted with the config: `{0.judge.gamma}`.
+# A condition that is refused, and the message, which is formatted with the config: `{0.judge.gamma}`.
 Impossible = tuple[Callable[["RunConfig"], object], str]
 
 
 # fmt: off
-IMPOSSIBLE: tuple[Impossible, ...] = (  # read from the top; the first that holds is told
+IMPOSSIBLE: tuple[Impossible, ...] = (  # Checked in this order; the first match is reported.
     (lambda c: not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", c.name),
-     "name: letters, digits, '.', '_' and '-' only, it becomes a folder"),
+     "name: it becomes a folder: use letters, digits, '.', '_' and '-' only, and start with a letter or digit"),
     (lambda c: not c.data.train,
-     "data.train: at least one source"),
+     "data.train: is empty; add at least one source"),
     (lambda c: (c.student.init == "pretrained") != (c.student.path is not None),
-     "student.path goes with student.init: pretrained, and only with it"),
+     "student.path and student.init: pretrained need each other; set both or neither"),
     (lambda c: (c.student.init == "config") != (c.student.architecture is not None),
-     "student.architecture goes with student.init: config, and only with it"),
+     "student.architecture and student.init: config need each other; set both or neither"),
     (lambda c: c.train.packing is None and c.train.batch_size % (c.train.micro_batch_size or 1),
      "train.batch_size must be a multiple of train.micro_batch_size"),
     (lambda c: c.selects and c.train.micro_batch_size is None,
-     "loss.weighting.name: selected chooses within a micro-batch: set train.micro_batch_size"),
+     "loss.weighting.name: selected chooses tokens within a micro-batch; set train.micro_batch_size"),
     (lambda c: c.loss.mix is not None and (not c.loss.mix or min(c.loss.mix.values()) <= 0),
-     "loss.mix: weights above zero, at least one"),
+     "loss.mix: needs at least one objective, and all weights above zero"),
     (lambda c: (c.judge_rule == "greedy") != (c.serving.temperature == 0),
-     "judge.rule: greedy goes with serving.temperature: 0, and only with it"),
+     "judge.rule: greedy and serving.temperature: 0 need each other; set both or neither"),
     (lambda c: len(set(c.judge.load)) < len(c.judge.load),
-     "judge.load: each number of concurrent requests once"),
+     "judge.load: each number of concurrent requests may be listed once"),
     (lambda c: c.judge.load and c.judge.live == "never",
-     "judge.load is timed by decoding: it goes with judge.live: checkpoint or end"),
+     "judge.load is timed by decoding; set judge.live: checkpoint or end"),
     (lambda c: c.serving.batch_size > c.serving.shard_size,
-     "serving.batch_size above serving.shard_size: a shard is decoded by itself; raise shard_size too"),
+     "serving.batch_size is above serving.shard_size, but each shard is decoded on its own; raise shard_size too"),
     (lambda c: c.serving.temperature == 0 and c.serving.samples_per_prompt > 1,
-     "serving.samples_per_prompt above 1 at serving.temperature 0 repeats one greedy response"),
+     "serving.samples_per_prompt above 1 repeats one greedy response at serving.temperature: 0; set it to 1"),
     # A draft that proposes whole blocks.
     (lambda c: c.student.parallel and c.judge.gamma > c.student.parallel.tokens,
-     "judge.gamma = {0.judge.gamma} above student.parallel.tokens = {0.student.parallel.tokens}: offsets behind that are not learnt"),
+     "judge.gamma = {0.judge.gamma} above student.parallel.tokens = {0.student.parallel.tokens}: later offsets are not trained; lower judge.gamma"),
     (lambda c: c.student.parallel and c.train.packing is not None,
-     "student.parallel masks attention block by block: set train.packing to null"),
+     "student.parallel masks attention block by block and cannot pack; set train.packing to null"),
     (lambda c: c.student.parallel and c.selects,
-     "loss.weighting.name: selected picks among response tokens, of which student.parallel asks several times"),
+     "loss.weighting.name: selected cannot be used with student.parallel, which trains each response token several times; set it to none"),
     (lambda c: c.student.parallel and c.own_words,
-     "data.mix.student and .speculative are drafted token by token, which is not how student.parallel is served; set them to 0"),
-    # The teacher's word, and the texts that it is of.
+     "data.mix.student and .speculative draft token by token, which is not how student.parallel is served; set them to 0"),
+    # The target's probabilities, and the texts they belong to.
     (lambda c: not (c.data.mix.target or c.own_words or c.data.mix.text),
-     "data.mix: at least one share above zero"),
+     "data.mix: set at least one share above zero"),
     (lambda c: c.data.mix.student and c.only_ce,
-     "data.mix.student: loss ce alone would teach the draft its own words; use a divergence"),
+     "data.mix.student: loss ce alone would train the draft on its own text; set another loss.name, e.g. forward_kl"),
     (lambda c: (c.data.mix.text > 0) != bool(c.data.text),
-     "data.mix.text goes with data.text, and only with it"),
+     "data.mix.text and data.text need each other; set both or neither"),
     (lambda c: c.target.others and (c.signal.source != "store" or not c.data.mix.target or c.only_ce),
-     "target.others is learnt from what was stored of each target: set signal.source: store, data.mix.target above 0 and a "
-     "loss that asks the target; first `understudy respond CONFIG --signal topk`, for each target"),
+     "target.others trains from the stored probabilities of each target: run `understudy respond CONFIG --signal topk` for each, "
+     "set signal.source: store, data.mix.target above 0 and a loss other than ce"),
     (lambda c: (c.own_words or c.data.mix.text) and c.signal.source != "online",
-     "signal.source: {0.signal.source} knows the target's responses only; data.mix with anything else needs online"),
+     "signal.source: {0.signal.source} has only the target's responses; for other shares of data.mix set signal.source: online"),
     (lambda c: c.signal.source != "online" and c.signal.kind == "sampled" and c.biased_by_samples,
-     "signal.kind: sampled is unbiased for forward_kl and ce only, not for {0.biased_by_samples}; "
+     "signal.kind: sampled is unbiased only for forward_kl and ce, not for {0.biased_by_samples}; "
      "set loss.name: forward_kl, or signal.kind: topk"),
-    # A target behind a server.
+    # A target at a server.
     (lambda c: c.behind() and c.judge.live != "never",
-     "target.endpoint: the weights are elsewhere, so nothing is decoded live; set judge.live: never"),
+     "target.endpoint: without the target's weights nothing can be decoded live; set judge.live: never"),
     (lambda c: c.behind() and c.student.init == "carved",
-     "target.endpoint: nothing can be carved from a server; set student.init: pretrained or config"),
+     "target.endpoint: a draft cannot be carved without the target's weights; set student.init: pretrained or config"),
     (lambda c: c.behind() and c.data.responses == "reference",
-     "target.endpoint: data.responses: reference needs the target's weights"),
+     "target.endpoint: data.responses: reference needs the target's weights; set data.responses: target"),
     (lambda c: c.behind("chat") and c.asks_more_than("response_logprobs"),
-     "target.endpoint gives signal.source: response_logprobs with signal.kind: topk at loss.temperature: 1"),
+     "target.endpoint.api: chat only supports signal.source: response_logprobs, signal.kind: topk and loss.temperature: 1"),
     (lambda c: c.behind() and not c.behind("chat") and c.asks_more_than("store"),
-     "target.endpoint gives signal.source: store with signal.kind: topk at loss.temperature: 1"),
+     "target.endpoint only supports signal.source: store, signal.kind: topk and loss.temperature: 1"),
     (lambda c: c.behind("chat") and c.data.synthetic and c.data.synthetic.method == "magpie",
-     "data.synthetic.method: magpie: a chat API writes no user's turns; set it to mix"),
+     "data.synthetic.method: magpie: a chat API does not write user turns; set it to mix"),
     (lambda c: c.behind("chat") and c.data.template.mode == "plain",
-     "target.endpoint.api: chat applies the chat template; data.template.mode cannot be plain"),
+     "target.endpoint.api: chat applies the chat template; set data.template.mode: auto or chat"),
     (lambda c: not c.behind() and c.signal.source == "response_logprobs",
-     "signal.source: response_logprobs goes with target.endpoint.api: chat, and only with it"),
-    # A target that is spread.
+     "signal.source: response_logprobs needs target.endpoint.api: chat"),
+    # A target on several devices.
     (lambda c: c.target.shard and c.target.device_map,
-     "target.device_map spreads the target over the GPUs of one process, target.shard over processes: one of the two"),
+     "target.device_map spreads the target over the GPUs of one process, target.shard over processes; set only one of the two"),
     (lambda c: c.target.shard and c.judge.live == "checkpoint",
-     "target.shard: no rank has the whole target while the draft learns; set judge.live: end or never"),
+     "target.shard: no rank holds the whole target during training; set judge.live: end or never"),
     (lambda c: c.target.shard and (c.own_words or c.signal.source == "capture"),
-     "target.shard: rollouts and capture ask the target on one rank at a time, which a sharded one cannot answer"),
-    # What counts how much.
+     "target.shard: rollouts and signal.source: capture call the target on one rank, which a sharded target cannot do; "
+     "set data.mix.student and .speculative to 0 and another signal.source"),
+    # Loss weights.
     (lambda c: c.selects != (c.loss.weighting.reference is not None),
-     "loss.weighting.reference goes with loss.weighting.name: selected, and only with it"),
+     "loss.weighting.reference and loss.weighting.name: selected need each other; set both or neither"),
     (lambda c: c.data.synthetic and c.data.responses == "reference",
-     "data.synthetic: nobody has answered these prompts; set data.responses: target"),
+     "data.synthetic: generated prompts have no reference answers; set data.responses: target"),
     (lambda c: c.loss.prompt_weight and c.selects,
-     "loss.prompt_weight: loss.weighting.name: selected chooses among response tokens; set it to 0"),
+     "loss.prompt_weight: loss.weighting.name: selected chooses only among response tokens; set loss.prompt_weight: 0"),
     (lambda c: c.loss.prompt_weight and c.behind(),
-     "loss.prompt_weight: a server's signal is of response tokens only; set it to 0"),
+     "loss.prompt_weight: a server returns probabilities of response tokens only; set it to 0"),
     (lambda c: c.loss.weighting.name in ("entropy", "selected") and c.only_ce,
-     "loss.weighting.name: {0.loss.weighting.name} looks at the target, which loss ce does not use"),
+     "loss.weighting.name: {0.loss.weighting.name} needs the target's probabilities, which loss ce does not use; set another loss.name"),
     (lambda c: c.loss.warmup and c.loss.warmup.name == "accepted_length",
-     "loss.warmup.name: accepted_length has no gradient on a cold start; set another, e.g. forward_kl"),
+     "loss.warmup.name: accepted_length has no useful gradient on an untrained draft; set another, e.g. forward_kl"),
     (lambda c: c.loss.mix and "accepted_length" in c.loss.mix,
-     "loss.mix: accepted_length weighs rows itself; give it as loss.name, alone"),
+     "loss.mix: accepted_length sets its own token weights; remove it here or use loss.name: accepted_length instead"),
     (lambda c: c.credits_blocks and (c.own_words or c.data.mix.text or c.data.responses == "reference"),
-     "loss.name: accepted_length holds on the target's own text; set data.mix to target alone, data.responses: target"),
+     "loss.name: accepted_length is only valid on the target's own text; set data.mix: {{target: 1}} and data.responses: target"),
     (lambda c: c.credits_blocks and c.student.parallel,
-     "loss.name: accepted_length is of blocks drafted token by token; student.parallel: another objective"),
+     "loss.name: accepted_length is for drafts that propose token by token; with student.parallel set another loss.name"),
     (lambda c: c.credits_blocks and (c.loss.prompt_weight or c.loss.weighting.name != "none"),
-     "loss.name: accepted_length weighs rows itself; set loss.prompt_weight: 0 and loss.weighting.name: none"),
+     "loss.name: accepted_length sets its own token weights; set loss.prompt_weight: 0 and loss.weighting.name: none"),
 )
 # fmt: on
 
 
 class RunConfig(Section):
-    """Everything about one run."""
+    """All settings of one run."""
 
     name: str
-    """the run's folder under `output`"""
+    """name of the run and of its folder under `output`"""
     output: str = "runs"
-    """folder of runs"""
+    """folder that holds the runs"""
     seed: int = Field(0, ge=0, lt=2**31)
-    """every random choice follows from it"""
+    """seed of all random choices"""
     resume: Literal["auto", "never"] = "auto"
-    """auto = go on from the last checkpoint of this run folder"""
+    """auto = continue from the last checkpoint in the run's folder; never = refuse a folder with checkpoints"""
     target: TargetConfig = TargetConfig()
     student: StudentConfig = StudentConfig()
     data: DataConfig
@@ -166,23 +167,23 @@ class RunConfig(Section):
         return self
 
     def unreplayable(self, rule: Rule) -> str | None:
-        """Why stored responses cannot be replayed by a rule; None when they can.
+        """Why stored responses cannot be replayed under a rule; None if they can.
 
-        A chat API tells the probabilities of the model itself, the first few of them: what temperature and truncation make of a
-        token's own cannot be known from these. Where drafts take their argmax it is not asked for.
+        A chat API returns the model's own probabilities of a few tokens. They do not determine a token's probability under another
+        temperature or truncation. Rules whose drafts take the argmax do not need it.
         """
         serving = self.serving
         plain = (serving.temperature, serving.top_k, serving.top_p, serving.min_p) == (1.0, 0, 1.0, 0.0)
         if not self.behind("chat") or plain or not draft_draws(rule):
             return None
         return (
-            f"judge.rule: {rule} replays text by its probability under the serving settings, and target.endpoint.api: chat gives the "
-            "model's own; set judge.rule: greedy-draft, or serve at temperature 1 without top_k, top_p and min_p"
+            f"judge.rule: {rule} replays text by its probability under the serving settings, but target.endpoint.api: chat returns only the "
+            "model's own; set judge.rule: greedy-draft, or serving.temperature: 1 without top_k, top_p and min_p"
         )
 
     @property
     def serving_rule(self) -> Rule:
-        """How the engine accepts."""
+        """The acceptance rule of the engine."""
         return self.serving.rule or ("greedy" if self.serving.temperature == 0 else "sample")
 
     @property
@@ -192,35 +193,35 @@ class RunConfig(Section):
 
     @property
     def own_words(self) -> bool:
-        """Whether the draft learns from texts that it has a part in."""
+        """Whether the draft trains on text that it helped to write."""
         return self.data.mix.student > 0 or self.data.mix.speculative > 0
 
     @property
     def only_ce(self) -> bool:
-        """Whether no objective asks the target."""
+        """Whether no objective uses the target's probabilities."""
         return self.objective_names() == {"ce"}
 
     @property
     def credits_blocks(self) -> bool:
-        """Whether an objective is of blocks along the target's own text."""
+        """Whether an objective counts blocks along the target's own text."""
         return "accepted_length" in self.objective_names()
 
     @property
     def selects(self) -> bool:
-        """Whether only some response tokens train."""
+        """Whether only selected response tokens are trained on."""
         return self.loss.weighting.name == "selected"
 
     def behind(self, api: str | None = None) -> bool:
-        """Whether the target is behind a server, of this API where one is given."""
+        """Whether the target is at a server; with ``api``: at a server with that API."""
         return self.target.endpoint is not None and api in (None, self.target.endpoint.api)
 
     def asks_more_than(self, source: str) -> bool:
-        """Whether the objective wants of a server what it cannot give but by one source."""
+        """Whether the objective needs more than a server can give, which is top-k probabilities from one ``source``."""
         given = self.signal.source == source and self.signal.kind == "topk" and self.loss.temperature == 1
         return not self.only_ce and not given
 
     def objective_names(self) -> set[str]:
-        """Every objective that some step of the run has."""
+        """Names of all objectives that the run uses in some step."""
         return set(self.loss_weights()) | ({self.loss.warmup.name} if self.loss.warmup else set())
 
     @property
@@ -229,7 +230,7 @@ class RunConfig(Section):
         return ", ".join(sorted(self.objective_names() - {"forward_kl", "ce"}))
 
     def loss_weights(self, step: int | None = None) -> dict[str, float]:
-        """Objective name -> weight, at a step (null: behind the warm-up)."""
+        """Objective name -> weight, at a step (None: after the warm-up)."""
         warmup = self.loss.warmup
         if warmup is not None and step is not None and step < round(warmup.ratio * self.train.steps):
             return {warmup.name: 1.0}
@@ -239,5 +240,5 @@ class RunConfig(Section):
 
     @property
     def folder(self) -> Path:
-        """The run's own folder."""
+        """The folder of the run."""
         return Path(self.output) / self.name

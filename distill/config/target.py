@@ -1,4 +1,4 @@
-"""The target's section of a configuration: one model, behind a server perhaps, and others that the same draft is for."""
+"""The target's section of the config: a local model or one at a server, and other targets for the same draft."""
 
 from typing import Literal
 
@@ -9,38 +9,37 @@ from distill.config.sections import Section
 
 
 class EndpointConfig(Endpoint, Section):
-    """The target behind an OpenAI-compatible server (vLLM; SGLang gives responses only)."""
+    """The target at an OpenAI-compatible server (vLLM; SGLang gives responses only)."""
 
 
 class OtherTargetConfig(Section):
-    """Another target that the draft is to be good for: a run of that target, answered and stored (`understudy respond --signal`)."""
+    """Another target for the same draft: a run of that target with stored probabilities (`understudy respond --signal`)."""
 
     run: str
-    """its run's folder; same tokenizer, data and serving"""
+    """folder of its run, which has the same tokenizer, data and serving"""
     weight: float = Field(1.0, gt=0)
-    """share of every step, and of the score, relative to this run's own target"""
+    """weight in every step and in the score, relative to this run's own target"""
 
 
 class TargetConfig(Section):
-    """The model to be imitated (the teacher while the draft learns)."""
+    """The model that the draft imitates."""
 
     path: str = "embedded"
-    """directory, hub id, or `embedded`: the small Python target shipped with us"""
+    """directory or hub id of the target; `embedded` = the small model of Python code in the package"""
     revision: str | None = None
     """hub revision"""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """weights and forward of the target; auto = as saved on an accelerator, float32 on a CPU"""
+    """dtype of the target; auto = as saved on an accelerator, float32 on a CPU"""
     trust_remote_code: bool = False
     """run model code that comes with the weights"""
     device_map: Literal["auto", "balanced", "balanced_low_0", "sequential"] | None = None
-    """a target larger than one GPU: its layers spread over all GPUs of one process, in accelerate's way of
-    this name (balanced_low_0 leaves room for the draft); null = whole on each process's own device"""
+    """spread a target that is larger than one GPU over all GPUs of one process; the value is a device map of
+    Accelerate (balanced_low_0 leaves space for the draft). null = all of it on each process's own device"""
     shard: bool = False
-    """cut the target's layers over the ranks while the draft learns (torch's fully_shard), never whole on a
-    device; with judge.live: end the main process loads the whole for the verdict, when the draft's training
-    is out of memory"""
+    """shard the target over the ranks during training (torch's fully_shard). With judge.live: end the main
+    process loads the whole target for the verdict, after training has freed its memory"""
     endpoint: EndpointConfig | None = None
-    """a server answers and scores; `path` names the same model, its weights are never loaded"""
+    """a server that answers and scores in place of local weights; `path` names the same model"""
     others: tuple[OtherTargetConfig, ...] = ()
-    """one draft for several targets: the others, each from what its own run has stored; signal.source:
-    store"""
+    """train one draft for several targets: the other targets, each from the store of its own run (signal.source:
+    store)"""

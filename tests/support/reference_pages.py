@@ -22,9 +22,9 @@ FOLDER = ROOT / "docs" / "reference"
 def config_page() -> str:
     return f"""# Configuration
 
-Every key of a run, its default and its meaning, as `understudy config` prints them. Any key can be overridden on the command line:
-`optim.lr=3e-4` or `data.train.0.path=prompts.jsonl`. Unknown keys, wrong types and impossible combinations are refused, with the
-nearest valid name.
+This page is for people who write a config. It lists every key with its default and its meaning, as `understudy config` prints them.
+Override any key on the command line: `optim.lr=3e-4` or `data.train.0.path=prompts.jsonl`. An unknown key, a wrong type or an impossible
+combination is an error that names the key and, for a misspelt key, the nearest valid one. `N` is the place in a list, from 0.
 
 {config_table()}
 """

@@ -113,8 +113,8 @@ def test_a_stored_top_k_of_everything_is_the_target_itself() -> None:
 @pytest.mark.parametrize(
     ("sections", "said"),
     [
-        ({"loss": {"name": None, "mix": {"accepted_length": 1.0, "tv": 1.0}}}, "alone"),
-        ({"loss": {"name": "tv", "warmup": {"name": "accepted_length"}}}, "cold start"),
+        ({"loss": {"name": None, "mix": {"accepted_length": 1.0, "tv": 1.0}}}, "remove it here"),
+        ({"loss": {"name": "tv", "warmup": {"name": "accepted_length"}}}, "untrained draft"),
         ({"loss": {"name": "accepted_length", "prompt_weight": 0.1}}, "prompt_weight: 0"),
         ({"loss": {"name": "accepted_length"}, "data": {"mix": {"student": 1.0}}}, "the target's own text"),
     ],

@@ -103,7 +103,7 @@ def test_show_tells_the_counts(tiny_run: Path, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize(
     ("override", "said"),
-    [("data.responses=reference", "nobody has answered"), ("data.synthetic={count: 0}", "data.synthetic.count")],
+    [("data.responses=reference", "no reference answers"), ("data.synthetic={count: 0}", "data.synthetic.count")],
 )
 def test_what_cannot_be_is_refused(asked: list[Any], override: str, said: str) -> None:
     with pytest.raises(UserError, match=said):
