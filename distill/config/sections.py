@@ -83,7 +83,7 @@ class StudentConfig(Section):
     """hub revision of `path`"""
     layers: tuple[int, ...] | Literal["auto"] = (0, -1)
     """layers of the target that a carved draft keeps; negative numbers count from the end. auto = the `depth`
-    layers whose removal lowers the target's own alpha most (measured)"""
+    layers that the target's own alpha needs most (measured)"""
     depth: int = Field(2, ge=1)
     """number of layers that `layers: auto` keeps"""
     intermediate_size: int | None = Field(None, ge=1)
