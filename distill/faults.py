@@ -1,4 +1,4 @@
-"""What went wrong, as one line and an exit status: for every program of ours, so that none ends in a traceback needlessly."""
+"""Errors as one line and an exit status, for every program, so that mistakes of the user print no traceback."""
 
 import contextlib
 import errno
@@ -18,7 +18,7 @@ import typer
 from speculative.errors import UserError
 
 MISTAKE, FAILED_CHECK, INTERRUPTED = 2, 1, 130
-# What gloo and NCCL say on a rank whose neighbour is gone.
+# Error texts of gloo and NCCL on a rank that lost another rank.
 _DEAD_RANK = (
     "closed by peer",
     "reset by peer",
@@ -28,12 +28,12 @@ _DEAD_RANK = (
     "likely closed",
     "nccl",
 )
-# Seconds that trackers have to send what they hold when a run of several ranks fails.
+# Seconds for trackers to send their last data when a run of several ranks fails.
 TRACKER_SECONDS = 20.0
-# transformers imports torchao where it is installed, which on a CPU warns at every start of what only CUDA needs.
+# transformers imports torchao if it is installed. On a CPU torchao warns at every start about libraries that only CUDA needs.
 for _library in ("torchao", "torch.utils._pytree"):
     logging.getLogger(_library).setLevel(logging.ERROR)
-# Module: the extra of pyproject.toml that brings it.
+# Module -> extra of pyproject.toml that installs it.
 EXTRAS = {
     "openai": "endpoint", "jiter": "endpoint", "prometheus_client": "endpoint",
     "starlette": "gateway", "uvicorn": "gateway", "h11": "gateway", "uvloop": "gateway",
@@ -43,20 +43,23 @@ _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, err
 
 
 class Interrupted(Exception):
-    """The user ended a run; the message says what is left of it."""
+    """The user ended a run. The message says what is kept."""
 
 
 def explain(error: BaseException) -> tuple[str, int] | None:
-    """(message, exit status) of a fault that a person can mend; None for a fault of ours, which keeps its traceback."""
+    """(message, exit status) of an error that the user can fix; None for a bug, which keeps its traceback."""
     if isinstance(error, UserError):
         return f"understudy: {error}", MISTAKE
     if isinstance(error, Interrupted):
         return f"\ninterrupted: {error}", INTERRUPTED
     if isinstance(error, KeyboardInterrupt):
-        return "\ninterrupted: what was written stays; the same command goes on from it", INTERRUPTED
+        return "\ninterrupted: finished work is kept; give the same command again to continue", INTERRUPTED
     if isinstance(error, ModuleNotFoundError) and (module := (error.name or "").partition(".")[0]) in EXTRAS:
-        return f"understudy: {module} is not installed; `pip install 'understudy[{EXTRAS[module]}]'` brings it", MISTAKE
-    # Only here: `understudy --help` needs no torch.
+        return (
+            f"understudy: {module} is not installed; `pip install 'understudy[{EXTRAS[module]}]'` brings it",
+            MISTAKE,
+        )
+    # Imported late: `understudy --help` needs no torch.
     import torch
 
     from speculative.measure.self_checks import SelfCheckError
@@ -66,13 +69,13 @@ def explain(error: BaseException) -> tuple[str, int] | None:
     if isinstance(error, torch.OutOfMemoryError):
         return (
             f"understudy: out of memory ({str(error).splitlines()[0]}); lower train.micro_batch_size, loss.chunk_tokens, "
-            "serving.batch_size or judge.batch_size and start again (responses and their shards are kept)",
+            "serving.batch_size or judge.batch_size and give the same command again (finished responses are kept)",
             MISTAKE,
         )
     if _is_dead_rank(error):
         return (
-            "understudy: another rank died or cannot be reached, so this one stops; the other's own message or the system's log "
-            "(out of memory?) says why; the same command goes on from the last checkpoint, also on another number of ranks "
+            "understudy: another rank failed or cannot be reached, so this one stops; see the error of that rank or the system log "
+            "(out of memory?); the same command continues from the last checkpoint, also with another number of ranks "
             f"({str(error).splitlines()[0][:160]})",
             MISTAKE,
         )
@@ -89,10 +92,10 @@ def _is_dead_rank(error: BaseException) -> bool:
 
 
 def exit_status(error: BaseException, trackers: Iterable[Any] = ()) -> int:
-    """Prints the one line of a fault that a person can mend and returns its exit status; raises any other again.
+    """Print the one line of an error that the user can fix and return its exit status; raise any other error again.
 
-    One of several ranks ends here, whatever the fault: Python's own way out would wait for the process group, whose other ranks
-    sit in a collective. `trackers`: Accelerate's, which are finished first.
+    One of several ranks exits here, whatever the error. A normal exit of Python would wait for the process group, whose other
+    ranks wait in a collective. `trackers`: Accelerate's, which are finished first.
     """
     explained = explain(error)
     distributed = sys.modules.get("torch.distributed")
@@ -108,7 +111,7 @@ def exit_status(error: BaseException, trackers: Iterable[Any] = ()) -> int:
 
 
 def run_script(main: Callable[..., Any]) -> None:
-    """Runs a script of bench/, whose options are the parameters of `main`; a fault that a person can mend is one line."""
+    """Run a script of bench/, whose options are the parameters of `main`. Errors that the user can fix print one line."""
     try:
         typer.run(main)
     except (Exception, KeyboardInterrupt) as error:
@@ -116,17 +119,17 @@ def run_script(main: Callable[..., Any]) -> None:
 
 
 def _end_rank(text: str, status: int, trackers: Iterable[Any], witness: bool) -> NoReturn:
-    """Says why and leaves, for the launcher to end the other ranks. `witness`: another rank was the first to fail."""
+    """Print the error and exit; the launcher ends the other ranks. `witness`: another rank failed first."""
     try:
-        sys.stderr.write(text + "\n")  # in one piece: print would leave its newline to mix with another rank's line
+        sys.stderr.write(text + "\n")  # One write: print writes the newline separately, and lines of ranks would mix.
         sys.stderr.flush()
         report = os.environ.get("TORCHELASTIC_ERROR_FILE")
         if report and not witness:
-            # torchrun ends with a table of its own, and calls the first failure in it, by whole seconds, the root cause.
+            # torchrun prints a table at the end. It calls the earliest failure, in whole seconds, the root cause.
             told = json.dumps({"message": text, "timestamp": int(time.time()) - 1})
-            with contextlib.suppress(OSError):  # the disk may be what is full
+            with contextlib.suppress(OSError):  # The disk may be full.
                 Path(report).write_text(told, encoding="utf-8")
-        # They talk to a server.
+        # Trackers talk to a server, so they get a time limit.
         finishing = threading.Thread(target=_finish, args=(trackers,), daemon=True)
         finishing.start()
         finishing.join(TRACKER_SECONDS)
@@ -137,5 +140,5 @@ def _end_rank(text: str, status: int, trackers: Iterable[Any], witness: bool) ->
 
 def _finish(trackers: Iterable[Any]) -> None:
     for tracker in trackers:
-        with contextlib.suppress(Exception):  # the fault that ends the run is the one to tell
+        with contextlib.suppress(Exception):  # The error that ended the run matters more.
             tracker.finish()

@@ -1,7 +1,7 @@
-"""`understudy respond CONFIG [--signal topk|sampled|none] [key=value ...]`: the target answers, and says what it thought.
+"""`understudy respond CONFIG [--signal topk|sampled|none] [key=value ...]`: store responses and probabilities of the target.
 
-Responses as training makes them, and beside them the target's distributions at every response token, so that training with
-`signal.source=store` needs no target. On several devices: `understudy respond CONFIG --num-processes 8`.
+Makes the same responses as training does. With --signal it also stores the target's probabilities at every response token, so that
+training with `signal.source=store` never loads the target. On several devices: `understudy respond CONFIG --num-processes 8`.
 """
 
 import sys
@@ -27,7 +27,7 @@ KINDS = ("topk", "sampled", "none")
 
 
 def _resolved(config_path: str | Path, overrides: Sequence[str], signal: str | None) -> tuple[RunConfig, bool]:
-    """(the config that training from the store will have, whether a signal is wanted)."""
+    """(the config for training from the store, whether to store probabilities)."""
     if signal is not None and signal not in KINDS:
         raise UserError(f"--signal {signal}: one of {', '.join(KINDS)}")
     config = load_config(config_path, overrides)
@@ -35,15 +35,15 @@ def _resolved(config_path: str | Path, overrides: Sequence[str], signal: str | N
         return config, False
     asked = [*overrides, f"signal.kind={signal or config.signal.kind}"]
     if config.signal.source == "online":
-        asked.append("signal.source=store")  # an objective that the signal cannot serve is told before the work
+        asked.append("signal.source=store")  # Refuses an objective that the stored signal cannot serve before any work.
     return load_config(config_path, asked), True
 
 
 def run(config_path: str | Path, overrides: Sequence[str] = (), signal: str | None = None) -> SignalFacts | None:
-    """Makes the responses of a run, and the signal store when one is wanted; returns its facts.
+    """Make the responses of a run and, if wanted, its signal store; return the facts of that store.
 
     Raises:
-        UserError: odd config, folder of another run or in use, target or prompts not there, disk full.
+        UserError: invalid config, folder of another run or in use, missing target or prompts, disk full.
     """
     config, wanted = _resolved(config_path, overrides, signal)
     ranks = Run(config, new_accelerator(project_dir=str(config.folder)))
@@ -78,17 +78,17 @@ def _signal(run: Run, rows: StoredRows, target: Target) -> SignalFacts:
         store.close()
     run.say(signal_line(config.signal, facts))
     if config.signal.source != "response_logprobs":
-        run.say(f"train from it with signal.source=store signal.kind={config.signal.kind} behind the config")
+        run.say(f"to train from it, add signal.source=store signal.kind={config.signal.kind} to the command")
     return facts
 
 
 def command(options: RespondOptions) -> int:
-    """The target answers the prompts of CONFIG into the run's folder.
+    """Let the target answer the prompts of CONFIG and store its responses in the run's folder.
 
-    With --signal its distributions at every response token are kept too: topk the k most probable tokens and the rest's mass
-    (signal.k), sampled unbiased draws (signal.samples). Without --signal: what the config's signal.source needs.
+    With --signal its probabilities at every response token are stored too. topk: the k most probable tokens and the total of the
+    rest (signal.k). sampled: unbiased draws (signal.samples). Without --signal: what the config's signal.source needs.
 
-    A killed run goes on when the same command is given again. Exit status: 0 done, 2 a mistake of the user, 130 interrupted.
+    The same command continues an interrupted run. Exit status: 0 done, 2 a mistake of the user, 130 interrupted.
     """
     try:
         overrides, signal = options.overrides or [], options.signal or None
@@ -102,7 +102,7 @@ def command(options: RespondOptions) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the program with these arguments, by default the process's own; returns the exit status of `command`."""
+    """Run the program with these arguments, by default the process's own, and return the exit status of `command`."""
     return run_program(command, arguments)
 
 

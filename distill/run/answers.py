@@ -1,4 +1,4 @@
-"""What the target says to a run's prompts, and the draft's first weights, some of which are chosen by it."""
+"""The target's responses of a run, and the draft's initial weights, which may be chosen with them."""
 
 import functools
 import json
@@ -22,26 +22,26 @@ from distill.run.run import Run
 from speculative.evaluate import HeldoutResponse
 from speculative.rules.rule import Rule
 
-# Responses that layers and channels are chosen by.
+# Number of responses used to choose layers and channels.
 CALIBRATION_TEXTS = 32
 
 
 class Answers:
-    """Made when they are first asked for, by all ranks together, and kept in the run's folder."""
+    """Responses of a run, made by all ranks together on first use and kept in its folder."""
 
     def __init__(self, run: Run, target: Target, tokenizer: Any, sets: PromptSets, context: int) -> None:
-        """``tokenizer``: as the run renders its prompts. ``context``: tokens of prompt and response."""
+        """``tokenizer``: the one that renders the run's prompts. ``context``: maximum tokens of prompt and response."""
         self.run, self.target, self.tokenizer, self.sets, self.context = run, target, tokenizer, sets, context
-        self.synthetic = ""  # one line of the prompts that were made, once they are
+        self.synthetic = ""  # One line about generated prompts, once there are some.
 
     @functools.cached_property
     def stores(self) -> RunStores:
-        """Of all responses."""
+        """The stores of all responses."""
         return RunStores(self.run, self.target)
 
     @functools.cached_property
     def prompts(self) -> Sequence[RenderedPrompt]:
-        """Training prompts, the synthetic ones behind the user's."""
+        """Training prompts, followed by the synthetic ones."""
         with self.run.progress.timed("respond"):
             prompts, self.synthetic = self.stores.with_synthetic(self.sets.train, self.tokenizer, self.context)
             return prompts
@@ -55,25 +55,25 @@ class Answers:
 
     @functools.cached_property
     def heldout(self) -> dict[Rule, list[HeldoutResponse]]:
-        """Frozen text to judge on, by engine rule, the configured one first."""
+        """Frozen text to judge on, by acceptance rule, the configured rule first."""
         with self.run.progress.timed("respond"):
             return self.stores.heldout_by_rule(self.sets.heldout)
 
     @functools.cached_property
     def others(self) -> list[OtherTarget]:
-        """What other targets have said before."""
+        """Stored responses of the other targets."""
         return open_others(self.run, self.target, self.prompts, self.sets.heldout, self.context)
 
     @property
     def domains(self) -> list[str]:
-        """Of the training prompts, sorted."""
+        """Domains of the training prompts, sorted."""
         return sorted(set(texts_of(self.sets.train, "domain").unique().to_pylist()))
 
     def provenance(self) -> Mapping[str, Any]:
-        """Where a checkpoint comes from: code, machine, target, sampling, other targets.
+        """Origin of a checkpoint: code, machine, target, sampling, other targets.
 
         Raises:
-            UserError: the run's last checkpoint learned from other answers of the other targets.
+            UserError: the responses of other targets have changed since the run's last checkpoint.
         """
         config, facts = self.run.config, self.target.facts
         told: dict[str, Any] = describe_run(config.seed) | {
@@ -92,7 +92,7 @@ class Answers:
 
 @dataclass(frozen=True)
 class _Texts:
-    """Token ids of the ends of responses and of prompts, one by one, as often as they are asked for."""
+    """The end tokens, then the ids of each prompt; can be iterated repeatedly."""
 
     ends: Sequence[int]
     sets: PromptSets
@@ -103,9 +103,10 @@ class _Texts:
 
 
 def first_student(answers: Answers) -> Any:
-    """The draft before training. What was chosen for it is kept in student.json: a resumed run and every rank have the same.
+    """The draft before training.
 
-    The target answers first where layers or channels are chosen by what it says; else nothing is asked.
+    Measured choices are kept in student.json, so that a resumed run and every rank have the same draft. The target answers first
+    only if layers or channels are chosen by measurement.
     """
     run, target, config = answers.run, answers.target, answers.run.config
     wants_weights = config.student.init == "carved" or config.student.embeddings == "target"
@@ -114,7 +115,7 @@ def first_student(answers: Answers) -> Any:
     path = run.folder / STUDENT_NOTES
     texts: list[list[int]] = []
     if carved_by_measurement(config.student):
-        rows = answers.training  # every n-th, so that all domains have a say
+        rows = answers.training  # Every n-th row, so that all domains are represented.
         texts = [list(row.input_ids) for row in rows[:: max(1, len(rows) // CALIBRATION_TEXTS)]][:CALIBRATION_TEXTS]
 
     def made(notes: dict[str, Any]) -> Any:
@@ -132,6 +133,6 @@ def first_student(answers: Answers) -> Any:
         student = made(notes)
         if notes and not path.exists():
             write_json(path, notes)
-            run.say(f"student: {path} says what was measured and chosen")
+            run.say(f"student: {path} lists what was measured and chosen")
     notes = run.seen(lambda: {name: value for name, value in notes.items() if name == "layers"})
     return student if student is not None else made(notes)

@@ -1,4 +1,4 @@
-"""Checkpoints: written whole or not at all, found again, judged, pruned."""
+"""Checkpoints: write atomically, find, record judgements, delete old states."""
 
 import json
 import logging
@@ -31,19 +31,19 @@ from speculative.evaluate import Judgement
 
 
 def last_resumable(run: Path) -> int | None:
-    """The newest checkpoint whose optimizer state is still kept."""
+    """Step of the newest checkpoint that still has its optimizer state."""
     return next((step for step in reversed(list_steps(run)) if (step_folder(run, step) / STATE).exists()), None)
 
 
 def save_checkpoint(run: Run, students: dict[str, Any], tokenizer: Any, provenance: Mapping[str, Any]) -> Path:
-    """Writes students, optimizer, scheduler, every rank's RNG and progress under a temporary name, then renames.
+    """Write students, optimizer, scheduler, every rank's RNG and progress under a temporary name, then rename.
 
-    All ranks call it. ``students`` are causal LMs by folder name on the main process, and not looked at elsewhere.
+    All ranks must call it. ``students``: causal LMs by folder name; only the main process uses them.
 
     Raises:
         UserError: disk full or folder not writable; earlier checkpoints are untouched.
     """
-    # Accelerate notes at each save that tied weights are stored once: as it should be.
+    # Accelerate logs at each save that tied weights are stored once, which is intended.
     logging.getLogger("accelerate").setLevel(logging.ERROR)
     disable_progress_bar()
     final = step_folder(run.folder, run.progress.step)
@@ -54,7 +54,7 @@ def save_checkpoint(run: Run, students: dict[str, Any], tokenizer: Any, provenan
             temporary.mkdir(parents=True)
         run.wait()
         run.accelerator.save_state(str(temporary / STATE))
-        run.wait()  # every rank's RNG is in the folder before it is renamed
+        run.wait()  # Every rank's RNG must be in the folder before it is renamed.
         if run.main:
             for name, student in students.items():
                 student.save_pretrained(str(temporary / name))
@@ -76,16 +76,16 @@ def save_checkpoint(run: Run, students: dict[str, Any], tokenizer: Any, provenan
 
 
 def last_good(run: Path) -> str:
-    """Which checkpoint a run that stops can go on from, in words."""
+    """A phrase that says from which checkpoint a stopped run can continue."""
     steps = list_steps(run)
     return f"the last good checkpoint is {step_folder(run, steps[-1])}" if steps else "there is no checkpoint yet"
 
 
 def keep_judgement(run: Run, step: int, judgement: Mapping[str, Any]) -> None:
-    """Settles the weights of a judged checkpoint, counts those without a gain and links the best. All ranks call it."""
+    """Choose the weights of a judged checkpoint, count checkpoints without a gain and link the best. All ranks must call it."""
     if run.main:
         settle_weights(step_folder(run.folder, step), judgement)
-    # From the files, not from memory: a kill between two writes cannot make them disagree.
+    # Read from files, so that a kill between two writes cannot make memory and disk disagree.
     scores = run.seen(lambda: judged_scores(run.folder))
     run.progress.best_step, run.progress.best_score = max(scores, key=lambda item: item[1])
     run.progress.judged_without_gain = sum(step > run.progress.best_step for step, _ in scores)
@@ -96,7 +96,7 @@ def keep_judgement(run: Run, step: int, judgement: Mapping[str, Any]) -> None:
 
 
 def settle_weights(folder: Path, judgement: Mapping[str, Any]) -> None:
-    """Gives the better of raw and averaged weights the name `student`; the other stays beside it. May be called again."""
+    """Rename the better of raw and averaged weights to `student` and keep the other. May be called again."""
     if judgement.get("weights") == "ema" and (folder / AVERAGED).exists():
         if (folder / STUDENT).exists():
             os.replace(folder / STUDENT, folder / RAW)
@@ -104,13 +104,13 @@ def settle_weights(folder: Path, judgement: Mapping[str, Any]) -> None:
 
 
 def _is_disk_trouble(error: Exception) -> bool:
-    """A full or unwritable disk in the words of Python, torch (RuntimeError), safetensors and tokenizers (bare Exception)."""
+    """Whether this is a full or unwritable disk, as reported by Python, torch (RuntimeError), safetensors or tokenizers (Exception)."""
     words = ("os error", "i/o error", "no space", "file write failed", "unexpected pos")
     return isinstance(error, OSError) or any(word in str(error).lower() for word in words)
 
 
 def prune_states(run: Path, keep: int) -> None:
-    """Deletes the optimizer state of all but the newest ``keep`` checkpoints; students stay."""
+    """Delete the optimizer state of all but the newest ``keep`` checkpoints; keep the students."""
     with_state = [step for step in list_steps(run) if (step_folder(run, step) / STATE).exists()]
     for step in with_state[:-keep]:
         shutil.rmtree(step_folder(run, step) / STATE, ignore_errors=True)
@@ -125,7 +125,7 @@ def judged_scores(run: Path) -> list[tuple[int, float]]:
 
 
 def point_best(run: Path, step: int) -> None:
-    """Makes `best` a link to a step's checkpoint, in one rename."""
+    """Make `best` a link to a step's checkpoint, in one rename."""
     temporary = run / ".best.tmp"
     temporary.unlink(missing_ok=True)
     temporary.symlink_to(Path(CHECKPOINTS) / step_folder(run, step).name, target_is_directory=True)
@@ -136,7 +136,7 @@ def load_judgements(run: Path) -> list[Judgement]:
     """The record of every judged checkpoint, step 0 first.
 
     Raises:
-        UserError: the run has none, one is not whole, or that of step 0, the undistilled draft, is not there.
+        UserError: the run has none, one is damaged, or the one of step 0, the undistilled draft, is missing.
     """
     records, remedy = [], f"delete {run / CHECKPOINTS} and start the run's command again: the responses are kept"
     for step in list_steps(run):
@@ -145,15 +145,15 @@ def load_judgements(run: Path) -> list[Judgement]:
             records.append(Judgement.read(path, remedy))
     if records and records[0].step != 0:
         raise UserError(
-            f"{step_folder(run, 0) / JUDGEMENT}: not there, so nothing tells of the draft before training; {remedy}"
+            f"{step_folder(run, 0) / JUDGEMENT}: is missing, so the draft before training is unknown; {remedy}"
         )
     if not records:
-        raise UserError(f"{run}: no judged checkpoint there; train first with `understudy train CONFIG`")
+        raise UserError(f"{run}: has no judged checkpoint; train first with `understudy train CONFIG`")
     return records
 
 
 def resume_point(run: Path) -> tuple[Progress, Path | None]:
-    """Progress of the newest resumable checkpoint and its folder; fresh progress when there is none."""
+    """Progress and folder of the newest resumable checkpoint; fresh progress and None if there is none."""
     step = last_resumable(run)
     if step is None:
         return Progress(), None

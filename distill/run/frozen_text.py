@@ -1,4 +1,4 @@
-"""The held-out responses of a finished run as they lie on disk: what any draft can be judged on, without the target."""
+"""The stored held-out responses of a finished run, on which any draft can be judged without the target."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +22,10 @@ from speculative.rules.sampling import SamplingSettings
 
 @dataclass(frozen=True)
 class FrozenText:
-    """`sampling`: how the target sampled the responses. `target`: tokenizer and facts; its weights load on first use."""
+    """Held-out responses of a run.
+
+    `sampling`: how the target sampled them. `target`: tokenizer and facts; its weights load on first use.
+    """
 
     run: Path
     config: RunConfig
@@ -33,19 +36,19 @@ class FrozenText:
     manifest: dict[str, Any]
 
     def draft(self, path: str) -> PreTrainedModel:
-        """A draft (run, checkpoint, directory, hub id) as it would be served beside this target: vocabulary checked.
+        """Load a draft (run, checkpoint, directory, hub id) as it would be served with this target, with its vocabulary checked.
 
         Raises:
-            UserError: not there, or another vocabulary.
+            UserError: it is missing or has another vocabulary.
         """
         return as_exported(load_draft(path, self.target), self.target)
 
 
 def load_frozen_text(run: Path, rule: Rule | None = None, trusted: bool = False) -> FrozenText:
-    """The held-out text of a run for a rule, by default the one its config judges by. ``trusted``: see `load_trusted`.
+    """The held-out text of a run for a rule, by default its judge.rule. ``trusted``: see `load_trusted`.
 
     Raises:
-        UserError: no run there, or it stopped before its target had answered the held-out prompts; text that a rule cannot replay.
+        UserError: no run there, held-out prompts without responses, or text that the rule cannot replay.
     """
     if not (run / CONFIG).is_file():
         raise UserError(f"{run}: no config.yaml there; give the folder of a run, e.g. runs/demo")
@@ -57,8 +60,8 @@ def load_frozen_text(run: Path, rule: Rule | None = None, trusted: bool = False)
     if not folder.is_dir():
         have = sorted(path.name for path in (run / RESPONSES).glob("heldout*"))
         raise UserError(
-            f"{folder}: not there: this run has held-out responses only in {', '.join(have) or 'no folder'}; "
-            "choose a rule they are for, or finish the run"
+            f"{folder}: is missing; this run has held-out responses only in {', '.join(have) or 'no folder'}; "
+            "choose a rule for these, or finish the run"
         )
     store = Store(folder)
     manifest = dict(store.manifest())

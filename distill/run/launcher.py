@@ -1,4 +1,4 @@
-"""Several processes for one run: Accelerate's launcher takes the place of the process that was asked for them."""
+"""Start several processes for one run: this process becomes Accelerate's launcher."""
 
 import os
 import sys
@@ -10,24 +10,26 @@ from distill.config.command_line import LaunchOptions
 from distill.config.load import config_file, read_yaml
 from speculative.errors import UserError
 
-# For Python programs below this one: `-m` does not import from the working directory, which may have a `data` of its own.
+# For child Python processes: with it, `-m` does not import from the working directory, which may have its own `data` package.
 SAFE_PATH = {"PYTHONSAFEPATH": "1"}
 DDP = "configs/accelerate/ddp.yaml"
-ONE_PROCESS = ("NO", False, "MULTI_CPU")  # an unquoted NO is false in YAML
+ONE_PROCESS = ("NO", False, "MULTI_CPU")  # An unquoted NO is false in YAML.
 
 
 def launch_if_asked(options: LaunchOptions, module: str, *arguments: str) -> None:
-    """Becomes `accelerate launch -m module arguments`, which signals reach and whose output and exit status are the program's.
+    """Replace this process by `accelerate launch -m module arguments`, so that signals, output and exit status are the launcher's.
 
-    Returns where one process is asked for.
+    Return if only one process is wanted.
 
     Raises:
-        UserError: the launcher's file cannot be read, has a mistake, or stands for one process; this process was launched itself.
+        UserError: the launcher's file cannot be read, is invalid or starts one process; or a launcher started this process.
     """
     if not options.config_file and (options.num_processes or 1) == 1:
         return
     if "LOCAL_RANK" in os.environ:
-        raise UserError("--num-processes, --config-file: a launcher started this process; give them to that launcher")
+        raise UserError(
+            "--num-processes, --config-file: a launcher already started this process; give the options to that launcher"
+        )
     path = Path(options.config_file or DDP)
     read_yaml(path)
     try:

@@ -17,12 +17,12 @@ from speculative.errors import UserError
 
 
 def hold(folder: Path) -> AcquireReturnProxy:
-    """Holds a run's folder, made where it is missing, to the end of a `with` or of the process; the system releases it after a kill.
+    """Lock a run's folder until the end of a `with` or of the process; the folder is made if it is missing.
 
-    A process may hold it several times.
+    A process may hold the lock several times. The system releases it when the process is killed.
 
     Raises:
-        UserError: another process holds it, and is reported; the disk refuses.
+        UserError: another process holds it (the message says which), or the folder cannot be written.
     """
     with writing(folder, "; write elsewhere, a run by output=FOLDER"):
         folder.mkdir(parents=True, exist_ok=True)
@@ -33,7 +33,7 @@ def hold(folder: Path) -> AcquireReturnProxy:
             holder = "another process"
             with contextlib.suppress(OSError):
                 holder = (folder / HOLDER).read_text(encoding="utf-8", errors="replace").strip()
-            raise UserError(f"{folder}: in use by {holder}; wait for it or end it, or write elsewhere") from error
+            raise UserError(f"{folder}: in use by {holder}; wait for it, end it, or write elsewhere") from error
         since = datetime.now().astimezone().isoformat(" ", "seconds")
         command = " ".join(shlex.join(sys.orig_argv).split())
         holder = f"process {os.getpid()} on {socket.gethostname()} since {since}: {command}\n"
@@ -43,7 +43,7 @@ def hold(folder: Path) -> AcquireReturnProxy:
 
 @contextlib.contextmanager
 def held_for(path: Path) -> Iterator[None]:
-    """Holds the run in whose folder a path lies while it is written; a path that is in none needs no lock.
+    """Lock the run whose folder contains a path while it is written; a path outside of runs needs no lock.
 
     Raises:
         UserError: see `hold`.

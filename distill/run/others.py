@@ -1,4 +1,4 @@
-"""Other targets that one draft learns from: runs of their own, answered and stored before, of one tokenizer and one way of serving."""
+"""Other targets of a draft: runs with stored responses, the same tokenizer and the same serving settings."""
 
 import hashlib
 import json
@@ -22,7 +22,7 @@ from distill.run.session import run_prompts
 from speculative.errors import UserError
 from speculative.evaluate import HeldoutResponse
 
-# Keys of the config that both runs must have alike: the draft is served one way, and one objective reads all signals.
+# Keys that must be equal in both configs: the draft is served one way, and one objective reads all signals.
 ALIKE = (
     "serving.temperature", "serving.top_p", "serving.top_k", "serving.min_p", "serving.max_tokens", "signal.kind", "signal.k",
     "signal.samples", "loss.temperature", "loss.prompt_weight",
@@ -31,7 +31,7 @@ ALIKE = (
 
 @dataclass(frozen=True)
 class OtherTarget:
-    """A target beside the run's own: what it said to train on, with what share, and its frozen held-out responses to judge on."""
+    """Another target: its examples to train on, their weight, and its frozen held-out responses to judge on."""
 
     name: str
     weight: float
@@ -41,7 +41,7 @@ class OtherTarget:
     heldout: list[HeldoutResponse]
 
     def told(self) -> dict[str, Any]:
-        """What a run that learned from it says of it: which target, what share, and a hash of all that it answered."""
+        """Record for the provenance of a run: the target, its weight, and a hash of all its responses."""
         digest = hashlib.sha256(self.examples.keys_N.tobytes())
         digest.update(json.dumps([(one.prompt_ids, one.response_ids) for one in self.heldout]).encode())
         return {
@@ -57,12 +57,12 @@ def open_others(
     heldout: Collection[RenderedPrompt],
     context: int,
 ) -> list[OtherTarget]:
-    """What `target.others` name, in their order; all ranks call it. Their weights are never loaded, and nothing is written there.
+    """Open the runs of `target.others`, in their order. All ranks must call it. No weights are loaded, nothing is written there.
 
     ``train``, ``heldout``: the run's own prompts.
 
     Raises:
-        UserError: no run there, or one not answered; of another tokenizer, vocabulary or way of serving; a target named twice; one run
+        UserError: no run there, or without responses; another tokenizer, vocabulary or serving; a target listed twice; one run
             trains on what the other holds out; a sequence longer than ``context``.
     """
     config, found = run.config, list[OtherTarget]()
@@ -71,24 +71,26 @@ def open_others(
         key, folder = f"target.others.{number}.run", Path(other.run)
         if not (folder / TARGET_FACTS).exists():
             raise UserError(
-                f"{key} {folder}: no run that was answered; run `understudy respond CONFIG --signal {config.signal.kind} target.path=...` of "
-                "that target first, with the same data and serving"
+                f"{key} {folder}: has no stored responses; first run `understudy respond CONFIG --signal {config.signal.kind} target.path=...` for "
+                "that target, with the same data and serving"
             )
         own = load_trusted(folder / CONFIG, config.target.trust_remote_code).model_copy(
             update={"output": str(folder.parent), "name": folder.name}
         )
         _require_alike(config, own, key)
-        # Its store is read here, whoever speaks when that run itself is trained.
+        # Its store is read here with this run's signal settings, whatever that run trains with.
         own = own.model_copy(update={"signal": config.signal})
         there = Run(own, run.accelerator)
         one = Target(own.target, run.device, folder, f"{key}: target.path")
         if one.facts.fingerprint in known:
             raise UserError(
-                f"{key} {folder}: {own.target.path} is the target of {known[one.facts.fingerprint]} too; name each target once"
+                f"{key} {folder}: {own.target.path} is also the target of {known[one.facts.fingerprint]}; list each target once"
             )
         known[one.facts.fingerprint] = key
         if tokenizer_fingerprint(one.tokenizer) != tokenizer_fingerprint(target.tokenizer):
-            raise UserError(f"{key} {folder}: {own.target.path} has another tokenizer than {config.target.path}")
+            raise UserError(
+                f"{key} {folder}: {own.target.path} has another tokenizer than {config.target.path}; one draft needs one tokenizer"
+            )
         if one.facts.vocab_rows != target.facts.vocab_rows:
             raise UserError(
                 f"{key} {folder}: {own.target.path} has {one.facts.vocab_rows} vocabulary rows, {config.target.path} {target.facts.vocab_rows}"
@@ -102,7 +104,7 @@ def open_others(
         longest = max(longest, int(examples.lengths_N.max(initial=0)))
         if longest > context:
             raise UserError(
-                f"{key} {folder}: a sequence of {longest} tokens; this run's pair takes {context}: answer there with data.context_length: "
+                f"{key} {folder}: has a sequence of {longest} tokens, but this run's limit is {context}; answer that run with data.context_length: "
                 f"{context}"
             )
         found.append(OtherTarget(own.target.path, other.weight, there, one, examples, text))
@@ -110,12 +112,12 @@ def open_others(
 
 
 def require_unchanged(run: Run, told: Sequence[Mapping[str, Any]]) -> None:
-    """Refuses to go on from a checkpoint that learned from other answers of the other targets: numbers and scores would change meaning.
+    """Refuse to continue from a checkpoint that was trained on other responses of the other targets; scores would not be comparable.
 
-    ``told``: `OtherTarget.told` of each. The main process calls it.
+    ``told``: `OtherTarget.told` of each. Only the main process calls it.
 
     Raises:
-        UserError: they have answered again, or the checkpoint does not say what it learned from.
+        UserError: their responses have changed, or the checkpoint does not say what it was trained on.
     """
     checkpoint = resume_point(run.folder)[1]
     if checkpoint is None:
@@ -125,13 +127,13 @@ def require_unchanged(run: Run, told: Sequence[Mapping[str, Any]]) -> None:
         before = json.loads(path.read_text(encoding="utf-8")).get("other_targets", [])
     except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise UserError(
-            f"{path}: cannot be read, so nothing tells what was learned from; delete {checkpoint}"
+            f"{path}: cannot be read, so it is unknown what the checkpoint was trained on; delete {checkpoint}"
         ) from error
     for number, (then, now) in enumerate(zip(before, told, strict=False)):
         if then != now:
             raise UserError(
-                f"target.others.{number}.run {run.config.target.others[number].run}: its responses are no longer those that {checkpoint} learned "
-                "from; choose another name=..., or delete that run's checkpoints"
+                f"target.others.{number}.run {run.config.target.others[number].run}: its responses have changed since {checkpoint} was "
+                "trained; choose another name=..., or delete that run's checkpoints"
             )
 
 
@@ -140,7 +142,7 @@ def _require_alike(config: RunConfig, other: RunConfig, key: str) -> None:
     for name, (ours, theirs) in (pairs | {"judge.rule": [config.judge_rule, other.judge_rule]}).items():
         if ours != theirs:
             raise UserError(
-                f"{key} {other.folder}: {name} is {theirs} there and {ours} here; one draft needs them alike"
+                f"{key} {other.folder}: {name} is {theirs} there and {ours} here; one draft needs equal values"
             )
 
 
@@ -149,9 +151,9 @@ def _require_apart(
     own: tuple[Collection[RenderedPrompt], Collection[RenderedPrompt]],
     other: tuple[Collection[RenderedPrompt], Collection[RenderedPrompt]],
 ) -> None:
-    """Raises UserError where one of two runs trains on a prompt that the other holds out."""
+    """Raise UserError if one of two runs trains on a prompt that the other holds out."""
     for (trained, _), (_, kept), whose in ((own, other, "this run"), (other, own, "that run")):
-        # Templates may differ between targets, or write the date: the same words are other ids then.
+        # Templates may differ between targets or write the date, so the same text may have other ids.
         ids, words = {tuple(prompt.prompt_ids) for prompt in kept}, {prompt.prompt_id for prompt in kept}
         both = sum(tuple(prompt.prompt_ids) in ids or prompt.prompt_id in words for prompt in trained)
         if both:

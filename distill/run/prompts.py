@@ -1,4 +1,4 @@
-"""From the config's sources, or a command's, to rendered prompts: read, de-duplicate, split, render, check."""
+"""Read, de-duplicate, split and render the prompts of a config or a command."""
 
 import contextlib
 import hashlib
@@ -29,15 +29,15 @@ from speculative.decoder.responses import Prompt
 from speculative.errors import UserError
 
 TRAIN_FILE, HELDOUT_FILE = "train.arrow", "heldout.arrow"
-# Prompts held out of the training sources unless `data.heldout_count` says otherwise, whatever `judge.prompts` is: they may be
-# judged, or not, and no more of them be judged, without that another prompt is trained on.
+# Default of `data.heldout_count`. It does not depend on `judge.prompts`, so that judging more or fewer prompts does not change the
+# prompts that are trained on.
 HELD_OUT = 256
 CACHE_FORMAT = 2
 
 
 @dataclass(frozen=True)
 class PromptSets:
-    """Training and held-out prompts, disjoint, and one line that says what was left out."""
+    """Training and held-out prompts, which are disjoint, and one line about what was left out."""
 
     train: Sequence[RenderedPrompt]
     heldout: list[RenderedPrompt]
@@ -55,21 +55,21 @@ def load_prompts(
     folder: Path | None = None,
     ranks: Run | None = None,
 ) -> PromptSets:
-    """All prompts of a run, rendered by the target's tokenizer.
+    """All prompts of a run, rendered with the target's tokenizer.
 
-    They are rendered once, by the main process, into the run's folder, and read from there while sources, tokenizer and limits
-    are the same. What does not fit is left out before the split.
+    The main process renders them once into the run's folder. They are read from there while sources, tokenizer and limits stay the
+    same. Prompts that do not fit are left out before the split.
 
     Args:
-        context_length: tokens that prompt + response may have at most.
-        heldout_prompts: keep this many held-out prompts: the first ones by hash, so that more of them begin with these.
-        heldout_only: leave `train` empty (for evaluation alone); the run's folder is read, never written.
-        folder: the run's; None = nothing is kept.
-        ranks: given when all ranks of a run call.
+        context_length: maximum tokens of prompt + response.
+        heldout_prompts: number of held-out prompts to keep, the first ones by hash, so that a larger number contains a smaller one.
+        heldout_only: leave `train` empty, for evaluation; the run's folder is read, never written.
+        folder: the run's folder; None = keep nothing.
+        ranks: given when all ranks of a run call this together.
 
     Raises:
-        UserError: sources missing, empty or all duplicates; a prompt too long (`data.too_long: error`); no template; other prompts
-            than those that a run with checkpoints began with.
+        UserError: sources missing, empty or all duplicates; a prompt too long (`data.too_long: error`); no template; the prompts of
+            a run with checkpoints have changed.
     """
     made_with = _made_with(data, tokenizer, context_length, max_tokens)
     if folder is not None:
@@ -91,7 +91,7 @@ def load_prompts(
             return _read(own, heldout_prompts)
         if not data.heldout:
             _refuse_untold(folder)
-        # Under other limits than the run's.
+        # The limits differ from the run's.
         if drawn := _own_heldout(own, made_with, heldout_prompts):
             return PromptSets([], drawn, "")
     if heldout_only and data.heldout:
@@ -104,12 +104,12 @@ def load_prompts(
 
 
 def rows_of(sources: Sequence[SourceConfig], bad_rows: list[UserError] | None = None) -> tuple[list[PromptRow], int]:
-    """The sources' prompts without repeats, and how many those were; what is no usable prompt goes into ``bad_rows`` where that is given."""
+    """(prompts of the sources without repeats, number of repeats). With ``bad_rows``, errors of unusable rows are added to it."""
     return deduplicate([row for source in sources for row in load_source(source, bad_rows=bad_rows)])
 
 
 def _made_with(data: DataConfig, tokenizer: Any, context_length: int, max_tokens: int) -> Manifest:
-    """Everything that reaches the prompts of a run but the number that is judged, as JSON has it."""
+    """Everything that affects the prompts of a run, except the number that is judged, as plain JSON values."""
     return json.loads(
         json.dumps(
             {
@@ -124,10 +124,10 @@ def _made_with(data: DataConfig, tokenizer: Any, context_length: int, max_tokens
 
 
 def _is_kept(folder: Path, made_with: Manifest, heldout_prompts: int) -> bool:
-    """Whether these prompts are there, whole."""
+    """Whether these prompts are stored and undamaged."""
     if not (folder / MANIFEST).exists():
         return False
-    with contextlib.suppress(UserError, OSError, KeyError):  # damaged: they are rendered again
+    with contextlib.suppress(UserError, OSError, KeyError):  # Damaged prompts are rendered again.
         kept = read_manifest(folder)
         enough = kept["heldout"] >= heldout_prompts or kept["heldout_whole"]
         return kept["made_with"] == made_with and enough and kept["files"] == _digests(folder)
@@ -135,11 +135,11 @@ def _is_kept(folder: Path, made_with: Manifest, heldout_prompts: int) -> bool:
 
 
 def _own_heldout(folder: Path, made_with: Manifest, count: int) -> list[RenderedPrompt]:
-    """What a run of these sources holds out, as far as it fits into other limits; none where that is not known, or not enough.
+    """The run's held-out prompts that fit other limits; none if they are unknown or too few.
 
-    A split of its own under those limits would judge what the run was trained on.
+    A new split under those limits could judge prompts that the run was trained on.
     """
-    with contextlib.suppress(UserError, OSError, KeyError):  # not there, or damaged
+    with contextlib.suppress(UserError, OSError, KeyError):  # Missing or damaged.
         kept = read_manifest(folder)
         if _drawn_from(kept["made_with"]) == _drawn_from(made_with) and kept["files"] == _digests(folder):
             heldout, room = (
@@ -150,13 +150,13 @@ def _own_heldout(folder: Path, made_with: Manifest, count: int) -> list[Rendered
             fitting = [prompt for prompt in heldout if len(prompt.prompt_ids) <= room]
             if len(fitting) < len(heldout):
                 longer = f"{len(heldout) - len(fitting)} of {len(heldout)} held-out prompts"
-                print(f"understudy: {longer} are longer than {room} tokens here and are not judged", file=sys.stderr)
+                print(f"understudy: {longer} have more than {room} tokens and are not judged", file=sys.stderr)
             return fitting[:count] if len(fitting) >= count or kept["heldout_whole"] else []
     return []
 
 
 def _drawn_from(made_with: Manifest) -> Manifest:
-    """What decides which prompts a run may hold out, and their ids; the state of the training sources is the run's own."""
+    """What decides which prompts a run may hold out and their ids. The state of the training sources is not part of it."""
     data = made_with["data"]
     told = {name: made_with[name] for name in ("format", "tokenizer", "template")}
     return told | {
@@ -180,12 +180,14 @@ def _read(folder: Path, heldout_prompts: int) -> PromptSets:
     parts = [f"{len(train)} training and {len(heldout)} held-out prompts"]
     parts += [f"{count} left out ({what})" for what, count in kept["left_out"].items() if count]
     if len(heldout) < heldout_prompts:
-        parts.append(f"judge.prompts = {heldout_prompts}: no more are held out (data.heldout_count, or more sources)")
+        parts.append(
+            f"judge.prompts = {heldout_prompts}, but no more are held out; raise data.heldout_count or add sources"
+        )
     return PromptSets(train, heldout, ", ".join(parts))
 
 
 def _make(data: DataConfig, tokenizer: Any, folder: Path, made_with: Manifest, heldout_prompts: int) -> None:
-    """Reads, de-duplicates, renders and splits into a folder, the manifest last."""
+    """Read, de-duplicate, render and split into a folder; the manifest is written last."""
     render, overlapping = _Renderer(data, tokenizer, made_with), 0
     train_rows, repeats = rows_of(data.train, render.bad_rows)
     making = folder / ".making"
@@ -222,7 +224,7 @@ def _make(data: DataConfig, tokenizer: Any, folder: Path, made_with: Manifest, h
 
 
 def _asked_heldout(rows: Sequence[PromptRow], render: "_Renderer", count: int) -> list[RenderedPrompt]:
-    """The first held-out prompts by hash that fit. Rows behind the last that is needed are not even looked at."""
+    """The first held-out prompts by hash that fit. Rows after the last one needed are not rendered."""
     fitting = (
         prompt for row in sorted(rows, key=content_hash) if (prompt := render(row, with_reference=False)) is not None
     )
@@ -234,10 +236,10 @@ def _asked_heldout(rows: Sequence[PromptRow], render: "_Renderer", count: int) -
 def _require_some(some: bool, side: str, render: "_Renderer") -> None:
     if not some:
         if render.bad_rows and len(render.bad_rows) >= render.dropped:
-            # The last one: rows are rendered after all are read, and a mistake of the config's shows in the rendering.
+            # The last error: rows are rendered after all are read, and a mistake in the config shows up while rendering.
             raise render.bad_rows[-1]
         raise UserError(
-            f"data.{side}: every prompt is too long ({render.dropped} left out): lower serving.max_tokens, or raise "
+            f"data.{side}: every prompt is too long ({render.dropped} left out); lower serving.max_tokens, or raise "
             f"data.max_prompt_tokens or the context (now {render.context_length} tokens for prompt and response)"
         )
 
@@ -245,14 +247,14 @@ def _require_some(some: bool, side: str, render: "_Renderer") -> None:
 def _refuse_untold(run: Path) -> None:
     if (run / CHECKPOINTS).exists() and not (run / PROMPTS / MANIFEST).exists():
         raise UserError(
-            f"{run / PROMPTS / MANIFEST}: not there, so nobody knows which prompts the checkpoints beside it were trained on "
-            "(another version made them?): a new split could judge those; start again with another name=..., or delete the folder; "
-            "its draft can be judged on prompts of data.heldout"
+            f"{run / PROMPTS / MANIFEST}: is missing, so it is unknown which prompts the checkpoints were trained on "
+            "(did another version make them?); start again with another name=..., or delete the folder; "
+            "set data.heldout to judge its draft on other prompts"
         )
 
 
 def _refuse_others(folder: Path, fingerprints: list[str]) -> None:
-    """A run's checkpoints were trained and judged on the prompts that it began with."""
+    """Raise UserError if a run with checkpoints has other prompts than at its start."""
     run = folder.parent
     if (
         (run / CHECKPOINTS).exists()
@@ -260,25 +262,25 @@ def _refuse_others(folder: Path, fingerprints: list[str]) -> None:
         and read_manifest(folder)["fingerprints"] != fingerprints
     ):
         raise UserError(
-            f"{run}: the prompts are others than those that its checkpoints were trained and judged on; choose another name=... "
-            "(responses/ may be copied there: only what is missing is made), or delete its checkpoints/"
+            f"{run}: the prompts differ from those that its checkpoints were trained and judged on; choose another name=... "
+            "(copy responses/ there to make only missing ones), or delete its checkpoints/"
         )
 
 
 def asked_rows(
     path: str, prompt_column: str = "", messages_column: str = "", *, system: str = "", label: str = ""
 ) -> tuple[list[PromptRow], bool]:
-    """(rows of a command's `--prompts PATH`, read as a config's source is; whether a column `label` gives their domain).
+    """(rows of a command's `--prompts PATH`, read like a source of a config; whether a column `label` gives their domain).
 
     Raises:
-        UserError: see `load_source`; the message begins with the option.
+        UserError: see `load_source`; the message starts with the option.
     """
     columns = {"prompt_column": prompt_column or None, "messages_column": messages_column or None}
-    # A file whose suffix tells nothing is one of plain lines.
+    # A file with an unknown suffix is read as plain lines.
     plain = Path(path).is_file() and format_of(Path(path)) is None
     source = SourceConfig(path=path, system=system or None, format="txt" if plain else "auto", **columns)  # type: ignore[arg-type]
     if label:
-        # No such column, or a fault that the second reading names.
+        # No such column, or an error that the second attempt reports.
         with contextlib.suppress(UserError):
             return load_source(source.model_copy(update={"domain_column": label}), preferred="prompt"), True
     try:
@@ -289,17 +291,16 @@ def asked_rows(
 
 
 def render_rows(rows: Sequence[PromptRow], tokenizer: Any, chat: bool) -> list[Prompt]:
-    """(key, ids) of each row: a conversation by the chat template, a bare prompt too when `chat` says so. The key is its
-    FILE:LINE.
+    """(key, ids) of each row. Conversations, and with `chat` plain prompts too, use the chat template. The key is FILE:LINE.
 
     Raises:
-        UserError: no template where one is needed, a row that it refuses, a prompt without a token.
+        UserError: a missing chat template, a row that it refuses, a prompt without a token.
     """
     if chat and not tokenizer.chat_template:
         raise UserError("--chat: the target's tokenizer has no chat template")
     keys = [row.origin.rpartition("/")[2] for row in rows]
     prompts: list[Prompt] = []
-    # Files of one name in several folders keep their folders.
+    # Files with the same name in several folders keep their folders in the key.
     for row, key in zip(rows, keys if len(set(keys)) == len(keys) else [row.origin for row in rows], strict=True):
         template = Template(mode="chat" if chat or row.messages is not None else "plain")
         prompts.append((key, render_prompt(row, tokenizer, template)))
@@ -315,7 +316,7 @@ class _Renderer:
         self.bad_rows: list[UserError] | None = [] if data.bad_rows == "drop" else None
 
     def __call__(self, row: PromptRow, group: str = "", *, with_reference: bool = True) -> RenderedPrompt | None:
-        """The rendered prompt, or None when it is too long, or no usable prompt, and may be left out."""
+        """The rendered prompt, or None if it is too long or unusable and may be left out."""
         if row.prompt_ids is not None:
             self._require_own_ids(Path(row.origin).parent)
         try:
@@ -334,13 +335,13 @@ class _Renderer:
         return as_rendered(row, prompt_ids, reference_ids, group)
 
     def _require_own_ids(self, folder: Path) -> None:
-        """Raises UserError unless the manifest beside prompts that were rendered before tells of this tokenizer."""
+        """Raise UserError unless the manifest of rendered prompts has this tokenizer."""
         if folder not in self.known_folders:
             made_with = read_manifest(folder).get("made_with", {})
             if made_with.get("tokenizer") != self.tokenizer_fingerprint:
                 raise UserError(
-                    f"{folder}: its token ids are another tokenizer's ({made_with.get('tokenizer')}, now {self.tokenizer_fingerprint}): "
-                    "name the prompts' own source, or export the traffic of this target"
+                    f"{folder}: its token ids are from another tokenizer ({made_with.get('tokenizer')}, now {self.tokenizer_fingerprint}); "
+                    "use the original source of the prompts, or export the traffic of this target"
                 )
             self.known_folders.add(folder)
 
@@ -349,7 +350,9 @@ class _Renderer:
         if self.data.responses != "reference" or not with_reference:
             return render_prompt(row, self.tokenizer, template), None
         if row.reference is None:
-            raise UserError(f"{row.origin}: data.responses is reference, but the row has none; map reference_column")
+            raise UserError(
+                f"{row.origin}: data.responses is reference, but this row has no answer; set reference_column"
+            )
         prompt_ids, answer_ids = render_reference(row, self.tokenizer, template)
         return prompt_ids, tuple(answer_ids)
 
@@ -357,7 +360,7 @@ class _Renderer:
 def as_rendered(
     row: PromptRow, prompt_ids: Sequence[int], reference_ids: tuple[int, ...] | None = None, group: str = ""
 ) -> RenderedPrompt:
-    """The row with the ids that it is rendered to."""
+    """A row with its rendered token ids."""
     said = row.messages or ({"role": "user", "content": row.text},)
     turns = {"messages": said} | ({"tools": row.tools} if row.tools else {})
     as_turns = json.dumps(turns) if row.messages or row.tools else ""

@@ -1,4 +1,4 @@
-"""Where a run came from: code, versions, models, command. Written beside every checkpoint."""
+"""Origin of a run: code, versions, machine, command. Written with every checkpoint."""
 
 import hashlib
 import platform
@@ -24,10 +24,10 @@ def _git(*arguments: str) -> str | None:
 
 
 def describe_run(seed: int) -> dict[str, Any]:
-    """Commit and a hash of uncommitted changes, versions, machine, command line, seed.
+    """Commit, hash of uncommitted changes, versions, machine, command line and seed.
 
-    It is published with the draft, so no file's text is in it, and nothing of a repository that is not ours: installed in
-    somebody's project, git would speak of that.
+    It is published with the draft, so it contains no text of files. The commit is left out if git reports another repository,
+    such as a project in which Understudy is installed.
     """
     top = _git("rev-parse", "--show-toplevel")
     ours = top is not None and Path(top).resolve() == HOME

@@ -1,4 +1,4 @@
-"""The three stores of a run: training responses, held-out responses at the serving settings, greedy held-out ones."""
+"""The stores of a run: training responses, held-out responses at the serving settings, greedy held-out responses."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -39,17 +39,17 @@ STORE_FORMAT = 3
 
 
 def decode_settings(serving: ServingConfig, seed: int, target: Target) -> DecodeSettings:
-    """Plain decoding at the serving settings; `DecodeSettings.under` makes them those of a judgement."""
+    """Settings of plain decoding at the serving settings; `DecodeSettings.under` turns them into those of a judgement."""
     sampling = serving.sampling
     rule: Rule = "greedy" if sampling.greedy else "sample"
     return DecodeSettings(sampling, 0, rule, serving.max_tokens, target.facts.eos_ids, seed)
 
 
 def signal_manifest_of(run: Run, facts: TargetFacts) -> SignalManifest:
-    """What the run's signal is known by.
+    """The manifest of the run's stored probabilities.
 
     Raises:
-        UserError: more entries than the vocabulary has tokens, more samples than can be counted.
+        UserError: signal.k is above the vocabulary, or signal.samples is too large to count.
     """
     config, signal = run.config, run.config.signal
     return signal_manifest(
@@ -60,12 +60,12 @@ def signal_manifest_of(run: Run, facts: TargetFacts) -> SignalManifest:
 
 
 class RunStores:
-    """Makes and reads the stores of a run; every rank makes its share."""
+    """Make and read the stores of a run; every rank makes its share."""
 
     def __init__(self, run: Run, target: Target, *, answers: bool = True) -> None:
-        """Fingerprints target and tokenizer, and writes down what the target is; no responses yet.
+        """Fingerprint target and tokenizer and write facts about the target; makes no responses.
 
-        ``answers``: whether the target makes what is missing; otherwise that is refused, and nothing is ever written.
+        ``answers``: whether the target makes missing responses; if not, missing ones are an error and nothing is written.
         """
         config = run.config
         self.folder, self.serving, self.answers = run.folder / RESPONSES, config.serving, answers
@@ -85,7 +85,7 @@ class RunStores:
             run.once(run.folder / TARGET_FACTS, target.remember)
 
     def training(self, prompts: Sequence[RenderedPrompt]) -> StoredRows:
-        """Rows to train on: the target's answers, or the dataset's own."""
+        """Rows to train on: responses of the target, or answers of the dataset."""
         if not self.of_dataset:
             return self._make(TRAINING, prompts, self.settings, self.serving.samples_per_prompt)
         store, plan = Store(self.folder / TRAINING), ResponsePlan(prompts, 1, self.serving.shard_size)
@@ -99,18 +99,18 @@ class RunStores:
     def with_synthetic(
         self, own: Sequence[RenderedPrompt], tokenizer: Any, context: int
     ) -> tuple[Sequence[RenderedPrompt], str]:
-        """The training prompts and the synthetic ones behind them, made from them and never near the held-out ones; one line of how
-        many were made, kept, left out and why. All ranks call it.
+        """(training prompts followed by synthetic ones, one line about how many were made, kept and left out). All ranks must call it.
 
-        What the target writes is kept in the run's folder, and all else follows from it, so a killed run makes the same prompts.
+        Synthetic prompts are made from training prompts and are never near a held-out one. The target's text is kept in the run's
+        folder and everything else follows from it, so a killed run makes the same prompts.
 
         Args:
             own: training prompts.
-            tokenizer: the target's, as the run renders its prompts.
-            context: tokens of prompt and response.
+            tokenizer: the one that renders the run's prompts.
+            context: maximum tokens of prompt and response.
 
         Raises:
-            UserError: magpie without a chat template, mix with prompts that have nothing in common.
+            UserError: magpie without a chat template, mix with prompts that share no words.
         """
         config = self.run.config
         asked = config.data.synthetic
@@ -119,7 +119,7 @@ class RunStores:
         template, folder = config.data.template, self.run.folder / PROMPTS
         rows = [prompt.row() for prompt in own]
         heldout = [prompt.row() for prompt in StoredPrompts(folder / HELDOUT_FILE)]
-        if config.data.heldout:  # also those not judged
+        if config.data.heldout:  # Also the ones that are not judged.
             heldout += rows_of(config.data.heldout, [] if config.data.bad_rows == "drop" else None)[0]
         if asked.method == "mix":
             candidates = mixed_rows(rows, config.seed)
@@ -145,7 +145,7 @@ class RunStores:
     def user_turns(
         self, openings: Sequence[RenderedPrompt], samples: int, temperature: float, max_tokens: int
     ) -> list[tuple[str, list[int]]]:
-        """(prompt id, ids) of what the target writes behind each opening, `samples` times; kept like its responses."""
+        """(prompt id, ids) of what the target writes after each opening, `samples` times; stored like its responses."""
         settings = replace(
             self.settings, sampling=SamplingSettings(temperature), rule="sample", max_tokens=max_tokens, seed=self.settings.seed + 3
         )  # fmt: skip
@@ -153,14 +153,14 @@ class RunStores:
         return [(row.prompt_id, row.response_ids) for row in rows]
 
     def heldout(self, prompts: Sequence[RenderedPrompt], rule: Rule, *, select: bool = False) -> list[HeldoutResponse]:
-        """Frozen held-out responses for judging by a rule: greedy ones for `greedy`, else at the serving settings.
+        """Frozen held-out responses for a rule: greedy ones for `greedy`, else at the serving settings.
 
-        ``select``: they are the run's own held-out text from now on. Otherwise that stays what it is, and where nothing is missing
-        nothing is written.
+        ``select``: make them the run's own held-out text. Otherwise that stays unchanged, and nothing is written if no response is
+        missing.
         """
         greedy = rule == "greedy"
         settings, name = (self.settings.under(rule, 0), HELDOUT_GREEDY) if greedy else (self.settings, HELDOUT)
-        # Another seed than the training responses': the same prompt under both would give the same text.
+        # Not the seed of the training responses, which would give a prompt in both sets the same text.
         return frozen_responses_of(self._make(name, prompts, replace(settings, seed=settings.seed + 1), 1, select))
 
     def heldout_by_rule(self, prompts: Sequence[RenderedPrompt]) -> dict[Rule, list[HeldoutResponse]]:
@@ -169,7 +169,7 @@ class RunStores:
         return {rule: self.heldout(prompts, rule, select=True) for rule in dict.fromkeys(rules)}
 
     def past(self, rule: Rule) -> Sequence[Row]:
-        """What the target answered to the training prompts, as far as this run has it; none at other settings than a rule's own.
+        """Stored responses to the training prompts; none if they were made with other settings than the rule needs.
 
         Raises:
             UserError: the store is damaged.
@@ -182,7 +182,7 @@ class RunStores:
         return store.rows() if same else []
 
     def manifest(self, settings: DecodeSettings) -> Manifest:
-        """Of a store of responses at these settings."""
+        """Manifest of a store of responses at these settings."""
         return self.identity | {
             "sampling": settings.sampling.as_dict(),
             "max_tokens": settings.max_tokens,
@@ -203,7 +203,7 @@ class RunStores:
             store.open(manifest)
             return bool(store.present(plan.keys).all())
 
-        if not run.seen(whole):  # the folder is there before another rank writes into it
+        if not run.seen(whole):  # The folder must exist before another rank writes into it.
             if self.target.config.endpoint is None:
                 respond(store, plan, self.target.model, settings, batch_size=self.serving.batch_size)
             else:
@@ -216,22 +216,22 @@ class RunStores:
         return self._in_order(store, plan, select)
 
     def _found(self, store: Store, manifest: Manifest, plan: ResponsePlan) -> StoredRows:
-        """The plan's rows as an earlier program left them.
+        """The plan's rows as an earlier program stored them.
 
         Raises:
-            UserError: they are not all there, or were made with something else.
+            UserError: some are missing, or were made with other settings.
         """
         there = (store.folder / MANIFEST).exists()
         if there:
             store.open(manifest)
         if not there or not store.present(plan.keys).all():
             raise UserError(
-                f"{store.folder}: not every prompt of that run is answered; run `understudy respond {self.folder.parent / CONFIG}` first"
+                f"{store.folder}: some prompts of that run have no response; run `understudy respond {self.folder.parent / CONFIG}` first"
             )
         return self._in_order(store, plan, select=False)
 
     def _in_order(self, store: Store, plan: ResponsePlan, select: bool = True) -> StoredRows:
-        """The plan's rows, checked and put in its order: to stay so, by the main process, and the others find them so."""
+        """The plan's rows, checked and in its order. With ``select`` the main process stores that order for all ranks."""
         if select:
             self.run.once(store.folder / INDEX, lambda: store.select(plan.keys, plan.domains()))
         rows = store.rows() if select else store.chosen(plan.keys, plan.domains())
@@ -242,14 +242,14 @@ class RunStores:
 
 
 def synthetic_line(method: str, counts: dict[str, int]) -> str:
-    """What came of it, in one line."""
+    """One line about how many synthetic prompts were made, kept and left out."""
     left_out = ", ".join(f"{count} {why}" for why, count in counts.items() if why not in ("made", "kept"))
     told = f"{counts['kept']} synthetic training prompts ({method}) of {counts['made']} candidates"
     return told + (f", left out: {left_out}" if left_out else "")
 
 
 def frozen_responses_of(rows: Sequence[Row]) -> list[HeldoutResponse]:
-    """Rows of a store of held-out responses as what a draft is judged on."""
+    """Rows of a store as held-out responses to judge a draft on."""
     return [
         HeldoutResponse(row.prompt_id, row.domain, row.prompt_ids, row.response_ids, list(row.log_target_probs))
         for row in rows

@@ -1,4 +1,4 @@
-"""A run: its folder and who may go on in it, the ranks that share it, and where its time goes."""
+"""A run: its folder, the ranks that share it, and the time of its stages."""
 
 import contextlib
 import functools
@@ -24,17 +24,17 @@ from distill.config.run import RunConfig
 from distill.run.lock import hold
 from speculative.errors import UserError
 
-PATIENCE = 60.0  # seconds; NFS remembers what a folder held for 3 to 60
-# How long a rank waits in a collective of a training step: another rank that is stuck or gone ends the run after that.
+PATIENCE = 60.0  # Seconds. NFS caches the contents of a folder for 3 to 60.
+# How long a rank waits in a collective of a training step. After that a stuck or lost rank ends the run.
 STEP_LIMIT = timedelta(minutes=10)
-# How long it waits for what one rank does while the others wait: judging, answering, the verdict.
+# How long ranks wait for work that one rank does alone: judging, answering, the verdict.
 WORK_LIMIT = timedelta(hours=12)
 Seen = TypeVar("Seen")
 
 
 @dataclass
 class Progress:
-    """What a resumed run needs besides tensors. The position in the data follows from `step`."""
+    """State of a resumed run besides tensors. The position in the data follows from `step`."""
 
     step: int = 0
     tokens_seen: int = 0
@@ -44,33 +44,33 @@ class Progress:
     seconds: dict[str, float] = field(default_factory=dict)
 
     def spend(self, stage: str, seconds: float) -> None:
-        """Adds to the time spent in a stage."""
+        """Add to the time spent in a stage."""
         self.seconds[stage] = self.seconds.get(stage, 0.0) + seconds
 
     @contextlib.contextmanager
     def timed(self, stage: str) -> Iterator[None]:
-        """Books the seconds of the block by the wall clock; not those of one that fails."""
+        """Add the wall-clock seconds of the block, unless it fails."""
         started = time.perf_counter()
         yield
         self.spend(stage, time.perf_counter() - started)
 
 
 def new_accelerator(**options: Any) -> Accelerator:
-    """An Accelerator on the best device that has float64, which the sums need: Apple's GPU does not, its CPU does."""
+    """An Accelerator on the best device with float64, which sums need. Apple's GPU lacks it, so its CPU is used."""
     short = InitProcessGroupKwargs(timeout=STEP_LIMIT)
-    # Without `cpu` Accelerate takes each of several processes that find no device for the only one.
+    # Without `cpu`, each of several processes without a device would believe that it is the only one.
     none = not (torch.cuda.is_available() or torch.accelerator.is_available())
     return Accelerator(cpu=none or torch.backends.mps.is_available(), kwargs_handlers=[short], **options)
 
 
 class Run:
-    """What all programs of a run share. The main process makes what is made once, and every rank reads it.
+    """Shared state of the programs of a run. The main process makes what is made once, and every rank reads it.
 
-    A main process that fails leaves, and the launcher ends the ranks that wait for it (`distill.faults`).
+    If the main process fails it exits, and the launcher ends the ranks that wait for it (`distill.faults`).
     """
 
     def __init__(self, config: RunConfig, accelerator: Accelerator | None = None, progress: Progress | None = None):
-        """``accelerator``: a new one, of this process, where none is given. ``progress``: where an earlier start stopped."""
+        """``accelerator``: default: a new one for this process. ``progress``: where an earlier start stopped."""
         self.config, self.folder = config, config.folder
         self.accelerator = accelerator or new_accelerator()
         self.progress = progress or Progress()
@@ -83,61 +83,63 @@ class Run:
 
     @property
     def rank(self) -> int:
-        """Of this process, 0 .. ranks - 1."""
+        """Rank of this process, 0 .. ranks - 1."""
         return self.accelerator.process_index
 
     @property
     def ranks(self) -> int:
-        """Processes that share the run."""
+        """Number of processes that share the run."""
         return self.accelerator.num_processes
 
     @property
     def device(self) -> torch.device:
-        """Of this process."""
+        """Device of this process."""
         return self.accelerator.device
 
     def claim(self) -> None:
-        """Holds the folder to the end of the process, or of the run, on the main process; see `claim_folder`."""
+        """Lock the folder on the main process until the run or the process ends; see `claim_folder`."""
 
         def claimed() -> None:
             self._held = hold(self.folder)
             claim_folder(self.config)
 
-        self.wait()  # The ranks form their group first, so that all see one leave that is refused.
+        self.wait()  # The ranks form their group first, so that all of them notice when one is refused.
         self.once(self.folder / CONFIG, claimed)
 
     def end(self) -> None:
-        """Finishes the trackers and releases the folder."""
+        """Finish the trackers and release the folder."""
         self.accelerator.end_training()
         self._held = None
 
     def say(self, line: str) -> None:
-        """Prints on the main process."""
+        """Print on the main process."""
         self.accelerator.print(line)
 
     @functools.cached_property
     def _patient(self) -> dist.ProcessGroup:
-        """The group in which ranks wait for each other's work, on the CPU; all ranks ask for it together."""
+        """The process group, on the CPU, in which ranks wait for each other's work. All ranks must call it."""
         return dist.new_group(backend="gloo", timeout=WORK_LIMIT)
 
     def wait(self) -> None:
-        """Returns when all ranks are here, after hours of work of one of them too."""
+        """Wait for all ranks, even if one of them works for hours."""
         if self.ranks > 1:
             dist.barrier(self._patient)
 
     def seen(self, look: Callable[[], Seen]) -> Seen:
-        """What the main process sees, on every rank: on a network disk another machine sees a new file later."""
-        group = self._patient if self.ranks > 1 else None  # before the look: ranks have minutes to form a group
+        """Return what ``look`` returns on the main process, on every rank. On a network disk other machines see new files later."""
+        group = (
+            self._patient if self.ranks > 1 else None
+        )  # Before the look, because ranks have only minutes to form a group.
         found = [look() if self.main else None]
         if group is not None:
             dist.broadcast_object_list(found, group=group, device=torch.device("cpu"))
         return found[0]  # type: ignore[return-value]
 
     def once(self, path: Path, make: Callable[[], object]) -> None:
-        """The main process calls ``make``, which leaves a file at ``path``; returns when this rank reads the same bytes.
+        """Call ``make``, which writes a file at ``path``, on the main process; return when this rank reads the same bytes.
 
         Raises:
-            UserError: not within a minute: the disk is not shared.
+            UserError: not within a minute, because the disk is not shared.
         """
         if self.main:
             make()
@@ -146,7 +148,7 @@ class Run:
             self.await_seen(lambda: _digest(path) == written, path)
 
     def record(self, path: Path, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """The JSON record at ``path``, made and written by the main process where there is none."""
+        """The JSON record at ``path``; the main process makes and writes it if it is missing."""
 
         def kept() -> dict[str, Any]:
             if path.exists():
@@ -158,16 +160,16 @@ class Run:
         return self.seen(kept)
 
     def await_seen(self, seen: Callable[[], bool], path: Path) -> None:
-        """Returns when this rank sees what another one has written; at once where there is no other.
+        """Wait until this rank sees what another one has written; return at once if there is no other.
 
         Raises:
-            UserError: not within a minute; ``path`` is named.
+            UserError: not within a minute; the message starts with ``path``.
         """
         deadline = time.monotonic() + PATIENCE
         while self.ranks > 1 and not seen():
             if time.monotonic() > deadline:
                 raise UserError(
-                    f"{path}: what another rank has written there does not show here after {PATIENCE:g} s; "
+                    f"{path}: another rank wrote this, but it is not visible here after {PATIENCE:g} s; "
                     "set output to a folder on a disk that all machines share"
                 )
             time.sleep(0.1)
@@ -181,7 +183,7 @@ def _digest(path: Path) -> bytes | None:
         return None
 
 
-# Keys that a resumed run may have changed: they do not reach what is trained on, only how it is laid out or shown.
+# Keys that may change when a run resumes: they do not affect what is trained, only where it runs and how it is shown.
 MAY_DIFFER = (
     "resume", "output", "target.shard", "target.device_map", "student.gradient_checkpointing", "target.endpoint.url", "target.endpoint.api_key_env",
     "target.endpoint.concurrency", "target.endpoint.timeout", "target.endpoint.retries", "train.micro_batch_size", "train.log_every", "train.keep_states", "train.profile_steps", "loss.chunk_tokens",
@@ -191,26 +193,26 @@ MAY_DIFFER = (
 
 
 def claim_folder(config: RunConfig) -> None:
-    """Makes the run's folder, or accepts it when it holds the same config (apart from `MAY_DIFFER`).
+    """Make the run's folder, or accept one with the same config (apart from `MAY_DIFFER`).
 
     Raises:
-        UserError: another config is there (first differing line named), or the folder cannot be written.
+        UserError: it holds another config (the message gives the first difference), or it cannot be written.
     """
     folder, text = config.folder, dump_config(config)
     path = folder / CONFIG
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        # Before the first checkpoint only the responses could hang on the config, and their manifests guard them: a start
-        # that failed may be mended.
+        # Before the first checkpoint only responses depend on the config, and their manifests are checked. So a failed
+        # start may be repeated with another config.
         if path.exists() and (folder / CHECKPOINTS).exists():
             may = set(MAY_DIFFER)
             if config.loss.weighting.name == "selected":
-                may.discard("train.micro_batch_size")  # it chooses within a micro-batch
+                may.discard("train.micro_batch_size")  # It selects tokens within a micro-batch.
             old_tree, new_tree = load_config(path).model_dump(mode="json"), config.model_dump(mode="json")
             difference = _first_difference(old_tree, new_tree, may)
             if difference is not None:
                 key, old, new = difference
-                # An earlier version kept no prompts, and its responses are of another format.
+                # Runs of version 0.1 have no prompts/, and their responses have another format.
                 copied = " (its responses may be copied there)" if (folder / PROMPTS / MANIFEST).exists() else ""
                 raise UserError(
                     f"{folder}: holds a run with another config ({key} is {old}, now {new}); "
@@ -218,7 +220,7 @@ def claim_folder(config: RunConfig) -> None:
                 )
             if config.resume == "never":
                 raise UserError(
-                    f"{folder}: holds a run already and resume is never; choose another name=..., or delete the folder"
+                    f"{folder}: already holds a run and resume is never; choose another name=..., or delete the folder"
                 )
         elif path.exists() and path.read_text(encoding="utf-8") != text:
             for stale in (SELF_CHECKS, STUDENT_NOTES):
@@ -226,12 +228,12 @@ def claim_folder(config: RunConfig) -> None:
         write_bytes(path, text.encode())
     except OSError as error:
         raise UserError(
-            f"{folder}: cannot be written ({error.strerror}); set output=... to a folder that can"
+            f"{folder}: cannot be written ({error.strerror}); set output=... to a writable folder"
         ) from error
 
 
 def _first_difference(old: Any, new: Any, may: set[str], key: str = "") -> tuple[str, str, str] | None:
-    """(dotted key, old value, new value) of the first difference between two trees that matters."""
+    """(dotted key, old value, new value) of the first difference between two trees; keys in ``may`` are ignored."""
     if isinstance(old, dict) and isinstance(new, dict):
         for name in (*old, *(name for name in new if name not in old)):
             found = _first_difference(old.get(name), new.get(name), may, f"{key}.{name}".lstrip("."))

@@ -1,4 +1,4 @@
-"""What every program opens first: the prompts and the context that fits, a pair, the self-checks."""
+"""Steps that every program starts with: open prompts and a target-draft pair, and run the self-checks."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,14 +25,14 @@ from speculative.errors import UserError
 from speculative.measure.self_checks import self_checks
 from speculative.rules.rule import Rule
 
-# Held-out prompts that the self-checks decode.
+# Number of held-out prompts that the self-checks decode.
 CHECKED_PROMPTS = 8
 
 
 def dated_tokenizer(target: Target, folder: Path, run: Run | None = None) -> Any:
-    """The target's tokenizer as a run renders its prompts: a template that writes the date writes that of the run's first start.
+    """The target's tokenizer for a run's prompts. A template that writes the date writes the day of the run's first start.
 
-    ``run``: given where responses are made, by all ranks together; the day is then written down in its ``folder``.
+    ``run``: given when responses are made; all ranks must call it, and the day is stored in its ``folder``.
     """
     path = folder / RESPONSES / DAY
 
@@ -49,9 +49,9 @@ def dated_tokenizer(target: Target, folder: Path, run: Run | None = None) -> Any
 
 
 def run_prompts(run: Run, target: Target, heldout: int | None = None) -> tuple[int, Any, PromptSets]:
-    """(tokens of prompt and response that a run's sequences may have, the tokenizer that renders its prompts, the prompts). All ranks call it.
+    """(maximum tokens of prompt and response, the tokenizer that renders prompts, the prompts) of a run. All ranks must call it.
 
-    ``heldout``: how many held-out prompts; None = those that judge.
+    ``heldout``: number of held-out prompts; None = judge.prompts.
 
     Raises:
         UserError: see `run_context` and `load_prompts`.
@@ -67,15 +67,15 @@ def run_prompts(run: Run, target: Target, heldout: int | None = None) -> tuple[i
 
 
 def context_limit(*limits: int | None) -> int:
-    """Tokens of prompt + response that fit: the smallest of the limits that are known (models', `data.context_length`)."""
+    """Tokens of prompt + response that fit: the smallest known limit of the models and `data.context_length`."""
     return min([limit for limit in limits if limit], default=NO_LIMIT)
 
 
 @dataclass(frozen=True)
 class Pair:
-    """A draft beside its target as they would be served, and held-out prompts that both have room for.
+    """A target with its draft, as they would be served, and held-out prompts that fit both.
 
-    `context`: tokens of prompt and response that both take. `settings`: plain decoding at the serving settings.
+    `context`: maximum tokens of prompt and response for both. `settings`: plain decoding at the serving settings.
     """
 
     target: Target
@@ -86,15 +86,15 @@ class Pair:
 
     @property
     def keyed(self) -> list[tuple[str, tuple[int, ...]]]:
-        """The prompts as the decoder takes them."""
+        """The prompts in the form that the decoder takes."""
         return [(prompt.prompt_id, prompt.prompt_ids) for prompt in self.prompts]
 
 
 def open_pair(config: RunConfig, path: str, prompts: int, rule: Rule = "greedy") -> Pair:
-    """A config's target, a draft for it (run, checkpoint, directory, hub id), and its first held-out prompts by content hash.
+    """Open a config's target, a draft for it (run, checkpoint, directory, hub id) and its first held-out prompts by content hash.
 
     Raises:
-        UserError: a rule that contradicts the temperature, weights that are elsewhere, no draft there or of another
+        UserError: a rule that contradicts the temperature, a target at a server, a draft that is missing or has another
             vocabulary, no prompts.
     """
     if rule != "greedy" and config.serving.temperature == 0:
@@ -115,10 +115,10 @@ def open_pair(config: RunConfig, path: str, prompts: int, rule: Rule = "greedy")
 def check_instrument(
     run: Run, target: Target, prompts: Sequence[RenderedPrompt], settings: DecodeSettings
 ) -> Mapping[str, Any]:
-    """The self-checks on the first held-out prompts, once per run, at most `judge.batch_size` of them at once.
+    """Run the self-checks on the first held-out prompts, once per run, at most `judge.batch_size` of them at once.
 
     Raises:
-        SelfCheckError: the judge contradicts itself.
+        SelfCheckError: two measurements that must agree differ.
     """
 
     def checked() -> dict[str, object]:

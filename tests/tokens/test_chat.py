@@ -148,7 +148,7 @@ def test_what_the_law_does_not_allow_is_refused(tmp_path: Path) -> None:
     parse_config({**warm, "serving": {"temperature": 1.0}}, "test")
     with pytest.raises(UserError, match=r"signal.source: response_logprobs"):
         parse_config({**warm, "signal": {"source": "store"}, "serving": {"temperature": 1.0}}, "test")
-    with pytest.raises(UserError, match=r"goes with target\.endpoint\.api: chat"):
+    with pytest.raises(UserError, match=r"needs target\.endpoint\.api: chat"):
         parse_config({**warm, "target": {}}, "test")
 
 

@@ -287,7 +287,7 @@ def judged(run: Path, step: int, text: str) -> None:
     [
         (0, "{", "cannot be read"),
         (0, "[]", "the file holds something else"),
-        (4, None, "nothing tells of the draft before"),
+        (4, None, "the draft before training is unknown"),
     ],
 )
 def test_a_judgement_that_is_not_whole_is_one_line(tmp_path: Path, step: int, text: str | None, words: str) -> None:

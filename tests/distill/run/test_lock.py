@@ -79,7 +79,7 @@ def test_the_second_of_two_trainings_is_refused_and_a_killed_one_keeps_nobody_ou
         assert line.startswith(
             f"understudy: {config.folder}: in use by process {holder.pid} on {os.uname().nodename} since 2"
         )
-        assert line.endswith("; wait for it or end it, or write elsewhere")
+        assert line.endswith("; wait for it, end it, or write elsewhere")
         assert rank_statuses(_rank, config, limit=30) == [2, 2]
         with pytest.raises(UserError, match=f"in use by process {holder.pid} "):
             hold(config.folder)

@@ -114,7 +114,7 @@ def test_a_run_with_checkpoints_keeps_its_prompts(tmp_path: Path) -> None:
     data = data_of(tmp_path)  # the file is written again: the same prompts
     assert list(loaded(data, run=run).train) == list(first.train)
     said = refused(loaded, data_of(tmp_path, 41), run=run)
-    assert all(part in said for part in ("prompts are others", str(run), "name="))
+    assert all(part in said for part in ("the prompts differ", str(run), "name="))
     assert json.loads((run / PROMPTS / "manifest.json").read_text())["heldout"] == 8, "nothing is lost"
 
 
@@ -205,7 +205,7 @@ def test_only_bad_rows_are_dropped_as_bad_rows(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("mistake", "words"),
     [
-        ("reference", "data.responses is reference, but the row has none; map reference_column"),
+        ("reference", "data.responses is reference, but this row has no answer; set reference_column"),
         ("template", "has no chat template"),
         ("long", "every prompt is too long (8 left out)"),
     ],

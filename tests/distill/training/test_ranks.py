@@ -216,7 +216,7 @@ def test_ranks_wait_for_a_judgement_but_not_for_a_rank_that_is_stuck(tmp_path: P
     assert rank_statuses(_stuck_after_judging, tmp_path, limit=90) == [2, 9]
     assert [step for step, _ in judged_scores(tmp_path / "run")] == [0, 2]
     (line,) = (tmp_path / "screen0").read_text(encoding="utf-8").splitlines()
-    assert line.startswith("understudy: another rank died or cannot be reached, so this one stops;")
+    assert line.startswith("understudy: another rank failed or cannot be reached, so this one stops;")
     assert "4000ms" in line
 
 

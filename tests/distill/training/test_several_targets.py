@@ -129,7 +129,7 @@ def test_every_sequence_learns_from_its_own_target() -> None:
     ("overrides", "said"),
     [
         (["target.others=[{run: SECOND}]", "signal.source=online"], "signal.source: store"),
-        (["target.others=[{run: nowhere}]"], "no run that was answered"),
+        (["target.others=[{run: nowhere}]"], "has no stored responses"),
         (["target.others=[{run: SECOND, weight: 0}]"], "target.others.0.weight"),
         (["target.others=[{run: SECOND}]", "loss.temperature=2"], "loss.temperature is 1.0 there and 2.0 here"),
         (["target.others=[{run: SECOND}]", "serving.temperature=0.5"], "serving.temperature is 0.7 there and 0.5 here"),
@@ -222,7 +222,7 @@ def test_another_run_is_read_as_it_is_and_never_answered_by_this_one(
     before = files_of(other)
     assert trained(tiny_config, first, tmp_path, f"target.others=[{{run: {other}}}]") == 2
     said = capsys.readouterr().err
-    assert "not every prompt of that run is answered" in said
+    assert "some prompts of that run have no response" in said
     assert str(other / "config.yaml") in said
     assert files_of(other) == before
 
@@ -247,7 +247,7 @@ def test_a_run_does_not_go_on_from_what_it_learned_of_other_answers(
     assert respond_command.run(tiny_config, [*more, "serving.samples_per_prompt=2"]) is not None
     capsys.readouterr()
     assert train.main(again) == 2
-    assert "no longer those that" in capsys.readouterr().err
+    assert "its responses have changed since" in capsys.readouterr().err
     (tmp_path / "both" / "checkpoints" / "step-000004" / "provenance.json").write_text("{")
     assert train.main(again) == 2
     assert "cannot be read" in capsys.readouterr().err

@@ -202,7 +202,7 @@ def test_a_dead_rank_ends_the_run_with_advice_and_the_last_checkpoint_serves(tmp
     assert process.returncode != 0
     good = checkpoint.last_resumable(killed.folder)
     assert good in (3, 6)
-    assert "understudy: another rank died" in printed
+    assert "understudy: another rank failed" in printed
     assert "the same command" in printed
 
     def fit_alone(one: RunConfig) -> None:
