@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, and manifests that say what a folder of them was made from."""
+"""Atomic writes of files, and manifests that record what a folder was made from."""
 
 import contextlib
 import fcntl
@@ -15,12 +15,12 @@ from speculative.errors import UserError
 MANIFEST = "manifest.json"
 CHECKSUM = "sha256"  # the manifest's key for the checksum of its other keys
 
-Manifest = Mapping[str, Any]  # JSON: whatever a folder was made from, under names that only its maker knows
+Manifest = Mapping[str, Any]  # JSON: what a folder was made from; the keys are chosen by its writer.
 
 
 @contextlib.contextmanager
 def writing(place: str | Path, left: str = "") -> Iterator[None]:
-    """A disk that refuses is a UserError that names the place, and what is left of it."""
+    """Turn an OSError into a UserError that starts with ``place`` and ends with ``left``, which says what is kept."""
     try:
         yield
     except OSError as error:
@@ -29,10 +29,12 @@ def writing(place: str | Path, left: str = "") -> Iterator[None]:
 
 @contextlib.contextmanager
 def locked(path: Path, busy: str = "") -> Iterator[None]:
-    """Holds the lock of a file; the system releases it when its process dies. busy: what to say when another holds it; empty: wait for it.
+    """Hold the lock of a file; the system releases it when the process ends.
+
+    busy: error message if another process holds it; empty: wait for it.
 
     Raises:
-        UserError: another holds it, or the disk refuses.
+        UserError: another process holds it, or the file cannot be written.
     """
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -47,7 +49,7 @@ def locked(path: Path, busy: str = "") -> Iterator[None]:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A temporary name to write a file under, then renamed; a failed write leaves no trace."""
+    """Give a temporary name to write to, then rename it; after a failed write nothing is left."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         yield temporary
@@ -58,7 +60,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def write_bytes(path: Path, content: bytes, mode: int = 0o666, synced: bool = False) -> None:
-    """Writes a file, whole or not at all. mode: less what the umask takes. synced: so that it survives a loss of power."""
+    """Write a file atomically. mode: before the umask. synced: also flush it to the disk, to survive a loss of power."""
     flags = os.O_CREAT | os.O_WRONLY | os.O_TRUNC
     with replacing(path) as temporary, open(os.open(temporary, flags, mode), "wb") as file:
         file.write(content)
@@ -70,7 +72,7 @@ def write_bytes(path: Path, content: bytes, mode: int = 0o666, synced: bool = Fa
 
 
 def sync_directory(directory: Path) -> None:
-    """Returns when the names of its files are on the disk."""
+    """Flush the names of a directory's files to the disk."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -79,36 +81,36 @@ def sync_directory(directory: Path) -> None:
 
 
 def write_all(file: int, content: bytes | memoryview) -> None:
-    """All of the content into an open file: a single write may take less."""
+    """Write all of the content into an open file; a single write may take less."""
     left = memoryview(content)
     while left:
         left = left[os.write(file, left) :]
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Writes JSON under a temporary name, then renames."""
+    """Write JSON atomically."""
     write_bytes(path, (json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode())
 
 
 def open_modes(folder: Path) -> None:
-    """Gives a folder and all in it the modes that the umask gives: safetensors and mkdtemp make theirs private."""
+    """Set the modes of a folder and its contents to what the umask gives; safetensors and mkdtemp make private files."""
     trial = folder / ".mode"
     trial.mkdir()
     mode = stat.S_IMODE(trial.stat().st_mode)
     trial.rmdir()
     for path in (folder, *folder.rglob("*")):
-        # Some network disks have no modes to give.
+        # Some network disks have no modes.
         with contextlib.suppress(PermissionError):
             path.chmod(mode if path.is_dir() else mode & 0o666)
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Writes a manifest with the checksum of its content."""
+    """Write a manifest with the checksum of its content."""
     write_json(folder / MANIFEST, {**manifest, CHECKSUM: _digest(manifest)})
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a store, its checksum checked and left out.
+    """The manifest of a store, without its checksum, which is checked.
 
     Raises:
         UserError: missing or damaged.
@@ -118,22 +120,22 @@ def read_manifest(folder: Path) -> Manifest:
         found = json.loads(path.read_text(encoding="utf-8"))
         checksum = found.pop(CHECKSUM, None)
     except (OSError, ValueError, AttributeError, TypeError, RecursionError) as error:
-        raise UserError(f"{path}: not a readable manifest; delete the folder to make it again") from error
-    # One without a checksum is of another format: comparing its keys says so more plainly.
+        raise UserError(f"{path}: cannot be read as a manifest; delete the folder to make it again") from error
+    # A manifest without a checksum has another format; comparing the keys gives a clearer message.
     if checksum is not None and checksum != _digest(found):
-        raise UserError(f"{path}: damaged, its checksum is another; delete the folder to make it again")
+        raise UserError(f"{path}: damaged, its checksum does not match; delete the folder to make it again")
     return found
 
 
 def require_manifest(folder: Path, wanted: Manifest, remedy: str) -> None:
-    """Raises UserError when a folder's manifest differs: the first differing key and both values are named, and the remedy."""
+    """Raise UserError if a folder's manifest differs from ``wanted``; the message has the first difference and the remedy."""
     if said := other_key(read_manifest(folder), json.loads(json.dumps(wanted))):
         raise UserError(f"{folder}: {said}; {remedy}")
 
 
 def other_key(found: Manifest, wanted: Manifest) -> str:
-    """Says the first key under which two manifests differ, and both values; empty when they are the same."""
-    # Of another format the other keys are others too.
+    """The first key that differs in two manifests, with both values, as a phrase; empty if they are equal."""
+    # `format` first: with another format, other keys differ too.
     for key in sorted(set(wanted) | set(found), key=lambda key: (key != "format", key)):
         if wanted.get(key) != found.get(key):
             return f"made with another {key} ({_short(found.get(key))}, now {_short(wanted.get(key))})"
@@ -149,7 +151,7 @@ def _checksum_line(path: Path, digest: str) -> bytes:
 
 
 def _digest(manifest: Manifest) -> str:
-    """SHA-256 of the content of a manifest, whatever the order of its keys."""
+    """SHA-256 of the content of a manifest; the order of keys does not matter."""
     content = {key: value for key, value in manifest.items() if key != CHECKSUM}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 

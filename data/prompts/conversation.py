@@ -1,4 +1,4 @@
-"""A conversation of a dataset as prompts: whose turn it is to be written, what was said before, what the dataset answers."""
+"""Convert a conversation of a dataset into prompts: the turns before an assistant turn, and the dataset's answer."""
 
 import json
 from typing import Any
@@ -15,23 +15,23 @@ OPTIONAL_TURN_KEYS = ("name", "tool_calls", "tool_call_id", "reasoning_content")
 def conversation_prompts(
     value: Any, column: str, origin: str, system: str | None, every_turn: bool
 ) -> list[tuple[Turns, str | None, str]]:
-    """(turns up to the assistant turn to be written, the dataset's own answer or None, where that is) of each prompt.
+    """(turns up to the assistant turn to be written, the dataset's answer or None, origin) of each prompt.
 
-    By default one: all assistant turns at the end are cut; the first of them, which answers the last user turn, is the answer.
-    ``every_turn``: one for each assistant turn that follows another speaker's behind a user turn, and one for a last turn that
-    nobody answers; of several, the place ends in the number of the turn to be written, ``#4``.
+    By default one prompt: assistant turns at the end are removed, and the first of them is the answer to the last user turn.
+    ``every_turn``: one prompt for each assistant turn after a user or tool turn, and one for an unanswered last turn. With several
+    prompts, the origin ends in the number of the turn to be written, such as ``#4``.
 
     Raises:
-        UserError: no list of turns, a turn without role or text, no user turn to answer.
+        UserError: not a list of turns, a turn without role or text, no user turn to answer.
     """
     if not isinstance(value, list) or not value:
         kind = "an empty list" if value == [] else f"a {type(value).__name__}" if value is not None else "nothing"
         raise UserError(
-            f"{origin}: column {column!r} holds {kind}: a conversation is a list of turns with role, content"
+            f"{origin}: column {column!r} holds {kind}; a conversation is a list of turns with role and content"
         )
     turns = [_turn(turn, f"{origin}: turn {number} of {column!r}") for number, turn in enumerate(value, start=1)]
     roles = [turn["role"] for turn in turns]
-    # Where somebody speaks behind a turn that is not the assistant's.
+    # Places after a turn of another speaker, where the assistant speaks next or the conversation ends.
     ends = [
         end
         for end in range(1, len(turns) + 1)
@@ -39,10 +39,10 @@ def conversation_prompts(
     ]
     ends = [end for end in ends if "user" in roles[:end]]
     if not ends:
-        raise UserError(f"{origin}: the conversation in {column!r} has no user turn to answer: remove the row")
+        raise UserError(f"{origin}: the conversation in {column!r} has no user turn to answer; remove the row")
     for number, turn in enumerate(turns[: ends[-1]], start=1):
         if not turn["content"].strip() and not turn.get("tool_calls"):
-            raise UserError(f"{origin}: turn {number} of {column!r} is empty: fill it or remove the row")
+            raise UserError(f"{origin}: turn {number} of {column!r} is empty; fill it or remove the row")
     if system is not None and roles[0] != "system":
         head: Turns = ({"role": "system", "content": system},)
     else:
@@ -59,45 +59,45 @@ def conversation_prompts(
 
 
 def tools_of(value: Any, column: str, origin: str) -> Turns | None:
-    """Tool definitions as a chat template reads them, from a list or its JSON; None when there are none.
+    """Tool definitions for a chat template, from a list or its JSON; None if there are none.
 
     Raises:
-        UserError: neither, or objects too deep.
+        UserError: not a list of objects, or nested too deep.
     """
     if isinstance(value, str) and value.strip():
         try:
             value = json.loads(value)
         except (ValueError, RecursionError) as error:
-            raise UserError(f"{origin}: column {column!r} is not JSON ({error}): mend or remove the row") from error
+            raise UserError(f"{origin}: column {column!r} is not JSON ({error}); fix or remove the row") from error
     if not value or (isinstance(value, str) and not value.strip()):
         return None
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
-        raise UserError(f"{origin}: column {column!r} holds a {type(value).__name__}: tools are a list of objects")
+        raise UserError(f"{origin}: column {column!r} holds a {type(value).__name__}; tools are a list of objects")
     return tuple(_without_nulls(tool, f"{origin}: column {column!r}") for tool in value)
 
 
 def _without_nulls(value: Any, where: str, depth: int = 0) -> Any:
-    """The same without keys that hold nothing: `datasets` gives every object the keys of all others. Raises UserError: too deep."""
+    """Remove keys with null values, because `datasets` gives every object the keys of all others. Raises UserError if nested too deep."""
     if depth > MOST_DEPTH:
-        raise UserError(f"{where} has objects within objects more than {MOST_DEPTH} deep: mend or remove the row")
+        raise UserError(f"{where} is nested more than {MOST_DEPTH} levels deep; fix or remove the row")
     if isinstance(value, dict):
         return {key: _without_nulls(inner, where, depth + 1) for key, inner in value.items() if inner is not None}
     return [_without_nulls(inner, where, depth + 1) for inner in value] if isinstance(value, list) else value
 
 
 def _turn(turn: Any, where: str) -> Turn:
-    """One turn as role, content and the optional keys that chat templates read; ShareGPT's from/value accepted."""
+    """One turn as role, content and the optional keys that chat templates read; ShareGPT's from/value are accepted."""
     if not isinstance(turn, dict):
-        raise UserError(f"{where} is a {type(turn).__name__}: a turn is an object with role and content")
+        raise UserError(f"{where} is a {type(turn).__name__}; a turn is an object with role and content")
     said = turn.get("role") or turn.get("from")
     role = SHAREGPT_ROLES.get(said, said) if isinstance(said, str) else said
     if role not in ROLES:
-        raise UserError(f"{where} has the role {said!r}: roles are {', '.join(ROLES)}, or ShareGPT's human and gpt")
+        raise UserError(f"{where} has the role {said!r}; use {', '.join(ROLES)}, or ShareGPT's human and gpt")
     content = turn.get("content") if turn.get("content") is not None else turn.get("value")
     optional = {key: _without_nulls(turn[key], where) for key in OPTIONAL_TURN_KEYS if turn.get(key)}
     if content is None and optional.get("tool_calls"):
         content = ""
     if not isinstance(content, str):
         kind = "no content" if content is None else f"content of type {type(content).__name__}"
-        raise UserError(f"{where} has {kind}: write the text of the turn as one string")
+        raise UserError(f"{where} has {kind}; write the text of the turn as one string")
     return {"role": role, "content": content, **optional}

@@ -1,6 +1,6 @@
-"""Where prompts come from: local files, a hub dataset, or the embedded standard-library domain.
+"""Read prompts from local files, a hub dataset or the Python standard library into a list of ``PromptRow``.
 
-Everything becomes a list of ``PromptRow``. ``datasets`` says which files of a directory are a split's, and reads hub datasets.
+``datasets`` decides which files of a directory belong to a split, and reads hub datasets.
 """
 
 import csv
@@ -31,10 +31,10 @@ log = logging.getLogger(__name__)
 STDLIB = "stdlib"
 PROMPT_NAMES = ("prompt", "question", "instruction", "text", "input", "nl")
 MESSAGES_NAMES = ("messages", "conversations")
-# Suffix -> its kind, as `datasets` names its builders; a trailing .gz is looked through.
+# Suffix -> builder of `datasets`; a trailing .gz is ignored.
 FORMATS = {"jsonl": "json", "json": "json", "parquet": "parquet", "txt": "text", "csv": "csv", "arrow": "arrow"}
 TOOLS_NAME = "tools"
-# Columns of prompts that were rendered before; `text` or `turns`, `domain` beside them.
+# Columns of prompts that were rendered earlier; there are also `text` or `turns`, and `domain`.
 RENDERED = {"prompt_id", "prompt_ids"}
 
 _Rows = Iterable[tuple[int, dict[str, Any]]]
@@ -42,7 +42,7 @@ _Rows = Iterable[tuple[int, dict[str, Any]]]
 
 @dataclass(frozen=True)
 class _Table:
-    """Rows with named columns. `rows` gives (the number that a user would count to, values) of each, with these columns at least."""
+    """Rows with named columns. `rows` gives (row number as a user counts, values), with at least the columns asked for."""
 
     name: str
     columns: list[str]
@@ -55,13 +55,13 @@ def _arrow_table(table: pa.Table, name: str) -> _Table:
         found: Iterable[dict[str, Any]] = (
             values for batch in chosen.to_batches(max_chunksize=1000) for values in batch.to_pylist()
         )
-        if any("arrow.json" in str(one) for one in chosen.schema.types):  # objects of unequal keys, written as JSON
+        if any("arrow.json" in str(one) for one in chosen.schema.types):  # Objects with different keys, stored as JSON.
             import datasets
 
             found = map(datasets.Features.from_arrow_schema(chosen.schema).decode_example, found)
         return enumerate(found, start=1)
 
-    table.validate(full=True)  # Without it pyarrow reads where damaged offsets point.
+    table.validate(full=True)  # Otherwise pyarrow would follow damaged offsets.
     return _Table(name, table.column_names, rows)
 
 
@@ -72,21 +72,20 @@ def load_source(
 
     ``path`` is a file (jsonl, json, parquet, csv, txt, also .gz), a glob of files, a directory as ``datasets`` reads it
     (README configs, splits by file name: a dataset repository copied from the hub works), a hub id, or ``stdlib``.
-    A text file holds one prompt per line, its blank lines skipped. ``split`` and ``subset`` concern directories and hub
-    ids; for ``stdlib`` the split is ``train`` or ``heldout``. ``format`` other than ``auto`` says that path is local.
+    A text file holds one prompt per line; blank lines are skipped. ``split`` and ``subset`` are for directories and hub ids;
+    for ``stdlib`` the split is ``train`` or ``heldout``. A ``format`` other than ``auto`` means that the path is local.
 
-    With neither prompt nor messages column, a usual name is taken when exactly one is present, or ``preferred`` is among
-    them. ``system`` becomes the
-    first turn of every conversation without one, and turns a plain prompt into a conversation. ``domain`` is the
-    constant label (default: the file stem, folder name or last part of the hub id); ``domain_column`` comes before it.
-    A ``limit`` takes rows by content hash, so that they come from all over the source. Rows without a usable prompt are left
-    out where ``bad_rows`` is given, which takes what is wrong with them; when all of them are, the first is told.
+    Without a prompt or messages column, a column with a common name is used if there is exactly one, or if one of them is
+    ``preferred``. ``system`` becomes the first turn of every conversation without one, and turns a plain prompt into a
+    conversation. ``domain`` is the label of all rows (default: the file stem, folder name or last part of the hub id);
+    ``domain_column`` has priority. ``limit`` takes rows by content hash, so that they come from the whole source. With
+    ``bad_rows``, unusable rows are left out and their errors are added to it; if all rows are unusable, the first error is raised.
 
     Raises:
-        UserError: nothing there, unreadable, a column that does not exist, a row without a usable prompt, no rows.
+        UserError: a missing or unreadable source, a missing column, a row without a usable prompt, no rows.
     """
     if source.prompt_column and source.messages_column:
-        raise UserError(f"{source.path}: prompt_column and messages_column exclude each other: give one of them")
+        raise UserError(f"{source.path}: prompt_column and messages_column exclude each other; set only one of them")
     if source.path == STDLIB:
         rows = _stdlib_rows(source)
     else:
@@ -98,7 +97,7 @@ def load_source(
         if bad_rows is not None:
             bad_rows += own or []
     if not rows:
-        raise UserError(f"{source.path}: no rows: the source is empty, give one that holds at least one prompt")
+        raise UserError(f"{source.path}: the source is empty; it must have at least one prompt")
     if source.limit is None or source.limit >= len(rows):
         return rows
     chosen = {id(row) for row in sorted(rows, key=content_hash)[: source.limit]}
@@ -106,9 +105,9 @@ def load_source(
 
 
 def source_state(source: PromptSource) -> list[Any]:
-    """What tells, without reading them, that a source's files are others: names, sizes and times, or the Python version.
+    """State to detect changed files of a source without reading them: names, sizes and times, or the Python version.
 
-    Of a hub dataset nothing is known without asking for it: it counts as the same.
+    A hub dataset counts as unchanged.
     """
     if source.path == STDLIB:
         return [sys.version]
@@ -116,7 +115,7 @@ def source_state(source: PromptSource) -> list[Any]:
 
 
 def _files(path: str) -> list[Path]:
-    """The files of a local path: itself, those below a folder, or those that a pattern matches."""
+    """Files of a local path: the file itself, all files below a folder, or the matches of a pattern."""
     local = Path(path).expanduser()
     if local.exists():
         found = [local, *local.rglob("*")]
@@ -127,9 +126,11 @@ def _files(path: str) -> list[Path]:
 
 def _stdlib_rows(source: PromptSource) -> list[PromptRow]:
     if source.prompt_column or source.messages_column or source.reference_column or source.domain_column:
-        raise UserError("stdlib has no columns: leave prompt, messages, reference and domain columns out")
+        raise UserError(
+            "stdlib has no columns; remove prompt_column, messages_column, reference_column and domain_column"
+        )
     if source.split not in ("train", "heldout"):
-        raise UserError(f"stdlib has no split {source.split!r}: its splits are train and heldout")
+        raise UserError(f"stdlib has no split {source.split!r}; its splits are train and heldout")
     from data.prompts.stdlib import function_head_rows
 
     return [
@@ -139,7 +140,7 @@ def _stdlib_rows(source: PromptSource) -> list[PromptRow]:
 
 
 def prompt_row(text: str, reference: str | None, domain: str, origin: str, system: str | None) -> PromptRow:
-    """A plain prompt, or with a system message the conversation that begins with it."""
+    """A plain prompt, or with a system message a conversation that starts with it."""
     if system is None:
         return PromptRow(text, None, reference, domain, origin)
     turns = ({"role": "system", "content": system}, {"role": "user", "content": text})
@@ -147,7 +148,7 @@ def prompt_row(text: str, reference: str | None, domain: str, origin: str, syste
 
 
 def _open(source: PromptSource) -> tuple[Iterator[_Table], str]:
-    """The tables of a source, read one by one as they are asked for, and the domain they have by default."""
+    """The tables of a source, read lazily, and their default domain."""
     path, split = source.path, source.split
     local = Path(path).expanduser()
     if local.is_dir():
@@ -156,17 +157,17 @@ def _open(source: PromptSource) -> tuple[Iterator[_Table], str]:
         return _file_tables([local], source.format, split), Path(local.name.removesuffix(".gz")).stem
     if glob.has_magic(path):
         if not (files := _files(path)):
-            raise UserError(f"{path}: the pattern matches no file: check the folder and the suffix")
+            raise UserError(f"{path}: the pattern matches no file; check the folder and the suffix")
         return _file_tables(files, source.format, split), files[0].resolve().parent.name
     if source.format != "auto" or not _looks_like_hub_id(path):
         folder = local.parent
         there = f"in {folder.resolve()}{_near_files(local)}" if folder.is_dir() else f"nor a folder {folder}"
-        raise UserError(f"{local}: no such file {there}: check the path")
+        raise UserError(f"{local}: no such file {there}; check the path")
     return iter([_hub_table(path, split, source.subset, source.revision)]), path.split("/")[-1]
 
 
 def _looks_like_hub_id(path: str) -> bool:
-    # "OpenHermes-2.5" is a name and "prompts.jsnl" a misspelt file: only letters make a file suffix.
+    # "OpenHermes-2.5" is a hub id and "prompts.jsnl" a misspelt file: a file suffix has only letters.
     shaped_as_id = re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", path) is not None
     return shaped_as_id and re.search(r"\.[A-Za-z]{2,7}$|\.gz$", path) is None
 
@@ -182,40 +183,42 @@ def _near_files(path: Path) -> str:
 
 def _file_tables(files: list[Path], format: str, split: str) -> Iterator[_Table]:
     if split != "train":
-        log.warning("%s: split %r is not used: a single file or a glob has no splits", files[0], split)
+        log.warning("%s: split %r is ignored: a single file or a glob has no splits", files[0], split)
     told = [(file, format_of(file) if format == "auto" else format) for file in files]
     for file, kind in told:
         if kind is None:
             raise UserError(
-                f"{file}: the suffix tells no format: rename it or set format to one of {', '.join(FORMATS)}"
+                f"{file}: the suffix gives no format; rename it or set format to one of {', '.join(FORMATS)}"
             )
     return (table for file, kind in told for table in _read_file(file, FORMATS[str(kind)]))
 
 
 def format_of(file: Path) -> str | None:
-    """The format that a file's suffix tells, `.gz` aside; None when it tells none."""
+    """The format of a file by its suffix, without `.gz`; None if unknown."""
     suffix = file.name.removesuffix(".gz").rpartition(".")[2].lower()
     return suffix if suffix in FORMATS else None
 
 
 def _directory_tables(folder: Path, split: str, subset: str | None) -> Iterator[_Table]:
-    """The files that ``datasets`` takes for this split, read one by one so that a message can name file and line."""
+    """The files that ``datasets`` assigns to this split, read one by one so that errors can give file and line."""
     import datasets
 
-    with tempfile.TemporaryDirectory(prefix="understudy-source-") as cache:  # nothing is left in the user's home
+    with tempfile.TemporaryDirectory(
+        prefix="understudy-source-"
+    ) as cache:  # So that nothing is left in the user's home.
         try:
             builder = datasets.load_dataset_builder(str(folder), name=subset, cache_dir=cache)
         except (OSError, ValueError) as error:
-            raise UserError(f"{folder}: {_one_line(error)}: name a file, a glob or a subset") from error
+            raise UserError(f"{folder}: {_one_line(error)}; give a file, a glob or a subset") from error
     files = {str(name): found for name, found in (builder.config.data_files or {}).items()}
     if split not in files:
-        raise UserError(f"{folder}: no split {split!r}{_near(split, files)}: it has {', '.join(files)}")
+        raise UserError(f"{folder}: no split {split!r}{_near(split, files)}; it has {', '.join(files)}")
     log.info("%s: split %s is %s", folder, split, ", ".join(str(Path(file).name) for file in files[split]))
     return (table for file in files[split] for table in _read_file(Path(file), builder.name))
 
 
 def _read_file(path: Path, builder: str) -> Iterator[_Table]:
-    """One table, or none when the file holds nothing."""
+    """One table, or none if the file is empty."""
     try:
         if builder == "parquet":
             yield _arrow_table(pq.read_table(path, partitioning=None), str(path))
@@ -235,7 +238,7 @@ def _read_file(path: Path, builder: str) -> Iterator[_Table]:
 
 
 def _lines(path: Path, ends: bool = False) -> Iterator[tuple[int, str]]:
-    """(number from 1, text) of each line, with or without what ends it: a line feed, a carriage return or both."""
+    """(number from 1, text) of each line, with or without its line end: a line feed, a carriage return or both."""
     number = 0
     try:
         with gzip.open(path, "rb") if path.name.endswith(".gz") else path.open("rb") as file:
@@ -243,9 +246,9 @@ def _lines(path: Path, ends: bool = False) -> Iterator[tuple[int, str]]:
                 yield number, line.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         found = f"byte {error.object[error.start]:#04x}"
-        raise UserError(f"{path}:{number}: not UTF-8 ({found}): save the file as UTF-8") from error
+        raise UserError(f"{path}:{number}: not UTF-8 ({found}); save the file as UTF-8") from error
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise UserError(f"{path}: not a whole gzip file ({error}): copy or compress it again") from error
+        raise UserError(f"{path}: damaged gzip file ({error}); copy or compress it again") from error
 
 
 def _filled_lines(path: Path) -> Iterator[tuple[int, str]]:
@@ -257,15 +260,15 @@ def _text_rows(path: Path) -> _Rows:
 
 
 def _csv_rows(path: Path) -> _Rows:
-    csv.field_size_limit(sys.maxsize)  # of one cell: 131,072 characters else
+    csv.field_size_limit(sys.maxsize)  # The default limit of a cell is 131,072 characters.
     for number, row in enumerate(csv.DictReader((line for _, line in _lines(path, ends=True)), strict=True), start=1):
         if None in row:
-            raise UserError(f"{path}:{number}: more cells than columns: mend or remove this row")
+            raise UserError(f"{path}:{number}: more cells than columns; fix or remove this row")
         yield number, row
 
 
 def _json_rows(path: Path) -> _Rows:
-    """(number of its first line, object) of each object; of a file that is one list its places are the numbers."""
+    """(number of its first line, object) of each object. If the file is one list, the numbers are places in the list."""
     values: Iterable[tuple[int, Any]]
     if next(_filled_lines(path), (1, ""))[1].lstrip().startswith("["):
         listed = _parsed("\n".join(line for _, line in _lines(path)), path, 1)
@@ -282,7 +285,7 @@ def _json_rows(path: Path) -> _Rows:
 
 
 def _json_texts(path: Path) -> Iterable[tuple[int, str]]:
-    """(number of its first line, text) of each value: every line is one, unless the first is an object that goes on behind its line."""
+    """(number of its first line, text) of each value: one per line, unless the first object spans several lines."""
     first, line = next(_filled_lines(path), (1, ""))
     try:
         json.loads(line)
@@ -316,24 +319,27 @@ _STRICT_JSON = json.JSONDecoder(object_pairs_hook=_named_once)
 
 
 def _parsed(text: str, path: Path, number: int) -> Any:
-    """What stands in a text that begins in this line."""
+    """The JSON value of a text that starts in this line."""
     try:
         value = _STRICT_JSON.decode(text)
         if "\\ud" in text or "\\uD" in text:
             json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         half = "half of a surrogate pair, written \\ud8.."
-        raise UserError(f"{path}:{number}: not valid Unicode ({half}): mend or remove this line") from error
-    except (ValueError, RecursionError) as error:  # too: a key twice, a number of too many digits, lists in lists
+        raise UserError(f"{path}:{number}: not valid Unicode ({half}); fix or remove this line") from error
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # Also a repeated key, a number with too many digits, or nesting too deep.
         what = _one_line(error)
         if isinstance(error, json.JSONDecodeError):
             what, number = f"{error.msg}, column {error.colno}", number + error.lineno - 1
-        raise UserError(f"{path}:{number}: not valid JSON ({what}): mend or remove this line") from error
+        raise UserError(f"{path}:{number}: not valid JSON ({what}); fix or remove this line") from error
     return value
 
 
 def _one_line(error: BaseException) -> str:
-    """What a library said, its cause before its summary, on one line."""
+    """The message of a library's error on one line; its cause is preferred to its summary."""
     message = str(error.__cause__ or error).strip() or type(error).__name__
     return " ".join(message.split())[:300]
 
@@ -347,11 +353,11 @@ def _hub_table(path: str, split: str, subset: str | None, revision: str | None) 
         dataset = datasets.load_dataset(path, name=subset, split=split, revision=revision)
     except datasets.exceptions.DatasetNotFoundError as error:
         raise UserError(
-            f"{path}: {_one_line(error)}; {no_file}: check the id, or `hf auth login` when it is gated or private"
+            f"{path}: {_one_line(error)}; {no_file}; check the id, or run `hf auth login` if it is gated or private"
         ) from error
     except (ConnectionError, HfHubHTTPError, LocalEntryNotFoundError) as error:
         raise UserError(
-            f"{path}: the hub cannot be reached and the dataset is not in its cache; {no_file}. Offline: on a "
+            f"{path}: the hub cannot be reached and the dataset is not in the cache; {no_file}. Offline: on a "
             f"connected machine run `hf download {path} --repo-type dataset --local-dir DIR`, copy DIR here and "
             "give it as path; or copy that machine's HF_HOME cache and set HF_HUB_OFFLINE=1"
         ) from error
@@ -374,7 +380,7 @@ def _table_rows(
     for column in wanted:
         if column not in table.columns:
             near, known = _near(column, table.columns), ", ".join(table.columns)
-            raise UserError(f"{table.name}: no column {column!r}{near}: it has {known}")
+            raise UserError(f"{table.name}: no column {column!r}{near}; it has {known}")
     for number, values in table.rows(wanted):
         origin = f"{table.name}:{number}"
         try:
@@ -400,28 +406,30 @@ def _table_rows(
 
 
 def _rendered_rows(table: _Table, source: PromptSource) -> Iterator[PromptRow]:
-    """Rows as `data/responses/rendered.py` writes them."""
+    """Rows in the format of `data/responses/rendered.py`."""
     for number, values in table.rows(table.columns):
         domain, origin = source.domain or values.get("domain") or "prompts", f"{table.name}:{number}"
         try:
             yield rendered_row(values, domain, origin)
         except (ValueError, TypeError, KeyError, RecursionError) as error:
-            raise UserError(f"{origin}: {_one_line(error)}: export or render these prompts again") from error
+            raise UserError(f"{origin}: {_one_line(error)}; export or render these prompts again") from error
 
 
 def _content_columns(table: _Table, source: PromptSource, preferred: str | None) -> tuple[str | None, str | None]:
-    """(prompt column, None) or (None, messages column): the named one, the preferred or only usual name there is."""
+    """(prompt column, None) or (None, messages column): the configured one, else the preferred or only common name."""
     if source.prompt_column or source.messages_column:
         return source.prompt_column, source.messages_column
-    # A column that has another role cannot be the prompt too.
+    # A column with another role cannot also be the prompt.
     taken = (source.reference_column, source.domain_column)
     usual = [name for name in (*PROMPT_NAMES, *MESSAGES_NAMES) if name in table.columns and name not in taken]
     if preferred in usual:
         usual = [preferred]
     if len(usual) != 1:
-        found = f"{len(usual)} columns could be it ({', '.join(usual)})" if usual else "no column has a usual name"
+        found = (
+            f"{len(usual)} columns have a common name ({', '.join(usual)})" if usual else "no column has a common name"
+        )
         raise UserError(
-            f"{table.name}: which column holds the prompt? {found}: set prompt_column or messages_column to one of "
+            f"{table.name}: the prompt column is unclear, {found}; set prompt_column or messages_column to one of "
             f"{', '.join(table.columns)}"
         )
     is_prompt = usual[0] in PROMPT_NAMES
@@ -433,13 +441,13 @@ def _filled(value: Any, column: str, origin: str) -> str:
     if isinstance(value, str) and value.strip():
         return value
     if value is None or isinstance(value, str):
-        raise UserError(f"{origin}: column {column!r} is empty: fill it or remove the row")
-    hint = "name it as messages_column if it holds a conversation" if isinstance(value, list) else "write it as text"
-    raise UserError(f"{origin}: column {column!r} holds a {type(value).__name__}, not a string: {hint}")
+        raise UserError(f"{origin}: column {column!r} is empty; fill it or remove the row")
+    hint = "if it holds a conversation, set it as messages_column" if isinstance(value, list) else "write it as text"
+    raise UserError(f"{origin}: column {column!r} holds a {type(value).__name__}, not a string; {hint}")
 
 
 def _domain_of(values: dict[str, Any], column: str | None, default: str, origin: str) -> str:
-    """The label of a row; a list of strings (several services of one dialogue) is joined by ``+``."""
+    """The domain of a row; a list of strings (several services of one dialogue) is joined with ``+``."""
     value = values.get(column) if column else None
     if value is None or value == "" or value == []:
         return default
@@ -447,4 +455,4 @@ def _domain_of(values: dict[str, Any], column: str | None, default: str, origin:
         return "+".join(value)
     if isinstance(value, str | int):
         return str(value)
-    raise UserError(f"{origin}: domain column {column!r} holds a {type(value).__name__}: a label is a string")
+    raise UserError(f"{origin}: domain column {column!r} holds a {type(value).__name__}; a label must be a string")

@@ -1,6 +1,6 @@
-"""Which prompts are the same, and which side of the split each is on: by content alone, never by position.
+"""Find equal prompts and split prompts into training and held-out, by content only, never by position.
 
-A prompt's id is the hash of its content, so adding, removing or shuffling rows moves no other row.
+The id of a prompt is the hash of its content, so adding, removing or shuffling rows does not move other rows.
 """
 
 import hashlib
@@ -14,26 +14,25 @@ from data.prompts.prompt import PromptRow
 from speculative.errors import UserError
 
 HASH_DIGITS = 16
-# A first turn of so many rows, and of this share of them, is no question of its own.
+# A first question of more than this many rows and this share of rows is treated as an instruction, not as a question.
 COMMON_LEAST, COMMON_SHARE = 16, 0.05
-# Punctuation that is never dropped: in code and maths "C#", "@x", "3 - 2" and "3 / 2" are not "C", "x" and "3 2".
+# Punctuation that is kept, because in code and maths "C#", "@x", "3 - 2" and "3 / 2" are not "C", "x" and "3 2".
 MEANINGFUL = frozenset("#%&*@\\/_-")
 
 
 def content_hash(row: PromptRow) -> str:
-    """16 hex digits of the SHA-256 of the exact prompt (text, or canonical JSON of the messages, and tools): the prompt's id.
+    """The id of a prompt: 16 hex digits of the SHA-256 of its exact text or messages (canonical JSON) and tools.
 
-    Of a prompt that was rendered before, the id that it was given then.
+    A prompt that was rendered earlier keeps its id.
     """
     return row.prompt_id or _with_tools(row, row.text if row.text is not None else _canonical(row.messages))
 
 
 def normalised_hash(row: PromptRow) -> str:
-    """The same for what a reader would call the same prompt: case, width, spacing and punctuation aside.
+    """Like `content_hash`, but ignores case, width, spacing and punctuation, to find near-equal prompts.
 
-    Punctuation is dropped at the edges of words only (inside, as in ``3.5`` or ``f(a,b)``, it carries the meaning of
-    maths and code), and ``MEANINGFUL`` signs never. A text and a conversation of that one user turn count as the
-    same prompt.
+    Punctuation is removed only at the edges of words, because inside, as in ``3.5`` or ``f(a,b)``, it carries meaning.
+    ``MEANINGFUL`` signs are kept. A text and a conversation with that text as its only user turn are equal.
     """
     if row.text is not None:
         return _with_tools(row, _normalised(row.text))
@@ -44,12 +43,11 @@ def normalised_hash(row: PromptRow) -> str:
 
 
 def split_groups(rows: Sequence[PromptRow], normalised: bool = False) -> list[str]:
-    """For each row what it shares with those that must be on its side of a split: all turns of a conversation, and the same
-    first question under any system message; with ``normalised`` a near-equal one too.
+    """The group of each row. Rows of a group must be on the same side of a split.
 
-    A question that very many rows share is an instruction whose matter stands in the system message: rows that have one are
-    together where they have this in common too. So another row changes no group but that of rows which ask such a question under
-    a system message, and only when it makes the question one of these, or no longer one.
+    A group is the first question of a conversation, whatever the system message; with ``normalised`` near-equal questions are one
+    group. If very many rows share a question, it is an instruction and the system message holds the content, so then the system
+    message is part of the group too. Adding a row therefore changes no other group, unless it makes a question that common.
     """
     say = _normalised if normalised else str
     openings = [[say(str(turn["content"])) for turn in _opening(row)] for row in rows]
@@ -60,19 +58,19 @@ def split_groups(rows: Sequence[PromptRow], normalised: bool = False) -> list[st
 
 
 def deduplicate(rows: Sequence[PromptRow]) -> tuple[list[PromptRow], int]:
-    """(the rows without exact and normalised repeats, in order, the first of each kept; how many rows repeat another one).
+    """(rows without exact and near-equal repeats, in order, the first of each kept; number of repeats).
 
-    One that was rendered before repeats by its id.
+    Prompts that were rendered earlier are compared by id.
 
     Raises:
-        UserError: several rows that are all one prompt.
+        UserError: several rows, all with the same prompt.
     """
     exact_seen: set[str] = set()
     normalised_seen: set[str] = set()
     kept: list[PromptRow] = []
     for row in rows:
         exact_key = content_hash(row)
-        # Whoever rendered it has chosen how often a question may come.
+        # The program that rendered it chose how often a question may occur.
         normalised_key = row.prompt_id or normalised_hash(row)
         if exact_key not in exact_seen and normalised_key not in normalised_seen:
             kept.append(row)
@@ -80,21 +78,21 @@ def deduplicate(rows: Sequence[PromptRow]) -> tuple[list[PromptRow], int]:
         normalised_seen.add(normalised_key)
     if len(kept) == 1 and len(rows) > 1:
         raise UserError(
-            f"all prompts are duplicates: {len(rows)} rows, 1 unique (first at {rows[0].origin}): check which column "
+            f"all prompts are duplicates: {len(rows)} rows, 1 unique (first at {rows[0].origin}); check which column "
             "is mapped to the prompt"
         )
     return kept, len(rows) - len(kept)
 
 
 def held_out(prompt_ids: Sequence[str], heldout_count: int, groups: Sequence[str] | None = None) -> list[int]:
-    """Numbers of the prompts that are held out, decided by each one's id: those that a smaller count holds out come first.
+    """Numbers of the held-out prompts, chosen by id. The held-out prompts of a smaller count come first.
 
-    ``heldout_count`` is at least 1 and less than all. A larger one holds out more, never others, and a new prompt takes the place
-    of one group of them at most. The ids are distinct (``deduplicate``); near-equal prompts may be on two sides. ``groups`` (see
-    `split_groups`; by default each prompt is its own): who shares one is on one side, so that a few more may be held out.
+    ``heldout_count`` is at least 1 and less than all. A larger count holds out more prompts, never others, and a new prompt
+    replaces at most one group. The ids are distinct (``deduplicate``); near-equal prompts may be on both sides. ``groups`` (see
+    `split_groups`; default: each prompt is its own group) stay on one side, so a few more prompts may be held out.
 
     Raises:
-        UserError: all would be held out.
+        UserError: all prompts would be held out.
     """
     if groups is None:
         groups = prompt_ids
@@ -105,31 +103,31 @@ def held_out(prompt_ids: Sequence[str], heldout_count: int, groups: Sequence[str
     found += sorted(rest, key=positions.__getitem__)
     if len(found) == len(prompt_ids):
         raise UserError(
-            f"all {len(found)} prompts would be held out: they begin with {len(set(groups))} questions, and who asks the same is on "
-            "one side; give more prompts, lower data.heldout_count, or name data.heldout"
+            f"all {len(found)} prompts would be held out: they start with only {len(set(groups))} questions, and prompts with the same "
+            "question stay together; give more prompts, lower data.heldout_count, or set data.heldout"
         )
     return found
 
 
 def remove_overlap(train: Sequence[PromptRow], heldout: Sequence[PromptRow]) -> tuple[list[PromptRow], int]:
-    """(train without the prompts whose question, see `split_groups`, heldout has after normalisation, how many were removed).
+    """(training prompts without those whose group, see `split_groups`, is also held out, number of removed prompts).
 
     Raises:
-        UserError: nothing is left to train on.
+        UserError: no training prompt is left.
     """
     groups = split_groups([*heldout, *train], normalised=True)
     held = set(groups[: len(heldout)])
     kept = [row for row, group in zip(train, groups[len(heldout) :], strict=True) if group not in held]
     if train and not kept:
         raise UserError(
-            f"all {len(train)} training prompts are in the held-out set too (first at {train[0].origin}): give two "
+            f"all {len(train)} training prompts are also held out (first at {train[0].origin}); give two "
             "different sources, or one source and a held-out share"
         )
     return kept, len(train) - len(kept)
 
 
 def _opening(row: PromptRow) -> Sequence[Mapping[str, object]]:
-    """A conversation's turns up to the first of the user; a text is one."""
+    """Turns of a conversation up to the first user turn; a text is one user turn."""
     turns = row.messages or ({"role": "user", "content": row.text},)
     return turns[: 1 + next((number for number, turn in enumerate(turns) if turn["role"] == "user"), 0)]
 
@@ -139,7 +137,7 @@ def _with_tools(row: PromptRow, content: str) -> str:
 
 
 def _digest(content: str) -> str:
-    # JSON may bring lone surrogates, which UTF-8 proper refuses.
+    # JSON may contain lone surrogates, which strict UTF-8 refuses.
     return hashlib.sha256(content.encode("utf-8", "surrogatepass")).hexdigest()[:HASH_DIGITS]
 
 
@@ -154,11 +152,11 @@ def _position(prompt_id: str) -> str:
 
 
 def _normalised(text: str) -> str:
-    # Casefolding can undo the normal form: hence twice.
+    # Casefolding can undo the normal form, so normalise twice.
     folded = unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", text).casefold())
-    # All of Unicode's punctuation but the meaningful.
+    # All Unicode punctuation except MEANINGFUL.
     droppable = (sign for sign in set(folded) if sign not in MEANINGFUL and unicodedata.category(sign).startswith("P"))
     dropped = "".join(droppable)
     words = [word.strip(dropped) for word in folded.split()]
-    # A prompt of punctuation only is its punctuation, else all such would be one.
+    # A prompt of only punctuation keeps it, otherwise all such prompts would be equal.
     return " ".join(word for word in words if word) or " ".join(folded.split())

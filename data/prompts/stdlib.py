@@ -1,7 +1,7 @@
-"""The embedded domain: the Python standard library's own source, which is on every machine that runs us.
+"""Prompts and text from the Python standard library, which is on every machine.
 
-Two uses. As a corpus it trains the embedded target (whole modules, and each documented function as a document of its own,
-so that the model learns where a function ends). As a source of prompts it gives function heads: signature and docstring.
+As a corpus it trains the embedded target: whole modules, and each documented function as its own document, so that the model learns
+where a function ends. As a source of prompts it gives function heads: signature and docstring.
 """
 
 import ast
@@ -13,8 +13,7 @@ from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 
-# Tests and IDLE's tests are not library code; the rest are generated tables or vendored copies, which teach a model
-# nothing but numbers.
+# Tests are not library code. The rest are generated tables or vendored copies, from which a model learns only numbers.
 EXCLUDED_FOLDERS = frozenset(
     {
         "test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "encodings", "pydoc_data", "_bundled",
@@ -25,7 +24,7 @@ EXCLUDED_MODULES = frozenset(
 )
 EXCLUDED_PREFIXES = ("config-", "_sysconfigdata", "lib2to3/pgen2/", "turtledemo/")
 
-# Never trained on; present in every supported Python. A name stands for the module or the package of that name.
+# Never trained on, and present in every supported Python. A name stands for a module or a package.
 HELDOUT_MODULES = frozenset(
     {
         "calendar", "configparser", "csv", "difflib", "fractions", "heapq", "random", "shutil", "smtplib", "socketserver",
@@ -60,10 +59,10 @@ def modules(heldout: bool) -> Iterator[tuple[str, str]]:
 
 
 def _sources(heldout: bool) -> Iterator[tuple[str, str]]:
-    """`modules`, those that do not parse among them."""
+    """Like `modules`, including files that do not parse."""
     root, paths = library_folder(), list[Path]()
     for folder, inner, files in os.walk(root):
-        # Thousands of installed files are not visited.
+        # Skip thousands of installed files.
         inner[:] = [name for name in inner if name not in EXCLUDED_FOLDERS]
         paths += [Path(folder, file) for file in files if file.endswith(".py")]
     for path in sorted(paths):
@@ -76,7 +75,7 @@ def _sources(heldout: bool) -> Iterator[tuple[str, str]]:
 
 
 def _statements(tree: ast.AST) -> Iterator[ast.AST]:
-    """Like `ast.walk`, in its order, without expressions: no function is defined within one, and they are most of a tree."""
+    """Like `ast.walk`, without expressions, which contain no functions and are most of a tree."""
     queue = deque([tree])
     while queue:
         yield (node := queue.popleft())
@@ -88,8 +87,8 @@ def functions(source: str) -> Iterator[tuple[str, str]]:
     """(head, whole function) of each documented function with a body: dedented source text.
 
     The head runs from ``def`` to the docstring's closing quotes; the whole function starts with the head. The head has no
-    line break at its end: in running text a line break and the indentation behind it are one token, so a prompt that ends
-    in a bare line break is one that the model has seen only at the end of a function.
+    line break at its end: in text, a line break and the indentation after it are one token, so the model has seen a bare line
+    break only at the end of a function.
     """
     lines = source.splitlines(keepends=True)
     for node in _statements(ast.parse(source)):
@@ -108,7 +107,7 @@ def functions(source: str) -> Iterator[tuple[str, str]]:
 
 
 def function_head_rows(heldout: bool) -> list[tuple[str, str]]:
-    """(module path, function head) of each documented function of one side, in module order, exact repeats once."""
+    """(module path, function head) of each documented function of one side, in module order, without exact repeats."""
     seen: set[str] = set()
     rows = []
     for name, source in _sources(heldout):

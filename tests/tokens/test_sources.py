@@ -89,7 +89,7 @@ def test_odd_files_are_read(tmp_path, name, content, prompts):
 
 def test_format_overrides_the_suffix(tmp_path):
     path = write(tmp_path / "prompts.data", ROWS)
-    assert "suffix tells no format" in refusal(path=path)
+    assert "suffix gives no format" in refusal(path=path)
     assert len(load(path=path, format="jsonl")) == 3
 
 
@@ -128,14 +128,14 @@ def test_directory_of_a_downloaded_hub_dataset(tmp_path):
     assert len(load(path=str(tmp_path), subset="one")) == 3
     assert len(load(path=str(tmp_path), subset="two", split="test")) == 1
     assert "['one', 'two']" in refusal(path=str(tmp_path))
-    assert "no split 'tests' (near: test): it has test" in refusal(path=str(tmp_path), subset="two", split="tests")
+    assert "no split 'tests' (near: test); it has test" in refusal(path=str(tmp_path), subset="two", split="tests")
     (tmp_path / "void").mkdir()
     assert "doesn't contain any data files" in refusal(path=str(tmp_path / "void"))
 
 
 def test_an_unused_split_is_said(tmp_path, caplog):
     load(path=write(tmp_path / "p.jsonl", ROWS), split="test")
-    assert "split 'test' is not used" in caplog.text
+    assert "split 'test' is ignored" in caplog.text
 
 
 def test_usual_column_is_taken_and_said_only_when_it_is_the_only_one(tmp_path, caplog):
@@ -145,9 +145,9 @@ def test_usual_column_is_taken_and_said_only_when_it_is_the_only_one(tmp_path, c
     assert "taking column 'question' as the prompt" in caplog.text
 
     both = refusal(path=write(tmp_path / "two.jsonl", [{"prompt": "a", "input": "b"}]))
-    assert "2 columns could be it (prompt, input)" in both
+    assert "2 columns have a common name (prompt, input)" in both
     none = refusal(path=write(tmp_path / "none.jsonl", [{"ask": "a", "say": "b"}]))
-    assert "no column has a usual name" in none
+    assert "no column has a common name" in none
     assert "ask, say" in none
     # A column that has a role already is not a candidate.
     row = load(path=write(tmp_path / "ref.jsonl", [{"prompt": "a", "text": "b"}]), reference_column="text")[0]
@@ -157,7 +157,7 @@ def test_usual_column_is_taken_and_said_only_when_it_is_the_only_one(tmp_path, c
 def test_misspelt_column_names_the_nearest(tmp_path):
     path = write(tmp_path / "p.jsonl", ROWS)
     for role in ("prompt_column", "messages_column"):
-        assert "no column 'qestion' (near: question): it has" in refusal(path=path, **{role: "qestion"})
+        assert "no column 'qestion' (near: question); it has" in refusal(path=path, **{role: "qestion"})
     assert "near: answer" in refusal(path=path, reference_column="anser")
     assert "near: topic" in refusal(path=path, domain_column="topics")
     assert "exclude each other" in refusal(path=path, prompt_column="question", messages_column="answer")
@@ -190,7 +190,7 @@ def test_malformed_whole_files_are_named(tmp_path):
     assert "specified twice" in refusal(path=write(tmp_path / "c.jsonl", '{"prompt": "a", "prompt": "b"}\n'))
     broken = tmp_path / "d.jsonl.gz"
     broken.write_bytes(gzip.compress(b'{"prompt": "a"}\n' * 99)[:-9])
-    assert "not a whole gzip file" in refusal(path=str(broken))
+    assert "damaged gzip file" in refusal(path=str(broken))
     text = write(tmp_path / "e.txt", b"a\ncaf\xe9\n")
     assert refusal(path=text).startswith(f"{text}:2: not UTF-8")
 
@@ -198,8 +198,8 @@ def test_malformed_whole_files_are_named(tmp_path):
 def test_empty_sources(tmp_path):
     for name in ("a.jsonl", "b.txt", "c.jsonl.gz"):
         for content in ("", " \n\n"):
-            assert "no rows" in refusal(path=write(tmp_path / name, content))
-    assert "no rows" in refusal(path=write(tmp_path / "d.json", "[]"))
+            assert "the source is empty" in refusal(path=write(tmp_path / name, content))
+    assert "the source is empty" in refusal(path=write(tmp_path / "d.json", "[]"))
 
 
 def test_missing_file_names_near_ones(tmp_path, monkeypatch):
@@ -278,7 +278,7 @@ def test_tool_turns_keep_what_templates_read(tmp_path):
         ("prompt", None, "column 'prompt' is empty"),
         ("prompt", " \n", "column 'prompt' is empty"),
         ("prompt", 3, "column 'prompt' holds a int, not a string"),
-        ("prompt", ["a"], "messages_column if it holds a conversation"),
+        ("prompt", ["a"], "if it holds a conversation, set it as messages_column"),
         ("messages", [], "an empty list"),
         ("messages", None, "nothing"),
         ("messages", "Hi", "a str"),

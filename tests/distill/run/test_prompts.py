@@ -59,7 +59,7 @@ def test_what_does_not_fit_is_left_out_before_the_split(tmp_path: Path) -> None:
     assert len(everything) < 40
     assert len(sets.heldout) == len(everything) // 5, "a fifth of those that fit"
     assert f"{40 - len(everything)} left out (too long)" in sets.report
-    assert "judge.prompts = 100: no more are held out" in sets.report
+    assert "judge.prompts = 100, but no more are held out" in sets.report
 
 
 def test_prompts_are_rendered_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,7 +124,7 @@ def test_checkpoints_of_unknown_prompts_go_no_further(tmp_path: Path) -> None:
     (run / CHECKPOINTS).mkdir(parents=True)
     for only in (False, True):
         said = refused(loaded, data, run=run, heldout_only=only)
-        assert re.search(r"prompts/manifest\.json: not there.*another name=", said)
+        assert re.search(r"prompts/manifest\.json: is missing.*another name=", said)
     assert not (run / PROMPTS).exists()
     path = write_prompts(tmp_path / "heldout.jsonl", 30)
     own = data.model_copy(
@@ -159,7 +159,7 @@ def test_other_limits_than_the_run_s_judge_nothing_that_it_trained_on(
     data_of(tmp_path, 41)  # a row that came later changes nothing of what the run holds out
     sets = loaded(data, 8, run=run, context=room + 10, heldout_only=True)
     assert sets.heldout == fitting
-    assert f"{8 - len(fitting)} of 8 held-out prompts are longer than {room} tokens" in capsys.readouterr().err
+    assert f"{8 - len(fitting)} of 8 held-out prompts have more than {room} tokens" in capsys.readouterr().err
 
 
 CHAT = "{% if tools %}[{% for tool in tools %}{{ tool.function.name }}{% endfor %}]{% endif %}{% for turn in messages %}{% if turn.content == 'no' %}{{ raise_exception('refused') }}{% endif %}<{{ turn.role }}>{{ turn.content }}{% endfor %}<assistant>"
@@ -193,12 +193,12 @@ def test_bad_rows_are_counted_those_that_the_template_refuses_too(tmp_path: Path
 def test_only_bad_rows_are_dropped_as_bad_rows(tmp_path: Path) -> None:
     conversations = [{"messages": [user(f"question {number}" * (1 + 20 * (number > 5)))]} for number in range(8)]
     data, tokenizer = chat_data(tmp_path, conversations, bad_rows="drop")
-    with pytest.raises(UserError, match=r"chat.jsonl:7: .* do not fit .* set too_long to drop"):
+    with pytest.raises(UserError, match=r"chat.jsonl:7: .* do not fit .* set data.too_long: drop"):
         load_prompts(data, tokenizer, 100, 10, 2)
     sets = load_prompts(data.model_copy(update={"too_long": "drop"}), tokenizer, 100, 10, 2)
     assert "2 left out (too long)" in sets.report
     assert "bad rows" not in sets.report
-    with pytest.raises(UserError, match="max_new_tokens 100 leaves no room"):
+    with pytest.raises(UserError, match="serving.max_tokens = 100 leaves no space"):
         load_prompts(data, tokenizer, 100, 100, 2)
 
 
@@ -268,5 +268,5 @@ def test_another_run_takes_the_prompts_as_they_were_rendered(tmp_path: Path) -> 
     told.pop("sha256")
     told["made_with"]["tokenizer"] = "another"
     write_manifest(manifest.parent, told)
-    with pytest.raises(UserError, match="another tokenizer's"):
+    with pytest.raises(UserError, match="from another tokenizer"):
         loaded(again, run=tmp_path / "newer")
