@@ -1,14 +1,14 @@
-"""What a server says of its drafts: acceptance per request, or per interval, from the logs that servers write.
+"""Read acceptance per request or per interval from the logs of servers.
 
-    jsonl       {"accepted": 131, "drafted": 300} a request; optional "blocks", "domain", "time". Or an engine's own: its responses,
-                each on a line or under "response" beside "domain"; its request files; AIPerf's records (`engine_counts`)
+    jsonl       {"accepted": 131, "drafted": 300} per request; optional "blocks", "domain", "time". Or records of an engine: its
+                responses, one per line or under "response" with "domain"; its request files; records of AIPerf (`engine_counts`)
     csv         the same columns under a header
-    vllm        the engine's lines `SpecDecoding metrics: ... Accepted: 131 tokens, Drafted: 300 tokens, ...`, one an interval
-    llama.cpp   the server's lines `draft acceptance = 0.57576 (  171 accepted /   297 generated), mean len =  2.92`, one a
+    vllm        the engine's lines `SpecDecoding metrics: ... Accepted: 131 tokens, Drafted: 300 tokens, ...`, one per interval
+    llama.cpp   the server's lines `draft acceptance = 0.57576 (  171 accepted /   297 generated), mean len =  2.92`, one per
                 request (older builds: `draft acceptance rate = ...`, without the mean length)
-    proposals   our own proposal log, parquet (`understudy generate --log`)
+    proposals   Understudy's proposal log, parquet (`understudy generate --log`)
 
-Each but the last may be gzipped. Lines of an engine's log that say nothing of drafts are passed over.
+All but the last may be gzipped. Other lines of an engine's log are ignored.
 """
 
 import csv
@@ -44,15 +44,15 @@ _VLLM_TIME = re.compile(r"\b(\d\d-\d\d \d\d:\d\d:\d\d)\b")
 _LLAMA_COUNTS = re.compile(r"\(\s*(\d+) accepted /\s*(\d+) generated\)")
 _LLAMA_LENGTH = re.compile(r"mean (?:acceptance length|len) =\s*(\d+\.\d+)")
 _LLAMA_TIME = re.compile(r"(?:^|\s)(\d+\.\d\d\.\d{3}\.\d{3}) ")
-_MOST = 1 << 31  # tokens of one record
-_SNIFFED_LINES = 20000  # An engine says much while it starts.
+_MOST = 1 << 31  # Maximum tokens of one record.
+_SNIFFED_LINES = 20000  # An engine prints much while it starts.
 
 
 @dataclass(frozen=True)
 class AcceptanceRecord:
-    """Drafted tokens of one request (or interval) and how many were accepted.
+    """Drafted and accepted tokens of one request or interval.
 
-    order: from 0, as logged. blocks: target calls that had drafted tokens, None where the log does not tell.
+    order: from 0, as logged. blocks: target calls with drafted tokens; None if the log does not say.
     """
 
     order: int
@@ -65,7 +65,7 @@ class AcceptanceRecord:
 
 @dataclass(frozen=True)
 class AcceptanceLog:
-    """sums: a record is an interval of many requests, not one request. warnings: what was passed over, in plain lines."""
+    """Records of a log. sums: a record is an interval of many requests. warnings: one line for each kind of skipped record."""
 
     records: list[AcceptanceRecord]
     format: str
@@ -73,26 +73,26 @@ class AcceptanceLog:
     warnings: list[str] = field(default_factory=list)
 
     def gamma(self) -> float | None:
-        """Mean drafted tokens per block over the records that tell their blocks; None where none does."""
+        """Mean drafted tokens per block over records with blocks; None if there are none."""
         told = [(record.drafted, record.blocks) for record in self.records if record.blocks is not None]
         return sum(drafted for drafted, _ in told) / sum(blocks for _, blocks in told) if told else None
 
 
 class _DamagedError(ValueError):
-    """A line that is not what its format says; the message is what it lacks."""
+    """A line that does not have its format; the message says why."""
 
 
-_Row = Mapping[str, Any]  # accepted, drafted, perhaps blocks, domain, time; not checked yet
+_Row = Mapping[str, Any]  # accepted, drafted, optional blocks, domain, time; not checked yet.
 
 
 def read_acceptance_log(path: Path, format: str = "auto") -> AcceptanceLog:
-    """The records of a log, in its order. `auto` tells the format by suffix and content.
+    """The records of a log, in order. `auto` finds the format by suffix and content.
 
-    The last line of a log that is still written may be torn: it is left out with a warning. Requests that drafted
-    nothing are left out.
+    An incomplete last line is skipped with a warning, because the log may still be written. Requests without drafted tokens are
+    skipped.
 
     Raises:
-        UserError: no such file, unknown format, a damaged line (named), accepted > drafted, or no record at all.
+        UserError: no such file, unknown format, a damaged line (with its number), accepted > drafted, or no records.
     """
     if format not in ("auto", *FORMATS):
         raise UserError(f"--format {format}: one of auto, {', '.join(FORMATS)}")
@@ -100,7 +100,7 @@ def read_acceptance_log(path: Path, format: str = "auto") -> AcceptanceLog:
         raise UserError(f"--log {path}: no such file")
     chosen = _format_of(path) if format == "auto" else format
     if chosen is None:
-        raise _nothing_in(path, "no format recognised")
+        raise _nothing_in(path, "its format is not recognised")
     warnings: list[str] = []
     rows = _proposals(path) if chosen == "proposals" else _text_rows(path, chosen, warnings)
     records: list[AcceptanceRecord] = []
@@ -113,7 +113,7 @@ def read_acceptance_log(path: Path, format: str = "auto") -> AcceptanceLog:
         else:
             idle += 1
     if idle:
-        warnings.append(f"{idle} of {idle + len(records)} records drafted nothing and are left out")
+        warnings.append(f"{idle} of {idle + len(records)} records have no drafted tokens and are skipped")
     if not records:
         raise _nothing_in(path, f"no {chosen} record with drafted tokens")
     return AcceptanceLog(records, chosen, chosen == "vllm", warnings)
@@ -125,7 +125,7 @@ def _nothing_in(path: Path, what: str) -> UserError:
 
 
 def _format_of(path: Path) -> str | None:
-    """The format by suffix where that is plain, else by the first line that tells."""
+    """The format by suffix if that is clear, else by the first line that shows it."""
     suffix = Path(path.name.removesuffix(".gz")).suffix.lower()
     with path.open("rb") as file:
         if suffix == ".parquet" or file.read(4) == b"PAR1":
@@ -150,20 +150,20 @@ def _format_of(path: Path) -> str | None:
 
 
 def _lines(path: Path, warnings: list[str]) -> Iterator[tuple[int, str, bool]]:
-    """(number from 1, text, whether it ends in a line feed) of each line; a gzip that is cut off ends early, with a warning."""
+    """(number from 1, text, whether it ends in a line feed) of each line; a truncated gzip ends early, with a warning."""
     with path.open("rb") as raw:
         zipped = raw.read(2) == b"\x1f\x8b"
     with gzip.open(path, "rb") if zipped else path.open("rb") as file:
-        # At line feeds alone: a carriage return within a line is progress output of an engine, not its end.
+        # Split only at line feeds: a carriage return inside a line is progress output of an engine.
         text = io.TextIOWrapper(cast(BinaryIO, file), encoding="utf-8-sig", errors="replace", newline="\n")
         number = 0
         try:
             for number, line in enumerate(text, start=1):
                 yield number, line.rstrip("\r\n"), line.endswith("\n")
         except EOFError:
-            warnings.append(f"{path}:{number + 1}: the gzip ends in the middle; what stands before it is used")
+            warnings.append(f"{path}:{number + 1}: the gzip file is truncated; the part before is used")
         except (OSError, zlib.error) as error:
-            raise UserError(f"--log {path}: not readable ({error}); give another copy") from error
+            raise UserError(f"--log {path}: cannot be read ({error}); give another copy") from error
 
 
 def _text_rows(path: Path, format: str, warnings: list[str]) -> Iterator[_Row]:
@@ -178,10 +178,14 @@ def _text_rows(path: Path, format: str, warnings: list[str]) -> Iterator[_Row]:
             row = parse(line)
             if row is not None:
                 _check(row)
-        except (ValueError, RecursionError, OverflowError) as error:  # too: a number of too many digits, lists in lists
+        except (
+            ValueError,
+            RecursionError,
+            OverflowError,
+        ) as error:  # Also a number with too many digits, or nesting too deep.
             if whole:
                 raise UserError(f"{path}:{number}: {error}; expected {EXPECTED[format]}") from None
-            warnings.append(f"{path}:{number}: the last line is torn and left out")
+            warnings.append(f"{path}:{number}: the last line is incomplete and skipped")
             return
         if row is not None:
             yield row
@@ -198,7 +202,7 @@ def _check(row: _Row) -> None:
     if row.get("blocks") == 0 and drafted:
         raise _DamagedError(f"{drafted} drafted tokens in 0 blocks")
     if name is not None and not isinstance(name, str):
-        raise _DamagedError(f'"domain" is {json.dumps(name)}, not a text')
+        raise _DamagedError(f'"domain" is {json.dumps(name)}, not text')
 
 
 def _json_row(line: str) -> _Row:
@@ -212,7 +216,7 @@ def _json_row(line: str) -> _Row:
 
 
 def _engine_row(row: _Row) -> _Row:
-    """An engine's own record as a row of ours; one without drafts is one that drafted nothing."""
+    """Convert a record of an engine to a row; a record without drafts has no drafted tokens."""
     response = row["response"] if isinstance(row.get("response"), dict) else row
     try:
         counts = read_counts(response)
@@ -220,7 +224,7 @@ def _engine_row(row: _Row) -> _Row:
         raise _DamagedError(str(error)) from None
     if counts is None:
         if "choices" not in response and "meta_info" not in response:
-            raise _DamagedError('"accepted" is missing, and no engine writes such a line')
+            raise _DamagedError('"accepted" is missing, and this is not a record of a known engine')
         return {"accepted": 0, "drafted": 0, "domain": row.get("domain")}
     time = row.get("time", response.get("created"))
     found = {"accepted": counts.accepted, "drafted": counts.drafted, "blocks": counts.blocks, "time": time}
@@ -228,7 +232,7 @@ def _engine_row(row: _Row) -> _Row:
 
 
 class _CsvRows:
-    """Rows by the header's names; the first line is the header."""
+    """Rows with the names of the header, which is the first line."""
 
     def __init__(self) -> None:
         self.columns: list[str] | None = None
@@ -237,10 +241,10 @@ class _CsvRows:
         try:
             cells = [cell.strip() for cell in next(csv.reader([line], strict=True), [])]
         except csv.Error:
-            raise _DamagedError("not a line of cells") from None
+            raise _DamagedError("not a csv line") from None
         if self.columns is None:
             if not {"accepted", "drafted"} <= set(cells):
-                raise _DamagedError("no header with accepted and drafted")
+                raise _DamagedError("the header lacks accepted and drafted")
             self.columns = cells
             return None
         if len(cells) != len(self.columns):
@@ -253,12 +257,12 @@ class _CsvRows:
 
 
 def _vllm_row(line: str) -> _Row | None:
-    """Blocks are drafted / positions where the mean acceptance length, printed to two places, agrees; else from that length."""
+    """Blocks are drafted / positions if that agrees with the mean acceptance length (printed to two places); else from that length."""
     if _VLLM not in line:
         return None
     counts = _VLLM_COUNTS.search(line)
     if counts is None:
-        raise _DamagedError("a line of SpecDecoding metrics without its counts")
+        raise _DamagedError("a SpecDecoding metrics line without counts")
     accepted, drafted = int(counts[1]), int(counts[2])
     length, places, time = _VLLM_LENGTH.search(line), _VLLM_PLACES.search(line), _VLLM_TIME.search(line)
     blocks = None
@@ -274,7 +278,7 @@ def _llama_row(line: str) -> _Row | None:
         return None
     counts = _LLAMA_COUNTS.search(line)
     if counts is None:
-        raise _DamagedError("draft acceptance without its counts")
+        raise _DamagedError("a draft acceptance line without counts")
     accepted, drafted = int(counts[1]), int(counts[2])
     length, time = _LLAMA_LENGTH.search(line), _LLAMA_TIME.search(line)
     blocks = _blocks_from(accepted, float(length[1])) if length is not None else None
@@ -282,12 +286,12 @@ def _llama_row(line: str) -> _Row | None:
 
 
 def _blocks_from(accepted: int, mean_length: float) -> int | None:
-    """Blocks from 1 + accepted / blocks; exact up to the two places that are printed."""
+    """Blocks from the mean length 1 + accepted / blocks, which is printed to two places."""
     return max(1, round(accepted / (mean_length - 1))) if mean_length > 1 and accepted else None
 
 
 def _proposals(path: Path) -> Iterator[_Row]:
-    """One row a prompt, in order of first appearance; its slice is not in the file."""
+    """One row per prompt, in order of first appearance; the file has no domains."""
     try:
         table = pq.read_table(path, columns=["prompt", "block", "accepted"])
         counted = table.group_by("prompt", use_threads=False).aggregate(

@@ -1,8 +1,8 @@
-"""The target behind a hosted chat API, which gives no `prompt_logprobs`: what it says of its own response's tokens is the signal.
+"""A target at a hosted chat API, which has no `prompt_logprobs`; the signal is the probabilities of its own response tokens.
 
-The protocol is `/v1/chat/completions` with `logprobs` and `top_logprobs`. The server applies the chat template and names tokens by
-their text. Its probabilities are the model's own, before temperature and truncation, and it has none for the end token, which is
-left out of a response.
+The protocol is `/v1/chat/completions` with `logprobs` and `top_logprobs`. The server applies the chat template and returns tokens as
+text. Its probabilities are the model's own, before temperature and truncation. It has none for the end token, which is left out of
+a response.
 """
 
 import json
@@ -27,13 +27,13 @@ from speculative.rules.sampling import SamplingSettings
 
 
 class ChatTarget(EndpointTarget):
-    """As `EndpointTarget`, asked in messages.
+    """Like `EndpointTarget`, with chat messages.
 
-    With `kept` (a `signal_manifest` of kind topk) the k most probable tokens of each response token are stored as its signal.
+    With `kept` (a `signal_manifest` of kind topk) the k most probable tokens at each response token are stored as its signal.
     """
 
     def __init__(self, *of_endpoint: Any, token_bytes: Callable[[], Mapping[int, bytes]]) -> None:
-        """``token_bytes``: the text that each id of the target's vocabulary stands for, special tokens left out."""
+        """``token_bytes``: the text of each id of the target's vocabulary, without special tokens."""
         super().__init__(*of_endpoint)
         self.kept: dict[str, Any] | None = None
         self._token_bytes = token_bytes
@@ -41,22 +41,22 @@ class ChatTarget(EndpointTarget):
 
     @property
     def top(self) -> int:
-        """How many of the most probable tokens are asked for."""
+        """Number of most probable tokens to request."""
         return 0 if self.kept is None else int(self.kept["k"])
 
     @cached_property
     def _ids(self) -> dict[bytes, int]:
-        """Text of a token -> its id. A vocabulary with raw bytes has them first: a token that is written as such wins."""
+        """Text of a token -> id. If a raw byte and a written token have the same text, the written token is used."""
         written = {text: token for token, text in sorted(self._token_bytes().items())}
         return written | {
             str(one.content).encode(): token for token, one in self.tokenizer.added_tokens_decoder.items()
         }
 
     def check(self) -> None:
-        """Asks who is there; whether its template makes our prompts is seen at each answer.
+        """Check which model answers. Whether its chat template gives the same prompts is checked at each response.
 
         Raises:
-            UserError: as `model`; another model than the record's.
+            UserError: as `model`; another model than the recorded one.
         """
         self._recognise()
 
@@ -66,7 +66,7 @@ class ChatTarget(EndpointTarget):
         return {one["token"]: float(one["logprob"]) for one in places[0]["top_logprobs"]} if places else {}
 
     def _check_probabilities(self, sampling: SamplingSettings, prompts: Sequence[RenderedPrompt]) -> None:
-        """Nothing to ask: they are the model's own, and the config refuses what would want others."""
+        """No check: the probabilities are the model's own, and the config refuses settings that need others."""
 
     def _answer(self, prompt: RenderedPrompt, settings: DecodeSettings, key: str) -> Response:
         sampling = settings.sampling
@@ -75,27 +75,27 @@ class ChatTarget(EndpointTarget):
             "max_tokens": settings.max_tokens, "temperature": sampling.temperature, "top_p": sampling.top_p,
             "seed": request_seed(settings.seed, key), "top_logprobs": self.top,
         }  # fmt: skip
-        # What is off is left out: hosted servers know few parameters.
+        # Leave out settings that are off, because hosted servers know few parameters.
         asked |= {name: value for name in ("top_k", "min_p") if (value := getattr(sampling, name))}
         choice, counted = self._chat(**turns, **asked)
         if counted not in (None, len(prompt.prompt_ids)):
             raise UserError(
-                f"{self.endpoint.url}: counts {counted} tokens in a prompt of {len(prompt.prompt_ids)}: its chat template is not "
-                "that of target.path; set data.template.chat_template_kwargs, or give the served model's own directory"
+                f"{self.endpoint.url}: counts {counted} tokens in a prompt of {len(prompt.prompt_ids)}, so its chat template differs from "
+                "that of target.path; set data.template.chat_template_kwargs, or set target.path to the served model"
             )
         places = _places(choice)
         ids = [self._id_of(place) for place in places]
         text = choice["message"].get("content") or ""
         if None in ids or (text and not ids):
-            which = repr(places[ids.index(None)]["token"]) if ids else "no token of its text"
+            which = repr(places[ids.index(None)]["token"]) if ids else "no tokens of its text"
             raise UserError(
-                f"{self.endpoint.url}: names {which}, which target.path's vocabulary does not have; target.path must be the "
-                "model that is served, and the server must give logprobs"
+                f"{self.endpoint.url}: returns {which}, which the vocabulary of target.path does not have; target.path must be the "
+                "served model, and the server must return logprobs"
             )
         finished = choice.get("finish_reason") in ("stop", "tool_calls")
         response = Response(key, list(prompt.prompt_ids), finish_reason="end" if finished else "length")
         response.response_ids = [token for token in ids if token is not None]
-        # The model's own are those of the settings where these change nothing; else they are not known.
+        # The model's own probabilities are those of the settings only if these change nothing; otherwise they are unknown.
         own = [float(place["logprob"]) if sampling == SamplingSettings() else math.nan for place in places]
         response.log_target_probs = [0.0] * len(own) if sampling.greedy else own
         if self.top:
@@ -107,7 +107,7 @@ class ChatTarget(EndpointTarget):
         return self._ids.get(text)
 
     def _top_of(self, places: Sequence[Choice]) -> TopK:
-        """The most probable tokens at each place; what the vocabulary does not have counts to the rest's mass."""
+        """The most probable tokens at each place. Tokens outside of the vocabulary count as part of the rest."""
         known = [
             {token: float(one["logprob"]) for one in place["top_logprobs"] if (token := self._id_of(one)) is not None}
             for place in places
@@ -120,7 +120,7 @@ class ChatTarget(EndpointTarget):
             raise UserError(f"{self.endpoint.url}: {error}") from error
 
     def _chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> tuple[Choice, int | None]:
-        """(the first choice of an answer to a conversation, tokens that the server counts in its prompt)."""
+        """(first choice of the answer to a conversation, number of prompt tokens that the server reports)."""
         raw, model = self.client.chat.completions.with_raw_response, self.model
         body = {"logprobs": True, **options}
 
@@ -132,7 +132,7 @@ class ChatTarget(EndpointTarget):
         return self._ask(call, options["top_logprobs"])
 
     def _before_shard(self, store: Store, rows: Sequence[Row]) -> None:
-        """Writes the signal of a shard's responses: a shard that is there has it.
+        """Write the signal of a shard's responses before the shard, so that every stored shard has its signal.
 
         Raises:
             UserError: disk full or folder not writable.
@@ -146,14 +146,14 @@ class ChatTarget(EndpointTarget):
         signals.close()
 
     def require_kept(self, store: SignalStore) -> None:
-        """Raises UserError when responses have no signal: they were made by another `signal.source` or `signal.k`."""
+        """Raise UserError if responses have no signal because they were made with another `signal.source` or `signal.k`."""
         if missing := len(store.missing()):
             raise UserError(
-                f"{store.folder}: {missing} responses were made without their {store.manifest['k']} most probable tokens; delete that "
-                "folder to make them again, or set signal.k as it was"
+                f"{store.folder}: {missing} responses were stored without their {store.manifest['k']} most probable tokens; delete that "
+                "folder to make them again, or set signal.k to its earlier value"
             )
 
 
 def _places(choice: Choice) -> list[Choice]:
-    """One entry a response token: token, logprob, top_logprobs."""
+    """One entry per response token: token, logprob, top_logprobs."""
     return (choice.get("logprobs") or {}).get("content") or []

@@ -1,8 +1,8 @@
-"""The target behind a server: responses and top-k signals from an OpenAI-compatible endpoint, resumable, into our stores.
+"""A target at an OpenAI-compatible server: stores its responses and top-k probabilities, and can be interrupted and continued.
 
-The protocol is `/v1/completions` as vLLM serves it, with its extra parameters: prompts are token ids, `return_token_ids` brings
-the response's ids back, `prompt_logprobs` the most probable tokens at every place of a given text. SGLang answers prompts the
-same way but has no `prompt_logprobs`. Legend: R response tokens, K entries of a row.
+The protocol is `/v1/completions` of vLLM with its extra parameters. Prompts are token ids, `return_token_ids` returns the ids of the
+response, and `prompt_logprobs` the most probable tokens at every place of a text. SGLang answers prompts the same way but has no
+`prompt_logprobs`. Legend: R response tokens, K entries of a row.
 """
 
 import hashlib
@@ -29,24 +29,24 @@ from speculative.decoder.responses import DecodeSettings, Response
 from speculative.errors import UserError
 from speculative.rules.sampling import SamplingSettings
 
-_ENTRY_BYTES = 200  # of `prompt_logprobs`, at most: an id, its log-probability, rank and text
-_RETRY_SECONDS = 60.0  # that openai waits at most before it asks again
+_ENTRY_BYTES = 200  # Maximum size of an entry of `prompt_logprobs`: an id, its log-probability, rank and text.
+_RETRY_SECONDS = 60.0  # The longest time that openai waits before a retry.
 _PROBE_TEXT = 'def f(x):\n    return "na\u00efve \u6771\u4eac" + str(12345)  # ok'
 
 
-Choice = Mapping[str, Any]  # one of an answer's, as its server wrote it
+Choice = Mapping[str, Any]  # One choice of an answer, as the server wrote it.
 
 
 class EndpointTarget:
-    """A target whose weights are elsewhere. Safe to use from threads; nothing is asked before the first call."""
+    """A target at a server. Safe to use from threads; no request is made before the first call."""
 
-    most_bytes = 1 << 28  # of one answer
-    no_completion = "the answer is no completion ({said}); target.endpoint.url must be that of an OpenAI-compatible server, with /v1 at its end"
+    most_bytes = 1 << 28  # Size limit of one answer.
+    no_completion = "the answer is not a completion ({said}); target.endpoint.url must be that of an OpenAI-compatible server and end in /v1"
 
     def __init__(self, endpoint: Endpoint, tokenizer: Any, vocab_rows: int, record: Path | None = None) -> None:
-        """``tokenizer``: the target's, to read responses of servers that give text only; ``vocab_rows``: rows of its head.
+        """``tokenizer``: the target's, to read responses of servers that return only text; ``vocab_rows``: rows of its head.
 
-        ``record``: file that says which model answered before; see `data.responses.served`.
+        ``record``: file that records which model answered before; see `data.responses.served`.
         """
         self.endpoint, self.tokenizer, self.vocab_rows, self.record = endpoint, tokenizer, vocab_rows, record
         self._client: Any = None
@@ -61,7 +61,7 @@ class EndpointTarget:
 
             self._client = openai.OpenAI(
                 base_url=self.endpoint.url,
-                api_key="EMPTY",  # Without one it takes another from the environment. The HTTP client sends the right one.
+                api_key="EMPTY",  # Without it, openai would take a key from the environment. The HTTP client sends the right one.
                 timeout=self.endpoint.timeout,
                 max_retries=self.endpoint.retries,
                 http_client=engine_http(self.endpoint.url, self.key, most_bytes=self.most_bytes),
@@ -70,33 +70,33 @@ class EndpointTarget:
 
     @property
     def key(self) -> str:
-        """What the server wants to be told; empty: nothing."""
+        """The API key of the server; empty: none."""
         return os.environ.get(self.endpoint.api_key_env, "")
 
     @property
     def model(self) -> str:
-        """The model's name at the server, once it is known to be served.
+        """The name of the model at the server, checked once.
 
         Raises:
-            UserError: no server there, key refused, another model than asked, several to choose from.
+            UserError: no server there, API key refused, the model is not served, or several models and no name is given.
         """
         if self._model is None:
             listed = self._ask(lambda: {str(model.id): model for model in self.client.models.list()})
             url, wanted, names = self.endpoint.url, self.endpoint.model, ", ".join(listed) or "no model"
             if wanted is None and len(listed) != 1:
-                raise UserError(f"target.endpoint.model (--model): {url} serves {names}; name one of them")
+                raise UserError(f"target.endpoint.model (--model): {url} serves {names}; set one of them")
             if wanted is not None and wanted not in listed:
                 raise UserError(f"target.endpoint.model (--model) = {wanted}: {url} serves {names}")
             self._model = wanted or next(iter(listed))
-            # vLLM's own: the directory or hub id that the name stands for.
+            # Only vLLM: the directory or hub id behind the name.
             self._root = getattr(listed[self._model], "root", None)
         return self._model
 
     def check(self) -> None:
-        """Asks who is there, and whether its tokenizer splits a text as ours does (where the server shows its prompt's ids).
+        """Check which model answers, and that its tokenizer splits a text like ours, if the server returns prompt ids.
 
         Raises:
-            UserError: as `model`; another tokenizer; another model than the record's.
+            UserError: as `model`; another tokenizer; another model than the recorded one.
         """
         choice = self._complete(
             _PROBE_TEXT, max_tokens=1, temperature=0.0, add_special_tokens=False, return_token_ids=True
@@ -105,31 +105,31 @@ class EndpointTarget:
         ours = list(self.tokenizer(_PROBE_TEXT, add_special_tokens=False)["input_ids"])
         if theirs is not None and list(theirs) != ours:
             raise UserError(
-                f"{self.endpoint.url}: {self.model} splits text into other tokens than target.path's tokenizer does "
-                f"({theirs[:6]}... against {ours[:6]}...); give the served model's own directory or hub id as target.path"
+                f"{self.endpoint.url}: {self.model} splits text into other tokens than the tokenizer of target.path "
+                f"({theirs[:6]}... and {ours[:6]}...); set target.path to the directory or hub id of the served model"
             )
         self._recognise()
 
     def _recognise(self) -> None:
-        """Refuses another model than the one that answered before."""
+        """Refuse another model than the one that answered before."""
         if self.record is not None:
             says = [self._next_token(text) for text in TEXTS]
             recognise(self.record, {"model": self.model, "root": self._root, "next": says}, self.endpoint.url)
 
     def _next_token(self, text: str) -> dict[str, float]:
-        """Log-probabilities of the most likely tokens behind a text; none from a server that does not say."""
-        # At temperature 1 a server that gives processed probabilities gives the same.
+        """Log-probabilities of the most probable tokens after a text; empty if the server does not return them."""
+        # At temperature 1, processed and raw probabilities are equal.
         choice = self._complete(text, max_tokens=1, temperature=1.0, logprobs=TOP)
         return ((choice.get("logprobs") or {}).get("top_logprobs") or [{}])[0]
 
     def respond(self, store: Store, plan: ResponsePlan, settings: DecodeSettings, show: bool = True) -> None:
-        """As `data.responses.respond.respond`.
+        """Like `data.responses.respond.respond`.
 
-        Every request carries a seed made from (settings.seed, prompt id, sample number), so what is made again after a kill is
-        the same as far as the server keeps to seeds.
+        Every request has a seed made from (settings.seed, prompt id, sample number), so responses after a kill are the same, if the
+        server respects seeds.
 
         Raises:
-            UserError: the server cannot be asked, or cannot answer at these settings. Whole shards stay.
+            UserError: the server does not answer, or not at these settings. Finished shards are kept.
         """
         lacking, total = plan.share(store)
         if not lacking:
@@ -158,10 +158,10 @@ class EndpointTarget:
     def topk(
         self, store: SignalStore, rows: Sequence[Row], k: int, *, rank: int = 0, ranks: int = 1, show: bool = True
     ) -> None:
-        """Writes the signal that an opened store lacks: example i is row i; this rank every `ranks`-th.
+        """Write the missing signal of an opened store. Example i is row i; each rank writes every `ranks`-th.
 
         Raises:
-            UserError: the server cannot be asked, or does not give `prompt_logprobs`, or not so many. What was written stays.
+            UserError: the server does not answer or returns no or too few `prompt_logprobs`. Finished rows are kept.
         """
         missing = [index for index in store.missing() if index % ranks == rank]
         if not missing:
@@ -185,13 +185,13 @@ class EndpointTarget:
         return self.answer(prompt.prompt_ids, settings, key)
 
     def _before_shard(self, store: Store, rows: Sequence[Row]) -> None:
-        """Before responses are written."""
+        """Hook that runs before responses are written."""
 
     def answer(self, prompt_ids: Sequence[int], settings: DecodeSettings, key: str) -> Response:
         """One response to a prompt, sampled by the server with a seed made from the settings' seed and ``key``.
 
         Raises:
-            UserError: the server cannot be asked; its answer cannot be read as tokens.
+            UserError: the server does not answer, or its answer cannot be read as tokens.
         """
         options = request_of(settings, key)
         choice = self._complete(list(prompt_ids), **options, logprobs=1, return_tokens_as_token_ids=True)
@@ -204,17 +204,17 @@ class EndpointTarget:
         log_probs = [float(value) for value in (choice.get("logprobs") or {}).get("token_logprobs") or []]
         if len(log_probs) != len(ids):
             raise UserError(
-                f"{self.endpoint.url}: {len(log_probs)} log-probabilities for {len(ids)} response tokens; the server must give "
-                "one for each, the end token included (vLLM does)"
+                f"{self.endpoint.url}: {len(log_probs)} log-probabilities for {len(ids)} response tokens; the server must return "
+                "one for each, including the end token (vLLM does)"
             )
         answer.log_target_probs = log_probs
         return answer
 
     def score(self, prompt_ids: Sequence[int], response_ids: Sequence[int], k: int) -> TopKSignal:
-        """The K most probable tokens at each response token, and the rest's mass, at temperature 1.
+        """The K most probable tokens at each response token and the total of the rest, at temperature 1.
 
         Raises:
-            UserError: the server cannot be asked, or does not give `prompt_logprobs`, or not so many; another vocabulary.
+            UserError: the server does not answer, returns no or too few `prompt_logprobs`, or has another vocabulary.
         """
         ids = [*prompt_ids, *response_ids]
         content = self._content(ids, max_tokens=1, temperature=0.0, prompt_logprobs=k)
@@ -225,10 +225,10 @@ class EndpointTarget:
         return TopKSignal(*map(torch.from_numpy, found))
 
     def _ended(self, ids: list[int], choice: Choice, eos_ids: Sequence[int]) -> list[int]:
-        """A response's ids, the end token behind them where it ended by itself and they leave it out.
+        """Ids of a response, with the end token added if the server left it out.
 
         Raises:
-            UserError: it is not said which of several end tokens; a token of another vocabulary.
+            UserError: it is unknown which of several end tokens ended it; a token of another vocabulary.
         """
         if choice.get("finish_reason") == "stop" and (not ids or ids[-1] not in eos_ids):
             said = choice.get("stop_reason", choice.get("matched_stop"))
@@ -239,32 +239,32 @@ class EndpointTarget:
             ids = [*ids, said if isinstance(said, int) and said in eos_ids else eos_ids[0]]
         if foreign := [token for token in ids if not 0 <= token < self.vocab_rows]:
             raise UserError(
-                f"{self.endpoint.url}: {self.model} said token {foreign[0]}, but target.path's vocabulary has {self.vocab_rows} rows; "
-                "target.path must be the model that is served"
+                f"{self.endpoint.url}: {self.model} returned token {foreign[0]}, but the vocabulary of target.path has {self.vocab_rows} rows; "
+                "target.path must be the served model"
             )
         return ids
 
     def _ids_of(self, choice: Choice) -> list[int]:
-        """Token ids of a response: given as such, in the names of its tokens, or from its text when that is beyond doubt."""
+        """Token ids of a response: as returned, from the names of its tokens, or from its text if that is unambiguous."""
         if choice.get("token_ids") is not None:
             return [int(token) for token in choice["token_ids"]]
         names = (choice.get("logprobs") or {}).get("tokens") or []
         if names and all(str(name).startswith("token_id:") for name in names):
             return [int(str(name).removeprefix("token_id:")) for name in names]
         ids = [int(token) for token in self.tokenizer(choice.get("text") or "", add_special_tokens=False)["input_ids"]]
-        # The same text may be several token sequences: the pieces must be those that the server names.
+        # One text can be several token sequences, so the pieces must be those that the server lists.
         pieces = [self.tokenizer.decode([token]) for token in ids]
         if pieces != list(names)[: len(ids)] or len(names) - len(ids) not in (0, 1):
             raise UserError(
-                f"{self.endpoint.url}: gives no token ids, and its text does not split into the {len(names)} tokens it names; "
-                "use a server that knows return_token_ids (vLLM 0.10.2 or later)"
+                f"{self.endpoint.url}: returns no token ids, and its text does not split into the {len(names)} tokens it lists; "
+                "use a server with return_token_ids (vLLM 0.10.2 or later)"
             )
         return ids
 
     def _check_probabilities(self, sampling: SamplingSettings, prompts: Sequence[RenderedPrompt]) -> None:
-        """Refuses a server that gives the model's raw probabilities where the settings make others of them.
+        """Refuse a server that returns raw probabilities if the sampling settings change them.
 
-        With top_k 1 a sampled token has probability one under the settings; the raw one is less.
+        With top_k 1 a sampled token has probability one under the settings; its raw probability is lower.
         """
         if sampling.greedy or sampling == SamplingSettings():
             return
@@ -275,19 +275,19 @@ class EndpointTarget:
             values = (choice.get("logprobs") or {}).get("token_logprobs") or []
             if any(float(value) < -1e-3 for value in values):
                 raise UserError(
-                    f"{self.endpoint.url}: gives probabilities before temperature, top-k and top-p; start the server with "
-                    "--logprobs-mode processed_logprobs, or serve at temperature 1 without top_k, top_p and min_p"
+                    f"{self.endpoint.url}: returns probabilities before temperature, top-k and top-p; start the server with "
+                    "--logprobs-mode processed_logprobs, or set serving.temperature: 1 without top_k, top_p and min_p"
                 )
 
     def _complete(self, prompt: str | list[int], **options: Any) -> Choice:
-        """The first choice of a completion; OpenAI's parameters and the servers' own in one."""
+        """The first choice of a completion; ``options`` are parameters of OpenAI or of the server."""
         content = self._content(prompt, **options)
         return self._ask(lambda: dict(json.loads(content)["choices"][0]))
 
     def _content(self, prompt: str | list[int], **options: Any) -> bytes:
         """The JSON of a completion."""
         raw, model = self.client.completions.with_raw_response, self.model
-        # In the extra body: elsewhere the client looks at each id of a prompt by itself, 20 us a piece.
+        # In the extra body, because elsewhere the client checks each id of a prompt, at 20 us each.
         body = {**options, "prompt": prompt}
         return self._ask(
             lambda: raw.create(model=model, prompt="", extra_body=body).http_response.content,
@@ -311,37 +311,39 @@ class EndpointTarget:
             raise UserError(f"{self.endpoint.url}: {self.no_completion.format(said=said)}") from error
 
     def _refusal(self, error: Any, k: int | None) -> str:
-        """What a person does about a fault of the client."""
+        """The message for an error of the client, with what the user can do."""
         import openai
 
         endpoint = self.endpoint
         url, said = endpoint.url, " ".join(str(getattr(error, "message", error)).split())[:200]
-        stays = "what is stored stays; the same command goes on"
+        stays = "finished work is kept; the same command continues"
         if isinstance(error, openai.APITimeoutError):
             return (
-                f"{url}: no answer within {endpoint.timeout:g} s, asked {endpoint.retries + 1} times; raise target.endpoint.timeout or "
+                f"{url}: no answer within {endpoint.timeout:g} s (attempts: {endpoint.retries + 1}); raise target.endpoint.timeout or "
                 f"lower target.endpoint.concurrency; {stays}"
             )
         if isinstance(error, openai.APIConnectionError):
             cause = str(error.__cause__ or "").split("\n")[0] or said
             return f"target.endpoint.url = {url}: no server answers ({cause}); start it (`vllm serve MODEL`); {stays}"
         if isinstance(error, openai.AuthenticationError | openai.PermissionDeniedError):
-            named = endpoint.api_key_env or "that target.endpoint.api_key_env (--api-key-env) gives the name of"
-            return f"{url}: refuses the key; put the right one into the environment variable {named}"
+            named = endpoint.api_key_env or "that target.endpoint.api_key_env (--api-key-env) names"
+            return f"{url}: refuses the API key; put the right one into the environment variable {named}"
         if isinstance(error, openai.NotFoundError):
             return f"{url}: {said or 'not found'}; target.endpoint.url must end in /v1, and {self._model or 'a model'} must be served there"
         limit = re.search(r"logprobs.*(?:max allowed|maximum)\D*(\d+)", said)
         if k is not None and limit:
-            return f"{url}: gives at most {limit.group(1)} {'prompt_logprobs' if 'prompt' in said else 'top_logprobs'}; start it with --max-logprobs {k}, or lower signal.k"
+            return f"{url}: returns at most {limit.group(1)} {'prompt_logprobs' if 'prompt' in said else 'top_logprobs'}; start it with --max-logprobs {k}, or lower signal.k"
         if isinstance(error, openai.BadRequestError) and re.search(
             r"context length|max_model_len|maximum model length", said
         ):
-            return f"{url}: a text is too long for it ({said}); set data.context_length below the server's limit"
+            return (
+                f"{url}: a text is too long for the server ({said}); set data.context_length below the server's limit"
+            )
         status = getattr(error, "status_code", None)
         return f"{url}: {status or type(error).__name__}: {said}; {stays}"
 
     def each(self, work: Callable[[Any], Any], jobs: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
-        """(job, result) as they come, `concurrency` at a time; after a fault or Ctrl-C no further request is made."""
+        """Yield (job, result) as they finish, `concurrency` at a time. After an error or Ctrl-C no more requests are made."""
         waiting, under_way = iter(jobs), dict[Future[Any], Any]()
         pool = ThreadPoolExecutor(self.endpoint.concurrency, thread_name_prefix="endpoint")
         try:
@@ -351,7 +353,7 @@ class EndpointTarget:
                 if not under_way:
                     break
                 finished, _ = wait(under_way, return_when=FIRST_COMPLETED)
-                # The good ones first: what one request did wrong must not lose what others brought.
+                # Successful ones first, so that an error of one request does not lose the results of others.
                 for future in sorted(finished, key=lambda future: future.exception() is not None):
                     job = under_way.pop(future)
                     yield job, future.result()
@@ -359,20 +361,20 @@ class EndpointTarget:
             for future in under_way:
                 future.cancel()
             if under_way and self._client is not None:
-                self._client.close()  # else the interpreter would wait for requests that nobody needs
+                self._client.close()  # Otherwise the interpreter would wait for requests that are not needed.
                 self._client = None
             pool.shutdown(wait=not under_way, cancel_futures=True)
 
 
 def request_of(settings: DecodeSettings, key: str) -> dict[str, object]:
-    """What a request says of how to sample, with a seed made from the settings' and ``key``, and that token ids are wanted."""
+    """Sampling options of a request, which also asks for token ids. The seed is made from the settings' seed and ``key``."""
     sampling = settings.sampling
     return {
         "max_tokens": settings.max_tokens,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "seed": request_seed(settings.seed, key),
-        # The defaults of the model's own generation_config.json would hold for whatever is left out.
+        # The server would take missing options from the model's generation_config.json.
         "top_k": sampling.top_k or -1,
         "min_p": sampling.min_p,
         "repetition_penalty": 1.0,
@@ -386,5 +388,5 @@ def request_of(settings: DecodeSettings, key: str) -> dict[str, object]:
 
 
 def request_seed(seed: int, key: str) -> int:
-    """31 bits of SHA-256 over both."""
+    """31 bits of the SHA-256 of both."""
     return int.from_bytes(hashlib.sha256(f"{seed}\x00{key}".encode()).digest()[:4], "big") >> 1

@@ -1,4 +1,4 @@
-"""The most probable tokens at each place of a text, out of a server's answer.
+"""Read the most probable tokens at each place of a text from a server's answer.
 
 Legend: R response tokens, K entries of a row, N entries of all rows together.
 """
@@ -8,9 +8,9 @@ from typing import Any, cast
 
 import numpy as np
 
-# What vLLM writes in JSON for a logarithm of zero.
+# The value that vLLM writes in JSON for a logarithm of zero.
 CLAMPED = -9999.0
-# Float32 logarithms of k probabilities: their sum is known to about this.
+# Error of the sum of k probabilities with float32 logarithms.
 _SUM_SLACK = 1e-3
 
 TopK = tuple[np.ndarray, np.ndarray, np.ndarray]
@@ -19,11 +19,11 @@ TopK = tuple[np.ndarray, np.ndarray, np.ndarray]
 def read_topk(content: bytes, start: int, total: int, k: int, vocab_rows: int) -> TopK:
     """ids_RK (int64), log_probs_RK and log_tail_R (float32) of the tokens from ``start`` on of a text of ``total`` tokens.
 
-    ``content``: the JSON of a completion with `prompt_logprobs`. At each place the given token counts only where it ranks.
-    An entry that holds nothing has id 0 and log-probability -inf.
+    ``content``: the JSON of a completion with `prompt_logprobs`. At each place, the given token counts only if it is one of the k.
+    An empty entry has id 0 and log-probability -inf.
 
     Raises:
-        ValueError: no completion, or without `prompt_logprobs`, or not of all tokens, or of another vocabulary, or no probabilities.
+        ValueError: not a completion, no `prompt_logprobs`, not for all tokens, another vocabulary, or not probabilities.
     """
     places = _places(content)
     if places is None:
@@ -38,20 +38,20 @@ def read_topk(content: bytes, start: int, total: int, k: int, vocab_rows: int) -
         entries = np.array([entry["logprob"] for place in wanted for entry in place.values()], dtype=np.float64)
         ids_N = np.fromiter((int(token) for place in wanted for token in place), np.int64, len(entries))
     except (TypeError, LookupError, AttributeError, OverflowError) as error:
-        raise ValueError(f"prompt_logprobs hold something else than log-probabilities by token id ({error})") from error
+        raise ValueError(f"prompt_logprobs are not log-probabilities by token id ({error})") from error
     foreign_N = (ids_N < 0) | (ids_N >= vocab_rows)
     if foreign_N.any():
         raise ValueError(
-            f"said token {ids_N[foreign_N][0]}, but target.path's vocabulary has {vocab_rows} rows; "
-            "target.path must be the model that is served"
+            f"returned token {ids_N[foreign_N][0]}, but the vocabulary of target.path has {vocab_rows} rows; "
+            "target.path must be the served model"
         )
     counts_R = np.array([len(place) for place in wanted], dtype=np.int64)
     return topk_table(ids_N, entries, counts_R, k)
 
 
 def _places(content: bytes) -> Sequence[Mapping[str, Any] | None] | None:
-    """`prompt_logprobs` of the first choice; some servers put it beside the choices."""
-    import jiter  # comes with the openai client; three times as fast as json here
+    """`prompt_logprobs` of the first choice; some servers put it next to the choices."""
+    import jiter  # A dependency of the openai client; three times as fast as json here.
 
     try:
         answer = cast(dict[str, Any], jiter.from_json(content))
@@ -59,15 +59,15 @@ def _places(content: bytes) -> Sequence[Mapping[str, Any] | None] | None:
         return choice.get("prompt_logprobs", answer.get("prompt_logprobs"))
     except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
         raise ValueError(
-            f"the answer is no completion ({type(error).__name__}); target.endpoint.url must be that of an "
-            "OpenAI-compatible server, with /v1 at its end"
+            f"the answer is not a completion ({type(error).__name__}); target.endpoint.url must be that of an "
+            "OpenAI-compatible server and end in /v1"
         ) from error
 
 
 def topk_table(ids_N: np.ndarray, logs_N: np.ndarray, counts_R: np.ndarray, k: int) -> TopK:
-    """The k most probable entries of each row, of equal ones the smaller ids; and the log of the rest's mass.
+    """The k most probable entries of each row (of equal ones the smaller ids) and the log of the rest's probability.
 
-    Rows lie behind each other, ``counts_R`` entries each. Raises ValueError when a row has more than all mass.
+    Rows are concatenated, with ``counts_R`` entries each. Raises ValueError if the probabilities of a row sum to more than one.
     """
     rows_N = np.repeat(np.arange(len(counts_R)), counts_R)
     order_N = np.lexsort((ids_N, -logs_N, rows_N))
@@ -82,6 +82,6 @@ def topk_table(ids_N: np.ndarray, logs_N: np.ndarray, counts_R: np.ndarray, k: i
             f"probabilities of one token sum to {mass_R.max():.4g}; start the server with --logprobs-mode raw_logprobs"
         )
     with np.errstate(divide="ignore"):
-        # What is missing to one by less than float32 can say is nothing.
+        # A rest below the precision of float32 counts as zero.
         log_tail_R = np.log(np.where(1 - mass_R > k * 2.0**-23, 1 - mass_R, 0.0))
     return ids_RK, logs_RK.astype(np.float32), log_tail_R.astype(np.float32)

@@ -1,4 +1,4 @@
-"""Prompts as the target will see them: one by one, or as a file of many that stays on disk."""
+"""Prompts as token ids: single prompts, and files of prompts that stay on disk."""
 
 import hashlib
 import itertools
@@ -16,7 +16,7 @@ from data.files import replacing, writing
 from data.prompts.prompt import PromptRow, row_before
 from speculative.errors import UserError
 
-WRITTEN_AT_ONCE = 4096  # prompts held while a file is written
+WRITTEN_AT_ONCE = 4096  # Prompts in memory while a file is written.
 SCHEMA = pa.schema(
     [
         ("prompt_id", pa.string()),
@@ -32,10 +32,10 @@ SCHEMA = pa.schema(
 
 @dataclass(frozen=True)
 class RenderedPrompt:
-    """A prompt as the target will see it. `reference_ids`: the dataset's own answer, when one is mapped.
+    """A prompt as the target sees it. `reference_ids`: the dataset's answer, if a column is mapped.
 
-    `turns`: JSON of {messages, tools} where the prompt is a conversation, for a server that applies the template itself.
-    `group`: shared by prompts that belong on one side of a split.
+    `turns`: JSON of {messages, tools} of a conversation, for a server that applies the chat template itself.
+    `group`: equal for prompts that must be on the same side of a split.
     """
 
     prompt_id: str
@@ -47,12 +47,12 @@ class RenderedPrompt:
     group: str = ""
 
     def row(self) -> PromptRow:
-        """The prompt as it was before it was rendered."""
+        """The prompt before it was rendered."""
         return row_before(self.text, self.turns, self.domain, self.prompt_id)
 
 
 class StoredPrompts(Sequence[RenderedPrompt]):
-    """The prompts of a file, mapped: each is made when it is asked for."""
+    """The prompts of a memory-mapped file; each is read on access."""
 
     def __init__(self, path: Path) -> None:
         """Raises UserError when the file cannot be read."""
@@ -82,7 +82,7 @@ class StoredPrompts(Sequence[RenderedPrompt]):
         return RenderedPrompt(prompt_ids=ids["prompt_ids"] or (), reference_ids=ids["reference_ids"], **texts)
 
     def write(self, path: Path, chosen_N: np.ndarray) -> None:
-        """Writes the prompts for which ``chosen_N`` (bool) holds to a file of their own, whole or not at all.
+        """Write the prompts for which ``chosen_N`` (bool) is true to another file, atomically.
 
         Raises:
             UserError: disk full or folder not writable.
@@ -93,15 +93,15 @@ class StoredPrompts(Sequence[RenderedPrompt]):
         _write(path, (pa.table(batch.filter(pa.array(mask))) for batch, mask in zip(batches, masks, strict=True)))
 
     def column(self, name: str) -> pa.ChunkedArray:
-        """One of SCHEMA's columns."""
+        """A column of SCHEMA."""
         return self._table[name]
 
 
 def write_prompts(path: Path, prompts: Iterable[RenderedPrompt]) -> str:
-    """Writes prompts to a file, whole or not at all, few of them in memory; returns their fingerprint.
+    """Write prompts to a file atomically, with few of them in memory, and return their fingerprint.
 
     Raises:
-        UserError: disk full or folder not writable; or what the prompts raise while they come.
+        UserError: disk full or folder not writable; also errors of the iterable.
     """
     digest = hashlib.sha256()
 
@@ -137,14 +137,14 @@ def prompts_fingerprint(prompts: Iterable[RenderedPrompt]) -> str:
 
 
 def texts_of(prompts: Sequence[RenderedPrompt], name: Literal["prompt_id", "domain"]) -> pa.Array:
-    """A text of all prompts, in order."""
+    """A text column of all prompts, in order."""
     if isinstance(prompts, StoredPrompts):
         return prompts.column(name).combine_chunks()
     return pa.array([getattr(prompt, name) for prompt in prompts], pa.string())
 
 
 def prompt_lengths(prompts: Sequence[RenderedPrompt]) -> np.ndarray:
-    """Tokens of all prompts, in order."""
+    """Number of tokens of each prompt, in order."""
     if isinstance(prompts, StoredPrompts):
         return pc.list_value_length(prompts.column("prompt_ids")).to_numpy()
     return np.array([len(prompt.prompt_ids) for prompt in prompts], dtype=np.int64)

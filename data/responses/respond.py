@@ -1,4 +1,4 @@
-"""The target answers the prompts, at the serving settings, into a store: batched, resumable, shared between ranks."""
+"""Store the target's responses to prompts: in batches, shared between ranks, and continued after an interruption."""
 
 import shutil
 from collections.abc import Callable, Sequence
@@ -22,10 +22,10 @@ from speculative.engine.memory import release
 
 
 class ResponsePlan:
-    """Every response that is wanted, a job of (prompt, sample number), cut into shards: a function of the arguments alone.
+    """All wanted responses as jobs (prompt, sample number) in shards; depends only on the arguments.
 
-    Longest prompts first, so that a batch holds prompts of like length and memory runs out at once or never. J jobs.
-    This rank makes every `ranks`-th shard.
+    Longest prompts first, so that a batch has prompts of similar length and memory runs out at the start or never. J jobs.
+    Each rank makes every `ranks`-th shard.
     """
 
     def __init__(
@@ -43,19 +43,19 @@ class ResponsePlan:
         return -(-len(self.numbers_J) // self.shard_size)
 
     def domains(self) -> pa.Array:
-        """Of the jobs' prompts, in order."""
+        """Domains of the jobs' prompts, in order."""
         return texts_of(self.prompts, "domain").take(pa.array(self.numbers_J))
 
     def job(self, number: int) -> tuple[RenderedPrompt, int]:
-        """A job by its place in the order."""
+        """The job at a place in the order."""
         return self.prompts[int(self.numbers_J[number])], int(self.samples_J[number])
 
     def shard(self, number: int) -> range:
-        """Places of a shard's jobs."""
+        """Places of the jobs of a shard."""
         return range(number * self.shard_size, min((number + 1) * self.shard_size, len(self.numbers_J)))
 
     def share(self, store: Store) -> tuple[list[tuple[int, list[int]]], int]:
-        """(the shards of this rank with the places of the jobs that the store lacks; its jobs in all)."""
+        """(shards of this rank with the places of jobs that the store lacks, total number of its jobs)."""
         present_J, mine = store.present(self.keys), range(self.rank, len(self), self.ranks)
         lacking = [(shard, [job for job in self.shard(shard) if not present_J[job]]) for shard in mine]
         return [(shard, jobs) for shard, jobs in lacking if jobs], sum(len(self.shard(shard)) for shard in mine)
@@ -72,10 +72,10 @@ def respond(
     drafter: Drafter | None = None,
     companion: Callable[[Path, Sequence[Response]], None] | None = None,
 ) -> None:
-    """Makes the responses of this rank's share that an opened store lacks, with a drafter speculatively.
+    """Make the responses of this rank that an opened store lacks; with a drafter, by speculative decoding.
 
-    A response depends on (settings.seed, prompt id, sample number) alone, so a killed and resumed run gives the same ones.
-    ``companion`` is given the path of a shard and its responses before it is written: a shard that is there has one.
+    A response depends only on (settings.seed, prompt id, sample number), so a killed and resumed run gives the same ones.
+    ``companion`` gets the path of a shard and its responses before the shard is written.
 
     Raises:
         UserError: a prompt that does not fit; disk full.
@@ -98,7 +98,7 @@ def respond(
 
 
 def row_of(prompt: RenderedPrompt, sample: int, response: Response) -> Row:
-    """A store row of a prompt and one answer."""
+    """The row of a prompt and one response."""
     input_ids = [*prompt.prompt_ids, *response.response_ids]
     mask = loss_mask(len(prompt.prompt_ids), len(input_ids))
     log_probs = list(response.log_target_probs)
@@ -106,12 +106,12 @@ def row_of(prompt: RenderedPrompt, sample: int, response: Response) -> Row:
 
 
 def store_references(store: Store, manifest: Manifest, plan: ResponsePlan, max_tokens: int) -> None:
-    """Stores the dataset's own answers, cut at `max_tokens`. Other ones that the store held are deleted.
+    """Store the dataset's answers, cut at `max_tokens`. Other reference answers in the store are deleted.
 
-    The target has no part in it: its probabilities of these tokens are not known.
+    The target does not run, so its probabilities of these tokens are unknown.
 
     Raises:
-        UserError: the store holds a target's responses; disk full.
+        UserError: the store holds responses of a target; disk full.
     """
     found = store.manifest() if (store.folder / MANIFEST).exists() else manifest
     if found != manifest and found.get("responses") == manifest["responses"]:
@@ -128,14 +128,14 @@ def store_references(store: Store, manifest: Manifest, plan: ResponsePlan, max_t
 
 
 class ResponseBar(Progress):
-    """A progress line: responses done, tokens/s of this run, remaining time."""
+    """A progress line: finished responses, tokens/s of this start, remaining time."""
 
     def __init__(self, label: str, total: int, done: int, show: bool) -> None:
         columns = (
             TextColumn("[bold]{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(),
             TextColumn("{task.fields[rate]}"), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(),
         )  # fmt: skip
-        # On stderr: stdout may be JSON for a script.
+        # On stderr, because stdout may be JSON for a script.
         super().__init__(
             *columns, console=Console(stderr=True), disable=not show or done == total, refresh_per_second=2
         )
@@ -143,11 +143,11 @@ class ResponseBar(Progress):
         self.counted = 0
 
     def count(self, tokens: int) -> None:
-        """Counts decoded tokens."""
+        """Count decoded tokens."""
         self.counted += tokens
         elapsed = self.tasks[0].elapsed or 0.0
         self.update(self.task, rate=f"{self.counted / elapsed:,.0f} tok/s" if elapsed > 1.0 else "")
 
     def store(self, responses: int) -> None:
-        """Counts stored responses."""
+        """Count stored responses."""
         self.advance(self.task, responses)

@@ -1,4 +1,4 @@
-"""Which model a server has, beyond its name: what it would say next after fixed texts, kept beside the responses."""
+"""Recognise the model of a server by its next-token probabilities after fixed texts, which are stored with the responses."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -8,19 +8,19 @@ from typing import Any
 from data.files import write_json
 from speculative.errors import UserError
 
-# Each leaves open what follows, so that another model, or the same one trained further, thinks otherwise of it.
+# Each has many continuations, so that another model, or the same one after more training, has other probabilities.
 TEXTS = ("The most important thing about", "def process(data):\n    ", "Q: What should I do next?\nA:")
 TOP = 5
-# Nats, mean over the top tokens of all texts. Logits in bfloat16 are known to about 0.06; not measured on real servers.
+# Nats, mean over the top tokens of all texts. The error of bfloat16 logits is about 0.06; not measured on real servers.
 NOISE = 0.15
 
 Says = Sequence[Mapping[str, float]]
 
 
 def difference(before: Says, now: Says) -> float:
-    """Nats between two servers' log-probabilities of the next token, {token: log_prob} of each text; mean over all tokens named.
+    """Mean difference in nats between two servers' next-token log-probabilities, {token: log_prob} for each text.
 
-    A token that one of them does not name is as likely there as its least likely at most, so it may have lost no more than that.
+    A token that one server does not list is at most as probable there as its least probable listed token.
     """
     gaps = []
     for old, new in zip(before, now, strict=True):
@@ -33,7 +33,7 @@ def difference(before: Says, now: Says) -> float:
 
 
 def recognise(path: Path, now: dict[str, Any], url: str) -> None:
-    """Writes down which model answers, or refuses another than the one that answered before.
+    """Record which model answers, or refuse another model than the one that answered before.
 
     Args:
         path: the record.
@@ -58,6 +58,6 @@ def recognise(path: Path, now: dict[str, Any], url: str) -> None:
         return
     was, is_ = (f"{one['model']} from {one['root']}" if one["root"] else one["model"] for one in (before, now))
     raise UserError(
-        f"{url}: {is_} is not the model that answered before ({was}): after fixed texts its log-probabilities are {apart:.2f} "
-        f"nats away, {NOISE} would be noise; serve that one, or give the run another name ({path} is its record)"
+        f"{url}: {is_} is not the model that answered before ({was}): after fixed texts its log-probabilities differ by {apart:.2f} "
+        f"nats, above the noise of {NOISE}; serve the earlier model, or give the run another name (record: {path})"
     )

@@ -1,13 +1,13 @@
-"""The token store: responses in Arrow shards beside a manifest that says which target, tokenizer and settings made them.
+"""The token store: responses in Arrow shards, with a manifest of the target, tokenizer and settings that made them.
 
-    manifest.json            what every row was made with
+    manifest.json            what all rows were made with
     shard-NNNNN.arrow        rows (prompt, sample number), written under a temporary name and renamed, never changed
-    checksum-NNNNN.sha256    of the shard beside it, as `sha256sum -c` reads it; a shard whose bytes have another one is refused
-    index.arrow              which rows are in use, in which order
-    signal-RANK-NNN.arrows   what the teacher said about rows, where that was asked for: see `data/signals/store.py`
+    checksum-NNNNN.sha256    checksum of the shard, for `sha256sum -c`; a shard that does not match is refused
+    index.arrow              the rows in use and their order
+    signal-RANK-NNN.arrows   stored probabilities of the target, if wanted: see `data/signals/store.py`
 
-A killed writer leaves whole shards, and whoever resumes makes the missing rows: nothing lost, nothing twice. A row is known by
-its prompt's id and its sample number, so a store grows: what is there stays, whatever prompts stand beside it.
+A killed writer leaves only complete shards, and a resumed one makes the missing rows. The key of a row is its prompt id and sample
+number, so a store can grow when prompts are added.
 """
 
 import functools
@@ -40,9 +40,9 @@ from data.signals.columns import lists_of
 from speculative.errors import UserError
 
 INDEX = "index.arrow"
-MAPPED_SHARDS = 8  # of the rows that were looked at last; what they touched goes back with them
-SCANNED_SHARDS = 256  # mapped at once while the rows of all shards are listed
-# What is known of a row without its tokens; then the tokens.
+MAPPED_SHARDS = 8  # Shards of the rows that were read last; older ones are unmapped to free memory.
+SCANNED_SHARDS = 256  # Shards mapped at once while all rows are listed.
+# Facts of a row, then its tokens.
 FACTS = pa.schema(
     [
         ("prompt_id", pa.string()),
@@ -68,9 +68,9 @@ LISTED = pa.schema([*FACTS, ("shard", pa.string()), ("place", pa.int32())])
 class Row:
     """One response with its prompt.
 
-    `loss_mask` is true on response tokens; `log_target_probs` holds one natural logarithm per response token: the target's
-    probability of it under the manifest's sampling settings (0 under greedy), nothing where the target did not write it.
-    `finished`: it ended by itself, not by budget.
+    `loss_mask` is true on response tokens. `log_target_probs` has the natural logarithm of the target's probability of each response
+    token under the manifest's sampling settings (0 under greedy); it is empty if the target did not write the response.
+    `finished`: it ended by itself, not by max_tokens.
     """
 
     prompt_id: str
@@ -95,7 +95,7 @@ class Row:
 
     @property
     def key(self) -> int:
-        """64 bits that the row is known by."""
+        """64-bit key of the row."""
         example = self.example()
         return example_key(example.input_ids, example.loss_mask, f"{self.prompt_id}:{self.sample}")
 
@@ -105,9 +105,9 @@ class Row:
 
 
 class StoredRows(Sequence[Row]):
-    """Rows of a store in an order: their tokens stay on disk, mapped while they are looked at. Safe to use from threads.
+    """Rows of a store in a given order. Tokens stay on disk and are memory-mapped on access. Safe to use from threads.
 
-    Shapes: N rows. `tokens_N`: ids of prompt and response; `response_tokens_N`: those that are predicted.
+    Shapes: N rows. `tokens_N`: number of ids of prompt and response; `response_tokens_N`: number of response ids.
     """
 
     def __init__(self, folder: Path, listed: pa.Table) -> None:
@@ -141,7 +141,7 @@ class StoredRows(Sequence[Row]):
         return Row(**facts, **{name: self._values(name, number).tolist() for name in TOKENS.names})
 
     def example(self, number: int) -> Example:
-        """The training sequence of a row; its ids are those of the file."""
+        """The training sequence of a row; its ids are a view of the file."""
         return Example(self._values("input_ids", number), self._values("loss_mask", number))
 
     def _values(self, name: str, number: int) -> np.ndarray:
@@ -153,18 +153,17 @@ class StoredRows(Sequence[Row]):
 
 
 class Store:
-    """A folder of shards with one manifest."""
+    """A folder of shards with a manifest."""
 
     def __init__(self, folder: Path) -> None:
         """Nothing is read or written yet."""
         self.folder = folder
 
     def open(self, manifest: Manifest) -> None:
-        """Creates the store, or accepts the one that is there when its manifest is the same.
+        """Create the store, or accept an existing one with the same manifest.
 
         Raises:
-            UserError: the store was made with something else; the first differing key and both values are named. Or the
-                folder cannot be written.
+            UserError: the manifest differs (the message has the first difference), or the folder cannot be written.
         """
         if (self.folder / MANIFEST).exists():
             remedy = "give the run another name, or delete that folder to make its responses again"
@@ -186,7 +185,7 @@ class Store:
         return self.folder / f"shard-{shard:05d}.arrow"
 
     def write_shard(self, shard: int, rows: Sequence[Row]) -> None:
-        """Writes one shard, whole or not at all; where one of that number is, under a name made of these rows' keys.
+        """Write one shard atomically. If the number is taken, the name also has a hash of the rows' keys.
 
         Raises:
             UserError: disk full or folder not writable.
@@ -202,34 +201,34 @@ class Store:
             with pa.ipc.new_file(stream, table.schema) as writer:
                 writer.write_table(table)
             content = stream.getvalue().to_pybytes()
-            # First the checksum: a shard is there when its own file is, and then this one is too.
+            # The checksum comes first, so that every existing shard has one.
             write_bytes(_checksum_path(path), _checksum_line(path, hashlib.sha256(content).hexdigest()))
             write_bytes(path, content)
         except OSError as error:
             if not path.exists():
                 _checksum_path(path).unlink(missing_ok=True)
             raise UserError(
-                f"{path}: cannot be written ({error.strerror or error}); what was there before is whole"
+                f"{path}: cannot be written ({error.strerror or error}); earlier shards are intact"
             ) from error
 
     def adopt(self, other: "Store") -> None:
-        """Links, or copies, the shards of another store made with the same; what is here already stays.
+        """Link or copy the shards of another store with the same manifest; keep what is here.
 
         Raises:
-            UserError: the other was made with something else, or one of its shards is damaged; disk full.
+            UserError: the manifests differ, a shard of the other store is damaged, or the disk is full.
         """
         self.open(other.manifest())
         other.verify()
         for shard in other.shards():
             digest = _checksum_path(shard).read_text(encoding="ascii").split()[0]
-            # By its content: two stores may both have a first shard, and one may be adopted twice.
+            # Named by content, because two stores may both have a first shard, and one may be adopted twice.
             path = self.folder / f"shard-{digest[:16]}.arrow"
             with writing(path):
                 if not path.exists():
                     write_bytes(_checksum_path(path), _checksum_line(path, digest))
                     try:
                         os.link(shard, path)
-                    except OSError:  # another disk
+                    except OSError:  # On another disk.
                         write_bytes(path, shard.read_bytes())
 
     def shards(self) -> list[Path]:
@@ -237,7 +236,7 @@ class Store:
         return sorted(self.folder.glob("shard-*.arrow"))
 
     def present(self, keys: pa.Array) -> np.ndarray:
-        """Which of these rows (see `row_keys`) are there, bool; shards are not checked.
+        """Which of these rows (see `row_keys`) exist, bool; checksums are not checked.
 
         Raises:
             UserError: a shard that cannot be read.
@@ -247,7 +246,7 @@ class Store:
         return found.to_numpy(zero_copy_only=False)
 
     def chosen(self, keys: pa.Array, domains: Sequence[str]) -> StoredRows:
-        """These rows (see `row_keys`), in this order, with these labels; nothing is written. Shards are checked.
+        """These rows (see `row_keys`), in this order and with these domains. Writes nothing; checksums are checked.
 
         Raises:
             UserError: a row that is missing, a shard that is damaged.
@@ -257,14 +256,14 @@ class Store:
         places = pc.index_in(keys, value_set=row_keys(there["prompt_id"], there["sample"]))
         if places.null_count:
             raise UserError(
-                f"{self.folder}: {places.null_count} of {len(keys)} responses are missing; run again to make them"
+                f"{self.folder}: {places.null_count} of {len(keys)} responses are missing; give the same command again to make them"
             )
         listed = there.take(places)
         listed = listed.set_column(FACTS.get_field_index("domain"), "domain", pa.array(domains, pa.string()))
         return StoredRows(self.folder, listed.combine_chunks())
 
     def select(self, keys: pa.Array, domains: Sequence[str]) -> None:
-        """Makes `chosen` rows the ones that `rows` reads from now on.
+        """Store the `chosen` rows as those that `rows` reads.
 
         Raises:
             UserError: see `chosen`; disk full.
@@ -277,23 +276,23 @@ class Store:
             write_bytes(self.folder / INDEX, content + hashlib.sha256(content).digest())
 
     def rows(self) -> StoredRows:
-        """The selected rows, or, where none were, all rows in the order of the shards' names; shards are not checked.
+        """The selected rows, or without a selection all rows, by name of the shard; checksums are not checked.
 
         Raises:
             UserError: the index is damaged, a shard cannot be read.
         """
         path = self.folder / INDEX
-        pa.default_memory_pool().release_unused()  # what listing the shards took
+        pa.default_memory_pool().release_unused()  # Free the memory that listing the shards used.
         if not path.exists():
             return StoredRows(self.folder, self._listed())
         with pa.memory_map(str(path)) as source:
             content = source.read_buffer()
         if len(content) < 32 or hashlib.sha256(content[:-32]).digest() != content[-32:].to_pybytes():
-            raise UserError(f"{path}: damaged; delete it and run again to make it again")
+            raise UserError(f"{path}: damaged; delete it and give the same command again to make it again")
         return StoredRows(self.folder, pa.ipc.open_stream(content).read_all())
 
     def read(self) -> list[Row]:
-        """`rows`, every shard's checksum checked, in memory.
+        """Like `rows`, in memory and with all checksums checked.
 
         Raises:
             UserError: a shard that is damaged or cannot be read, or has no checksum.
@@ -302,7 +301,7 @@ class Store:
         return list(self.rows())
 
     def verify(self) -> None:
-        """Compares every shard with its checksum.
+        """Compare every shard with its checksum.
 
         Raises:
             UserError: a shard that is damaged or cannot be read, or has no checksum.
@@ -311,17 +310,17 @@ class Store:
             list(pool.map(_verify, self.shards()))
 
     def _listed(self) -> pa.Table:
-        """What is known of all rows, shard by shard."""
+        """Facts of all rows, shard by shard."""
         paths, parts = self.shards(), [LISTED.empty_table()]
         for start in range(0, len(paths), SCANNED_SHARDS):
             some = pa.concat_tables([_facts_of(path) for path in paths[start : start + SCANNED_SHARDS]])
-            # Copied, so that the files behind it are unmapped.
+            # Copied, so that the files can be unmapped.
             parts.append(some.take(np.arange(len(some))))
         return pa.concat_tables(parts).combine_chunks()
 
 
 def row_keys(prompt_ids: Any, samples: Any) -> pa.Array:
-    """What rows are known by, from their columns."""
+    """Keys of rows (prompt id and sample number), from their columns."""
     keys = pc.binary_join_element_wise(prompt_ids, pc.cast(samples, pa.string()), ":")
     return keys.combine_chunks() if isinstance(keys, pa.ChunkedArray) else keys
 
@@ -344,14 +343,18 @@ def _table_of(rows: Sequence[Row]) -> pa.Table:
 
 
 def _mapped_table(path: Path) -> pa.Table:
-    """A shard's columns as they lie in its file. (Arrow allocates for all of them when it is asked for some.)"""
+    """All memory-mapped columns of a shard. (Arrow would allocate memory for all of them when only some are read.)"""
     try:
         with pa.memory_map(str(path)) as source:
             return pa.ipc.open_file(source).read_all()
     except FileNotFoundError as error:
-        raise UserError(f"{path}: this shard is missing; run again to make its responses again") from error
+        raise UserError(
+            f"{path}: this shard is missing; give the same command again to make its responses again"
+        ) from error
     except (OSError, pa.ArrowException) as error:
-        raise UserError(f"{path}: damaged shard ({error}); delete it and run again to make it again") from error
+        raise UserError(
+            f"{path}: damaged shard ({error}); delete it and give the same command again to make it again"
+        ) from error
 
 
 def _facts_of(path: Path) -> pa.Table:
@@ -364,15 +367,17 @@ def _verify(path: Path) -> None:
     try:
         if not _checksum_path(path).exists():
             raise UserError(
-                f"{path}: its checksum {_checksum_path(path).name} is missing; delete the shard and run again to make it again"
+                f"{path}: its checksum {_checksum_path(path).name} is missing; delete the shard and give the same command again to make it again"
             )
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         damaged = _checksum_path(path).read_bytes() != _checksum_line(path, digest)
     except OSError as error:
-        raise UserError(f"{path}: damaged shard ({error}); delete it and run again to make it again") from error
+        raise UserError(
+            f"{path}: damaged shard ({error}); delete it and give the same command again to make it again"
+        ) from error
     if damaged:
         raise UserError(
-            f"{path}: damaged shard (another checksum than {_checksum_path(path).name} says); delete it and run again to "
+            f"{path}: damaged shard (it does not match {_checksum_path(path).name}); delete it and give the same command again to "
             "make it again"
         )

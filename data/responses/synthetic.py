@@ -1,10 +1,10 @@
-"""Prompts that nobody asked, for the target to answer: sampled from the target itself, or joined from the user's own.
+"""Generate prompts for the target to answer: sampled from the target, or joined from training prompts.
 
-`magpie`: the target goes on where the template opens the user's turn (Magpie, arXiv 2406.08464), behind what each training prompt
-has before its last question: its system message, the turns so far. `mix`: the beginning of one question and the end of another,
-joined at two words that both have, behind the turns of the first.
+`magpie`: the target continues where the chat template opens the user turn (Magpie, arXiv 2406.08464), after what a training prompt
+has before its last question: its system message and earlier turns. `mix`: the start of one question is joined to the end of another
+at two words that both contain, after the turns of the first.
 
-What comes near a held-out prompt, or repeats another one, is left out by the rules of `data/prompts/split.py`.
+Prompts near a held-out prompt and repeats are left out by the rules of `data/prompts/split.py`.
 """
 
 import random
@@ -20,9 +20,9 @@ from data.prompts.template import render_opening
 from data.responses.rendered import RenderedPrompt
 from speculative.errors import UserError
 
-# (openings, samples of each) -> (prompt id, response ids) of each sample, those of fewer samples or openings among them.
+# (openings, samples of each) -> (prompt id, response ids) of each sample. A larger request contains a smaller one.
 Sampler = Callable[[Sequence[RenderedPrompt], int], Iterable[tuple[str, Sequence[int]]]]
-# Candidates that are made at first, and at most, for each prompt that is wanted.
+# Candidates per wanted prompt: at first, and at most.
 FIRST, MOST = 1.25, 8
 
 
@@ -33,13 +33,13 @@ def synthetic_rows(
     candidates: Callable[[int], tuple[Sequence[PromptRow], Counter[str]]],
     fits: Callable[[PromptRow], bool],
 ) -> tuple[list[PromptRow], dict[str, int]]:
-    """At most `count` new prompts, and how many candidates were made and why they were left out.
+    """(at most `count` new prompts, counts of candidates made, kept and left out by reason).
 
     Args:
         own: the training prompts.
-        heldout: no prompt that begins or ends with the first question of one of these is made, nor with a near-equal one.
-        candidates: the first so many candidates, those of fewer among them, and what was left out on the way.
-        fits: whether a prompt leaves room for its answer.
+        heldout: prompts whose first or last question is near-equal to the first question of one of these are left out.
+        candidates: number -> (that many candidates, counts of those already left out). More candidates contain fewer.
+        fits: whether a prompt leaves space for its response.
     """
     wanted = round(FIRST * count)
     while True:
@@ -73,7 +73,7 @@ def sampled_rows(
     seed: int,
     template: Template,
 ) -> Callable[[int], tuple[list[PromptRow], Counter[str]]]:
-    """Candidates by `magpie`. A turn that does not end by itself, by one of `end_ids`, is too long.
+    """Candidates by `magpie`. A turn that does not end with one of `end_ids` is too long.
 
     Raises:
         UserError: the tokenizer has no chat template.
@@ -104,7 +104,7 @@ def mixed_rows(own: Sequence[PromptRow], seed: int) -> Callable[[int], tuple[lis
     """Candidates by `mix`.
 
     Raises:
-        UserError: no two prompts have two neighbouring words in common.
+        UserError: no two prompts share two neighbouring words.
     """
     words = [re.findall(r"\S+\s*", "".join(_questions(row)[-1:])) for row in own]
     places: dict[tuple[str, str], list[tuple[int, int]]] = defaultdict(list)
@@ -145,7 +145,7 @@ def _key(question: str) -> str:
 
 
 def _asking(row: PromptRow, question: str) -> PromptRow:
-    """The row with another last question, and nothing behind it."""
+    """The row with another last question and nothing after it."""
     row = replace(row, reference=None, origin="synthetic")
     if row.messages is None:
         return replace(row, text=question)

@@ -141,7 +141,7 @@ def test_a_torn_last_line_is_left_out_with_a_warning(tmp_path: Path, format: str
     log = read_acceptance_log(path, format)
     number = GOOD[format].count("\n") + 1
     assert len(log.records) == 1
-    assert log.warnings == [f"{path}:{number}: the last line is torn and left out"]
+    assert log.warnings == [f"{path}:{number}: the last line is incomplete and skipped"]
     whole = read_acceptance_log(write(tmp_path, "b", GOOD[format].rstrip("\n")), format)
     assert whole.records == log.records
     assert whole.warnings == []
@@ -208,7 +208,7 @@ def test_a_gzip_that_is_cut_off_gives_what_stands_before(tmp_path: Path) -> None
     assert [record.accepted for record in log.records] == [json.loads(line)["accepted"] for line in lines][
         : len(log.records)
     ]
-    assert "the gzip ends in the middle" in log.warnings[0]
+    assert "the gzip file is truncated" in log.warnings[0]
     broken = bytearray(gzip.compress("".join(lines).encode()))
     broken[len(broken) // 2 : len(broken) // 2 + 200] = bytes(200)
     path.write_bytes(broken)

@@ -108,20 +108,20 @@ def test_probabilities_under_other_settings_are_not_known(server: Any, tmp_path:
 def test_another_template_and_another_vocabulary_are_refused(server: Any, tmp_path: Path) -> None:
     url, behaviour = server
     behaviour.template = "Today. " + TEMPLATE
-    with pytest.raises(UserError, match=r"its chat template is not that of target.path"):
+    with pytest.raises(UserError, match=r"so its chat template differs from that of target.path"):
         made(chat_at(url), tmp_path / "a")
     behaviour.template = TEMPLATE
     target = chat_at(url)
     target._token_bytes = lambda: {}
-    with pytest.raises(UserError, match=r"target.path's vocabulary does not have"):
+    with pytest.raises(UserError, match=r"the vocabulary of target.path does not have"):
         made(target, tmp_path / "b")
 
 
 def test_more_than_the_api_gives_and_responses_without_a_signal_are_one_line(server: Any, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"gives at most 20 top_logprobs.*lower signal.k"):
+    with pytest.raises(UserError, match=r"returns at most 20 top_logprobs.*lower signal.k"):
         made(chat_at(server[0], top=64), tmp_path / "a")
     rows = made(chat_at(server[0], top=0), tmp_path / "b")
-    with pytest.raises(UserError, match="6 responses were made without their 5 most probable tokens"):
+    with pytest.raises(UserError, match="6 responses were stored without their 5 most probable tokens"):
         chat_at(server[0]).require_kept(opened(tmp_path / "b", rows, 5))
 
 

@@ -217,7 +217,7 @@ def test_a_server_that_dies_leaves_whole_shards_and_the_same_call_goes_on(server
     behaviour.requests.clear()
     behaviour.dead_after = 5 + 6  # what is asked before the first response, then six responses: one shard of four
     text = refused(made, target_at(url, retries=0, concurrency=1), tmp_path / "killed", SAMPLED)
-    assert "the same command goes on" in text
+    assert "the same command continues" in text
     shards = [path.name for path in sorted((tmp_path / "killed").glob("shard-*.arrow"))]
     assert shards == ["shard-00000.arrow"]
     behaviour.dead_after = None
@@ -232,7 +232,7 @@ def test_a_signal_that_breaks_off_keeps_what_was_written(server: Any, tmp_path: 
     rows = locally(tmp_path / "local", GREEDY)
     store = opened(tmp_path / "signal", rows)
     behaviour.dead_after = 1 + 4
-    with pytest.raises(UserError, match="what is stored stays"):
+    with pytest.raises(UserError, match="finished work is kept"):
         target_at(url, retries=0, concurrency=1).topk(store, rows, 5, show=False)
     assert len(store.missing()) == 5
     behaviour.dead_after = None
@@ -261,11 +261,11 @@ def scored(url: str, k: int, tokens: int = 1) -> Any:
 @pytest.mark.parametrize(
     ("behaviour", "ask", "words"),
     [
-        ({"faults": {0: "slow"}}, lambda url: answered(url, timeout=0.2, retries=0), "no answer within 0.2 s, asked 1 times; raise target.endpoint.timeout"),
-        ({"faults": {0: "junk"}}, answered, "no completion"),
+        ({"faults": {0: "slow"}}, lambda url: answered(url, timeout=0.2, retries=0), "no answer within 0.2 s (attempts: 1); raise target.endpoint.timeout"),
+        ({"faults": {0: "junk"}}, answered, "not a completion"),
         ({}, lambda url: target_at(url.removesuffix("/v1")).model, "must end in /v1"),
         ({}, lambda url: target_at(url, model="huge").model, "serves tiny"),
-        ({"served": ("one", "two")}, lambda url: target_at(url).model, "serves one, two; name one"),
+        ({"served": ("one", "two")}, lambda url: target_at(url).model, "serves one, two; set one"),
         ({}, lambda url: answered(url, tokens=245), "data.context_length"),
         ({"shift": TOKENS}, answered, f"has {TOKENS} rows"),
         ({"shift": TOKENS}, lambda url: scored(url, 4), f"has {TOKENS} rows"),

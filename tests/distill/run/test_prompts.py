@@ -198,7 +198,7 @@ def test_only_bad_rows_are_dropped_as_bad_rows(tmp_path: Path) -> None:
     sets = load_prompts(data.model_copy(update={"too_long": "drop"}), tokenizer, 100, 10, 2)
     assert "2 left out (too long)" in sets.report
     assert "bad rows" not in sets.report
-    with pytest.raises(UserError, match="serving.max_tokens = 100 leaves no space"):
+    with pytest.raises(UserError, match=r"serving\.max_tokens = 100 leaves no space"):
         load_prompts(data, tokenizer, 100, 100, 2)
 
 
