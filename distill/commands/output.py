@@ -1,4 +1,4 @@
-"""Where a command may write, and what it says of a disk that refuses."""
+"""Checks of options and of the files that commands write."""
 
 import stat
 from collections.abc import Collection
@@ -13,28 +13,28 @@ PICTURES = (".svg", ".png")
 
 
 def check_known(option: str, value: str, known: Collection[str]) -> None:
-    """Refuses a value that an option does not know. Raises UserError."""
+    """Raise UserError if an option has an unknown value."""
     if value not in known:
         raise UserError(f"{option} {value}: one of {', '.join(one for one in known if one)}")
 
 
 def write_asked(option: str, path: Path | None, value: Any) -> None:
-    """Writes a value as JSON where an option asks for it. Raises UserError naming the option and the file."""
+    """Write a value as JSON if the option is given. Raises UserError with the option and the file."""
     if path is not None:
         with writing(f"{option} {path}"), held_for(path):
             write_json(path, value)
 
 
 def check_writable(option: str, path: Path | None) -> None:
-    """Refuse a place that cannot be written, that is something else than a file, or a run's that is in use, before any work is done.
+    """Check before any work that a file can be written: not another kind of file, and not in a run that is in use.
 
-    Makes the folder it is in. Raises UserError naming the option; None: it was not asked for.
+    Makes its folder. None: the option is not given. Raises UserError with the option.
     """
     if path is None:
         return
     with writing(f"{option} {path}"), held_for(path):
         if path.exists() and not stat.S_ISREG(path.stat().st_mode):
-            raise UserError(f"{option} {path}: is there and is not an ordinary file; give a file name")
+            raise UserError(f"{option} {path}: exists and is not a regular file; give a file name")
         path.parent.mkdir(parents=True, exist_ok=True)
         trial = path.with_name(f".{path.name}.trial")
         trial.touch()
@@ -42,7 +42,7 @@ def check_writable(option: str, path: Path | None) -> None:
 
 
 def check_plot(path: Path | None) -> None:
-    """`check_writable` of --plot, whose name must say which picture it is. Raises UserError."""
+    """Like `check_writable`, for --plot, whose suffix selects the format. Raises UserError."""
     if path is not None and path.suffix.lower() not in PICTURES:
         raise UserError(f"--plot {path}: its name must end in {' or '.join(PICTURES)}")
     check_writable("--plot", path)

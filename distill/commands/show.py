@@ -1,4 +1,4 @@
-"""`understudy show` and `understudy report`: a finished run on the screen, with a few prompts decoded, and as a page."""
+"""`understudy show` and `understudy report`: print a finished run with some decoded prompts, or write it as a page."""
 
 import json
 from dataclasses import replace
@@ -21,30 +21,30 @@ from speculative.drafters.draft import Draft
 
 
 def show(options: ShowRunOptions) -> None:
-    """Prints what `show_run` prints."""
+    """Run `show_run`."""
     show_run(options.run, options.trust_remote_code)
 
 
 def show_run(run: Path, trusted: bool = False) -> None:
-    """Prints the verdict of a finished run, a few completions, and what to type next.
+    """Print the verdict of a finished run, some completions and the next commands.
 
     Raises:
-        UserError: the run is not finished, or its target is gone.
+        UserError: the run is not finished, or its target is missing.
     """
     verdict, synthetic = load_verdict(run), run / PROMPTS / f"{SYNTHETIC}.json"
     if synthetic.exists():
         made = json.loads(synthetic.read_text(encoding="utf-8"))
         Console().print(synthetic_line(made["method"], made["counts"]))
-    # A target that is only served elsewhere cannot show what it accepts.
+    # Without the target's weights nothing can be decoded.
     shown = held_out_completions(run, 3, verdict, trusted) if verdict.run else []
     last_screen(Console(), run, verdict, shown, run / EXPORT if (run / EXPORT).exists() else None)
 
 
 def held_out_completions(run: Path, count: int, verdict: Verdict, trusted: bool) -> list[Panel]:
-    """Completions of the first held-out prompts with the best draft, accepted tokens marked.
+    """Completions of the first held-out prompts with the best draft, with accepted tokens marked.
 
     Raises:
-        UserError: the run is not finished, or its target is gone.
+        UserError: the run is not finished, or its target is missing.
     """
     config = load_trusted(run / CONFIG, trusted)
     pair = open_pair(config, str(best_student(run)), config.judge.prompts)
@@ -56,10 +56,10 @@ def held_out_completions(run: Path, count: int, verdict: Verdict, trusted: bool)
 
 
 def report(options: ReportOptions) -> None:
-    """Writes the page and names its files.
+    """Write the page and print the names of its files.
 
     Raises:
-        UserError: no result, times or prices that cannot be read, a place that cannot be written.
+        UserError: no result, invalid times or prices, a file that cannot be written.
     """
     prices = parse_prices(options.price_per_hour)
     files = report_command(options.run, options.to, given_times(options.t_target, options.t_draft), prices)

@@ -1,4 +1,4 @@
-"""The target that a command is asked for: on which device, in which dtype."""
+"""Open the target of a command, on a device and in a dtype."""
 
 import torch
 
@@ -10,14 +10,16 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 def place_of(device: str) -> torch.device:
-    """The device by name; CUDA where there is one when nothing is asked for. Raises UserError for one that is not there."""
+    """The device by name; by default CUDA if there is a GPU. Raises UserError for a missing device."""
     has_cuda = torch.cuda.is_available()
     try:
         place = torch.device(device or ("cuda" if has_cuda else "cpu"))
     except RuntimeError:
         raise UserError(f"--device {device}: cpu, cuda or cuda:N") from None
     if place.type == "cuda" and (place.index or 0) >= (torch.cuda.device_count() if has_cuda else 0):
-        raise UserError(f"--device {device}: there are {torch.cuda.device_count()} CUDA devices here; try --device cpu")
+        raise UserError(
+            f"--device {device}: this machine has {torch.cuda.device_count()} CUDA devices; try --device cpu"
+        )
     return place
 
 
@@ -25,7 +27,7 @@ def open_target(path: str, dtype: str, device: str) -> Target:
     """The target by directory, hub id or `embedded`.
 
     Raises:
-        UserError: not there, an unknown dtype, a device that is not there.
+        UserError: a missing target or device, an unknown dtype.
     """
     place = place_of(device)
     if dtype not in DTYPES:

@@ -1,4 +1,4 @@
-"""A training in a process of its own: its output goes to a log, Ctrl-C reaches it once, and it is known to whoever comes after a kill."""
+"""Train in a child process: output goes to a log, Ctrl-C reaches it once, and it can be found after its parent is killed."""
 
 import contextlib
 import json
@@ -18,21 +18,21 @@ from distill.run.launcher import SAFE_PATH
 
 
 class TrainingFailed(Exception):
-    """A run that ended without a verdict; the message is its last error line."""
+    """A training ended without a verdict. The message is its last error line."""
 
 
 def train_apart(
     config: RunConfig, arguments: Sequence[str], log: Path, command: Sequence[str], group: str = ""
 ) -> None:
-    """Takes a run to its verdict, from where it stands; the target answers first where the config wants a stored signal.
+    """Train a run to its verdict, continuing from its last state. If the config needs a stored signal, `respond` runs first.
 
     Args:
-        arguments: of `distill.train`, which make this config.
-        command: what stands before `-m distill.train`.
-        group: of the run in wandb.
+        arguments: arguments of `distill.train` that give this config.
+        command: the command before `-m distill.train`.
+        group: group of the run in wandb.
 
     Raises:
-        TrainingFailed: it ended without a verdict. Interrupted: Ctrl-C, when it has stopped.
+        TrainingFailed: it ended without a verdict. Interrupted: after Ctrl-C, when it has stopped.
     """
     if config.signal.source in ("store", "response_logprobs") and not (config.folder / CHECKPOINTS).exists():
         _child([*command, "-m", "distill.respond", *arguments], config.name, log, group)
@@ -45,7 +45,7 @@ def _child(words: Sequence[str], name: str, log: Path, group: str) -> None:
     note = log.with_suffix(".pid")
     with log.open("ab") as out:
         start = out.tell()
-        # A session of its own: Ctrl-C reaches it through us, once, and it writes its checkpoint.
+        # In its own session, so that Ctrl-C reaches it only through `_stop`, once, and it writes a checkpoint.
         child = subprocess.Popen(
             words, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
             env={"WANDB_RUN_GROUP": group or name, **os.environ, **SAFE_PATH}, start_new_session=True,
@@ -56,7 +56,7 @@ def _child(words: Sequence[str], name: str, log: Path, group: str) -> None:
             status = child.wait()
         except KeyboardInterrupt:
             _stop(child)
-            raise Interrupted(f"{name} has stopped; the same command goes on with it") from None
+            raise Interrupted(f"{name} has stopped; the same command continues it") from None
         finally:
             note.unlink(missing_ok=True)
     if status:
@@ -64,7 +64,7 @@ def _child(words: Sequence[str], name: str, log: Path, group: str) -> None:
 
 
 def running_twin(log: Path) -> psutil.Process | None:
-    """The training that writes this log and that whoever started it has left behind, by kill -9: two must not train in one folder."""
+    """A training that still writes this log after its parent was killed, or None. Two must not train in one folder."""
     try:
         number, created = json.loads(log.with_suffix(".pid").read_text(encoding="utf-8"))
         process = psutil.Process(number)
@@ -75,7 +75,7 @@ def running_twin(log: Path) -> psutil.Process | None:
 
 
 def _stop(child: subprocess.Popen[bytes]) -> None:
-    """Asks a training to stop; a second Ctrl-C asks again (it then stops at once), a third one kills it."""
+    """Ask a training to stop. A second Ctrl-C makes it stop at once, a third one kills it."""
     for number in (signal.SIGINT, signal.SIGINT, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, number)
@@ -88,7 +88,7 @@ def _stop(child: subprocess.Popen[bytes]) -> None:
 
 
 def error_line(output: str, status: int) -> str:
-    """The line that says why a run ended: our own message (of several ranks' the one that their launcher ends with), else the last."""
+    """The error line of a run: Understudy's last message (with several ranks, the one the launcher repeats), else the last line."""
     lines = [line.strip().removeprefix("traceback : ") for line in output.splitlines() if line.strip()]
     if status < 0:
         return f"killed by signal {-status}" + (f" ({lines[-1][:200]})" if lines else "")
@@ -98,7 +98,7 @@ def error_line(output: str, status: int) -> str:
 
 @contextlib.contextmanager
 def terminated_as_interrupted() -> Iterator[None]:
-    """SIGTERM ends what waits for a training as Ctrl-C does."""
+    """Treat SIGTERM like Ctrl-C while waiting for a training."""
 
     def interrupt(number: int, frame: Any) -> None:
         raise KeyboardInterrupt

@@ -321,7 +321,7 @@ def test_a_run_of_another_target_is_refused_by_name_unless_asked_for(tiny_run, t
         (["RUN", "WORSE"], {"rule": "best"}, "--rule best: one of sample"),
         (["RUN", "WORSE"], {"gamma": 17}, "--gamma 17: give 1 to 16"),
         (["RUN", "WORSE"], {"plot": Path("compare.pdf")}, "compare.pdf: its name must end in .svg or .png"),
-        (["RUN", "WORSE"], {"out": Path(".")}, "is there and is not an ordinary file"),
+        (["RUN", "WORSE"], {"out": Path(".")}, "exists and is not a regular file"),
         (["RUN", "STRANGER"], {}, "/stranger: draft and target do not share a vocabulary"),
         (["RUN", "./none"], {}, "no config.json there"),
         (["RUN", "UNFINISHED"], {}, "unfinished: this run has no best checkpoint yet"),
