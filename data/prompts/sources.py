@@ -126,9 +126,7 @@ def _files(path: str) -> list[Path]:
 
 def _stdlib_rows(source: PromptSource) -> list[PromptRow]:
     if source.prompt_column or source.messages_column or source.reference_column or source.domain_column:
-        raise UserError(
-            "stdlib has no columns; remove prompt_column, messages_column, reference_column and domain_column"
-        )
+        raise UserError("stdlib has no columns; remove prompt, messages, reference and domain columns")
     if source.split not in ("train", "heldout"):
         raise UserError(f"stdlib has no split {source.split!r}; its splits are train and heldout")
     from data.prompts.stdlib import function_head_rows
@@ -203,9 +201,7 @@ def _directory_tables(folder: Path, split: str, subset: str | None) -> Iterator[
     """The files that ``datasets`` assigns to this split, read one by one so that errors can give file and line."""
     import datasets
 
-    with tempfile.TemporaryDirectory(
-        prefix="understudy-source-"
-    ) as cache:  # So that nothing is left in the user's home.
+    with tempfile.TemporaryDirectory(prefix="understudy-source-") as cache:  # Leave nothing in the user's home.
         try:
             builder = datasets.load_dataset_builder(str(folder), name=subset, cache_dir=cache)
         except (OSError, ValueError) as error:
@@ -327,10 +323,7 @@ def _parsed(text: str, path: Path, number: int) -> Any:
     except UnicodeEncodeError as error:
         half = "half of a surrogate pair, written \\ud8.."
         raise UserError(f"{path}:{number}: not valid Unicode ({half}); fix or remove this line") from error
-    except (
-        ValueError,
-        RecursionError,
-    ) as error:  # Also a repeated key, a number with too many digits, or nesting too deep.
+    except (ValueError, RecursionError) as error:  # Also a repeated key, a huge number, or deep nesting.
         what = _one_line(error)
         if isinstance(error, json.JSONDecodeError):
             what, number = f"{error.msg}, column {error.colno}", number + error.lineno - 1
@@ -425,9 +418,7 @@ def _content_columns(table: _Table, source: PromptSource, preferred: str | None)
     if preferred in usual:
         usual = [preferred]
     if len(usual) != 1:
-        found = (
-            f"{len(usual)} columns have a common name ({', '.join(usual)})" if usual else "no column has a common name"
-        )
+        found = f"{len(usual)} columns match ({', '.join(usual)})" if usual else "no column has a common name"
         raise UserError(
             f"{table.name}: the prompt column is unclear, {found}; set prompt_column or messages_column to one of "
             f"{', '.join(table.columns)}"

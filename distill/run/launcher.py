@@ -28,7 +28,7 @@ def launch_if_asked(options: LaunchOptions, module: str, *arguments: str) -> Non
         return
     if "LOCAL_RANK" in os.environ:
         raise UserError(
-            "--num-processes, --config-file: a launcher already started this process; give the options to that launcher"
+            "--num-processes, --config-file: a launcher started this process; give the options to that launcher"
         )
     path = Path(options.config_file or DDP)
     read_yaml(path)

@@ -145,7 +145,7 @@ def test_usual_column_is_taken_and_said_only_when_it_is_the_only_one(tmp_path, c
     assert "taking column 'question' as the prompt" in caplog.text
 
     both = refusal(path=write(tmp_path / "two.jsonl", [{"prompt": "a", "input": "b"}]))
-    assert "2 columns have a common name (prompt, input)" in both
+    assert "2 columns match (prompt, input)" in both
     none = refusal(path=write(tmp_path / "none.jsonl", [{"ask": "a", "say": "b"}]))
     assert "no column has a common name" in none
     assert "ask, say" in none
