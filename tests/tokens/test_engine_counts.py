@@ -124,7 +124,7 @@ def test_drift_reads_responses_with_slices_and_engines_files(tmp_path: Path) -> 
         AcceptanceRecord(2, 12, 5, 4),
         AcceptanceRecord(3, 12, 5, 4),
     ]
-    assert log.warnings == ["1 of 5 records drafted nothing and are left out"]
+    assert log.warnings == ["1 of 5 records have no drafted tokens and are skipped"]
     path.write_text(json.dumps({"timings": {"draft_n": 3, "draft_n_accepted": 4}}) + "\n" + json.dumps(rows[0]) + "\n")
     with pytest.raises(UserError, match=r"responses\.jsonl:1: 4 tokens accepted, but only 3 drafted"):
         read_acceptance_log(path)

@@ -150,7 +150,7 @@ def test_a_place_that_cannot_be_written_is_refused_before_any_work(
         monkeypatch.setattr(drift, name, work)
     (tmp_path / "file").write_text("")
     for place in (tmp_path / "file" / "x.json", tmp_path):
-        with pytest.raises(UserError, match=r"--out .*(cannot be written|not an ordinary file)"):
+        with pytest.raises(UserError, match=r"--out .*(cannot be written|not a regular file)"):
             drift_command(DriftOptions(tmp_path, prompts="fresh.jsonl", out=place), silent())
 
 

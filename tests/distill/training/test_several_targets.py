@@ -134,8 +134,8 @@ def test_every_sequence_learns_from_its_own_target() -> None:
         (["target.others=[{run: SECOND}]", "loss.temperature=2"], "loss.temperature is 1.0 there and 2.0 here"),
         (["target.others=[{run: SECOND}]", "serving.temperature=0.5"], "serving.temperature is 0.7 there and 0.5 here"),
         (["target.others=[{run: SECOND}]", "serving.rule=block"], "judge.rule is sample there and block here"),
-        (["target.others=[{run: SECOND}, {run: SECOND}]"], "is the target of target.others.0.run too"),
-        (["target.others=[{run: OWN}]"], "is the target of this run too"),
+        (["target.others=[{run: SECOND}, {run: SECOND}]"], "is also the target of target.others.0.run"),
+        (["target.others=[{run: OWN}]"], "is also the target of this run"),
     ],
 )
 def test_what_does_not_go_together_is_one_line(
@@ -266,7 +266,7 @@ def test_held_out_text_that_the_draft_has_no_room_for_is_refused(
     overrides += ["data.max_prompt_tokens=480", "name=long", f"output={tmp_path}"]
     assert respond_command.run(tiny_config, [*ASKED, *overrides]) is not None
     assert trained(tiny_config, first, tmp_path, f"target.others=[{{run: {tmp_path / 'long'}}}]") == 2
-    assert "this run's pair takes 128" in capsys.readouterr().err
+    assert "this run's limit is 128" in capsys.readouterr().err
 
 
 def test_what_was_answered_on_a_gpu_is_known_on_one_without_the_weights(
