@@ -87,7 +87,7 @@ def _asks_for_what_never_shows(rank: int, folder: Path) -> None:
 
 def test_a_rank_without_the_shared_disk_says_so(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert rank_statuses(_asks_for_what_never_shows, tmp_path) == [0, 1]
-    assert "does not show here after 0.3 s; set output to a folder on a disk" in capfd.readouterr().err
+    assert "is not visible here after 0.3 s; set output to a folder on a disk" in capfd.readouterr().err
 
 
 class RefusingJudge(ScriptedJudge):
