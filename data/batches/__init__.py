@@ -1,1 +1,1 @@
-"""Which sequences share a step, as tensors."""
+"""Which sequences make a step, and their tensors."""

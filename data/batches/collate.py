@@ -1,11 +1,10 @@
-"""Sequences -> tensors of a micro-batch. The one place where labels are shifted against inputs.
+"""Sequences -> tensors of a micro-batch. Labels are shifted against inputs here and nowhere else.
 
-Legend: B sequences, T positions, R predicted tokens of the micro-batch: its response tokens, and those of prompts that are learnt.
+Legend: B sequences, T positions, R predicted tokens of the micro-batch: response tokens, and prompt tokens if prompts are learnt.
 
-Several sequences may lie in one row without seeing each other: position ids start again at 0 with each, and transformers masks
-attention across such restarts when it is given neither an attention mask nor a cache. Padding behind the last of them is at
-position 0 throughout: every padded position is a sequence of its own, no table of positions is too short for it, and it is never
-predicted from.
+Several sequences can share a row without attending to each other: position ids start again at 0 with each, and transformers masks
+attention across such restarts if it gets neither an attention mask nor a cache. Padding after the last sequence has position 0
+everywhere. Each padded position is then a sequence of its own, fits any table of positions, and is never used for a prediction.
 """
 
 from collections.abc import Sequence
@@ -17,16 +16,16 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-# Packed rows are cut to their longest, rounded up to this: a nearly empty batch costs little, and few shapes occur.
+# Packed rows are cut to the longest one, rounded up to this, so that nearly empty batches are cheap and few shapes occur.
 WIDTH_STEP = 64
 
 
 @dataclass(frozen=True)
 class Example:
-    """One training sequence: ids and, for each of them, whether it is a response token (is to be predicted).
+    """One training sequence: ids, and for each id whether it is a response token, which is predicted.
 
-    `weights`, one per id when given, multiply the loss of predicting that id. Above 0, `prompt_weight` makes every other id
-    predicted too, with that weight. `depths`, one per id when given: how many tokens are asked for, in one forward, of a block
+    `weights`, one per id if given, multiply the loss of predicting that id. A `prompt_weight` above 0 predicts all other ids
+    too, with that weight. `depths`, one per id if given: the number of tokens predicted in one forward by the block
     that starts with that id.
     """
 
@@ -51,10 +50,10 @@ class Example:
 class Batch:
     """A micro-batch. `rows_R` indexes the flattened (B x T) positions whose next token is `labels_R`.
 
-    Rows come sequence by sequence, in the order of `indices` (the examples' numbers in their set), position rising. `answers_R`
-    tells response tokens from those of prompts, where prompts are learnt.
-    `position_ids_BT` is given when several sequences share a row of the batch: it starts again at 0 with each of them.
-    `depths_BT`, of a parallel draft: how many tokens behind each position are asked for; 0 where no block starts.
+    Rows are ordered by sequence, in the order of `indices` (the examples' numbers in their set), then by position. `answers_R`
+    marks response tokens, if prompts are learnt too.
+    `position_ids_BT` is given if several sequences share a row of the batch: it starts again at 0 with each of them.
+    `depths_BT`, for a parallel draft: how many tokens after each position are predicted; 0 where no block starts.
     """
 
     input_ids_BT: Tensor
@@ -64,7 +63,7 @@ class Batch:
     weights_R: Tensor | None = None
     depths_BT: Tensor | None = None
     indices: tuple[int, ...] = ()
-    positions: int = 0  # tokens of all sequences, padding not counted
+    positions: int = 0  # tokens of all sequences, without padding
     answers_R: Tensor | None = None
 
     @property
@@ -74,7 +73,7 @@ class Batch:
 
     @property
     def masks(self) -> int:
-        """Mask tokens that stand in the pass of a parallel draft: one for each token asked for behind a block's first."""
+        """Mask tokens in the forward of a parallel draft: one for each predicted token after a block's first."""
         return 0 if self.depths_BT is None else int((self.depths_BT - 1).clamp_min(0).sum())
 
     def to(self, device: torch.device) -> "Batch":
@@ -87,12 +86,12 @@ class Batch:
 
 
 def pad_id_of(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The id behind the end of a sequence. Any will do where a tokenizer has none: nothing attends to it or predicts it."""
+    """The padding id. 0 if the tokenizer has none, because nothing attends to padding or predicts it."""
     return 0 if tokenizer.pad_token_id is None else int(tokenizer.pad_token_id)
 
 
 def collate(examples: Sequence[Example], pad_id: int, indices: Sequence[int] = ()) -> Batch:
-    """Right-pads. Causal attention never looks to the right, so padded rows need no attention mask."""
+    """Right-pad to a micro-batch. Attention is causal, so padded rows need no attention mask."""
     width = max(len(example.input_ids) for example in examples)
     return _collate_rows([(example,) for example in examples], pad_id, width, indices)
 
@@ -100,7 +99,7 @@ def collate(examples: Sequence[Example], pad_id: int, indices: Sequence[int] = (
 def collate_packed(
     rows: Sequence[Sequence[Example]], pad_id: int, row_tokens: int, indices: Sequence[int] = ()
 ) -> Batch:
-    """Several sequences a row, kept apart by their position ids.
+    """Make a micro-batch with several sequences per row, separated by their position ids.
 
     Raises:
         ValueError: the sequences of a row have more than `row_tokens` tokens.
@@ -115,9 +114,9 @@ def collate_packed(
 def _collate_rows(
     rows: Sequence[Sequence[Example]], pad_id: int, width: int, indices: Sequence[int], packed: bool = False
 ) -> Batch:
-    """Sequences one behind the other in rows of `width`, the rest padded; no position predicts the first id of a sequence.
+    """Place sequences one after the other in rows of `width` and pad the rest. No position predicts the first id of a sequence.
 
-    `indices`: the examples' numbers, row by row. No rows at all give a row of padding with R = 0.
+    `indices`: the examples' numbers, row by row. Without rows the result is one row of padding with R = 0.
     """
     shape = max(len(rows), 1), width
     input_ids_BT = np.full(shape, pad_id, dtype=np.int64)

@@ -11,10 +11,10 @@ from data.batches.collate import Example
 
 @dataclass(frozen=True)
 class Examples:
-    """Training sequences by number, each made when it is asked for, and what is known of all of them at once.
+    """Training sequences by number, each made on access, and facts about all of them.
 
-    Shapes: N sequences. `lengths_N`: ids of each; `predicted_N`: those that are predicted; `keys_N`: 64 bits by which a sequence is known
-    whatever its number.
+    Shapes: N sequences. `lengths_N`: ids of each; `predicted_N`: the predicted ones; `keys_N`: 64 bits that identify a sequence
+    independently of its number.
     """
 
     make: Callable[[int], Example]
@@ -49,7 +49,7 @@ def example_key(input_ids: np.ndarray, loss_mask: np.ndarray, name: str = "") ->
 
 
 def as_examples(sequences: Examples | Sequence[Example]) -> Examples:
-    """A list of sequences as a set of them."""
+    """Convert a list of sequences to `Examples`."""
     if isinstance(sequences, Examples):
         return sequences
     return Examples(

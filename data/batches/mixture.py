@@ -1,7 +1,7 @@
-"""Which examples of which pool go into which step: a pure function of seed and step, like the plan of one pool alone.
+"""Choose the examples of each pool for each step: a pure function of seed and step.
 
-A *pool* is a set of sequences of one kind with a share of every step. A pool may be made again every few steps (rollouts): each
-making is a *generation* of it.
+A *pool* is a set of sequences of one kind with a share of every step. A pool can be generated again every few steps (rollouts); each
+version is a *generation*.
 """
 
 import zlib
@@ -19,7 +19,7 @@ from data.batches.packing import batches_per_epoch, plan_epoch
 class Pool:
     """One kind of sequences. `share` is relative to the other pools' shares.
 
-    `every`: steps that a generation serves; None = the pool never changes.
+    `every`: number of steps that use one generation; None = the pool never changes.
     """
 
     name: str
@@ -28,12 +28,12 @@ class Pool:
 
 
 class Mixture:
-    """Deals `batch_size` sequences a step from several pools. Knows neither ranks nor micro-batches.
+    """Draw `batch_size` sequences per step from several pools, independently of ranks and micro-batches.
 
     A pool's count follows its share: over the first N steps, for every N, it is less than one sequence away from
-    N x batch_size x share. Within a pool the order is `plan_epoch`'s, epoch after epoch, in plans of as many sequences as it gives
-    a step on average. The first pool, when it never changes, has the order that it has alone; the others take their name, and the
-    generation, into the seed, so that a pool's order does not hang on which others there are.
+    N x batch_size x share. Within a pool the order is that of `plan_epoch`, epoch by epoch, with the pool's average number of sequences
+    per step as batch size. The first pool, if it never changes, has the same order as without other pools. The others add their name and
+    generation to the seed, so that a pool's order does not depend on which others exist.
     """
 
     def __init__(self, pools: Sequence[Pool], batch_size: int, seed: int) -> None:
@@ -41,18 +41,18 @@ class Mixture:
         if not pools or len({pool.name for pool in pools}) < len(pools) or any(pool.share <= 0 for pool in pools):
             raise ValueError(f"pools need distinct names and shares above zero: {pools}")
         self.pools, self.batch_size, self.seed = {pool.name: pool for pool in pools}, batch_size, seed
-        # As written in decimal, so that 0.1 + 0.2 + 0.7 is one.
+        # Exact decimal fractions, so that 0.1 + 0.2 + 0.7 is one.
         shares = [Fraction(repr(float(pool.share))) for pool in pools]
         self._rates = [share * batch_size / sum(shares) for share in shares]
-        self._drawn = [tuple(0 for _ in pools)]  # by each pool before step 0, 1, ...
+        self._drawn = [tuple(0 for _ in pools)]  # sequences drawn by each pool before step 0, 1, ...
         self._plans: dict[str, tuple[tuple[int, int, int], np.ndarray]] = {}
 
     def drawn(self, step: int) -> dict[str, int]:
-        """Sequences that each pool has given before `step`.
+        """Number of sequences drawn from each pool before `step`.
 
-        Every step each pool gives the whole part of its rate, and what is left of the batch goes out one by one by the quota
-        method (Balinski and Young 1975): among the pools that would stay under their due, the one with the largest rate / (given
-        + 1). It keeps every pool within one of its due at every moment.
+        Every step takes the integer part of each pool's rate. The rest of the batch is assigned one by one with the quota
+        method (Balinski and Young 1975): among the pools that stay below their quota, the one with the largest rate / (given
+        + 1). This keeps every pool within one sequence of its quota at all times.
         """
         whole = [floor(rate) for rate in self._rates]
         rest = [rate - floor(rate) for rate in self._rates]
@@ -72,12 +72,12 @@ class Mixture:
         return {name: after[name] - before[name] for name in self.pools}
 
     def generation(self, name: str, step: int) -> int:
-        """Which making of a pool serves a step; 0 for a pool that never changes."""
+        """Generation of a pool that a step uses; 0 for a pool that never changes."""
         every = self.pools[name].every
         return 0 if every is None else step // every
 
     def chosen(self, name: str, step: int, lengths: Sequence[int] | np.ndarray) -> np.ndarray:
-        """Numbers of a pool's examples in a step. `lengths`: of all examples of the generation that serves this step."""
+        """Numbers of a pool's examples in a step. `lengths`: of all examples in this step's generation."""
         pool, generation = self.pools[name], self.generation(name, step)
         first = generation * (pool.every or 0)
         start = self.drawn(step)[name] - self.drawn(first)[name]
@@ -95,7 +95,7 @@ class Mixture:
     def _epoch(
         self, pool: Pool, generation: int, epoch: int, size: int, lengths: Sequence[int] | np.ndarray
     ) -> np.ndarray:
-        """All numbers of an epoch in order; the latest of each pool is kept."""
+        """All numbers of an epoch in order. The latest epoch of each pool is cached."""
         key = (generation, epoch, len(lengths))
         if pool.name not in self._plans or self._plans[pool.name][0] != key:
             alone = pool.every is None and pool.name == next(iter(self.pools))

@@ -1,6 +1,6 @@
-"""Which sequences go together in which step: a pure function of lengths and seed, so a position in the data is a number.
+"""Group sequences into steps: a pure function of lengths and seed, so a position in the data is one number.
 
-Legend: a *batch* is what one optimizer step sees over all ranks; a *micro-batch* is one forward of one rank; a packed *row*
+Legend: a *batch* is all sequences of one optimizer step over all ranks; a *micro-batch* is one forward of one rank; a packed *row*
 holds several sequences one after another.
 """
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-# Batches sorted by length together. More makes padding smaller and the order less random; 16 keeps padding under 10 % on
+# Number of batches sorted by length together. More batches mean less padding and a less random order; 16 keeps padding under 10 % on
 # real responses (see tests/tokens/test_packing.py).
 POOL_BATCHES = 16
 
@@ -18,7 +18,7 @@ def plan_epoch(
 ) -> list[np.ndarray]:
     """The batches of one epoch: index arrays of `batch_size`, each sorted by falling length.
 
-    Sequences of like length share a batch. An epoch drops the remainder (another one each epoch); a set smaller than a
+    Sequences of similar length share a batch. An epoch drops the remainder, which differs each epoch. A set smaller than a
     batch is repeated to fill one.
     """
     lengths = np.asarray(lengths)
@@ -55,7 +55,7 @@ def micro_batches(batch: np.ndarray, micro_batch_size: int, rank: int, ranks: in
 
 
 def pack(lengths: Sequence[int] | np.ndarray, row_tokens: int) -> list[list[int]]:
-    """Sequences into rows of at most `row_tokens` tokens: first-fit decreasing, so at most 11/9 of the fewest rows possible + 1.
+    """Pack sequences into rows of at most `row_tokens` tokens by first-fit decreasing: at most 11/9 of the minimum number of rows + 1.
 
     Each row lists positions in `lengths`, the longest first; equal lengths keep their order. Raises ValueError for a sequence
     that is empty or longer than a row.
@@ -64,7 +64,7 @@ def pack(lengths: Sequence[int] | np.ndarray, row_tokens: int) -> list[list[int]
     if len(lengths) and not 0 < lengths.min() <= lengths.max() <= row_tokens:
         raise ValueError(f"lengths of {lengths.min()} to {lengths.max()} do not go into rows of {row_tokens}")
     rows: list[list[int]] = []
-    room = np.zeros(len(lengths), dtype=np.int64)  # of the rows so far; there are never more rows than sequences
+    room = np.zeros(len(lengths), dtype=np.int64)  # free tokens per row; there are never more rows than sequences
     for position in np.argsort(-lengths, kind="stable").tolist():
         fitting = np.flatnonzero(room[: len(rows)] >= lengths[position])
         row = int(fitting[0]) if len(fitting) else len(rows)
@@ -81,8 +81,8 @@ def packed_micro_batches(
 ) -> list[list[list[int]]]:
     """This rank's share of a packed batch: micro-batches of at most `micro_batch_size` rows of positions in `lengths`.
 
-    The batch is packed once for all ranks and its rows are dealt round robin. Every rank gets the same number of micro-batches;
-    the last ones may have fewer rows, or none.
+    The batch is packed once for all ranks and its rows are assigned round robin. Every rank gets the same number of micro-batches;
+    the last ones can have fewer rows, or none.
     """
     rows = pack(lengths, row_tokens)
     most = -(-len(rows) // ranks)

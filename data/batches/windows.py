@@ -13,7 +13,7 @@ from speculative.errors import UserError
 
 
 def cut_windows(documents: Sequence[Sequence[int]], window: int, eos_id: int) -> np.ndarray:
-    """Documents joined by eos and cut into windows; the ragged end is dropped. int32 (windows, window)."""
+    """Documents joined by eos and cut into windows; the incomplete last window is dropped. int32 (windows, window)."""
     stream = np.fromiter((token for document in documents for token in (*document, eos_id)), dtype=np.int32)
     return stream[: len(stream) // window * window].reshape(-1, window)
 
@@ -22,7 +22,7 @@ def documents_of(source: PromptSource) -> list[str]:
     """Texts of a source: the standard library's corpus, or the prompt column of any other.
 
     Raises:
-        UserError: nothing there.
+        UserError: no text in it.
     """
     if source.path == STDLIB:
         return stdlib.corpus_documents(heldout=source.split == "heldout")
@@ -34,10 +34,10 @@ def documents_of(source: PromptSource) -> list[str]:
 
 
 def text_examples(sources: Sequence[PromptSource], tokenizer: PreTrainedTokenizerBase, window: int) -> list[Example]:
-    """All documents of the sources in windows, every token but the first of a window to be predicted.
+    """Windows of all documents of the sources. Every token of a window but the first is predicted.
 
     Raises:
-        UserError: nothing there, or less text than one window.
+        UserError: no text, or less text than one window.
     """
     documents = [ids for source in sources for ids in tokenizer(documents_of(source), verbose=False)["input_ids"]]
     windows = cut_windows(documents, window, tokenizer.eos_token_id)

@@ -1,11 +1,11 @@
-"""Teacher signals as columns of a shard: what rounding costs, and how many bytes a token takes. No files here.
+"""Encode teacher signals as columns of a shard: rounding error and bytes per token. Files are in `store.py`.
 
 Legend: R response tokens, K stored entries of a token, S distinct samples of a token, N entries of all tokens together.
 
-A log-probability is a 16-bit code, uniform between -32 and 0: the probability read back is off by less than RELATIVE_ERROR of
-itself, at any size down to e^-32 (1.3e-14). A smaller one is read as e^-32, so that what was possible stays possible; one code
-means exactly zero. Ids take 16 bits and, packed in a column of their own, the bits that a larger vocabulary needs above them. The
-log of the tail mass and the entropy are float32. At k = 64 and 151,936 tokens that is 276 bytes a token.
+A log-probability is a 16-bit code, uniform between -32 and 0. The decoded probability has a relative error below RELATIVE_ERROR,
+down to e^-32 (1.3e-14). A smaller probability is read as e^-32, so that it stays above zero; one code means exactly zero. Ids take
+16 bits, and a second, packed column has the higher bits for a larger vocabulary. The log of the tail mass and the entropy are float32.
+With k = 64 and 151,936 tokens this is 276 bytes per token.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,12 +17,12 @@ import torch
 from data.signals.signal import SampledSignal, StoredSignal, TopKSignal
 
 LOG_FLOOR = -32.0
-ZERO_CODE = 65535  # probability 0; the codes below it are -32/65534 apart
+ZERO_CODE = 65535  # probability 0; lower codes are -32/65534 apart
 RELATIVE_ERROR = 2.5e-4  # half a step, 16/65534 = 2.442e-4, and float32's rounding of the logarithm, 2e-6
 _LOG_OF_CODE = np.append(np.arange(ZERO_CODE) * (LOG_FLOOR / (ZERO_CODE - 1)), -np.inf).astype(np.float32)
 MAX_SAMPLES = 255  # counts and numbers of distinct ids are bytes
 _ENTRIES = {"ids": pa.uint16(), "ids_above": pa.uint8(), "log_probs": pa.uint16()}
-# What a row holds of its example, a list in each column.
+# Columns of a row, which holds one example; each value is a list.
 COLUMNS = {
     "topk": {**_ENTRIES, "log_tail": pa.float32()},
     "sampled": {"distinct": pa.uint8(), **_ENTRIES, "counts": pa.uint8(), "entropy": pa.float32()},
@@ -30,7 +30,7 @@ COLUMNS = {
 
 
 def lists_of(values: Sequence[np.ndarray]) -> pa.ListArray:
-    """A column with an array in each row."""
+    """An Arrow column with one array per row."""
     offsets = np.cumsum([0, *map(len, values)]).astype(np.int32)
     return pa.ListArray.from_arrays(offsets, pa.array(np.concatenate(values)))
 
@@ -53,13 +53,13 @@ def _bits_above(vocab_rows: int) -> range:
 
 
 def encode_ids(ids_N: np.ndarray, vocab_rows: int) -> dict[str, np.ndarray]:
-    """Ids below `vocab_rows` -> their lower 16 bits, and each bit above them of all ids, packed."""
+    """Ids below `vocab_rows` -> their lower 16 bits, and the higher bits of all ids, packed bit by bit."""
     planes = [np.packbits((ids_N >> bit & 1).astype(bool)) for bit in _bits_above(vocab_rows)]
     return {"ids": (ids_N & 0xFFFF).astype(np.uint16), "ids_above": np.concatenate([np.zeros(0, np.uint8), *planes])}
 
 
 def decode_ids(columns: Mapping[str, np.ndarray], vocab_rows: int) -> np.ndarray:
-    """The ids (int64) of `encode_ids`."""
+    """Inverse of `encode_ids`, int64."""
     ids_N, above = columns["ids"].astype(np.int64), _bits_above(vocab_rows)
     for bit, plane in zip(above, columns["ids_above"].reshape(len(above), -(-len(ids_N) // 8)), strict=True):
         ids_N |= np.unpackbits(plane, count=len(ids_N)).astype(np.int64) << bit
@@ -67,7 +67,7 @@ def decode_ids(columns: Mapping[str, np.ndarray], vocab_rows: int) -> np.ndarray
 
 
 def encode(signal: StoredSignal, entries: int, vocab_rows: int) -> dict[str, np.ndarray]:
-    """The columns of one example's signal, on the CPU; entries: k or samples. The padding of samples is left out."""
+    """The columns of one example's signal, on the CPU; entries: k or samples. Padding of samples is not stored."""
     if isinstance(signal, TopKSignal):
         return {
             **encode_ids(signal.ids_RK.numpy().reshape(-1), vocab_rows),
@@ -83,10 +83,10 @@ def encode(signal: StoredSignal, entries: int, vocab_rows: int) -> dict[str, np.
 
 
 def decode(columns: Mapping[str, np.ndarray], tokens: int, entries: int, vocab_rows: int) -> StoredSignal:
-    """The signal in the columns of one example; of samples as wide as its most varied token.
+    """The signal in the columns of one example. Samples are padded to the token with the most distinct ids.
 
     Raises:
-        ValueError: columns of another length.
+        ValueError: columns have the wrong length.
     """
     ids_N, log_probs_N = decode_ids(columns, vocab_rows), decode_log_probs(columns["log_probs"])
     if "log_tail" in columns:

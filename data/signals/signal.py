@@ -1,7 +1,7 @@
-"""What the teacher said about the response tokens of a micro-batch: dense, or in few numbers.
+"""The teacher's distributions at the response tokens of a micro-batch: dense, top-k or sampled.
 
 Legend: R response tokens (rows), K stored entries of a row, S samples of a row, C rows of a chunk, D hidden width, V vocabulary.
-All three kinds describe the teacher's distribution at one softening temperature, 1 unless the caller says otherwise.
+All three kinds describe the teacher's distribution at one softening temperature, which is 1 by default.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,14 +14,14 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class _Rows:
-    """Tensors of one line a row; whatever else a signal holds concerns them all."""
+    """Base class: tensors have one entry per row, other fields belong to all rows."""
 
     def rows(self, chosen: slice | Tensor) -> Self:
-        """Some of the rows."""
+        """A subset of the rows."""
         return self._each(lambda tensor: tensor[chosen])
 
     def to(self, device: torch.device) -> Self:
-        """The same on another device; a head stays where it is."""
+        """The same signal on another device; a head is not moved."""
         return self._each(lambda tensor: tensor.to(device))
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> Self:
@@ -31,7 +31,7 @@ class _Rows:
 
 @dataclass(frozen=True)
 class DenseSignal(_Rows):
-    """The teacher's hidden states and its head: logits are made chunk by chunk and never kept."""
+    """The teacher's hidden states and its head: logits are computed chunk by chunk and not kept."""
 
     hidden_RD: Tensor
     head: Callable[[Tensor], Tensor]  # (C, D) -> (C, V)
@@ -39,10 +39,10 @@ class DenseSignal(_Rows):
 
 @dataclass(frozen=True)
 class TopKSignal(_Rows):
-    """The K most probable tokens of each row with their raw log-probabilities, and the log of all other mass.
+    """The K most probable tokens of each row with their raw log-probabilities, and the log of the remaining mass.
 
-    Nothing is renormalised: exp(log_probs).sum + exp(log_tail) = 1 up to the store's rounding. An entry that holds nothing has
-    log-probability -inf (and an id that may be any); a row without tail has log_tail -inf.
+    Nothing is renormalised: exp(log_probs).sum + exp(log_tail) = 1 up to the store's rounding. An empty entry has
+    log-probability -inf and any id; a row without tail has log_tail -inf.
     """
 
     ids_RK: Tensor  # int64, distinct within a row where the log-probability is finite
@@ -54,7 +54,7 @@ class TopKSignal(_Rows):
 class SampledSignal(_Rows):
     """Importance samples of each row: distinct ids with weights whose expectation is the teacher's probability (arXiv 2503.16870).
 
-    `weights_RS` sums to 1 a row and is 0 where a row has fewer distinct samples; `log_probs_RS` is the teacher's log-probability
+    `weights_RS` sums to 1 per row and is 0 for padding; `log_probs_RS` is the teacher's log-probability
     of the same ids; `entropy_R` is that of the whole distribution, in nats.
     """
 
@@ -70,7 +70,7 @@ _Stored = TypeVar("_Stored", bound=StoredSignal)
 
 
 def joined(signals: Sequence[_Stored]) -> _Stored:
-    """Rows of several examples, at least one, behind each other; samples are padded to the widest with weight and probability 0."""
+    """Concatenate the rows of one or more examples. Samples are padded to the widest with weight and probability 0."""
 
     def column(name: str) -> Tensor:
         parts = [getattr(signal, name) for signal in signals]

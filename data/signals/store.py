@@ -1,11 +1,11 @@
-"""What the teacher said about the examples of a token store: columns in shards beside the rows, written once by any number of ranks.
+"""The teacher's signals for the examples of a token store, in shards next to the responses, written by any number of ranks.
 
-    signal-RANK-NNN.arrows   an Arrow stream; its schema says by which settings the signal was made, then come rows
+    signal-RANK-NNN.arrows   an Arrow stream: a schema with the settings of the signal, then rows
 
-A row is known by its example's key, so a store grows: what is there stays, whatever examples are asked for, and the signals of other
-settings stand beside each other. Rows are appended in messages, and each opening writes into new files of its own rank, so a killed
-writer leaves whole messages, perhaps with part of one behind them: examples without a row are simply made again. Every row has a
-checksum over settings, key and values, which is looked at whenever the row is read.
+A row is identified by its example's key, so a store can grow: existing rows stay, and signals with other settings can share the
+folder. Rows are appended in messages, and each writer uses new files of its own rank. A killed writer therefore leaves whole messages,
+perhaps followed by an incomplete one, and examples without a row are computed again. Every row has a checksum over settings, key and
+values, which is verified when the row is read.
 """
 
 import contextlib
@@ -33,19 +33,19 @@ from speculative.errors import UserError
 
 FORMAT = 3
 SHARDS = "signal-*.arrows"
-SHARD_BYTES = 64 << 20  # a file that has grown beyond this gets no more rows
-MAPPED_FILES = 8  # those that were read last; what they touched goes back with them
-# `figure`: of each token the tail mass (topk), the number of distinct ids (sampled).
+SHARD_BYTES = 64 << 20  # no rows are appended to a file above this size
+MAPPED_FILES = 8  # most recently read files; the memory of others is released
+# `figure`, per token: the tail mass (topk) or the number of distinct ids (sampled).
 _FACTS = [("key", pa.uint64()), ("tokens", pa.int32()), ("figure_sum", pa.float64()), ("figure_max", pa.float64())]
 _FOUND = np.dtype([("file", "<i4"), ("message", "<i8"), ("row", "<i4"), ("figure_sum", "<f8"), ("figure_max", "<f8")])
-# What Arrow and numpy say of bytes that are no message, or of a row that is not what its schema says.
+# Errors that Arrow and numpy raise for bytes that are not a message, or a row that does not fit its schema.
 _ODD = (pa.ArrowException, OSError, EOFError, ValueError, LookupError, TypeError)
 
 SignalManifest = dict[str, str | float]
 
 
 class _Damaged(UserError):
-    """What is wrong in a file."""
+    """A damaged file."""
 
     def __init__(self, path: Path, fault: str, again: str) -> None:
         super().__init__(f"{path}: {fault}; run {again} to compute it again")
@@ -54,10 +54,10 @@ class _Damaged(UserError):
 
 @dataclass(frozen=True)
 class SignalFacts:
-    """How much signal there is. `mean`, `largest`: of each token the tail mass (topk), the number of distinct ids (sampled).
+    """Size of a signal. `mean`, `largest`: per token, the tail mass (topk) or the number of distinct ids (sampled).
 
-    The tail mass bounds what truncation does to acceptance: alpha from the store is low by at most its mean, and either side of
-    that by the codes' rounding.
+    The tail mass bounds the effect of truncation: alpha computed from the store is too low by at most its mean, plus or minus
+    the rounding of the codes.
     """
 
     kind: str
@@ -70,7 +70,7 @@ class SignalFacts:
 
 @dataclass
 class _File:
-    """How far a file was read, and the tokens of its rows; `schema` None: of other settings."""
+    """How far a file was read, and the tokens of its rows. `schema` None: made with other settings."""
 
     number: int
     schema: pa.Schema | None = None
@@ -89,10 +89,10 @@ def signal_manifest(
     seed: int,
     prompts: bool = False,
 ) -> SignalManifest:
-    """What sets one signal apart from another: kind, k or samples, the loss's temperature, target, seed of draws, prompts or not.
+    """The settings that identify a signal: kind, k or samples, the loss's temperature, target, seed of draws, with prompts or not.
 
     Raises:
-        UserError: more entries than the vocabulary has tokens, more samples than a row can count.
+        UserError: more entries than the vocabulary has tokens, more samples than a byte can count.
     """
     if kind == "topk" and entries > vocab_rows:
         raise UserError(
@@ -109,10 +109,10 @@ def signal_manifest(
 
 
 class SignalStore:
-    """The teacher's signal on a set of examples, in the folder of their token store. U distinct keys of N examples."""
+    """The teacher's signals for N examples with U distinct keys, in the folder of their token store."""
 
     def __init__(self, folder: Path) -> None:
-        """Nothing is read or written yet."""
+        """Nothing is read or written here."""
         self.folder = folder
 
     def open(
@@ -124,14 +124,14 @@ class SignalStore:
         rank: int = 0,
         repair: bool = False,
     ) -> None:
-        """Looks at what is there; a folder without any is as good.
+        """Read the index of the existing files. The folder may be empty or missing.
 
         Args:
             manifest: see `signal_manifest`.
             lengths: response tokens of each example.
-            keys: 64 bits that each example is known by, whatever its number; by default its number.
-            rank: whose files this opening writes.
-            repair: a damaged file is deleted, with a line on stderr, and its examples count as missing, instead of being refused.
+            keys: 64 bits that identify each example; by default its number.
+            rank: rank of the files that this process writes.
+            repair: delete damaged files, with a line on stderr, and count their examples as missing, instead of raising an error.
         """
         self._lengths = np.asarray(lengths, dtype=np.int64)
         self._keys = np.asarray(np.arange(len(self._lengths)) if keys is None else keys, dtype=np.uint64)
@@ -146,27 +146,27 @@ class SignalStore:
         self._schema = pa.schema([*_FACTS, ("crc", pa.uint32()), *lists], metadata={"signal": settings})
         self._seed = zlib.crc32(settings.encode())
         self._rank, self._repair = rank, repair
-        self._paths: list[Path] = []  # of every file that was ever seen, by its number
+        self._paths: list[Path] = []  # all files seen so far, by number
         self._files: dict[Path, _File] = {}
-        self._other: dict[str, Any] | None = None  # settings that other files were made with
+        self._other: dict[str, Any] | None = None  # settings of files made with other settings
         self._reading = threading.Lock()
         self._mapped = functools.lru_cache(MAPPED_FILES)(lambda number, _: pa.memory_map(str(self._paths[number])))
-        self._writer: io.FileIO | None = None  # the file that nobody else ever writes into
+        self._writer: io.FileIO | None = None  # only this process writes to it
         self._look()
 
     @property
     def again(self) -> str:
-        """What makes the signal, as a user says it."""
+        """The command that makes the signal."""
         return f"`understudy respond {self.folder.parents[1] / 'config.yaml'} --signal {self.kind}`"
 
     def faults(self) -> list[str]:
-        """What may be why rows are missing: files that end within one, a signal of other settings."""
+        """Possible reasons for missing rows: incomplete files, or a signal made with other settings."""
         cut = [path for path, file in self._files.items() if file.schema is not None and path.stat().st_size > file.end]
         other = [] if self._other is None else [f"the existing signal was {other_key(self._other, self.manifest)}"]
         return [f"{path.name} ends in the middle of a row or is damaged" for path in cut] + other
 
     def close(self) -> None:
-        """Gives the files back. What was written is there already."""
+        """Close the files. Written rows are already on disk."""
         if self._writer is not None:
             self._writer.close()
             self._writer = None
@@ -177,11 +177,11 @@ class SignalStore:
         return self._lengths[list(indices)].tolist()
 
     def keys(self, indices: Sequence[int]) -> list[int]:
-        """What these examples are known by."""
+        """Keys of these examples."""
         return self._keys[list(indices)].tolist()
 
     def present(self) -> np.ndarray:
-        """Which examples have a row, bool; the rows themselves are not looked at."""
+        """Which examples have a row, bool. The rows are not read."""
         self._look()
         return self._found_U["file"][self._place_N] >= 0
 
@@ -190,15 +190,15 @@ class SignalStore:
         return np.flatnonzero(~self.present()).tolist()
 
     def lacking(self, indices: Sequence[int]) -> list[int]:
-        """Which of these examples have to be made: no row, or, when opened to repair, a damaged one. Each once."""
+        """Which of these examples must be computed: those without a row and, with repair, those with a damaged row. Each once."""
         if self._without(indices):
-            self._look()  # another rank may have made it
+            self._look()  # another rank may have written it
         for index in indices:
             self._sound(index)
         return self._without(indices)
 
     def write(self, signals: Mapping[int, StoredSignal]) -> None:
-        """Stores rows of examples, on the CPU, in one message; what was stored of them before is forgotten.
+        """Store rows of examples (CPU tensors) in one message. They replace earlier rows of these examples.
 
         Raises:
             UserError: disk full or folder not writable.
@@ -209,35 +209,35 @@ class SignalStore:
         message = pa.RecordBatch.from_arrays(arrays, schema=self._schema).serialize()
         with writing(self.folder, "; earlier records are intact"):
             file = self._file()
-            self._writer = None  # while part of a message is in it: behind that nothing could be read
+            self._writer = None  # a failed write leaves a partial message, and nothing after it could be read
             write_all(file.fileno(), memoryview(message))
         self._writer = file
         self._take_in(Path(file.name))
 
     def read(self, indices: Sequence[int]) -> StoredSignal:
-        """Rows of these examples behind each other, in this order, on the CPU. Every row's checksum is checked.
+        """Rows of these examples, concatenated in this order, on the CPU. Every checksum is verified.
 
         Safe to call from several threads.
 
         Raises:
-            UserError: an example that is missing or damaged; file and number are named.
+            UserError: an example is missing or damaged; the message has the file and the number.
         """
         signals = [self._load(index) for index in indices]
         return joined(signals or [decode(self._nothing, 0, self._entries, self._vocab_rows)])
 
     def verify(self, *, rank: int = 0, ranks: int = 1, show: bool = False) -> None:
-        """Reads every row there is, once; of several ranks each its share.
+        """Read every existing row once; each of several ranks reads its share.
 
         Raises:
-            UserError: a damaged one, unless opened to repair: then its file is deleted, with a line on stderr.
+            UserError: a damaged row. With repair its file is deleted instead, with a line on stderr.
         """
         numbers = range(rank, len(self._lengths), ranks)
-        # On stderr: stdout may be JSON for a script.
+        # On stderr, because stdout can be JSON for a script.
         for index in track(numbers, "checking the signal", console=Console(stderr=True), disable=not show):
             self._sound(index, read=True)
 
     def facts(self) -> SignalFacts:
-        """Of the examples that have a row."""
+        """Facts about the examples that have a row."""
         present = self.present()
         rows, tokens = self._found_U[self._place_N[present]], int(self._lengths[present].sum())
         own = [file for file in self._files.values() if file.schema is not None]
@@ -276,10 +276,10 @@ class SignalStore:
         return crc
 
     def _file(self) -> io.FileIO:
-        """The file that this opening appends to."""
+        """The file that this process appends to."""
         if self._writer is not None:
             state = os.fstat(self._writer.fileno())
-            if state.st_size < SHARD_BYTES and state.st_nlink:  # not deleted by who found damage in it
+            if state.st_size < SHARD_BYTES and state.st_nlink:  # not deleted by a rank that found damage in it
                 return self._writer
         self.close()
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -292,7 +292,7 @@ class SignalStore:
             number += 1
 
     def _look(self) -> None:
-        """Takes in what was written since, by whichever rank, and forgets what is gone."""
+        """Index rows written since the last call, by any rank, and drop deleted files."""
         there = sorted(self.folder.glob(SHARDS))
         for path in there:
             self._take_in(path)
@@ -300,7 +300,7 @@ class SignalStore:
             self._forget(path)
 
     def _take_in(self, path: Path) -> None:
-        """Reads on in a file. Where bytes are no whole message, it ends: a writer was killed there, or is at it."""
+        """Index the new messages of a file, up to the first incomplete one: its writer was killed or is still writing."""
         if path not in self._files:
             self._files[path] = _File(len(self._paths))
             self._paths.append(path)
@@ -325,7 +325,7 @@ class SignalStore:
             return
 
     def _note(self, file: _File, batch: pa.RecordBatch) -> None:
-        """Where the rows of a message are."""
+        """Record where the rows of a message are."""
         keys = batch["key"].to_numpy()
         file.tokens += int(batch["tokens"].to_numpy().sum())
         places = np.searchsorted(self._known_U, keys)
@@ -347,7 +347,7 @@ class SignalStore:
         return [index for index in dict.fromkeys(indices) if self._found(index)["file"] < 0]
 
     def _load(self, index: int) -> StoredSignal:
-        """An example's signal. Raises UserError when it is not there or damaged."""
+        """An example's signal. Raises UserError if it is missing or damaged."""
         found = self._found(index)
         if found["file"] < 0:
             raise UserError(f"{self.folder}: example {index} has no signal; run {self.again}")
@@ -368,7 +368,7 @@ class SignalStore:
             raise _Damaged(path, fault, self.again) from error
 
     def _sound(self, index: int, read: bool = False) -> None:
-        """Reads an example's row where that is to be, or where it may be made again. Damage is refused, or deleted."""
+        """Verify an example's row, if `read` or with repair. Damage raises an error; with repair the file is deleted."""
         try:
             if (read or self._repair) and self._found(index)["file"] >= 0:
                 self._load(index)
@@ -382,13 +382,13 @@ class SignalStore:
 
 
 def _message(source: Any, schema: pa.Schema) -> pa.RecordBatch:
-    """The rows of the message that begins where a mapped file stands."""
+    """The rows of the message at the current position of a mapped file."""
     batch = pa.ipc.read_record_batch(pa.ipc.read_message(source), schema)
     batch.validate()
     return batch
 
 
 def _values(lists: pa.ListArray, row: int) -> np.ndarray:
-    """One row's list as it lies in the file; borders that are damaged give another list, which has another checksum."""
+    """One row's list in a file. Damaged offsets give another list, which fails the checksum."""
     start, stop = (lists.offsets[place].as_py() for place in (row, row + 1))
     return lists.values[start:stop].to_numpy()
