@@ -1,18 +1,18 @@
-"""Alpha after the same minutes on the same responses: our default, forward KL, and TRL's GKD; three seeds, with intervals.
+"""Alpha after equal training time on the same responses: our default, forward KL, and TRL's GKD. Three seeds, with intervals.
 
     python bench/alpha_race.py --minutes 2.5 --out bench/results/alpha_race.json
     python bench/alpha_race.py --compare store --steps 300 --out bench/results/alpha_store.json    # top-k store against online teacher
 
-The embedded target, a draft carved from it, function heads of the standard library. The target's responses are made once,
-before any clock, and shared; each contestant has so many minutes of wall clock for everything else. Then alpha on held-out
-responses: `sampled` is 1 - TV at temperature 1, `greedy` the share of greedy tokens that are the draft's argmax.
+The pair is the embedded target and a draft carved from it, on function heads of the standard library. The target's responses are
+generated once, before timing, and shared. Each contestant has --minutes of wall clock for everything else. Alpha is measured on
+held-out responses: `sampled` is 1 - TV at temperature 1, `greedy` the share of greedy tokens that are the draft's argmax.
 
-ours         yardstick.py's `Recipe`, changed by `key=value` given here
+ours         yardstick.py's `Recipe`, changed by `key=value` arguments
 forward_kl   the plain loop: AdamW 1e-3, batches of 32, online teacher, no schedule
 trl_gkd      TRL's GKDTrainer at its defaults: learning rate 2e-5, batches of 8, JSD, half of the steps on its own samples
-trl_gkd_lr   the same, with forward_kl's learning rate and batch: what a user has who tunes only these
+trl_gkd_lr   the same with the learning rate and batch size of forward_kl
 
-TRL's linear schedule needs a number of steps; a short trial before the clock tells how many fit. It runs in float32 like
+TRL's linear schedule needs a number of steps, which a short trial before timing estimates. TRL runs in float32 like
 the others, not in its default bfloat16, which is slower on a CPU.
 """
 
@@ -58,7 +58,7 @@ TRIAL_STEPS = 8  # at most, and at most a quarter of the time
 
 
 def head_prompts(tokenizer: Any, heldout: bool, most_tokens: int, count: int) -> list[list[int]]:
-    """Function heads of one side of the standard library, in an order of their own."""
+    """Function heads of one side of the standard library, in a fixed shuffled order."""
     heads = [head for _, head in stdlib.function_head_rows(heldout)]
     random.Random(0).shuffle(heads)
     rows = (tokenizer(head, verbose=False).input_ids for head in heads)
@@ -76,7 +76,7 @@ def trl_run(
     batch: int,
     most: int,
 ) -> dict[str, Any]:
-    """TRL for so many seconds, behind a trial on a copy that tells how many steps its schedule should have."""
+    """Train with TRL for the given seconds, after a trial on a copy that estimates the steps of its schedule."""
 
     def trainer(learner: Any, steps: int) -> Any:
         random.seed(peer.seed)
@@ -100,7 +100,7 @@ def train(
     seed: int,
     most: int,
 ) -> tuple[Any, dict[str, Any]]:
-    """(trained draft, what was spent)."""
+    """(trained draft, time and steps used)."""
     if name == "ours":
         spent = train_ours(draft, target, examples, recipe, seconds, seed)
         return spent.pop("student"), spent
@@ -201,7 +201,7 @@ def main(
 
 
 def table_of(result: dict[str, Any], reference: str) -> Table:
-    """Mean and interval of each, and what the reference has more."""
+    """Mean and interval of each contestant, and the gain of the reference."""
     how = f"{result['steps']} steps" if result["compare"] == "store" else f"{result['minutes']:g} minutes"
     table = Table(
         "draft", "alpha, sampled", f"{reference} has more", "alpha, greedy", f"{reference} has more", title=how

@@ -1,4 +1,4 @@
-"""The closed loop shown whole (docs/loop.md): `make loop`, or `python bench/closed_loop.py my.yaml --shifted other.jsonl`."""
+"""The closed loop as a demonstration (docs/loop.md): `make loop`, or `python bench/closed_loop.py my.yaml --shifted other.jsonl`."""
 
 from distill.faults import exit_status
 
@@ -9,9 +9,9 @@ from loop.loop import LoopOptions, loop_demo
 
 
 def program(options: LoopOptions) -> int:
-    """The closed loop shown whole: traffic shifts, an alarm rings, a new draft is trained and takes over; everything is killed once.
+    """Show the closed loop: traffic shifts, an alarm fires, a new draft is trained and takes over. Each part is killed once.
 
-    Exit status: 0 all went as it should, 1 something did not (loop.json says what), 2 a mistake.
+    Exit status: 0 success, 1 a step failed (see loop.json), 2 user error.
     """
     try:
         return loop_demo(options)

@@ -1,11 +1,11 @@
-"""The decoder beside transformers' own, and beside the floor that the two models set; ratios taken in one run.
+"""Our decoder compared with transformers' and with a lower time limit from bare model calls. Ratios come from one run.
 
     python bench/decode.py --out bench/results/decode.json                 # embedded target and a carved draft, code
     python bench/decode.py --target DIR --draft DIR --prompts FILE         # any pair
 
-The floor of a block is gamma bare one-token draft calls and one bare (gamma + 1)-token target call, with transformers'
-own cache and nothing else, alternating as in a block. `floor_share` is our tokens per second behind the prefill over
-tau / floor seconds. Contestants alternate prompt by prompt, because machines drift.
+The limit of a block is gamma bare one-token draft calls and one bare (gamma + 1)-token target call with transformers'
+own cache, alternating as in a block. `floor_share` is our tokens per second after the prefill, divided by
+tau / limit seconds. Contestants alternate prompt by prompt, because machine speed drifts.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ from speculative.errors import UserError
 from speculative.rules.sampling import GREEDY, SamplingSettings
 
 console = Console(width=150)
-Contestant = Callable[[Prompt], tuple[int, float, float]]  # tokens, seconds, seconds behind the prefill
+Contestant = Callable[[Prompt], tuple[int, float, float]]  # tokens, seconds, seconds after the prefill
 
 
 @dataclass
 class Score:
-    """What one contestant did over all prompts."""
+    """Results of one contestant over all prompts."""
 
     tokens: int = 0
     seconds: float = 0.0
@@ -84,7 +84,7 @@ class Bench:
     def ours(
         self, mode: str, gamma: int, drafter: Drafter | None, score: Score, policy: GammaPolicy | None = None
     ) -> Contestant:
-        """Our decoder at batch 1. A drafter or a policy keeps what it learnt from one prompt to the next."""
+        """Our decoder at batch 1. A drafter or a policy keeps its state from one prompt to the next."""
 
         def run(prompt: Prompt) -> tuple[int, float, float]:
             responses, timing = decode(self.target, drafter, [prompt], self.settings(mode, gamma), policy=policy)
@@ -168,7 +168,7 @@ def compete(
 
 
 def bench_batch_1(bench: Bench, kind: str, mode: str, gammas: Sequence[int], repeats: int) -> list[dict[str, Any]]:
-    """The draft at each gamma beside transformers plain and assisted, and beside the floor."""
+    """The draft at each gamma, compared with transformers plain and assisted, and with the lower time limit."""
     names = ["plain", "hf plain", *(f"{who} {gamma}" for gamma in gammas for who in ("ours", "hf"))]
     scores = {name: Score() for name in names}
     contestants = {
@@ -198,7 +198,7 @@ def bench_batch_1(bench: Bench, kind: str, mode: str, gammas: Sequence[int], rep
 
 
 def with_floor(bench: Bench, ours: Contestant, gamma: int, score: Score) -> Contestant:
-    """Runs the bare blocks right behind each of our responses: as many, at the context of its middle."""
+    """Run the same number of bare blocks right after each of our responses, at the context of its middle."""
 
     def run(prompt: Prompt) -> tuple[int, float, float]:
         before = score.blocks
@@ -229,7 +229,7 @@ def cell(
 
 
 def bench_batched(bench: Bench, kind: str, mode: str, gamma: int, batch: int, repeats: int) -> dict[str, Any]:
-    """Evaluation speed: all prompts in one call with recycled rows, beside transformers assisted one by one."""
+    """Evaluation speed: all prompts in one call with recycled rows, compared with transformers assisted one by one."""
     own_kind = bench.kinds[kind]
     copies = -(-3 * batch // len(own_kind))  # Each row is filled three times; samples differ by their key.
     prompts = [(f"{key}/{copy}", ids) for copy in range(copies) for key, ids in own_kind]
@@ -260,7 +260,7 @@ def bench_batched(bench: Bench, kind: str, mode: str, gamma: int, batch: int, re
 
 
 def bench_drafters(bench: Bench, kind: str, mode: str, gammas: Sequence[int], repeats: int) -> list[dict[str, Any]]:
-    """Every drafter at every gamma and with adaptive gamma, beside plain decoding; batch 1."""
+    """Every drafter at every gamma and with adaptive gamma, compared with plain decoding; batch 1."""
     layers = bench.target.config.get_text_config(decoder=True).num_hidden_layers
     makers: dict[str, Callable[[], Drafter]] = {
         "draft": lambda: ModelDrafter(bench.draft),
@@ -330,7 +330,7 @@ def load_prompts(
 
 def with_past(bench: Bench, kinds: dict[str, list[Prompt]], count: int) -> None:
     """Fill the bench: `count` prompts a kind, datastores from the target's answers to the others, and kind `copied`:
-    prompt, answer, prompt again, so that what should follow stands in the context.
+    prompt, answer, prompt again, so that the expected continuation is in the context.
     """
     vocab = bench.target.get_output_embeddings().weight.shape[0]
     context = bench.target.config.get_text_config(decoder=True).max_position_embeddings
@@ -376,7 +376,7 @@ def main(
         bool, typer.Option(help="CPU seconds of one thread: for a machine that others use too")
     ] = False,
 ) -> None:
-    """Measure the decoder against transformers and against the floor."""
+    """Compare the decoder with transformers and with the lower time limit."""
     if cpu_time:
         threads = 1
         patch.object(time, "perf_counter", time.thread_time).start()

@@ -1,4 +1,4 @@
-"""README's demo: `understudy demo` from nothing, timed; its verdict as JSON, and the block of README that is made from it.
+"""Run and time `understudy demo` from nothing, store its verdict as JSON, and update the demo block of README.md.
 
 The run's folder must not exist yet.
 
@@ -47,7 +47,7 @@ def main(
     out: Annotated[Path, typer.Option(help="JSON")] = Path("bench/results/demo_cpu.json"),
     readme: Annotated[bool, typer.Option(help="write README's block too")] = True,
 ) -> None:
-    """Run the demo, keep what it found."""
+    """Run the demo and store the results."""
     loaded = load_config(config, overrides or [])
     if loaded.folder.exists():
         raise typer.BadParameter(f"{loaded.folder} is there already; remove it, the minutes are those of a whole run")

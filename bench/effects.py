@@ -1,4 +1,4 @@
-"""Whether one way of training a draft beats another: prompts and seeds both vary, and many ways are looked at.
+"""Tests whether one way of training a draft beats another, with variation over prompts and seeds and many comparisons.
 
 Shapes: P prompts, S seeds, H hypotheses.
 """
@@ -24,7 +24,7 @@ def seed_effect(gains_S: Sequence[float], prompt_error: float, prompts: int) -> 
     """The mean of the paired gains of drafts trained with S seeds and judged on P prompts.
 
     The variance is that over prompts, prompt_error^2 at the seeds that were trained, and that over seeds, s^2 / S; degrees of freedom
-    after Welch and Satterthwaite. s^2 holds a part of the noise of prompts too, which errs to the careful side. One seed: prompts alone.
+    after Welch and Satterthwaite. s^2 includes a part of the prompts' noise, which makes the interval conservative. With one seed: prompts alone.
     """
     seeds, gain = len(gains_S), float(np.mean(gains_S))
     seed_variance = float(np.var(gains_S, ddof=1)) / seeds if seeds > 1 else 0.0
@@ -38,7 +38,7 @@ def seed_effect(gains_S: Sequence[float], prompt_error: float, prompts: int) -> 
 
 
 def holm(p_values_H: Sequence[float]) -> list[float]:
-    """Adjusted p-values (Holm 1979): below .05, a hypothesis is rejected with at most .05 of any false rejection among all."""
+    """Adjusted p-values (Holm 1979): rejecting those below 0.05 keeps the probability of any false rejection below 0.05."""
     order = np.argsort(p_values_H, kind="stable")
     steps = np.asarray(p_values_H, np.float64)[order] * (len(order) - np.arange(len(order)))
     adjusted = np.empty(len(order))

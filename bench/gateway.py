@@ -1,10 +1,10 @@
-"""What the gateway adds: hundreds of paced streams asked directly and through it, in turns; every response looked for in its log.
+"""Latency that the gateway adds: hundreds of paced streams directly and through it, in turns. Checks that each response is in its log.
 
     python bench/gateway.py --streams 500 --out bench/results/gateway_cpu.json
 
-A stub engine writes each event of a stream with the time in it, so what a client sees is the way of each event: the gateway adds the median
-(and p99) of the ways through it less that of the direct ones. All processes share the machine. The stub and the clients are made to cost
-little: they know as much HTTP as the other one speaks. On a machine with other work, `chrt -r 1` before the command lets all of them go first.
+A stub engine writes the time into each event of a stream, so a client sees the latency of each event. The gateway adds the median
+(and p99) latency through it minus the direct one. All processes share the machine. Stub and clients parse only as much HTTP as they
+need, to stay cheap. On a machine with other work, start the command with `chrt -r 1` to give all of them priority.
 """
 
 from __future__ import annotations
@@ -71,12 +71,12 @@ class Stub(asyncio.Protocol):
         self.say()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The client left: nothing more is said."""
+        """Stop sending when the client disconnects."""
         if self.timer is not None:
             self.timer.cancel()
 
     def say(self) -> None:
-        """The next event, or the last three."""
+        """Send the next event, or the last three."""
         self.said, self.left = self.said + 1, self.left - 1
         finish = "null" if self.left else '"length"'
         ids = ",".join(["11"] * TOKENS)
@@ -107,7 +107,7 @@ async def _stub() -> None:
 
 @dataclass
 class Seen:
-    """What clients saw, times in seconds: the way of each event, and from a request to its first event. ids: of whole responses."""
+    """Measurements of the clients, in seconds: latency of each event, and time to the first event. ids: of complete responses."""
 
     ways: list[float] = field(default_factory=list)
     firsts: list[float] = field(default_factory=list)
@@ -127,12 +127,12 @@ class Client(asyncio.Protocol):
         self.tail, self.count = b"", 0
 
     def connection_made(self, transport: Any) -> None:
-        """Asks."""
+        """Send the request."""
         self.transport, self.began = transport, time.monotonic()
         transport.write(self.request)
 
     def data_received(self, data: bytes) -> None:
-        """Notes each event's way; a stamp cut in two waits for its rest."""
+        """Record each event's latency; an incomplete time stamp waits for the rest."""
         now = time.monotonic()
         parts = (self.tail + data).split(STAMP)
         self.tail = parts[-1] if b"," in parts[-1] or len(parts) == 1 else STAMP + parts.pop()
@@ -147,7 +147,7 @@ class Client(asyncio.Protocol):
             self.tail = self.tail[-len(STAMP) - len(DONE) :]
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Whole, or an error."""
+        """Record a complete response or an error."""
         if DONE in self.tail and self.count == self.events:
             self.seen.ids.append(self.id)
         else:
@@ -157,7 +157,7 @@ class Client(asyncio.Protocol):
 
 
 async def load(port: int, streams: int, seconds: float, pace: float, events: int, name: str) -> Seen:
-    """So many streams at once for so long; each asks again when it has its answer."""
+    """The given number of concurrent streams for the given time; each sends a new request after its response."""
     seen, loop = Seen(), asyncio.get_running_loop()
     end = time.monotonic() + seconds
 
@@ -190,7 +190,7 @@ async def load(port: int, streams: int, seconds: float, pace: float, events: int
 
 @contextmanager
 def started(command: list[str], mark: str) -> Iterator[tuple[psutil.Process, int]]:
-    """A program that says where it listens: (it, its port)."""
+    """Start a program that prints its port: (process, port)."""
     child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert child.stdout is not None
@@ -206,7 +206,7 @@ def _milliseconds(seconds: list[float]) -> dict[str, float]:
 
 
 def lost(log: Path, ids: list[str]) -> dict[str, int]:
-    """Whole responses without a record, records twice, and records without counts."""
+    """Complete responses without a record, duplicate records, and records without counts."""
     records = [from_line(line) for path in log_files(log) for line in path.read_bytes().splitlines()]
     found = [record.id for record in records]
     return {

@@ -1,9 +1,9 @@
-"""What the gateway promises under attack, tried on a real one: idle connections, slow clients, large bodies, a full disk, kill -9.
+"""Test the gateway's limits under attack on a real gateway: idle connections, slow clients, large bodies, a full disk, kill -9.
 
     python bench/gateway_limits.py --out bench/results/gateway_limits_cpu.json
 
-Each trial starts a gateway of its own before the stub engine of bench/gateway.py, attacks it while ordinary streams run, and says what held, with
-the gateway's peak resident memory. Exit status 1: something did not hold.
+Each trial starts its own gateway before the stub engine of bench/gateway.py and attacks it while ordinary streams run. It reports which limits
+held, and the gateway's peak resident memory. Exit status 1: a limit did not hold.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ POST = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
 
 @dataclass(frozen=True)
 class Trial:
-    """tried: how many of what. errors: ordinary requests that were not answered whole, of ``responses``. lost: whole ones without a record."""
+    """tried: number and kind of attacks. errors: ordinary requests without a complete answer, of ``responses``. lost: complete ones without a record."""
 
     name: str
     tried: int
@@ -65,12 +65,12 @@ class Attacked:
         self.began, self.seen = time.monotonic(), Seen()
 
     def peak_mib(self) -> float:
-        """Of resident memory, since it was started; Linux counts it."""
+        """Peak resident memory since the start, as counted by Linux."""
         found = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{self.child.pid}/status").read_text())
         return int(found[1]) / 1024 if found else float("nan")
 
     def open_files(self) -> int:
-        """Of the gateway."""
+        """Open files of the gateway."""
         return self.child.num_fds()
 
     async def streams(self, name: str, streams: int, seconds: float) -> None:
@@ -80,7 +80,7 @@ class Attacked:
         self.seen.errors += found.errors
 
     def trial(self, name: str, tried: int, says: str, held: bool) -> Trial:
-        """What came of it, and whether nothing was lost and memory stayed within bounds."""
+        """The result, and whether nothing was lost and memory stayed within bounds."""
         peak, missing = round(self.peak_mib(), 1), lost(self.log, self.seen.ids)["lost"]
         ordinary = bool(self.seen.ids) and not self.seen.errors and not missing
         seconds = round(time.monotonic() - self.began, 1)
@@ -290,7 +290,7 @@ async def killed(gateway: Attacked) -> Trial:
 
 
 def _connections_for(wanted: int) -> int:
-    """How many fit into the open files that the system allows; the gateway keeps one for the engine beside each."""
+    """Number of connections within the system's limit of open files; each also needs one connection to the engine."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     return min(wanted, hard // 2)

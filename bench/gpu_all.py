@@ -1,11 +1,11 @@
-"""Everything that only a GPU can say, in one go of at most ten minutes: the decoder, the trainer, losslessness, the tests.
+"""All measurements that need a GPU, in one run of at most ten minutes: decoder, trainer, losslessness, tests.
 
-    python bench/gpu_all.py --out bench/results/gpu_h100.json            # real sizes; give it again and it goes on
+    python bench/gpu_all.py --out bench/results/gpu_h100.json            # real sizes; the same command resumes
     python bench/gpu_all.py --tiny --device cpu --out tiny.json          # the same program in a minute
 
-Nothing is downloaded. Each part runs in a process of its own, is stopped when its time is over, and what it had found is in the
-file: a part that fails costs no other its numbers. A part that the file has finished is not run again; one with an error is.
-It needs torch, transformers, accelerate, scipy, pyarrow and rich; what else a part needs and does not find it names.
+Nothing is downloaded. Each part runs in its own process, which is stopped when its time is over; its results so far are in the
+file, and a part that fails does not affect the others. Finished parts are not run again; parts with an error are.
+It needs torch, transformers, accelerate, scipy, pyarrow and rich. A part reports any other package that it lacks.
 """
 
 from __future__ import annotations
@@ -85,12 +85,12 @@ def machine(device: torch.device) -> dict[str, Any]:
 
 
 def read(out: Path) -> dict[str, Any]:
-    """What an earlier go found."""
+    """Results of an earlier run."""
     return json.loads(out.read_text(encoding="utf-8")) if out.exists() else {"parts": {}}
 
 
 def run_part(name: str, out: Path, device: str, tiny: bool, seconds: float) -> None:
-    """One part in this process: every cell is in the file as soon as it is there."""
+    """One part in this process: every cell is written to the file at once."""
     place = Place(torch.device(device), tiny, time.monotonic() + seconds)
     result, began = read(out), time.monotonic()
     part: dict[str, Any] = {"cells": [], "finished": False, "error": None}
@@ -111,7 +111,7 @@ def run_part(name: str, out: Path, device: str, tiny: bool, seconds: float) -> N
 
 
 def run_apart(name: str, out: Path, device: str, tiny: bool, seconds: float) -> None:
-    """One part in a process of its own, which is ended when it does not end itself."""
+    """Run one part in its own process, which is killed if it does not end in time."""
     command = [sys.executable, __file__, "--out", str(out), "--device", device, "--seconds-per-part", str(seconds)]
     command += ["--only", name, *(["--tiny"] if tiny else [])]
     stopped, why = False, None
@@ -119,7 +119,7 @@ def run_apart(name: str, out: Path, device: str, tiny: bool, seconds: float) -> 
         if (code := subprocess.run(command, timeout=seconds + GRACE, check=False).returncode) != 0:
             why = f"its process ended with {code}"
     except subprocess.TimeoutExpired:
-        stopped, why = True, f"stopped behind {seconds + GRACE:.0f} s"
+        stopped, why = True, f"stopped after {seconds + GRACE:.0f} s"
     result = read(out)
     part = result["parts"].setdefault(name, {"cells": [], "finished": False, "error": None})
     if why is not None and not part["finished"]:
@@ -135,14 +135,14 @@ def marks_of(cell: dict[str, Any]) -> Iterator[tuple[str, float | None, float]]:
 
 
 def shown(value: Any) -> str:
-    """In a cell of a table."""
+    """Format a value for a table cell."""
     if isinstance(value, dict):
         return ", ".join(f"{name} {shown(number)}" for name, number in value.items())
     return "" if value is None else f"{value:,.3g}" if isinstance(value, float) else str(value)
 
 
 def show(result: dict[str, Any]) -> None:
-    """A table a part, then the marks."""
+    """Print one table per part, then the marks."""
     verdicts = Table("part", "", "found", "mark", "", title=f"marks, {result['machine']['device']}")
     for name, part in result["parts"].items():
         columns = [column for column in COLUMNS if any(cell.get(column) is not None for cell in part["cells"])]
@@ -183,8 +183,10 @@ def asked() -> argparse.Namespace:
     )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--only", choices=tuple(PARTS), default="", help="this part alone, in this process")
-    parser.add_argument("--seconds-per-part", type=float, default=60.0, help="a part begins nothing new behind this")
-    parser.add_argument("--minutes", type=float, default=9.5, help="no part is begun that could end behind this")
+    parser.add_argument(
+        "--seconds-per-part", type=float, default=60.0, help="a part starts no new measurement after this"
+    )
+    parser.add_argument("--minutes", type=float, default=9.5, help="no part is started that could end after this")
     parser.add_argument("--tiny", action="store_true", help="small shapes, all parts in this process")
     return parser.parse_args()
 

@@ -1,14 +1,14 @@
-"""What a block asks of a GPU, counted on the pretend device, and the time that a model makes of it.
+"""GPU operations of a decoder block, counted on the pretend device, and a time predicted from them.
 
     python bench/gpu_model.py --out bench/results/gpu_model.json         # needs g++, no GPU: launches, copies, waits, kernels
 
-Counted with the product's decoder on real layers at tiny width, bfloat16, over steady blocks: the first ones, blocks that capture
-a graph and those around the end of a response are left out. What each further layer adds is counted too, and put on top for the real depth.
+The product's decoder runs real layers at tiny width in bfloat16. Only steady blocks count: the first blocks, blocks that capture
+a graph and those around the end of a response are left out. The cost of each further layer is counted too, and added for the real depth.
 
-The model of the time: bytes over bandwidth, every kernel's own time in a graph or outside, and a launch for every graph, every
-kernel outside and every copy. It knows no gap between two blocks, no attention over long texts, no arithmetic of large batches.
-`eager` is the same decoder without graphs; `before` comes from an earlier result (`--before`); `compiled` is the one graph if its
-layers were compiled: Inductor makes a Qwen3 layer of 7 products, one attention and 6 fused kernels, by its code for CPUs.
+The time model: bytes over bandwidth, each kernel's own time in a graph or outside, and a launch for every graph, every
+kernel outside a graph and every copy. It ignores gaps between blocks, attention over long texts, and arithmetic of large batches.
+`eager` is the same decoder without graphs; `before` comes from an earlier result (`--before`); `compiled` is the one graph with
+compiled layers: Inductor makes a Qwen3 layer of 7 products, one attention and 6 fused kernels, according to its CPU code.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ NUCLEUS = SamplingSettings(0.7, top_p=0.95)
 # (rule, sampling) of each cell.
 WAYS = (("greedy", GREEDY), ("sample", SamplingSettings(1.0)), ("sample", NUCLEUS), ("block", SamplingSettings(1.0)))
 BATCHES = (1, 16)
-FIRST, BEHIND = 3, 2  # Blocks left out: at the beginning, and with one that ends a response those behind it.
+FIRST, BEHIND = 3, 2  # Blocks left out: at the beginning, and after a block that ends a response.
 TOKENS = 56
 
 
 class Counts(NamedTuple):
-    """Of a steady block, on average."""
+    """Average operations of a steady block."""
 
     launches: float
     uploads: float
@@ -75,13 +75,13 @@ class Prices:
     positions: int
 
     def seconds(self, counts: Counts, floor: float) -> float:
-        """Of a block."""
+        """Seconds of a block."""
         launched = counts.launches + counts.kernels_outside + counts.uploads + counts.downloads
         return floor + self.launch * launched + self.kernel * (counts.kernels_outside + counts.kernels_in_graphs)
 
 
 def so_far() -> Counts:
-    """Everything since the ledger was cleared."""
+    """Operations since the ledger was cleared."""
     waits = LEDGER.reads.total() + LEDGER.synchronized.total()
     copies = LEDGER.uploads.total(), LEDGER.downloads.total()
     return Counts(LEDGER.replays, *copies, waits, LEDGER.kernels, LEDGER.replayed_kernels)
@@ -90,7 +90,7 @@ def so_far() -> Counts:
 def count_blocks(
     target: PreTrainedModel, draft: PreTrainedModel, settings: DecodeSettings, rows: int, runner: str
 ) -> Counts:
-    """Decodes twice as many prompts as there are rows, so that rows are recycled; both models are on the pretend device."""
+    """Decode twice as many prompts as rows, so that rows are recycled; both models are on the pretend device."""
     random = torch.Generator().manual_seed(0)
     lengths = torch.randint(4, 20, (2 * rows,), generator=random).tolist()
     prompts = [
@@ -147,7 +147,7 @@ def at_depth(counts: Counts, runner: str, layer: tuple[float, float], target: Sh
 
 
 def cell_of(counts: Counts, prices: Prices, floor: float) -> dict[str, float]:
-    """What a column says."""
+    """Values of a column."""
     seconds = prices.seconds(counts, floor)
     return {f"{name}_per_block": round(value, 2) for name, value in counts._asdict().items()} | {
         "predicted_ms_per_block": round(1e3 * seconds, 3),
@@ -188,7 +188,7 @@ def measure(
 
 
 def add_before(cells: list[dict[str, Any]], path: Path) -> None:
-    """To each cell what an earlier result says of it: its own `before`, else itself."""
+    """Add the earlier result to each cell: the earlier `before`, or the earlier cell itself."""
     names = ("rule", "temperature", "top_p", "batch", "gamma")
     old = {tuple(cell[name] for name in names): cell for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]}
     for cell in cells:
@@ -222,7 +222,7 @@ def show(result: dict[str, Any]) -> None:
 
 def main(
     out: Annotated[Path | None, typer.Option(help="JSON to write")] = None,
-    before: Annotated[Path | None, typer.Option(help="an earlier result, shown beside")] = ROOT
+    before: Annotated[Path | None, typer.Option(help="an earlier result, shown for comparison")] = ROOT
     / "bench/results/gpu_model.json",
     gamma: Annotated[int, typer.Option(help="drafted tokens per block", min=1)] = 5,
     launch: Annotated[float, typer.Option(help="microseconds of a launch from the host")] = 3.0,

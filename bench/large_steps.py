@@ -1,14 +1,14 @@
-"""What a step costs on this CPU, eager and compiled, small and large, and what an acceptance measured elsewhere is worth there.
+"""Step costs on this CPU, eager and compiled, small and large models, and the predicted speed-up of stored acceptance rates.
 
     python bench/large_steps.py --out bench/results/large_steps_cpu.json                 # published layouts, random weights
-    python bench/large_steps.py --target DIR --draft DIR --layouts '' --dtypes float32   # a pair of yours
+    python bench/large_steps.py --target DIR --draft DIR --layouts '' --dtypes float32   # your own pair
 
 A speed-up is tau / (gamma c + v), where c is a draft step and v a call of gamma + 1 tokens, both in plain steps. A small model's
-step is computing, so v grows with gamma; a large one's is reading weights, so v stays near 1. Costs are measured here in the real
-block loop; the weights may be random, because a step takes as long whatever they are. tau comes from stored results, by replay of
-pairs that were trained. So every speed-up is predicted, and says so.
+step is limited by arithmetic, so v grows with gamma; a large one's is limited by reading weights, so v stays near 1. Costs are
+measured in the real block loop. Weights can be random, because they do not affect the time of a step. tau comes from stored
+results, by replay of trained pairs. Every speed-up is therefore a prediction and marked as such.
 
-`read`: one pass over as many bytes as the target's weights have, the least a step can take. Timings alternate within a repeat.
+`read`: one pass over as many bytes as the target's weights, the minimum time of a step. Timings alternate within a repeat.
 """
 
 from distill.faults import run_script
@@ -104,7 +104,7 @@ def weight_bytes(model: PreTrainedModel) -> int:
 
 
 def best_seconds(call: Callable[[], Any], seconds: float) -> float:
-    """The fastest of as many calls as fit, behind one that is not counted: others on the machine only add."""
+    """The fastest of as many calls as fit, after a warm-up. Other load on the machine only adds time, so the minimum is best."""
     call()
     best, began = np.inf, time.perf_counter()
     while time.perf_counter() - began < seconds:
@@ -115,7 +115,7 @@ def best_seconds(call: Callable[[], Any], seconds: float) -> float:
 
 
 def step_of(model: PreTrainedModel, runner: str, context: int) -> Callable[[], torch.Tensor]:
-    """A plain step behind so many tokens."""
+    """A plain step after the given number of tokens."""
     cached = CachedModel(model, "target", 1, context + 1, runner)
     ids = torch.randint(0, vocab_rows(model), (1, context), generator=torch.Generator().manual_seed(0))
     cached.prefill(ids.numpy(), [0], np.array([context]))
@@ -141,7 +141,7 @@ def predictions(costs: StepCosts) -> list[dict[str, Any]]:
 def measure(
     name: str, target: PreTrainedModel, draft: PreTrainedModel, dtype: str, seconds: float, context: int
 ) -> dict[str, Any]:
-    """Of one pair in one dtype, with the threads that are set."""
+    """Measure one pair in one dtype, with the current number of threads."""
     read = torch.zeros(weight_bytes(target) // 4)
     with evaluating(target, draft):
         plain = {runner: best_seconds(step_of(target, runner, context), seconds) for runner in (COMPILED, EAGER)}
@@ -176,7 +176,7 @@ def main(
     seconds: Annotated[float, typer.Option(help="seconds a timing may take")] = 4.0,
     out: Annotated[Path | None, typer.Option(help="write the result here as JSON")] = None,
 ) -> None:
-    """Time the steps of each pair and say what stored acceptances are worth at these costs."""
+    """Time the steps of each pair and predict the speed-up of stored acceptance rates."""
     named = [(name, *map(random_model, LAYOUTS[name])) for name in filter(None, layouts.split(","))]
     if target:
         named.append((Path(target).name, load_model("target", target), load_model("draft", draft)))

@@ -1,13 +1,13 @@
-"""The loss alone, from hidden states to the gradients of hidden states and head: seconds and memory, ours beside all logits.
+"""Time and memory of the loss alone, from hidden states to the gradients of hidden states and head, compared with full logits.
 
-    python bench/loss.py --out bench/results/loss.json                   # vocabulary 151,936: minutes a case on one core
+    python bench/loss.py --out bench/results/loss.json                   # vocabulary 151,936: minutes per case on one core
     python bench/loss.py --vocabulary 4096 --rows 512 --widths 128
 
-`naive` is forward KL over full logits by autograd, what most trainers do. Every case runs in a process of its own. Memory is the
-growth of the process (on CUDA: of allocated memory) from the moment that weights and hidden states exist; it includes the gradient
-of the head's weight, which everybody pays (`weight_gradient_mb`). With one thread seconds are the process's own, so that a busy
-machine does not show; otherwise they are those of the clock. Ratios are over the naive case of the same width and rows; where that
-was not run, over it at the first number of rows, times as many.
+`naive` is forward KL over full logits by autograd, as in most trainers. Every case runs in its own process. Memory is the
+growth of the process (on CUDA: of allocated memory) after weights and hidden states exist. It includes the gradient
+of the head's weight, which every case needs (`weight_gradient_mb`). With one thread, seconds are CPU time of the process, so other load
+does not matter; otherwise they are wall-clock time. Ratios are relative to the naive case of the same width and rows. If that
+was not run, they are relative to the naive case with the first number of rows, scaled.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ OBJECTIVES = "forward_kl,reverse_kl,jsd,tv,neg_log_alpha,lk_hybrid"
 
 
 def peak_memory(device: torch.device) -> tuple[Callable[[], None], Callable[[], float]]:
-    """(start counting again, MB of growth since): allocated memory on CUDA, the process's own on Linux."""
+    """(reset function, function that returns MB of growth since): allocated memory on CUDA, the process's own on Linux."""
     if device.type == "cuda":
         held = 0
 
@@ -94,13 +94,13 @@ def naive_loss(head: nn.Linear, hidden_RD: Tensor, target_head: nn.Linear, targe
 
 @torch.no_grad()
 def spread(layer: nn.Linear) -> nn.Linear:
-    """Logits of spread 2: neither flat nor sure."""
+    """Logits of spread 2: neither uniform nor certain."""
     layer.weight.normal_(std=2 / layer.in_features**0.5)
     return layer
 
 
 def run_case(case: dict[str, Any]) -> dict[str, Any]:
-    """One contestant in this process: its memory on the first run, its median time behind it."""
+    """One contestant in this process: its memory in the first run, its median time in later ones."""
     torch.manual_seed(0)
     torch.set_num_threads(case["threads"])
     device, dtype = torch.device(case["device"]), getattr(torch, case["dtype"])
@@ -163,7 +163,7 @@ def with_ratios(cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def cases(rows: list[int], objectives: list[str], compiled: bool) -> list[dict[str, Any]]:
-    """What is compared at one width: naive at the first number of rows; forward KL, compiled and stored at the first, too."""
+    """The cases of one width: naive at the first number of rows; forward KL, compiled and stored at the first, too."""
     found = [{"what": "naive", "objective": "forward_kl", "signal": "dense", "rows": rows[0]}]
     for count in rows:
         for objective in objectives if count == rows[0] else objectives[:1]:

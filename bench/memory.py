@@ -2,10 +2,10 @@
 
     python bench/memory.py --out bench/results/memory.json
 
-Target and draft get their published shapes and no weights: under torch's FakeTensorMode forward, loss and backward of the
-trainer's own module run (bf16 autocast, an online teacher in bfloat16, the head in chunks), and what is alive is added up
-storage by storage. A line is fitted through two micro-batches. `states`: AdamW's moments, which this step does not make, 8 bytes
-a draft weight; with several ranks the gradients' copy, 4 bytes more. Not seen: fragments, libraries' workspaces, the judge's caches.
+Target and draft have their published shapes and no weights. Forward, loss and backward of the trainer's own module run under torch's
+FakeTensorMode (bf16 autocast, an online teacher in bfloat16, the head in chunks), and the bytes of all live storages are
+summed. A line is fitted through two micro-batches. `states`: AdamW's moments, which this step does not make, 8 bytes
+per draft weight; with several ranks 4 bytes more for the copy of the gradients. Not included: fragmentation, library workspaces, the judge's caches.
 """
 
 from distill.faults import run_script
@@ -48,7 +48,7 @@ DEVICE_GB, SHARE = 80, 0.9
 
 
 class Alive(TorchDispatchMode):
-    """Bytes of all storages that operations made and nobody has let go, and the most there ever were."""
+    """Bytes of all live storages, and their peak."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ def model_of(name: str, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def shaped(name: str) -> PreTrainedModel:
-    """A model without memory, to count."""
+    """A model whose tensors have shapes and no data."""
     with torch.device("meta"):
         return model_of(name, torch.float32)
 

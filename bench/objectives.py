@@ -1,10 +1,10 @@
-"""The studies' tables: bench/results/objectives.md with its figure, from the JSON files beside it alone.
+"""The tables of the studies: write bench/results/objectives.md and its figure from the JSON files next to it.
 
-python bench/study.py bench/studies/objectives.yaml                   trains, in the background, resumable
-python bench/objectives.py --study bench/studies/objectives.yaml      what is finished -> its JSON; then the tables of all
-python bench/objectives.py                                            the tables of what is there
+python bench/study.py bench/studies/objectives.yaml                   trains in the background, resumable
+python bench/objectives.py --study bench/studies/objectives.yaml      writes the study's JSON, then the tables of all studies
+python bench/objectives.py                                            the tables of the existing JSON files
 
-docs/studies.md says what follows from them.
+docs/studies.md has the conclusions.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Row = dict[str, Any]
 
 
 def collected(path: Path) -> Row:
-    """What is finished of a study, read from its folder."""
+    """Finished results of a study, read from its folder."""
     from study import Books
 
     return Books(read_study(path, read_tree(path))).report()
@@ -80,7 +80,7 @@ def _place(one: Row) -> tuple[Any, ...]:
 def chosen(result: Row, rows: Sequence[Row]) -> dict[tuple[str, float], Row]:
     """By (rule, temperature), what to train with: {objective: a contestant or the reference, pairs: compared on}.
 
-    A contestant takes the reference's place where its gain in tau is certain on two pairs at least and its loss on none, with several
+    A contestant replaces the reference if its gain in tau is certain on at least two pairs and its loss on none, with several
     seeds; of several contestants, the one with the largest mean gain.
     """
     told: dict[tuple[str, float], Row] = {}
@@ -102,13 +102,13 @@ def _law_words(rule: str, temperature: float) -> str:
 
 
 def page(results: Sequence[Row], figure: str) -> str:
-    """The Markdown of the main study and the smaller ones behind it; `figure`: the picture's file name."""
+    """The Markdown of the main study and then the smaller ones; `figure`: the picture's file name."""
     main, *smaller = results
     rows = comparisons(main)
     lines = [
         "# Which objective, for which rule?",
         "",
-        "Made by `python bench/objectives.py` from `bench/results/objectives_cpu.json` and the smaller studies beside it; trained by "
+        "Made by `python bench/objectives.py` from `bench/results/objectives_cpu.json` and the smaller studies in the same folder; trained by "
         f"`python bench/study.py bench/studies/objectives.yaml`. {_finished(main)}",
         "",
         *_method(main, sorted({row["seeds"] for row in rows})),
@@ -167,16 +167,16 @@ def _method(result: Row, seeds: Sequence[int]) -> list[str]:
         f"{lr} and of further ones, until the best lies between others, by tau on {result['tune_prompts']} held-out prompts that judge nothing, at T {result['tune_at']:g} with the first seed. "
         f"Replay judges it on {result['prompts']} other held-out prompts at gamma {result['gamma']}. The target's distributions are its own, "
         "not a store's. The seed is the order of the data. These are short trainings: "
-        f"{least:,} to {most:,} response tokens, and the order after longer ones is another question.",
+        f"{least:,} to {most:,} response tokens; longer ones may give another order.",
         "",
-        f"An interval knows two sources of chance: prompts (paired, delta method) and seeds (the spread of the gains of {said} seed"
+        f"An interval includes two sources of variation: prompts (paired, delta method) and seeds (the spread of the gains of {said} seed"
         f"{'' if said == '1' else 's'}, divided by their number); degrees of freedom after Welch and Satterthwaite."
         + (" With one seed it knows of prompts alone, and another seed may say otherwise." if 1 in seeds else ""),
     ]
 
 
 def _defaults(result: Row, rows: Sequence[Row]) -> list[str]:
-    lines = ["| engine rule | objective | seeds | gains and losses in tau on so many pairs |", "|---|---|---|---|"]
+    lines = ["| engine rule | objective | seeds | pairs with a gain or loss in tau |", "|---|---|---|---|"]
     for (rule, temperature), told in chosen(result, rows).items():
         own = [row for row in rows if (row["rule"], row["temperature"]) == (rule, temperature)]
         counts = {name: _says(own, name) for name in dict.fromkeys(row["objective"] for row in own)}
@@ -275,7 +275,7 @@ def main(
         list[Path] | None, typer.Option(help="study file whose finished trainings are collected first")
     ] = None,
     results: Annotated[Path, typer.Option(help="folder of the JSON files")] = RESULTS,
-    to: Annotated[Path, typer.Option(help="the page; its figure stands beside it")] = PAGE,
+    to: Annotated[Path, typer.Option(help="the page; its figure is written next to it")] = PAGE,
 ) -> None:
     """Collects, and writes the page."""
     for path in study or []:

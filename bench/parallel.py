@@ -1,15 +1,15 @@
-"""Two drafts from one start, trained for the same minutes: one drafts token by token, one a block in one pass. Which serves faster?
+"""Compare two drafts trained for equal time from one start: one drafts token by token, one a block in one pass. Which is faster?
 
     python bench/parallel.py --target DIR --draft DIR --prompts FILE.jsonl --minutes 5 --out FILE
-    python bench/parallel.py --target DIR --layers 0,3,-1 --first 5 ...      # carved; both go on from 5 minutes of token by token
+    python bench/parallel.py --target DIR --layers 0,3,-1 --first 5 ...      # carved; both continue from 5 minutes of token by token
 
-The target answers every prompt once (temperature 1, kept in --cache), the held-out ones greedily too. Both drafts learn from the
-same responses by the yardstick's recipe. Each is judged at its own best gamma, by replay of all held-out prompts and step costs; then
-both, and the target alone, decode held-out prompts in turn, a response each. `ratio`: tokens/s of the parallel draft over those of
-the other, pooled over all held-out prompts, with its 95 % interval. `crossing_c`: at this tau and verify cost, the cost ratio of a
-draft call from which one pass a block is faster. `tau_parallel_by_token`: what the parallel draft does token by token.
+The target answers every prompt once (temperature 1, kept in --cache), and the held-out prompts greedily too. Both drafts learn from the
+same responses with the yardstick's recipe. Each is judged at its own best gamma, by replay of all held-out prompts and step costs. Then
+both drafts and the target alone decode held-out prompts in turn, one response each. `ratio`: tokens/s of the parallel draft divided by
+those of the other, pooled over all held-out prompts, with its 95 % interval. `crossing_c`: the cost ratio of a draft call above which
+one pass per block is faster, at this tau and verify cost. `tau_parallel_by_token`: tau of the parallel draft token by token.
 
-Minutes are of the process's CPU time with --cpu-minutes, which repeats on a shared machine; use one thread then.
+With --cpu-minutes, minutes are CPU time of the process, which is reproducible on a shared machine; use one thread then.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ MODES = {"greedy": SamplingSettings(0.0), "sample": SamplingSettings(1.0)}
 
 
 def split(prompts: Sequence[list[int]], heldout: int, most: int) -> tuple[list[list[int]], list[list[int]]]:
-    """(training prompts, held-out ones), each once, every so many-th held out."""
+    """(training prompts, held-out ones), each once; prompts at a fixed interval are held out."""
     distinct = [list(ids) for ids in dict.fromkeys(tuple(ids) for ids in prompts)][:most]
     if len(distinct) < 2 * heldout:
         raise UserError(
@@ -68,7 +68,7 @@ def split(prompts: Sequence[list[int]], heldout: int, most: int) -> tuple[list[l
 
 
 def taus_of(scores: Sequence[TokenScores], law: str, costs: StepCosts) -> dict[int, float]:
-    """tau at every gamma whose costs were measured or lie between, and that was scored."""
+    """tau at every scored gamma whose costs were measured or interpolated."""
     gammas = scored_gammas(scores, range(1, max(costs.verify_seconds) + 1))
     tokens = sum(map(len, scores))
     return dict(zip(gammas, (tokens / expected_blocks_of(scores, law, gammas).sum(0)).tolist(), strict=True))

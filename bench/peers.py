@@ -1,13 +1,13 @@
-"""Our decoder beside OpenVINO GenAI, llama.cpp and transformers on this CPU: same weights, same prompts, one run.
+"""Our decoder compared with OpenVINO GenAI, llama.cpp and transformers on this CPU: same weights, same prompts, one run.
 
     make peers                                                             # the environments of the other engines
     python bench/peers.py --target DIR --draft DIR --prompts FILE --chat --out bench/results/peers.json
 
-Float32 weights, greedy, token ids in and out. A prompt is taken only if the target's answer has `--max-tokens` tokens
-without an end token, so everyone says equally many. Engines take turns prompt by prompt, or chunk by chunk where
-several prompts are decoded at once, each time in another order, because machines drift. A rate is of the tokens over
-the sum of each prompt's median seconds over the rounds; `best` takes each prompt's least. Seconds are from call to
-return as the engine sees them, prompt included.
+Float32 weights, greedy, token ids in and out. A prompt is used only if the target's answer has `--max-tokens` tokens
+without an end token, so all engines generate the same number. Engines take turns prompt by prompt, or chunk by chunk if
+several prompts are decoded at once, in another order each time, because machine speed drifts. A rate is the tokens divided by
+the sum of each prompt's median seconds over the rounds; `best` uses each prompt's least. Seconds run from call to
+return in the engine, prompt included.
 """
 
 from __future__ import annotations
@@ -48,18 +48,18 @@ READS = 60  # reads of the weights of which the fastest counts
 
 @dataclass
 class Score:
-    """What one contestant did in a cell: its texts, and the seconds of each chunk by round."""
+    """Results of one contestant in a cell: its texts, and the seconds of each chunk by round."""
 
     texts: dict[int, list[list[int]]] = field(default_factory=dict)
     seconds: dict[int, list[float]] = field(default_factory=dict)
 
     def rate(self, best: bool) -> float:
-        """Tokens per second over all chunks, each at its least or its median seconds."""
+        """Tokens per second over all chunks, with the minimum or median seconds of each."""
         tokens = sum(len(ids) for texts in self.texts.values() for ids in texts)
         return tokens / sum(min(each) if best else float(np.median(each)) for each in self.seconds.values())
 
     def equal(self, other: Score) -> int:
-        """Texts that are the other's, token by token."""
+        """Number of texts equal to the other's, token by token."""
         return sum(
             one == two for key, texts in self.texts.items() for one, two in zip(texts, other.texts[key], strict=True)
         )
@@ -100,7 +100,7 @@ def read_seconds(weights: int, threads: int) -> float:
 def compete(
     contestants: dict[str, Contestant], setting: Setting, prompts: list[list[int]], rounds: int
 ) -> dict[str, Score]:
-    """Each on every chunk in turn, after one that is not counted. Who cannot is left out, and a line says why."""
+    """Run each contestant on every chunk in turn, after a warm-up. One that fails is left out, with a line that says why."""
     scores: dict[str, Score] = {}
     chunks = [prompts[start : start + setting.batch] for start in range(0, len(prompts), setting.batch)]
     for name, one in contestants.items():
@@ -128,7 +128,7 @@ def compete(
 
 
 def leave_out(one: Contestant, error: UserError) -> None:
-    """Says why a contestant is left out of a cell; nothing of it goes on working."""
+    """Print why a contestant is left out of a cell, and stop it."""
     console.print(f"left out: {error}", markup=False, soft_wrap=True)
     with suppress(UserError):
         one.close()
@@ -199,11 +199,11 @@ def main(
     gamma: Annotated[int, typer.Option(help="drafted tokens per block", min=1)] = 4,
     threads: Annotated[str, typer.Option(help="CPU threads, comma-separated")] = "1,2",
     at_once: Annotated[int, typer.Option(help="prompts at once of the batched part; 0 = leave it out", min=0)] = 48,
-    drafted: Annotated[int, typer.Option(help="also so many at once with the draft; 0 = leave it out", min=0)] = 0,
+    drafted: Annotated[int, typer.Option(help="also this number of prompts at once with the draft; 0 = no", min=0)] = 0,
     rounds: Annotated[int, typer.Option(help="rounds over the prompts", min=1)] = 3,
     runner: Annotated[str, typer.Option(help="of our model calls: auto, eager, compile")] = "auto",
 ) -> None:
-    """Measure the decoder against other engines on this CPU."""
+    """Compare the decoder with other engines on this CPU."""
     widths = [int(part) for part in threads.split(",")]
     names = [name for name in peers.split(",") if name]
     if unknown := set(names) - set(WORKERS):

@@ -1,9 +1,9 @@
-"""What the road costs: responses, one training step, one judgement, a token of a served teacher's signal; each beside the plain way of doing it, in one run.
+"""Costs of the stages of a run: responses, a training step, a judgement, a token of a served signal. Each is compared with the plain way.
 
-    python bench/pipeline.py --out bench/results/pipeline.json            # embedded target, whatever device there is
+    python bench/pipeline.py --out bench/results/pipeline.json            # embedded target, on any device
     python bench/pipeline.py --target DIR --prompts 64 --max-tokens 96
 
-Ratios are taken in one run with the contestants alternating, because machines are noisy.
+Ratios come from one run with alternating contestants, because machines are noisy.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from speculative.rules.sampling import SamplingSettings
 
 
 def alternate(contestants: dict[str, Callable[[], float]], repeats: int) -> dict[str, float]:
-    """Median over repeats of what each contestant returns, after one call of each that is not counted."""
+    """Median of each contestant's results over repeats, after one warm-up call each."""
     seen: dict[str, list[float]] = {name: [] for name in contestants}
     for repeat in range(repeats + 1):
         for name, run in contestants.items():
@@ -55,7 +55,7 @@ def alternate(contestants: dict[str, Callable[[], float]], repeats: int) -> dict
 
 
 def wait(device: torch.device) -> None:
-    """Waits for the device, so that a clock read after it is true."""
+    """Wait for the device before the clock is read."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -101,7 +101,7 @@ def bench_responses(target: Any, prompts: list[RenderedPrompt], max_tokens: int,
 
 
 def naive_step(module: DraftModule, teacher: Teacher, batch: Batch) -> torch.Tensor:
-    """Forward KL with all logits of both models at once: what a first version of a trainer does."""
+    """Forward KL with all logits of both models at once: as in a simple trainer."""
     student: Any = module.student
     with torch.no_grad():
         target_logits = teacher.split.model(input_ids=batch.input_ids_BT, use_cache=False).logits
@@ -155,7 +155,7 @@ def bench_judge(target: Any, draft: Any, heldout: list[HeldoutResponse], max_tok
 
 
 def plain_topk(content: bytes, k: int) -> torch.Tensor:
-    """The k best of each place, entry by entry into tensors: what a first version of a client does."""
+    """The k best of each place, entry by entry into tensors: as in a simple client."""
     places = json.loads(content)["choices"][0]["prompt_logprobs"][1:]
     ids_RK, logs_RK = torch.zeros((len(places), k), dtype=torch.int64), torch.full((len(places), k), -torch.inf)
     for row, place in enumerate(places):
@@ -226,7 +226,7 @@ def main(
     }
     write_result(out, result)
     table = Table(title=f"{target}, {result['machine']['device']}, {result['machine']['threads']} threads")
-    for column in ("stage", "ours", "beside it", "ratio"):
+    for column in ("stage", "ours", "plain way", "ratio"):
         table.add_column(column)
     rates, step, judged = result["responses"], result["step"], result["judge"]
     both = rates["tokens_per_second"]

@@ -1,18 +1,18 @@
-"""Can the verdict be believed? Replay against live decoding, its cost, what its intervals cover, and predicted speed.
+"""Check the verdict: replay against live decoding, its cost, the coverage of its intervals, and predicted speed.
 
     python bench/replay.py --out bench/results/replay.json
-    python bench/replay.py --quick --out quick.json          # seconds, tiny sizes: shows that it runs, not what is true
+    python bench/replay.py --quick --out quick.json          # seconds, tiny sizes: checks that it runs, not the result
     python bench/replay.py --pair DIR --out FILE             # DIR has two model folders, *target and *draft
-    python bench/replay.py --parts matched --device cuda --batch 512 --cell-seconds 60 --out FILE     # into a FILE that is there
+    python bench/replay.py --parts matched --device cuda --batch 512 --cell-seconds 60 --out FILE     # adds to an existing FILE
 
-tau_error_max    over every rule and gamma: tau counted live over tau that replay of the very text predicts, minus 1. Sampled
-                 rules run until the coins' standard error is small enough or their seconds are up: each cell says both
-cost_ratio       seconds x variance of tau over prompts, live decoding over one draft pass: what an interval of the same width
-                 costs. For one gamma; `curve`: for gammas 1 to 16 at once; `paired`: for the difference between two drafts.
-                 The text is stored: its making is paid once and by neither
-coverage         share of 95 % intervals that hold the truth. The pool of all prompts is the population, its value the truth,
-                 held-out sets are drawn from it
-speedup_error_max  predicted tau / (gamma c + v) over measured at batch 1, minus 1; contestants alternate on each prompt
+tau_error_max    over every rule and gamma: tau counted live divided by tau predicted by replay of the same text, minus 1. Sampled
+                 rules run until the standard error of the random draws is small enough or their time is over; each cell has both
+cost_ratio       seconds x variance of tau over prompts, live decoding divided by one draft pass: the cost of an interval of equal
+                 width. For one gamma; `curve`: for gammas 1 to 16 at once; `paired`: for the difference between two drafts.
+                 The text is stored, and its generation is not included in either
+coverage         share of 95 % intervals that contain the true value. The pool of all prompts is the population, and its value is
+                 the truth; held-out sets are drawn from it
+speedup_error_max  predicted tau / (gamma c + v) divided by measured at batch 1, minus 1; contestants alternate on each prompt
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def load_pair(folder: Path | None) -> tuple[str, PreTrainedModel, PreTrainedMode
 
 
 def load_prompts(tokenizer: Any, chat: bool, count: int, longest: int) -> list[Prompt]:
-    """Real questions of three domains in equal shares for a chat pair; function heads of the held-out library else."""
+    """Real questions of three domains in equal shares for a chat pair; otherwise function heads of the held-out library."""
     folder = SHARED / "data"
     texts: list[str] = []
     if chat and folder.is_dir():
@@ -143,7 +143,7 @@ def load_prompts(tokenizer: Any, chat: bool, count: int, longest: int) -> list[P
 
 
 def matched_text(bench: Bench, rule: str, gamma: int) -> dict[str, Any]:
-    """One cell: blocks counted live against replay of the same text, round after round until the coins are averaged out."""
+    """One cell: blocks counted live against replay of the same text, round after round until the random draws average out."""
     sizes, sampled = bench.sizes, draft_draws(rule)
     tokens = counted = rounds = 0
     expected = variance = seconds = 0.0
@@ -239,7 +239,7 @@ def equal_width(bench: Bench, texts: Sequence[Response], other: PreTrainedModel)
 
 
 def coverage(bench: Bench, texts: Sequence[Response], other: PreTrainedModel, gamma: int = 5) -> dict[str, Any]:
-    """Share of intervals that hold the pool's own value, by number and number of prompts."""
+    """Share of intervals that contain the pool's value, by number and number of prompts."""
     settings = bench.settings("sample", gamma)
     tokens_N = np.array([len(text.response_ids) for text in texts], dtype=np.float64)
     sides = []
@@ -281,8 +281,8 @@ def speed(bench: Bench) -> list[dict[str, Any]]:
     """Predicted against measured speed-up at batch 1 for each gamma.
 
     measured: tokens/s of all prompts over the target's, the contestants alternating prompt by prompt; median: of the
-    prompts' own ratios. predicted: from tau by replay of the very text that was timed, so that what is tested is the model
-    of the costs and not the luck of other text.
+    prompts' own ratios. predicted: from tau by replay of the very text that was timed, so the cost model is tested, not
+    the variation between texts.
     """
     sizes, rule = bench.sizes, "sample"
     sampling = bench.settings(rule, 1).sampling
@@ -341,7 +341,7 @@ def timed(console: Console, what: str, measure: Callable[[], Any]) -> Any:
 
 
 def tables(result: dict[str, Any]) -> list[Table]:
-    """What was measured, for people."""
+    """Print the results as tables."""
     made = []
     if "cells" in result:
         cells = Table("rule", "gamma", "tau live", "tau replay", "error", "standard error", "z", title="matched text")
@@ -366,7 +366,7 @@ def tables(result: dict[str, Any]) -> list[Table]:
 
 
 def summary(result: dict[str, Any]) -> str:
-    """The numbers that were asked for, in one line."""
+    """The main numbers in one line."""
     words = []
     if "cells" in result:
         words.append(f"|tau error| <= {result['tau_error_max']:.2%}")
@@ -386,7 +386,7 @@ def summary(result: dict[str, Any]) -> str:
 def measured(
     bench: Bench, parts: Sequence[str], rules: Sequence[str], speed_threads: int, console: Console
 ) -> dict[str, Any]:
-    """The parts of the result that were asked for."""
+    """Run the requested parts."""
     result: dict[str, Any] = {}
     other = noisy_copy(bench.draft)
     texts: list[Response] = []

@@ -1,4 +1,4 @@
-"""The JSON file of what a script here has measured: written whole, and its first key is the command that wrote it."""
+"""JSON result files of the scripts in bench/: written atomically, with the command as the first key."""
 
 import shlex
 import sys
@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 def command_line(earlier: str = "") -> str:
     """This process's command as it is typed at the repository's root. earlier: a command whose file this one adds to.
 
-    A file or folder outside the repository is told by its last name: the file is published.
+    A file or folder outside the repository is reduced to its last name, because the result is published.
     """
     words = [_published(Path(word)) if Path(word).is_absolute() else word for word in sys.argv[1:]]
     command = shlex.join(["python", _published(Path(sys.argv[0]).resolve()), *words])
@@ -22,7 +22,7 @@ def command_line(earlier: str = "") -> str:
 
 
 def write_result(out: Path, result: Mapping[str, Any]) -> None:
-    """Writes a result under a temporary name, then renames. A `command` in it is kept, as of a process that started this one."""
+    """Write a result atomically. An existing `command` key is kept, for results of a parent process."""
     out.parent.mkdir(parents=True, exist_ok=True)
     write_json(out, {"command": command_line()} | dict(result))
 

@@ -1,13 +1,13 @@
-"""What a store of many responses costs a rank: memory that stays, and seconds from the start of the process to its first batch.
+"""Cost of a store with many responses per rank: resident memory, and seconds from process start to the first batch.
 
     python bench/scale.py --responses 200000 --out bench/results/scale_cpu.json
 
-A run folder with so many prompts and synthetic responses of 1,000 tokens each, which grows from size to size as a real one does:
-what is missing is added, what is there stays. Each size is then started by a process of its own as training is (prompts, responses,
-batches), the prompts rendered before, and stopped at the first batch. `resident_bytes`: what that added to a process that has
-started a run of a few responses, mapped files and all; `peak_bytes`: the most that it was in between; `startup_seconds`: imports
-and all, `reading_seconds` of them behind the imports; `first_start_seconds`: reading, de-duplicating and rendering the prompts,
-once in a run.
+A run folder has that many prompts and synthetic responses of 1,000 tokens each. It grows from size to size like a real one:
+missing responses are added and existing ones stay. For each size a new process starts as training does (prompts, responses,
+batches), with the prompts already rendered, and stops at the first batch. `resident_bytes`: memory added to a process that has
+started a run with a few responses, including mapped files; `peak_bytes`: the peak before that; `startup_seconds`: all,
+including imports; `reading_seconds`: the part after the imports; `first_start_seconds`: reading, de-duplicating and rendering
+the prompts, once per run.
 """
 
 from distill.faults import run_script
@@ -84,7 +84,7 @@ def answer(config: RunConfig, target: Target, prompts: Sequence[RenderedPrompt])
 
 
 def first_batch(folder: Path, target: Target) -> StoredRows:
-    """What training does before its first step."""
+    """Do what training does before its first step."""
     config = config_of(folder)
     run = Run(config)
     sets = prompts_of(config, target)
@@ -97,7 +97,7 @@ def first_batch(folder: Path, target: Target) -> StoredRows:
 
 
 def start(folder: Path, few: Path) -> dict[str, Any]:
-    """What a start of training to its first batch costs this process, which has done nothing else."""
+    """Cost of a training start up to its first batch in this fresh process."""
     process, config = psutil.Process(), config_of(folder)
     target = Target(config.target, new_accelerator().device, config.folder)
     imported = time.time()
@@ -113,11 +113,11 @@ def start(folder: Path, few: Path) -> dict[str, Any]:
 
 
 def grow(folder: Path, responses: int) -> float:
-    """Brings the run in a folder to so many responses; seconds that its prompts took."""
+    """Grow the run in a folder to the given number of responses; returns the seconds for its prompts."""
     folder.mkdir(exist_ok=True)
     config = config_of(folder)
     target = Target(config.target, new_accelerator().device, config.folder)
-    # So many more that the held-out ones stand beside them.
+    # Extra prompts for the held-out set.
     held_out = 256 if responses >= 1024 else -(-responses // 4)
     with (folder / "prompts.jsonl").open("w", encoding="utf-8") as file:
         file.writelines(

@@ -1,11 +1,11 @@
-"""What the teacher's top-k costs on disk and in time: bytes a token, writing, reading in the order of training, and what a step waits.
+"""Cost of a stored top-k signal: bytes per token, writing, reading in training order, and the time that a step waits for it.
 
     python bench/store.py --out bench/results/store_cpu.json
 
-Examples of 500 response tokens with the top 64 of random distributions, at a large vocabulary and at the embedded target's. They are
-written as training captures them, a micro-batch after the other, and read in batches of 32 examples drawn at random, as an epoch
-draws them. `read_seconds_a_step`: one such batch, read in the thread that works a step ahead; `waited_seconds_a_step`: what the step
-itself spent on it, while it computed for `step_seconds`.
+Examples have 500 response tokens with the top 64 of random distributions, at a large vocabulary and at the embedded target's. They are
+written as training captures them, micro-batch by micro-batch, and read in batches of 32 random examples, as in
+an epoch. `read_seconds_a_step`: one such batch, read in the thread that works a step ahead; `waited_seconds_a_step`: the time that the
+step itself waited for it, while it computed for `step_seconds`.
 """
 
 from distill.faults import run_script
@@ -34,7 +34,7 @@ VOCABULARIES = {"large": 151_936, "embedded": 4096}
 
 
 def random_topk(generator: torch.Generator, vocab_rows: int) -> TopKSignal:
-    """The top of random distributions, without the whole of them."""
+    """The top entries of random distributions, without the full distributions."""
     ids_RK = torch.rand(TOKENS, vocab_rows, generator=generator).topk(K).indices
     log_probs_RV = (torch.randn(TOKENS, K + 1, generator=generator) * 5).sort(descending=True).values.log_softmax(-1)
     return TopKSignal(ids_RK, log_probs_RV[:, :K], log_probs_RV[:, K])

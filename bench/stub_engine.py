@@ -1,9 +1,9 @@
-"""Our own decoder as a server in vLLM's protocol: the engine of tests, and of `make loop` where none is installed.
+"""Our own decoder as a server with vLLM's protocol: the stub engine of tests, and of `make loop` without an installed engine.
 
     python bench/stub_engine.py TARGET DRAFT --port 8001 --gamma 3
 
-Requests that ask for the same settings are decoded as one batch; those that come meanwhile are the next. As in vLLM the first token
-of a response is drafted by nobody, token ids are told when asked for, and a stream's counts stand in its usage chunk.
+Requests with the same settings are decoded as one batch; requests that arrive meanwhile form the next one. As in vLLM, the first token
+of a response is not drafted, token ids are returned on request, and a stream's counts are in its usage chunk.
 """
 
 from distill.faults import exit_status
@@ -108,7 +108,7 @@ class EngineCounts:
 
 
 class StubEngine:
-    """A pair of models behind a thread that decodes.
+    """A pair of models and the thread that decodes with them.
 
     withheld: ids that no response may say: it ends before them (a commit gate), so that fewer tokens come than were accepted.
     """

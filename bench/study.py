@@ -1,13 +1,13 @@
-"""A study of ways to train: each contestant's learning rate is tuned, then all are judged by replay on the same prompts.
+"""Run a study of ways to train: tune each contestant's learning rate, then judge all by replay on the same prompts.
 
-python bench/study.py bench/studies/objectives.yaml              trains; killed, the same command goes on
-python bench/study.py bench/studies/objectives.yaml --dry-run    what is finished and what the rest takes
+python bench/study.py bench/studies/objectives.yaml              trains; the same command resumes
+python bench/study.py bench/studies/objectives.yaml --dry-run    shows what is finished and the time for the rest
 
-output/texts-*/            prompts and responses, shared by all trainings of a target and temperature, of other studies too
-output/NAME/trainings/     one file of numbers a training; no weights are kept
-            study.json     what is finished
+output/texts-*/            prompts and responses, shared by all trainings of a target and temperature, also of other studies
+output/NAME/trainings/     one file of numbers per training; no weights are kept
+            study.json     finished results
 
-All trainings run in this process, one after the other. A killed study goes on with the training it was at.
+All trainings run in this process, one after the other. A killed study repeats the training it was in.
 """
 
 from distill.faults import Interrupted, exit_status, run_script
@@ -44,10 +44,10 @@ from study_texts import Texts, alpha_tau, result_of
 
 
 def run_study(study: Study, console: Console, dry_run: bool = False) -> dict[str, Any]:
-    """Trains what is not finished; returns what study.json holds.
+    """Run the missing trainings; returns the content of study.json.
 
     Raises:
-        Interrupted: Ctrl-C; the training it was at is lost, the others are not.
+        Interrupted: Ctrl-C; only the current training is lost.
     """
     books = Books(study)
     console.print(books.plan(), highlight=False, soft_wrap=True)
@@ -88,7 +88,7 @@ def _ensure(books: "Books", training: Training, shared: dict[str, Texts], consol
 
 
 class Books:
-    """What of a study is finished, read from its folder."""
+    """Finished results of a study, read from its folder."""
 
     def __init__(self, study: Study) -> None:
         self.study = study
@@ -96,7 +96,7 @@ class Books:
         self._found: dict[Path, dict[str, Any]] = {}
 
     def result(self, training: Training) -> dict[str, Any] | None:
-        """The numbers of a training, None where it is not finished, or was judged for a study that said otherwise."""
+        """The numbers of a training; None if it is not finished or was judged with other settings."""
         path = training.result
         if path not in self._found and path.exists():
             self._found[path] = json.loads(path.read_text(encoding="utf-8"))
@@ -122,17 +122,17 @@ class Books:
         return found
 
     def next_lr(self, pair: str, contestant: str) -> float | None:
-        """The learning rate to try next, None where it is settled."""
+        """The learning rate to try next; None if it is chosen."""
         return next_lr(self.study.lr, {lr: told["tau"] for lr, told in self.tuned(pair, contestant).items()})
 
     def chosen(self) -> dict[tuple[str, str], float]:
-        """The learning rate of the best tau on the tuning prompts, by (pair, contestant), where it is settled."""
+        """The learning rate of the best tau on the tuning prompts, by (pair, contestant), if it is chosen."""
         places = itertools.product(self.study.pairs, self.study.contestants) if self.study.lr else ()
         by = {place: self.tuned(*place) for place in places if self.next_lr(*place) is None}
         return {place: max(told, key=lambda lr: told[lr]["tau"]) for place, told in by.items()}
 
     def judged(self) -> list[tuple[Training, dict[str, Any]]]:
-        """The finished trainings whose learning rate is settled, with their numbers by the rules that are asked for."""
+        """The finished trainings whose learning rate is chosen, with their numbers for the requested rules."""
         chosen = self.chosen()
         planned = trainings(self.study, chosen)
         fixed = (*chosen, *((pair, UNTRAINED) for pair in self.study.pairs))
@@ -145,7 +145,7 @@ class Books:
         ]
 
     def report(self) -> dict[str, Any]:
-        """What study.json holds: facts, cells, paired errors, and how the learning rates were chosen."""
+        """Content of study.json: facts, cells, paired errors, and how the learning rates were chosen."""
         study, judged = self.study, self.judged()
         facts = {
             key: value for key, value in describe_run(0).items() if key not in ("argv", "uncommitted_changes", "seed")
@@ -171,7 +171,7 @@ class Books:
         }  # fmt: skip
 
     def plan(self) -> str:
-        """What is finished, and what the rest takes at the pace so far."""
+        """Finished trainings, and the estimated time for the rest."""
         study, judged = self.study, list(trainings(self.study, self.chosen()))
         places = list(itertools.product(study.pairs, study.contestants)) if study.lr else []
         tried = [tuning(study, *place, lr) for place in places for lr in self.tuned(*place)]
@@ -202,7 +202,7 @@ def _cells(training: Training, result: dict[str, Any]) -> Iterable[dict[str, Any
 
 
 def _paired(judged: Iterable[tuple[Training, dict[str, Any]]], reference: str) -> list[dict[str, Any]]:
-    """What chance the prompts have in a contestant's gain over the reference: its standard errors over the seeds that both have."""
+    """Standard error over prompts of a contestant's gain over the reference, over the seeds that both have."""
     sums: dict[tuple[Any, ...], dict[str, dict[int, dict[str, list[float]]]]] = {}
     for training, result in judged:
         for rule, own in result["judged"].items():
@@ -227,7 +227,7 @@ def main(
     file: Annotated[Path, typer.Argument(help="study file, e.g. bench/studies/objectives.yaml")],
     dry_run: Annotated[bool, typer.Option("--dry-run", help="say what is finished, and stop")] = False,
 ) -> None:
-    """Trains what is not finished of a study."""
+    """Run the missing trainings of a study."""
     try:
         with terminated_as_interrupted():
             run_study(read_study(file, read_tree(file)), Console(), dry_run)

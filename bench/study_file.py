@@ -1,4 +1,4 @@
-"""A study's file and the trainings it stands for: contestants on pairs, each with a learning rate of its own, over seeds."""
+"""Read a study file and list its trainings: contestants on pairs, each with its own learning rate, over seeds."""
 
 import hashlib
 import itertools
@@ -37,7 +37,7 @@ class ServedAt(Section):
 
 
 class Study(Section):
-    """What a sweep file with `contestants` says. The first contestant is the one that the others are compared with.
+    """A study file with `contestants`. The first contestant is the reference for the others.
 
     Every contestant trains on every pair, at every temperature and with every seed, on the same number of sequences. Its learning
     rate is the one that has the best tau on `tune_prompts` held-out prompts that judge nothing, at `tune_at`, with the first seed: of `lr`,
@@ -71,7 +71,7 @@ class Study(Section):
 
     @property
     def reference(self) -> str:
-        """The contestant that the others are compared with."""
+        """The contestant that all others are compared with."""
         return next(iter(self.contestants))
 
 
@@ -92,25 +92,25 @@ class Training:
 
     @property
     def result(self) -> Path:
-        """Where its numbers are kept."""
+        """File of its numbers."""
         # Without defaults: a key that a later version knows changes no digest.
         said = self.config.model_dump_json(exclude={"name", "resume"}, exclude_defaults=True)
         digest = hashlib.sha256(said.encode()).hexdigest()[:12]
         return self.config.folder.parent / "trainings" / f"{self.config.name}-seed{self.seed}-{digest}.json"
 
     def judged_with(self, study: Study) -> dict[str, Any]:
-        """What its numbers depend on beside its config: whose responses judge, and what tunes."""
+        """What its numbers depend on besides its config: the judging responses and the tuning settings."""
         return {"responses": study.seeds[0], "tune_prompts": study.tune_prompts, "tune_rule": self.served.rules[0]}
 
 
 def read_tree(path: Path, readers: Sequence[Path] = ()) -> dict[str, Any]:
-    """The `key: value` lines of a study file; `like` names a file beside it that says what this one leaves out,
+    """The `key: value` lines of a study file; `like` names a file in the same folder with the missing keys,
     and to whose `overrides` its own are added.
 
     ``readers``: the files whose `like` led here.
 
     Raises:
-        UserError: unreadable, a `like` that leads in a circle.
+        UserError: unreadable, or a circular `like`.
     """
     if path.resolve() in readers:
         raise UserError(f"{path}: `like` leads back to this file; take it out of one of them")
@@ -125,7 +125,7 @@ def read_tree(path: Path, readers: Sequence[Path] = ()) -> dict[str, Any]:
 
 
 def read_study(path: Path, tree: dict[str, Any]) -> Study:
-    """The study that a sweep file's tree says.
+    """Parse a study from a file's tree.
 
     Raises:
         UserError: an unknown key, a wrong value, a pair whose models or prompts are not there; a combination that is no config.
@@ -208,7 +208,7 @@ def next_lr(lr: Sequence[float], taus: Mapping[float, float]) -> float | None:
 
 
 def trainings(study: Study, chosen: Mapping[tuple[str, str], float]) -> Iterator[Training]:
-    """What is judged: seeds outermost, then temperatures, so that what is finished early is a smaller study; the untrained drafts too.
+    """All judged trainings: seeds outermost, then temperatures, so that a partial study is a smaller study. Includes the untrained drafts.
 
     chosen: learning rate by (pair, contestant); where it lacks one, the config's own.
     """

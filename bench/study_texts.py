@@ -1,4 +1,4 @@
-"""What the trainings of a study share, and one of them: the target with its responses in, a judged draft out.
+"""The shared data of a study's trainings, and one training: from the target with its responses to a judged draft.
 
 Shapes: P prompts, one response each.
 """
@@ -44,7 +44,7 @@ from study_file import UNTRAINED, Study, Training, texts_key
 class RememberingTeacher(Teacher):
     """The target, asked once for each example: its hidden states stay in memory, 4 bytes x width a response token in float32.
 
-    What it says is exactly what the target says, so runs that differ in their objective alone can share it.
+    Its output is exactly the target's, so runs that differ only in the objective can share it.
     """
 
     def __init__(self, target: PreTrainedModel) -> None:
@@ -52,7 +52,7 @@ class RememberingTeacher(Teacher):
         self._hidden: dict[tuple[int, int], Tensor] = {}
 
     def signal(self, batch: Batch) -> DenseSignal:
-        """As `Teacher.signal`; of examples of which all are known nobody is asked. Micro-batches that are not packed."""
+        """Same as `Teacher.signal`, without running the target if all examples are known. For micro-batches without packing."""
         counts = torch.bincount(batch.rows_R // batch.input_ids_BT.shape[1], minlength=len(batch.indices)).tolist()
         # With the rows: the same example has more of them where the loss covers its prompt.
         keys = list(zip(batch.indices, counts, strict=True))
@@ -157,7 +157,7 @@ def alpha_tau(sums: dict[str, list[float]]) -> dict[str, float]:
 def result_of(training: Training, texts: Texts) -> dict[str, Any]:
     """Trains and judges: {.., trained_tokens, seconds, tuning: {alpha, tau}, judged: {rule: sums by prompt}}.
 
-    The first `judge.prompts` held-out prompts judge; `tuning` is of those behind them, by the first rule, and of nothing else.
+    The first `judge.prompts` held-out prompts judge; `tuning` uses only the prompts after them, with the first rule.
     """
     started = time.process_time()
     draft, tokens = train(training, texts)

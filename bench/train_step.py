@@ -1,23 +1,23 @@
-"""One distillation step, ours beside the naive floor and TRL's trainers: time and memory, in one run.
+"""Time and memory of one distillation step, compared with a plain PyTorch baseline and TRL's trainers, in one run.
 
     python bench/train_step.py --out bench/results/train_step_cpu.json                   # random weights, V 4,096, 8 x 256 tokens
     python bench/train_step.py --pair embedded --out FILE                                # the shipped target, a draft carved from it
     python bench/train_step.py --target DIR --draft DIR --out FILE                       # any other pair
 
-Same models, same tokens, same lengths, float32, AdamW, gradients clipped, for all. Contestants make one step each in turn,
-round after round, and a time is the median of the rounds. TRL runs through its own `trainer.train()` on data tokenised
-beforehand, and everybody's data loading is inside the time. Nobody stops at an end token: all read and write the same
-number of tokens. Peak memory is the growth of a process of its own, over the state before its steps.
+All contestants use the same models, tokens, lengths, float32, AdamW and gradient clipping. They take one step each in turn,
+and a time is the median over the rounds. TRL runs through its own `trainer.train()` on data tokenised
+beforehand, and every time includes data loading. End tokens are ignored, so all read and write the same
+number of tokens. Peak memory is the growth of a separate process over its state before the steps.
 
-Policies: `off` reads responses and asks the target; `store` reads responses and stored top-64 signals; `on` lets the student
-write the responses first. An `on` cell says in `rollout_every` how many steps share them: 1 is what TRL does, and ours
-writes new ones every so many steps by default.
+Policies: `off` reads responses and asks the target; `store` reads responses and stored top-64 signals; with `on` the student
+writes the responses first. `rollout_every` of an `on` cell is the number of steps that share responses: TRL uses 1, and ours
+uses more by default.
 
-The floor is forward KL over the full-vocabulary logits of all positions, behind transformers' `generate` when on policy;
-`vs_floor` is time over its time, whatever the objective. `vs_own_floor` is the same with the floor's loss replaced by the
-cell's objective. `vs_trl` is speed over the fastest TRL trainer with the settings and the objective of the cell.
-`loss_memory_ratio` is the peak memory of the loss alone (hidden states in, gradients out) at a real vocabulary, over that of
-full logits and autograd, which is measured at fewer rows and grows linearly with them.
+The baseline (`floor`) is forward KL over the full-vocabulary logits of all positions, after transformers' `generate` if on policy.
+`vs_floor` is the time divided by its time, for any objective. `vs_own_floor` is the same with the cell's objective in the
+baseline. `vs_trl` is the speed relative to the fastest TRL trainer with the cell's settings and objective.
+`loss_memory_ratio` is the peak memory of the loss alone (hidden states in, gradients out) at a real vocabulary, divided by that of
+full logits and autograd, which is measured at fewer rows and scaled linearly.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ STEPS = 1_000_000  # TRL's schedule needs an end; nobody reaches it
 
 @dataclass(frozen=True)
 class Settings:
-    """What a race is run with; a process of its own makes the same race from it."""
+    """Settings of a race; another process can repeat the race from them."""
 
     pair: str = "random"
     target: str | None = None
@@ -142,7 +142,7 @@ def make_examples(settings: Settings, tokenizer: Any, vocab: int) -> list[Exampl
 
 
 class Race:
-    """The models, tokens and optimizer that floors and ours share; TRL's trainers get copies of the student."""
+    """The models, tokens and optimizer that our steps and the baselines share; TRL's trainers get copies of the student."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
@@ -188,7 +188,7 @@ class Race:
         self.wait()
 
     def wait(self) -> None:
-        """Waits for the device, so that a clock read after it is true."""
+        """Wait for the device before the clock is read."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
@@ -208,7 +208,7 @@ def stored_teacher(teacher: Teacher, examples: Sequence[Example], k: int) -> Any
 
 
 def naive_loss(target: Any, student: Any, ids_BT: Tensor, mask_BT: Tensor, weights: dict[str, float]) -> Tensor:
-    """The mean loss per response token as a first version of a trainer has it: all logits of both models at once."""
+    """The mean loss per response token as in a simple trainer: all logits of both models at once."""
     with torch.no_grad():
         target_log_probs_BTV = target(input_ids=ids_BT, use_cache=False).logits[:, :-1].log_softmax(-1)
     student_log_probs_BTV = student(input_ids=ids_BT, use_cache=False).logits[:, :-1].log_softmax(-1)
@@ -263,7 +263,7 @@ def floor_step(race: Race, name: str, objective: str, on_policy: bool) -> Callab
 
 
 def own_responses(race: Race, prompts: int) -> Callable[[], list[Example]]:
-    """The product's rollouts: so many prompts answered by the student again at every call, through a store on disk."""
+    """The product's rollouts: the student answers the given number of prompts again at every call, through a store on disk."""
     settings, cut = race.settings, race.settings.prompt_tokens
     folder = tempfile.mkdtemp(prefix="rollouts-")
     config = parse_config(
@@ -359,7 +359,7 @@ def contestants(objectives: Sequence[str], policies: Sequence[str], trl: bool, r
 
 
 def race_all(race: Race, names: Sequence[str], rounds: int, show: Callable[[str], None]) -> dict[str, float]:
-    """Median seconds of a step by name: everyone once a round, after two rounds that are not counted."""
+    """Median seconds of a step by name: each contestant once per round, after two warm-up rounds."""
     steps = {name: make_step(race, name) for name in names}
     seen: dict[str, list[float]] = {name: [] for name in names}
     for turn in range(rounds + 2):
@@ -422,7 +422,7 @@ def weigh_loss(shape: LossShape, objective: str, who: str, device: str) -> float
 
 
 def loss_jobs(shape: LossShape, names: Sequence[str], device: str) -> dict[str, tuple[str, tuple]]:
-    """Jobs by name: ours at all rows, the floor at so few rows that it fits anywhere."""
+    """Jobs by name: ours at all rows, the baseline at few rows, so that it fits in memory."""
     jobs = {}
     for objective in dict.fromkeys(name.split("/")[2] for name in names if name.startswith("ours/")):
         jobs[f"loss/ours/{objective}"] = ("weigh_loss", (asdict(shape), objective, "ours", device))
@@ -444,7 +444,9 @@ def growth_of(work: Callable[[], Any], device: str) -> float:
         work()
         torch.cuda.synchronize()
         return (torch.cuda.max_memory_allocated() - before) / 1e6
-    ctypes.CDLL(None).malloc_trim(0)  # what making the models left behind is not free room for the work
+    ctypes.CDLL(None).malloc_trim(
+        0
+    )  # return free heap memory to the system, so that the work cannot reuse it uncounted
     Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # the peak starts from here
     before = status_kb("VmRSS")
     work()

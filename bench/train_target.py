@@ -1,10 +1,10 @@
-"""`make target`: trains the embedded target from nothing, on Python source that every machine that runs us has.
+"""`make target`: train the embedded target from scratch on Python source that is available on every machine with this package.
 
 python bench/train_target.py [--to FOLDER] [--run FOLDER] [--steps N] ...
 
-Tokenizer, corpus, a plain Accelerate loop on one device, and the weights in bf16 with card.json and README.md beside them. A
-killed run goes on from its last checkpoint when the same command is given again. The corpus is another in every Python and with
-every release of the packages, and sums differ from machine to machine: the weights come out alike, not the same.
+It trains the tokenizer, builds the corpus, runs a plain Accelerate loop on one device, and writes bf16 weights with card.json and README.md.
+The same command resumes a killed run from its last checkpoint. The corpus differs between Python versions and package releases, and
+floating-point sums differ between machines, so the weights are similar but not identical.
 """
 
 from distill.faults import run_script
@@ -173,7 +173,7 @@ def make_optimizers(model: torch.nn.Module, lr: float = LR) -> list[torch.optim.
 
 
 def batch_indices(step: int, windows: int) -> np.ndarray:
-    """The windows (BATCH,) of a step: every epoch in another order, its remainder left out."""
+    """The windows (BATCH,) of a step: each epoch in another order, without the remainder."""
     steps_of_epoch = max(1, windows // BATCH)
     order = np.random.default_rng([SEED, step // steps_of_epoch]).permutation(windows)
     place = step % steps_of_epoch * BATCH
@@ -198,7 +198,7 @@ def checkpoints(run: Path) -> list[Path]:
 
 
 def save_checkpoint(run: Path, accelerator: Accelerator, progress: dict[str, Any]) -> None:
-    """Everything that resuming needs, under a temporary name first; then only the judged ones and the newest are kept."""
+    """Write everything that resuming needs, atomically, then keep only the judged checkpoints and the newest."""
     temporary = run / ".writing"
     shutil.rmtree(temporary, ignore_errors=True)
     accelerator.save_state(str(temporary))
@@ -220,7 +220,7 @@ def fit(
     save_every: int,
     lr: float = LR,
 ) -> tuple[LlamaForCausalLM, dict[str, Any]]:
-    """Trains from wherever the run stands; (the model of the lowest held-out loss, what happened)."""
+    """Train from the last checkpoint: (the model with the lowest held-out loss, a log)."""
     accelerator = Accelerator(mixed_precision="bf16", gradient_accumulation_steps=BATCH // MICRO_BATCH)
     optimizers = make_optimizers(model, lr)
     wrapped, *optimizers = accelerator.prepare(model, *optimizers)
@@ -286,7 +286,7 @@ def make_card(
     heldout: np.ndarray,
     progress: dict[str, Any],
 ) -> dict[str, Any]:
-    """How the weights came to be. recipe: the program's options."""
+    """card.json: how the weights were made. recipe: the program's options."""
     best = min(progress["judged"], key=lambda row: row["heldout_loss"])
     window = heldout.shape[1]
     return {
@@ -325,7 +325,7 @@ def make_card(
 
 
 def _before(start: str) -> str:
-    """What the card of the weights that were gone on from says of them."""
+    """The card of the weights that this training continued from."""
     path = Path(start) / "card.json"
     if not path.exists():
         return start
@@ -337,7 +337,7 @@ def _before(start: str) -> str:
 
 
 def card_text(card: dict[str, Any]) -> str:
-    """The card for people."""
+    """The model card as Markdown."""
     rows = "\n".join(
         f"| {key.replace('_', ' ')} | {', '.join(map(str, value)) if isinstance(value, list) else value} |"
         for key, value in card.items()
@@ -372,7 +372,7 @@ def train_target(
     layers: Annotated[int, typer.Option(help="decoder layers", min=1)] = 16,
     vocab_size: Annotated[int, typer.Option(help="tokens of the vocabulary", min=300)] = 4096,
     window: Annotated[int, typer.Option(help="tokens of a training sequence, and the context", min=8)] = 384,
-    documents: Annotated[int, typer.Option(help="only so many documents of each side; 0 = all", min=0)] = 0,
+    documents: Annotated[int, typer.Option(help="limit of documents of each side; 0 = all", min=0)] = 0,
     lr: Annotated[float, typer.Option(help="peak learning rate", min=0.0)] = LR,
     served_heads: Annotated[
         int,

@@ -1,9 +1,9 @@
-"""TRL's own trainers, unchanged, on our models and tokens: one step at a time, or for so many seconds.
+"""TRL's own trainers, unchanged, on our models and tokens: one step at a time, or for a given number of seconds.
 
-They run through `trainer.train()`, as their users run them. `Stepped` keeps that loop in a thread of its own which waits
-behind every step until it is its turn again, so that contestants can alternate within one process. Data is tokenised
-beforehand; two settings are never left to TRL's defaults: the dtype, which is that of the other contestants, and
-reports and checkpoints, which are off.
+They run through `trainer.train()`, as users run them. `Stepped` keeps that loop in its own thread, which waits
+after every step for its next turn, so that contestants can alternate within one process. Data is tokenised
+beforehand. Two settings are not left at TRL's defaults: the dtype is that of the other contestants, and
+reports and checkpoints are off.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ BETA = {"forward_kl": 0.0, "jsd": 0.5, "reverse_kl": 1.0}
 
 @dataclass(frozen=True)
 class Peer:
-    """Which trainer and how. `lmbda` (GKD): share of steps on the student's own text. None leaves a value to TRL."""
+    """Which trainer, and its settings. `lmbda` (GKD): share of steps on the student's own text. None leaves a value to TRL."""
 
     trainer: Literal["gkd", "distillation"]
     beta: float | None = None
@@ -102,7 +102,7 @@ def make_trainer(
 
 
 def quiet() -> None:
-    """No advice on the screen: the numbers are there."""
+    """Silence TRL's messages."""
     import transformers
     from datasets.utils.logging import disable_progress_bar
 
@@ -167,7 +167,7 @@ class Stepped:
             raise RuntimeError("the trainer made all its max_steps")
 
     def close(self) -> None:
-        """Ends the loop behind the step it stands at."""
+        """End the loop after the current step."""
         if self.thread.ident and not self.over:
             self.over = True
             self.go.release()
@@ -183,13 +183,13 @@ class _Budget(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.ends.append(time.perf_counter() - self.began)
-        # A step that would end behind the budget is not begun.
+        # Do not start a step that would exceed the budget.
         if self.ends[-1] + (self.ends[-1] - self.ends[-2]) > self.seconds:
             control.should_training_stop = True
 
 
 def train_for(trainer: Any, seconds: float) -> dict[str, float]:
-    """Trains for so many seconds of wall clock: {"seconds", "steps"}. Its schedule is that of its own `max_steps`."""
+    """Train for the given seconds of wall clock: {"seconds", "steps"}. Its schedule is that of its own `max_steps`."""
     budget = _Budget(seconds)
     trainer.add_callback(budget)
     trainer.train()

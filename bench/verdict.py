@@ -1,10 +1,10 @@
-"""Does a verdict flip? One draft judged again and again on one machine: what is said of it each time, and how far apart.
+"""Repeat the verdict of one draft on one machine: how much do conclusions and numbers vary?
 
     python bench/verdict.py runs/demo --times 10 --out bench/results/verdict.json
 
-Each judgement times everything again: step costs, best gamma, the contest at batch 1. The text, the draft and its acceptance
-are the same, so whatever differs is the clock. `inside`: judgements whose interval holds the mean of all; `spread`: standard
-deviation of the speed-ups over their mean; `half_width`: what the intervals promise, which has the texts' variance too.
+Each judgement repeats all timings: step costs, best gamma, the contest at batch 1. The text, the draft and its acceptance
+are the same, so all differences come from timing. `inside`: judgements whose interval contains the mean of all; `spread`: standard
+deviation of the speed-ups divided by their mean; `half_width`: the half width of the intervals, which also includes the texts' variance.
 """
 
 from distill.faults import run_script
@@ -29,7 +29,7 @@ from speculative.measure.measured import DRAFT, TARGET
 
 
 def row_of(verdict: Verdict) -> dict[str, Any]:
-    """What one judgement says."""
+    """Values of one judgement."""
     costs, rows = verdict.costs, {row.way: row for row in verdict.measured if row.speed_up is not None}
     return {
         "outcome": verdict.outcome, "run": verdict.to_run(), "speed_up": rows[DRAFT].speed_up, "speed_up_ci": rows[DRAFT].speed_up_ci,
@@ -41,7 +41,7 @@ def row_of(verdict: Verdict) -> dict[str, Any]:
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """How far apart the judgements are."""
+    """Variation between the judgements."""
     speeds = [row["speed_up"] for row in rows]
     mean = statistics.fmean(speeds)
     ends = [row["speed_up_ci"] for row in rows if row["speed_up_ci"]]
@@ -68,7 +68,7 @@ def main(
     times: Annotated[int, typer.Option(help="judgements", min=1)] = 10,
     out: Annotated[Path, typer.Option(help="JSON")] = Path("bench/results/verdict.json"),
 ) -> None:
-    """Judge a run's best draft so many times."""
+    """Judge a run's best draft the given number of times."""
     config, console = load_config(run / CONFIG), Console()
     config = config.model_copy(update={"judge": config.judge.model_copy(update={"load": (), "temperatures": ()})})
     rows: list[dict[str, Any]] = []

@@ -1,21 +1,21 @@
-"""What so many minutes of distillation on this machine buy: alpha, tau and argmax agreement on held-out responses.
+"""What a given time of distillation on this machine achieves: alpha, tau and argmax agreement on held-out responses.
 
     python bench/yardstick.py --target DIR --draft DIR --data DIR --domain wikisql --cpu-minutes 2.5 --seeds 0,1,2 --out FILE
     python bench/yardstick.py --target DIR --data DIR --domain wikisql --student carved --out FILE
     python bench/yardstick.py ... --modes ours objective=forward_kl optimizer=adamw lr=1e-3 signal=online   # any recipe
-    python bench/yardstick.py ... --modes ours --vary prompt_weight=0,.1,.3,1                               # and one key of it
+    python bench/yardstick.py ... --modes ours --vary prompt_weight=0,.1,.3,1                               # several values of one key
 
-The protocol: 1,500 training prompts and 200 held-out ones of a domain, one response of the target to each, sampled at
-temperature 1 without truncation, at most 96 tokens. They are made before the clock starts, once, and kept in --cache. Then
-the draft trains for so many minutes of wall clock, or of the process's CPU time, which repeats on a machine that others use
-too; whatever training needs of the target is inside. alpha is the mean over the held-out response positions of
+Protocol: 1,500 training prompts and 200 held-out ones of a domain, with one response of the target to each, sampled at
+temperature 1 without truncation, at most 96 tokens. They are generated once, before timing, and kept in --cache. Then
+the draft trains for the given minutes of wall clock, or of CPU time of the process, which is reproducible on a shared machine.
+The time includes all work of the target that training needs. alpha is the mean over the held-out response positions of
 sum_v min(target, draft), computed dense; tau is from replay.
 
-Seed by seed every mode gets its turn. Each mode's gain in alpha over the first one is paired by seed, with its 95 % t-interval.
-With --out what is done is written after each run, and the same command goes on from there.
+All modes run for each seed in turn. Each mode's gain in alpha over the first one is paired by seed, with its 95 % t-interval.
+With --out the results are written after each run, and the same command resumes.
 
-`plain` is the plain loop to compare with: AdamW 1e-3, batches of 32, the target asked in every step, forward KL over the
-logits of all response positions, float32, no schedule. `ours` is the recipe given by `key=value` (see `Recipe`), through
+`plain` is the baseline: AdamW 1e-3, batches of 32, the target in every step, forward KL over the
+logits of all response positions, float32, no schedule. `ours` is the recipe given by `key=value` (see `Recipe`), with
 the product's loss, teacher signals and optimizers; its learning rate follows the clock.
 """
 
@@ -134,7 +134,7 @@ class Recipe:
         return cls(**values)
 
     def objective_at(self, share: float) -> Objective:
-        """The objective when a share of the time is over."""
+        """The objective after a share of the time."""
         names = self.warm_objective if share < self.warm_ratio else self.objective
         weights = dict.fromkeys(names.split("+"), 1.0)
         return Objective(
@@ -142,7 +142,7 @@ class Recipe:
         )  # fmt: skip
 
     def lr_at(self, share: float) -> float:
-        """The learning rate when a share of the time is over."""
+        """The learning rate after a share of the time."""
         if share < self.warmup:
             return self.lr * share / self.warmup
         if self.schedule == "constant":
@@ -172,7 +172,7 @@ def domain_prompts(folder: Path, tokenizer: Any, most_tokens: int, count: int) -
 
 
 def domain_rows(folder: Path, tokenizer: Any, most_tokens: int, count: int) -> list[tuple[PromptRow, list[int]]]:
-    """(row, ids) of distinct prompts in the order of their hashes: a question, or a dialogue up to one of its user's turns."""
+    """(row, ids) of distinct prompts, ordered by hash: a question, or a dialogue up to a user's turn."""
     conversations: dict[str, list[dict[str, str]]] = {}
     for row in read_rows(folder):
         messages = row.get("messages") or [{"role": "user", "content": row["question"]}]
@@ -294,17 +294,17 @@ def greedy_agreement(draft: Any, heldout: Sequence[HeldoutResponse]) -> float:
 
 
 class Clock:
-    """Says when to stop: a step that would end behind the budget is not begun."""
+    """Time budget: a step that would exceed it is not started."""
 
     def __init__(self, seconds: float, now: Now) -> None:
         self.seconds, self.now, self.began, self.ends = seconds, now, now(), [0.0]
 
     def share(self) -> float:
-        """Of the budget, at the end of the last step."""
+        """Used share of the budget after the last step."""
         return self.ends[-1] / self.seconds
 
     def tick(self) -> bool:
-        """Notes the end of a step; whether there is time for another one as long as the median one."""
+        """Record the end of a step; returns whether another step of median length fits."""
         self.ends.append(self.now() - self.began)
         recent = np.diff(self.ends[-20:])
         return self.ends[-1] + float(np.median(recent)) <= self.seconds
@@ -380,7 +380,7 @@ def train_ours(
     steps: int | None = None,
     now: Now = time.perf_counter,
 ) -> dict[str, Any]:
-    """The recipe, for so many seconds (or so many steps, which then are the time). {seconds, steps, tokens_trained, epochs, student}."""
+    """Train with the recipe for the given seconds or steps. {seconds, steps, tokens_trained, epochs, student}."""
     if recipe.parallel and mask_token_of(student.config) is None:
         raise UserError("parallel: config.json of the draft names no mask token (pard_token); see bench/parallel.py")
     torch.manual_seed(seed)
@@ -440,7 +440,7 @@ def one_step(
 
 
 def make_draft(target: Any, draft: str | None, student: str, layers: str) -> Callable[[], Any]:
-    """A function that makes the untrained draft again."""
+    """A function that makes a new copy of the untrained draft."""
     if student == "carved":
         return lambda: carve(target, [int(layer) for layer in layers.split(",")])
     if draft is None:
@@ -450,7 +450,7 @@ def make_draft(target: Any, draft: str | None, student: str, layers: str) -> Cal
 
 
 def recipes_of(modes: str, recipe: Sequence[str], vary: str) -> dict[str, Recipe]:
-    """Name of a mode -> its recipe; `vary` (KEY=VALUE,VALUE,...) makes one of each value, beside `plain` if that is among the modes.
+    """Name of a mode -> its recipe; `vary` (KEY=VALUE,VALUE,...) makes one of each value, in addition to `plain` if that is among the modes.
 
     Raises:
         UserError: an unknown mode, key or value.
@@ -470,10 +470,10 @@ def recipes_of(modes: str, recipe: Sequence[str], vary: str) -> dict[str, Recipe
 
 
 def with_earlier(out: Path | None, result: dict[str, Any]) -> dict[str, Any]:
-    """The result with the recipes and runs that earlier calls of the same settings left in its file.
+    """The result, with recipes and runs of earlier calls with the same settings from its file.
 
     Raises:
-        UserError: the file is of other settings.
+        UserError: the file was made with other settings.
     """
     if out is None or not out.exists():
         return result

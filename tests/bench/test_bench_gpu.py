@@ -158,7 +158,7 @@ def test_a_process_that_dies_or_hangs_leaves_what_it_found(
     gpu_all.run_apart("well", out, "cuda", False, 60.0)
     part = json.loads(out.read_text())["parts"]["well"]
     assert (part["cells"], part["finished"]) == (found, hangs and found != [])
-    assert part["error"] == ("stopped behind 80 s" if hangs else "its process ended with -11")
+    assert part["error"] == ("stopped after 80 s" if hangs else "its process ended with -11")
 
 
 def imported_at_once(path: Path) -> set[str]:
