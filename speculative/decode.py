@@ -163,7 +163,9 @@ def check_prompts(
         if context is None or len(ids) + (1 if settings.fit_context else max_tokens) <= context:
             continue
         if settings.fit_context:
-            raise UserError(f"prompt {key!r} has {len(ids)} tokens, the context of the {name} is {context}: shorten it")
+            raise UserError(
+                f"prompt {key!r} has {len(ids)} tokens but the context of the {name} is {context}: shorten it"
+            )
         raise UserError(
             f"prompt {key!r} has {len(ids)} tokens; with max_tokens = {max_tokens} that exceeds the context of "
             f"{context} of the {name}: shorten the prompt or lower max_tokens"
@@ -197,12 +199,17 @@ class _Call:
         if settings.gamma == 0:
             self.drafter = drafter = None
         if self.policy.max_gamma > settings.gamma:
-            raise UserError(f"the gamma policy goes up to {self.policy.max_gamma}, beyond gamma = {settings.gamma}")
+            raise UserError(
+                f"the gamma policy proposes up to {self.policy.max_gamma} tokens but gamma = {settings.gamma}: "
+                "raise gamma, or lower the maximum of the policy"
+            )
         if settings.tree is not None:
             if not (isinstance(self.policy, FixedGamma) and self.policy.max_gamma == settings.gamma):
-                raise UserError(f"a token tree has one depth: use a fixed gamma of {settings.tree.depth} with it")
+                raise UserError(
+                    f"a token tree needs a fixed gamma equal to its depth: use FixedGamma({settings.tree.depth})"
+                )
             if self.log is not None:
-                raise UserError("the proposal log is of chains: leave the token tree or the log out")
+                raise UserError("the proposal log does not support token trees: remove the tree or the log")
         self.draft_model = drafter.model if drafter is not None else None
         check_decodable(target, "target")
         check_prompts(target, drafter, prompts, settings)

@@ -106,7 +106,7 @@ def judge_frozen(
     drafts, replay goes as far as it was scored.
     """
     if not any(response.response_ids for response in heldout):
-        raise UserError("there is no held-out response to judge on: give held-out prompts with non-empty responses")
+        raise UserError("no held-out response to evaluate on: give held-out prompts with non-empty responses")
     if scores is None:
         scores = score_tokens(draft.model, heldout, settings.sampling, offsets=draft.offsets(settings.gamma))
     law = law_of(settings.rule, settings.sampling)

@@ -60,7 +60,7 @@ class ProposalLog:
         if self.path.is_dir():
             raise UserError(f"{self.path}: is a folder; give the proposal log a file name")
         if self.path.exists() and not self.path.is_file():
-            raise UserError(f"{self.path}: is not an ordinary file; give the proposal log a file name")
+            raise UserError(f"{self.path}: is not a regular file; give the proposal log a file name")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._writer = pq.ParquetWriter(self._temporary, SCHEMA, compression="zstd")
@@ -154,6 +154,6 @@ class ProposalLog:
 
     def _unwritable(self, error: OSError) -> UserError:
         return UserError(
-            f"{self.path}: the proposal log cannot be written ({error.strerror or error}); choose another place or "
+            f"{self.path}: the proposal log cannot be written ({error.strerror or error}); choose another path or "
             "switch the log off"
         )

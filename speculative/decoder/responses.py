@@ -69,14 +69,14 @@ class DecodeSettings:
                 raise UserError(f"stop has {string!r}: every stop string needs at least one character")
         draft_settings_for(self.rule, self.sampling)
         if self.rule == "block" and self.sampling.greedy:
-            raise UserError("rule = 'block' is for sampling; at temperature 0 use rule 'greedy'")
+            raise UserError("rule = 'block' needs sampling: at temperature 0 use rule 'greedy'")
         if self.tree is not None:
             if self.gamma not in (0, self.tree.depth):
                 raise UserError(
                     f"gamma = {self.gamma} with a token tree of depth {self.tree.depth}: they must be equal"
                 )
             if self.rule == "block":
-                raise UserError("rule = 'block' verifies a chain: leave the token tree out, or use rule 'sample'")
+                raise UserError("rule = 'block' does not support token trees: remove the tree, or use rule 'sample'")
             if self.active_rules is not None:
                 raise UserError("logits rules with a token tree are not supported: use a chain (no tree)")
 
@@ -281,7 +281,8 @@ def append_block(
             replaced = answer is not None and answer != token_id
             if answer is not None and (type(answer) is not int or not 0 <= answer < known_ids):
                 raise UserError(
-                    f"the gate answered {answer!r}: None keeps the token, an id 0..{known_ids - 1} replaces it, STOP ends"
+                    f"the commit gate returned {answer!r}: must be None (keep the token), an id 0..{known_ids - 1} "
+                    "(replace it) or STOP"
                 )
             response.gate_log.append(GateRecord(position, token_id, str(answer) if replaced else "keep"))
             token_id = token_id if answer is None else int(answer)

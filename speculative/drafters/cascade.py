@@ -31,7 +31,9 @@ class Cascade(Drafter):
         if min_found < 1 or (then_gamma is not None and then_gamma < 1):
             raise UserError(f"min_found = {min_found}, then_gamma = {then_gamma}: must be at least 1 token")
         if first.model is not None or first.observes:
-            raise UserError(f"the {first.name} always proposes, so a cascade never asks who comes after it: swap them")
+            raise UserError(
+                f"the {first.name} always proposes, so the cascade would never use its second drafter: swap the two"
+            )
         self.first, self.then, self.min_found, self.then_gamma = first, then, min_found, then_gamma
         self.name = f"cascade of {first.name} and {then.name}"
         self.source_names: tuple[str, ...] = (*first.source_names, *then.source_names)
@@ -75,8 +77,8 @@ class Cascade(Drafter):
         early = self.first.propose(ask)
         if early.probs_RGV is not None:
             raise UserError(
-                f"the {self.first.name} draws from a distribution and cannot be the first of a cascade: "
-                "who proposes must depend on the committed text alone"
+                f"the {self.first.name} samples its proposals, so it cannot be the first drafter of a cascade: "
+                "use one that depends only on the committed text, such as PromptLookup"
             )
         found_R = early.real_R
         taken_R = (found_R >= min(self.min_found, ask.gamma)) & ask.active_R

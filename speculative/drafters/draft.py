@@ -43,8 +43,8 @@ class ParallelDrafter(ModelDrafter):
         mask_token = mask_token_of(model.config)
         if mask_token is None:
             raise UserError(
-                f"{name}: its config.json names no mask token (pard_token), so it was not trained to draft in parallel: "
-                "draft token by token, or train one with student.parallel"
+                f"{name}: its config.json has no mask token (pard_token), so it was not trained for parallel drafting: "
+                "draft token by token, or train a draft with student.parallel"
             )
         check_parallel(model)
         super().__init__(model, name)
@@ -96,7 +96,7 @@ class Draft:
 
     def __post_init__(self) -> None:
         if self.drafting not in DRAFTINGS:
-            raise UserError(f"drafting {self.drafting}: one of {', '.join(DRAFTINGS)}")
+            raise UserError(f"drafting = {self.drafting!r}: must be one of {', '.join(DRAFTINGS)}")
         self.drafter()
 
     @property

@@ -33,7 +33,7 @@ class EarlyExit(ModelDrafter):
         """Raises UserError when the target has no more than `layers` layers, or none that can be found, or a recurrent state."""
         if is_recurrent(target):
             raise UserError(
-                f"{type(target).__name__} keeps a recurrent state, which an early exit cannot share: use a draft"
+                f"{type(target).__name__} keeps a recurrent state, which early exit does not support: use a draft model"
             )
         super().__init__(first_layers(target, layers), name=f"early exit after {layers} layers")
 
@@ -59,10 +59,14 @@ def first_layers(model: PreTrainedModel, count: int) -> PreTrainedModel:
     """
     total = model.config.get_text_config(decoder=True).num_hidden_layers
     if not 1 <= count < total:
-        raise UserError(f"early exit after {count} layers: the target has {total}, give 1..{total - 1}")
+        raise UserError(
+            f"early exit after {count} layers: must be 1..{total - 1}, because the target has {total} layers"
+        )
     stacks = layer_stacks(model)
     if len(stacks) != 1:
-        raise UserError(f"{type(model).__name__} has no single stack of {total} layers: early exit is not possible")
+        raise UserError(
+            f"early exit needs one list of {total} layers and {type(model).__name__} has none: use another drafter"
+        )
     shorter = _hollow_copy(model)
     parent = shorter
     *path, last = stacks[0].split(".")

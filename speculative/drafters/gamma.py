@@ -123,7 +123,7 @@ class AdaptiveGamma(GammaPolicy):
 
     def __init__(self, max_gamma: int, stop_below: float = 0.0):
         if max_gamma < 1:
-            raise UserError(f"adaptive gamma needs room: the largest gamma is {max_gamma}, give at least 1")
+            raise UserError(f"adaptive gamma with max_gamma = {max_gamma}: must be at least 1")
         self.max_gamma = max_gamma
         self.stop_below = _checked_threshold(stop_below)
         self._block_seconds: dict[int, BlockSeconds] = {}  # by load
@@ -238,5 +238,5 @@ def _load_of(active_R: np.ndarray) -> int:
 
 def _checked_threshold(stop_below: float) -> float:
     if not 0.0 <= stop_below < 1.0:
-        raise UserError(f"stop_below = {stop_below}: a probability of at least 0 (off) and under 1")
+        raise UserError(f"stop_below = {stop_below}: must be at least 0 (off) and below 1")
     return stop_below

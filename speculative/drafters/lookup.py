@@ -168,7 +168,7 @@ class JacobiPool(RowDrafter["_RowPool"]):
     def __init__(self, ngram: int = 4):
         """`ngram`: tokens of a pooled n-gram, its key included. Raises UserError for one without a continuation."""
         if ngram < 2:
-            raise UserError(f"ngram = {ngram}: must be at least 2, a token and what follows it")
+            raise UserError(f"ngram = {ngram}: must be at least 2 (a token and the one that follows it)")
         super().__init__(_RowPool)
         self.ngram = ngram
         self._active_R = np.zeros(0, dtype=bool)

@@ -31,7 +31,7 @@ class Parts:
     def drafter(self) -> Drafter:
         """Of the draft model. Raises UserError where there is none."""
         if self.draft is None:
-            raise UserError("this way to decode needs a draft model: give one")
+            raise UserError("this drafter needs a draft model: give one")
         return self.draft()
 
 
@@ -69,5 +69,5 @@ def make_drafter(name: str, parts: Parts) -> Drafter:
     """A fresh drafter. Raises UserError for a name that is not registered and for a part that is missing."""
     found = registered().get(name)
     if found is None:
-        raise UserError(f"{name!r} is no way to draft: one of {', '.join(sorted(registered()))}")
+        raise UserError(f"unknown drafter {name!r}: must be one of {', '.join(sorted(registered()))}")
     return found.make(parts)

@@ -68,11 +68,13 @@ class Datastore:
         if len(tokens_N) != len(said_N) + len(parts) or said_N.min() < 0 or said_N.max() >= vocab_size:
             worst = said_N.max() if said_N.max() >= vocab_size else min(said_N.min(), END)
             raise UserError(
-                f"token id {worst} in the responses of the datastore, but vocab_size is {vocab_size}: "
-                "give the ids of the target's own tokenizer"
+                f"the responses of the datastore have token id {worst} but vocab_size is {vocab_size}: "
+                "use the ids of the target's own tokenizer"
             )
         if len(tokens_N) >= 2**31:
-            raise UserError(f"the datastore would hold {len(tokens_N)} tokens, 2^31 are possible: give fewer responses")
+            raise UserError(
+                f"the datastore would hold {len(tokens_N)} tokens but the limit is 2^31: give fewer responses"
+            )
         hashes_M, starts_M = _index(tokens_N, vocab_size, min_ngram, max_ngram)
         if not len(hashes_M):
             raise UserError(f"no response of the datastore is longer than min_ngram = {min_ngram}: lower it")
@@ -100,12 +102,12 @@ class Datastore:
         """Read what `save` wrote. Raises UserError for a missing, damaged or foreign file."""
         path = Path(path)
         if not path.is_file():
-            raise UserError(f"datastore {path} is not there: build it with Datastore.build(...).save({str(path)!r})")
+            raise UserError(f"datastore {path} does not exist: build it with Datastore.build(...).save({str(path)!r})")
         try:
             with safe_open(path, framework="numpy") as file:
                 metadata = file.metadata() or {}
                 if metadata.get("format") != FORMAT:
-                    raise UserError(f"{path} is not a datastore of this version ({FORMAT}): build it again")
+                    raise UserError(f"{path} is not a datastore in format {FORMAT}: build it again")
                 tokens_N, hashes_M, starts_M = (file.get_tensor(name) for name in ("tokens", "hashes", "starts"))
         except (OSError, SafetensorError) as error:
             raise UserError(f"datastore {path} cannot be read ({error}): build it again") from error
@@ -151,7 +153,7 @@ class Retrieval(Drafter):
         known = vocab_rows(seats.target.model)
         if known != self.datastore.vocab_size:
             raise UserError(
-                f"the datastore was built for {self.datastore.vocab_size} token ids and the target scores {known}: "
+                f"the datastore was built for a vocabulary of {self.datastore.vocab_size} token ids but the target has {known}: "
                 "build it from responses of this target"
             )
         self._device = seats.target.device
@@ -233,5 +235,5 @@ def _elect(tokens_N: np.ndarray, followers: np.ndarray, groups: np.ndarray, voca
 @registers("past responses")
 def _past_responses(parts: Parts) -> Drafter:
     if parts.datastore is None:
-        raise UserError("past responses needs a datastore of them: build one with Datastore.build(...)")
+        raise UserError("drafter 'past responses' needs a datastore: build one with Datastore.build(...)")
     return Retrieval(parts.datastore)

@@ -55,9 +55,7 @@ def cache_bytes_per_request(model: PreTrainedModel, dtype: torch.dtype, context:
         UserError: a layer keeps something else than keys and values.
     """
     if is_recurrent(model):
-        raise UserError(
-            f"{type(model).__name__} keeps no keys and values: how much memory its states take is not known"
-        )
+        raise UserError(f"{type(model).__name__} has no key/value cache: the memory of its states cannot be estimated")
     text, numbers = model.config.get_text_config(decoder=True), cache_entry(model).numbers
     latent = getattr(text, "kv_lora_rank", None)
     if latent:

@@ -166,7 +166,9 @@ def cache_entry(model: PreTrainedModel) -> CacheEntry:
             model(input_ids=zero, position_ids=zero, past_key_values=cache, use_cache=True)
         dtype = next((states.dtype for states in cache.buffers), None)
         if dtype is None:
-            raise UserError(f"{type(model).__name__} wrote nothing into its cache: it cannot be decoded with one")
+            raise UserError(
+                f"{type(model).__name__} wrote nothing to its key/value cache: use a model that supports one"
+            )
         known[model.dtype] = CacheEntry(tuple(sum(map(torch.numel, own)) for own in cache.by_layer), dtype)
     return known[model.dtype]
 

@@ -86,7 +86,7 @@ def check_same_vocabulary(target: PreTrainedModel, draft: PreTrainedModel) -> No
     target_rows, draft_rows = vocab_rows(target), vocab_rows(draft)
     if target_rows != draft_rows:
         raise UserError(
-            f"the draft scores {draft_rows} token ids and the target {target_rows}: "
+            f"the draft has logits for {draft_rows} token ids and the target for {target_rows}: "
             "pad or trim the draft's embedding rows to the target's"
         )
 
@@ -117,7 +117,7 @@ def attention_windows(model: PreTrainedModel) -> list[int | None]:
     windows: list[int | None] = []
     for kind in OWN_MASKS:
         if kind in _layer_kinds(config):
-            raise UserError(f"{type(model).__name__} has {kind} layers, whose masks are their own: use another model")
+            raise UserError(f"{type(model).__name__} has {kind} layers, which build their own masks: use another model")
     for layer in DynamicCache(config=model.config.get_text_config(decoder=True)).layers:
         if isinstance(layer, DynamicSlidingWindowLayer):
             windows.append(int(layer.sliding_window))
@@ -125,8 +125,8 @@ def attention_windows(model: PreTrainedModel) -> list[int | None]:
             windows.append(None)
         else:
             raise UserError(
-                f"{type(model).__name__} has {type(layer).__name__} layers, which cannot be rolled back by a length: "
-                "give a model with attention layers only"
+                f"{type(model).__name__} has {type(layer).__name__} layers, which cannot be rolled back to a shorter text: "
+                "use a model with attention layers only"
             )
     _known_windows[model] = (told, windows)
     return windows
@@ -142,7 +142,7 @@ def window_kinds(model: PreTrainedModel, name: str, longest: int | None = None) 
     }
     kinds = sorted(windows, key=lambda window: window or 0)
     if len(kinds) > 2 or (len(kinds) == 2 and None not in kinds):
-        raise UserError(f"{name} ({type(model).__name__}) mixes windows of {kinds}: one size is supported")
+        raise UserError(f"{name} ({type(model).__name__}) has sliding windows of {kinds}: only one size is supported")
     return kinds
 
 
@@ -185,7 +185,7 @@ def state_name(model: PreTrainedModel) -> str:
         if name in forward_parameters(model):
             return name
     raise UserError(
-        f"{type(model).__name__} does not take the state that it returns: it cannot be decoded step by step"
+        f"{type(model).__name__} does not accept the state that it returns, so it cannot be decoded step by step"
     )
 
 
@@ -205,10 +205,10 @@ def check_decodable(model: PreTrainedModel, name: str) -> None:
         state_name(model)
         return
     if getattr(config, "alibi", False) or "position_ids" not in forward_parameters(model):
-        raise UserError(f"{who} takes no position ids (ALiBi or older code): rows of different length need them")
+        raise UserError(f"{who} takes no position ids (ALiBi or older code), which rows of different length need")
     if config._attn_implementation not in ("sdpa", "eager"):
         raise UserError(
-            f"{who} uses attention '{config._attn_implementation}', which takes no 4-D mask: "
+            f"{who} uses attention '{config._attn_implementation}', which does not accept 4-D masks: "
             "load it with attn_implementation='sdpa'"
         )
     try:
@@ -376,7 +376,7 @@ def check_parallel(model: PreTrainedModel) -> list[int | None]:
     check_decodable(model, "parallel draft")
     if is_recurrent(model):
         raise UserError(
-            f"parallel draft ({type(model).__name__}) keeps a recurrent state, in which mask tokens would stay: "
-            "give a draft with attention layers only"
+            f"parallel draft ({type(model).__name__}) keeps a recurrent state, from which mask tokens cannot be removed: "
+            "use a draft with attention layers only"
         )
     return window_kinds(model, "parallel draft")

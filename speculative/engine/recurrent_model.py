@@ -78,7 +78,7 @@ class RecurrentModel:
 
     def feed_tree(self, ids_RN1: torch.Tensor, starts_R: np.ndarray, tree: TokenTree) -> torch.Tensor:
         """Raises UserError: one state has one past."""
-        raise UserError(f"the {self.name} keeps a recurrent state, which has one past: no token trees; use a chain")
+        raise UserError(f"the {self.name} keeps a recurrent state, which does not support token trees: use a chain")
 
     def commit_path(self, starts_R: np.ndarray, path_RD: torch.Tensor) -> None:
         """Never reached: see `feed_tree`."""
@@ -158,6 +158,6 @@ def recurrence_warning(model: PreTrainedModel) -> str | None:
     if not is_recurrent(model):
         return None
     return (
-        f"{type(model).__name__} keeps a recurrent state: acceptance is that of any engine, speeds and c are not (here rejected "
-        "tokens are undone by reading text again, row by row)"
+        f"{type(model).__name__} keeps a recurrent state: acceptance is the same as in other engines, but speeds and c are not, "
+        "because this decoder undoes rejected tokens by reading the text again, row by row"
     )

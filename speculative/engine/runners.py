@@ -140,7 +140,7 @@ class GraphRunner(Runner):
         difference, largest = (output - expected).abs().amax(), expected.abs().amax()
         # Logits that are broken themselves (NaN) are the loop's to report, not a fault of the capture.
         if not bool((difference <= GRAPH_TOLERANCE * largest.clamp_min(1e-6)) | expected.isnan().any()):
-            self._give_up("gives other logits when replayed from a CUDA graph")
+            self._give_up("gives different logits when replayed from a CUDA graph")
             return None
         self._recorded[key] = recording
         return recording

@@ -140,10 +140,10 @@ def advice(costs: StepCosts) -> tuple[Culprit, str] | None:
     smaller_batch = "" if costs.batch_size == 1 else "a smaller batch, "
     cheaper = f"make verify calls cheaper ({smaller_batch}another kernel, dtype or device)"
     to_do = {
-        "draft": "take a shallower draft",
-        "verify": f"the verify call costs too much and a shallower draft cannot help: {cheaper}",
-        "either": f"take a shallower draft or {cheaper}",
-        "both": f"take a shallower draft and {cheaper}",
+        "draft": "use a shallower draft",
+        "verify": f"the verify call is the bottleneck, so a shallower draft cannot help: {cheaper}",
+        "either": f"use a shallower draft or {cheaper}",
+        "both": f"use a shallower draft and {cheaper}",
     }[culprit]
     return culprit, f"at {price} even a draft that is {whose} would give {gives}: {to_do}"
 

@@ -352,10 +352,10 @@ def losslessness(
     Raises UserError when gamma is 0, for fewer than two samples, and whatever `decode` refuses.
     """
     if settings.gamma < 1:
-        raise UserError("gamma = 0: there is nothing to doubt without at least one drafted token per block")
+        raise UserError("gamma = 0: the losslessness check needs at least one drafted token per block")
     assert (permutations + 1) * LEVEL > 3, "too few relabellings to reach a third of the level"
     if samples < 2:
-        raise UserError(f"samples = {samples}: give at least 2 of each prompt, to compare distributions")
+        raise UserError(f"samples = {samples}: must be at least 2 per prompt, to compare distributions")
     greedy = greedy_equality(target, drafter, prompts, settings, batch_size=batch_size)
     found = Lossless(settings.rule, settings.gamma, str(target.dtype).removeprefix("torch."), greedy)
     sampling = settings.sampling

@@ -246,8 +246,8 @@ def words(effects: Effects) -> str:
     if seen is None:
         return f"{sentence}; all {prompts} prompts agree"
     return (
-        f"{sentence}; with {prompts} prompts a difference of {seen:.3f} can be seen (80 % power): "
-        f"{effects.prompts_for_half} prompts would see {seen / 2:.3f}"
+        f"{sentence}; {prompts} prompts can detect a difference of {seen:.3f} (80 % power), "
+        f"{effects.prompts_for_half} prompts one of {seen / 2:.3f}"
     )
 
 

@@ -267,7 +267,8 @@ def full_batch_seconds(
     room = None if context is None else context - drafted.max_tokens
     if room is not None and room < 1:
         raise UserError(
-            f"the context of {context} of the {name} has no room for {TIMED_BLOCKS} blocks of {settings.gamma + 1}"
+            f"the {name}'s context of {context} tokens has no room for {TIMED_BLOCKS} blocks of {settings.gamma + 1} tokens: "
+            "lower gamma"
         )
     rng = np.random.default_rng(0)
     turns_of: list[tuple[list[float], list[float], list[int]]] = []

@@ -78,7 +78,7 @@ def _curve(
 ) -> tuple[CallsCurve, float, Interval]:
     """(the curve, accepted tokens over all, its interval)."""
     if not tokens_N.sum():
-        raise UserError("there is no response token to replay: give held-out prompts with non-empty responses")
+        raise UserError("no response token to replay: give held-out prompts with non-empty responses")
     sums_PC = np.stack([sum_by_prompt(prompt_keys, own_N) for own_N in (tokens_N, accepted_N, *calls_NK.T)], 1)
     sums_PC = sums_PC[sums_PC[:, 0] > 0]
 

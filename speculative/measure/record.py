@@ -48,7 +48,7 @@ class Record(BaseModel):
                 by = "0.1" if made == 1 else tree.get("version")
                 raise UserError(
                     f"{path}: written by version {by} of understudy (format {made}); "
-                    f"version {VERSION} reads format {cls.FORMAT}: make it again in a new folder, or read it with that version"
+                    f"version {VERSION} reads format {cls.FORMAT}: create it again in a new folder, or read it with that version"
                 )
             return cls.model_validate(tree)
         except UserError:
@@ -58,7 +58,7 @@ class Record(BaseModel):
         except ValidationError as error:
             first = error.errors(include_url=False, include_input=False)[0]
             fault = (
-                "is missing" if first["type"] in ("missing", "too_short") else f"holds something else ({first['msg']})"
+                "is missing" if first["type"] in ("missing", "too_short") else f"has an invalid value ({first['msg']})"
             )
             what = f"key {_dotted(first['loc'])}" if first["loc"] else "the file"
             raise UserError(f"{path}: {what} {fault}; {remedy}") from error

@@ -343,10 +343,10 @@ def agreement_warning(check: ReplayCheck | None) -> str | None:
     """A line when live decoding and replay part by more than coins (|z| > 4) or, at temperature 0, near-ties explain."""
     if check is None or check.agrees:
         return None
-    size = "nothing is random here" if check.z is None else f"z = {check.z:+.1f}"
+    size = "no randomness involved" if check.z is None else f"z = {check.z:+.1f}"
     return (
-        f"live decoding counted {check.live_blocks} blocks where replay of its text predicts "
-        f"{check.predicted_blocks:.0f} ({size}): the text is right, but acceptance is not what this draft's "
-        "probabilities give; look for draft positions, masks or sampling that differ between the two, or for rounding "
-        "(bfloat16) in a nearly deterministic draft"
+        f"live decoding took {check.live_blocks} blocks but replay of the same text predicts "
+        f"{check.predicted_blocks:.0f} ({size}): the text is correct, but acceptance does not match this draft's "
+        "probabilities; check draft positions, masks and sampling for differences, and rounding (bfloat16) in a nearly "
+        "deterministic draft"
     )

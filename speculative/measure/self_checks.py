@@ -194,8 +194,8 @@ def self_checks(
         if one.response_ids != other.response_ids
     ]
     warnings += [
-        f"greedy texts of prompt {tie['prompt']!r} part between logits {tie['gap']:.1e} apart (relative), "
-        f"{tie['gap'] / noise.gap:.1f} times the noise of {target.dtype} here"
+        f"greedy texts of prompt {tie['prompt']!r} differ where two logits are {tie['gap']:.1e} apart (relative), "
+        f"{tie['gap'] / noise.gap:.1f} times the noise of {target.dtype} on this text"
         for tie in near_ties
         if tie["gap"] > noise.gap
     ]
@@ -236,14 +236,14 @@ def _beside_noise(how: str, alpha: float, noise: Noise, dtype: torch.dtype, coin
     allowed = STOP_AT * noise.overlap + (3 * (noise.overlap / coins) ** 0.5 if coins else 0.0)
     if not abs(alpha - 1.0) <= allowed:
         raise SelfCheckError(
-            f"the target as its own draft scores alpha {alpha:.4f} by {how}, not 1.000 within {allowed:.3g}: "
+            f"the target as its own draft has alpha {alpha:.4f} by {how}; it must be within {allowed:.3g} of 1.000, "
             f"{STOP_AT:g} times the noise of {dtype} on this text"
         )
     least = allowed / STOP_AT
     if abs(alpha - 1.0) <= least:
         return []
     return [
-        f"the target as its own draft scores alpha {alpha:.4f} by {how}, {abs(alpha - 1.0) / least:.1f} times as far from 1 "
+        f"the target as its own draft has alpha {alpha:.4f} by {how}, {abs(alpha - 1.0) / least:.1f} times as far from 1 "
         f"as the noise of {dtype} on this text"
     ]
 
@@ -269,7 +269,7 @@ def near_tie(target: PreTrainedModel, plain: Response, speculative: Response, no
     tolerance = STOP_AT * (noise or least_noise(target.dtype)).gap
     if not gap <= tolerance:
         raise SelfCheckError(
-            f"speculative greedy differs from plain greedy at token {position} of prompt {plain.key!r}: logits "
-            f"{gap:.1e} apart (relative), a near-tie is at most {tolerance:.0e} ({target.dtype})"
+            f"speculative greedy differs from plain greedy at token {position} of prompt {plain.key!r}: the "
+            f"logits are {gap:.1e} apart (relative), a near-tie at most {tolerance:.0e} ({target.dtype})"
         )
     return {"prompt": plain.key, "position": position, "gap": gap}

@@ -204,7 +204,7 @@ def _values_by_start(
     """What `values_of` makes of each text's tokens at offsets 2.. of the block from every start: (T, J, K = 3), else zeros."""
     mask_token = mask_token_of(draft.config)
     if mask_token is None:
-        raise UserError("the draft's config names no mask token (pard_token): it drafts token by token only")
+        raise UserError("the draft's config.json has no mask token (pard_token): it can draft token by token only")
     most = max(1, min(MASKS_PER_FORWARD, LOGITS_PER_FORWARD // vocab_rows(draft)) // max(1, offsets - 1))
     tables = [np.zeros((len(text.response_ids), offsets, 3)) for text in texts]
     for text, table_TJK in zip(texts, tables, strict=True):

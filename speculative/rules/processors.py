@@ -160,11 +160,11 @@ class LogitsRules:
     def _check_something_is_left(self, possible: set[int]) -> None:
         left = possible.difference(self.banned_ids)
         if not left:
-            raise UserError("banned_ids forbids every token that may be said: ban fewer, or allow more")
+            raise UserError("banned_ids forbids every allowed token: ban fewer ids, or allow more")
         if self.min_tokens > 0 and not left.difference(self.eos_ids):
             raise UserError(
-                f"min_tokens = {self.min_tokens} forbids the end tokens at first and nothing else may be said: "
-                "allow or ban other ids, or set min_tokens to 0"
+                f"min_tokens = {self.min_tokens} forbids the end tokens and no other token is allowed: "
+                "allow more ids, ban fewer, or set min_tokens to 0"
             )
 
 
@@ -203,10 +203,10 @@ def _bias_pairs(pairs: Iterable[tuple[int, float]]) -> tuple[tuple[int, float], 
     if len(_token_ids("bias", (token for token, _ in plain))) < len(plain):
         tokens = [token for token, _ in plain]
         twice = next(token for token in tokens if tokens.count(token) > 1)
-        raise UserError(f"bias has token id {twice} more than once: give each id one number")
+        raise UserError(f"bias has token id {twice} more than once: give each id one value")
     for token, value in plain:
         if not math.isfinite(value):
-            raise UserError(f"bias of token id {token} is {value}: must be finite; banned_ids forbids a token")
+            raise UserError(f"bias of token id {token} is {value}: must be finite (use banned_ids to forbid a token)")
     return plain
 
 
@@ -219,5 +219,5 @@ def _check_processor(processor: object) -> None:
         inspect.signature(processor).bind(None, None)
     except TypeError as error:
         raise UserError(
-            f"logits processor {name} needs more than (input_ids, scores): it cannot be applied to single texts"
+            f"logits processor {name} needs more than (input_ids, scores): it cannot be used here"
         ) from error

@@ -63,12 +63,12 @@ class TokenTree:
     def __post_init__(self) -> None:
         object.__setattr__(self, "parents", tuple(self.parents))
         if not 1 <= len(self.parents) <= MAX_NODES:
-            raise UserError(f"a token tree has {len(self.parents)} nodes: give it 1 to {MAX_NODES}")
+            raise UserError(f"a token tree has {len(self.parents)} nodes: must be 1 to {MAX_NODES}")
         for node, parent in enumerate(self.parents, start=1):
             if not isinstance(parent, int) or not 0 <= parent < node:
                 raise UserError(f"node {node} of the token tree has parent {parent!r}: must be one of 0..{node - 1}")
         if list(self.depths_N1) != sorted(self.depths_N1):
-            raise UserError(f"token tree {self.parents}: number the nodes level by level, so that depths never fall")
+            raise UserError(f"token tree {self.parents}: list the nodes level by level, so that depths never decrease")
 
     @classmethod
     def from_branching(cls, branching: Sequence[int]) -> TokenTree:

@@ -41,7 +41,7 @@ def library() -> ctypes.CDLL | None:
         UnicodeError,
         subprocess.SubprocessError,
     ) as error:  # RuntimeError: no home folder
-        warnings.warn(f"models run without compiled code, about three times as slow: {error}", stacklevel=2)
+        warnings.warn(f"models run without compiled code and take about three times as long: {error}", stacklevel=2)
         return None
 
 
@@ -67,7 +67,7 @@ def _compiler() -> list[str]:
     asked = shlex.split(os.environ.get("CXX", ""))
     found = next(filter(None, map(shutil.which, asked[:1] or ("g++", "clang++", "c++"))), None)
     if found is None:
-        raise NoLibrary(f"no C++ compiler ({' '.join(asked) or 'g++, clang++'}) is installed here")
+        raise NoLibrary(f"no C++ compiler ({' '.join(asked) or 'g++, clang++'}) was found: install one, or set CXX")
     return [found, *asked[1:]]
 
 
@@ -79,7 +79,7 @@ def _folder() -> Path:
     if hasattr(os, "getuid"):
         state = folder.stat()
         if state.st_uid != os.getuid() or state.st_mode & 0o022:
-            raise NoLibrary(f"{folder} belongs to somebody else, or others may write to it: set XDG_CACHE_HOME")
+            raise NoLibrary(f"{folder} belongs to another user or is writable by others: set XDG_CACHE_HOME")
     return folder
 
 
@@ -111,7 +111,7 @@ def _is_whole(path: Path) -> bool:
 
 def _build(compiler: list[str], path: Path) -> None:
     """Under a temporary name, then renamed: processes that build at the same time replace each other's equal files."""
-    print("understudy: compiling the CPU code of models, once for this machine (some seconds)", file=sys.stderr)
+    print("understudy: compiling the CPU code, once for this machine (takes a few seconds)", file=sys.stderr)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix="building-") as folder:
         built = Path(folder) / path.name
         said = ""
@@ -120,7 +120,7 @@ def _build(compiler: list[str], path: Path) -> None:
             try:
                 done = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_SECONDS)
             except subprocess.TimeoutExpired as error:
-                raise NoLibrary(f"{compiler[0]} did not end within {BUILD_SECONDS} s") from error
+                raise NoLibrary(f"{compiler[0]} did not finish within {BUILD_SECONDS} s") from error
             if done.returncode == 0:
                 break
             errors = [line for line in done.stderr.splitlines() if "error" in line]

@@ -84,7 +84,8 @@ def _checked(loaded: ctypes.CDLL, model: PreTrainedModel) -> bool:
         _agrees[model] = bool(difference <= tolerance)
         if not _agrees[model]:
             warnings.warn(
-                f"compiled code gives {type(model).__name__} other logits, {difference:.2g} apart: it runs as it is",
+                f"compiled code and {type(model).__name__} itself give different logits ({difference:.2g} apart): "
+                "the model runs eagerly",
                 stacklevel=2,
             )
     return _agrees[model]

@@ -429,7 +429,7 @@ def test_a_draft_is_compared_with_itself_drafting_in_one_pass(tiny_run, tmp_path
         assert own.speed_up.gain == pytest.approx(row.speed_up - token.speed_up)
     assert drawn(compare_table(result)).count("c = 0.23 a block") == 2
     plot_comparison(result, tmp_path / "all.svg")
-    with pytest.raises(UserError, match=f"^{tiny_run}: its config.json names no mask token"):
+    with pytest.raises(UserError, match=f"^{tiny_run}: its config.json has no mask token"):
         compare_command(options(tiny_run, f"parallel+{tiny_run}"))
 
 

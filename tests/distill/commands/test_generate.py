@@ -176,7 +176,7 @@ def test_stop_strings_and_min_tokens_reach_the_decoder(tiny_target: Path, draft:
         (["--drafting", "parallel"], "--drafting is not used by --drafter none"),
         (["--draft", "D", "--drafting", "fast"], "--drafting fast: one of autoregressive, parallel"),
         (["--draft", "D", "--drafting", "parallel", "--tree", "2,2"], "drafts chains"),
-        (["--draft", "TARGET", "--drafting", "parallel"], "names no mask token"),
+        (["--draft", "TARGET", "--drafting", "parallel"], "has no mask token"),
         (["--drafter", "magic"], "--drafter magic: one of draft, lookup"),
         (["--drafter", "cascade"], "--drafter cascade needs --draft DIR"),
         (["--drafter", "retrieval"], "needs --datastore FILE"),

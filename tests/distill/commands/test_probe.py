@@ -240,7 +240,7 @@ def test_each_way_to_draft_is_timed_by_its_own_costs(given, folder, monkeypatch)
 @pytest.mark.parametrize(
     ("changes", "decision", "words"),
     [
-        ({"t_draft": "15.5ms"}, "hopeless", "at c = 0.62 even a draft that is always accepted would give 1.56x: take a shallower"),
+        ({"t_draft": "15.5ms"}, "hopeless", "at c = 0.62 even a draft that is always accepted would give 1.56x: use a shallower"),
         ({"t_draft": "1ms", "t_verify": "250ms"}, "hopeless", "a shallower draft cannot help"),
         ({"drafts": [], "t_draft": "15.5ms"}, "hopeless", "Hopeless: at c = 0.62"),
         ({"drafts": []}, "no_draft", "at c = 0.12 a perfect draft gives 5.82x; alpha must be above 0.38 to pay at gamma 5"),
@@ -341,7 +341,7 @@ def prospect_of(decision: DecisionWord) -> Prospect:
 @pytest.mark.parametrize(
     ("decision", "baseline", "words"),
     [
-        ("hopeless", 1.0, "at c = 0.70 even a draft that is always accepted would give 1.39x: take a shallower draft."),
+        ("hopeless", 1.0, "at c = 0.70 even a draft that is always accepted would give 1.39x: use a shallower draft."),
         ("no_headroom", 1.0, "Its alpha is 0.800 and its ceiling 0.970"),
         ("no_headroom", 1.9, "prompt lookup gives 1.90x"),
         ("already_pays", 1.0, "go. It pays as it is (alpha 0.800, 1.50x at gamma 4)"),

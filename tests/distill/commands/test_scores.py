@@ -306,7 +306,7 @@ def test_a_scorer_that_draws_lots_is_refused(pair, monkeypatch):
         ({"reference_column": None}, "raised ValueError: there is no reference: set reference_column"),
         ({"temperature": 0.0, "rule": "greedy", "samples": 4}, "--samples 4: at temperature 0"),
         ({"temperature": 0.0}, "--rule sample samples from the target"),
-        ({"temperature": 0.0, "rule": "greedy", "drafting": "parallel"}, "names no mask token"),
+        ({"temperature": 0.0, "rule": "greedy", "drafting": "parallel"}, "has no mask token"),
     ],
 )
 def test_what_cannot_be_scored_is_refused(pair, own, message):

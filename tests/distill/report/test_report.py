@@ -258,8 +258,8 @@ def test_a_report_of_nothing_says_what_to_do(tmp_path: Path) -> None:
             lambda r: r["curves"]["rules"][0]["ways"][DRAFT].pop("tau"),
             rf"key curves\.rules\[0\]\.ways\.{DRAFT}\.tau is missing",
         ),
-        (lambda r: r["verdict"]["measured"][0].update(tau="high"), r"key \S+\.tau holds something else \(.*number"),
-        (lambda r: r.update(format=3), r"by version 0\.2\.0 of understudy \(format 3\); version 0\.2\.0 reads format 2: make it again"),
+        (lambda r: r["verdict"]["measured"][0].update(tau="high"), r"key \S+\.tau has an invalid value \(.*number"),
+        (lambda r: r.update(format=3), r"by version 0\.2\.0 of understudy \(format 3\); version 0\.2\.0 reads format 2: create it again"),
         (lambda r: r.pop("format"), r"written by version 0\.1 of understudy \(format 1\)"),
     ],
 )  # fmt: skip
@@ -275,7 +275,7 @@ def test_an_incomplete_result_is_one_line(spoil: Any, said: str, result: dict[st
 def test_a_damaged_result_is_one_line(text: str, tmp_path: Path) -> None:
     (tmp_path / RESULT).write_text(text)
     told = refused(load_result, tmp_path / RESULT)
-    assert re.search(r"result\.json: (cannot be read|the file holds something else)", told)
+    assert re.search(r"result\.json: (cannot be read|the file has an invalid value)", told)
 
 
 def test_the_result_itself_is_never_overwritten(result: dict[str, Any], tmp_path: Path) -> None:

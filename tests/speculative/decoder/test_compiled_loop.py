@@ -222,7 +222,7 @@ def test_a_fault_in_compiled_code_is_heard(fault: str, tmp_path: Path, monkeypat
     target = tiny_model()  # met for the first time
     drafter = ModelDrafter(perturbed(target, 0.2))
     if file == "step.cpp":
-        with pytest.warns(UserWarning, match="compiled code gives LlamaForCausalLM other logits"):
+        with pytest.warns(UserWarning, match="compiled code and LlamaForCausalLM itself give different logits"):
             decode(target, None, PROMPTS[:1], DecodeSettings(GREEDY, 0, "greedy", 4))
         return
     settings = DecodeSettings(SamplingSettings(1.0), 3, "sample", max_tokens=32)

@@ -151,7 +151,10 @@ def test_a_gate_may_end_a_response_by_saying_an_end_token():
 
 def test_a_gate_that_answers_an_unknown_token_is_told_so():
     for answer in (999, -1, True, "x"):
-        with pytest.raises(UserError, match=r"the gate answered .*: None keeps the token, an id 0\.\.399 replaces it"):
+        with pytest.raises(
+            UserError,
+            match=r"the commit gate returned .*: must be None \(keep the token\), an id 0\.\.399 \(replace it\)",
+        ):
             streamed(settings_of(GREEDY, "greedy", 4), gate=lambda key, position, token_id, so_far, said=answer: said)
 
 
@@ -215,7 +218,7 @@ def test_a_long_prompt_gets_what_the_context_leaves_and_costs_its_neighbours_not
     assert {response.finish_reason for response in responses} == {"length"}
     alone, _ = decode(TARGET, None, prompts[:1], settings_of(GREEDY, "greedy", 0, max_tokens=40))
     assert responses[0].response_ids == alone[0].response_ids
-    with pytest.raises(UserError, match="'over' has 256 tokens, the context of the target is 256: shorten it"):
+    with pytest.raises(UserError, match="'over' has 256 tokens but the context of the target is 256: shorten it"):
         decode(TARGET, None, [("over", [1] * 256)], settings_of(GREEDY, "greedy", 0, fit_context=True))
 
 
@@ -241,9 +244,9 @@ def test_timing_adds_up_and_names_every_stage():
         ({}, {"batch_size": 0}, "batch_size = 0"),
         ({}, {"runner": "fast"}, "runner = 'fast'"),
         ({}, {"runner": "graph"}, "needs a CUDA device"),
-        ({}, {"policy": AdaptiveGamma(9)}, "beyond gamma = 3"),
-        ({"tree": TokenTree.from_branching((2, 1, 1))}, {"policy": AdaptiveGamma(3)}, "one depth"),
-        ({"tree": TokenTree.from_branching((2, 1, 1))}, {"policy": FixedGamma(1)}, "a fixed gamma of 3"),
+        ({}, {"policy": AdaptiveGamma(9)}, "but gamma = 3"),
+        ({"tree": TokenTree.from_branching((2, 1, 1))}, {"policy": AdaptiveGamma(3)}, "fixed gamma equal to its depth"),
+        ({"tree": TokenTree.from_branching((2, 1, 1))}, {"policy": FixedGamma(1)}, "FixedGamma\\(3\\)"),
     ],
 )
 def test_what_cannot_be_done_is_said_before_the_first_event(others, arguments, message):

@@ -165,7 +165,7 @@ def test_both_hear_of_rows_and_only_watchers_observe():
 
 def test_pairs_that_make_no_sense_are_refused():
     for make, message in (
-        (lambda: Cascade(ModelDrafter(DRAFT), PromptLookup()), "the draft always proposes, .* swap them"),
+        (lambda: Cascade(ModelDrafter(DRAFT), PromptLookup()), "the draft always proposes, .* swap the two"),
         (lambda: Cascade(JacobiPool(), PromptLookup()), "the jacobi pool always proposes"),
         (lambda: Cascade(PromptLookup(), JacobiPool(), min_found=0), "min_found = 0"),
         (lambda: Cascade(PromptLookup(), JacobiPool(), then_gamma=0), "then_gamma = 0"),
@@ -185,7 +185,7 @@ def test_a_token_tree_in_the_settings_gives_chains():
 
 def test_a_first_drafter_that_draws_is_refused():
     drawing = Scripted("drawing", Proposal(torch.ones(1, 2, dtype=torch.int64), torch.ones(1, 2, 4)))
-    with pytest.raises(UserError, match="drawing draws from a distribution"):
+    with pytest.raises(UserError, match="drawing samples its proposals"):
         asked(Cascade(drawing, PromptLookup()), 2, 1)
 
 

@@ -179,7 +179,7 @@ def test_what_a_draft_said_behind_the_first_rejection_changes_no_choice():
 
 
 def test_odd_policies_are_refused():
-    with pytest.raises(UserError, match="largest gamma is 0"):
+    with pytest.raises(UserError, match="max_gamma = 0: must be at least 1"):
         AdaptiveGamma(0)
     for wrong in (-0.1, 1.0, float("nan")):
         with pytest.raises(UserError, match="stop_below"):

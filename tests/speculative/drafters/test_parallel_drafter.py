@@ -159,10 +159,10 @@ def test_other_ways_to_decode_leave_the_text_alone() -> None:
 
 
 def test_who_cannot_draft_in_parallel_is_refused_in_one_line() -> None:
-    with pytest.raises(UserError, match="names no mask token"):
+    with pytest.raises(UserError, match="has no mask token"):
         ParallelDrafter(TARGET)
     texts, _ = decode(TARGET, None, prompts_of([4]), DecodeSettings(max_tokens=4))
-    with pytest.raises(UserError, match="names no mask token"):
+    with pytest.raises(UserError, match="has no mask token"):
         score_tokens(TARGET, texts, SAMPLED, offsets=3)
     with pytest.raises(UserError, match="recurrent state"):
         ParallelDrafter(marked(tiny_model("lfm2", layer_types=["conv", "full_attention"]), 3))

@@ -34,7 +34,7 @@ def test_each_decodes_the_targets_text(name: str) -> None:
         ("draft", "needs a draft model"),
         ("lookup + draft", "needs a draft model"),
         ("past responses", "needs a datastore"),
-        ("beam", "'beam' is no way to draft: one of draft, early exit, lookahead, "),
+        ("beam", "unknown drafter 'beam': must be one of draft, early exit, lookahead, "),
     ],
 )
 def test_what_is_missing_is_said_in_one_line(name: str, said: str) -> None:

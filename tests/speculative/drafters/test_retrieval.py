@@ -131,9 +131,9 @@ def test_files_that_are_no_datastore_are_refused(tmp_path: Path):
     Datastore.build([[1, 2, 3]], 4).save(store)
     damaged.write_bytes(store.read_bytes()[:-5])
     for path, message in (
-        (tmp_path / "nowhere", r"datastore .*nowhere is not there: build it"),
-        (tmp_path, "is not there"),
-        (foreign, r"weights\.safetensors is not a datastore of this version"),
+        (tmp_path / "nowhere", r"datastore .*nowhere does not exist: build it"),
+        (tmp_path, "does not exist"),
+        (foreign, r"weights\.safetensors is not a datastore in format"),
         (damaged, r"damaged cannot be read"),
     ):
         assert re.search(message, refused(Datastore.load, path))
@@ -160,7 +160,7 @@ def test_responses_that_cannot_be_stored_are_refused():
     for responses, message in (
         ([], "would be empty"),
         ([[], []], "would be empty"),
-        ([[1, 2], [1, 4]], "token id 4 in the responses of the datastore, but vocab_size is 4"),
+        ([[1, 2], [1, 4]], "the responses of the datastore have token id 4 but vocab_size is 4"),
         ([[1, -1, 2]], "token id -1"),
         ([[1, -7, 2]], "token id -7"),
         ([[1], [2]], r"no response .* longer than min_ngram = 1"),
@@ -173,5 +173,5 @@ def test_responses_that_cannot_be_stored_are_refused():
 
 def test_another_vocabulary_is_refused():
     drafter = Retrieval(Datastore.build([[1, 2, 3]], VOCAB - 1))
-    with pytest.raises(UserError, match=r"built for 49 token ids and the target scores 50"):
+    with pytest.raises(UserError, match=r"built for a vocabulary of 49 token ids but the target has 50"):
         decode(TARGET, drafter, repeating_prompts(1), DecodeSettings(GREEDY, 2, "greedy", max_tokens=4))

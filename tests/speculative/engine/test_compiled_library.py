@@ -83,7 +83,7 @@ def test_another_version_is_another_file_and_old_ones_go(
 @pytest.mark.parametrize(
     ("compiler", "said"),
     [
-        ("there-is-none", "no C\\+\\+ compiler \\(there-is-none\\) is installed here"),
+        ("there-is-none", "no C\\+\\+ compiler \\(there-is-none\\) was found"),
         ("false", "false failed: status 1"),
     ],
 )
@@ -91,7 +91,7 @@ def test_without_a_compiler_models_run_as_they_are(
     compiler: str, said: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CXX", compiler)
-    with pytest.warns(UserWarning, match=f"run without compiled code, about three times as slow: .*{said}"):
+    with pytest.warns(UserWarning, match=f"run without compiled code and take about three times as long: .*{said}"):
         assert opened() is None
 
 
@@ -110,7 +110,7 @@ def test_the_compilers_error_is_told_in_a_line(
 def test_a_folder_that_others_write_to_is_not_used(folder: Path) -> None:
     folder.mkdir()
     folder.chmod(0o777)
-    with pytest.raises(NoLibrary, match="others may write to it: set XDG_CACHE_HOME"):
+    with pytest.raises(NoLibrary, match="writable by others: set XDG_CACHE_HOME"):
         module._folder()
 
 

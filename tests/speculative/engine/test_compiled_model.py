@@ -218,7 +218,7 @@ def test_one_that_gives_other_logits_is_never_trusted(itself: bool, monkeypatch:
 
     own, changed, called = said(*pair()), pair(), CompiledModel.__call__
     monkeypatch.setattr(CompiledModel, "__call__", lambda self, *args, **kwargs: called(self, *args, **kwargs) * 1.5)
-    with pytest.warns(UserWarning, match="compiled code gives LlamaForCausalLM other logits") as warned:
+    with pytest.warns(UserWarning, match="compiled code and LlamaForCausalLM itself give different logits") as warned:
         assert [said(*changed), said(*changed)] == [own, own]
     assert len(warned) == (1 if itself else 2)
 

@@ -30,7 +30,7 @@ def test_a_latent_cache_counts_as_engines_keep_it() -> None:
 
 
 def test_a_layer_that_keeps_no_keys_is_refused() -> None:
-    with pytest.raises(UserError, match="keeps no keys and values"):
+    with pytest.raises(UserError, match="has no key/value cache"):
         cache_bytes_per_request(tiny_model("mamba"), torch.float32, 8)
 
 

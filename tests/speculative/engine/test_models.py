@@ -74,7 +74,7 @@ def told(model, **config):
         (lambda: told(tiny_model(), _attn_implementation="flash_attention_2"), "attn_implementation='sdpa'"),
         (
             lambda: tiny_model("rwkv", attention_hidden_size=32),
-            "RwkvForCausalLM does not take the state that it returns",
+            "RwkvForCausalLM does not accept the state that it returns",
         ),
         (
             lambda: tiny_model("gpt_neo", num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]]),

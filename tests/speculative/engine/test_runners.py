@@ -140,8 +140,8 @@ def empty_capture(function, inputs):
     ("capture", "said"),
     [
         (refused_capture, "cannot be captured in a CUDA graph .operation not permitted"),
-        (wrong_capture, "other logits when replayed"),
-        (empty_capture, "other logits when replayed"),
+        (wrong_capture, "different logits when replayed"),
+        (empty_capture, "different logits when replayed"),
     ],
 )
 def test_a_model_whose_captures_fail_runs_eagerly_with_one_warning(recorded, monkeypatch, capture, said):

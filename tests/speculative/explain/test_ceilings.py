@@ -157,12 +157,12 @@ def test_a_dear_verify_call_is_hopeless_too():
 @pytest.mark.parametrize(
     ("c", "v", "batch_size", "culprit", "said"),
     [
-        (0.7, {5: 1.2}, None, "draft", "at c = 0.70 even a draft that is always accepted would give 1.30x: take a shallower draft"),
+        (0.7, {5: 1.2}, None, "draft", "at c = 0.70 even a draft that is always accepted would give 1.30x: use a shallower draft"),
         (0.03, {1: 1.9, 5: 5.0}, 4, "verify", "at c = 0.03 and v(8) = 7.40 even a draft that is always accepted would give 1.18x"),
         (0.03, {1: 1.9, 5: 5.0}, 4, "verify", "a shallower draft cannot help: make verify calls cheaper (a smaller batch, "),
         (0.03, {1: 1.9, 5: 5.0}, 1, "verify", "a shallower draft cannot help: make verify calls cheaper (another kernel"),
-        (0.3, {1: 1.6, 8: 5.0}, 16, "either", "take a shallower draft or make verify calls cheaper (a smaller batch, "),
-        (0.7, {1: 2.0, 5: 6.0}, 1, "both", "would give no speed-up: take a shallower draft and make verify calls cheaper"),
+        (0.3, {1: 1.6, 8: 5.0}, 16, "either", "use a shallower draft or make verify calls cheaper (a smaller batch, "),
+        (0.7, {1: 2.0, 5: 6.0}, 1, "both", "would give no speed-up: use a shallower draft and make verify calls cheaper"),
         (0.25, {1: 4.0, 16: 4.0}, 1, "either", "even a draft that is accepted at alpha 0.9 would give 1.0"),
     ],
 )  # fmt: skip

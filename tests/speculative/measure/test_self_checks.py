@@ -83,7 +83,7 @@ def test_beyond_the_noise_is_a_warning_and_beyond_three_times_a_stop(
     settings = DecodeSettings(SamplingSettings(1.0), 3, "sample", max_tokens=32)
     if said is None:
         with pytest.raises(
-            SelfCheckError, match=r"by live decoding, not 1.000 within .*: 3 times the noise of torch.float32"
+            SelfCheckError, match=r"by live decoding; it must be within .* of 1.000, 3 times the noise of torch.float32"
         ):
             self_checks(TARGET, PROMPTS, settings)
     else:

@@ -256,13 +256,13 @@ def test_idle_rules_are_known_to_be_idle(rules, active):
         ({"allowed_ids": (1, -2)}, "allowed_ids has -2: token ids start at 0"),
         ({"banned_ids": ("a",)}, "banned_ids = ('a',): must be a list of token ids"),
         ({"eos_ids": 3}, "eos_ids = 3: must be a list"),
-        ({"bias": ((1, math.inf),)}, "bias of token id 1 is inf: must be finite; banned_ids forbids a token"),
+        ({"bias": ((1, math.inf),)}, "bias of token id 1 is inf: must be finite (use banned_ids to forbid a token)"),
         ({"bias": ((1, math.nan),)}, "bias of token id 1 is nan"),
         ({"bias": ((1, 2.0), (4, 1.0), (1, 3.0))}, "bias has token id 1 more than once"),
         ({"bias": ((-1, 2.0),)}, "bias has -1"),
         ({"bias": (1, 2.0)}, "must be a list of (token id, number) pairs"),
         ({"bias": ((1, "much"),)}, "must be a list of (token id, number) pairs"),
-        ({"allowed_ids": (1, 2), "banned_ids": (2, 1)}, "banned_ids forbids every token that may be said"),
+        ({"allowed_ids": (1, 2), "banned_ids": (2, 1)}, "banned_ids forbids every allowed token"),
         ({"allowed_ids": (1, 2), "min_tokens": 3, "eos_ids": (1, 2)}, "min_tokens = 3 forbids the end tokens"),
     ],
 )
@@ -281,7 +281,7 @@ def test_ids_are_checked_against_the_vocabulary():
         assert f"{name} has token id 50 but the model knows ids 0..49" in refused(
             lambda rules=rules: rules.check(VOCAB)
         )
-    assert "every token" in refused(lambda: LogitsRules(banned_ids=tuple(range(VOCAB))).check(VOCAB))
+    assert "every allowed token" in refused(lambda: LogitsRules(banned_ids=tuple(range(VOCAB))).check(VOCAB))
     only_ends = LogitsRules(banned_ids=tuple(range(1, VOCAB)), min_tokens=1, eos_ids=(0,))
     assert "min_tokens = 1" in refused(lambda: only_ends.check(VOCAB))
 
