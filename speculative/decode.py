@@ -1,7 +1,7 @@
-"""Decoding as people use it: a stream of events, or all responses at once. Losslessness is `block_loop`'s and `verify`'s.
+"""Public decoding functions: `generate` streams events, `decode` returns all responses. `block_loop` and `verify` keep it lossless.
 
 A decode call has a fixed number of rows. A row whose response ended takes the next waiting prompt at once, so a long
-response never holds the batch; when nobody waits, rows that are done are dropped.
+response never holds up the batch. When no prompt waits, finished rows are dropped.
 """
 
 import time
@@ -51,8 +51,8 @@ CommitHook = Callable[[int, list[int]], None]
 class Event:
     """Tokens of prompt number `index` that were just committed; the last event of a response says why it ended.
 
-    `text` is what the tokens add to the stable text (with a tokenizer): pieces are never taken back. An event after the
-    gate or a stop string may be without tokens. `response` grows with the events; it is complete with the last.
+    `text`: the text that the tokens add (with a tokenizer). Streamed text is never changed afterwards. An event after the
+    gate or a stop string may have no tokens. `response` grows with the events and is complete with the last one.
     """
 
     index: int
@@ -64,7 +64,7 @@ class Event:
 
 @dataclass
 class _Seat:
-    """Who sits in a row, since when, and the reader's side of the response."""
+    """The request in a row: its prompt, its start time, and its response and text stream."""
 
     index: int
     response: Response
@@ -73,11 +73,11 @@ class _Seat:
 
 
 class Options(TypedDict, total=False):
-    """What may stand around a decode call.
+    """Options of a decode call.
 
     batch_size: rows at a time (32). tokenizer: events carry text; needed for stop strings. policy: how many tokens to propose
-    (default: always settings.gamma); its largest gamma is at most settings.gamma. gate: called in order for every token before
-    it is streamed; what it saw is in `response.gate_log`. log: every proposal as parquet. runner: `auto` (CUDA graphs on CUDA,
+    (default: always settings.gamma); its maximum must not exceed settings.gamma. gate: called in order for every token before
+    it is streamed; `response.gate_log` records the calls. log: writes every proposal as parquet. runner: `auto` (CUDA graphs on CUDA,
     compiled code elsewhere), `eager`, `compile` or `graph`. timing: filled while decoding.
     """
 
@@ -101,7 +101,7 @@ def generate(
 
     The text follows the target's distribution whatever the drafter (2211.17192); a response depends on (seed, key) and
     not on its batch, up to rounding, so samples of one prompt need distinct keys. Prompts beyond the first
-    `batch_size` are seated longest first. options: see `Options`.
+    `batch_size` get a row in order of length, longest first. options: see `Options`.
 
     Everything is checked before the first event. Closing the stream early frees all memory. Raises UserError: empty
     prompt, unknown token id, prompt + max_tokens beyond the context, too little memory, drafts of another vocabulary,
@@ -119,7 +119,7 @@ def decode(
     on_commit: CommitHook | None = None,
     **options: Unpack[Options],
 ) -> tuple[list[Response], Timing]:
-    """All responses, in the order of the prompts, and where the time went; see `generate`, whose events it collects.
+    """Return all responses, in the order of the prompts, and the timing. Collects the events of `generate`.
 
     `on_commit(index, token_ids)` is called with the tokens each block adds to prompt number `index`.
     """
@@ -133,7 +133,7 @@ def decode(
 
 
 def context_of(target: PreTrainedModel, drafter: Drafter | None) -> tuple[int | None, str]:
-    """The shorter context of the two models and whose it is; None where neither says."""
+    """The shorter context length of the two models and the name of that model; None if neither config gives one."""
     models = [(target, "target")]
     if drafter is not None and drafter.model is not None:
         models.append((drafter.model, drafter.name))
@@ -144,7 +144,7 @@ def context_of(target: PreTrainedModel, drafter: Drafter | None) -> tuple[int | 
 def check_prompts(
     target: PreTrainedModel, drafter: Drafter | None, prompts: Sequence[Prompt], settings: DecodeSettings
 ) -> None:
-    """Raises UserError naming the first prompt that cannot be decoded with this budget, and why."""
+    """Raise UserError with the first prompt that cannot be decoded with this budget, and the reason."""
     known, max_tokens = vocab_rows(target), settings.max_tokens
     context, name = context_of(target, drafter)
     for prompt in prompts:
@@ -173,7 +173,7 @@ def check_prompts(
 
 
 class _Call:
-    """One decode call, checked."""
+    """One decode call; its arguments are checked in the constructor."""
 
     def __init__(
         self,
@@ -227,14 +227,14 @@ class _Call:
         self.seats: list[_Seat | None] = [None] * self.rows
 
     def events(self) -> Generator[Event, None, None]:
-        """The stream; memory is taken with its first event."""
+        """The stream of events. Memory is allocated when the first event is requested."""
         if not self.prompts:
             return
         timing, policy = self.timing, self.policy
-        began = time.perf_counter() - timing.total_seconds  # A timing may be filled by several calls.
+        began = time.perf_counter() - timing.total_seconds  # Several calls may share one timing.
         if self.target.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.target.device)
-        # Eval mode lasts for the stream, no_grad only for our own steps: between events the consumer's code runs.
+        # Eval mode lasts for the whole stream. no_grad covers only our own steps, because the caller's code runs between events.
         with in_eval_mode(self.target, self.draft_model), ExitStack() as ending:
             with torch.no_grad():
                 loop = self._open()
@@ -256,7 +256,7 @@ class _Call:
                 if waiting:
                     self._seat(loop, freed, waiting)
                 kept = [row for row, place in enumerate(self.seats) if place is not None]
-                # A recorded graph knows its buffers by address: its rows stay.
+                # A recorded graph holds the addresses of its buffers, so its rows cannot be compacted.
                 if self.runner in UNRECORDED and 0 < len(kept) <= len(self.seats) / 2:
                     loop.keep(kept)
                     policy.keep(kept)
@@ -282,7 +282,7 @@ class _Call:
         )
 
     def _seat(self, loop: BlockLoop, free: list[int], waiting: deque[int]) -> None:
-        """Give free rows to those who wait."""
+        """Give free rows to waiting prompts."""
         indices = [waiting.popleft() for _ in free[: len(waiting)]]
         free = free[: len(indices)]
         if not free:
@@ -298,7 +298,7 @@ class _Call:
             loop.admit(free, [self.prompts[index] for index in indices], [self.budgets[index] for index in indices])
 
     def _one_block(self, loop: BlockLoop) -> tuple[list[Event], list[int]]:
-        """Run one block; the events of its rows, and the rows whose response ended (they are free now)."""
+        """Run one block. Returns the events of its rows and the rows that are free because their response ended."""
         policy, gate = self.policy, self.gate
         began, recorded = time.perf_counter(), loop.timing.recording_calls
         outcome = loop.run_block(policy.choose(loop.active_R), policy.stop_below)

@@ -4,11 +4,11 @@ LONGEST = 2000  # characters of a message
 
 
 class UserError(ValueError):
-    """A mistake in a file, an option or a model that the user can mend.
+    """A mistake in a file, an option or a model that the user can fix.
 
     The message is a single line that names the file, key or value and the fix. Command-line programs print it without a
-    traceback and exit with status 2. What it quotes may come from a foreign file: characters that a terminal would obey
-    are escaped, and the middle of a long message is left out.
+    traceback and exit with status 2. What it quotes may come from a foreign file: control characters are
+    escaped, and the middle of a long message is left out.
     """
 
     def __init__(self, message: str) -> None:
@@ -18,4 +18,4 @@ class UserError(ValueError):
 
 
 class TooLittleMemory(UserError):
-    """What was asked for does not fit into the memory that is free; less of it may."""
+    """The request does not fit into free memory; a smaller request may fit."""

@@ -1,1 +1,1 @@
-"""The block loop and what it commits."""
+"""The block loop and the tokens it commits."""

@@ -3,10 +3,10 @@
 Shapes: R rows of the batch, G drafted tokens of this block, G1 = G + 1, V vocabulary, C columns of the token buffer,
 L response positions, U uniforms per position, N nodes of a token tree, D its depth.
 
-The committed text lives on the host: row r is tokens_RC[r, :lengths_R[r]], prompt included. Invariant at the start of
-a block: the target's cache holds all of it but the last token, which is the first one fed to the verify call. So a
-block needs gamma + 1 target positions, the prompt's logits are never computed, and rolling back means not advancing a
-length. A block reads the device once.
+The committed text is on the host: row r is tokens_RC[r, :lengths_R[r]], prompt included. At the start of a block the
+target's cache holds all of it except the last token, which is the first token of the verify call. So a block needs
+gamma + 1 target positions, the prompt's logits are never computed, and a rollback only leaves a length unchanged. The
+host reads the device once per block.
 """
 
 import math
@@ -36,7 +36,7 @@ L = TypeVar("L", bound="BlockLoop")
 
 
 def in_step_mode(method: Callable[Concatenate[L, P], T]) -> Callable[Concatenate[L, P], T]:
-    """The method runs without autograd, whoever calls it: buffers made in inference mode are written only in it."""
+    """Run the method in inference mode: buffers created in inference mode can be written only in it."""
 
     @wraps(method)
     def run(self: L, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -47,7 +47,7 @@ def in_step_mode(method: Callable[Concatenate[L, P], T]) -> Callable[Concatenate
 
 
 class BlockLoop:
-    """Rows neither stop nor shrink by themselves: `decode` says who sits where; `cost` drives this loop to time it."""
+    """Decodes a batch of rows block by block. `decode` assigns prompts to rows and ends them; `cost` drives the loop to time it."""
 
     def __init__(
         self,
@@ -70,9 +70,9 @@ class BlockLoop:
         slack = slots_beyond(settings)
         self.tokens_RC = np.zeros((rows, longest + slack), dtype=np.int64)
         self._rows_R = np.arange(rows)
-        self.lengths_R = np.ones(rows, dtype=np.int64)  # An empty seat is a text of one token that never grows.
+        self.lengths_R = np.ones(rows, dtype=np.int64)  # An empty row is a text of one token that never grows.
         self.prompt_lengths_R = np.ones(rows, dtype=np.int64)
-        self.limits_R = np.ones(rows, dtype=np.int64)  # A response is not read beyond.
+        self.limits_R = np.ones(rows, dtype=np.int64)  # Length at which a row's response is full.
         self.active_R = np.zeros(rows, dtype=bool)
         self.target = open_model(target, "target", rows, longest + slack, runner)
         self._device = target.device
@@ -90,7 +90,7 @@ class BlockLoop:
                 raise
 
     def close(self, reusable: bool = True) -> None:
-        """The decode call is over. `reusable`: nothing went wrong, so caches and recordings may serve the next one."""
+        """End the decode call. `reusable`: no error occurred, so the next call may reuse caches and recordings."""
         if self.drafter is not None:
             self.drafter.end()
         if reusable:
@@ -100,9 +100,9 @@ class BlockLoop:
 
     @in_step_mode
     def admit(self, rows: Sequence[int], prompts: Sequence[Prompt], budgets: Sequence[int] | None = None) -> None:
-        """Seat these prompts in these rows (whoever sat there is gone) and let both models read them.
+        """Assign these prompts to these rows, replacing their former requests, and prefill both models.
 
-        budgets: tokens of each response that will be kept; None = max_tokens.
+        budgets: maximum tokens of each response; None = max_tokens.
         """
         began = time.perf_counter()
         rows = list(rows)
@@ -128,19 +128,19 @@ class BlockLoop:
         self.timing.prefill_seconds += time.perf_counter() - began
 
     def leave(self, row: int) -> None:
-        """This row is done. Until it is filled again or compacted it is computed as a text of one token."""
+        """Mark the row as done. Until it is reused or dropped, it is computed as a text of one token."""
         self.active_R[row] = False
         self.lengths_R[row] = self.prompt_lengths_R[row] = 1
 
     def rewind(self, row: int, length: int, last_id: int) -> None:
-        """Cut a row to `length` tokens of which the last is `last_id` (what a gate put there)."""
+        """Cut a row to `length` tokens and set the last one to `last_id` (the replacement from a commit gate)."""
         assert length > self.prompt_lengths_R[row]
         self.lengths_R[row] = length
         self.tokens_RC[row, length - 1] = last_id
 
     @in_step_mode
     def keep(self, rows: list[int]) -> None:
-        """Compact to these rows; the others stop costing anything."""
+        """Keep only these rows, in this order."""
         self.keys = [self.keys[row] for row in rows]
         self._rows_R = np.arange(len(rows))
         self.tokens_RC, self.lengths_R = self.tokens_RC[rows], self.lengths_R[rows]
@@ -213,7 +213,7 @@ class BlockLoop:
         )
 
     def _uniform_table(self, key: str) -> np.ndarray:
-        """Uniforms (L, U) of a response: three a position, two more per further candidate; block: all of a block."""
+        """Uniforms (L, U) of a response: three per position, plus two per further candidate; with `block`, all of a block."""
         settings = self.settings
         length = settings.max_tokens + slots_beyond(settings)
         if settings.rule == "block":
@@ -237,7 +237,7 @@ class BlockLoop:
         return upload(numbers, self._device)
 
     def _apply_rules(self, logits_RG1V: torch.Tensor, draft_ids_RG: torch.Tensor) -> torch.Tensor:
-        """The logits rules at every place of the block, each with the drafted tokens before it in the text."""
+        """Apply the logits rules at every position of the block; each sees the drafted tokens before it."""
         assert self._rules is not None
         longest = int(self.lengths_R.max()) + draft_ids_RG.shape[1]
         tokens_RC = upload(self.tokens_RC[:, :longest], self._device).clone()
@@ -250,7 +250,7 @@ class BlockLoop:
     def _read(
         self, decision: Decision, logits: torch.Tensor, proposal: Proposal, fed_ids: torch.Tensor
     ) -> BlockOutcome:
-        """Bring the block to the host, the only time the device is waited for, and commit it."""
+        """Copy the block to the host and commit it. This is the only wait for the device."""
         wanted = self._wanted(decision, logits, proposal)
         if self.drafter is not None and self.drafter.observes:
             wanted |= {"predicted": most_likely(logits), "fed": fed_ids}
@@ -259,7 +259,7 @@ class BlockLoop:
         width = decision.drafted_ids_RG.shape[1]
         outcome = outcome_of(host, self.active_R.copy(), proposal.counts_R)._replace(sources_R=proposal.sources_R)
         if "predicted" in host and self.drafter is not None:
-            # What stands behind a row's own tokens is as wide as its neighbours' are.
+            # A row may have fewer tokens than the widest row; what follows its own tokens is padding.
             host["fed"][:, 1:][np.arange(width) >= outcome.drafted_counts_R[:, None]] = -1
             self.drafter.observe(host["fed"], host["predicted"], outcome.accepted_R)
         self.tokens_RC[self._rows_R[:, None], self.lengths_R[:, None] + np.arange(width + 1)] = outcome.ids_RG1
@@ -267,7 +267,7 @@ class BlockLoop:
         return outcome
 
     def _wanted(self, decision: Decision, logits: torch.Tensor, proposal: Proposal) -> dict[str, torch.Tensor]:
-        """What the host is told about a block."""
+        """The tensors of a block that the host needs."""
         wanted = {
             "accepted": decision.accepted_R,
             "next": decision.next_ids_R,
@@ -304,12 +304,12 @@ class BlockLoop:
 
 
 def slots_beyond(settings: DecodeSettings) -> int:
-    """Positions a row needs behind prompt + max_tokens: what a last block drafts and throws away."""
+    """Positions a row needs after prompt + max_tokens: the last block may draft beyond the end."""
     return (settings.gamma if settings.tree is None else settings.tree.size) + 2
 
 
 def outcome_of(host: dict[str, np.ndarray], rows_R: np.ndarray, counts_R: np.ndarray | None = None) -> BlockOutcome:
-    """A block that was read, of these rows. `counts_R`: how many of the drafted ids are real, None = all."""
+    """The outcome of a block for these rows, from host arrays. `counts_R`: number of real drafted ids per row, None = all."""
     accepted_R, drafted_RG, width = host["accepted"], host["drafted"], host["drafted"].shape[1]
     ids_RG1 = np.concatenate((drafted_RG, drafted_RG[:, :1] if width else host["next"][:, None]), 1)
     ids_RG1[np.arange(len(ids_RG1)), accepted_R] = host["next"]
@@ -346,17 +346,17 @@ Layout = tuple[tuple[str, torch.Size, bool], ...]  # of each tensor: name, shape
 
 
 def layout_of(wanted: dict[str, torch.Tensor]) -> Layout:
-    """How `packed` puts these tensors together."""
+    """The layout that `packed` uses for these tensors."""
     return tuple((name, tensor.shape, tensor.is_floating_point()) for name, tensor in wanted.items())
 
 
 def packed(wanted: dict[str, torch.Tensor]) -> torch.Tensor:
-    """All tensors flat in one of float64, which holds every id, and every probability, exactly."""
+    """All tensors, flattened into one float64 tensor, which holds every id and probability exactly."""
     return torch.cat([tensor.reshape(-1).double() for tensor in wanted.values()])
 
 
 def unpacked(flat: np.ndarray, layout: Layout) -> dict[str, np.ndarray]:
-    """The arrays that were packed so."""
+    """Inverse of `packed`, on the host."""
     arrays, start = {}, 0
     for name, shape, floating in layout:
         part = flat[start : start + shape.numel()].reshape(shape)

@@ -1,4 +1,4 @@
-"""The block loop on a CPU: a block of plain decoders is one call of compiled code, from the draft's first step to the commit.
+"""The block loop on a CPU: a block is one call of compiled code, from the first draft step to the commit.
 
 Shapes: R rows of the batch, K of them active, G drafted tokens of this block, G1 = G + 1, V vocabulary.
 """
@@ -15,11 +15,11 @@ from speculative.drafters.drafter import ModelDrafter, Proposal
 from speculative.engine.cached_model import CachedModel
 from speculative.engine.compiled.model import CompiledModel, address_of, bits_of, check
 
-NOBODY, MODEL, GIVEN = range(3)  # who proposes, as in block.cpp
+NOBODY, MODEL, GIVEN = range(3)  # source of the proposal, as in block.cpp
 
 
 class CompiledLoop(BlockLoop):
-    """A `BlockLoop` whose blocks run in compiled code where they can: chains, under rules that go from token to token."""
+    """A `BlockLoop` whose blocks run in compiled code where possible: chains with token-wise rules."""
 
     _request: "_Request | None" = None
 
@@ -33,7 +33,7 @@ class CompiledLoop(BlockLoop):
         if target is None or not token_by_token or told_more or not self.active_R.any():
             return super().run_block(gamma, stop_below)
         draft, read_R, proposal = None, None, None
-        # A class that inherits from this one proposes in its own way.
+        # Exact type: a subclass may propose differently.
         if type(drafter) is ModelDrafter and stop_below == 0.0:
             draft, read_R = _compiled(drafter.cached), drafter.read_R
             draft = draft if draft is not None and draft.vocab == target.vocab else None
@@ -74,7 +74,7 @@ class CompiledLoop(BlockLoop):
 
 
 class _Request:
-    """What block.cpp is handed, and where it answers: the same memory from block to block of one width and one set of arrays."""
+    """Inputs and outputs of block.cpp. Blocks of one width and one set of arrays reuse the same memory."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class _Request:
         arrays: tuple[np.ndarray | None, ...],
         drafts: bool,
     ) -> None:
-        """arrays: tokens, lengths, prompt lengths, uniforms, what the draft has read."""
+        """arrays: tokens, lengths, prompt lengths, uniforms, and the length the draft has read."""
         self.made_for, self._arrays = made_for, arrays
         self._proposal: Any = None
         gamma, threads, addresses = made_for[:3]
@@ -122,7 +122,7 @@ class _Request:
         self._given = self._numbers[first : first + 3]
 
     def fill(self, active_R: np.ndarray, proposal: Proposal | None) -> None:
-        """Who takes part in this block, and what is proposed to it."""
+        """Set the active rows and the proposal of this block."""
         seats_K = active_R.nonzero()[0]
         self._seats_R[: len(seats_K)] = seats_K
         self._numbers[0] = len(seats_K)
@@ -131,11 +131,11 @@ class _Request:
         ids_RG, probs_RGV, counts_R = proposal.ids_RG.long().contiguous(), proposal.probs_RGV, proposal.counts_R
         probs_RGV = None if probs_RGV is None else probs_RGV.float().contiguous()
         counts_R = None if counts_R is None else np.ascontiguousarray(counts_R, dtype=np.int64)
-        self._proposal = ids_RG, probs_RGV, counts_R  # while their addresses are used
+        self._proposal = ids_RG, probs_RGV, counts_R  # keeps the arrays alive while their addresses are used
         self._given[:] = ids_RG.data_ptr(), address_of(counts_R), 0 if probs_RGV is None else probs_RGV.data_ptr()
 
     def outcome(self, active_R: np.ndarray, proposal: Proposal | None) -> BlockOutcome:
-        """The block that was just run; nothing in it changes with the next one."""
+        """Outcome of the block that was just run, as copies that the next block does not change."""
         return BlockOutcome(
             active_R.copy(),
             self._accepted_R.copy(),

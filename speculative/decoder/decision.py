@@ -1,4 +1,4 @@
-"""From the logits of a verify call to what is kept of the proposal, on the device.
+"""From the logits of a verify call to the accepted tokens, on the device.
 
 Shapes: R rows, G drafted tokens (with a tree its depth), G1 = G + 1, V vocabulary, N nodes of a token tree, N1 = N + 1, D depth,
 U uniforms per place.
@@ -17,9 +17,9 @@ from speculative.rules.verify import verify, verify_block, verify_greedy
 
 
 class Decision(NamedTuple):
-    """What a rule decided. `log_probs_RG1`, `overlap_RG` are None for greedy rules, `path_RD` without a tree.
+    """Decision of a rule. `log_probs_RG1` and `overlap_RG` are None for greedy rules, `path_RD` is None without a tree.
 
-    peaks_RG1: a number of each place that is NaN or infinite when the logits are.
+    peaks_RG1: one number per position, NaN or infinite when the logits are.
     """
 
     peaks_RG1: torch.Tensor
@@ -32,7 +32,7 @@ class Decision(NamedTuple):
 
     @property
     def ids_RG1(self) -> torch.Tensor:
-        """The drafted ids with the target's own at place accepted; what stands behind is idle."""
+        """The drafted ids, with the target's own id at position `accepted`; later positions are unused."""
         ids_RG1 = torch.nn.functional.pad(self.drafted_ids_RG, (0, 1))
         return ids_RG1.scatter_(1, self.accepted_R.unsqueeze(1), self.next_ids_R.unsqueeze(1))
 
@@ -62,7 +62,7 @@ def decide(
         uniforms_RGU[:, : width + 1, RESIDUAL_UNIFORM],
         _counts_on(proposal, logits.device),
     )
-    # Softmax makes the whole row NaN when one logit is NaN or infinite: any column tells.
+    # Softmax makes the whole row NaN when one logit is NaN or infinite: one column is enough.
     decision = Decision(
         target_probs[..., 0],
         verified.accepted_B,
@@ -106,14 +106,14 @@ def _counts_on(proposal: Proposal, device: torch.device) -> torch.Tensor | None:
 
 
 def columns(uniforms_RGU: torch.Tensor, first: int, others: int) -> torch.Tensor:
-    """Column `first` and every second one from `others` on: the numbers of the first candidate and of the further ones."""
+    """Column `first` and every second column from `others` on: uniforms of the first candidate and of the others."""
     first_RG1 = uniforms_RGU[..., first : first + 1]
     if uniforms_RGU.shape[-1] <= others:
         return first_RG1
-    # Slices, not a list of indices: that would be copied to the device in every block.
+    # Slices: a list of indices would be copied to the device in every block.
     return torch.cat((first_RG1, uniforms_RGU[..., others::2]), -1)
 
 
 def _path_ids(node_ids_RN: torch.Tensor, path_RD: torch.Tensor) -> torch.Tensor:
-    """Ids (R, D) of the accepted nodes; what stands behind the accepted ones is idle."""
+    """Ids (R, D) of the accepted nodes; later positions are unused."""
     return node_ids_RN.gather(1, (path_RD - 1).clamp_min(0))

@@ -1,12 +1,12 @@
-"""The block loop whose text lives on the device: a block is one recorded launch, and the host reads it one block later.
+"""The block loop with its text on the device: a block is one recorded launch, and the host reads it one block later.
 
 Shapes: R rows of the batch, G drafted tokens of a block, G1 = G + 1, C columns of the token buffer, L response positions,
 U uniforms per position, V vocabulary.
 
-The whole block is recorded: the draft's catch-up and its G steps with their sampling, the verify call, the rule, and the commit
-into the device's token buffer, from which the next block goes on. So block k + 1 is launched before block k is read, nothing is
-uploaded between admissions, and the device never waits for the host. A row whose response ended in block k takes part in block
-k + 1, which is thrown away; a row at its budget stands still.
+The whole block is recorded: the draft's catch-up and its G steps with sampling, the verify call, the rule, and the commit into
+the device's token buffer, where the next block continues. So block k + 1 is launched before block k is read, nothing is uploaded
+between admissions, and the device never waits for the host. If a response ends in block k, its row still runs in block k + 1 and
+that result is discarded. A row at its budget does not advance.
 """
 
 import time
@@ -29,14 +29,14 @@ from speculative.rules.sampling import DRAFT_UNIFORM
 
 
 class _Block(NamedTuple):
-    """What a launch leaves on the device. checked_RN: the models' largest logits where only committed text decides them."""
+    """Results of a launch, on the device. checked_RN: the largest logits at positions that depend on committed text only."""
 
     checked_RN: torch.Tensor
     packed: torch.Tensor
 
 
 class _Recorded:
-    """Whole blocks of one kind on one pair of caches: the text they go on from, and their recordings."""
+    """Blocks of one kind on one pair of caches: their text buffers and their recordings."""
 
     def __init__(self, runner: GraphRunner, rows: int, columns: int, uniforms: int, device: torch.device) -> None:
         self.runner = runner
@@ -52,7 +52,7 @@ class _Recorded:
 
 
 class _Flight(NamedTuple):
-    """A block that was launched and not read: who sat where then, what is on its way to the host, and when it arrives."""
+    """A block that was launched but not read: the requests in its rows, its copy to the host, and the event of its arrival."""
 
     seatings_R: np.ndarray
     host: torch.Tensor
@@ -72,14 +72,14 @@ class DeviceLoop(BlockLoop):
         settings: DecodeSettings,
         **options: Any,
     ):
-        """See `BlockLoop`. `exact_stages`: a block is two launches that are waited for, drafting and the rest."""
+        """See `BlockLoop`. `exact_stages`: a block is two launches, drafting and the rest, with a wait after each."""
         super().__init__(target, drafter, rows, longest, settings, **options)
         own = self.target
         assert isinstance(own, CachedModel)
         self._own, drafts = own, drafter.cached if isinstance(drafter, ModelDrafter) else None
         sampled = not settings.sampling.greedy
         uniforms = 3 * (settings.gamma + 1 if settings.rule == "block" else 1) if sampled else 0
-        # One model may draft in several ways.
+        # One model may be used by several drafters.
         kind = (type(drafter), settings.gamma, settings.rule, settings.sampling, self._keep_probs)
         known = own.memory.blocks_with(drafts.memory if isinstance(drafts, CachedModel) else None)
         if kind not in known:
@@ -90,17 +90,17 @@ class DeviceLoop(BlockLoop):
         self._text = self._blocks.text
         for lengths_R in (self._text.lengths_R, self._text.prompt_lengths_R, self._text.limits_R):
             lengths_R.fill_(1)
-        self._seatings_R = np.zeros(rows, dtype=np.int64)  # How often the row changed hands.
+        self._seatings_R = np.zeros(rows, dtype=np.int64)  # Number of requests the row has had.
         self._flight: _Flight | None = None
 
     @staticmethod
     def serves(target: PreTrainedModel, drafter: Drafter | None, settings: DecodeSettings, runner: str) -> bool:
-        """Whether this loop can run such a call."""
+        """Whether this loop supports these settings."""
         if runner not in RECORDED or settings.tree is not None or settings.active_rules is not None:
             return False
         if is_recurrent(target) or len(devices_of(target)) > 1:
             return False
-        # Who inherits from a drafter of the device may propose in its own way: each class says it for itself.
+        # A subclass may propose differently, so each class sets `on_device` itself.
         return drafter is None or (
             bool(vars(type(drafter)).get("on_device"))
             and drafter.model is not None
@@ -111,7 +111,7 @@ class DeviceLoop(BlockLoop):
     @in_step_mode
     def admit(self, rows: Sequence[int], prompts: Sequence[Prompt], budgets: Sequence[int] | None = None) -> None:
         if self._flight is not None:
-            self._wait()  # Its time is no time of the prompts.
+            self._wait()  # Its time must not count as prefill.
         super().admit(rows, prompts, budgets)
         places = list(rows)
         self._seatings_R[places] += 1
@@ -142,14 +142,14 @@ class DeviceLoop(BlockLoop):
 
     def close(self, reusable: bool = True) -> None:
         if self._flight is not None:
-            self._wait()  # What is thrown away is not left for the next call to wait for.
+            self._wait()  # The next call must not wait for a discarded block.
             self._book_recording(self._flight)
         self._flight = None
         super().close(reusable)
 
     @in_step_mode
     def run_block(self, gamma: int | None = None, stop_below: float = 0.0) -> BlockOutcome:
-        """The next block that is read; the one after it is already on its way. Raises UserError on NaN or infinite logits."""
+        """Read the next block; the one after it is already launched. Raises UserError on NaN or infinite logits."""
         assert gamma in (None, self.settings.gamma)
         assert stop_below == 0.0
         flight = self._flight
@@ -157,28 +157,30 @@ class DeviceLoop(BlockLoop):
             if flight is not None:
                 self._book_recording(flight)
             flight = self._launch(in_flight=False)
-        # Where every row ends with the block that is on its way, nothing follows.
+        # If every row ends with the block in flight, no further block is launched.
         ends_R = self.lengths_R + 1 >= self.limits_R
         self._flight = None if ends_R[self.active_R].all() else self._launch(in_flight=True)
         return self._land(flight)
 
     def _seated(self, flight: _Flight) -> np.ndarray:
-        """Rows (R,) whose text that block goes on with: those that have not changed hands since it was launched."""
+        """Rows (R,) that still hold the same request as when the block was launched."""
         return self.active_R & (flight.seatings_R == self._seatings_R)
 
     def _launch(self, in_flight: bool) -> _Flight:
-        """in_flight: the block before this one was not read, so rows may be longer by as much as it can commit."""
+        """in_flight: the previous block was not read yet, so rows may be longer by the tokens it commits."""
         gamma = self.settings.gamma
         furthest_R = np.minimum(self.lengths_R + (gamma + 1 if in_flight else 0), self.limits_R)
         stop, fewest = int(furthest_R[self.active_R].max()) + gamma, 1
         if isinstance(self.drafter, ModelDrafter):
             fewest = self.drafter.fewest(gamma)
-            stop = max(stop, fewest + gamma)  # A text shorter than a block reads is read from its first token on.
+            stop = max(
+                stop, fewest + gamma
+            )  # A text shorter than the tokens a block reads is read from its first token.
         shortest = fewest if int(self.lengths_R[self.active_R].min()) >= fewest else 1
         runner, prefixes = self._blocks.runner, self._prefixes(stop)
         recorded, stage = runner.recordings, "verify" if self._exact_stages else "block"
         if not self._exact_stages and not runner.knows((stage, prefixes, shortest)):
-            self._wait()  # The block before this one is not part of what the recording takes.
+            self._wait()  # The recording time must not include the previous block.
         began, proposal = time.perf_counter(), None
         clock = StageClock(self._device, self._exact_stages)
         if self._exact_stages:
@@ -199,7 +201,7 @@ class DeviceLoop(BlockLoop):
         return _Flight(self._seatings_R.copy(), host, clock, seconds)
 
     def _prefixes(self, stop: int) -> tuple[int, int]:
-        """Positions that the target's and the draft's calls read."""
+        """Number of cache positions that the target's and the draft's calls read."""
         cached = [self._own, *([self.drafter.cached] if isinstance(self.drafter, ModelDrafter) else [])]
         sizes = [one.static_prefix(stop) for one in cached if isinstance(one, CachedModel)]
         return sizes[0], sizes[-1]
@@ -246,7 +248,7 @@ class DeviceLoop(BlockLoop):
         return text.uniforms_RLU.gather(1, places_RG11.expand(-1, -1, columns))
 
     def _land(self, flight: _Flight) -> BlockOutcome:
-        """Wait for a block, the only time the device is waited for."""
+        """Wait for a block. This is the only wait for the device."""
         spent = flight.clock.seconds()
         self.timing.target_calls += 1
         if not self._book_recording(flight):
@@ -262,7 +264,7 @@ class DeviceLoop(BlockLoop):
         return outcome
 
     def _book_recording(self, flight: _Flight) -> bool:
-        """Whether the launch recorded something first: then its seconds say nothing of a block."""
+        """Whether the launch made a recording first; then its time is not a block time."""
         self.timing.recording_seconds += flight.recording_seconds
         self.timing.recording_calls += flight.recording_seconds > 0.0
         return flight.recording_seconds > 0.0
@@ -283,14 +285,14 @@ def open_loop(
     reads_each_block: bool = False,
     **options: bool,
 ) -> BlockLoop:
-    """The loop for such a call. `reads_each_block`: what is fed next depends on what somebody makes of the last block."""
+    """Return the loop for these settings. `reads_each_block`: the host must see each block before the next one starts."""
     on_device = not reads_each_block and DeviceLoop.serves(target, drafter, settings, runner)
     kind = DeviceLoop if on_device else CompiledLoop if runner == COMPILED else BlockLoop
     return kind(target, drafter, rows, longest, settings, runner=runner, **options)
 
 
 def _on_the_way(block: _Block) -> torch.Tensor:
-    """The block's numbers on the host once the clock's next mark is reached: a copy into pinned memory that nobody waits for."""
+    """The block's numbers on the host once the clock's next mark is reached: an asynchronous copy into pinned memory."""
     return block.packed.to("cpu", non_blocking=True, copy=True)
 
 

@@ -1,4 +1,4 @@
-"""Every drafted token of a run and what became of it, as one parquet file.
+"""Write every drafted token of a run, with its outcome, to one parquet file.
 
 Shapes: G drafted tokens of one block of one response.
 """
@@ -16,8 +16,8 @@ import pyarrow.parquet as pq
 
 from speculative.errors import UserError
 
-# place: number of the token in its block, from 0. position: its place in the response. tested: the verifier looked at it;
-# False behind the first rejection. Probabilities are null where none were computed (greedy rules compare ids).
+# place: number of the token in its block, from 0. position: its position in the response. tested: whether the verifier tested
+# it; False after the first rejection. Probabilities are null where none were computed (greedy rules compare ids).
 SCHEMA = pa.schema(
     [
         ("prompt", pa.string()),
@@ -32,15 +32,15 @@ SCHEMA = pa.schema(
         ("source", pa.dictionary(pa.int32(), pa.string())),
     ]
 )
-MOST_PLACES = 128  # What an int8 can count.
-FLUSH_ROWS = 16384  # Tens of milliseconds to write: more would show between two streamed tokens.
+MOST_PLACES = 128  # Limit of an int8.
+FLUSH_ROWS = 16384  # Takes tens of milliseconds to write; more would delay streamed tokens.
 
 
 class ProposalLog:
-    """Context manager around the writing of one log.
+    """Context manager that writes one log.
 
-    The file has a temporary name until the end of the `with` block, however that is left: a run that is interrupted
-    leaves a readable file with what was added, and a killed process leaves none (an older file of that name stays).
+    The file has a temporary name until the end of the `with` block, however it ends. An interrupted run
+    leaves a readable file with the rows added so far; a killed process leaves none (an older file of that name stays).
     `flush_rows`: tokens kept in memory before they are written as one row group.
 
     Raises UserError on entering when the file cannot be written, and later when the disk is full.
@@ -53,7 +53,7 @@ class ProposalLog:
         self._temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
         self._writer: pq.ParquetWriter | None = None
         self._columns: dict[str, list[Any]] = {name: [] for name in SCHEMA.names}
-        self._broken = False  # A row group was written in part: the file is not worth finishing.
+        self._broken = False  # A row group was written only in part, so the file cannot be finished.
 
     def __enter__(self) -> ProposalLog:
         assert self._writer is None, "a log is written once"
@@ -66,7 +66,7 @@ class ProposalLog:
             self._writer = pq.ParquetWriter(self._temporary, SCHEMA, compression="zstd")
         except OSError as error:
             raise self._unwritable(error) from error
-        # pyarrow imports pandas, if there is one, for its first array: now, not between two streamed tokens.
+        # pyarrow imports pandas for its first array. Do it here, not between two streamed tokens.
         pa.array(np.zeros(0))
         return self
 
@@ -84,8 +84,8 @@ class ProposalLog:
         """Log one block of one response: `drafted` ids (G,), of which the first `accepted` were kept.
 
         `prompt`: its key. `block`: number of the block in the response. `position`: response position of the first
-        drafted token. `target_probs`, `draft_probs` (G,): of the drafted tokens, as the rule used them; None where it used
-        none. `source`: who proposed. The arrays are copied. G may be 0.
+        drafted token. `target_probs`, `draft_probs` (G,): of the drafted tokens, as the rule used them; None if it used
+        none. `source`: name of the drafter. The arrays are copied. G may be 0.
 
         Raises UserError for more than 128 drafted tokens and when the disk is full.
         """
@@ -125,16 +125,16 @@ class ProposalLog:
         except UserError as mistake:
             if raised is None:
                 raise
-            # What stopped the run comes first: Ctrl-C stays Ctrl-C.
+            # The error that stopped the run has priority: Ctrl-C stays Ctrl-C.
             raised.add_note(str(mistake))
         finally:
-            # Nothing is there any more unless the file could not be finished.
+            # The temporary file still exists only if the log could not be finished.
             self._temporary.unlink(missing_ok=True)
 
     def _flush(self) -> None:
-        """Write what is in memory as one row group. Raises ArrowInvalid rather than let a number overflow."""
+        """Write the rows in memory as one row group. Raises ArrowInvalid if a number would overflow."""
         assert self._writer is not None
-        # Forgotten first: an interruption in between loses these rows, and never writes them twice.
+        # Cleared before writing: an interruption may lose these rows but never writes them twice.
         columns, self._columns = self._columns, {name: [] for name in SCHEMA.names}
         if not columns["prompt"]:
             return

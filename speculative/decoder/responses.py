@@ -1,5 +1,4 @@
-"""What one decoding run is asked for, what comes back, where its time goes, and what of a block is kept, token by token, as
-plain decoding would have kept it.
+"""Settings, responses and timing of a decoding run, and how a block is appended token by token, as in plain decoding.
 
 Shapes: R rows of the batch, G drafted tokens of a block, G1 = G + 1.
 """
@@ -24,7 +23,7 @@ from speculative.rules.verify import draft_settings_for
 
 Prompt = tuple[str, Sequence[int]]  # key, token ids
 
-# end: an end token was said; stop: a stop string; length: the budget; gate: the commit gate ended it.
+# end: an end token; stop: a stop string; length: the budget; gate: the commit gate ended the response.
 FinishReason = Literal["end", "stop", "length", "gate"]
 
 
@@ -32,9 +31,9 @@ FinishReason = Literal["end", "stop", "length", "gate"]
 class DecodeSettings:
     """How to decode. `gamma` 0 is plain decoding; `eos_ids` end a response and are part of it.
 
-    fit_context: a prompt that leaves less room than max_tokens in the context gets what it leaves, instead of a refusal.
-    tree: candidates per place instead of a chain; gamma is then the tree's depth. rules: changes to the logits of both
-    models. stop: strings that end a response (needs a tokenizer at decoding). min_tokens: no end token before so many.
+    fit_context: shorten a response's budget to the context that its prompt leaves, instead of refusing the prompt.
+    tree: a token tree instead of a chain; gamma is then the tree's depth. rules: changes to the logits of both
+    models. stop: strings that end a response (needs a tokenizer). min_tokens: no end token before this many tokens.
 
     Raises UserError for a value outside its range and for a rule that contradicts the temperature or the tree.
     """
@@ -86,7 +85,7 @@ class DecodeSettings:
 
     @property
     def active_rules(self) -> LogitsRules | None:
-        """The rules with `min_tokens` among them; None when nothing changes the logits."""
+        """The logits rules including `min_tokens`; None if nothing changes the logits."""
         rules = self.rules or LogitsRules()
         if self.min_tokens > 0 and self.eos_ids:
             end_ids = tuple(dict.fromkeys((*self.eos_ids, *rules.eos_ids)))
@@ -95,7 +94,7 @@ class DecodeSettings:
 
 
 class GateRecord(NamedTuple):
-    """What a commit gate saw at a response position, and what it answered (`keep`, `stop` or the replacement's id)."""
+    """One call of a commit gate: response position, token, and answer (`keep`, `stop` or the id of the replacement)."""
 
     position: int
     token_id: int
@@ -106,12 +105,12 @@ class GateRecord(NamedTuple):
 class Response:
     """One decoded response and what happened to the drafted tokens in it.
 
-    budget: tokens it may have at most.
-    log_target_probs: log target probability of each token under the sampling settings (0.0 when greedy, NaN for what a
-    gate put there).
+    budget: maximum number of tokens.
+    log_target_probs: log target probability of each token under the sampling settings (0.0 when greedy, NaN for a
+    token from the gate).
     drafted_counts, accepted_counts: per block, *before* the end token or the budget cut the last block.
     proposed_mask: per response token, 1 for an accepted drafted token, 0 for the target's own.
-    tested, overlap_sum: positions at which a drafted token was tried, and sum_v min(target, draft) over them.
+    tested, overlap_sum: positions at which a drafted token was tested, and sum_v min(target, draft) over them.
     commit_seconds: when each block was committed, from the moment the prompt got its row; commit_sizes: its tokens.
     text: decoded, cut before a stop string; None when no tokenizer was given.
     """
@@ -143,13 +142,13 @@ class Response:
 
 @dataclass
 class Timing:
-    """Seconds by stage, summed over blocks. `host_seconds` is what is spent in none of the others, what the
-    reader of a stream does between its events included.
+    """Seconds by stage, summed over blocks. `host_seconds` is the rest, including the time that the reader of a
+    stream spends between events.
 
-    recording: blocks in which a model call was compiled or captured first; they are in no other stage.
+    recording: blocks in which a model call was compiled or captured; they count in no other stage.
     draft, verify: the models' calls with their sampling; accept: the rule and the transfer to the host. block: blocks that ran
-    as one launch, in no other stage. On CUDA these are the device's own times (events), with the host's time inside them
-    wherever the device waited for it.
+    as one launch; they count in no other stage. On CUDA these are device times (events); they include host
+    time while the device waits for the host.
     """
 
     prefill_seconds: float = 0.0
@@ -170,32 +169,32 @@ class Timing:
 
 
 class StageClock:
-    """Each `mark` books the time since the one before, the first since the start, under a stage.
+    """Adds the time since the last `mark` (or the start) to a stage.
 
-    By the device's own clock: CUDA events, so that nothing waits; wall clock on a CPU. With `exact` every mark waits for the
-    device, and the wall clock is read.
+    Uses CUDA events, so nothing waits, and the wall clock on a CPU. With `exact` every mark waits for the device and reads
+    the wall clock.
     """
 
     def __init__(self, device: torch.device, exact: bool = False) -> None:
-        """Starts at once."""
+        """Start at once."""
         self._device, self._exact = device, exact and device.type == "cuda"
         self._by_events = device.type == "cuda" and not exact
         self.start()
 
     def start(self) -> None:
-        """From here on, and nothing booked."""
+        """Reset and start again."""
         self._stages: list[str] = []
         self._marks: list[float] = []
         self._events: list[torch.cuda.Event] = []
         self._read()
 
     def mark(self, stage: str) -> None:
-        """What was done since the last mark belongs to a stage."""
+        """Assign the time since the last mark to a stage."""
         self._stages.append(stage)
         self._read()
 
     def seconds(self) -> dict[str, float]:
-        """Seconds of each stage since the start, all its marks together; on CUDA it waits for the last mark."""
+        """Seconds of each stage since the start; on CUDA it waits for the last mark."""
         if self._by_events:
             if not self._events[-1].query():
                 self._events[-1].synchronize()
@@ -221,9 +220,9 @@ class StageClock:
 class BlockOutcome(NamedTuple):
     """One block on the host. Only the first accepted + 1 entries of a row of `ids_RG1` and `log_probs_RG1` count.
 
-    rows_R: whether the row's text went on with it; an empty seat's entries say nothing.
-    drafted_counts_R: how many of the row's drafted ids were real. sources_R: who proposed. Probabilities of the drafted
-    ids are there when they were asked for; log_probs_RG1 is None for greedy rules.
+    rows_R: whether the row was active; the entries of other rows are meaningless. drafted_counts_R: number of real drafted
+    ids. sources_R: index of the drafter. Probabilities of the drafted ids are set if they were requested; log_probs_RG1 is
+    None for greedy rules.
     """
 
     rows_R: np.ndarray
@@ -243,7 +242,7 @@ class _Stop:
 
 
 STOP = _Stop()
-# (key, response position, token id, response ids so far) -> None to keep, another id to say instead, or STOP.
+# (key, response position, token id, response ids so far) -> None to keep, another id to replace it, or STOP.
 CommitGate = Callable[[str, int, int, Sequence[int]], "int | _Stop | None"]
 
 
@@ -256,8 +255,9 @@ def append_block(
     gate: CommitGate | None,
     known_ids: int,
 ) -> tuple[list[int], str]:
-    """Append a block token by token: the gate first, then end tokens, stop strings and the budget, as plain decoding
-    would meet them. Returns the appended ids and the text that became stable. `known_ids`: those a gate may answer.
+    """Append a block token by token: the gate first, then end tokens, stop strings and the budget, as in plain decoding.
+
+    Returns the appended ids and the text that became stable. `known_ids`: number of ids that a gate may answer.
     """
     accepted, drafted = int(outcome.accepted_R[row]), int(outcome.drafted_counts_R[row])
     response.blocks += 1
@@ -297,7 +297,7 @@ def append_block(
                 response.finish_reason = "stop"
         if response.finish_reason is None and len(response.response_ids) == response.budget:
             response.finish_reason = "length"
-        # What was drafted behind a replaced token continues another text.
+        # Tokens drafted after a replaced token belong to another text.
         if response.finish_reason is not None or replaced:
             break
     kept = len(appended)
@@ -307,5 +307,5 @@ def append_block(
     response.proposed_mask += [1] * min(accepted, kept) + [0] * (kept - min(accepted, kept))
     if replaced:
         response.proposed_mask[-1] = 0
-        response.log_target_probs[-1] = float("nan")  # The target was not asked about this token.
+        response.log_target_probs[-1] = float("nan")  # The target did not score this token.
     return appended, "".join(pieces)

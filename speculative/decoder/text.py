@@ -1,8 +1,7 @@
-"""Token ids to text as they come: nothing that may still change is streamed, and stop strings end a response.
+"""Token ids to text, streamed: text that may still change is held back, and stop strings end a response.
 
-A text is tokenizer.decode of the whole response, special tokens skipped. Decoding all of it again for every token would
-cost more with each, so only the ids whose text is not settled are decoded; what settles is told from the tokenizer's
-decoder.
+The text is tokenizer.decode of the whole response, without special tokens. Decoding all of it for every token would cost
+more and more, so only ids whose text may still change are decoded again; the tokenizer's decoder decides which.
 """
 
 import json
@@ -12,7 +11,7 @@ from typing import Literal, NamedTuple
 
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-UNDECODED = "\ufffd"  # What bytes become that are not (yet) a character.
+UNDECODED = "\ufffd"  # Stands for bytes that are not (yet) a character.
 BYTE_PIECE = re.compile("<0x[0-9A-Fa-f]{2}>")
 
 # bytes: ids stand for bytes and the text is their concatenation (GPT-2, Llama 3, Qwen).
@@ -32,10 +31,10 @@ class TextStream:
     """The text of one response, token by token.
 
     The response ends with the first token after which its text contains a stop string, and its text is cut before the
-    earliest stop string in it (the first given of those that start there). All texts of `push` and that of `finish`, put
-    together, are the final `text`: streamed text is never taken back. So bytes of an unfinished character are held back,
-    and an end of the text that may become a stop string. With a decoder whose text may change anywhere (`whole` above)
-    everything is held back.
+    earliest stop string in it (the first given of those that start there). The texts of all `push` calls and of `finish`
+    add up to the final `text`: streamed text never changes. So bytes of an unfinished character are held back, and also an
+    end of the text that may become a stop string. With a decoder whose text may change anywhere (`whole` above) everything
+    is held back.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str] = ()):
@@ -43,7 +42,7 @@ class TextStream:
         self._decoding = decoding_of(tokenizer)
         self._stop = tuple(stop)
         self._longest_stop = max(map(len, self._stop), default=0)
-        # The text is what was sent, then what is final but may begin a stop string, then what a later token may change.
+        # The text has three parts: sent; final, but possibly the start of a stop string; open to change by a later token.
         self._sent: list[str] = []
         self._pending = ""
         self._open = ""
@@ -54,7 +53,7 @@ class TextStream:
 
     @property
     def text(self) -> str:
-        """The whole text so far, what is held back included; cut before the stop string."""
+        """The whole text so far, including held-back text; cut before the stop string."""
         return "".join(self._sent) + self._pending + self._open
 
     def push(self, token_id: int) -> Pushed:
@@ -62,7 +61,7 @@ class TextStream:
         assert not self._ended, "push() after the end"
         self._window_ids.append(token_id)
         fresh = self._decode(self._window_ids)[self._window_final :]
-        # No stop string begins in what was sent: it would have been held back.
+        # No stop string begins in the sent text: it would have been held back.
         found = self._find_stop(self._pending + fresh)
         if found is not None:
             cut, stopped = found
@@ -73,7 +72,7 @@ class TextStream:
         return Pushed(self._send(len(self._pending) - self._held_back()), None)
 
     def finish(self) -> str:
-        """What was held back. The response is over."""
+        """End the response and return the text that was held back."""
         self._ended = True
         self._pending, self._open = self._pending + self._open, ""
         return self._send(len(self._pending))
@@ -154,7 +153,7 @@ def _decodes_in_its_own_way(tokenizer: PreTrainedTokenizerFast) -> bool:
     overridden = kind.decode is not PreTrainedTokenizerBase.decode and not kind.__name__.startswith("CodeGenTokenizer")
     if overridden or kind._decode is not PreTrainedTokenizerFast._decode:
         return True
-    # transformers leaves BPE text as it is unless it is told twice.
+    # transformers cleans up BPE text only if a second option is set too.
     is_bpe = type(tokenizer.backend_tokenizer.model).__name__ == "BPE"
     told_twice = getattr(tokenizer, "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output", False)
     return bool(tokenizer.clean_up_tokenization_spaces) and (told_twice or not is_bpe)
