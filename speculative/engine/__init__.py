@@ -1,1 +1,1 @@
-"""Models on a key/value memory with one length per row."""
+"""Models with a key/value cache that has one length per row."""

@@ -1,4 +1,4 @@
-"""Key/value memory with one length per row, that any `transformers` attention model reads and writes through `Cache`.
+"""A key/value cache with one length per row, used by any `transformers` attention model through `Cache`.
 
 Shapes: R rows, K rows of one call (all of them, or the few being prefilled), Q query tokens of one call, C capacity
 (positions a row can hold), H key/value heads, D head width, P positions handed to attention (the prefix).
@@ -17,13 +17,13 @@ POSITION_STEP = 64
 
 
 def whole_steps(positions: int) -> int:
-    """Positions rounded up, as accelerators are given them: few shapes reach the allocator, and the rows of a mask are aligned."""
+    """Round positions up for accelerators, so that the allocator sees few shapes and mask rows are aligned."""
     return -(-positions // POSITION_STEP) * POSITION_STEP
 
 
 @dataclass
 class CallPlace:
-    """Where a call writes and how much of the buffers it reads back, the same for all layers; see `RaggedCache.begin`."""
+    """Positions a call writes and the length of the prefix it reads, equal for all layers; see `RaggedCache.begin`."""
 
     rows: int
     capacity: int
@@ -34,7 +34,7 @@ class CallPlace:
     prefix: int = 0
 
     def on(self, device: torch.device) -> CallPlace:
-        """This place for a layer on another device than the call's: a model may be spread over several."""
+        """The same place for a layer on another device: a model may be spread over several."""
         if self.positions_KQ.device == device:
             return self
         rows_K = None if self.rows_K is None else self.rows_K.to(device)
@@ -48,7 +48,7 @@ class RaggedLayer(CacheLayerMixin):
     is_croppable = True
 
     def __init__(self, place: CallPlace):
-        # Not the cache: what refers to itself waits for the garbage collector, with its memory.
+        # No reference to the cache: a reference cycle would keep its memory until garbage collection.
         super().__init__()
         self.place = place
 
@@ -93,7 +93,7 @@ class RaggedLayer(CacheLayerMixin):
         return self.place.prefix, 0
 
     def get_seq_length(self) -> int:
-        # Positions before this call, as far as there is one number: a model that makes its own mask asks for it.
+        # Positions before this call, if all rows agree: a model that builds its own mask asks for it.
         return self.place.prefix if self.place.shared_start is None else self.place.shared_start
 
     def get_max_length(self) -> int:
@@ -103,9 +103,9 @@ class RaggedLayer(CacheLayerMixin):
 class RaggedCache(Cache):
     """Static key/value memory of `rows` rows and `capacity` positions; every row has its own length.
 
-    The cache holds no lengths: the caller says where each call writes, so rolling back is writing again at an earlier
-    position, and a row is recycled by writing another prompt from position 0 on. Buffers are allocated by the first
-    call, in the dtype and on the device of the states it brings.
+    The cache holds no lengths: the caller says where each call writes. So a rollback means writing at an earlier position,
+    and a row is recycled by writing a prompt from position 0 on. The first call allocates the buffers, in the dtype and on
+    the device of its states.
     """
 
     def __init__(self, layer_count: int, rows: int, capacity: int):
@@ -114,18 +114,18 @@ class RaggedCache(Cache):
 
     @property
     def rows(self) -> int:
-        """How many rows there are."""
+        """Number of rows."""
         return self.place.rows
 
     @property
     def by_layer(self) -> list[list[torch.Tensor]]:
-        """Keys and values of every layer; of one that shares another's none."""
+        """Keys and values of every layer; empty for a layer that shares another layer's."""
         both = [(layer.keys, layer.values) for layer in self.layers if isinstance(layer, RaggedLayer)]
         return [[states for states in own if states is not None] for own in both]
 
     @property
     def buffers(self) -> list[torch.Tensor]:
-        """Of all layers."""
+        """The buffers of all layers."""
         return list(itertools.chain.from_iterable(self.by_layer))
 
     def begin(

@@ -29,19 +29,19 @@ from speculative.engine.runners import COMPILED, COMPILED_GRAPH, EAGER
 from speculative.errors import TooLittleMemory
 from speculative.rules.tree import TokenTree
 
-# Compiled and captured calls see few prefixes, each to be recorded: this times a power of two, or parts of it (`Runner.prefixes`).
+# Compiled and captured calls use few prefix lengths, because each is recorded: this times a power of two, or fractions (`Runner.prefixes`).
 STATIC_PREFIX = 256
 PREFILL_TOKENS = 2048  # Tokens (rows x columns) of one prefill call: bounds its activations.
-REMEMBERED_QUERY = 64  # Masks of longer calls (prefill) are large, and of lengths that hardly come again.
-FEWEST_PREFILL_TOKENS = 64  # Out of memory is believed only when this few tokens do not fit either.
+REMEMBERED_QUERY = 64  # Masks of longer calls (prefill) are large and rarely used again.
+FEWEST_PREFILL_TOKENS = 64  # Give up on out of memory only if even this few tokens do not fit.
 
 
 def open_model(
     model: PreTrainedModel, name: str, rows: int, capacity: int, runner: str
 ) -> "CachedModel | RecurrentModel":
-    """The model with its memory of `rows` texts of at most `capacity` tokens.
+    """Return the model with a cache for `rows` texts of at most `capacity` tokens.
 
-    Raises UserError (through `check_decodable`) when the model cannot be used so.
+    Raises UserError (through `check_decodable`) for an unsupported model.
     """
     check_decodable(model, name)
     if is_recurrent(model):
@@ -50,14 +50,14 @@ def open_model(
 
 
 def upload(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """A host array on the device without waiting for it: what is small is staged before the call returns."""
+    """Copy a host array to the device without waiting. Small arrays are staged before the call returns."""
     return torch.from_numpy(np.ascontiguousarray(array)).to(device, non_blocking=True)
 
 
 class CachedModel:
     """A causal LM with its RaggedCache.
 
-    Raises UserError (through `check_decodable`) when the model cannot be used so.
+    Raises UserError (through `check_decodable`) for an unsupported model.
     """
 
     def __init__(
@@ -69,11 +69,11 @@ class CachedModel:
         runner: str = EAGER,
         shared: Memory | None = None,
     ):
-        """`shared`: use the cache of this one (of a model whose lower half this is) instead of having its own."""
+        """`shared`: use the cache of this model, whose first layers this model consists of, instead of an own one."""
         check_decodable(model, name)
         self.model, self.name = model, name
         self.device = model.device
-        # A graph is of one device.
+        # A CUDA graph runs on one device.
         runner = runner if len(devices_of(model)) == 1 else EAGER
         self.prefill_tokens = PREFILL_TOKENS
         capacity = capacity if self.device.type == "cpu" else whole_steps(capacity)
@@ -103,8 +103,8 @@ class CachedModel:
     ) -> torch.Tensor:
         """Logits (K, logits_kept, V) after the last `logits_kept` of Q tokens, written from each row's start on.
 
-        `starts_K` is on the host: nothing here asks the device. `rows`: only these take part; None = all, in order.
-        `once`: a shape that will hardly come again, not worth a recording.
+        `starts_K` is on the host, so the device is not read. `rows`: only these take part; None = all, in order.
+        `once`: a shape that is unlikely to be used again, so it is not recorded.
         """
         if self.compiled is not None:
             return self.compiled(ids_KQ, starts_K, logits_kept, rows)
@@ -127,7 +127,7 @@ class CachedModel:
             constants = (self.static_prefix(stop), logits_kept)
             return self.runner.run(self.feed_static, (ids_KQ, positions_KQ), constants)
         rows_K = None if rows is None else upload(np.array(rows), self.device)
-        # A call that begins at position 0 attends to its own states and to nothing else: it is causal by itself.
+        # A call that begins at position 0 attends only to its own states, so a causal mask is enough.
         fresh = shared == 0
         prefix = query_length if fresh else self._eager_prefix(stop)
         self.cache.begin(positions_KQ, prefix, 0 if fresh else None, rows_K)
@@ -135,10 +135,10 @@ class CachedModel:
         return self._call(ids_KQ, positions_KQ, masks, logits_kept)
 
     def feed_tree(self, ids_RN1: torch.Tensor, starts_R: np.ndarray, tree: TokenTree) -> torch.Tensor:
-        """Logits (R, N1, V) after every node of a token tree whose root stands at each row's start.
+        """Logits (R, N1, V) after every node of a token tree whose root is at each row's start.
 
-        Node n is written to slot start + n and stands at position start + depth(n); it sees the text before the root
-        and its own ancestors. `commit_path` puts the accepted nodes where the text has them.
+        Node n is written to slot start + n and has position start + depth(n). It sees the text before the root and its
+        own ancestors. `commit_path` moves the accepted nodes to their positions in the text.
         """
         if self.compiled is not None:
             return self.compiled(ids_RN1, starts_R, tree.size + 1, tree=tree)
@@ -172,8 +172,8 @@ class CachedModel:
     def prefill(self, tokens_RC: np.ndarray, rows: Sequence[int], lengths_K: np.ndarray) -> None:
         """Read the first `lengths_K` tokens of these rows, rows of similar length together, a bounded number at a time.
 
-        Padding is written too and does no harm: a position is visible only to later ones, and by then it has been
-        overwritten. Out of memory is answered by smaller calls.
+        Padding is written too and is harmless: only later positions see it, and it is overwritten before they are used.
+        If memory runs out, calls get smaller.
 
         Raises TooLittleMemory when even the smallest call does not fit.
         """
@@ -186,7 +186,7 @@ class CachedModel:
                 columns = max(1, self.prefill_tokens // len(group))
                 ids_KQ = upload(tokens_RC[group_rows, start : min(start + columns, longest)], self.device)
                 try:
-                    kept = 0 if self.compiled is not None else 1  # nobody reads them
+                    kept = 0 if self.compiled is not None else 1  # not read
                     self.feed(ids_KQ, np.full(len(group), start), kept, None if everyone else group_rows, once=True)
                 except RuntimeError as error:
                     self._shrink_prefill(error)
@@ -195,7 +195,7 @@ class CachedModel:
 
     @property
     def how(self) -> str:
-        """What its calls run as."""
+        """How its calls run, in words."""
         return "compiled code" if self.compiled is not None else "CUDA graphs" if self.runner.static else "eager calls"
 
     def keep(self, rows: Sequence[int]) -> None:
@@ -203,12 +203,12 @@ class CachedModel:
         self.cache.keep(upload(np.array(rows), self.device))
 
     def close(self) -> None:
-        """The call is over; what it recorded is kept for the next one."""
+        """End the decode call; recordings are kept for the next one."""
         if not self._shares:
             give_back(self.model, self.memory)
 
     def _shrink_prefill(self, error: RuntimeError) -> None:
-        """Halve the size of prefill calls after an out of memory; raises what it is not able to answer."""
+        """Halve the size of prefill calls after an out-of-memory error; re-raise any other error."""
         if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):
             raise error
         if self.prefill_tokens <= FEWEST_PREFILL_TOKENS:
@@ -238,15 +238,15 @@ class CachedModel:
             return logits[:, -logits_kept:]
 
     def feed_static(self, ids_RQ: torch.Tensor, positions_RQ: torch.Tensor, prefix: int, kept: int) -> torch.Tensor:
-        """Logits (R, kept, V): a call of all rows whose shapes and addresses depend on its arguments' shapes, `prefix` and
-        `kept` only. Nothing comes from the host, so it can be captured.
+        """Logits (R, kept, V) of a call of all rows that can be captured: nothing comes from the host, and shapes and
+        addresses depend only on the arguments' shapes, `prefix` and `kept`.
         """
         self.cache.begin(positions_RQ, prefix)
         with compiled_layers(self.model) if self.memory.kind == COMPILED_GRAPH else nullcontext():
             return self._call(ids_RQ, positions_RQ, self._masks(positions_RQ, prefix), kept)
 
     def static_prefix(self, stop: int) -> int:
-        """Positions that a compiled or captured call reads when the last one it writes is `stop` - 1."""
+        """Number of positions a compiled or captured call reads if its last written position is `stop` - 1."""
         steps = self.runner.prefixes
         unit = STATIC_PREFIX // steps
         while unit * 2 * steps <= stop:
@@ -271,10 +271,10 @@ class CachedModel:
         return zeros.masked_fill_(~visible_KQP, self._hidden).unsqueeze(1)
 
     def _shared_masks(self, start: int, query_length: int) -> list[torch.Tensor] | None:
-        """`_masks` where every row starts at `start` and the prefix ends with the last token: views, nothing computed.
+        """`_masks` for rows that all start at `start`, with a prefix that ends with the last token. Returns views, without copies.
 
-        None where one token sees all there is, or all that there is are these tokens: the model then takes its own,
-        unmasked path.
+        None if one token sees everything, or if these tokens are the whole text: the model then uses its own path
+        without a mask.
         """
         if (query_length == 1 or start == 0) and self._windows == [None]:
             return None
@@ -296,7 +296,7 @@ class CachedModel:
 
 
 def _similar_lengths(lengths_K: np.ndarray, tokens: int) -> Iterator[list[int]]:
-    """Indices in groups whose padding is small: nobody shorter than three quarters of the group's longest."""
+    """Indices in groups with little padding: each text has at least three quarters of the length of its group's longest."""
     group: list[int] = []
     for index in np.argsort(-lengths_K, kind="stable").tolist():
         longest = int(lengths_K[group[0]]) if group else 0

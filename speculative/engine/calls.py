@@ -1,16 +1,16 @@
-"""How a model's own call runs on a cache: its heads attended in groups, its layers compiled one by one.
+"""Faster calls of a transformers model on a cache: grouped-query attention without copies, and layers compiled one by one.
 
-Query heads that share a key/value head are attended as one, so that nothing is copied. Given a mask, transformers' function for
-scaled dot product attention copies the keys and values of the whole prefix once for every query head of a group. Here a group's
-heads become further query tokens of their key/value head; only the mask, which has no head and no width, is repeated for them.
+With a mask, transformers' scaled dot product attention copies the keys and values of the whole prefix for every query head of a
+group. Here the heads of a group become further query tokens of their key/value head, so only the mask, which has no head and no
+width, is repeated.
 
-Not used, because nothing of them can be tried without a CUDA device: `torch.nn.attention.varlen` (per-row lengths by
+Not used, because they cannot be tested without a CUDA device: `torch.nn.attention.varlen` (per-row lengths by
 `seqused_k` and no mask, but CUDA and half precision only, and it reads our (R, H, C, D) buffers in place only as pages of
 a whole row) and `flex_attention` (a compiled kernel and a block mask per shape; without `torch.compile` it computes all
 scores). cuDNN makes a plan for every new shape: on CUDA it is left out.
 
-Compiled layers: one compilation of a shape serves all layers, however many. In a captured graph there are no checks for it, and a
-deep model compiled whole takes minutes. On a CPU plain decoders have code of their own (`engine/compiled`).
+Compiled layers: one compilation per shape serves all layers. A captured graph skips the compiler's checks, and compiling a deep
+model as a whole takes minutes. On a CPU plain decoders run in `engine/compiled` instead.
 
 Shapes: R rows, K rows of one call, V vocabulary, H query heads, N key/value heads, G = H / N, Q query tokens, P prefix, D head width.
 """
@@ -37,10 +37,10 @@ from speculative.engine.models import layer_stacks
 
 GROUPED = "understudy_grouped"  # Our name in transformers' table of attention functions.
 CUDA_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-FOLDED_DEVICES = ("cpu", "cuda")  # transformers knows better where kernels take groups, or masks of one dtype only.
+FOLDED_DEVICES = ("cpu", "cuda")  # On other devices transformers chooses the kernels.
 ASKS_FOR_SDPA = re.compile(r"_attn_implementation\s*(==|!=|in\b|not in\b)[^\n]*[\"']sdpa")
 
-# Folded masks of the call under way, with the masks they were made of: all layers of a kind are given the same one.
+# Folded masks of the current call, with their sources: all layers of a kind get the same mask.
 _folded_masks: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
 _known_configs: weakref.WeakKeyDictionary[PreTrainedModel, list[PretrainedConfig]] = weakref.WeakKeyDictionary()
 
@@ -55,16 +55,16 @@ def grouped_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """(R, Q, H, D) of queries (R, H, Q, D) over keys and values (R, N, P, D), to rounding as `sdpa_attention_forward`.
+    """Attention (R, Q, H, D) of queries (R, H, Q, D) over keys and values (R, N, P, D); equals `sdpa_attention_forward` to rounding.
 
-    That function itself is called for what cannot be folded, needs no folding, or is more than queries, keys, values and
-    one additive mask (R, 1, Q, P) of all heads.
+    Calls that function if folding is impossible or unnecessary, or if there is more than queries, keys, values and one
+    additive mask (R, 1, Q, P) for all heads.
     """
     heads, queries, width = query.shape[1:]
     groups = heads // key.shape[1]
     mask = attention_mask
     same_for_heads = queries == 1 if mask is None else mask.dim() == 4 and mask.shape[1] == 1
-    # The repeated mask of a long call is larger than the copies it spares.
+    # For a long call the repeated mask would be larger than the copies it avoids.
     short = queries == 1 or groups * queries <= 2 * heads * width
     more = any(kwargs.get(name) is not None for name in ("position_bias", "softcap", "cache"))
     if groups == 1 or more or not (same_for_heads and short and query.device.type in FOLDED_DEVICES):
@@ -84,7 +84,7 @@ def _folded_mask(mask_R1QP: torch.Tensor, groups: int) -> torch.Tensor:
     known = None if torch.compiler.is_compiling() else _folded_masks.get((id(mask_R1QP), groups))
     if known is not None:
         return known[1]
-    own = mask_R1QP[:1] if mask_R1QP.stride(0) == 0 else mask_R1QP  # What rows share is repeated once.
+    own = mask_R1QP[:1] if mask_R1QP.stride(0) == 0 else mask_R1QP  # A mask shared by all rows is repeated once.
     folded = own.expand(-1, groups, -1, -1).reshape(own.shape[0], 1, -1, own.shape[3])
     folded = folded.expand(mask_R1QP.shape[0], -1, -1, -1)
     if not torch.compiler.is_compiling():
@@ -98,9 +98,9 @@ AttentionMaskInterface.register(GROUPED, sdpa_mask)
 
 @contextmanager
 def grouped_queries(model: PreTrainedModel, device: torch.device) -> Iterator[None]:
-    """Inside, the model (on this device) attends by `grouped_attention` where it would by `sdpa`; afterwards it is as it was.
+    """Context manager: the model (on this device) uses `grouped_attention` instead of `sdpa`; restored at the end.
 
-    A model that has its own way to attend, or asks for `sdpa` by name, is left as it is.
+    A model with its own attention, or one that checks for the name `sdpa`, is not changed.
     """
     switched = [config for config in _switchable(model) if config._attn_implementation == "sdpa"]
     try:
@@ -115,7 +115,7 @@ def grouped_queries(model: PreTrainedModel, device: torch.device) -> Iterator[No
 
 
 def _switchable(model: PreTrainedModel) -> list[PretrainedConfig]:
-    """Configs that the model's layers read; those of the lower half of a model are the whole model's."""
+    """Configs that the model's layers read; a model of the first layers shares the configs of the whole model."""
     configs = _known_configs.get(model)
     if configs is None:
         own = {module: getattr(module, "config", None) for module in model.modules()}
@@ -129,16 +129,16 @@ def _switchable(model: PreTrainedModel) -> list[PretrainedConfig]:
 
 @lru_cache(maxsize=64)
 def _asks_for_sdpa(module_name: str) -> bool:
-    """Whether a model's code does something else under another name than `sdpa` (Falcon, Gemma 4)."""
+    """Whether a model's code behaves differently if the attention is not called `sdpa` (Falcon, Gemma 4)."""
     return ASKS_FOR_SDPA.search(inspect.getsource(sys.modules[module_name])) is not None
 
 
-MOST_SHAPES = 256  # of all models of a process; Dynamo's own limit of 8 is met at once
+MOST_SHAPES = 256  # for all models of a process; Dynamo's default of 8 is too small
 MODE = "max-autotune-no-cudagraphs"
 
 
 class _LayersCache:
-    """The cache as one layer is shown it: with a number in it, every layer would be compiled by itself."""
+    """The cache as one layer sees it, without a layer number: with one, every layer would be compiled separately."""
 
     def __init__(self, whole: RaggedCache, index: int):
         own = whole.layers[index]
@@ -156,9 +156,9 @@ class _LayersCache:
 
 @contextmanager
 def compiled_layers(model: PreTrainedModel) -> Iterator[None]:
-    """Inside, each layer of the model runs compiled, on a RaggedCache; afterwards the model is as it was.
+    """Context manager: each layer of the model runs compiled, on a RaggedCache; restored at the end.
 
-    A model whose layers are not found in one list runs as it is.
+    A model whose layers are not in one list is not changed.
     """
     stacks = layer_stacks(model)
     layers = list(model.get_submodule(stacks[0]).children()) if len(stacks) == 1 else []
@@ -183,7 +183,7 @@ def _call_compiled(layer: nn.Module, index: int, *args: Any, **kwargs: Any) -> A
 
 @cache
 def _compiled() -> Callable[..., Any]:
-    """One function for every layer: it holds no model, and Dynamo remembers what it compiled by the function."""
+    """One function for all layers. It holds no model, because Dynamo caches compiled code per function."""
     limits = torch._dynamo.config
     limits.recompile_limit = max(limits.recompile_limit, MOST_SHAPES)
     limits.accumulated_recompile_limit = max(limits.accumulated_recompile_limit, MOST_SHAPES)

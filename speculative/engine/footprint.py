@@ -1,4 +1,4 @@
-"""How many requests a device holds, with a draft and without: weights, and caches as one token of each model tells them."""
+"""Number of requests that fit on a device, with and without a draft, from weights and the measured cache of one token."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ from speculative.engine.memory import cache_entry
 from speculative.engine.models import attention_windows, is_recurrent
 from speculative.errors import UserError
 
-# Of a device's memory; the rest is left to the engine's own buffers, as servers do by default.
+# Share of a device's memory; the rest is for the engine's own buffers, as in servers by default.
 USABLE_SHARE = 0.9
 
 
@@ -23,7 +23,7 @@ class Footprint:
 
 @dataclass(frozen=True)
 class Capacity:
-    """Requests that fit beside the weights; below 0 is 0. requests_lost: how many the draft costs, weights and cache."""
+    """Requests that fit in memory next to the weights, at least 0. requests_lost: requests that the draft's weights and cache cost."""
 
     fits: bool
     requests_alone: int
@@ -34,10 +34,10 @@ class Capacity:
 
 
 def footprint(model: PreTrainedModel, dtype: torch.dtype, context: int) -> Footprint:
-    """Of a model served in this dtype. Weights that are no floating-point numbers (quantised) keep their own size.
+    """Footprint of a model served in this dtype. Weights that are not floating-point numbers (quantised) keep their own size.
 
     Raises:
-        UserError: its layers keep something else than keys and values.
+        UserError: its layers keep a state other than keys and values.
     """
     sizes = (
         weight.numel() * (dtype.itemsize if weight.is_floating_point() and weight.itemsize > 1 else weight.itemsize)
@@ -47,12 +47,12 @@ def footprint(model: PreTrainedModel, dtype: torch.dtype, context: int) -> Footp
 
 
 def cache_bytes_per_request(model: PreTrainedModel, dtype: torch.dtype, context: int) -> int:
-    """Keys and values of `context` tokens in every layer (`memory.cache_entry`), and of a sliding window no more than it.
+    """Keys and values of `context` tokens in every layer (`memory.cache_entry`); a sliding-window layer counts at most its window.
 
-    A compressed cache (multi-head latent attention) counts as engines keep it: one latent and one rotary key a token.
+    A compressed cache (multi-head latent attention) counts as in engines: one latent and one rotary key per token.
 
     Raises:
-        UserError: a layer keeps something else than keys and values.
+        UserError: a layer keeps a state other than keys and values.
     """
     if is_recurrent(model):
         raise UserError(f"{type(model).__name__} has no key/value cache: the memory of its states cannot be estimated")
@@ -66,7 +66,7 @@ def cache_bytes_per_request(model: PreTrainedModel, dtype: torch.dtype, context:
 
 
 def capacity(device_bytes: int, concurrency: int, target: Footprint, draft: Footprint) -> Capacity:
-    """Whether `concurrency` requests fit with both models, and how many fit at all with the draft and without it."""
+    """Whether `concurrency` requests fit with both models, and how many fit at most with and without the draft."""
     usable = int(device_bytes * USABLE_SHARE)
     weights, per_request = target.weights + draft.weights, target.cache_per_request + draft.cache_per_request
     alone = max(0, (usable - target.weights) // target.cache_per_request)

@@ -1,5 +1,5 @@
-"""Memory computed before it is taken, and caches with their recordings that outlive a decode call: the next call of the same
-shape finds them and captures nothing.
+"""Memory checks before allocation, and caches that outlive a decode call with their recordings: the next call of the same
+shape reuses them and captures nothing.
 
 Shapes: R rows, C capacity (positions a row can hold), Q query tokens of one call, V vocabulary.
 """
@@ -21,39 +21,41 @@ from speculative.engine.recurrent_model import recurrent_bytes
 from speculative.engine.runners import RECORDED, GraphRunner, Runner, make_runner
 from speculative.errors import TooLittleMemory, UserError
 
-MOST_IDLE = 4  # of one model: shapes that come in turn, as the loads of a verdict do, each find theirs again
+MOST_IDLE = (
+    4  # per model: calls that alternate between a few shapes, as the loads of a verdict do, reuse each shape's memory
+)
 
 
 class Memory:
-    """What a model keeps from call to call: its cache, and what was recorded on exactly this cache.
+    """A model's state between calls: its cache and the recordings made on this cache.
 
-    It knows no model, so that a model which nobody uses any more goes, and its memory with it.
+    It holds no reference to the model, so that an unused model can be freed together with its memory.
     """
 
     def __init__(self, cache: RaggedCache, runner: str, device: torch.device, made_for: Any = None) -> None:
-        """`made_for`: what its recordings take for granted of the model."""
+        """`made_for`: fingerprint of the model state that its recordings depend on."""
         self.cache, self.kind, self.made_for = cache, runner, made_for
         self.runner = make_runner(runner)
-        # Beside the cache: captured calls read it at this address.
+        # Kept with the cache: captured calls read it at this address.
         self.positions_C = torch.arange(cache.place.capacity, device=device)
         self._blocks: weakref.WeakKeyDictionary[Memory, dict[Any, Any]] = weakref.WeakKeyDictionary()
         self._lower: dict[int, Memory] = {}
 
     def another_runner(self) -> Runner:
-        """Of the same kind, with recordings of its own: a memory has one user, so all of it record into the same pool."""
+        """A runner of the same kind with its own recordings. A memory has one user, so all its runners share one pool."""
         runner = make_runner(self.kind)
         if isinstance(runner, GraphRunner) and isinstance(self.runner, GraphRunner):
             runner.pool = self.runner.pool
         return runner
 
     def of_first_layers(self, layers: int) -> "Memory":
-        """For a model that is this one's up to so many layers: the same cache, recordings of its own that stay with these."""
+        """Memory for a model of the first `layers` layers: the same cache, with its own recordings, which are kept here."""
         if layers not in self._lower:
             self._lower[layers] = Memory(self.cache, self.kind, self.positions_C.device)
         return self._lower[layers]
 
     def blocks_with(self, draft: "Memory | None") -> dict[Any, Any]:
-        """The whole blocks of this target memory that draft into another one, by what they do; None: that draft nothing."""
+        """Recorded blocks of this target memory that use the given draft memory, by kind. None: blocks without a draft."""
         return self._blocks.setdefault(draft or self, {})
 
 
@@ -61,7 +63,7 @@ _idle: weakref.WeakKeyDictionary[PreTrainedModel, list[Memory]] = weakref.WeakKe
 
 
 def take(model: PreTrainedModel, rows: int, capacity: int, runner: str) -> Memory:
-    """Memory of R rows and at least C positions for this caller alone, an idle one where it fits; bring it back by `give_back`."""
+    """Memory of R rows and at least C positions for one caller; reuses an idle one if it fits. Return it with `give_back`."""
     kept = _fitting(model, rows, capacity, runner) if runner in RECORDED else None
     if kept is not None:
         _idle[model].remove(kept)
@@ -72,10 +74,10 @@ def take(model: PreTrainedModel, rows: int, capacity: int, runner: str) -> Memor
 
 
 def give_back(model: PreTrainedModel, memory: Memory) -> None:
-    """The caller is done with it. Only what recordings were made for is worth keeping, the latest few of a model."""
+    """Return a memory. Only memories with recordings are kept, the latest few per model."""
     if memory.kind not in RECORDED:
         return
-    # Of one shape there may be two: plain and speculative decoding that take turns hold theirs at once.
+    # Two may have the same shape: plain and speculative decoding that alternate hold one each.
     _idle[model] = [*_idle.get(model, []), memory][-MOST_IDLE:]
 
 
@@ -85,7 +87,7 @@ def holds(model: PreTrainedModel, rows: int, capacity: int) -> bool:
 
 
 def release(model: PreTrainedModel | None = None) -> None:
-    """Let go of everything idle, of one model or of all."""
+    """Free all idle memories of one model, or of all models."""
     if model is None:
         _idle.clear()
     else:
@@ -93,12 +95,12 @@ def release(model: PreTrainedModel | None = None) -> None:
 
 
 def idle_memories() -> list[Memory]:
-    """Everything that is kept and not in use."""
+    """All memories that are kept but not in use."""
     return [memory for memories in _idle.values() for memory in memories]
 
 
 def _fitting(model: PreTrainedModel, rows: int, capacity: int, runner: str) -> Memory | None:
-    """The smallest idle memory that is large enough; those of weights that have moved since are dropped."""
+    """The smallest idle memory that is large enough. Memories recorded for weights that have moved are dropped."""
     if model not in _idle:
         return None
     made_for = _fingerprint(model)
@@ -112,11 +114,10 @@ def _fitting(model: PreTrainedModel, rows: int, capacity: int, runner: str) -> M
 
 
 def _fingerprint(model: nn.Module) -> Any:
-    """What a recording took for granted: where the weights are, which adapters were on, how numbers were cast, who attends.
+    """The state a recording depends on: weight addresses, active adapters, autocast, attention function.
 
-    Buffers that were made in inference mode are written nowhere else.
-
-    Weights that change where they are, as in training, are read again by every replay.
+    Also inference mode: buffers created in it can be written only in it. Weights that change in place, as in training, are
+    read again by every replay, so their values do not matter.
     """
     places = [(tensor.data_ptr(), tensor.dtype) for tensor in (*model.parameters(), *model.buffers())]
     adapters = [
@@ -146,7 +147,7 @@ SEARCHED_PLACE_BYTES = 5 * 2**18  # of 4,096 bins in 32 lanes, their bounds and 
 
 
 class CacheEntry(NamedTuple):
-    """What a model keeps of one position of a row: how many numbers in each layer, and the dtype they are kept in."""
+    """Cache of one position of a row: numbers per layer, and their dtype."""
 
     numbers: tuple[int, ...]
     dtype: torch.dtype
@@ -156,8 +157,8 @@ _known_entries: weakref.WeakKeyDictionary[PreTrainedModel, dict[torch.dtype, Cac
 
 
 def cache_entry(model: PreTrainedModel) -> CacheEntry:
-    """Learnt from one call on one token: right for every architecture, also where layers share another's keys."""
-    known = _known_entries.setdefault(model, {})  # By dtype: a model may be cast where it is.
+    """Measured by one call on one token, so it holds for every architecture, also if layers share keys."""
+    known = _known_entries.setdefault(model, {})  # By dtype: a model may be cast in place.
     if model.dtype not in known:
         cache = RaggedCache(model.config.get_text_config(decoder=True).num_hidden_layers, rows=1, capacity=1)
         zero = torch.zeros((1, 1), dtype=torch.int64, device=model.device)
@@ -190,7 +191,7 @@ def block_bytes(model: PreTrainedModel, rows: int, query_length: int) -> int:
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Memory that can still be taken on the device; None where nobody says (then nothing is refused)."""
+    """Free memory on the device; None if unknown (then nothing is refused)."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -199,14 +200,14 @@ def free_bytes(device: torch.device) -> int | None:
     limits = [psutil.virtual_memory().available]
     limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
     if limit.is_file() and used.is_file() and limit.read_text().strip().isdigit():
-        # Cached files count as used and are given back when memory is asked for.
+        # Cached files count as used but are freed on demand.
         statistics = dict(line.split() for line in Path("/sys/fs/cgroup/memory.stat").read_text().splitlines())
         limits.append(int(limit.read_text()) - int(used.read_text()) + int(statistics.get("inactive_file", 0)))
     return min(limits)
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Most memory so far: of tensors on a CUDA device, else the whole process's resident memory."""
+    """Peak memory: of tensors on a CUDA device, else the resident memory of the process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -229,7 +230,7 @@ def check_memory(
     models = [target] if draft is None else [target, draft]
 
     def asked() -> tuple[int, int | None]:
-        """Bytes that are not taken yet (what an earlier call left for this one is), and those that are free."""
+        """Bytes still to be allocated (without memory that an earlier call left), and free bytes."""
         owners = models[:1] if shared_cache else models
         caches = [cache_bytes(model, rows, capacity) for model in owners if not holds(model, rows, capacity)]
         known = [free_bytes(device) for device in devices_of(target)]

@@ -1,7 +1,7 @@
-"""What the decoder asks of a model before it uses it: can its past be rolled back, how far can it see, what it scores; and drafts
-that propose a whole block in one forward (2504.18583): their mask token, and many blocks asked in one pass.
+"""Checks of a model before decoding (rollback, context, vocabulary), and helpers for parallel drafts, which propose a whole block
+in one forward pass (2504.18583): their mask token, and scoring many blocks in one pass.
 
-Behind a text whose last known token is at position s such a draft is fed copies of one mask token; position ids simply go on. The
+A parallel draft reads a text whose last token is at position s, followed by copies of one mask token at the next positions. The
 logits at s predict token s + 1 (offset 1), those at the mask of position s + k - 1 predict token s + k (offset k).
 
 Shapes: B texts, T positions of a text (padded on the right), L columns of the pass, N masks.
@@ -29,7 +29,7 @@ from speculative.errors import UserError
 
 
 def max_positions(config: PretrainedConfig) -> int | None:
-    """Longest sequence that a model of this config can be decoded at, or None when it does not say.
+    """Longest sequence that a model of this config can be decoded at, or None if the config does not say.
 
     Position codes that change with the longest text of a call (LongRoPE of Phi-3, dynamic scaling) would make a row
     depend on its neighbours and on its future: such a model is decoded up to the length at which they change.
@@ -48,7 +48,7 @@ def max_positions(config: PretrainedConfig) -> int | None:
 
 
 def layer_stacks(model: PreTrainedModel) -> list[str]:
-    """Names of the module lists that are as long as the model is deep: one, unless its layers are kept in another way."""
+    """Names of the module lists with one entry per layer: usually exactly one."""
     total = model.config.get_text_config(decoder=True).num_hidden_layers
     return [
         name
@@ -65,12 +65,12 @@ def vocab_rows(model: PreTrainedModel) -> int:
 
 
 def takes_logits_to_keep(model: PreTrainedModel) -> bool:
-    """Whether the model can be asked for the logits of its last tokens only."""
+    """Whether the model can return the logits of its last tokens only."""
     return "logits_to_keep" in forward_parameters(model)
 
 
 def forward_parameters(model: PreTrainedModel) -> frozenset[str]:
-    """Names the causal LM's forward takes; a peft wrapper passes them on without naming them."""
+    """Parameter names of the causal LM's forward; a peft wrapper passes them on as **kwargs."""
     unwrap = getattr(model, "get_base_model", None)
     inner = unwrap() if callable(unwrap) else model
     return _parameters_of(getattr(inner.forward, "__func__", inner.forward))
@@ -91,7 +91,7 @@ def check_same_vocabulary(target: PreTrainedModel, draft: PreTrainedModel) -> No
         )
 
 
-# Asking transformers takes as long as a small model's forward; what a model told about itself says if it still holds.
+# Asking transformers takes as long as a small model's forward, so the answer is cached with the config values it depends on.
 _known_windows: weakref.WeakKeyDictionary[PreTrainedModel, tuple[tuple[str, ...], list[int | None]]] = (
     weakref.WeakKeyDictionary()
 )
@@ -133,7 +133,7 @@ def attention_windows(model: PreTrainedModel) -> list[int | None]:
 
 
 def window_kinds(model: PreTrainedModel, name: str, longest: int | None = None) -> list[int | None]:
-    """`attention_windows`, each kind once, full attention (None) first; one that no text of `longest` outgrows is none.
+    """`attention_windows`, each kind once, full attention (None) first. A window of at least `longest` positions counts as full attention.
 
     Raises UserError naming the model for windows of several sizes.
     """
@@ -147,12 +147,12 @@ def window_kinds(model: PreTrainedModel, name: str, longest: int | None = None) 
 
 
 def by_layer_kind(masks: list[torch.Tensor]) -> torch.Tensor | dict[str, torch.Tensor]:
-    """What a model takes as `attention_mask`: one mask for each of its `window_kinds`."""
+    """The `attention_mask` argument of a model: one mask for each of its `window_kinds`."""
     return masks[0] if len(masks) == 1 else {"full_attention": masks[0], "sliding_attention": masks[1]}
 
 
 def devices_of(model: PreTrainedModel) -> list[torch.device]:
-    """Where the weights are: several devices for a model that accelerate spread over them."""
+    """Devices of the weights; several if accelerate spread the model."""
     places = dict.fromkeys(torch.device(place) for place in (getattr(model, "hf_device_map", None) or {}).values())
     return list(places) if len(places) > 1 else [model.device]
 
@@ -162,7 +162,7 @@ _known_recurrent: weakref.WeakKeyDictionary[PreTrainedModel, bool] = weakref.Wea
 
 def is_recurrent(model: PreTrainedModel) -> bool:
     """Whether some layer keeps a state of the whole text (state space, linear attention, short convolution)."""
-    if model not in _known_recurrent:  # asking takes as long as a small model's step
+    if model not in _known_recurrent:  # the check takes as long as a small model's step
         _known_recurrent[model] = _is_recurrent(model)
     return _known_recurrent[model]
 
@@ -177,9 +177,9 @@ def _is_recurrent(model: PreTrainedModel) -> bool:
 
 
 def state_name(model: PreTrainedModel) -> str:
-    """What a recurrent model calls its state, in its forward and in what that returns.
+    """Name of a recurrent model's state, as argument and output of its forward.
 
-    Raises UserError for one that has its own way (older code).
+    Raises UserError if both differ (older code).
     """
     for name in ("past_key_values", "cache_params"):
         if name in forward_parameters(model):
@@ -190,7 +190,7 @@ def state_name(model: PreTrainedModel) -> str:
 
 
 def check_decodable(model: PreTrainedModel, name: str) -> None:
-    """Refuse a model whose past can neither be cut nor read again, or whose rows cannot differ in length.
+    """Refuse a model that cannot be rolled back, or whose rows cannot differ in length.
 
     Sliding-window layers are supported: their keys are kept in full and the window is in the mask.
 
@@ -218,7 +218,7 @@ def check_decodable(model: PreTrainedModel, name: str) -> None:
 
 
 def end_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
-    """Every id that ends a response by the model's generation config, or by its config; () when none is known."""
+    """All end-of-text ids of the model's generation config, or of its config; () if there are none."""
     value = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     if value is None:
         value = getattr(model.config.get_text_config(decoder=True), "eos_token_id", None)
@@ -236,8 +236,8 @@ def all_modules(model: nn.Module) -> list[nn.Module]:
 def without_autograd(runner: str, *models: PreTrainedModel | None) -> Callable[[], AbstractContextManager[Any]]:
     """The cheapest way to run these models without gradients: inference mode where it is safe, else `no_grad`.
 
-    It spares every operation its version counter and view bookkeeping, which on a small model is time. Not for
-    compiled or recorded calls, nor for weights that are tensors of another class (quantised, distributed).
+    Inference mode saves the version counters and view bookkeeping of every operation, which matters for a small model. It is
+    not safe for compiled or recorded calls, nor for weights of a tensor subclass (quantised, distributed).
     """
     plain = all(
         type(parameter.data) is torch.Tensor
@@ -254,7 +254,7 @@ def without_autograd(runner: str, *models: PreTrainedModel | None) -> Callable[[
 def in_eval_mode(*models: PreTrainedModel | None) -> Iterator[None]:
     """Eval mode; every module's own mode is restored at the end (models may share modules).
 
-    Buffers that a forward refreshed in inference mode are ordinary tensors again at the end: training may follow.
+    Buffers that a forward wrote in inference mode become ordinary tensors again at the end, because training may follow.
     """
     modules = [module for model in models if model is not None for module in all_modules(model)]
     training = [module for module in modules if module.training]
@@ -283,7 +283,7 @@ MASK_TOKEN_KEYS = ("pard_token", "ptd_token_id")
 
 
 def mask_token_of(config: PretrainedConfig) -> int | None:
-    """The token id that stands for a token not known yet; None where the config names none: no parallel draft.
+    """The mask token id of a parallel draft; None if the config has none.
 
     Raises UserError for a value that is no row of the embedding.
     """
@@ -299,10 +299,10 @@ def mask_token_of(config: PretrainedConfig) -> int | None:
 
 
 class MaskedPass(NamedTuple):
-    """A pass over texts with the masks of many blocks behind them: columns 0..T-1 are the text's own, then come masks.
+    """A pass over texts followed by the masks of many blocks: columns 0..T-1 are the text, the others are masks.
 
-    input_ids_BL, position_ids_BL. attention: what the model takes as `attention_mask`: additive (B, 1, L, L) in the model's
-    dtype, or one by kind of layer. Mask n: columns_N[n] of text texts_N[n]; its logits predict token starts_N[n] +
+    input_ids_BL, position_ids_BL. attention: the `attention_mask` argument, additive (B, 1, L, L) in the model's dtype, or one
+    per kind of layer. Mask n: columns_N[n] of text texts_N[n]; its logits predict token starts_N[n] +
     offsets_N[n]. Offset 1 of start s is column s.
     """
 
@@ -326,15 +326,15 @@ class MaskedPass(NamedTuple):
 
 
 def masked_pass(model: PreTrainedModel, ids_BT: torch.Tensor, depths_BT: torch.Tensor, mask_token: int) -> MaskedPass:
-    """The pass in which each block asked for is answered as if the text ended at its start.
+    """Build the pass that scores each requested block as if the text ended at its start.
 
-    depths_BT: at each position s that starts a block, its largest offset: masks 1..depth-1 are fed, of which mask k stands at
-    position s + k and sees the text up to s and the masks before it of its own start. 0 or 1 asks for no mask. Text sees text only,
-    so its logits are those of a pass without masks.
+    depths_BT: at each position s that starts a block, its largest offset: masks 1..depth-1 are fed, where mask k has
+    position s + k and sees the text up to s and the earlier masks of its own start. 0 or 1 needs no mask. Text sees only text, so
+    its logits equal those of a pass without masks.
 
-    Memory and time of the attention grow with L^2, L = T + the masks of the text with most.
+    Memory and time of the attention grow with L^2, L = T + the largest number of masks of a text.
 
-    Raises UserError (through `check_parallel`) for a model that cannot be asked so.
+    Raises UserError (through `check_parallel`) for an unsupported model.
     """
     windows = check_parallel(model)
     device, (texts, length) = ids_BT.device, ids_BT.shape
@@ -346,7 +346,7 @@ def masked_pass(model: PreTrainedModel, ids_BT: torch.Tensor, depths_BT: torch.T
     columns_N = length + torch.arange(len(texts_N), device=device) - (counts_B.cumsum(0) - counts_B)[texts_N]
     width = length + (int(counts_B.max()) if len(counts_B) else 0)
 
-    # Of each column: the last text position it sees, and its offset from there (0: the text itself, -1: padding).
+    # For each column: the last text position it sees, and its offset from there (0: the text itself, -1: padding).
     seen_BL = torch.full((texts, width), -1, device=device)
     steps_BL = torch.full((texts, width), -1, device=device)
     seen_BL[:, :length], steps_BL[:, :length] = torch.arange(length, device=device), 0
@@ -370,7 +370,7 @@ def masked_pass(model: PreTrainedModel, ids_BT: torch.Tensor, depths_BT: torch.T
 def check_parallel(model: PreTrainedModel) -> list[int | None]:
     """The windows of the model's layers, each kind once, full attention (None) first.
 
-    Raises UserError for a model that cannot be asked for many blocks in one pass: recurrent layers, layers with masks of their
+    Raises UserError for a model that cannot score many blocks in one pass: recurrent layers, layers with masks of their
     own, attention that takes no 4-D mask, windows of several sizes.
     """
     check_decodable(model, "parallel draft")

@@ -1,7 +1,7 @@
-"""A causal LM with recurrent layers (state space, linear attention) fed as `CachedModel` is, though its past cannot be cut.
+"""A causal LM with recurrent layers (state space, linear attention) with the interface of `CachedModel`.
 
-A state knows all of its text at once, so a rejected token is undone by going back to a copy of an earlier state and reading the
-committed text from there again. Row by row: right, and slower than an engine that keeps the state of every drafted token.
+A recurrent state cannot be cut back. A rejected token is undone by restoring a copy of an earlier state and reading the committed
+text again, row by row. This is correct, but slower than an engine that keeps the state of every drafted token.
 
 Shapes: R rows, K rows of one call, Q query tokens, C capacity (positions a row can hold), V vocabulary.
 """
@@ -19,13 +19,13 @@ from speculative.engine.runners import Runner
 from speculative.errors import UserError
 from speculative.rules.tree import TokenTree
 
-CHECKPOINT_STEP = 32  # Tokens read again at most, before the copy that rows go back to is made again.
-REREAD = 2  # Committed tokens that a drafter may feed again.
-PROBE = 3  # Tokens of each of the two calls that tell whether a state goes on in calls of several tokens.
+CHECKPOINT_STEP = 32  # Maximum number of tokens to read again; then the copy is renewed.
+REREAD = 2  # Number of committed tokens that a drafter may feed again.
+PROBE = 3  # Tokens in each of the two calls that test whether a state can continue with several tokens.
 
 
 class _Row:
-    """Text of a row, the state after its first `length` tokens, and the copy to go back to."""
+    """Text of a row, the state after its first `length` tokens, and the copy to restore."""
 
     def __init__(self, capacity: int, device: torch.device):
         self.tokens_C = torch.zeros(capacity, dtype=torch.int64, device=device)
@@ -42,7 +42,7 @@ class _Row:
 
 
 class RecurrentModel:
-    """The calls of `CachedModel`, except for token trees."""
+    """The interface of `CachedModel`, without token trees."""
 
     how = "eager calls"
 
@@ -74,10 +74,10 @@ class RecurrentModel:
         return torch.stack(logits)
 
     def close(self) -> None:
-        """The call is over; nothing is kept."""
+        """End the decode call; nothing is kept."""
 
     def feed_tree(self, ids_RN1: torch.Tensor, starts_R: np.ndarray, tree: TokenTree) -> torch.Tensor:
-        """Raises UserError: one state has one past."""
+        """Always raises UserError: a state cannot branch."""
         raise UserError(f"the {self.name} keeps a recurrent state, which does not support token trees: use a chain")
 
     def commit_path(self, starts_R: np.ndarray, path_RD: torch.Tensor) -> None:
@@ -98,7 +98,7 @@ class RecurrentModel:
         self._rows = [self._rows[row] for row in rows]
 
     def _rewind(self, row: _Row, start: int) -> None:
-        """Makes the row's state one of its first `start` tokens or fewer."""
+        """Restore a state of the row's first `start` tokens or fewer."""
         if row.length <= start:
             return
         if row.kept_length > start:
@@ -109,7 +109,7 @@ class RecurrentModel:
             row.keep()
 
     def _read(self, row: _Row, stop: int, logits_kept: int) -> torch.Tensor:
-        """Reads the row's text up to `stop`; logits (logits_kept, V) after the last tokens."""
+        """Read the row's text up to `stop`; returns logits (logits_kept, V) after the last tokens."""
         parts = []
         while row.length < stop:
             tokens = stop - row.length if self._goes_on or row.length == 0 else 1
@@ -119,7 +119,7 @@ class RecurrentModel:
 
     def _call(self, row: _Row, ids_Q: torch.Tensor, logits_kept: int) -> torch.Tensor:
         options: dict[str, Any] = {} if row.state is None else {self._state_name: row.state}
-        if self._takes_positions:  # some count them from 0 in every call
+        if self._takes_positions:  # some models count them from 0 in every call
             options["position_ids"] = torch.arange(row.length, row.length + len(ids_Q), device=self.device).unsqueeze(0)
         if self._keeps_logits:
             options["logits_to_keep"] = min(logits_kept, len(ids_Q))
@@ -128,7 +128,7 @@ class RecurrentModel:
         return output.logits[0, -logits_kept:]
 
     def _in_several_tokens(self) -> bool:
-        """Whether the model goes on from a state with several tokens at a time; some start again with each such call."""
+        """Whether the model continues from a state with several tokens per call; some restart in such a call."""
         self._goes_on = True
         rows = [_Row(2 * PROBE, self.device) for _ in range(2)]
         with torch.no_grad():
@@ -140,7 +140,7 @@ class RecurrentModel:
 
 
 def recurrent_bytes(model: PreTrainedModel, rows: int, capacity: int) -> int:
-    """Upper bound of what `rows` rows of a RecurrentModel keep: the state, the copy, and the copy's copy while it is made."""
+    """Upper bound of the bytes of `rows` rows: the state, its copy, and a second copy while it is made."""
     probe = RecurrentModel(model, "model", 1, 1)
     with torch.no_grad():
         probe.feed(torch.zeros((1, 1), dtype=torch.int64, device=model.device), np.zeros(1, dtype=np.int64), 1)
@@ -154,7 +154,7 @@ def recurrent_bytes(model: PreTrainedModel, rows: int, capacity: int) -> int:
 
 
 def recurrence_warning(model: PreTrainedModel) -> str | None:
-    """What the speeds of a model decoded this way do not say."""
+    """Warning that speeds of a recurrent model here differ from other engines; None for other models."""
     if not is_recurrent(model):
         return None
     return (

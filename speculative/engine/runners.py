@@ -1,6 +1,6 @@
-"""How a model call is run: as it is, in compiled code, or replayed from a CUDA graph. All give the same tokens.
+"""How a model call runs: eagerly, in compiled code, or replayed from a CUDA graph. All give the same tokens.
 
-A static runner gets a function and tensors whose shapes, with the given constants, decide everything the function does.
+A static runner gets a function whose work depends only on the shapes of its tensors and on the given constants.
 """
 
 import warnings
@@ -15,21 +15,23 @@ from speculative.errors import UserError
 
 EAGER, COMPILED, GRAPHED = "eager", "compile", "graph"
 RUNNERS = ("auto", EAGER, COMPILED, GRAPHED)
-COMPILED_GRAPH = "compiled graph"  # What `compile` is on CUDA: graphs of calls whose layers are compiled.
+COMPILED_GRAPH = "compiled graph"  # `compile` on CUDA: graphs of calls with compiled layers.
 RECORDED = (GRAPHED, COMPILED_GRAPH)
-UNRECORDED = (EAGER, COMPILED)  # Any shapes, and rows that come and go.
-GRAPH_TOLERANCE = 0.05  # Relative to the largest logit: kernels may round differently under capture, faults do not.
+UNRECORDED = (EAGER, COMPILED)  # Any shapes; rows may be dropped.
+GRAPH_TOLERANCE = (
+    0.05  # Relative to the largest logit: kernels may round differently under capture; real faults are larger.
+)
 
 StepFunction = Callable[..., torch.Tensor]
 T = TypeVar("T")
 
 
 class Runner:
-    """Runs `function(*tensors, *constants)` as it is: the twin of the others.
+    """Runs `function(*tensors, *constants)` eagerly; the reference for the other runners.
 
-    static: the same shapes must give the same work. prefixes: how many sizes of what attention reads lie between a size and its
-    double; more are closer to what is needed. recordings: how many calls so far were compiled or captured first, which takes
-    seconds and is no decoding.
+    static: the same shapes must mean the same work. prefixes: number of prefix lengths between a length and its double; more
+    waste less. recordings: number of calls so far that were compiled or captured first, which takes seconds and does not count
+    as decoding.
     """
 
     static = False
@@ -53,9 +55,9 @@ class Recording(NamedTuple):
 class GraphRunner(Runner):
     """CUDA graphs, one per shape: the whole call becomes one launch, its inputs are copied into fixed memory.
 
-    A capture is compared with the eager call it stands for before it is trusted. A model that cannot be captured (it asks
-    the device for a value inside its forward) runs eagerly, with one warning; its capture is never begun, because torch's
-    allocator goes on believing in one that failed.
+    A capture is compared with its eager call before it is used. A model that cannot be captured (its forward reads a value
+    from the device) runs eagerly, with one warning. Its capture is never started, because torch's allocator does not recover
+    from a failed one.
     """
 
     static = True
@@ -64,7 +66,7 @@ class GraphRunner(Runner):
     def __init__(self) -> None:
         self._recorded: dict[Any, Recording] = {}
         self._usable = True
-        # Its handle, made when it is asked for. Who takes turns on one stream, and is read before the next one's turn, may share.
+        # Pool handle, created on demand. Runners may share it if they take turns on one stream and are read before the next turn.
         self.pool: Callable[[], Any] = cache(torch.cuda.graph_pool_handle)
         self.recordings = 0
 
@@ -83,20 +85,20 @@ class GraphRunner(Runner):
         for buffer, tensor in zip(recording.inputs, tensors, strict=True):
             buffer.copy_(tensor)
         recording.replay()
-        # The next replay writes over it; whoever keeps logits across steps has to have his own.
+        # The next replay overwrites it, so logits that are kept across steps need a copy.
         return recording.output.clone()
 
     def knows(self, key: Any) -> bool:
-        """Whether a launch of this key records nothing."""
+        """Whether a launch of this key needs no recording."""
         return key in self._recorded or not self._usable
 
     def launch(
         self, key: Any, function: Callable[[], T], state: tuple[torch.Tensor, ...], checked: Callable[[T], torch.Tensor]
     ) -> T:
-        """What `function` returns, which reads and writes nothing but tensors that stay where they are: one launch, no copy.
+        """Result of `function`, which uses only tensors with fixed addresses: one launch, no copy.
 
-        The result is written over by the next launch of this key. `state`: what the function changes and starts from, put
-        back between the calls that make sure of a recording. `checked`: the part of the result that they must agree on.
+        The next launch of this key overwrites the result. `state`: tensors that the function changes; they are restored
+        between the calls that verify a recording. `checked`: the part of the result that must agree.
         """
         if not self._usable:
             return function()
@@ -123,22 +125,22 @@ class GraphRunner(Runner):
         checked: Callable[[Any], torch.Tensor] = lambda output: output,
         reset: Callable[[], None] = lambda: None,
     ) -> Recording | None:
-        """The recording of a call, replayed once; None, and none ever after, when it is not what the call itself gives."""
+        """The recording of a call, replayed once. None, also for all later calls, if it does not equal the eager call."""
         self.recordings += 1
         stream = torch.cuda.current_stream(expected.device) if expected.is_cuda else None
         try:
             recording = self._record(function, inputs, expected.device)
         except RuntimeError as error:
             if stream is not None:
-                torch.cuda.set_stream(stream)  # A capture that fails does not always leave its own stream.
+                torch.cuda.set_stream(stream)  # A failed capture may leave its own stream active.
             self._give_up(f"cannot be captured in a CUDA graph ({str(error).splitlines()[0]})")
             return None
         reset()
         output = checked(recording.output)
-        output.fill_(torch.nan)  # A graph that does nothing must not pass for one that computes.
+        output.fill_(torch.nan)  # So that a graph that does nothing fails the check.
         recording.replay()
         difference, largest = (output - expected).abs().amax(), expected.abs().amax()
-        # Logits that are broken themselves (NaN) are the loop's to report, not a fault of the capture.
+        # NaN logits of the model are not a fault of the capture; the loop reports them.
         if not bool((difference <= GRAPH_TOLERANCE * largest.clamp_min(1e-6)) | expected.isnan().any()):
             self._give_up("gives different logits when replayed from a CUDA graph")
             return None
@@ -151,15 +153,15 @@ class GraphRunner(Runner):
         warnings.warn(f"the model {why}: it runs eagerly", stacklevel=2)
 
     def _record(self, function: Callable[[], Any], inputs: tuple[torch.Tensor, ...], device: torch.device) -> Recording:
-        with torch.cuda.device(device), _casting_anew():
+        with torch.cuda.device(device), _casting_again():
             side = _capture_stream(device)
             side.wait_stream(torch.cuda.current_stream())
-            # On the stream of the capture, so that libraries have their workspaces there.
+            # Warm up on the capture stream, so that libraries allocate their workspaces there.
             with torch.cuda.stream(side), _refusing_waits():
                 function()
             torch.cuda.current_stream().wait_stream(side)
             graph = torch.cuda.CUDAGraph()
-            # Other threads may go on using the device.
+            # Other threads may use the device meanwhile.
             with torch.cuda.graph(graph, pool=self.pool(), stream=side, capture_error_mode="thread_local"):
                 output = function()
         return Recording(graph.replay, inputs, output)
@@ -167,13 +169,13 @@ class GraphRunner(Runner):
 
 @cache
 def _capture_stream(device: torch.device) -> Any:
-    """One for all captures: captures that share a pool share a stream, and libraries keep a workspace for every stream."""
+    """One stream for all captures: captures that share a pool share a stream, and libraries keep a workspace per stream."""
     return torch.cuda.Stream(device)
 
 
 @contextmanager
-def _casting_anew() -> Iterator[None]:
-    """Autocast forgets its copies of the weights when it ends: a recording must make its own."""
+def _casting_again() -> Iterator[None]:
+    """Clear autocast's copies of the weights: they are dropped when autocast ends, so a recording must make its own."""
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:
@@ -189,10 +191,12 @@ def _put(state: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
 
 @contextmanager
 def _refusing_waits() -> Iterator[None]:
-    """What would wait for the device, and so cannot be captured, raises RuntimeError instead."""
+    """Context manager: operations that would wait for the device, and so cannot be captured, raise RuntimeError."""
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # That the mode is a prototype: what it misses, the capture itself refuses.
+        warnings.simplefilter(
+            "ignore"
+        )  # Hides the warning that the mode is a prototype; the capture itself refuses what the mode misses.
         torch.cuda.set_sync_debug_mode("error")
     try:
         yield
@@ -201,7 +205,7 @@ def _refusing_waits() -> Iterator[None]:
 
 
 def make_runner(kind: str) -> Runner:
-    """Of a kind that `resolve_runner` gave. Raises UserError for graphs without CUDA."""
+    """Return a runner of a kind from `resolve_runner`. Raises UserError for graphs without CUDA."""
     if kind == GRAPHED and not torch.cuda.is_available():
         raise UserError("runner = 'graph' needs a CUDA device: use 'eager' or 'compile'")
     makers = {EAGER: Runner, COMPILED: Runner, GRAPHED: GraphRunner, COMPILED_GRAPH: GraphRunner}
@@ -209,7 +213,7 @@ def make_runner(kind: str) -> Runner:
 
 
 def resolve_runner(kind: str, device: torch.device) -> str:
-    """`auto`: graphs on CUDA, compiled code elsewhere. `compile` is in a graph where there are graphs."""
+    """Resolve `auto`: graphs on CUDA, compiled code elsewhere. `compile` on CUDA also runs inside a graph."""
     if kind not in RUNNERS:
         raise UserError(f"runner = {kind!r}: must be one of {', '.join(RUNNERS)}")
     if kind == COMPILED and device.type == "cuda":

@@ -1,1 +1,1 @@
-"""Model calls on a CPU in compiled code: built once for a machine, for every model, shape and dtype that it serves."""
+"""Model calls on a CPU in compiled C++, built once per machine for all supported models, shapes and dtypes."""

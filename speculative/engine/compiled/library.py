@@ -1,7 +1,7 @@
-"""The C++ beside this file as a shared library: built with the machine's own C++ compiler when it is first needed, then kept on disk.
+"""Builds the C++ files of this folder into a shared library with the local compiler when first needed, and keeps it on disk.
 
-One library serves all models, shapes and dtypes, so there is one build of a few seconds for a machine and a version of this code.
-It lies in `$XDG_CACHE_HOME/understudy` (`~/.cache/understudy`), beside its checksum: what is damaged is built again.
+One library serves all models, shapes and dtypes, so each machine builds each version of this code once, in a few seconds. It is
+stored in `$XDG_CACHE_HOME/understudy` (`~/.cache/understudy`) with its checksum; a damaged file is built again.
 """
 
 import ctypes
@@ -22,16 +22,16 @@ SOURCES = tuple(Path(__file__).with_name(f"{name}.cpp") for name in ("step", "ru
 HEADERS = tuple(Path(__file__).with_name(f"{name}.h") for name in ("vector", "step", "rules"))
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fPIC", "-shared", "-Wno-psabi")
 BUILD_SECONDS = 120
-MOST_KEPT = 8  # of other versions and processors, 0.1 MB each
+MOST_KEPT = 8  # libraries of other versions and processors, 0.1 MB each
 
 
 class NoLibrary(Exception):
-    """Why there is no compiled code here, in a line."""
+    """The reason why compiled code is not available, in one line."""
 
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The library; None, after one warning, where it cannot be built or loaded: models are then called as they are."""
+    """Return the library. None, after one warning, if it cannot be built or loaded: models then run eagerly."""
     try:
         return _typed(ctypes.CDLL(str(_kept_library())))
     except (
@@ -72,7 +72,7 @@ def _compiler() -> list[str]:
 
 
 def _folder() -> Path:
-    """It must belong to this user alone, because what lies there is executed."""
+    """The cache folder. Only this user may write to it, because its files are executed."""
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     folder = Path(base).expanduser() / "understudy"
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -84,7 +84,7 @@ def _folder() -> Path:
 
 
 def _key(compiler: list[str]) -> str:
-    """Of everything that decides what is built: source, flags, compiler, processor."""
+    """Hash of everything that determines the build: source, flags, compiler, processor."""
     version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, timeout=BUILD_SECONDS).stdout
     cpuinfo = Path("/proc/cpuinfo")
     processor = platform.processor() + platform.machine()
@@ -101,7 +101,7 @@ def _checksum_of(path: Path) -> Path:
 
 
 def _is_whole(path: Path) -> bool:
-    """Loading a file that was cut short would end the process."""
+    """Check the checksum: loading a truncated file would kill the process."""
     try:
         told = _checksum_of(path).read_text().strip()
         return told == hashlib.blake2b(path.read_bytes()).hexdigest()
@@ -110,12 +110,12 @@ def _is_whole(path: Path) -> bool:
 
 
 def _build(compiler: list[str], path: Path) -> None:
-    """Under a temporary name, then renamed: processes that build at the same time replace each other's equal files."""
+    """Build under a temporary name, then rename: concurrent builds replace each other's equal files."""
     print("understudy: compiling the CPU code, once for this machine (takes a few seconds)", file=sys.stderr)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix="building-") as folder:
         built = Path(folder) / path.name
         said = ""
-        for threads in (("-fopenmp",), ()):  # some compilers come without OpenMP: one thread then
+        for threads in (("-fopenmp",), ()):  # without OpenMP, build for one thread
             command = [*compiler, *FLAGS, *threads, *map(str, SOURCES), "-o", str(built)]
             try:
                 done = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_SECONDS)
@@ -134,7 +134,7 @@ def _build(compiler: list[str], path: Path) -> None:
 
 
 def _forget_old(folder: Path) -> None:
-    """Other versions, and what killed processes left. A process that has loaded a library keeps it."""
+    """Delete old versions and leftovers of killed builds. A process that has loaded a library keeps it."""
     for left in folder.glob("building-*"):
         if time.time() - left.stat().st_mtime > BUILD_SECONDS:
             shutil.rmtree(left, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""A plain decoder called by `step.cpp`: which models it serves, and what it is handed of a model, a cache and a call.
+"""Calls `step.cpp` for plain decoders: which models are supported, and the model, cache and call data that it gets.
 
 Shapes: R rows, K rows of one call (all, or a few), Q query tokens, N1 nodes of a token tree with its root, C capacity, D head
 width, V vocabulary.
@@ -21,37 +21,37 @@ from speculative.engine.compiled.library import library
 from speculative.engine.models import all_modules, attention_windows, evaluating, max_positions, vocab_rows
 from speculative.rules.tree import TokenTree
 
-# Embedding, one rotary table, layers, norm, head and nothing else; others may look so and scale something in between.
+# Models of embedding, one rotary table, layers, norm and head only. Others may look the same but scale something in between.
 PLAIN_DECODERS = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
-# An adapter or a parametrisation is a module of another package that looks like the one it replaced.
+# An adapter or a parametrisation is a module of another package that looks like the module it replaced.
 OWN_CALLS = ("torch.nn.modules.", "transformers.models.", "transformers.activations")
-FEWEST_OUTPUTS = 4  # of a matrix, and positions of a cache, as a tile has them
-# Logits may differ by so much of the largest one. With other weights than float32 the model's own call rounds activations, too.
+FEWEST_OUTPUTS = 4  # smallest matrix output and cache length, because tiles have this size
+# Allowed difference of logits, relative to the largest. With weights other than float32 the model's own call also rounds activations.
 TOLERANCE, ROUNDED_TOLERANCE = 1e-3, 0.1
 
-# Whether a model's compiled call agreed with its own: asked once.
+# Whether a model's compiled call agreed with its own, checked once.
 _agrees: weakref.WeakKeyDictionary[PreTrainedModel, bool] = weakref.WeakKeyDictionary()
 
 
 class Unfit(Exception):
-    """The model has something that `step.cpp` does not compute."""
+    """The model has a part that `step.cpp` does not support."""
 
 
 def compiled_model(model: PreTrainedModel, cache: RaggedCache) -> "CompiledModel | None":
-    """None where the model is called as it is: nothing compiled here, another kind of model, or one that does not agree."""
+    """Return the compiled model, or None if it must run eagerly: no library, an unsupported model, or different logits."""
     loaded = library() if serves(model) else None
     if loaded is None:
         return None
     try:
         return CompiledModel(loaded, model, cache) if _checked(loaded, model) else None
-    except (Unfit, AttributeError):  # the latter: another release's names
+    except (Unfit, AttributeError):  # AttributeError: names of another release
         return None
 
 
 def serves(model: PreTrainedModel) -> bool:
-    """Whether the model looks like one of these, and nobody listens to a call of its parts or has replaced one."""
-    # A wrapper (peft's, a compiled model) has its model's config and does more than its model.
+    """Whether the model is supported: a known architecture without hooks or replaced parts."""
+    # A wrapper (peft, a compiled model) has the config of its model but does more.
     of_transformers = all(type(one).__module__.startswith("transformers.models.") for one in (model, model.base_model))
     if not of_transformers or model.config.model_type not in PLAIN_DECODERS or model.device.type != "cpu":
         return False
@@ -64,7 +64,7 @@ def serves(model: PreTrainedModel) -> bool:
 
 
 def _checked(loaded: ctypes.CDLL, model: PreTrainedModel) -> bool:
-    """Whether the compiled code gives this model's own logits: it is tried on a few tokens the first time it is met."""
+    """Whether compiled code gives the model's own logits, tested on a few tokens at the first use."""
     if model not in _agrees:
         tokens = 6
         ids = torch.arange(1, 2 * tokens + 1).remainder(vocab_rows(model)).view(2, tokens)
@@ -74,10 +74,10 @@ def _checked(loaded: ctypes.CDLL, model: PreTrainedModel) -> bool:
             compiled = CompiledModel(loaded, model, cache)
             starts = np.zeros(2, dtype=np.int64)
             found = torch.cat((compiled(ids[:, :4], starts, 4), compiled(ids[:, 4:], starts + 4, tokens - 4)), 1)
-        # What is broken in the model's own logits (NaN) is the loop's to report, not a difference.
+        # NaN in the model's own logits does not count as a difference; the loop reports it.
         told = own.isfinite()
         if not told.any():
-            return True  # for now: nothing can be compared
+            return True  # nothing to compare yet
         difference, largest = (found - own)[told].abs().max(), own[told].abs().max()
         exact = all(weight.dtype == torch.float32 for weight in model.parameters())
         tolerance = (TOLERANCE if exact else ROUNDED_TOLERANCE) * largest
@@ -92,15 +92,15 @@ def _checked(loaded: ctypes.CDLL, model: PreTrainedModel) -> bool:
 
 
 class _Weights:
-    """A model's sizes and the addresses of its weights. `copied`: some are kept in another dtype than the model's own."""
+    """A model's sizes and the addresses of its weights. `copied`: some are copies in another dtype."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        """Raises Unfit for a part that is not computed like that."""
+        """Raises Unfit for an unsupported part."""
         body: Any = model.base_model
         layers = list(body.layers)[: model.config.num_hidden_layers]
         attention, dtype = layers[0].self_attn, model.dtype
         self.copied = False
-        self.alive: list[torch.Tensor] = []  # what only addresses refer to
+        self.alive: list[torch.Tensor] = []  # tensors that are used by address only
         self.head_width, self.dtype, self.vocab = attention.head_dim, dtype, _outputs(model.lm_head)
         self.kv_heads = _outputs(attention.k_proj) // self.head_width
         if model.config.hidden_act not in ("silu", "swish") or self.head_width % 2 or dtype not in KINDS:
@@ -117,7 +117,7 @@ class _Weights:
             *self._matrix(embedding, _outputs(embedding), width), *self._matrix(model.lm_head, self.vocab, width),
             self._floats(body.norm.weight, width), bits_of(body.norm.variance_epsilon), bits_of(attention.scaling),
         )  # fmt: skip
-        windows = attention_windows(model)[: len(layers)]  # remembered from when there were more, perhaps
+        windows = attention_windows(model)[: len(layers)]  # the cached answer may be of a deeper model
         rows = [[*self._layer(layer), 0, 0, window or 0] for layer, window in zip(layers, windows, strict=True)]
         self.layers = np.array(rows, dtype=np.int64)
 
@@ -162,12 +162,12 @@ class _Weights:
         return tensor.data_ptr()
 
 
-# Of models all of whose weights are read where they are, with what that was made for: a small model is asked in more than a step.
+# Cached for models whose weights are read in place, with their fingerprint: building it takes longer than a small model's step.
 _known_weights: weakref.WeakKeyDictionary[PreTrainedModel, tuple[Any, _Weights]] = weakref.WeakKeyDictionary()
 
 
 def _weights_of(model: PreTrainedModel) -> tuple[_Weights, list[torch.Tensor]]:
-    """And the tensors whose addresses it holds, to be kept while they are used."""
+    """The weights, and the tensors to keep alive while their addresses are used."""
     own = [weight for one in all_modules(model) for weight in one._parameters.values() if weight is not None]
     config = model.config
     made_for = (
@@ -178,19 +178,19 @@ def _weights_of(model: PreTrainedModel) -> tuple[_Weights, list[torch.Tensor]]:
     weights = known[1] if known is not None and known[0] == made_for else _Weights(model)
     kept = [weight.detach() for weight in own]
     if not weights.copied and all(type(weight) is nn.Parameter for weight in own):
-        weights.alive = []  # else the model's memory would stay when it moves
+        weights.alive = []  # otherwise a moved model's memory would not be freed
         _known_weights[model] = made_for, weights
     return weights, kept
 
 
 class CompiledModel:
-    """A model's weights and a cache's buffers by address. Made again for each decode call: weights may have moved.
+    """A model's weights and a cache's buffers by address. Created for each decode call, because weights may have moved.
 
-    Logits are float32, as activations are between weights of any dtype.
+    Logits and activations are float32 for weights of any dtype.
     """
 
     def __init__(self, loaded: ctypes.CDLL, model: PreTrainedModel, cache: RaggedCache):
-        """Raises Unfit for a part that is not computed like that."""
+        """Raises Unfit for an unsupported part."""
         weights, self._kept = _weights_of(model)
         self._weights = weights
         self.library, self._cache, self.vocab = loaded, cache, weights.vocab
@@ -248,9 +248,9 @@ class CompiledModel:
         return logits
 
     def addresses(self) -> tuple[int, int]:
-        """Of the model and of its layers, for compiled code."""
+        """Addresses of the model and of its layers, for compiled code."""
         first = self._first_layer.keys
-        if first is not self._known_keys:  # compacted, by this call's owner or by who shares the cache
+        if first is not self._known_keys:  # the cache was compacted, by this call or by another user of it
             for numbers, (keys, values) in zip(self._layers, self._cache.by_layer, strict=False):
                 numbers[-3:-1] = keys.data_ptr(), values.data_ptr()
             self._known_keys, self._layers_address = first, address_of(self._layers)
@@ -258,13 +258,13 @@ class CompiledModel:
 
 
 def _stored(module: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """A matrix's numbers, and the scale of each output of 8-bit ones: torchao's, or a module's that keeps `values` and `scale`."""
+    """A matrix's numbers and, for 8-bit weights, the scale of each output: torchao's, or a module with `values` and `scale`."""
     if hasattr(module, "values"):
         return module.values.detach(), module.scale
     weight = module.weight.detach()
     if not hasattr(weight, "qdata"):
         return weight, None
-    # Activations in 8 bits, and scales of parts of a row, are another computation.
+    # 8-bit activations and scales for parts of a row are not supported.
     whole_rows = list(weight.block_size) == [1, weight.shape[1]] and weight.scale.numel() == weight.shape[0]
     if weight.act_quant_kwargs is not None or not whole_rows or bool(weight.zero_point.any()):
         raise Unfit("8-bit weights of another scheme")
@@ -272,7 +272,7 @@ def _stored(module: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
 
 
 def check(status: int) -> None:
-    """Raises RuntimeError as torch does when memory is short."""
+    """Raises RuntimeError, as torch does, if memory is short."""
     if status:
         raise RuntimeError("compiled code cannot allocate memory")
 
@@ -282,16 +282,16 @@ def _outputs(module: Any) -> int:
 
 
 def _tree(tree: TokenTree) -> tuple[np.ndarray, np.ndarray]:
-    """Depth of each node, and which nodes it sees: (N1), (N1, N1)."""
+    """Depth (N1) of each node, and the nodes it sees (N1, N1)."""
     shape = tree.on(torch.device("cpu"))
     return shape.depths_N1.numpy(), shape.ancestors_N1N1.numpy()
 
 
 def address_of(array: np.ndarray | None) -> int:
-    """Of its first number; 0, which is null in compiled code, for None."""
+    """Address of the first element; 0 (null in compiled code) for None."""
     return 0 if array is None else array.ctypes.data
 
 
 def bits_of(number: float) -> int:
-    """A float64 as the whole number of the same bits."""
+    """The bits of a float64 as an integer."""
     return int(struct.unpack("q", struct.pack("d", number))[0])
