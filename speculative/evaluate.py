@@ -30,16 +30,16 @@ class HeldoutResponse:
     domain: str
     prompt_ids: list[int]
     response_ids: list[int]
-    log_target_probs: list[float]  # NaN where the server does not tell them
+    log_target_probs: list[float]  # NaN if the server does not return them
 
     @property
     def prompt(self) -> Hashable:
-        """What makes two responses belong to one prompt: the resampling unit of every interval."""
+        """Key of the prompt, the resampling unit of every interval."""
         return tuple(self.prompt_ids)
 
 
 class PerResponse(Record):
-    """Sums by held-out response, so that two judgements on the same text can be paired without a model."""
+    """Sums by held-out response, so that two judgements on the same text can be paired without running a model."""
 
     accept_sums: list[float] = Field(description="of the acceptance probabilities")
     tokens: list[int] = Field(description="of each response")
@@ -47,7 +47,7 @@ class PerResponse(Record):
 
 
 class OnText(Record):
-    """How a draft does on a text. Null: only live decoding tells, and nothing was decoded."""
+    """Numbers of a draft on a text. Null: needs live decoding, and nothing was decoded."""
 
     alpha: float = Field(description="acceptance rate on the frozen text")
     alpha_ci: Interval | None = Field(None, description="its 95 % interval")
@@ -63,12 +63,12 @@ class OnText(Record):
 
 
 class Judgement(OnText):
-    """judgement.json of a checkpoint: what `speculative.evaluate.judge` (or replay alone) found, and when."""
+    """judgement.json of a checkpoint: the result of `speculative.evaluate.judge` (or of replay alone)."""
 
     step: int | None = Field(None, description="of the checkpoint; null: none of this run")
     score: float | None = Field(
         None,
-        description="what checkpoints are picked by: tau under the configured rule, with target.others the weighted mean over targets",
+        description="selects the best checkpoint: tau under the configured rule, with target.others the weighted mean over targets",
     )
     tau: float = Field(description="tokens per target call: counted live, else by replay")
     rule: str | None = Field(None, description="engine rule")
@@ -76,15 +76,17 @@ class Judgement(OnText):
     domains: dict[str, OnText] = Field({}, description="the same numbers by domain")
     live: bool = Field(True, description="whether the prompts were decoded live")
     live_tokens: int | None = Field(None, description="tokens of the live run")
-    replay_check: ReplayCheck | None = Field(None, description="the live run's blocks beside replay of its very text")
-    warnings: list[Text] = Field([], description="where live decoding and replay part")
-    weights: str | None = Field(None, description="raw or ema: which were better, where averaged ones were judged too")
+    replay_check: ReplayCheck | None = Field(
+        None, description="blocks of the live run compared with replay of its text"
+    )
+    warnings: list[Text] = Field([], description="differences between live decoding and replay")
+    weights: str | None = Field(None, description="raw or ema: the better weights, if averaged weights were judged too")
     score_raw: float | None = Field(None, description="score of the raw weights, where both were judged")
     score_ema: float | None = Field(None, description="score of the averaged ones")
     per_response: PerResponse | None = Field(None, description="sums by response; in judgement.json only")
     gain: Gain | None = Field(
         None,
-        description="in a verdict: in alpha over step 0, paired by prompt on the same text; the interval stands alone",
+        description="in a verdict: gain in alpha over step 0, paired by prompt on the same text; the interval is not corrected",
     )
 
     def without_sums(self) -> "Judgement":
@@ -100,10 +102,10 @@ def judge_frozen(
     *,
     scores: Sequence[TokenScores] | None = None,
 ) -> Judgement:
-    """The cheap half of `judge`: alpha and tau from one draft pass over frozen text, no target in memory.
+    """The cheap part of `judge`: alpha and tau from one draft pass over frozen text, without the target in memory.
 
-    scores: of this draft on this text, where they are known: nothing is run then. Alpha is that of a block's first token however it
-    drafts, replay goes as far as it was scored.
+    scores: of this draft on this text, if already known; then no model runs. Alpha is that of a block's first token. Replay covers
+    the gammas that were scored.
     """
     if not any(response.response_ids for response in heldout):
         raise UserError("no held-out response to evaluate on: give held-out prompts with non-empty responses")
@@ -155,14 +157,14 @@ def judge(
     log: ProposalLog | None = None,
     scores: Sequence[TokenScores] | None = None,
 ) -> tuple[Judgement, list[Response]]:
-    """(all numbers of one draft, the live run's responses): `judge_frozen`, and each held-out prompt decoded live once.
+    """Return (all numbers of one draft, responses of the live run): `judge_frozen`, and each held-out prompt decoded live once.
 
     Adds {gamma, tau, tau_ci, accepted_per_drafted, accepted_per_tested, overlap, survival, live_tokens, blocks,
     tokens_per_second (batched, prefill included), batch_size, replay_check: {predicted_blocks, live_blocks, z}}, the
-    live numbers also per domain. `replay_check` replays the very text of the live run: |z| above 4 means a fault.
+    live numbers also per domain. `replay_check` replays the text of the live run: |z| above 4 means a fault.
     log: every drafted token of the live run. scores: as for `judge_frozen`.
 
-    Raises UserError when gamma is 0, for empty input and whatever `decode` refuses.
+    Raises UserError when gamma is 0, for empty input, and for everything that `decode` refuses.
     """
     if settings.gamma < 1:
         raise UserError("gamma = 0: judging a draft needs at least one drafted token per block")
@@ -207,7 +209,7 @@ def _by_domain(heldout: Sequence[HeldoutResponse]) -> dict[str, list[int]]:
 def frozen_responses(
     target: PreTrainedModel, prompts: Sequence[Prompt], settings: DecodeSettings, domain: str, batch_size: int = 16
 ) -> list[HeldoutResponse]:
-    """Let the target answer alone, as the frozen text to judge drafts on."""
+    """Decode the target alone; its responses are the frozen text to judge drafts on."""
     responses, _ = decode(target, None, prompts, replace(settings, gamma=0), batch_size=batch_size)
     return [
         HeldoutResponse(text.key, domain, text.prompt_ids, text.response_ids, text.log_target_probs)

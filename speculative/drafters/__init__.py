@@ -1,1 +1,1 @@
-"""Who proposes, and how many."""
+"""Drafters, which propose tokens, and policies for gamma."""

@@ -1,4 +1,4 @@
-"""Two drafters in a row: the cheap one first, the other for the rows in which it found too little.
+"""Two drafters: the cheap one first, the second for rows where the first found too little.
 
 Shapes: R rows, G drafted tokens (at most gamma), G1 = G + 1, V vocabulary, C columns of the token buffer, K rows taken.
 """
@@ -14,16 +14,16 @@ from speculative.rules.sampling import one_hot
 
 
 class Cascade(Drafter):
-    """Rows in which `first` finds at least `min_found` tokens take them, the others get what `then` drafts.
+    """Rows in which `first` finds at least `min_found` tokens use them; `then` drafts for the other rows.
 
-    Why it is lossless: who proposes is decided from the committed text alone, and a row's text is lossless with either
-    proposer. What would not be: a decision that looks at tokens a sampling draft drew and which were then thrown away.
-    The uniforms of a position are used again by the next block (see `sampling.row_uniforms`), so such a decision knows
-    something about the very numbers the draft is going to be drawn with, and its tokens no longer follow the
-    probabilities that the rule is told. `first` must therefore not draw: refused before anything was committed with it.
+    Why it is lossless: the choice of the drafter depends on the committed text alone, and either drafter is lossless. A
+    choice that looks at sampled draft tokens which are then discarded would not be lossless: the next block uses the
+    uniforms of a position again (see `sampling.row_uniforms`), so the choice would depend on numbers that the draft is
+    still to be sampled with, and its tokens would not follow the probabilities given to the rule. So `first` must not
+    sample: this is refused before any of its tokens is committed.
 
-    `then` is asked for the whole batch as soon as one row needs it, for at most `then_gamma` tokens (None = as many as
-    `first`); for a chain, also where the settings name a token tree. Cascades nest.
+    `then` drafts for the whole batch as soon as one row needs it: at most `then_gamma` tokens (None = as many as `first`),
+    always a chain, even if the settings have a token tree. Cascades can be nested.
     """
 
     def __init__(self, first: Drafter, then: Drafter, min_found: int = 1, then_gamma: int | None = None):
@@ -70,8 +70,8 @@ class Cascade(Drafter):
         self.then.observe(fed_ids_RG1, predicted_ids_RG1, accepted_R)
 
     def propose(self, ask: Ask) -> Proposal:
-        """Raises UserError for a first drafter that draws, before anything it drafted is committed."""
-        # Looked-up chains and a tree do not share a batch, and a row's tree must not depend on who sits beside it.
+        """Raises UserError if the first drafter samples, before any of its tokens is committed."""
+        # Chains and a tree cannot share a batch, and a row's tree must not depend on the other rows.
         ask = ask._replace(tree=None)
         self._call_back_strayed(ask)
         early = self.first.propose(ask)
@@ -83,10 +83,10 @@ class Cascade(Drafter):
         found_R = early.real_R
         taken_R = (found_R >= min(self.min_found, ask.gamma)) & ask.active_R
         if ask.gamma == 0 or bool((taken_R == ask.active_R).all()):
-            # Not needed, but told how far the text is: what it drafted last was verified up to here and no further.
+            # Not needed in this block, but it must know the committed length: its last draft was verified only up to here.
             self.then.propose(ask._replace(gamma=0))
             return early._replace(sources_R=early.proposers_R)
-        # Moved before the device is busy with the second drafter.
+        # Copied before the device is busy with the second drafter.
         taken_K = torch.from_numpy(np.flatnonzero(taken_R)).to(early.ids_RG.device)
         late = self.then.propose(ask._replace(gamma=min(ask.gamma, self.then_gamma or ask.gamma)))
         late_sources_R = late.proposers_R + len(self.first.source_names)
@@ -103,10 +103,10 @@ class Cascade(Drafter):
         )
 
     def _call_back_strayed(self, ask: Ask) -> None:
-        """Rows that took `first`'s tokens while `then` drafted others: it must not believe that its own were said.
+        """Correct `then` for rows that used `first`'s tokens while `then` drafted others.
 
-        A drafter trusts its memory up to the committed length; here that is right only up to the length at which it
-        drafted, so it is told that length once, before the present one.
+        A drafter trusts its memory up to the committed length. Here it is valid only up to the length at which `then`
+        drafted, so `then` gets that length once, before the present one.
         """
         if self._strayed_R.any():
             lengths_R = np.where(self._strayed_R, self._asked_lengths_R, ask.lengths_R)
@@ -115,11 +115,11 @@ class Cascade(Drafter):
 
 
 def _mixed(early: Proposal, late: Proposal, taken_K: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Ids and probabilities of both in one: the taken rows are `early`'s, one-hot where `late` brings rows of V."""
+    """Merge ids and probabilities: the taken rows are `early`'s, as one-hot rows if `late` has rows of V."""
     rows, drafted = late.ids_RG.shape
     width = max(early.ids_RG.shape[1], drafted)
     taken_ids_KG = torch.nn.functional.pad(early.ids_RG[taken_K], (0, width - early.ids_RG.shape[1]))
-    # Copies, here and below: the drafter may look at its own again.
+    # Copies, here and below: the drafter may use its own tensors again.
     ids_RG = late.ids_RG.new_zeros((rows, width))
     ids_RG[:, :drafted] = late.ids_RG
     ids_RG.index_copy_(0, taken_K, taken_ids_KG)

@@ -23,23 +23,23 @@ DRAFTINGS: tuple[Drafting, ...] = get_args(Drafting)
 
 
 class ParallelDrafter(ModelDrafter):
-    """A causal LM that is fed what was committed since the last block and gamma - 1 copies of its mask token.
+    """A causal LM that reads the tokens committed since the last block and gamma - 1 copies of its mask token.
 
-    The logits at the last committed token propose the first token, those at mask k the one behind; no proposal sees another.
-    What a mask leaves in the cache is scratch: the next block's text is written over it. So each block reads up to gamma + 1 new
-    tokens, and its cost hardly depends on gamma. Any gamma may be asked for, also one the draft was not trained for.
+    The logits at the last committed token propose the first token, those at mask k propose the token after it. Proposals do not
+    see each other. The next block overwrites the masks' entries in the cache. So each block reads up to gamma + 1 new tokens, and
+    its cost hardly depends on gamma. Any gamma works, also one the draft was not trained for.
 
-    A block may end behind a doubtful token (`Ask.stop_below`) by the same reasoning as for any draft: whether token k + 1 is
-    proposed depends on tokens 1..k, which are verified. It spares the target's positions, no draft call.
+    A block may end after a doubtful token (`Ask.stop_below`), as with any draft: whether token k + 1 is proposed depends on
+    tokens 1..k, which are verified. This saves target positions, but no draft call.
 
-    Where settings name a token tree it answers with a chain.
+    If the settings have a token tree, it still proposes a chain.
     """
 
     source_names = ("parallel draft",)
     on_device = True
 
     def __init__(self, model: PreTrainedModel, name: str = "parallel draft"):
-        """Raises UserError when the model's config names no mask token, and for a model that cannot be fed masks."""
+        """Raises UserError if the model's config has no mask token, and for a model that does not support masks."""
         mask_token = mask_token_of(model.config)
         if mask_token is None:
             raise UserError(
@@ -56,7 +56,7 @@ class ParallelDrafter(ModelDrafter):
         super().start(seats)
 
     def fewest(self, gamma: int) -> int:
-        # A text that has no room for so many is shorter than that.
+        # A text close to the capacity leaves room for fewer tokens.
         return min(gamma + 1, self._columns - (gamma - 1))
 
     def propose(self, ask: Ask) -> Proposal:
@@ -83,13 +83,13 @@ class ParallelDrafter(ModelDrafter):
         yield from logits_RGV.unbind(1)
 
 
-# Gammas up to which a parallel draft is replayed, unless a larger one is decoded: each costs a draft token a response token.
+# Largest gamma at which a parallel draft is replayed, unless decoding uses a larger one: each costs one draft token per response token.
 PARALLEL_OFFSETS = 8
 
 
 @dataclass(frozen=True, eq=False)
 class Draft:
-    """A draft model that drafts token by token, or a block in one pass. Raises UserError where it cannot draft so."""
+    """A draft model that drafts token by token, or a block in one pass. Raises UserError if the model does not support it."""
 
     model: PreTrainedModel
     drafting: Drafting = "autoregressive"
@@ -101,25 +101,25 @@ class Draft:
 
     @property
     def parallel(self) -> bool:
-        """Whether a block is one pass."""
+        """Whether a block is one forward pass."""
         return self.drafting == "parallel"
 
     @property
     def shape(self) -> Hashable:
-        """Drafts of one shape that draft alike take the same time."""
+        """A key: drafts of one shape and drafting mode take the same time."""
         return self.drafting, *((name, tuple(weight.shape)) for name, weight in self.model.named_parameters())
 
     def drafter(self) -> ModelDrafter:
-        """A fresh proposer."""
+        """A new drafter."""
         return ParallelDrafter(self.model) if self.parallel else ModelDrafter(self.model)
 
     def offsets(self, gamma: int, least: int = PARALLEL_OFFSETS) -> int | None:
-        """Offsets to score it at (`token_scores.score_tokens`) when it is decoded with gamma; None token by token."""
+        """Offsets to score it at (`token_scores.score_tokens`) when it is decoded with gamma; None for token-by-token drafts."""
         return max(gamma, least) if self.parallel else None
 
 
 def drafts_of(model: PreTrainedModel) -> tuple[Draft, ...]:
-    """The model by every way to draft that its config offers, token by token first."""
+    """The model in every drafting mode that its config supports, token by token first."""
     return tuple(Draft(model, how) for how in DRAFTINGS[: 1 if mask_token_of(model.config) is None else None])
 
 

@@ -1,4 +1,4 @@
-"""Who proposes tokens. A drafter sees the committed tokens of every row and returns ids with their probabilities.
+"""The drafter interface, and drafters with a model. A drafter sees every row's committed tokens and returns ids and probabilities.
 
 Shapes: R rows, G drafted tokens (at most gamma), V vocabulary, C columns of the token buffer, N nodes of a token tree
 (root not counted), N1 = N + 1, K candidates per node.
@@ -19,13 +19,13 @@ from speculative.rules.processors import LogitsRules
 from speculative.rules.sampling import SamplingSettings, logits_to_probs, most_likely_and_peak, sample
 from speculative.rules.tree import TokenTree, draw_children, top_children
 
-# After rejections and stretches of plain decoding the draft has text to catch up with; at most so many tokens a call.
+# Maximum tokens per call when the draft catches up with the text, after rejections or plain decoding.
 CATCH_UP_TOKENS = 64
 
 
 @dataclass(frozen=True)
 class Seats:
-    """Where a drafter sits for one decode call: its rows, how far a row may grow, and the target beside it."""
+    """The setting of one decode call: number of rows, capacity of a row, and the target."""
 
     rows: int
     capacity: int
@@ -34,11 +34,11 @@ class Seats:
 
 
 class Ask(NamedTuple):
-    """What a drafter is asked before each block. Arrays are on the host; `tokens_RC` behind `lengths_R` is scratch.
+    """The request to a drafter before each block. Arrays are on the host; `tokens_RC` after `lengths_R` is scratch.
 
     `uniforms_RGK`: the draft's uniforms by place in the block and candidate; None when nothing is sampled.
-    `stop_below`: propose no further once every row's drafted token had less than this probability. `tree`: propose this
-    tree of candidates if you can (gamma is its depth); a chain is always welcome.
+    `stop_below`: stop once every row has a drafted token below this probability. `tree`: propose this tree of candidates if
+    supported (gamma is its depth); a chain is always allowed.
     """
 
     tokens_RC: np.ndarray
@@ -54,13 +54,12 @@ class Ask(NamedTuple):
 
 
 class Proposal(NamedTuple):
-    """What a drafter answers, on the target's device.
+    """The answer of a drafter, on the target's device.
 
-    ids_RG: drafted ids, as many as it likes up to gamma (none = plain decoding); with a tree, the nodes (R, N).
-    probs_RGV: the probabilities they were drawn from, None = one-hot. With a tree row n, up to the last parent, is what
-    the children of node n were drawn from.
-    counts_R: how many of a row's ids are real, None = all. peaks_RG: a number of each step that is NaN or
-    infinite when its logits were.
+    ids_RG: drafted ids, at most gamma (none = plain decoding); with a tree, the nodes (R, N).
+    probs_RGV: the probabilities they were sampled from, None = one-hot. With a tree, row n (up to the last parent) is the
+    distribution of the children of node n.
+    counts_R: number of real ids per row, None = all. peaks_RG: one number per step, NaN or infinite if its logits are.
     sources_R: index into the drafter's `source_names`, None = 0.
     """
 
@@ -73,18 +72,18 @@ class Proposal(NamedTuple):
 
     @property
     def real_R(self) -> np.ndarray:
-        """How many of a row's ids are real."""
+        """Number of real ids per row."""
         rows, width = self.ids_RG.shape
         return np.full(rows, width, dtype=np.int64) if self.counts_R is None else self.counts_R
 
     @property
     def proposers_R(self) -> np.ndarray:
-        """Who proposed for a row."""
+        """Index of the drafter of each row."""
         return np.zeros(len(self.ids_RG), dtype=np.int64) if self.sources_R is None else self.sources_R
 
 
 class DeviceText(NamedTuple):
-    """The rows' texts on the device, where a block can go on from them without the host.
+    """The rows' texts on the device, from which a block can continue without the host.
 
     tokens_RC: row r is tokens_RC[r, :lengths_R[r]], prompt included; it grows no longer than limits_R. uniforms_RLU: by response
     position; None when nothing is sampled.
@@ -98,10 +97,10 @@ class DeviceText(NamedTuple):
 
 
 class Drafter(Protocol):
-    """The protocol of everything that proposes, with what most need not say. One object serves one decode call after another.
+    """The protocol of drafters, with defaults. One object serves one decode call after another.
 
-    `model` is None for drafters without weights of their own. `name` is used in messages. `observes`: wants `observe`.
-    `shares_cache`: with the target, so it takes no memory of its own.
+    `model` is None for drafters without weights of their own. `name` is used in messages. `observes`: `observe` is called.
+    `shares_cache`: it uses the target's cache, so it needs no memory of its own.
     """
 
     name: str
@@ -112,25 +111,25 @@ class Drafter(Protocol):
 
     @property
     def recordings(self) -> int:
-        """Model calls that were compiled or captured so far."""
+        """Number of model calls compiled or captured so far."""
         return 0
 
     def start(self, seats: Seats) -> None:
-        """Begin a decode call; nothing of an earlier one may be left."""
+        """Begin a decode call and reset all state."""
 
     def admit(self, rows: list[int], tokens_RC: np.ndarray, lengths_R: np.ndarray) -> None:
-        """These rows now hold fresh prompts, tokens_RC[r, :lengths_R[r]]."""
+        """These rows now hold new prompts, tokens_RC[r, :lengths_R[r]]."""
         return
 
     def propose(self, ask: Ask) -> Proposal:
         """Draft at most `ask.gamma` tokens per row; called before every block, also with gamma 0.
 
-        Only the drafter's own state may change. Whatever it remembers about tokens that were not committed must be
-        repaired here: the committed tokens are handed in again at each call.
+        Only the drafter's own state may change. State about tokens that were not committed must be corrected here; each call
+        gets all committed tokens.
         """
 
     def observe(self, fed_ids_RG1: np.ndarray, predicted_ids_RG1: np.ndarray, accepted_R: np.ndarray) -> None:
-        """What the target was fed in the last block (-1 behind a row's own) and its most likely token after each.
+        """The tokens the target was fed in the last block (-1 after a row's own) and its most likely token after each.
 
         Called only when `observes`.
         """
@@ -141,18 +140,18 @@ class Drafter(Protocol):
         return
 
     def end(self) -> None:
-        """The decode call is over: let go of its memory."""
+        """End the decode call and free its memory."""
         return
 
 
 class ModelDrafter(Drafter):
     """A causal LM of its own with its own cache.
 
-    The cache holds the committed tokens but the last, or all but the last two after a fully accepted block: the last
-    drafted token was never fed. Each block starts by feeding what is missing, so no block needs an extra call. Between
-    blocks only a length per row is kept.
+    The cache holds all committed tokens except the last one, or except the last two after a fully accepted block, because
+    the last drafted token was never fed. Each block starts by feeding the missing tokens, so no block needs an extra call.
+    Between blocks only a length per row is kept.
 
-    `on_device`: `propose_on_device` proposes what `propose` does. A class that inherits from this one says it for itself.
+    `on_device`: `propose_on_device` proposes the same as `propose`. Each subclass must set it itself.
     """
 
     source_names: tuple[str, ...] = ("draft",)
@@ -173,7 +172,7 @@ class ModelDrafter(Drafter):
         self.read_R = np.zeros(seats.rows, dtype=np.int64)
 
     def admit(self, rows: list[int], tokens_RC: np.ndarray, lengths_R: np.ndarray) -> None:
-        # All but the last token: the first block feeds it, and the second-last again where shapes are static.
+        # All but the last token: the first block feeds it, and the second-last again with static shapes.
         self.read_R[rows] = np.maximum(lengths_R[rows] - 1, 0)
         self.cached.prefill(tokens_RC, rows, self.read_R[rows])
 
@@ -193,8 +192,8 @@ class ModelDrafter(Drafter):
         return self._cached
 
     def fewest(self, gamma: int) -> int:
-        """Tokens of the text that a block reads where shapes are static: as many as the block before can have left unread."""
-        return 2  # The last token was never fed, after a fully accepted block nor was the one before.
+        """Tokens of the text that a block reads with static shapes: the most that the previous block can leave unread."""
+        return 2  # The last token was never fed; after a fully accepted block, neither was the one before.
 
     def propose_on_device(
         self,
@@ -205,7 +204,7 @@ class ModelDrafter(Drafter):
         prefix: int,
         shortest: int,
     ) -> Proposal:
-        """`propose` of a chain as one piece of work that the host has no part in: it can be captured.
+        """`propose` for a chain, without the host, so that it can be captured.
 
         prefix: positions that the calls read. shortest: tokens of the shortest text; 1 when it is not known to be `fewest`.
         """
@@ -225,7 +224,7 @@ class ModelDrafter(Drafter):
     def _logits_on_device(
         self, text: DeviceText, gamma: int, prefix: int, shortest: int, ids: list[torch.Tensor]
     ) -> Iterator[torch.Tensor]:
-        """Logits (R, V) of each step of a block; when the next are asked for, `ids` holds what was drafted so far."""
+        """Yield logits (R, V) for each step of a block; before the next step the caller appends the drafted ids to `ids`."""
         cached, lengths_R = self.cached, text.lengths_R
         assert isinstance(cached, CachedModel)
         # A text of one token has none before it.
@@ -243,7 +242,7 @@ class ModelDrafter(Drafter):
             yield cached.feed_static(ids[-1].unsqueeze(1), positions_R1, prefix, 1)[:, 0]
 
     def propose(self, ask: Ask) -> Proposal:
-        # What was drafted and not committed is forgotten; the last committed token was never fed.
+        # Forget drafted tokens that were not committed; the last committed token was never fed.
         self.read_R = np.minimum(self.read_R, ask.lengths_R - 1)
         if ask.gamma == 0:
             return Proposal(torch.zeros((len(ask.lengths_R), 0), dtype=torch.int64, device=self.cached.device))
@@ -252,15 +251,15 @@ class ModelDrafter(Drafter):
         return self._propose_chain(ask)
 
     def _catch_up(self, ask: Ask, masks: int = 0, mask_token: int = 0) -> torch.Tensor:
-        """Logits (R, 1 + masks, V) after the last committed token and after each of so many mask tokens behind it.
+        """Logits (R, 1 + masks, V) after the last committed token and after each of the mask tokens that follow it.
 
-        Feeds whatever of the text was not read yet.
+        Feeds the part of the text that was not read yet.
         """
         lengths_R, fewest = ask.lengths_R, self.fewest(ask.gamma) if self.cached.runner.static else 1
         while True:
             missing = max(fewest, int((lengths_R - self.read_R)[ask.active_R].max(initial=1)))
             width = min(missing, CATCH_UP_TOKENS)
-            # Rows that miss less read some tokens again; a row shorter than the width reads scratch behind its end.
+            # Rows that miss fewer tokens read some again; a row shorter than the width reads scratch after its end.
             ends_R, behind = (np.minimum(self.read_R + width, lengths_R), 0) if missing > width else (lengths_R, masks)
             starts_R = np.maximum(ends_R - width, 0)
             places_RW = starts_R[:, None] + np.arange(width + behind)
@@ -280,7 +279,7 @@ class ModelDrafter(Drafter):
             return logits_RKV[rows_R1, upload(columns_RK, logits_RKV.device)]
 
     def _chain_logits(self, ask: Ask, ids: list[torch.Tensor]) -> Iterator[torch.Tensor]:
-        """Logits (R, V) of each step of a chain; when the next are asked for, `ids` holds what was drafted so far."""
+        """Yield logits (R, V) for each step of a chain; before the next step the caller appends the drafted ids to `ids`."""
         yield self._catch_up(ask)[:, 0]
         for step in range(1, ask.gamma):
             logits_R1V = self.cached.feed(ids[-1].unsqueeze(1), ask.lengths_R + (step - 1), 1)
@@ -310,15 +309,15 @@ class ModelDrafter(Drafter):
             if scratch is not None:
                 scratch.write(id_R, step)
             if chosen_R is not None:
-                # The doubtful token itself is still proposed: whether to stop may depend on tokens that are verified,
-                # not on one that is thrown away (that would bias the text).
+                # The doubtful token itself is still proposed: the stop may depend only on verified tokens. A stop that depends
+                # on a discarded token would bias the text.
                 doubtful_R = running_R & (chosen_R.float().cpu().numpy() < ask.stop_below)
                 counts_R[doubtful_R] = step + 1
                 running_R &= ~doubtful_R
                 if not running_R.any():
                     break
         probs_RGV = torch.stack(probs, 1) if probs else None
-        # Softmax makes the whole row NaN when one logit is NaN or infinite: any column tells.
+        # Softmax makes the whole row NaN when one logit is NaN or infinite: one column is enough.
         peaks_RG = torch.stack(peaks, 1) if probs_RGV is None else probs_RGV[..., 0]
         counts = np.minimum(counts_R, len(ids)) if ask.stop_below > 0 else None
         return Proposal(torch.stack(ids, 1), probs_RGV, counts, peaks_RG)
@@ -362,7 +361,7 @@ class ModelDrafter(Drafter):
 
 
 class _RuleText:
-    """The rows' text as logits rules want it: committed tokens, then what is drafted in this block."""
+    """The rows' text for logits rules: committed tokens, then the tokens drafted in this block."""
 
     def __init__(self, ask: Ask, device: torch.device):
         assert ask.rules is not None

@@ -20,9 +20,8 @@ from speculative.errors import UserError
 class EarlyExit(ModelDrafter):
     """The target stopped after its first L layers, with its own final norm and head (2309.08168, without the tuning).
 
-    No weights and no cache of its own: what the first layers write for a drafted token is what the verify call writes
-    there again, and everything before is already in the target's cache, so there is nothing to prefill and nothing to
-    catch up with.
+    It has no weights and no cache of its own: the first layers write the same states for a drafted token as the verify
+    call, and all earlier states are already in the target's cache. So there is no prefill and no catch-up.
     """
 
     source_names: tuple[str, ...] = ("early exit",)
@@ -30,7 +29,7 @@ class EarlyExit(ModelDrafter):
     shares_cache = True
 
     def __init__(self, target: PreTrainedModel, layers: int):
-        """Raises UserError when the target has no more than `layers` layers, or none that can be found, or a recurrent state."""
+        """Raises UserError if the target has too few layers, no single list of layers, or a recurrent state."""
         if is_recurrent(target):
             raise UserError(
                 f"{type(target).__name__} keeps a recurrent state, which early exit does not support: use a draft model"
@@ -48,12 +47,12 @@ class EarlyExit(ModelDrafter):
         self.read_R = self.read_R[rows]  # The target compacts the cache.
 
     def propose(self, ask: Ask) -> Proposal:
-        self.read_R = ask.lengths_R - 1  # The target read all but the last token, whoever proposed it.
+        self.read_R = ask.lengths_R - 1  # The target read all but the last token, whichever drafter proposed it.
         return super().propose(ask)
 
 
 def first_layers(model: PreTrainedModel, count: int) -> PreTrainedModel:
-    """The same causal LM with only its first `count` layers; every parameter is the model's own, nothing is copied.
+    """The same causal LM with only its first `count` layers; it shares all parameters with the model.
 
     Raises UserError for a count outside 1 .. layers - 1 and for models whose stack of layers is not one ModuleList.
     """

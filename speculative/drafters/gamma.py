@@ -1,4 +1,4 @@
-"""How many tokens to propose: a fixed number, or the number that pays most by what was accepted and what it cost.
+"""Policies for gamma: a fixed number of tokens, or the number with the most expected tokens per second.
 
 Shapes: R rows of the batch.
 """
@@ -14,7 +14,7 @@ from speculative.errors import UserError
 
 
 class GammaPolicy(Protocol):
-    """Chooses gamma before each block and hears what came of it. `stop_below`: see `drafters.Ask`."""
+    """Chooses gamma before each block and gets the outcome after it. `stop_below`: see `drafters.Ask`."""
 
     max_gamma: int
     stop_below: float
@@ -24,7 +24,7 @@ class GammaPolicy(Protocol):
         return
 
     def admit(self, row: int) -> None:
-        """A new request sits in this row: nothing of the former one counts."""
+        """A new request is in this row: forget the former one."""
         return
 
     def choose(self, active_R: np.ndarray) -> int:
@@ -33,9 +33,9 @@ class GammaPolicy(Protocol):
     def record(
         self, width: int, active_R: np.ndarray, drafted_R: np.ndarray, accepted_R: np.ndarray, seconds: float | None
     ) -> None:
-        """A block that verified `width` drafted tokens (0 = plain) took so long; per row, what was drafted and kept.
+        """Record a block that verified `width` drafted tokens (0 = plain): its time, and drafted and accepted tokens per row.
 
-        `seconds` is None for a block whose time says nothing (a model call was compiled in it).
+        `seconds` is None for a block that does not count (a model call was compiled in it).
         """
         return
 
@@ -56,9 +56,9 @@ class FixedGamma(GammaPolicy):
 
 
 class BlockSeconds:
-    """Seconds of a block by its width, learnt while decoding: a running median per width, a line between them."""
+    """Seconds of a block by its width, measured while decoding: a running median per width, linear in between."""
 
-    REMEMBERED = 5  # Few: a machine that was slow for a while must be forgotten.
+    REMEMBERED = 5  # Few, so that a slow period of the machine is soon forgotten.
 
     def __init__(self) -> None:
         self._seen: dict[int, list[float]] = {}
@@ -67,11 +67,11 @@ class BlockSeconds:
 
     def add(self, width: int, seconds: float) -> None:
         if width not in self._seen:
-            self._seen[width] = []  # The first block of a width pays for its warm-up and is not counted.
+            self._seen[width] = []  # The first block of a width includes warm-up and is not counted.
             return
         self._seen[width] = [*self._seen[width], seconds][-self.REMEMBERED :]
         self._added += 1
-        # Medians move slowly, and working them out again costs as much as it saves on a small model.
+        # Medians change slowly, and updating them at every block is too expensive for a small model.
         if len(self._seen[width]) <= 3 or self._added % 8 == 0:
             self._estimates = None
 
@@ -87,7 +87,7 @@ class BlockSeconds:
             widths, seconds = zip(*medians, strict=True)
             slope = max(0.0, (seconds[-1] - seconds[0]) / (widths[-1] - widths[0]))
             asked = np.arange(max_width + 1, dtype=np.float64)
-            # Beyond what was timed: the line, from the nearest timed width.
+            # Outside the timed widths: linear, from the nearest timed width.
             outside = np.maximum(asked - widths[-1], 0) - np.maximum(widths[0] - asked, 0)
             self._estimates = np.interp(asked, widths, seconds) + slope * outside
         return self._estimates[: max_width + 1]
@@ -96,30 +96,32 @@ class BlockSeconds:
 class AdaptiveGamma(GammaPolicy):
     """argmax over gamma of expected tokens per second, from running acceptance and the measured block times.
 
-    Acceptance of the j-th drafted token, given those before it, is counted over all requests: it rises with j (texts
-    have easy stretches), which a single rate would miss. Whether the first is accepted is each row's own running rate,
-    begun at all others'. Expected tokens of a block are 1 + a_1 + a_1 a_2 + ... summed over the rows; seconds are
-    medians of the blocks of that width at the present load: a full batch may be decoded plainly and drafted for again as it
-    empties. A load, active rows rounded up to a power of two, has its own seconds: further tokens of a row are nearly free
-    alone in a batch, and cost their own time where the batch alone keeps the machine busy. A load is timed when it is first met, in some five blocks. Gamma 0 is plain
-    decoding: chosen when nothing pays, not even with half a standard error more acceptance than was seen, and left for
-    a short block after 16, 32, 64, ... plain ones to look again (after 16 when that surprised); in the same way plain
-    decoding is timed again while drafting pays only a little.
+    Expected tokens of a block are 1 + a_1 + a_1 a_2 + ... summed over the rows. a_j, the acceptance of the j-th drafted
+    token given the earlier ones, is counted over all requests: it rises with j, because texts have easy stretches. a_1 is
+    each row's own running rate, which starts at the rate of all requests.
 
-    Only tested tokens are counted (those up to the first rejection): a choice that looked at thrown-away drafts would
-    bias sampled text. Under sampling the text still depends on the choices (a token drafted and accepted is drawn with
-    other numbers than a plain one), so it is reproducible only with the same timings; its distribution never changes.
+    Seconds are medians of the blocks of that width at the present load (active rows, rounded up to a power of two). Each
+    load has its own seconds: more tokens per row are nearly free in a small batch and cost their own time in a full one. So
+    a full batch may be decoded plainly, and drafted for again as it empties. A new load is timed in about five blocks.
+
+    Gamma 0 is plain decoding. It is chosen if no gamma pays even with half a standard error more acceptance than observed.
+    After 16, 32, 64, ... plain blocks one short block is drafted to check again (after 16 if the last check was better than
+    expected). In the same way plain decoding is timed again while drafting pays only a little.
+
+    Only tested tokens count (those up to the first rejection): a choice that depends on discarded drafts would bias sampled
+    text. Under sampling the text still depends on the choices, because a drafted token uses other random numbers than a
+    plain one. So text is reproducible only with the same timings; its distribution never changes.
     """
 
     MEMORY = 0.9  # Weight of a row's past after each block: about ten blocks.
     POOL_MEMORY = 0.997
-    POOL_BLOCKS = 5.0  # So many blocks of a row's rate are those of all requests: one row's past is noise.
-    START_ALPHA = 0.7  # Acceptance assumed before anything was seen.
-    PRIOR_TOKENS = 4.0  # Its weight at the first place, and that of the place before at each other one.
+    POOL_BLOCKS = 5.0  # Weight, in blocks, of all requests in a row's rate: the past of one row is noisy.
+    START_ALPHA = 0.7  # Acceptance assumed at the start.
+    PRIOR_TOKENS = 4.0  # Its weight at the first position; at later ones, the weight of the position before.
     FIRST_LOOK = 16
     LAST_LOOK = 256
     LAST_TIMING = 64
-    CLEAR_GAIN = 1.5  # No mistake about the time of a plain block is that large.
+    CLEAR_GAIN = 1.5  # Larger than any timing error of a plain block.
 
     def __init__(self, max_gamma: int, stop_below: float = 0.0):
         if max_gamma < 1:
@@ -134,8 +136,8 @@ class AdaptiveGamma(GammaPolicy):
         self._drafted_blocks, self._time_after, self._small_gain = 0, self.FIRST_LOOK, False
         self._last_chosen: int | None = None
         self._catches_up = False
-        self._settled = False  # Plain decoding was chosen, and nothing has been learnt since.
-        self._looks = False  # The last block was drafted only to look again.
+        self._settled = False  # Plain decoding was chosen and there is no new information.
+        self._looks = False  # The last block was drafted only to check acceptance again.
         self._load = 0
 
     def start(self, rows: int) -> None:
@@ -177,7 +179,7 @@ class AdaptiveGamma(GammaPolicy):
         return len(first_R) + np.concatenate(([0.0, firsts], firsts * (1.0 + further_G.cumsum())))
 
     def _rates(self) -> np.ndarray:
-        """Acceptance by place, given the places before; where little was seen, near that of the place before."""
+        """Acceptance by position, given the earlier positions; with few counts, close to that of the position before."""
         rates, before = [], self.START_ALPHA
         for kept, tested in zip(self._kept_G.tolist(), self._tested_G.tolist(), strict=True):
             before = (kept + before * self.PRIOR_TOKENS) / (tested + self.PRIOR_TOKENS)
@@ -191,11 +193,11 @@ class AdaptiveGamma(GammaPolicy):
         timed = self._timed(active_R)
         seconds = timed.estimates(self.max_gamma)
         if seconds is None:
-            # Two: a draft may stop early, so the width that was asked for need not be the one that was timed.
+            # A draft may stop early, so the requested width need not be the timed one.
             drafted = any(timed.known(width) for width in range(1, self.max_gamma + 1))
             return 0 if drafted else min(3, self.max_gamma)
         gamma = 1 + int(np.argmax((self.expected_tokens(active_R) / seconds)[1:]))
-        # Plain decoding learns nothing, so it is left to those of whom enough is known.
+        # Plain decoding gives no information about acceptance, so it needs enough evidence.
         hopeful = self.expected_tokens(active_R, 0.5 / math.sqrt(self._tested_G.sum() + 1.0)) / seconds
         self._small_gain = hopeful[gamma] < self.CLEAR_GAIN * hopeful[0]
         return gamma if hopeful[gamma] > hopeful[0] else 0
@@ -203,7 +205,7 @@ class AdaptiveGamma(GammaPolicy):
     def record(
         self, width: int, active_R: np.ndarray, drafted_R: np.ndarray, accepted_R: np.ndarray, seconds: float | None
     ) -> None:
-        # The first draft behind plain decoding has text to catch up with: no block is like it.
+        # The first draft after plain decoding has to catch up with the text, so its time is not typical.
         if seconds is not None and not self._catches_up:
             self._timed(active_R).add(width, seconds)
         if width == 0:
@@ -226,13 +228,13 @@ class AdaptiveGamma(GammaPolicy):
         )
 
     def _better_than_known(self, first_kept_R: np.ndarray) -> bool:
-        """Whether a look found half a standard deviation more acceptance than was known: then look again soon."""
+        """Whether a check found half a standard deviation more acceptance than known: then check again soon."""
         rate, looks = float(self._rates()[0]), len(first_kept_R)
         return looks > 0 and bool(first_kept_R.mean() >= rate + 0.5 * math.sqrt(rate * (1.0 - rate) / looks))
 
 
 def _load_of(active_R: np.ndarray) -> int:
-    """1, 2, 4, 8, ...: a decoder that drops empty rows does so when half are empty."""
+    """1, 2, 4, 8, ...: because a decoder drops empty rows when half are empty."""
     return 1 << max(int(active_R.sum()) - 1, 0).bit_length()
 
 

@@ -1,5 +1,5 @@
-"""What a row's own text proposes, without weights or training: what followed its last tokens before (prompt lookup), and the
-target's own predictions (in the spirit of lookahead decoding, 2402.02057).
+"""Drafters without weights or training: prompt lookup (what followed the row's last tokens earlier in its text), and a pool of
+the target's own predictions (after lookahead decoding, 2402.02057).
 
 Shapes: R rows, G drafted tokens (at most gamma), G1 = G + 1, C columns of the token buffer.
 """
@@ -18,7 +18,7 @@ from speculative.errors import UserError
 
 
 def one_hot_proposal(chains: Sequence[Sequence[int]], gamma: int, device: torch.device) -> Proposal:
-    """A proposal from one chain of at most `gamma` ids per row; a row without a guess brings an empty one."""
+    """A proposal from one chain of at most `gamma` ids per row; a row without a guess has an empty chain."""
     counts_R = np.array([len(chain) for chain in chains], dtype=np.int64)
     ids_RG = np.zeros((len(chains), proposal_width(counts_R, gamma, device)), dtype=np.int64)
     for row, chain in enumerate(chains):
@@ -28,9 +28,9 @@ def one_hot_proposal(chains: Sequence[Sequence[int]], gamma: int, device: torch.
 
 
 def proposal_width(counts_R: np.ndarray, gamma: int, device: torch.device) -> int:
-    """Columns of a proposal whose rows hold so many ids: none when nobody found any."""
+    """Number of columns of a proposal whose rows hold `counts_R` ids: 0 if no row found any."""
     longest = int(counts_R.max(initial=0))
-    # An accelerator verifies gamma tokens in the time of one, and each further width would be one more graph to record.
+    # An accelerator verifies gamma tokens in the time of one, and each other width would need another recorded graph.
     return longest if device.type == "cpu" or longest == 0 else gamma
 
 
@@ -41,17 +41,17 @@ def check_ngrams(min_ngram: int, max_ngram: int) -> None:
 
 
 class Row(Protocol):
-    """What a drafter keeps of one row."""
+    """State of a drafter for one row."""
 
     def chain(self, text_C: np.ndarray, gamma: int) -> Sequence[int]:
-        """At most gamma ids to propose behind the committed text."""
+        """At most gamma ids to propose after the committed text."""
 
 
 R = TypeVar("R", bound=Row)
 
 
 class RowDrafter(Drafter, Generic[R]):
-    """Proposes for each row from what it keeps of that row alone: a response must not depend on who sits beside it."""
+    """Proposes for each row from the state of that row alone, because a response must not depend on the other rows."""
 
     def __init__(self, fresh: Callable[[], R]):
         self._fresh = fresh
@@ -81,12 +81,12 @@ class RowDrafter(Drafter, Generic[R]):
 class PromptLookup(RowDrafter["RowIndex"]):
     """Proposes what followed the longest n-gram that ends the text now, at its latest earlier occurrence.
 
-    The latest, because a text repeats what it just said (a loop, a variable in scope) more than its beginning: 2 % to
-    6 % more tokens per block than with the first occurrence on greedy code and sampled arithmetic at gamma 5. It is also
-    what an index can keep in one entry per n-gram, overwritten as the text grows.
+    The latest, because a text repeats recent text (a loop, a variable in scope) more than its beginning: 2 % to 6 % more
+    tokens per block than with the first occurrence on greedy code and sampled arithmetic at gamma 5. The index also needs
+    only one entry per n-gram, which is overwritten as the text grows.
 
-    A continuation that runs into the end of the text goes on with its own tokens, as a copy with overlap in LZ77: the
-    text is repeating with that period. So a row finds gamma tokens or none.
+    A continuation that reaches the end of the text continues with its own tokens, like an overlapping copy in LZ77: the
+    text repeats with that period. So a row finds gamma tokens or none.
     """
 
     name = "prompt lookup"
@@ -119,7 +119,7 @@ class RowIndex:
         self.text += ids
         stop = len(self.text)
         for size, followers in self._followers:
-            # An n-gram enters with the token that follows it, so the one that ends the text never finds itself.
+            # An n-gram is added with the token that follows it, so the n-gram at the end of the text never finds itself.
             first = max(known, size)
             if first >= stop:
                 continue
@@ -131,7 +131,7 @@ class RowIndex:
         return self.continuation(gamma)
 
     def continuation(self, gamma: int) -> list[int]:
-        """What followed the longest n-gram that ends the text; nothing where none stood there before."""
+        """The tokens that followed the longest n-gram at the end of the text; empty if none occurred before."""
         for size, followers in self._followers:
             start = followers.get(tuple(self.text[-size:]))
             if start is not None:
@@ -151,14 +151,13 @@ def _prompt_lookup(parts: Parts) -> Drafter:
 class JacobiPool(RowDrafter["_RowPool"]):
     """Proposes n-grams of the target's own predictions, pooled per row by their first token. Nothing is trained.
 
-    Each verify call also predicts behind its first rejection. A token that was fed there and the prediction after it
-    are one step of a Jacobi iteration: a pair the target believes in, though not at this place. Where the next fed
-    token was that very prediction, the n-gram goes on. The latest n-gram of a token replaces the former one. N-grams
-    of neighbouring predictions, regardless of what was fed between them, are worth nothing (1.10 tokens a block at
-    gamma 5 on greedy code, against 2.27 so).
+    Each verify call also predicts tokens after its first rejection. A token fed there and the prediction after it are one
+    step of a Jacobi iteration: a likely pair, though not at this position. If the next fed token equals the prediction,
+    the n-gram continues. The latest n-gram of a token replaces the former one. N-grams of neighbouring predictions,
+    whatever was fed between them, are useless (1.10 tokens a block at gamma 5 on greedy code, compared with 2.27).
 
-    Where the pool has no answer, the row's last predictions for these places are fed again, then tokens of its prompt:
-    they are seldom accepted and teach the pool what to expect (1.98 tokens a block without them).
+    If the pool has no entry, the row's last predictions for these positions are fed again, then tokens of its prompt. They
+    are rarely accepted but fill the pool (1.98 tokens a block without them).
     """
 
     name = "jacobi pool"
@@ -185,7 +184,7 @@ class JacobiPool(RowDrafter["_RowPool"]):
 
 
 class _RowPool:
-    """N-grams of one row by their first token, and its last predictions behind the committed text."""
+    """N-grams of one row by their first token, and its last predictions after the committed text."""
 
     def __init__(self) -> None:
         self.followers: dict[int, tuple[int, ...]] = {}

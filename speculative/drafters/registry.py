@@ -1,4 +1,4 @@
-"""Drafters by name: a file of this folder that registers one is all that a new way to draft takes."""
+"""Drafters by name. To add a drafter, add a file to this folder that registers one."""
 
 import importlib
 from collections.abc import Callable
@@ -15,10 +15,10 @@ from speculative.rules.tree import TokenTree
 
 @dataclass(frozen=True)
 class Parts:
-    """What a drafter may be made of; each takes what it needs, and where it finds None it does as it likes.
+    """Inputs for making a drafter. Each drafter takes what it needs; None selects its default.
 
     draft: makes the drafter of a draft model. datastore: of past responses (`retrieval.Datastore`). layers: of an early exit.
-    ngrams: (longest, shortest) to look up. then_gamma: tokens of the draft behind a lookup.
+    ngrams: (longest, shortest) to look up. then_gamma: tokens that the draft proposes after a lookup.
     """
 
     target: PreTrainedModel
@@ -29,7 +29,7 @@ class Parts:
     then_gamma: int | None = None
 
     def drafter(self) -> Drafter:
-        """Of the draft model. Raises UserError where there is none."""
+        """The drafter of the draft model. Raises UserError if there is none."""
         if self.draft is None:
             raise UserError("this drafter needs a draft model: give one")
         return self.draft()
@@ -39,7 +39,7 @@ Make = Callable[[Parts], Drafter]
 
 
 class Registered(NamedTuple):
-    """How a drafter is made, and the tree of candidates that it grows where it is no chain."""
+    """A function that makes a drafter, and its token tree if it does not draft chains."""
 
     make: Make
     tree: TokenTree | None = None
@@ -49,7 +49,7 @@ _REGISTERED: dict[str, Registered] = {}
 
 
 def registers(name: str, tree: TokenTree | None = None) -> Callable[[Make], Make]:
-    """Decorator of the function that makes the drafter of this name."""
+    """Decorator: register the function that makes the drafter of this name."""
 
     def kept(make: Make) -> Make:
         _REGISTERED[name] = Registered(make, tree)
@@ -59,14 +59,14 @@ def registers(name: str, tree: TokenTree | None = None) -> Callable[[Make], Make
 
 
 def registered() -> dict[str, Registered]:
-    """Every drafter by the name of its way to decode."""
+    """All registered drafters by name."""
     for file in Path(__file__).parent.glob("*.py"):
         importlib.import_module(f"{__package__}.{file.stem}")
     return _REGISTERED
 
 
 def make_drafter(name: str, parts: Parts) -> Drafter:
-    """A fresh drafter. Raises UserError for a name that is not registered and for a part that is missing."""
+    """Make a new drafter. Raises UserError for a name that is not registered and for a part that is missing."""
     found = registered().get(name)
     if found is None:
         raise UserError(f"unknown drafter {name!r}: must be one of {', '.join(sorted(registered()))}")

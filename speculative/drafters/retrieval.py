@@ -1,4 +1,4 @@
-"""Retrieval: what past responses most often said after the row's last tokens (in the manner of REST, 2311.08252).
+"""Retrieval: proposes the tokens that most often followed the row's last tokens in past responses (REST, 2311.08252).
 
 Shapes: R rows, G drafted tokens (at most gamma), C columns of the token buffer, N tokens of the datastore, M its stored
 n-grams, K sizes of n-grams up to the longest.
@@ -23,8 +23,8 @@ from speculative.engine.models import vocab_rows
 from speculative.errors import UserError
 
 FORMAT = "understudy-datastore-1"
-END = -1  # Stands behind every response in the datastore.
-# Tokens of a continuation that are chosen by a vote; what follows them is the first of the matches left by then.
+END = -1  # Follows every response in the datastore.
+# Number of tokens of a continuation that are chosen by vote; the rest follows the first remaining match.
 VOTED_TOKENS = 16
 # An n-gram's hash is the sum of (id + 1) * MULTIPLIER^k, k its distance from the end, modulo 2^64.
 MULTIPLIER = 0x9E3779B97F4A7C15
@@ -36,10 +36,10 @@ class Datastore:
 
     tokens_N: int32, every response followed by END. hashes_M: uint64, sorted. starts_M: int32, indices of tokens_N.
 
-    "Most frequent" token by token: of all matches that agree so far the most frequent next token, of equally frequent
-    ones that of the earliest match. The vote is held once, at building, so that a look-up is one search in a sorted
-    array. An n-gram longer than `min_ngram` is stored only if its last n-1 tokens occur more than once: otherwise it can
-    only be at the one place of the shorter match and tells nothing new.
+    "Most frequent" is decided token by token: the most frequent next token of all matches that agree so far, and among
+    equally frequent ones that of the earliest match. This is computed once, when the datastore is built, so that a look-up
+    is one search in a sorted array. An n-gram longer than `min_ngram` is stored only if its last n-1 tokens occur more than
+    once: otherwise the shorter match gives the same position.
     """
 
     tokens_N: np.ndarray
@@ -55,7 +55,7 @@ class Datastore:
     ) -> Datastore:
         """Datastore of these token sequences; `vocab_size`: how many ids the target scores (`models.vocab_rows`).
 
-        Leave out the responses that decoding will be measured on: finding them again proves nothing.
+        Leave out the responses that decoding will be measured on: retrieving them would overstate acceptance.
 
         Raises UserError for an empty range of sizes, an id outside the vocabulary, no token at all, too many tokens.
         """
@@ -81,7 +81,7 @@ class Datastore:
         return cls(tokens_N.astype(np.int32), hashes_M, starts_M, vocab_size, min_ngram, max_ngram)
 
     def save(self, path: Path | str) -> None:
-        """Write one safetensors file, under a temporary name first. Raises UserError when the folder refuses it."""
+        """Write one safetensors file, under a temporary name first. Raises UserError if it cannot be written."""
         path = Path(path)
         temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         arrays = {"tokens": self.tokens_N, "hashes": self.hashes_M, "starts": self.starts_M}
@@ -89,7 +89,7 @@ class Datastore:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             try:
-                # save_file would make it private to this user.
+                # save_file would make it readable by this user only.
                 temporary.write_bytes(save(arrays, metadata={"format": FORMAT, **numbers}))
                 os.replace(temporary, path)
             finally:
@@ -99,7 +99,7 @@ class Datastore:
 
     @classmethod
     def load(cls, path: Path | str) -> Datastore:
-        """Read what `save` wrote. Raises UserError for a missing, damaged or foreign file."""
+        """Read what `save` wrote. Raises UserError for a missing or damaged file, or one of another format."""
         path = Path(path)
         if not path.is_file():
             raise UserError(f"datastore {path} does not exist: build it with Datastore.build(...).save({str(path)!r})")
@@ -139,7 +139,7 @@ class Datastore:
 
 
 class Retrieval(Drafter):
-    """Proposes from a datastore; the datastore never changes, so a row's proposals depend on its own text only."""
+    """Proposes from a datastore. The datastore is fixed, so a row's proposals depend only on its own text."""
 
     name = "retrieval"
     source_names: tuple[str, ...] = ("retrieval",)
@@ -149,7 +149,7 @@ class Retrieval(Drafter):
         self._device = torch.device("cpu")
 
     def start(self, seats: Seats) -> None:
-        """Raises UserError when the datastore was built for another vocabulary than the target's."""
+        """Raises UserError if the datastore was built for another vocabulary than the target's."""
         known = vocab_rows(seats.target.model)
         if known != self.datastore.vocab_size:
             raise UserError(
@@ -179,7 +179,7 @@ def _hashes(last_RK: np.ndarray) -> np.ndarray:
 def _index(tokens_N: np.ndarray, vocab_size: int, min_ngram: int, max_ngram: int) -> tuple[np.ndarray, np.ndarray]:
     """Sorted hashes of all stored n-grams, and where each one's continuation begins."""
     powers = _powers(max_ngram)
-    # How many tokens of its response stand before each token; END itself continues nothing.
+    # Number of tokens of its response before each token; END never continues an n-gram.
     ends_N = np.flatnonzero(tokens_N == END)
     begins_N = np.concatenate(([0], ends_N[:-1] + 1))
     before_N = np.arange(len(tokens_N)) - np.repeat(begins_N, ends_N - begins_N + 1)
@@ -205,13 +205,13 @@ def _index(tokens_N: np.ndarray, vocab_size: int, min_ngram: int, max_ngram: int
 def _elect(tokens_N: np.ndarray, followers: np.ndarray, groups: np.ndarray, vocab_size: int) -> np.ndarray:
     """For each group of equal n-grams the position that represents its most frequent continuation.
 
-    `followers` (ascending positions) and `groups` are parallel: who follows an n-gram, and which.
+    `followers` (ascending positions) and `groups` are parallel: positions that follow an n-gram, and the number of that n-gram.
     """
     elected = np.full(groups.max(initial=-1) + 1, len(tokens_N))
     np.minimum.at(elected, groups, followers)
     for step in range(VOTED_TOKENS):
         next_ids = tokens_N[followers + step]
-        # A group of one has nothing left to decide; a response that ended here has no vote.
+        # A group of one has nothing left to decide; a response that ended here does not vote.
         voting = (np.bincount(groups, minlength=len(elected))[groups] > 1) & (next_ids != END)
         followers, groups, next_ids = followers[voting], groups[voting], next_ids[voting]
         if not len(followers):

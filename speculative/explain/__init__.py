@@ -1,1 +1,1 @@
-"""Where a draft gains and loses, how far it could get, and whether that still holds."""
+"""Explanations of a draft's numbers: where it gains and loses, and how much better it could get."""

@@ -2,8 +2,8 @@
 
 Shapes: R rows, Q positions scored in one row, V vocabulary, C columns of the token buffer, E end tokens.
 
-An acceptance rule compares the two models' final distributions, so it stays lossless only when both are changed by the
-same rule looking at the same text. That is why a rule here is a function of logits and text and remembers nothing.
+An acceptance rule compares the two models' final distributions, so it stays lossless only if both are changed by the
+same rule on the same text. So a rule here is a function of logits and text, without state.
 """
 
 import inspect
@@ -20,9 +20,9 @@ from speculative.errors import UserError
 
 
 class _Constants(NamedTuple):
-    """What the rules need on one device for one vocabulary; None where the rule is off.
+    """Constants of the rules for one device and vocabulary; None if a rule is off.
 
-    ceiling_V: the most a logit may be, -inf for what is forbidden and +inf for the rest.
+    ceiling_V: upper limit of each logit: -inf for forbidden tokens, +inf for the others.
     """
 
     bias_V: torch.Tensor | None
@@ -32,18 +32,18 @@ class _Constants(NamedTuple):
 
 @dataclass(frozen=True)
 class LogitsRules:
-    """What may be said, and how likely, beyond the sampling settings. Applied in the order of the fields, which is that
-    of transformers' `generate`, and before temperature and truncation.
+    """Changes to the logits in addition to the sampling settings. Applied in the order of the fields, which is the order
+    of transformers' `generate`, before temperature and truncation.
 
     repetition_penalty: logits of tokens in the text (prompt included) are divided by it when positive and multiplied
         when negative, once a token (1909.05858, section 4.1); 1 is off, below 1 encourages repetition.
     bias: (token id, number added to its logit) pairs, added before the penalty as transformers does.
-    allowed_ids: only these may be said; () allows all. banned_ids: never said.
-    min_tokens: response tokens before which no id of `eos_ids` may be said. Stop strings are not held back.
+    allowed_ids: only these tokens are allowed; () allows all. banned_ids: forbidden tokens.
+    min_tokens: no id of `eos_ids` before this many response tokens. Stop strings are not affected.
     extra: transformers LogitsProcessors, called last and one text at a time: slow, and the host waits for the device.
-        They must be functions of (input_ids, scores): they see drafted tokens that are thrown away later.
+        They must be functions of (input_ids, scores): they see drafted tokens that are discarded later.
 
-    Raises UserError for a value outside its range and for rules that together leave nothing to say.
+    Raises UserError for a value outside its range and for rules that together forbid every token.
     """
 
     repetition_penalty: float = 1.0
@@ -53,7 +53,7 @@ class LogitsRules:
     min_tokens: int = 0
     eos_ids: tuple[int, ...] = ()
     extra: tuple[LogitsProcessor, ...] = ()
-    # Made once: a copy from the host in every call would stall a GPU, and is not allowed in a captured graph.
+    # Created once: copying from the host in every call would stall a GPU and is not allowed in a captured graph.
     _constants: dict[tuple[torch.device, int], _Constants] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -74,7 +74,7 @@ class LogitsRules:
 
     @property
     def active(self) -> bool:
-        """Whether a call changes anything."""
+        """Whether any rule is on."""
         return bool(
             self.repetition_penalty != 1.0
             or any(value != 0.0 for _, value in self.bias)
@@ -85,7 +85,7 @@ class LogitsRules:
         )
 
     def check(self, vocab_size: int) -> None:
-        """Raises UserError for a token id the model does not score, and when no token of the vocabulary is left."""
+        """Raises UserError for a token id outside the vocabulary, and if every token is forbidden."""
         biased = tuple(token for token, _ in self.bias)
         for name, ids in (("bias", biased), *((name, getattr(self, name)) for name in _ID_FIELDS)):
             if ids and max(ids) >= vocab_size:
@@ -100,7 +100,7 @@ class LogitsRules:
         Row r's text is tokens_RC[r, :lengths_R[r]], of which the first prompt_lengths_R[r] are its prompt; the rest of
         the row is scratch and may be anything. Lengths are at least 1. Several positions of a row at once:
         logits (R, Q, V) with lengths (R, Q), position q of row r having the text tokens_RC[r, :lengths_RQ[r, q]]
-        (so a block needs its drafted tokens written behind the committed ones). `tokens_RC` may be cut after the
+        (so a block's drafted tokens must be written after the committed ones). `tokens_RC` may be cut after the
         longest text, which makes the penalty cheaper. All tensors are on one device; without `extra` nothing waits for it.
         """
         dtype = torch.float64 if logits_RV.dtype == torch.float64 else torch.float32
@@ -111,7 +111,7 @@ class LogitsRules:
         if self.repetition_penalty != 1.0:
             _penalise_repetition(scores, tokens_RC, lengths_R, self.repetition_penalty)
         if constants.eos_E is not None:
-            # Prompt lengths are one a row, and lengths may be several.
+            # One prompt length per row, but possibly several lengths.
             said = lengths_R - prompt_lengths_R.view(-1, *(1,) * (lengths_R.dim() - 1))
             too_short = (said < self.min_tokens).unsqueeze(-1)
             held_back = scores.index_select(-1, constants.eos_E).masked_fill(too_short, -math.inf)
@@ -142,7 +142,7 @@ class LogitsRules:
         return made
 
     def _apply_extra(self, scores: torch.Tensor, tokens_RC: torch.Tensor, lengths: torch.Tensor) -> None:
-        """In place; every text alone, because a processor may not know what padding is."""
+        """In place, one text at a time, because a processor may not handle padding."""
         scores_RQV = scores.view(tokens_RC.shape[0], -1, scores.shape[-1])
         for row, lengths_Q in enumerate(lengths.view(tokens_RC.shape[0], -1).tolist()):
             for place, length in enumerate(lengths_Q):
@@ -177,7 +177,7 @@ def _penalise_repetition(
     """In place: (R, V) scores with (R,) lengths, or (R, Q, V) with (R, Q)."""
     columns_C = torch.arange(tokens_RC.shape[1], device=tokens_RC.device)
     tokens = tokens_RC if lengths.dim() == 1 else tokens_RC.unsqueeze(1)
-    # Scratch stands for the row's first token, which is text: a repeated index writes the same value again.
+    # Scratch is replaced by the row's first token, which is text: a repeated index writes the same value again.
     said = torch.where(columns_C < lengths.unsqueeze(-1), tokens, tokens[..., :1])
     values = scores.gather(-1, said)
     values = torch.where(values < 0, values * repetition_penalty, values / repetition_penalty)

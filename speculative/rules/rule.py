@@ -1,4 +1,4 @@
-"""The names of the acceptance rules. Free of torch, so that a config is read at once."""
+"""The names of the acceptance rules. Does not import torch, so that a config loads fast."""
 
 from typing import Literal, get_args
 
@@ -7,14 +7,14 @@ RULES: tuple[str, ...] = get_args(Rule)
 
 
 def draft_draws(rule: str) -> bool:
-    """Whether the draft draws its tokens; under the other rules it takes its argmax."""
+    """Whether the draft samples its tokens; under the other rules it takes its argmax."""
     return rule in ("sample", "block")
 
 
 def rules_of_text(rule: str, probabilities: bool = True) -> tuple[Rule, ...]:
-    """The rules that text which the target wrote under a rule can be replayed under: greedy text under `greedy` alone.
+    """The rules under which text of the target can be replayed: greedy text under `greedy` only.
 
-    probabilities: those of its tokens under the target's settings are known; without them a drawn draft cannot be judged.
+    probabilities: whether the probabilities of its tokens under the target's settings are known; a sampled draft needs them.
     """
     sampled: tuple[Rule, ...] = ("sample", "greedy-draft", "block") if probabilities else ("greedy-draft",)
     return ("greedy",) if rule == "greedy" else sampled

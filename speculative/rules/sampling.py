@@ -18,9 +18,9 @@ DRAFT_UNIFORM, ACCEPTANCE_COIN, RESIDUAL_UNIFORM = 0, 1, 2
 FEW_ROWS = 64  # Up to here a loop in numpy beats one operation of torch on all rows.
 # A power of two that divides the vocabularies of most models, and near enough to their square root.
 PIECE = 128
-# Masses are added up by key in so many columns: else all the small probabilities queue for one address.
+# Number of columns for adding masses by key: with one column all small probabilities would contend for one address.
 LANES = 32
-# A key of at most 48 bits is found in so many steps of at most 12.
+# Number of steps of at most 12 bits to find a key of at most 48 bits.
 KEY_STEPS = 4
 PROB_BITS = 30  # Of a float32 from 0 to 1.
 # How far two ways to the same float32 sum, or probability, may differ.
@@ -29,7 +29,7 @@ MASS_ROUNDING, PROB_ROUNDING = 3e-5, 1.0 - 1e-6
 
 @dataclass(frozen=True)
 class SamplingSettings:
-    """How the target is served. `temperature` 0 is greedy and makes the other fields idle; `top_k` 0 is off.
+    """Sampling settings of the target. `temperature` 0 is greedy and ignores the other fields; `top_k` 0 is off.
 
     Raises UserError for a value outside its range.
     """
@@ -72,7 +72,7 @@ def most_likely(scores_RV: torch.Tensor) -> torch.Tensor:
 
 
 def most_likely_and_peak(scores_RV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """`most_likely` and the scores there (*R,): NaN or infinite when anything in the row is broken."""
+    """`most_likely` and the scores there (*R,): NaN or infinite if any logit of the row is."""
     if scores_RV.device.type == "cpu" and scores_RV.dtype in (torch.float32, torch.float64):
         # numpy's argmax is vectorised on a CPU: a tenth of torch's time.
         flat = scores_RV.detach().numpy().reshape(-1, scores_RV.shape[-1])
@@ -110,8 +110,8 @@ def logits_to_probs(logits_RV: torch.Tensor, settings: SamplingSettings) -> torc
 def nucleus(scores_RV: torch.Tensor, top_p: float) -> torch.Tensor:
     """Scores (*R, V) with -inf outside the smallest set of tokens whose mass reaches `top_p`.
 
-    Without ordering the whole vocabulary as `nucleus_by_sorting` does: on a CPU with its very result, on an accelerator
-    by `nucleus_by_search`, but for a single row, whose sort is one of few kernels and the cheaper way there.
+    Avoids sorting the whole vocabulary: on a CPU with the same result as `nucleus_by_sorting`, on an accelerator with
+    `nucleus_by_search`, except for a single row, where a sort takes few kernels and is cheaper.
     """
     if scores_RV.device.type != "cpu" and scores_RV.dtype == torch.float32 and scores_RV[..., 0].numel() > 1:
         return nucleus_by_search(scores_RV, top_p)
@@ -131,7 +131,7 @@ def nucleus(scores_RV: torch.Tensor, top_p: float) -> torch.Tensor:
 
 
 def nucleus_by_sorting(scores_RV: torch.Tensor, top_p: float) -> torch.Tensor:
-    """`nucleus` as transformers' warper has it: the twin of the fast ones."""
+    """`nucleus` as in transformers' warper: the reference for the fast versions."""
     ascending_RV, order_RV = scores_RV.sort(dim=-1)
     removed_RV = ascending_RV.softmax(-1).cumsum(-1) <= 1.0 - top_p
     removed_RV[..., -1] = False
@@ -259,7 +259,7 @@ def search(cumulative_RV: torch.Tensor, points_RN: torch.Tensor) -> torch.Tensor
 
 
 def _search_rows(cumulative_RV: torch.Tensor, points_RN: torch.Tensor) -> torch.Tensor:
-    """`search` row by row in numpy: for few rows a third of the time of so many small operations of torch."""
+    """`search` row by row in numpy: for few rows it takes a third of the time of many small torch operations."""
     vocab, shape = cumulative_RV.shape[-1], points_RN.shape
     rows_RV, rows_RN = cumulative_RV.numpy().reshape(-1, vocab), points_RN.numpy().reshape(-1, shape[-1])
     ids_RN = np.empty(rows_RN.shape, dtype=np.int64)
@@ -272,10 +272,10 @@ def row_uniforms(seed: int, key: str, length: int, columns: int = 3, purpose: st
     """Uniforms (L, columns) in float64 for one response; by default draft draw, acceptance coin, residual or bonus draw.
 
     They depend on (seed, key, purpose) and the position only, so a response is the same whatever batch it is decoded
-    in, and a longer stream begins with the shorter one. Using the numbers of a position again after its drafted token
-    was thrown away stays lossless for token-wise rules: what is committed up to position t is a function of the
-    uniforms up to t, so those after t are still independent of everything the reader has seen. Block verification
-    looks at all coins of a block, so it takes a row of another purpose, used once, for each block.
+    in, and a longer stream begins with the shorter one. Reusing the numbers of a position after its drafted token was
+    discarded is lossless for token-wise rules: the text committed up to position t is a function of the uniforms up to
+    t, so the uniforms after t are independent of it. Block verification uses all coins of a block, so each block gets a
+    row of another purpose that is used only once.
     """
     name = f"{seed}\x00{key}" + (f"\x00{purpose}" if purpose else "")
     digest = hashlib.blake2b(name.encode(), digest_size=16).digest()

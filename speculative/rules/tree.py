@@ -4,8 +4,8 @@ Pure functions; randomness is passed in.
 Both rules read from the root down and from the first sibling to the last, so what is kept down to depth d is a function
 of the drafts and coins down to d: numbers of deeper positions may be used again in the next block (see `row_uniforms`).
 
-Every node of the tree is judged at once, as if the walk came by it, and then the path is read off: a handful of large
-operations instead of a small one for each sibling of each depth.
+All nodes are judged at once, as if each were reached, and then the path is read: a few large operations instead of a small
+one for each sibling of each depth.
 
 Shapes: B rows (R: any leading dimensions), N nodes (root not counted), N1 = N + 1, M the first nodes, as many as have draft
 rows, I nodes with children, D depth, D1 = D + 1, K candidates per node, V vocabulary.
@@ -25,7 +25,7 @@ from torch.nn.functional import pad
 from speculative.errors import UserError
 from speculative.rules.sampling import sample
 
-# A verify call of more tokens than this never pays; a shape that asks for it is a slip of the keyboard.
+# A verify call of more tokens never pays; a larger shape is a typing error.
 MAX_NODES = 1024
 
 
@@ -36,7 +36,7 @@ class TreeTensors(NamedTuple):
     n is what node n may attend to. paths_N1D: nodes from depth 1 down to the node itself, padded with 0.
 
     The rest serves `verify_tree`, which works family by family. inner_I: the nodes with children, most children first.
-    inner_place_N1: where a node stands in inner_I, -1 for a leaf. children_IK: their children; a missing one is replaced
+    inner_place_N1: position of a node in inner_I, -1 for a leaf. children_IK: their children; a missing one is replaced
     by the first, and so is a repeat that cannot pass. slots_N: place of node n + 1 in the flattened (I, K) layout.
     """
 
@@ -146,7 +146,7 @@ class TokenTree:
 
 
 @lru_cache(maxsize=64)
-@torch.inference_mode(False)  # They outlive the decode call that asks first.
+@torch.inference_mode(False)  # The tensors outlive the decode call that creates them.
 def _tensors(tree: TokenTree, device: torch.device) -> TreeTensors:
     size = tree.size
     ancestors = torch.eye(size + 1, dtype=torch.bool)
@@ -202,7 +202,7 @@ def top_children(logits_RV: torch.Tensor, count: int) -> torch.Tensor:
 class VerifiedTree(NamedTuple):
     """Outcome of one tree.
 
-    accepted_B: how many drafted tokens are kept, 0..D. path_BD: their nodes by depth, 0 behind accepted_B. next_ids_B:
+    accepted_B: how many drafted tokens are kept, 0..D. path_BD: their nodes by depth, 0 after accepted_B. next_ids_B:
     the token that follows them. overlap_BD: at the path's node of depth d, sum_v min(target, draft) for drawn
     candidates, the target's mass on all candidates together for fixed ones. accept_probs_BDK: probability, given the
     candidates, that the walk goes on from there to the k-th of them; its sum over k is the probability to go on at all.
@@ -226,7 +226,7 @@ def verify_tree(
 ) -> VerifiedTree:
     """Multi-candidate speculative sampling (SpecInfer, 2305.09781) of candidates drawn without replacement (2401.06706).
 
-    target_probs_BN1V[:, n] is the target's row behind node n, draft_probs_BMV[:, n] the row that n's children were
+    target_probs_BN1V[:, n] is the target's row after node n, draft_probs_BMV[:, n] the row that n's children were
     drawn from by `draw_children`. Leaves at the end have no children, so M may be anything from the number of the last
     parent + 1 up to N1. At a node, the first child passes as in `verify`; when it fails, the target is replaced by the
     normalised residual max(target - draft, 0), the draft by its row without that child, renormalised, and the next
@@ -236,7 +236,7 @@ def verify_tree(
     is followed if it is among the children; it is made with the coin of the first sibling alone, and completed by the
     residual uniform when it is none of them.
 
-    coins_BDK[:, d, k] is the coin of sibling k at depth d; residual_uniforms_BD1[:, a] draws the token behind a kept
+    coins_BDK[:, d, k] is the coin of sibling k at depth d; residual_uniforms_BD1[:, a] draws the token after a kept
     tokens. Candidates of target probability 0 never pass, whatever the coin; those of draft probability 0 and those
     that repeat a sibling count as absent. A chain gives what `verify` gives.
     """
@@ -261,7 +261,7 @@ def verify_tree(
     else:
         residual_BV = judged.residual_BIV[rows_B, place_B]
     # A leaf has no residual. Where nothing is left and yet every child failed (probability 0 in exact arithmetic), the
-    # target's own row stands in.
+    # target's own row is used.
     failed_B1 = (residual_BV.sum(-1, keepdim=True) > 0) & (place_B >= 0).unsqueeze(-1)
     next_probs_BV = torch.where(failed_B1, residual_BV, target_probs_BN1V[rows_B, stop_B])
     next_ids_B = sample(next_probs_BV, residual_uniforms_BD1[rows_B, accepted_B])
@@ -274,7 +274,7 @@ def verify_tree(
 
 
 def verify_tree_greedy(tree: TokenTree, target_ids_BN1: torch.Tensor, node_ids_BN: torch.Tensor) -> VerifiedTree:
-    """`verify_tree` at temperature 0, from the target's argmax behind every node: no row of V.
+    """`verify_tree` at temperature 0, from the target's argmax after every node, without rows of V.
 
     Of equal siblings the one that leads deepest is taken; the text is the same.
     """
@@ -291,7 +291,7 @@ def verify_tree_greedy(tree: TokenTree, target_ids_BN1: torch.Tensor, node_ids_B
 
 
 class _Judged(NamedTuple):
-    """Every family of the tree, whether the walk comes by it or not.
+    """All families of the tree, whether reached or not.
 
     passes_BIK: which children pass; the first of them is followed. accept_probs_BIK: probability that it is this one.
     residual_BIV: unnormalised row of the next token where all fail; None where it is the target's without the children.
@@ -305,7 +305,7 @@ class _Judged(NamedTuple):
 
 def _judge_fixed(target_BIV: torch.Tensor, ids_BIK: torch.Tensor, coins_BIK: torch.Tensor) -> _Judged:
     probs_BIK = target_BIV.gather(-1, ids_BIK) * ~_repeats(ids_BIK)
-    # One coin falls into the slice of one child, or behind them all. A parallel scan may give an empty slice a width.
+    # One coin falls into the slice of one child, or after all of them. A parallel scan may give an empty slice a width.
     passes_BIK = (coins_BIK[..., :1] < probs_BIK.cumsum(-1, dtype=torch.float64)) & (probs_BIK > 0)
     return _Judged(passes_BIK, probs_BIK, probs_BIK.sum(-1), None)
 
@@ -350,7 +350,7 @@ def _masses(tree: TokenTree, draft_BIV: torch.Tensor, ids_BIK: torch.Tensor, off
     """Mass of the draft's row that each child was drawn from, (B, I, K) or broadcastable to it."""
     if tree.max_children == 1:
         return torch.ones_like(offered_BIK[..., :1])
-    # Summed from what nobody drew upwards. One minus what was drawn would be all rounding on a row nearly exhausted.
+    # Summed upwards from the tokens not drawn. One minus the drawn mass would be mostly rounding when little mass is left.
     count = tree.family_counts[1]
     undrawn_BI = draft_BIV[:, :count].scatter(-1, ids_BIK[:, :count], 0.0).sum(-1)
     undrawn_BI = pad(undrawn_BI, (0, len(tree.inner) - count))

@@ -5,8 +5,8 @@ the drafted block as a whole: it carries the ratio target / draft along the bloc
 emits more tokens a block in expectation.
 
 The uniforms of a block that is verified as a whole must be its own. How much is kept depends on every drafted token and every
-coin of the block, also on those behind the cut, so a later block that took one of these numbers again (draft draw or coin) would
-be biased. `verify` and `verify_tree` read from left to right and are free of this.
+coin of the block, also on those after the cut, so a later block that reused one of these numbers (draft draw or coin) would be
+biased. `verify` and `verify_tree` read from left to right, so they may reuse numbers.
 
 Shapes: B rows, G drafted tokens (gamma), G1 = G + 1, V vocabulary.
 """
@@ -75,12 +75,12 @@ def verify(
 ) -> Verified:
     """Speculative sampling, 2211.17192 Algorithm 1, for every rule: greedy choices are one-hot rows.
 
-    `draft_probs_BGV` must be the probabilities the ids were drawn from; None stands for one-hot rows at `draft_ids_BG`
+    `draft_probs_BGV` must be the probabilities the ids were drawn from; None means one-hot rows at `draft_ids_BG`
     (a draft that takes its argmax), without building them. Token j passes when coin * draft < target, so a target
     probability of 0 is never accepted, whatever the coin. `residual_uniforms_BG1[:, j]` draws the token that replaces
     a rejected j, or the bonus token at j = G. G may be 0: plain sampling from the target. `drafted_B`: how many of the
     G tokens are real in each row, the bonus token following the last of them; None = all. It may depend on committed
-    text and on the tokens it keeps, never on a token it throws away.
+    text and on the tokens it keeps, never on a discarded token.
     """
     gamma = draft_ids_BG.shape[1]
     rows_B = torch.arange(draft_ids_BG.shape[0], device=draft_ids_BG.device)
@@ -132,7 +132,7 @@ def verify_greedy(
     return Verified(accepted_B, next_ids_B, matches_as_probs_BG, matches_as_probs_BG)
 
 
-# Logarithms and what becomes of them are (B, G): float64 costs nothing there.
+# Logarithms and derived values are (B, G), so float64 is cheap.
 TINY = torch.finfo(torch.float64).tiny
 
 
@@ -148,13 +148,13 @@ def verify_block(
 
     With weight_0 = 1 and weight_i = min(1, weight_(i-1) * target(x_i) / draft(x_i)), a prefix of i tokens passes when
     its coin is under accept_probs_BG[:, i - 1], the paper's h_i: weight_G for the whole block, and otherwise
-    left / (left + 1 - weight_i) with left = sum_v max(weight_i * target - draft, 0) at the position behind it. The
-    token behind the longest passing prefix comes from that residual, not from the token-wise one, or from the target's
-    row behind a whole block. A prefix of target probability 0 has h = 0 and never passes, whatever the coin.
+    left / (left + 1 - weight_i) with left = sum_v max(weight_i * target - draft, 0) at the position after it. The
+    token after the longest passing prefix comes from that residual, not from the token-wise one, or from the target's
+    row after a whole block. A prefix of target probability 0 has h = 0 and never passes, whatever the coin.
 
-    `draft_probs_BGV` must be the probabilities the ids were drawn from; None stands for one-hot rows at `draft_ids_BG`.
+    `draft_probs_BGV` must be the probabilities the ids were drawn from; None means one-hot rows at `draft_ids_BG`.
     `drafted_B` (int64, 0..G): how many of the G tokens are real in each row, the bonus token following the last of
-    them; None = all. It may depend on the tokens it keeps, never on a token it throws away. G may be 0.
+    them; None = all. It may depend on the tokens it keeps, never on a discarded token. G may be 0.
     """
     gamma = draft_ids_BG.shape[1]
     device = draft_ids_BG.device
@@ -194,7 +194,7 @@ def verify_block(
     else:
         correction_BV = residual_BGV[rows_B, behind_B]
         mass_B1 = left_BG[rows_B, behind_B].unsqueeze(-1)
-    # A cut where nothing is left has probability 0 in exact arithmetic: after rounding the target's own row stands in.
+    # A cut where nothing is left has probability 0 in exact arithmetic; after rounding, the target's own row is used.
     cut_B1 = (accepted_B.unsqueeze(-1) < last_B1) & (mass_B1 > 0)
     next_probs_BV = torch.where(cut_B1, correction_BV, target_probs_BG1V[rows_B, accepted_B])
     next_ids_B = sample(next_probs_BV, residual_uniforms_BG1[rows_B, accepted_B])
