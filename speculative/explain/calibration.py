@@ -1,7 +1,7 @@
-"""How often drafted tokens of each confidence are accepted, and when to stop drafting.
+"""Calibration of a draft: how often a token is accepted at a given draft probability, and when to stop drafting.
 
-With bin(x) the bin of the probability that the draft gave x, importance weighting turns what the draft would propose
-into what the target said, so that stored text answers without the target's distributions:
+Let bin(x) be the bin of the draft's probability of x. Importance weighting turns an expectation over the draft's proposals
+into one over the target's text, so stored text is enough and the target's distributions are not needed:
 
     E_{v ~ draft} 1[bin(v) = b] min(1, target(v) / draft(v)) = E_{x ~ target} 1[bin(x) = b] min(1, draft(x) / target(x))
 
@@ -39,7 +39,7 @@ class CalibrationBin(Record):
 
 
 class Calibration(Record):
-    """What the judged draft's confidence is worth."""
+    """Calibration of the judged draft."""
 
     rule: str | None = Field(None, description="engine rule")
     name: str | None = Field(None, description="name of the draft")
@@ -105,15 +105,15 @@ def stop_below(
 ) -> tuple[float | None, str]:
     """(threshold for the decoder's confidence stop, one sentence): drafting ends after a token of lower probability.
 
-    One more drafted token costs cost_ratio + verify_slope target steps, (v(gamma) - v(0)) / gamma being the slope of the
+    A further drafted token costs cost_ratio + verify_slope target steps, (v(gamma) - v(0)) / gamma being the slope of the
     verify call. speed_up is the predicted one at the pair's best gamma, 1 or less where no gamma pays: a target step is worth
     that many tokens, and never less than the one of plain decoding. The drafted token brings the chance that the token before
     it is accepted and it is too, measured on the text by the bin of the token before. The threshold is the upper edge of the
-    highest of the bins, counted from the lowest, after which it does not pay; bins of fewer than ENOUGH drafted tokens are
-    passed over. 0.0: it pays after all. None: after none, so that gamma 1 does as well as any stop, or no drafting where
-    no gamma pays: the sentence says which. Doubt about the block's earlier tokens, and what a second further token would bring,
-    are not counted: they pull in opposite directions.
-    parallel: the draft proposes a block in one call, so one more token costs verify_slope alone, and was proposed unseeing.
+    highest of the bins, counted from the lowest, after which a token does not pay. Bins of fewer than ENOUGH drafted tokens are
+    skipped. 0.0: a further token always pays. None: it never pays, so gamma 1 is as good as any stop, or no drafting if no gamma
+    pays; the sentence says which. Two effects are not counted, because they work in opposite directions: rejection of the
+    block's earlier tokens, and the gain of a second further token.
+    parallel: the draft proposes a block in one call, so a further token costs verify_slope only and is proposed without seeing the others.
 
     Raises ValueError for sampled drafting when the scores lack `confidence_mass_TC`.
     """
@@ -152,7 +152,7 @@ def _interval(accepted_P: np.ndarray, drafted_P: np.ndarray, confidence: float) 
         return None
     low, high = (min(1.0, end) for end in ratio_interval(accepted_P, drafted_P, confidence))
     if low == high and low in (0.0, 1.0):
-        # Clopper and Pearson's bound for no failure in so many trials.
+        # Clopper and Pearson's bound for no failure in this many trials.
         trials = max(1.0, min(len(drafted_P), float(drafted_P.sum())))
         bound = ((1.0 - confidence) / 2) ** (1.0 / trials)
         return (0.0, 1.0 - bound) if low == 0.0 else (bound, 1.0)
@@ -160,7 +160,7 @@ def _interval(accepted_P: np.ndarray, drafted_P: np.ndarray, confidence: float) 
 
 
 def _drafted(own: TokenScores, rule: str) -> tuple[np.ndarray, np.ndarray]:
-    """Of each token of a response, in each bin: drafted tokens expected there (T, C), and accepted ones (T, C)."""
+    """Expected drafted tokens (T, C) and accepted tokens (T, C) of each token of a response in each bin."""
     rows, columns = np.arange(len(own)), _bin(_draft_probs(own, rule))
     drafted_TC, accepted_TC = np.zeros((2, len(own), BINS))
     accepted_TC[rows, columns] = own.accept_probs(rule)
@@ -173,7 +173,7 @@ def _drafted(own: TokenScores, rule: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _mean_confidences(scores: Sequence[TokenScores], rule: str) -> np.ndarray:
-    """Mean draft probability (C,) of a drafted token in each bin; its centre where nothing tells."""
+    """Mean draft probability (C,) of a drafted token in each bin; its centre if there is no data."""
     probs_T = np.concatenate([_draft_probs(own, rule) for own in scores])
     bins_T = _bin(probs_T)
     if not draft_draws(rule):
@@ -192,7 +192,7 @@ def _mean_confidences(scores: Sequence[TokenScores], rule: str) -> np.ndarray:
 
 
 def _draft_probs(own: TokenScores, rule: str) -> np.ndarray:
-    """Of the token said, where the draft samples; of the draft's argmax, where it takes that."""
+    """Draft probability of the stored token if the draft samples, else of its argmax."""
     return np.exp(own.log_draft_probs) if draft_draws(rule) else own.choice_probs
 
 

@@ -1,4 +1,4 @@
-"""The best speed-up drafting can reach (perfect draft, best greedy draft, prompt lookup), and whether a draft is worth distilling.
+"""Upper limits of drafting: the perfect draft, the best greedy draft, prompt lookup without training; and whether it pays.
 
 Shapes: N texts, T tokens of one text, K gammas.
 """
@@ -20,42 +20,42 @@ from speculative.measure.replay import replay, texts_kept, texts_of
 from speculative.measure.token_scores import StoredText, TokenScores, scored_gammas
 from speculative.rules.sampling import SamplingSettings
 
-# A draft step of more than .6 target steps: the break-even alpha at gamma 5 is .83 even where verifying is free of
-# charge (v = 1), as much as the best distilled drafts reach, and a perfect draft stays under 1 / c = 1.67x at any gamma.
-# Of a draft that takes one call a block no such thing holds.
+# Largest useful draft step, in target steps. Above 0.6 the break-even alpha at gamma 5 is 0.83 even if verifying is free
+# (v = 1), as much as the best distilled drafts reach, and a perfect draft stays under 1 / c = 1.67x at any gamma.
+# This does not hold for a draft with one call per block.
 HOPELESS_COST_RATIO = 0.6
-# Of what a perfect draft would gain, real ones (alpha .7-.85) gain a third: under 1.5x that is nothing.
+# Real drafts (alpha 0.7-0.85) gain a third of what a perfect draft gains: below 1.5x that is nothing.
 PERFECT_WORTH = 1.5
-# Above every published distilled draft that is a model of its own (.57 - .87): if this one does not pay, none will.
+# Above every published distilled draft that is a separate model (0.57 - 0.87): if this alpha does not pay, no draft will.
 REALISTIC_ALPHA = 0.9
-# Speed-ups are predicted to within 10 %: less than that may be nothing.
+# Predicted speed-ups are accurate to 10 %, so smaller ones may not be real.
 WORTHWHILE = 1.1
-# Two predictions for one pair share their errors, so a smaller step counts; under this one it is not worth the work.
+# Two predictions for one pair share their errors, so a smaller gain counts; below this it is not worth the work.
 GAIN_WORTHWHILE = 1.05
 # Share of the gap to its ceiling that distilling has closed for a draft that started at alpha: a line through 15 pairs
 # (two of ours, two of a plain loop, 11 published: 2310.07177, OSD, DistillSpec on Qwen3, one null result), starting alpha
-# .13 to .81, shares .75 to 0, residual .11. Good drafts gain next to nothing; under .43 all end near .69 wherever they start.
+# 0.13 to 0.81, shares 0.75 to 0, residual 0.11. Good drafts gain almost nothing; below 0.43 all end near 0.69.
 CLOSED_AT_ZERO, CLOSED_PER_ALPHA, WEAK_ALPHA = 0.86, -0.94, 0.43
-# Ceilings look at gammas up to here even where fewer were measured.
+# Ceilings use gammas up to here even if fewer were measured.
 CEILING_GAMMA = 8
 
-# What ways are called beside a draft's own name.
+# Suffixes and prefixes for the name of a draft.
 DISTILLED, CEILING, BEFORE = ", distilled", ", at its ceiling", "lookup + "
 
-# hopeless: at these costs no draft pays enough. no_headroom: distilling is predicted to add less than 5 % to what it has.
-# already_pays: worth serving now, and distilling adds. needs_distillation: not worth it yet, distilled it would be.
-# out_of_reach: not worth it, and would not be after what distilling has brought drafts that started there.
+# hopeless: at these costs no draft pays enough. no_headroom: distilling is predicted to add less than 5 %.
+# already_pays: worth serving now, and distilling improves it. needs_distillation: worth serving only after distilling.
+# out_of_reach: not worth it, also not after the typical gain of distilling from this alpha.
 DecisionWord = Literal["hopeless", "no_headroom", "already_pays", "needs_distillation", "out_of_reach"]
 # Why a pair is hopeless.
 HopelessReason = Literal["cost_ratio", "perfect_draft", "realistic_draft"]
-# What would have to become cheaper: the draft's steps, the verify call, any one of them, or both at once.
+# The part that must become cheaper: the draft's steps, the verify call, either one, or both.
 Culprit = Literal["draft", "verify", "either", "both"]
 WORTH_DISTILLING: tuple[DecisionWord, ...] = ("already_pays", "needs_distillation")
 
 
 @dataclass(frozen=True)
 class TargetPeaks:
-    """What the target itself would have said at each of the T stored tokens of a text, under the serving settings.
+    """The target's own choice at each of the T stored tokens of a text, under the serving settings.
 
     peaks: its largest probability (1 where it is served greedily). matches: its argmax is the stored token.
     """
@@ -89,7 +89,7 @@ def target_peaks(target: PreTrainedModel, texts: Sequence[StoredText], settings:
 
 
 def closed_share(alpha: float, ceiling_alpha: float = 1.0) -> float:
-    """What share of the gap to its ceiling distilling may be expected to close for a draft that has this alpha."""
+    """Expected share of the gap to the ceiling that distilling closes for a draft with this alpha."""
     own = min(alpha / ceiling_alpha, 1.0)
     start = max(own, WEAK_ALPHA)
     end = start + (1.0 - start) * max(0.0, CLOSED_AT_ZERO + CLOSED_PER_ALPHA * start)
@@ -103,7 +103,7 @@ def partly_closed_tau(tau: float, gamma: int, other_tau: float, other_closed_tau
 
 
 def hopeless_because(costs: StepCosts) -> HopelessReason | None:
-    """Why no draft of this price can pay enough, whatever it learns; None when one can."""
+    """Reason why no draft with these costs can pay, however good it is; None if one can."""
     gammas = ceiling_gammas(costs)
     if not costs.parallel and costs.cost_ratio > HOPELESS_COST_RATIO:
         return "cost_ratio"
@@ -115,7 +115,7 @@ def hopeless_because(costs: StepCosts) -> HopelessReason | None:
 
 
 def advice(costs: StepCosts) -> tuple[Culprit, str] | None:
-    """(what costs too much, a sentence that says so and what to do); None unless the pair is hopeless.
+    """(the part that costs too much, a sentence with the reason and the fix); None unless the pair is hopeless.
 
     A part is to blame where the pair would not be hopeless if that part were free: c = 0, or v = 1.
     """
@@ -151,11 +151,11 @@ def advice(costs: StepCosts) -> tuple[Culprit, str] | None:
 def decide(
     costs: StepCosts, now: float, reachable: float, baseline: float, together: tuple[float, float] = (1.0, 1.0)
 ) -> DecisionWord:
-    """What to do with a draft, from its speed-ups over the target alone.
+    """Decide what to do with a draft, from its speed-ups over the target alone.
 
-    now: as it is, at its best gamma. reachable: with `closed_share` of the gap to its ceiling closed. baseline: of what
-    costs no training (prompt lookup); 1 when there is none. together: the same two with that before the draft; it
-    is worth a draft where it adds `GAIN_WORTHWHILE` to the baseline. The thresholds are the constants above.
+    now: the present draft, at its best gamma. reachable: with `closed_share` of the gap to its ceiling closed. baseline: of a
+    drafter without training (prompt lookup); 1 if there is none. together: now and reachable with the lookup before the
+    draft; the draft pays if that adds `GAIN_WORTHWHILE` to the baseline. The thresholds are the constants above.
     """
     if hopeless_because(costs) is not None:
         return "hopeless"
@@ -171,7 +171,7 @@ def decide(
 class Price:
     """Seconds and ratios of a way under a rule, what a perfect draft gives at them, and the alpha that each gamma needs (i.i.d.).
 
-    hopeless, advice: why no draft of this price pays and what to do, None where one can.
+    hopeless, advice: why no draft with these costs pays, and the fix; None if one can.
     """
 
     way: str
@@ -204,9 +204,9 @@ def price_of(way: str, rule: str, costs: StepCosts) -> Price:
 class Outlook:
     """One draft under one rule on frozen target text, at the gamma that is best for each row by its step times.
 
-    now: as it is. distilled: with `closed_share` of the gap to its ceiling closed. ceiling: alpha 1, or that of the target's
-    argmax where the draft takes its argmax and the target samples. both: prompt lookup before it, as it is and distilled;
-    empty for a rule that does not judge each token alone. taus: as it is, by gamma. gamma 0: none pays.
+    now: the present draft. distilled: with `closed_share` of the gap to its ceiling closed. ceiling: alpha 1, or that of the target's
+    argmax where the draft takes its argmax and the target samples. both: prompt lookup before the draft, now and distilled;
+    empty for a rule that is not token-wise. taus: of the present draft, by gamma. gamma 0: no gamma pays.
     """
 
     now: Measured
@@ -219,7 +219,7 @@ class Outlook:
 
     @property
     def rows(self) -> list[Measured]:
-        """All of them."""
+        """All rows."""
         return [self.now, self.distilled, self.ceiling, *self.both]
 
 
@@ -228,7 +228,7 @@ def lookup_outlook(
 ) -> tuple[Measured, float, float]:
     """(prompt lookup at its best n-gram sizes and gamma, share of the tokens where it proposes, and where it is right).
 
-    Sizes and gamma are chosen on the very texts: a few choices, and for a baseline. row: the text and the load.
+    Sizes and gamma are chosen on the same texts, which is acceptable for a baseline with few choices. row: the text and the load.
     """
     tuned = tuned_lookup(texts, costs, gammas)
     kept_T = np.concatenate([kept_by_lookup(text, tuned.gamma, *tuned.sizes) for text in texts])
@@ -245,10 +245,10 @@ def draft_outlook(
     baseline: float = 1.0,
     texts: Sequence[StoredText] | None = None,
 ) -> Outlook:
-    """What a draft has under a rule, what its ceiling is, what lies between, and the word.
+    """The outlook of a draft under a rule: now, after distilling, at its ceiling, and the decision.
 
-    row: the draft's name as the way, the rule, the text and the load. baseline: speed-up of what costs no training.
-    texts: what was scored; then prompt lookup before the draft is predicted too. Speed-ups and their intervals take the step
+    row: the draft's name as the way, the rule, the text and the load. baseline: speed-up of a drafter without training.
+    texts: the scored texts; with them, prompt lookup before the draft is predicted too. Speed-ups and their intervals take the step
     times as exact. Of a parallel draft, at the gammas it was scored for, `distilled` closes that share at every offset of a block.
     """
     rule = row.rule
@@ -263,7 +263,7 @@ def draft_outlook(
         ceiling_alpha = alpha_with_interval([text.peaks for text in peaks], prompt_keys)[0]
         ceiling_taus = replay(best, gammas)
     share = closed_share(curve.alpha, ceiling_alpha)
-    # The ceiling's acceptance at a share of the places, else its own: hard places stay as unevenly spread as they are.
+    # The ceiling's acceptance at a share of the positions, else its own, so hard positions stay as unevenly spread.
     closed = [(1.0 - share) * probs + share * highest for probs, highest in zip(own, best, strict=True)]
     closed_taus = replay(closed, gammas)
     both = () if texts is None else _both(texts, prompt_keys, scores, closed, costs, row)
@@ -289,13 +289,13 @@ def draft_outlook(
 
 
 def at_load(now: Measured, taus: Mapping[int, float], costs: StepCosts) -> Measured:
-    """The draft as it is at the batch size of these costs: its best gamma there."""
+    """The present draft at the batch size of these costs, at its best gamma."""
     row = replace(now, concurrency=costs.batch_size, tau_ci=None, speed_up_ci=None)
     return replace(_at_best_gamma(row, now.alpha or 0.0, taus, costs), how=now.how)
 
 
 def _by_start(probs_T: np.ndarray, like: np.ndarray) -> np.ndarray:
-    """Probabilities of tokens, as a table (T, J) by start and offset where `like` is one; 1 after the end."""
+    """Probabilities of tokens, as a table (T, J) by start and offset if `like` is one; 1 after the end."""
     if like.ndim == 1:
         return probs_T
     padded = np.concatenate((probs_T, np.ones(like.shape[1] - 1)))
@@ -310,7 +310,7 @@ def _both(
     costs: StepCosts,
     row: Measured,
 ) -> tuple[Measured, Measured]:
-    """Prompt lookup before a draft as it is, and before one whose tokens are kept with probability `closed`."""
+    """Prompt lookup before the present draft, and before one whose tokens are kept with probability `closed`."""
     gammas = scored_gammas(scores, range(1, max(costs.verify_seconds) + 1))
     tuned = tuned_lookup(texts, costs, gammas, texts_of(scores, row.rule))
     row = replace(row, way=f"{BEFORE}{row.way}")
@@ -321,7 +321,7 @@ def _both(
 
 
 def _pace(texts: Sequence[StoredText], prompt_keys: Sequence[Hashable], steps_N: np.ndarray) -> Interval:
-    """The interval of tokens over target steps."""
+    """Interval of tokens per target step."""
     tokens_N = np.array([len(text.response_ids) for text in texts])
     return ratio_interval(sum_by_prompt(prompt_keys, tokens_N), sum_by_prompt(prompt_keys, steps_N))
 

@@ -1,4 +1,4 @@
-"""The most expensive disagreements: positions where the draft's first choice is not the target's token, and their cost.
+"""The most expensive disagreements: the tokens where target and draft differ, and their cost.
 
 Shapes: N responses, T tokens of one response.
 """
@@ -19,12 +19,12 @@ from speculative.measure.replay import expected_blocks_of
 from speculative.measure.token_scores import TokenScores
 
 CONTEXT_TOKENS = 12
-# Responses replayed at once with one group of disagreements settled in each.
+# Responses replayed at once, each with one group of disagreements corrected.
 REPLAYED_AT_ONCE = 2048
 
 
 class Disagreement(Record):
-    """What the target said where the draft wanted something else."""
+    """A pair of tokens: the target's, and the one the draft preferred."""
 
     context: Text = Field(description="text before one such position")
     target_said: Text = Field(description="token")
@@ -45,7 +45,7 @@ class _Group:
     wanted: int
     places: dict[int, list[int]] = field(default_factory=dict)
     lost: float = 0.0
-    worst: tuple[float, int, int] = (-1.0, 0, 0)  # lost there, response, place
+    worst: tuple[float, int, int] = (-1.0, 0, 0)  # rejected mass, response, position
 
     def add(self, response: int, place: int, lost: float) -> None:
         self.places.setdefault(response, []).append(place)
@@ -66,11 +66,11 @@ def disagreements(
 ) -> list[Disagreement]:
     """Places where the draft's most probable token is not the one the target said, grouped by these two tokens.
 
-    The most expensive first: of the `count` groups that reject the most probability mass sum (1 - a), by what they really cost
+    The most expensive first: of the `count` groups that reject the most probability mass sum (1 - a), by their actual cost
     at `gamma`.
 
-    tau_if_agreed is of all the text, all else unchanged: costs do not add up, because a place after another rejection costs less than it
-    seems. The example and its context are of the place that rejects most.
+    tau_if_agreed is of the whole text, with only this group corrected. Costs do not add up: a position after another rejection
+    costs less than it seems. The example and its context are of the position that rejects most.
 
     Under rule `block` a is that of `sample`, and being right means giving the token the target's own probability.
     """
@@ -120,7 +120,7 @@ def _grouped(texts: Sequence[SlicedText], scores: Sequence[TokenScores], lost_NT
 def _saved_blocks(
     groups: Sequence[_Group], scores: Sequence[TokenScores], blocks_N: np.ndarray, rule: str, gamma: int
 ) -> list[float]:
-    """Expected target calls less, for each group, had the draft been right at its places."""
+    """Expected target calls saved, for each group, if the draft had been right at its positions."""
     saved = np.zeros(len(groups))
     wanted = [(number, index) for number, group in enumerate(groups) for index in group.places]
     for start in range(0, len(wanted), REPLAYED_AT_ONCE):
@@ -132,7 +132,7 @@ def _saved_blocks(
 
 
 def _as_if_agreed(scores: TokenScores, places: Sequence[int]) -> TokenScores:
-    """The same scores with a draft that is surely kept at these places, under every rule."""
+    """The same scores with a draft that is always accepted at these positions, under every rule."""
     right = np.zeros(len(scores), dtype=bool)
     right[places] = True
     by_start = scores.by_start
@@ -153,4 +153,4 @@ def _kept_where(scores: TokenScores, right: np.ndarray) -> TokenScores:
 def _context(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
     text = tokenizer.decode(list(ids), skip_special_tokens=True)
     assert isinstance(text, str)
-    return text.lstrip(UNDECODED)  # The cut may have gone through a character.
+    return text.lstrip(UNDECODED)  # The cut may split a character.

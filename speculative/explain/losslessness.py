@@ -1,18 +1,19 @@
-"""Test that speculative text is the target's own: greedy text must be equal, and sampled text must have the same distribution.
+"""The losslessness check: is speculative text the target's own? Greedy text must be equal, sampled text must have the same
+distribution. Both are tested.
 
 Three tests, of which a decoder that is lossless fails any at most about once in `1 / LEVEL` uses (each has its share of
 it; "about", because at finite sample sizes the two chi-square tests keep their level only nearly):
 
 permutation  Responses sampled with and without the draft, other seeds. If the two distributions are one, then within a
              prompt the labels "with" and "without" are exchangeable, so the share of relabelled data with a statistic as
-             large is a p-value that is valid at every sample size, whatever the models. Four statistics look at the
-             data, the smallest of their p-values counts, and the relabelled data say how small the smallest of four is
-             by chance (Westfall and Young's min-P).
+             large is a p-value that is valid at every sample size, for any models. The test takes the smallest p-value of
+             four statistics; the relabelled data give the distribution of that minimum by chance (Westfall and Young's
+             min-P).
 first token  The first sampled token of each response against the target's exact probabilities by a plain forward.
-every token  The same for all tokens, each given the text before it: no decoder of ours has a part in what is expected.
+every token  The same for all tokens, each given the text before it. The expected values do not use our decoder.
 
-Where in its distribution a token lies is a number that is uniform on [0, 1) for a true sampler (Rosenblatt's transform):
-the mass of the likelier tokens, plus a random share of its own.
+For a true sampler, the position of a token in its distribution is uniform on [0, 1) (Rosenblatt's transform): the mass of the
+more likely tokens, plus a random share of its own.
 
 Shapes: N responses, T tokens of one, R rows of a forward, V vocabulary, D features, B relabellings, S statistics,
 K equal bins of the unit interval.
@@ -35,12 +36,12 @@ from speculative.measure.self_checks import NearTie, SelfCheckError, near_tie
 from speculative.measure.token_scores import values_by_text
 from speculative.rules.sampling import GREEDY, SamplingSettings, logits_to_probs
 
-LEVEL = 1e-3  # False alarms of the whole check.
+LEVEL = 1e-3  # False-alarm rate of the whole check.
 PERMUTATIONS = 9999
 PREFIX = 8  # first tokens whose agreement is compared
 BINS = 16
-LEAST_PER_BIN = 5  # expected count under which a chi-square's p-value is not to be trusted
-CONTROL = 1.1  # what the temperature of the positive control is multiplied by
+LEAST_PER_BIN = 5  # below this expected count a chi-square's p-value is not reliable
+CONTROL = 1.1  # factor on the temperature for the positive control
 CHUNK = 256  # relabellings at once
 SAMPLED, FIRST_TOKEN, EVERY_TOKEN = (
     "texts sampled with and without the draft",
@@ -51,7 +52,7 @@ SAMPLED, FIRST_TOKEN, EVERY_TOKEN = (
 
 @dataclass(frozen=True)
 class GreedyTexts:
-    """Greedy text with the draft against the target's alone. Two texts may part where the target's two best logits are equal up to
+    """Greedy text with the draft against the target's alone. Two texts may differ where the target's two best logits are equal up to
     the dtype's rounding (`self_checks.NEAR_TIE`); any other difference is in `differences`, one line each.
     """
 
@@ -64,7 +65,7 @@ class GreedyTexts:
 
 @dataclass(frozen=True)
 class Uniformity:
-    """Chi-square test that tokens lie evenly in the target's distribution. impossible: tokens of probability 0."""
+    """Chi-square test that tokens are uniform in the target's distribution. impossible: tokens of probability 0."""
 
     tokens: int
     impossible: int
@@ -99,7 +100,7 @@ class SampledTexts:
 
     @property
     def p_values(self) -> dict[str, float]:
-        """Of every test, in the order that the sentence has them."""
+        """p-value of every test, in the order of the sentence."""
         return {
             SAMPLED: self.permutation.p_value,
             FIRST_TOKEN: self.first_token.p_value,
@@ -108,7 +109,7 @@ class SampledTexts:
 
     @property
     def failed(self) -> list[str]:
-        """The tests under their share of the level."""
+        """The tests with a p-value below their share of the level."""
         judged = [name for name in self.p_values if self.judged_every or name != EVERY_TOKEN]
         return [name for name in judged if self.p_values[name] < LEVEL / len(judged)]
 
@@ -126,13 +127,13 @@ class Lossless:
 
     @property
     def failed(self) -> list[str]:
-        """What is not the target's own, in words."""
+        """The failed comparisons, in words."""
         greedy = ["greedy texts"] if self.greedy.differences else []
         return greedy + (self.sampled.failed if self.sampled else [])
 
     @property
     def sentence(self) -> str:
-        """The answer in words, with what failed or with what the check could have seen."""
+        """The result in words, with the failed tests or with the sensitivity of the check."""
         greedy, sampled, control = self.greedy, self.sampled, self.control
         ties = f" ({len(greedy.near_ties)} more differ from a near-tie of the target on)" if greedy.near_ties else ""
         same = f"greedy text is the target's own on {greedy.equal} of {greedy.prompts} prompts{ties}"
@@ -156,7 +157,7 @@ class Lossless:
         )
 
     def record(self) -> dict[str, Any]:
-        """As JSON."""
+        """Plain values for JSON."""
         return asdict(self) | {
             "level": LEVEL,
             "failed": self.failed,
@@ -172,7 +173,7 @@ Places = list[tuple[np.ndarray, np.ndarray]]
 def token_places(target: PreTrainedModel, texts: Sequence[Response], sampling: SamplingSettings) -> Places:
     """Per text (likelier_T, own_T): the target's mass on tokens likelier than each token, and on it (ties included).
 
-    By plain forwards of the target over the whole texts; 0 own mass: the target could not have said it. Raises
+    By plain forwards of the target over the whole texts; 0 own mass: the target cannot produce the token. Raises
     UserError when the target returns NaN.
     """
 
@@ -183,7 +184,7 @@ def token_places(target: PreTrainedModel, texts: Sequence[Response], sampling: S
 
 
 def masses(probs_RV: torch.Tensor, token_ids_R: torch.Tensor) -> list[torch.Tensor]:
-    """[what likelier tokens have (R,), what the token has (R,), ties included]."""
+    """[mass of more likely tokens (R,), mass of the token (R,), ties included]."""
     of_token_R1 = probs_RV.gather(-1, token_ids_R.unsqueeze(-1))
     return [
         torch.where(chosen_RV, probs_RV, 0.0).sum(-1, dtype=torch.float64)
@@ -195,7 +196,7 @@ def uniformity(places: Places, seed: int) -> Uniformity:
     """Whether `likelier + U x own` of all tokens is uniform.
 
     Under a true sampler the numbers are independent and uniform, in whatever text and order (Rosenblatt 1952). With few
-    tokens there are fewer bins; under two bins' worth the p-value is 1.
+    tokens there are fewer bins; with fewer than two bins the p-value is 1.
     """
     likelier_N, own_N = (np.concatenate([text[side] for text in places]) for side in (0, 1))
     bins = min(BINS, len(own_N) // LEAST_PER_BIN)
@@ -210,10 +211,10 @@ def uniformity(places: Places, seed: int) -> Uniformity:
 def text_features(
     prompts_N: Sequence[int], ids: Sequence[Sequence[int]], places: Sequence[np.ndarray]
 ) -> dict[str, sparse.csr_matrix]:
-    """What each statistic looks at, a matrix (N, D) each; the statistic is the squared length of with minus without.
+    """Features (N, D) of each statistic; the statistic is the squared length of the sum with minus the sum without the draft.
 
-    first tokens: the prompt and the first 1, 2, ..., 8 tokens, one feature per beginning. words: how often each token is
-    said, over all prompts, scaled as in a chi-square. likelihood: the same for where its tokens lie in the target's
+    first tokens: the prompt and the first 1, 2, ..., 8 tokens, one feature per beginning. words: counts of each token
+    over all prompts, scaled as in a chi-square. likelihood: the same for where its tokens lie in the target's
     distributions (`token_places`, bins of the middle of the token's mass). length: tokens of the response.
     """
     beginnings = [
@@ -251,7 +252,7 @@ def permutation_test(
 ) -> Permutation:
     """Are the first halves of all groups of rows distributed as the second halves?
 
-    The rows of each of `groups` equally large groups stand together; labels are exchanged within groups only. A feature's
+    The rows of each of `groups` equally large groups are adjacent; labels are exchanged within groups only. A feature's
     p-value is that of a gamma with the first two moments of the relabelled statistics; that of the smallest is by relabelling,
     so the approximation costs no validity.
     """
@@ -265,8 +266,8 @@ def permutation_test(
         count = min(CHUNK, permutations - start)
         labels = np.tile(signs_N.reshape(groups, size), (count, 1, 1))
         parts.append(_squared_differences(features, generator.permuted(labels, axis=-1).reshape(count, rows)))
-    values_BS = np.concatenate(parts)  # The first row is what was observed.
-    # Rounding must not tell equal values apart: a relabelling that changes nothing is as large as the observed.
+    values_BS = np.concatenate(parts)  # The first row is the observed data.
+    # Rounding must not separate equal values: a relabelling that changes nothing equals the observed value.
     values_BS = np.round(values_BS, 9)
     smallest_B = np.round(_log_tails(values_BS).min(1), 9)
     alone_S = (values_BS >= values_BS[0]).mean(0)
@@ -344,12 +345,12 @@ def losslessness(
     permutations: int = PERMUTATIONS,
     control: bool = True,
 ) -> Lossless:
-    """Every test of this file on one pair under one rule; at temperature 0 that of greedy text alone.
+    """Run all tests of this file on one pair under one rule; at temperature 0 only the greedy test.
 
-    control: the same tests of the target at `CONTROL` times the temperature, without a draft: whether a fault of that size
-    would have been seen with as many samples. It costs half as much decoding again.
+    control: the same tests of the target at `CONTROL` times the temperature, without a draft: it shows whether a fault of that
+    size would be detected with as many samples. It adds half as much decoding.
 
-    Raises UserError when gamma is 0, for fewer than two samples, and whatever `decode` refuses.
+    Raises UserError when gamma is 0, for fewer than two samples, and for everything that `decode` refuses.
     """
     if settings.gamma < 1:
         raise UserError("gamma = 0: the losslessness check needs at least one drafted token per block")
@@ -362,7 +363,7 @@ def losslessness(
     if sampling.greedy:
         return found
 
-    # A response is a function of (seed, key): the samples must not share their coins.
+    # A response is a function of (seed, key), so the samples need different seeds.
     def sample(number: int, proposer: Drafter | None, temperature: float) -> tuple[list[Response], Places]:
         own = replace(settings, seed=settings.seed + number, sampling=replace(sampling, temperature=temperature))
         texts = sampled_texts(target, proposer, prompts, own, samples, batch_size=batch_size)
@@ -388,7 +389,7 @@ def losslessness(
 def _side_by_side(
     sides: tuple[Sequence[Response], Sequence[Response]], places: tuple[Places, Places], samples: int
 ) -> dict[str, sparse.csr_matrix]:
-    """`text_features` of two equally large samples, those of each prompt together."""
+    """`text_features` of two samples of equal size, grouped by prompt."""
     prompts = len(sides[0]) // samples
     order = [(side, prompt * samples + n) for prompt in range(prompts) for side in (0, 1) for n in range(samples)]
     middles = [likelier_T + own_T / 2 for likelier_T, own_T in (places[side][index] for side, index in order)]

@@ -2,7 +2,7 @@
 
 Requests differ in length and difficulty, so the request is the unit. Both rates are linearised: request n adds
 (accepted_n - rate x drafted_n) / sum(drafted) to the error of its rate. Later requests may have labels, each compared with
-the judged ones of its own; the rates are then weighted by what was drafted later, so that another mix of labels is no change.
+the judged ones of its own; the rates are then weighted by what was drafted later, so that a different mix of labels does not count as a change.
 
 Shapes: N later requests, P judged ones, S labels; the first axis of two is (accepted, drafted).
 """
@@ -16,12 +16,12 @@ from scipy import special
 
 from speculative.measure.intervals import Interval
 
-FEWEST_REQUESTS = 8  # Fewer say too little of their own spread.
+FEWEST_REQUESTS = 8  # Fewer give no useful estimate of their spread.
 
 
 @dataclass(frozen=True)
 class RateChange:
-    """rate, baseline: accepted per drafted, later and as judged at the later mix of labels. ci: of `change`, their difference."""
+    """rate, baseline: accepted per drafted, later and as judged at the later mix of labels. ci: interval of `change`, their difference."""
 
     rate: float
     baseline: float
@@ -38,7 +38,7 @@ def rate_change(
     sums: bool = False,
     confidence: float = 0.95,
 ) -> RateChange:
-    """The later requests' rate less that of the judged ones; the error of both is in its interval.
+    """The later requests' rate minus that of the judged ones; the interval includes the error of both.
 
     Args:
         label_N: of each later request, as a row of ``members_SP``: which judged requests it is compared with.
@@ -56,7 +56,7 @@ def rate_change(
         own_N, own_P = np.asarray(label_N) == label, members_SP[label]
         weight, judged = later_2N[1, own_N].sum() / total, judged_2P[:, own_P].sum(1)
         off_N[own_N] = _off(later_2N[:, own_N], later_2N[:, own_N].sum(1))
-        # A judged request may serve several labels, so its errors are added before they are squared.
+        # A judged request may belong to several labels: its errors are added before they are squared.
         error_P[own_P] += weight * _off(judged_2P[:, own_P], judged) / judged[1]
         baseline += weight * judged[0] / judged[1]
     prompts, free = len(error_P), count - len(labels)
@@ -73,5 +73,5 @@ def rate_change(
 
 
 def _off(counts_2N: np.ndarray, sums: np.ndarray) -> np.ndarray:
-    """How far each request is off its group's rate, in accepted tokens."""
+    """Deviation of each request from its group's rate, in accepted tokens."""
     return counts_2N[0] - sums[0] / sums[1] * counts_2N[1]

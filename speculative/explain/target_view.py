@@ -1,4 +1,4 @@
-"""What a model thinks at each token of stored text: how unsure it is, and its most probable next tokens.
+"""A model's entropy and most probable next tokens at each token of stored text.
 
 Shapes: T tokens of one response, R rows of a chunk, V vocabulary, K tokens asked for.
 """
@@ -16,7 +16,7 @@ from speculative.rules.sampling import SamplingSettings, logits_to_probs
 def target_entropies(target: PreTrainedModel, texts: Sequence[StoredText]) -> list[np.ndarray]:
     """Entropy (T,) in nats of the target's own distribution, temperature 1 and nothing cut, before each response token.
 
-    One forward per batch. A token that can never be said (logit of minus infinity, a padded vocabulary row) adds 0.
+    One forward per batch. A token with logit minus infinity (a padded vocabulary row) adds 0.
 
     Raises UserError when the model returns NaN or infinite logits.
     """

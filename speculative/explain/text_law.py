@@ -1,10 +1,10 @@
 """Is a served text the target's own? Two tests of it against the target's probabilities, by a plain forward over the whole text.
 
-places     Where in its distribution each token lies, a number that is uniform for a true sampler (`losslessness`).
-log_prob   Mean log-probability of the tokens against the mean of minus the entropies: what was said is as likely as it should be.
+places     The position of each token in its distribution, which is uniform for a true sampler (`losslessness`).
+log_prob   Mean log-probability of the tokens against the mean of minus the entropies: the text is as likely as expected.
            Given the text before, each token's log-probability has a known mean and variance, so the sum is a z-score.
 
-Acceptance alone would not tell: text that is garbage may be drafted well.
+Acceptance alone is not enough: a draft may predict wrong text well.
 Shapes: R rows of a forward, V vocabulary, T tokens of a response.
 """
 
@@ -20,9 +20,9 @@ from speculative.explain.losslessness import LEVEL, masses, uniformity
 from speculative.measure.token_scores import StoredText, values_by_text
 from speculative.rules.sampling import SamplingSettings, logits_to_probs
 
-# Log-probability of a token that the target cannot say: one of a thousand may be rounding at the edge of a nucleus.
+# Log-probability used for an impossible token: one in a thousand may be rounding at the edge of a nucleus.
 IMPOSSIBLE = -20.0
-ALL_LIKELIEST = 0.995  # Share of tokens that are the target's first choice, from which on nothing was sampled.
+ALL_LIKELIEST = 0.995  # Share of tokens that are the target's first choice, above which the text was probably greedy.
 
 
 @dataclass(frozen=True)

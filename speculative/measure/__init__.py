@@ -1,1 +1,1 @@
-"""Replay, intervals, costs, and the checks of the instrument."""
+"""Replay, intervals, costs, and self-checks of the measurement."""
