@@ -1,9 +1,9 @@
-"""What needs no training, on stored target text: prompt lookup, retrieval, and either of them before a draft.
+"""Replay of drafters without training on stored target text: prompt lookup, retrieval, and either of them before a draft.
 
-Who proposes without a model proposes from the text alone, with probability 1, so a proposed token is kept exactly where the
-target says it (min(1, target / draft) couples it to the emitted token), at every temperature and under every rule. Given the
-text its blocks are certain. Between them the target decodes alone, or, in a cascade, the draft's blocks follow its own law
-(`replay`). The last block counts in full, as in live decoding.
+A drafter without a model proposes from the text alone, with probability 1. So a proposed token is kept exactly where the target's
+text has it (min(1, target / draft) couples it to the emitted token), at every temperature and under every rule, and the blocks are
+certain given the text. Between them the target decodes alone or, in a cascade, the draft's blocks follow the law in `replay`. The
+last block counts in full, as in live decoding.
 
 Shapes: N texts, T tokens of one text, K gammas, G drafted tokens, C candidates.
 """
@@ -19,15 +19,15 @@ from speculative.measure.cost import StepCosts
 from speculative.measure.replay import GAMMAS, Blocks, TextCosts, expected_blocks
 from speculative.measure.token_scores import StoredText
 
-# (longest, shortest) n-gram that prompt lookup may be set to. Short ones propose often and are wrong often: right where a
-# wrong proposal costs little; before a draft only what is nearly sure should take its place.
+# (longest, shortest) n-gram that prompt lookup may be set to. Short ones propose often and are often wrong, which is
+# fine if a wrong proposal costs little. Before a draft, only nearly certain proposals should replace it.
 NGRAM_SIZES = ((2, 1), (3, 1), (3, 2), (4, 2), (5, 3), (8, 4))
 
 
 def kept_by_lookup(text: StoredText, gamma: int, max_ngram: int = 3, min_ngram: int = 1) -> np.ndarray:
-    """(T,) how many tokens of a proposal of gamma made at each position would be kept; -1 where there is none.
+    """(T,) number of kept tokens of a proposal of gamma tokens at each position; -1 if there is no proposal.
 
-    Of a smaller gamma it is min(kept, gamma): `PromptLookup` finds as many tokens as it is asked for, or none.
+    For a smaller gamma it is min(kept, gamma): `PromptLookup` finds as many tokens as requested, or none.
     """
     index = RowIndex(min_ngram, max_ngram)
     index.read(list(text.prompt_ids))
@@ -46,9 +46,9 @@ def kept_by_lookup(text: StoredText, gamma: int, max_ngram: int = 3, min_ngram: 
 
 
 def kept_by_retrieval(text: StoredText, gamma: int, datastore: Datastore, min_found: int = 1) -> np.ndarray:
-    """(T,) as `kept_by_lookup`, of proposals from a datastore; -1 too where fewer than min(min_found, gamma) are found.
+    """(T,) as `kept_by_lookup`, of proposals from a datastore; also -1 if fewer than min(min_found, gamma) are found.
 
-    Of a smaller gamma it is min(kept, gamma) as long as that is at least `min_found`.
+    For a smaller gamma it is min(kept, gamma) as long as that is at least `min_found`.
     """
     prompt, said = len(text.prompt_ids), np.asarray(text.response_ids, dtype=np.int64)
     if not len(said):
@@ -70,10 +70,10 @@ def found_blocks(
     drafted: Sequence[TextCosts] | None = None,
     then_gammas: Sequence[int] | None = None,
 ) -> Blocks:
-    """Blocks at each gamma of somebody who keeps `kept` (T,) of a text, and those between them.
+    """Blocks at each gamma of a drafter that keeps `kept` (T,) tokens of a text, and the blocks between them.
 
-    kept: of `kept_by_lookup` or `kept_by_retrieval`, at the largest of the gammas or beyond. drafted: of the draft behind
-    (`replay.texts_of`), which drafts then_gammas (K,), by default the same; None: between proposals the target decodes alone.
+    kept: of `kept_by_lookup` or `kept_by_retrieval`, at the largest of the gammas or beyond. drafted: texts of the second
+    drafter (`replay.texts_of`), which drafts then_gammas (K,), by default the same; None: between proposals the target decodes alone.
     """
     if drafted is None:
         drafted, then_gammas = [TextCosts(np.zeros(len(kept_T))) for kept_T in kept], [0] * len(gammas)
@@ -86,8 +86,8 @@ def found_steps(
 ) -> np.ndarray:
     """(N, K) target steps of these blocks: v(gamma) for a found one, gamma * c(gamma) + v(gamma) for a drafted one, 1 for a plain one.
 
-    then_gammas: of the drafted ones; None = plain. In a larger batch some row nearly always needs the draft, which then drafts
-    for all, and some row finds something, which makes the call as wide for all.
+    then_gammas: of the drafted ones; None = plain. In a batch larger than 1, every block costs both: some row nearly always
+    needs the draft, which then drafts for all, and some row finds a proposal, which makes the call wide for all.
     """
     then_gammas = then_gammas or [0] * len(gammas)
     found_K = np.array([costs.verify_ratio(gamma) for gamma in gammas])
@@ -102,9 +102,9 @@ def found_steps(
 class Tuned:
     """Prompt lookup, alone or before a draft, at the sizes and gamma of the highest predicted speed-up on some texts.
 
-    sizes: (longest, shortest) n-gram. then_gamma: of the draft behind the lookup; None = none. tau: tokens per target call.
-    speed_up: tokens over target steps, also where it is under 1. blocks: (N, 1) of them. steps_N: target steps of each text.
-    tried_NC: those of every candidate, this one among them.
+    sizes: (longest, shortest) n-gram. then_gamma: of the draft after the lookup; None = no draft. tau: tokens per target call.
+    speed_up: tokens over target steps, may be below 1. blocks: (N, 1) of them. steps_N: target steps of each text.
+    tried_NC: target steps of every candidate, including this one.
     """
 
     sizes: tuple[int, int]
@@ -125,13 +125,13 @@ def tuned_lookup(
 ) -> Tuned:
     """Prompt lookup at the n-gram sizes and the gamma that take the fewest target steps a token on these texts.
 
-    Choose on other texts than those that judge it. Of equals the first sizes and the smallest gamma. drafted: of a draft behind
-    the lookup (`replay.texts_of`), at a gamma of its own that is no larger: what was found costs nothing to propose, so more of
-    it is worth a try than of what must be drafted.
+    Choose on other texts than those it is judged on. Ties go to the first sizes and the smallest gamma. drafted: texts of a draft
+    after the lookup (`replay.texts_of`), with its own gamma that is not larger: looked-up tokens cost nothing to propose, so more
+    of them are worth a try.
     """
     candidates = [(gamma, 0) for gamma in gammas]
     if drafted is not None:
-        # What a parallel draft would propose further on was not scored.
+        # Later offsets of a parallel draft were not scored.
         scored = min((own.costs_T.shape[1] for own in drafted if own.costs_T.ndim == 2), default=max(gammas))
         candidates = [(gamma, then) for gamma in gammas for then in gammas if then <= min(gamma, scored)]
     own, then_gammas = zip(*candidates, strict=True)
@@ -151,8 +151,8 @@ def tuned_lookup(
 
 
 def cross_fitted(tried_NC: np.ndarray, prompt_keys: Sequence[Hashable]) -> np.ndarray:
-    """(N,) steps of each response at the candidate that takes the fewest on the prompts of the other half: what was chosen on
-    some prompts is judged on others. Prompts go to the halves in turn, in order of first appearance.
+    """(N,) steps of each response at the candidate with the fewest steps on the other half of the prompts, so that a choice is
+    not judged on the prompts it was made on. Prompts alternate between the halves, in order of first appearance.
     """
     numbers: dict[Hashable, int] = {}
     odd_N = np.array([numbers.setdefault(key, len(numbers)) % 2 == 1 for key in prompt_keys])

@@ -1,4 +1,4 @@
-"""What drafting costs on this machine, and what a tau is worth at that cost.
+"""The cost of drafting on this machine, and the speed-up that a tau gives at that cost.
 
 Shapes: none; seconds are per batch, gammas are drafted tokens per block.
 """
@@ -21,11 +21,11 @@ from speculative.drafters.drafter import Ask, Drafter, Proposal, Seats
 from speculative.engine.models import evaluating, vocab_rows
 from speculative.engine.runners import resolve_runner
 
-# Gammas whose speed-ups differ by less are as good as each other.
+# Gammas whose speed-ups differ by less count as equal.
 NEAR_BEST = 0.03
 # Costs are measured again until their standard errors are this small, relative, or the time is up.
 AGREEMENT = 0.01
-# Of the blocks of one repeat: the time that a quarter of them beat. Others on the machine only ever add to it.
+# Quantile of the block times in one repeat. Other processes can only add time, so a low quantile is taken.
 QUIET = 0.25
 # Timed blocks of one repeat, after one that is not counted.
 TIMED_BLOCKS = 8
@@ -40,7 +40,7 @@ class StepCosts:
     target_seconds: one block of plain decoding (a 1-token call). draft_seconds[gamma]: drafting gamma tokens.
     verify_seconds[gamma]: a (gamma + 1)-token target call with its acceptance. spread: relative standard error of what a block
     costs in target steps, at the gamma where it is largest; 0 where nothing was measured. parallel: a block is one draft
-    call, whose time hardly depends on gamma. steps: what the target's calls ran as; empty where nothing was measured.
+    call, whose time hardly depends on gamma. steps: how the target's calls ran; empty if nothing was measured.
     """
 
     target_seconds: float
@@ -67,7 +67,7 @@ class StepCosts:
     def cost_ratio_at(self, gamma: int) -> float:
         """c of one token of a block of gamma, interpolated between the measured gammas and constant beyond them.
 
-        The first step of a block also reads what the last one left unread, so short blocks pay more a token. A parallel
+        The first step of a block also reads tokens that the previous block left unread, so short blocks cost more per token. A parallel
         draft's block is interpolated as a whole.
         """
         gammas = sorted(self.draft_seconds)
@@ -78,7 +78,7 @@ class StepCosts:
         return float(np.interp(gamma, gammas, per_token)) / self.target_seconds
 
     def verify_ratio(self, gamma: int) -> float:
-        """v(gamma): a (gamma + 1)-token target call over a 1-token call, interpolated linearly between the measured."""
+        """v(gamma): a (gamma + 1)-token target call over a 1-token call, interpolated linearly between measured gammas."""
         gammas = [0, *sorted(self.verify_seconds)]
         seconds = [self.target_seconds, *(self.verify_seconds[measured] for measured in gammas[1:])]
         if gamma > gammas[-1] and len(gammas) > 1:
@@ -87,11 +87,11 @@ class StepCosts:
         return float(np.interp(gamma, gammas, seconds)) / self.target_seconds
 
     def timed(self, taus: Mapping[int, float]) -> dict[int, float]:
-        """tau at the gammas that were timed or lie between: beyond them a speed-up would be a guess."""
+        """tau at gammas within the timed range; outside it a speed-up would be a guess."""
         return {gamma: tau for gamma, tau in taus.items() if gamma <= max(self.verify_seconds)}
 
     def block_price(self, gamma: int) -> float:
-        """Of a drafted block, in target steps: gamma c + v."""
+        """Cost of a drafted block in target steps: gamma c + v."""
         return gamma * self.cost_ratio_at(gamma) + self.verify_ratio(gamma)
 
 
@@ -105,9 +105,9 @@ def given_costs(
 ) -> StepCosts:
     """Costs that were not measured here: one target step, one draft call and a verify call, in seconds.
 
-    A verify call is taken to cost the same at every gamma up to `max_gamma`, by default as much as a 1-token call: true
-    where reading the weights takes the time (a large model, few rows), flattering elsewhere. parallel: the draft call is a
-    whole block's. `context` 0: of no text.
+    A verify call is assumed to cost the same at every gamma up to `max_gamma`, by default as much as a 1-token call. This is
+    true if reading the weights dominates (a large model, few rows) and too optimistic otherwise. parallel: the draft call is a
+    whole block's. `context` 0: unknown.
     """
     verify = target_seconds if verify_seconds is None else verify_seconds
     ends = (1, max_gamma)
@@ -162,7 +162,7 @@ def iid_tau(alpha: float, gamma: int) -> float:
 
 
 def break_even_alpha(gamma: int, c: float, v: float) -> float | None:
-    """The alpha at which the i.i.d. tau just pays gamma * c + v; 0.0 when any pays, None when even alpha 1 does not."""
+    """The alpha at which the i.i.d. tau just pays gamma * c + v; 0.0 if any alpha pays, None if even alpha 1 does not."""
     cost = gamma * c + v
     if cost <= 1.0:
         return 0.0
@@ -172,7 +172,7 @@ def break_even_alpha(gamma: int, c: float, v: float) -> float | None:
 
 
 class _FreeProposals(Drafter):
-    """Proposes gamma fixed tokens at once: what is left to time is the target."""
+    """Proposes gamma fixed tokens at once, so that only the target is timed."""
 
     name = "free proposals"
     source_names: tuple[str, ...] = ("free",)
@@ -196,16 +196,16 @@ def measure_costs(
     repeats: int = 3,
     seconds: float = 2.0,
 ) -> StepCosts:
-    """Time the stages of the real block loop on random tokens, again and again until what a block costs is known.
+    """Time the stages of the real block loop on random tokens, repeatedly until the cost of a block is known.
 
     Gammas are interleaved in each repeat, from which a low quantile of the blocks is taken, over the plain step of the same
-    repeat: a machine that drifts, or is disturbed, changes both or few. The costs are the medians of these ratios over the
+    repeat: so a slow or disturbed machine changes both times, or few repeats. The costs are the medians of these ratios over the
     repeats; there are at least ``repeats``, and more until the standard errors agree within AGREEMENT or ``seconds`` are spent.
 
-    A hot loop of draft steps alone would flatter the draft by up to 1.7x: in the block loop the target's weights evict
-    its own from the caches. settings: rule, sampling and seed. The context must leave room for `TIMED_BLOCKS` blocks in both models. Without a draft, proposals
-    come for nothing: the target's own times, for whoever proposes without a model. A parallel draft reads what was accepted in
-    the same call; of random tokens that is little, so where shapes are not static its live blocks are wider by tau - 1 tokens.
+    A loop of draft steps alone would make the draft look up to 1.7x faster: in the block loop the target's weights evict
+    the draft's from the caches. settings: rule, sampling and seed. The context must leave room for `TIMED_BLOCKS` blocks in both models. Without a draft, proposals
+    are free, which gives the target's times for drafters without a model. A parallel draft also reads the accepted tokens in
+    its call. Few random tokens are accepted, so without static shapes its live blocks are wider by tau - 1 tokens.
     """
     settings = settings or DecodeSettings()
     ids = np.random.default_rng(settings.seed).integers(0, vocab_rows(target), size=(batch_size, context))

@@ -1,4 +1,4 @@
-"""Is the gain real, and how small a gain could be seen? Two drafts on the same frozen text, paired prompt by prompt.
+"""The gain of one draft over another on the same frozen text, paired by prompt, and the smallest gain that could be detected.
 
 Shapes: N responses, P prompts (the resampling unit).
 """
@@ -33,7 +33,7 @@ class Gain(Record):
 
 
 class Detectable(Record):
-    """The smallest true differences that would be told from 0; null where prompts are too few or show no spread."""
+    """The smallest true differences that would be detected; null if prompts are too few or show no spread."""
 
     alpha: float | None = Field(None, description="with 80 % power")
     tau: float | None = Field(None, description="with 80 % power")
@@ -48,11 +48,11 @@ class CallEffects(Record):
     looks: int = Field(description="judged drafts of which this one is the best")
     corrected_confidence: float = Field(description="of each interval (Bonferroni over the looks)")
     method: str = Field(description="how the intervals were made")
-    prompts: int = Field(description="prompts compared on")
+    prompts: int = Field(description="prompts in the comparison")
     tokens: int = Field(description="their tokens")
-    fewest_prompts: int = Field(0, description="fewer are never certain")
-    minimal_detectable: Detectable = Field(description="smallest differences told from 0")
-    prompts_for_half: int = Field(description="prompts that would see half of that")
+    fewest_prompts: int = Field(0, description="with fewer, nothing is certain")
+    minimal_detectable: Detectable = Field(description="smallest differences that can be detected")
+    prompts_for_half: int = Field(description="prompts needed to detect half of that")
     certain_tau: Certain = Field("none", description="whether the interval of tau excludes 0, on enough prompts")
 
 
@@ -97,8 +97,8 @@ def effects_of_sums(
     *,
     looks: int = 1,
 ) -> Effects:
-    """`paired_effects` from what is left of the scores: per response its tokens, and by draft (sum of acceptance
-    probabilities, expected blocks), each (N,).
+    """`paired_effects` from sums of the scores: tokens per response, and by draft (sum of acceptance probabilities,
+    expected blocks), each (N,).
     """
     columns = (tokens_N, ours[0], baseline[0], ours[1], baseline[1])
     return Effects(**_effects(prompt_keys, columns, _gains, ("alpha", "tau"), looks))
@@ -112,10 +112,10 @@ def effects_of_calls(
     *,
     looks: int = 1,
 ) -> CallEffects:
-    """`effects_of_sums` where one of the two has no acceptance per token (prompt lookup, a cascade): of tau and speed-up.
+    """`effects_of_sums` if one of the two has no acceptance per token (prompt lookup, a cascade): gains in tau and speed-up.
 
-    ours, baseline: per response the target calls (N,) and the target steps that they take with all their drafting (N,),
-    None where nothing was timed.
+    ours, baseline: per response the target calls (N,) and the target steps including drafting (N,),
+    None if nothing was timed.
     """
     timed = ours[1] is not None and baseline[1] is not None
     columns = (tokens_N, ours[0], baseline[0], *((ours[1], baseline[1]) if timed else ()))
@@ -135,7 +135,7 @@ def _effects(
     names: tuple[str, ...],
     looks: int,
 ) -> dict[str, Any]:
-    """The gains by name, in speed-up behind them where it is made, each with its interval, and what they rest on.
+    """The gains by name, last the one in speed-up if there is one, each with its interval, and the data they use.
 
     columns: tokens first; then, for two names, accepted and blocks of both, else calls of both.
     """
@@ -168,7 +168,7 @@ def _effects(
 
 
 def confidence_of(looks: int) -> float:
-    """Of each interval, so that all of so many hold together with 95 % (Bonferroni). Raises ValueError for none."""
+    """Confidence of each of `looks` intervals so that all hold jointly with 95 % (Bonferroni). Raises ValueError for 0."""
     if looks < 1:
         raise ValueError(f"looks = {looks}: at least 1")
     return 1.0 - (1.0 - CONFIDENCE) / looks
@@ -182,15 +182,15 @@ def certain_of(interval: Interval | None, prompts: int, confidence: float) -> Ce
 
 
 def fewest_prompts(confidence: float) -> int:
-    """Prompts below which nothing is certain: by luck alone all of n differences have one sign with 2^(1 - n).
+    """Fewest prompts for a certain result: by chance, all of n differences have the same sign with probability 2^(1 - n).
 
-    A bootstrap of so few can never reach 0 when they agree, whatever the confidence.
+    A bootstrap of fewer prompts can never reach 0 if they agree, whatever the confidence.
     """
     return 1 + int(np.ceil(np.log2(1.0 / (1.0 - confidence)) - 1e-9))
 
 
 def too_few(prompts: int, confidence: float = 0.95) -> str | None:
-    """Says so where there are less than `fewest_prompts`, None where there are enough."""
+    """A warning if there are fewer than `fewest_prompts`, else None."""
     fewest = fewest_prompts(confidence)
     if prompts >= fewest:
         return None
@@ -211,14 +211,14 @@ def _gains(sums_C: np.ndarray) -> np.ndarray:
 
 
 def _standard_error(residuals_P: np.ndarray, denominators_P: np.ndarray) -> float:
-    """Of a ratio of sums, from its residuals numerator - ratio * denominator: the delta method."""
+    """Standard error of a ratio of sums, from its residuals numerator - ratio * denominator: the delta method."""
     if len(residuals_P) < 2:
         return 0.0
     return float(np.std(residuals_P, ddof=1) / denominators_P.mean() / np.sqrt(len(residuals_P)))
 
 
 def standard_errors(sums_PC: np.ndarray) -> tuple[float, float]:
-    """Of the two gains, by linearising each ratio in its sums."""
+    """Standard errors of the two gains, by linearising each ratio in its sums."""
     tokens_P, accepted_P, accepted_base_P, blocks_P, blocks_base_P = sums_PC.T
     tokens = tokens_P.sum()
     gain_P = accepted_P - accepted_base_P
@@ -235,7 +235,7 @@ def _tau_error(tokens_P: np.ndarray, blocks_P: np.ndarray, blocks_base_P: np.nda
 
 
 def words(effects: Effects) -> str:
-    """One sentence: the gain in alpha with its interval, and what such a number of prompts can see."""
+    """One sentence: the gain in alpha with its interval, and the difference that this number of prompts can detect."""
     prompts, sentence = effects.prompts, f"alpha {effects.alpha:+.3f}"
     if effects.looks > 1:
         sentence += f" (best of {effects.looks} judged drafts, interval widened for it)"
@@ -254,10 +254,10 @@ def words(effects: Effects) -> str:
 def rough_detectable(
     accept_probs: Sequence[np.ndarray], prompt_keys: Sequence[Hashable], confidence: float = 0.95
 ) -> float | None:
-    """A gain in alpha that this much held-out text would see with 80 % power, when only one draft is there yet.
+    """The gain in alpha that this held-out text can detect with 80 % power, estimated from one draft only.
 
-    Two drafts on the same text differ less than two that share nothing, whose difference has sqrt(2) the standard error
-    of one: an upper bound of `minimal_detectable`. None without any spread and for less than `fewest_prompts`.
+    An upper bound of `minimal_detectable`: the difference of two independent drafts has sqrt(2) times the standard error of
+    one, and two drafts on the same text differ less. None without spread or with fewer than `fewest_prompts` prompts.
     """
     tokens_P = sum_by_prompt(prompt_keys, np.array([len(probs) for probs in accept_probs]))
     accepted_P = sum_by_prompt(prompt_keys, np.array([probs.sum() for probs in accept_probs]))

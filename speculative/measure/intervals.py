@@ -1,4 +1,4 @@
-"""Bootstrap intervals over prompts: tokens of one prompt are not independent, so prompts are what is drawn again.
+"""Bootstrap intervals over prompts: tokens of one prompt are not independent, so whole prompts are resampled.
 
 Shapes: P prompts, R resamples, C columns of sums, K numbers made of them.
 """
@@ -10,11 +10,11 @@ from scipy import special
 
 Interval = tuple[float, float]
 
-# Resamples at least; and as many as leave so many beyond each end that the end itself hardly depends on the seed, at most.
+# Minimum and maximum number of resamples, and resamples beyond each end, so that the end hardly depends on the seed.
 RESAMPLES = 2000
 BEYOND_EACH_END = 25
 MOST_RESAMPLES = 100_000
-# Of sums of a few thousand terms, relative: less is no spread.
+# Of sums of a few thousand terms, relative: a smaller spread is rounding.
 ROUNDING = 1e-12
 # Entries (resamples x prompts) drawn at once.
 DRAWN_AT_ONCE = 4_000_000
@@ -33,10 +33,10 @@ def sum_by_prompt(prompt_keys: Sequence[Hashable], values_N: np.ndarray) -> np.n
 
 
 def expanded_tail(confidence: float, prompts: int) -> float:
-    """What to leave at each end so that a bootstrap over few prompts covers as promised; (1 - confidence) / 2 for many.
+    """Tail to leave at each end so that a bootstrap over few prompts has its nominal coverage; (1 - confidence) / 2 for many.
 
-    Resampling n values has a spread too small by sqrt((n - 1) / n), and an estimated spread asks for Student's t
-    (Hesterberg, arXiv 1411.5279, "expanded percentile"). Without it 30 prompts cover 92-93 % where 95 % is said.
+    Resampling n values underestimates the spread by sqrt((n - 1) / n), and an estimated spread requires Student's t
+    (Hesterberg, arXiv 1411.5279, "expanded percentile"). Without it the coverage with 30 prompts is 92-93 % instead of 95 %.
     """
     end = special.stdtrit(prompts - 1, (1.0 - confidence) / 2.0) * np.sqrt(prompts / (prompts - 1))
     return float(special.ndtr(end))
@@ -70,8 +70,8 @@ def intervals_of_sums(
 
     numbers_of takes sums (..., C) to numbers (..., K). A resample is a count of each prompt, so its sums are one matrix
     product. Bias-corrected and accelerated (Efron 1987), its ends widened for few prompts by `expanded_tail`;
-    percentile where BCa is undefined; the number twice for a single prompt or where it is the same without any of them.
-    resamples: by default as many as the ends need, up to `MOST_RESAMPLES`; with fewer no end is beyond the last of them.
+    percentile if BCa is undefined; the number twice for a single prompt, or if leaving out any prompt does not change it.
+    resamples: by default as many as the ends need, up to `MOST_RESAMPLES`.
     """
     sums_PC = np.asarray(sums_PC, dtype=np.float64)
     prompts = len(sums_PC)
@@ -97,7 +97,7 @@ def intervals_of_sums(
 
 
 def _resamples(prompts: int, resamples: int, seed: int) -> Iterator[np.ndarray]:
-    """How often each prompt is drawn, (R, P) at a time."""
+    """Counts of each prompt in the resamples, (R, P) at a time."""
     rng = np.random.default_rng(seed)
     while resamples > 0:
         rows = min(resamples, max(1, DRAWN_AT_ONCE // prompts))

@@ -1,7 +1,7 @@
-"""Speed under load: what a call of so many tokens costs, what drafting gives at every load, and seconds of a block with every
-row taken, measured in the decoder itself: plain decoding and a drafter in turn.
+"""Speed under load: the cost of a call by its tokens, the speed-up at every load, and block times with a full batch, measured in
+the decoder, alternating between plain decoding and a drafter.
 
-A load n is the number of requests that are decoded at once. Shapes: P prompts, T turns, M measured calls, B timed blocks of a turn.
+A load n is the number of requests decoded at once. Shapes: P prompts, T turns, M measured calls, B timed blocks of a turn.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from speculative.measure.intervals import Interval, ratio_interval
 from speculative.measure.measured import TARGET
 from speculative.measure.race import Speed
 
-# Loads beyond this are not asked about: no server decodes so many requests at once.
+# Largest load considered: no server decodes more requests at once.
 MOST_LOAD = 4096
 
 
@@ -33,20 +33,20 @@ MOST_LOAD = 4096
 class StepLine:
     """Seconds of one model call over the tokens fed to it (rows x tokens of a row): fixed + per_token * tokens.
 
-    `fixed` is what is paid however few there are (reading the weights, launching), `per_token` what each one adds.
+    `fixed` is the cost of any call (reading the weights, launching), `per_token` the cost of each token.
     """
 
     fixed: float
     per_token: float
 
     def seconds(self, tokens: float) -> float:
-        """Of a call on so many tokens."""
+        """Seconds of a call with this many tokens."""
         return self.fixed + self.per_token * tokens
 
     @property
     def free_tokens(self) -> float | None:
-        """fixed / per_token: a call on so many tokens takes twice as long as one on hardly any, and verification stops
-        being free; None where tokens cost nothing.
+        """fixed / per_token: a call with this many tokens takes twice as long as one with almost none, so verification is
+        no longer free; None if tokens cost nothing.
         """
         return self.fixed / self.per_token if self.per_token > 0.0 else None
 
@@ -105,7 +105,7 @@ class LoadCurve:
     measured_over_predicted: Mapping[int, float] = field(default_factory=dict)
 
     def predicted(self, load: int, gamma: int) -> float:
-        """By the roofline alone."""
+        """Speed-up by the roofline alone."""
         return self.roofline.speed_up(load, gamma, self.taus[gamma])
 
     def best_gamma(self, load: int) -> int:
@@ -113,7 +113,7 @@ class LoadCurve:
         return max(self.taus, key=lambda gamma: self.predicted(load, gamma))
 
     def speed_up(self, load: int) -> float:
-        """At the best gamma of this load."""
+        """Speed-up at the best gamma of this load."""
         predicted = self.predicted(load, self.best_gamma(load))
         if not self.measured_over_predicted:
             return predicted
@@ -122,12 +122,12 @@ class LoadCurve:
         return predicted * float(np.interp(math.log(load), np.log(loads), ratios))
 
     def plain_wins_from(self, most: int = MOST_LOAD) -> int | None:
-        """The least load from which on, up to `most`, the draft is never faster than plain decoding; None where it still
-        is at `most`.
+        """The smallest load from which the draft is never faster than plain decoding, up to `most`; None if it still is
+        faster at `most`.
         """
         if self.speed_up(most) > 1.0:
             return None
-        # Between measured loads it may rise and fall; beyond them a speed-up over 1 only falls, so its end is found by halving.
+        # Between measured loads it may rise and fall; beyond them a speed-up above 1 only falls, so its end is found by bisection.
         measured = max(self.measured_over_predicted, default=1)
         wins, loses = 0, most
         for load in range(1, min(measured, most) + 1):
@@ -141,10 +141,10 @@ class LoadCurve:
 
 
 class LoadStandings:
-    """What was measured at one load: `race.Standings` with every row taken, prefill aside.
+    """Measurements at one load: like `race.Standings`, with a full batch and without prefill.
 
-    A way's time is rho sum B steps of the target beside it, from two sources that have nothing to do with each other: the target
-    calls B that replay expects for each prompt's responses (all that is known of tau), and rho, seconds of a block over those of
+    A way's time is rho sum B steps of the target in the same run, from two independent sources: the target calls B
+    that replay expects for each prompt's responses (all that is known of tau), and rho, seconds of a block over those of
     a step of plain decoding, the geometric mean over the turns.
     """
 
@@ -155,13 +155,13 @@ class LoadStandings:
         blocks: Mapping[str, np.ndarray],
         times: Mapping[str, tuple[np.ndarray, np.ndarray]],
     ) -> None:
-        """blocks: (P,) by way, NaN for prompts of which nothing is known. times: (seconds of a plain step, rho) by way, each (T,)."""
+        """blocks: (P,) by way, NaN for prompts without data. times: (seconds of a plain step, rho) by way, each (T,)."""
         self._calls_P = {TARGET: tokens_P, **blocks}
         self._log_rho_T = {TARGET: np.zeros(1)} | {name: np.log(rho_T) for name, (_, rho_T) in times.items()}
         self._plain = load / math.exp(float(np.mean([np.log(plain_T).mean() for plain_T, _ in times.values()])))
 
     def speed(self, name: str, confidence: float = 0.95) -> Speed:
-        """Of one way."""
+        """Speed of one way."""
         ratio, interval = self.against(name, TARGET, confidence)
         return Speed(ratio * self._plain, ratio, interval, int(np.isfinite(self._calls_P[name]).sum()))
 
@@ -191,12 +191,12 @@ Stream = Generator[Event, None, None]
 Text = tuple[Sequence[int], Sequence[int]]  # ids of a prompt, ids of its response
 
 TURNS = 6
-WARM_UP = 2  # blocks of each contestant in a turn, before those that are timed
-BURSTS, BURST = 4, 4  # of timed blocks: how often the contestants change places in a turn, and blocks between
+WARM_UP = 2  # untimed blocks of each way at the start of a turn
+BURSTS, BURST = 4, 4  # of timed blocks: number of changes between the ways in a turn, and blocks between them
 TIMED_BLOCKS = WARM_UP + BURSTS * BURST
 
 
-# What made a block dear, together: rows for which something was found without a model, and rows for which a model drafted.
+# Flags for the cost of a block: some row has a proposal found without a model; a model drafted for some row.
 PLAIN, FOUND, DRAFTED = 0, 1, 2
 
 
@@ -210,8 +210,8 @@ class FullBatch(NamedTuple):
     def ratios(self, shares: Mapping[int, float]) -> np.ndarray:
         """(T,) a block's time over a plain step's in each turn, the kinds in these shares.
 
-        By kind the median of a turn, or of all turns where a turn has none; a kind that was never seen is left out of the shares,
-        and where none of them was, all blocks are of one kind.
+        By kind, the median of the turn, or of all turns if the turn has none. A kind that never occurred is left out of the shares;
+        if none occurred, all blocks count as one kind.
         """
         steps_TB = self.block_TB / np.median(self.plain_TB, axis=1, keepdims=True)
         seen = {kind: share for kind, share in shares.items() if share > 0.0 and (self.kinds_TB == kind).any()}
@@ -230,9 +230,9 @@ class FullBatch(NamedTuple):
 
 
 def kind_shares(found: float, load: int, drafts: bool) -> dict[int, float]:
-    """Shares of the kinds of blocks at a load of one who finds something in this share of a row's blocks.
+    """Shares of the kinds of blocks at a load, for a drafter that finds a proposal in the share `found` of a row's blocks.
 
-    drafts: a model drafts for the rows that have nothing, the others are decoded plainly. Rows are independent of each other.
+    drafts: a model drafts for rows without a proposal; otherwise they are decoded plainly. Rows are taken as independent.
     """
     all_found, none_found = found**load, (1.0 - found) ** load
     mixed = max(0.0, 1.0 - all_found - none_found)
@@ -250,15 +250,15 @@ def full_batch_seconds(
     *,
     turns: int = TURNS,
 ) -> FullBatch:
-    """Seconds of each timed plain step, and of each block at `settings.gamma`, with `load` rows taken throughout.
+    """Seconds of each timed plain step, and of each block at `settings.gamma`, with `load` rows active throughout.
 
-    A turn decodes from `load` places in the texts, drawn again for it, as a full server finds its requests: each somewhere
-    in its response, long ones more often. Nothing ends there but by `TIMED_BLOCKS` blocks, so no row is ever free. Both
-    decode from the same places, a few blocks each in turn, so that a machine that is slow for a while slows both alike; so
-    both hold their caches at once. The decoder's own work is included.
+    Each turn decodes from `load` new random positions in the texts, as on a full server: each request somewhere in its
+    response, long ones more often. Requests end only after `TIMED_BLOCKS` blocks, so no row is ever free. Both ways decode
+    from the same positions and alternate every few blocks, so that a slow period of the machine affects both; so both hold
+    their caches at once. The decoder's own work is included.
 
     Raises:
-        UserError: so many rows need more memory than is free, or the context has no room for the blocks.
+        UserError: too little memory for this many rows, or no room in the context for the blocks.
     """
     endless = replace(settings, eos_ids=(), stop=(), min_tokens=0, fit_context=False)
     plain = replace(endless, gamma=0, tree=None, max_tokens=TIMED_BLOCKS)
@@ -304,7 +304,7 @@ def _kinds_of(drafter: Drafter) -> list[int]:
 
 
 def _in_turn(streams: Sequence[Stream], load: int, kinds: Sequence[int]) -> tuple[list[float], list[float], list[int]]:
-    """Seconds of each timed block of both streams, and the kinds of the second's; who begins alternates."""
+    """Seconds of each timed block of both streams, and the kinds of the second's; the streams begin in turn."""
     seconds, of_kind = (list[float](), list[float]()), list[int]()
     for stream in streams:
         for _ in range(WARM_UP):
@@ -319,7 +319,7 @@ def _in_turn(streams: Sequence[Stream], load: int, kinds: Sequence[int]) -> tupl
 
 
 def _next_block(stream: Stream, load: int) -> float:
-    """Seconds until every row has said something: a block, where no row is free."""
+    """Seconds until every row has a token, which is one block if no row is free."""
     began = time.perf_counter()
     for _ in range(load):
         next(stream)
@@ -327,7 +327,7 @@ def _next_block(stream: Stream, load: int) -> float:
 
 
 def places_in(texts: Sequence[Text], count: int, room: int | None, rng: np.random.Generator) -> list[Prompt]:
-    """Texts up to a place in their responses, every token of every response as likely; at most `room` tokens each."""
+    """Texts cut at random response positions, all positions equally likely; at most `room` tokens each."""
     ends = np.cumsum([len(response) for _, response in texts])
     prompts: list[Prompt] = []
     for number, place in enumerate(rng.integers(0, ends[-1], count)):

@@ -1,4 +1,4 @@
-"""Counts and stored text to numbers with intervals over prompts: alpha, tau at every gamma, survival, accepted per drafted.
+"""Metrics with intervals over prompts, from counts and stored text: alpha, tau at every gamma, survival, accepted per drafted.
 
 Shapes: N responses, P prompts (the resampling unit: tokens of one prompt are not independent), C columns of sums, K numbers made
 of them, J = 1..gamma.
@@ -56,9 +56,9 @@ def rule_curve(
     *,
     survival_gamma: int,
 ) -> Curve:
-    """Of text that this rule may replay; a parallel draft is asked only about gammas it was scored for.
+    """The curve of text that this rule may replay; a parallel draft only at gammas it was scored for.
 
-    Raises UserError where there is no token to replay.
+    Raises UserError if there is no token to replay.
     """
     gammas = scored_gammas(scores, gammas)
     tokens_N = np.array([len(text) for text in scores])
@@ -69,7 +69,7 @@ def rule_curve(
 
 
 def calls_curve(tokens_N: np.ndarray, calls_NK: np.ndarray, prompt_keys: Sequence[Hashable]) -> CallsCurve:
-    """For who has no acceptance per token (prompt lookup, a cascade). Raises UserError where there is no token."""
+    """The curve of drafters without acceptance per token (prompt lookup, a cascade). Raises UserError if there is no token."""
     return _curve(tokens_N, calls_NK, prompt_keys, np.zeros(len(tokens_N)))[0]
 
 
@@ -110,15 +110,15 @@ def survival(accepted_counts: Sequence[int], gamma: int, drafted_counts: Sequenc
 
 
 class LiveNumbers(TypedDict):
-    """Of a live run at one gamma.
+    """Numbers of a live run at one gamma.
 
     tau: emitted tokens per target call, bonus or corrected token included, with its interval. The last block of a
     response counts as one call even where the end token or the budget cut it, as replay counts it.
     accepted_per_drafted, accepted_per_tested, survival: from the *uncut* accepted counts of each block, so a budget
-    does not lower them; the few drafted tokens behind an end token are therefore included. Where blocks drafted
+    does not lower them; so the few drafted tokens after an end token are included. Where blocks drafted
     different numbers, survival[j] is over the blocks that drafted at least j, NaN-free: 0 where none did.
-    overlap: mean sum_v min(target, draft) at the tested positions, the low-variance twin of accepted_per_tested. Both
-    see only positions that blocks reach, which are harder than the average one: neither is alpha.
+    overlap: mean sum_v min(target, draft) at the tested positions, the low-variance version of accepted_per_tested. Both
+    use only positions that blocks reach, which are harder than average, so neither is alpha.
     """
 
     tau: float
@@ -132,7 +132,7 @@ class LiveNumbers(TypedDict):
 
 
 def live_metrics(responses: Sequence[Response], gamma: int) -> LiveNumbers:
-    """Of these responses, gamma >= 1."""
+    """Metrics of these responses, gamma >= 1."""
     keys = [response.key for response in responses]
     tokens_P = sum_by_prompt(keys, np.array([len(response.response_ids) for response in responses]))
     blocks_P = sum_by_prompt(keys, np.array([response.blocks for response in responses]))
@@ -152,7 +152,7 @@ def live_metrics(responses: Sequence[Response], gamma: int) -> LiveNumbers:
 
 
 class Percentiles(Record):
-    """Of what was observed, in seconds."""
+    """Percentiles of the observed values, in seconds."""
 
     p50: float = Field(description="the median")
     p90: float = Field(description="nine of ten are at most this")
@@ -160,22 +160,24 @@ class Percentiles(Record):
 
 
 class Latency(Record):
-    """What a reader waits for, one request at a time. Null: nothing of the kind was observed."""
+    """Waiting times of a reader, one request at a time. Null: not observed."""
 
-    first_token: Percentiles | None = Field(None, description="to the first tokens, both models' prefill included")
-    between_commits: Percentiles | None = Field(
-        None, description="pauses of the stream: a block's tokens come together"
+    first_token: Percentiles | None = Field(
+        None, description="time to the first tokens, including the prefill of both models"
     )
-    per_token: Percentiles | None = Field(None, description="mean pause per token of each response, behind the first")
+    between_commits: Percentiles | None = Field(
+        None, description="pauses of the stream: the tokens of a block arrive together"
+    )
+    per_token: Percentiles | None = Field(None, description="mean pause per token of each response, after the first")
     per_response: Percentiles | None = Field(None, description="from the request to the response's last token")
 
 
 def latency(responses: Sequence[Response]) -> Latency:
-    """Of responses that were decoded one at a time or together.
+    """Latency of responses that were decoded one at a time or together.
 
     first_token: from the moment a prompt got its row (its prefill included) to its first tokens. between_commits: the
     pauses a reader of the stream sees; a block's tokens arrive together. per_token: mean pause per token of each
-    response behind its first commit. per_response: to its last tokens. What was never observed is not set.
+    response after its first commit. per_response: to its last tokens. Values that were not observed are not set.
     """
     firsts = [response.commit_seconds[0] for response in responses if response.commit_seconds]
     pauses = [np.diff(response.commit_seconds) for response in responses if len(response.commit_seconds) > 1]

@@ -1,17 +1,17 @@
-"""Several ways to decode, timed in turn on the same prompts at batch 1, and what their times say of all held-out prompts.
+"""A race: several ways to decode, timed in turn on the same prompts at batch 1, extrapolated to all held-out prompts.
 
-The speed-up over the target alone is pooled: the seconds that the target alone needs for all P held-out prompts over the
-seconds that a way needs for them. How many blocks a way needs is known for all of them from replay; what a block costs
-is timed on some of them, in steps of the target beside it, so that a drifting machine slows both alike:
+The speed-up over the target alone is pooled: the seconds of the target alone for all P held-out prompts, over the seconds of
+a way. Replay gives the number of blocks for all prompts. The cost of a block is timed on some of them, in steps of the target
+in the same run, so that a slow machine affects both:
 
     speed-up = (sum_p n_p + P f) / (rho sum_p B_p + P g)
 
 n, B: tokens and expected blocks of a prompt's response. rho: seconds of a block over seconds of a step of the target alone, on
 the same prompt; f, g: seconds of reading a prompt, alone and with the way, in such steps. A ratio estimator (Cochran,
-Sampling Techniques, chapter 6): the luck of the timed prompts' texts is not in it. Where replay has no law (`Way.blocks_N` is
-None) a token takes the place of a block: what one costs is known from the timed prompts alone.
+Sampling Techniques, chapter 6): the chance in the timed prompts' texts does not enter. If replay has no law (`Way.blocks_N` is
+None), the cost per token of the timed prompts is used instead of the cost per block.
 
-Whole responses alternate, not blocks: between blocks of one response the caches hold what they hold when it is served.
+Whole responses alternate, not blocks, so that the CPU caches are in the same state as in serving.
 
 Shapes: N responses, P prompts, M timed prompts.
 """
@@ -31,20 +31,20 @@ from speculative.decoder.responses import DecodeSettings, Prompt, Response
 from speculative.measure.intervals import Interval, sum_by_prompt
 from speculative.measure.measured import TARGET, Way
 
-# More than so many median deviations from the median: the machine was elsewhere, and the time is taken as that far.
+# Times more than this many median deviations from the median are cut to that limit: the machine was disturbed.
 FAR = 4.0
-# A median deviation under this share of the median is rounding of the clock; nothing is far for that.
+# A median deviation below this share of the median is clock rounding; then nothing is cut.
 LEAST_DEVIATION = 0.01
 FEWEST_TO_TELL = 6
-# Timing more can do nothing for an interval whose width is the texts': its own share of the variance is then under this.
+# If timing has less than this share of the variance, the texts dominate and more timing does not help.
 SMALL_SHARE = 0.1
 
 
 @dataclass(frozen=True)
 class Lap:
-    """One response of one way. Seconds: of reading the prompt, and of everything behind that.
+    """One response of one way. Seconds: of reading the prompt, and of everything after it.
 
-    Blocks that recorded a model call first count as long as the others.
+    Blocks that recorded a model call count with the average time of the others.
     """
 
     prefill_seconds: float
@@ -53,12 +53,12 @@ class Lap:
 
     @property
     def said(self) -> tuple[int, int]:
-        """(tokens, blocks); of the target alone a block is a step."""
+        """(tokens, blocks); for the target alone a block is a step."""
         return len(self.response.response_ids), self.response.blocks
 
     @property
     def tokens_per_second(self) -> float:
-        """Of this response, its prompt read."""
+        """Tokens per second of this response, including its prefill."""
         return len(self.response.response_ids) / (self.prefill_seconds + self.seconds)
 
 
@@ -75,10 +75,10 @@ def race(
     seconds: float,
     least: int,
 ) -> Laps:
-    """Times the target alone and the ways on one prompt after the other, each prompt once, who begins changing in turn.
+    """Time the target alone and the ways on one prompt after the other, each prompt once; the first way rotates.
 
-    still: asked after every prompt from the `least`-th on, who is worth another; nobody ends the race. seconds: ends it
-    too, but not before `least` prompts. settings: rule and sampling; gamma is each way's own.
+    still: called after every prompt from the `least`-th on; returns the ways to time further, none ends the race. seconds:
+    also ends it, but not before `least` prompts. settings: rule and sampling; gamma is each way's own.
     """
     everybody = (Way(TARGET), *ways)
     laps: Laps = {way.name: {} for way in everybody}
@@ -109,9 +109,9 @@ def _lap(target: PreTrainedModel, way: Way, prompt: Prompt, settings: DecodeSett
 
 @dataclass(frozen=True)
 class Speed:
-    """Tokens per second of a way over all held-out prompts, and how many times that of the target alone.
+    """Tokens per second of a way over all held-out prompts, and its ratio to the target alone.
 
-    interval: of the speed-up; None where too few prompts were timed to be certain. timed: how many were.
+    interval: of the speed-up; None if too few prompts were timed. timed: number of timed prompts.
     """
 
     tokens_per_second: float
@@ -121,7 +121,7 @@ class Speed:
 
 
 class Standings:
-    """What a race says of all held-out prompts.
+    """Results of a race for all held-out prompts.
 
     Raises:
         ValueError: a way was timed on no prompt.
@@ -135,8 +135,8 @@ class Standings:
         blocks: Mapping[str, np.ndarray | None],
         fewest: int = 2,
     ) -> None:
-        """blocks: expected ones (N,) of every way but the target alone; None: replay has no law for it. fewest: timed prompts that
-        an interval needs.
+        """blocks: expected ones (N,) of every way but the target alone; None: replay has no law for it. fewest: timed prompts
+        needed for an interval.
         """
         self.fewest = fewest
         self._by_token = {name for name, own_N in blocks.items() if own_N is None}
@@ -146,11 +146,11 @@ class Standings:
         self._count_P = sum_by_prompt(prompt_keys, np.ones(len(tokens_N)))
         self._blocks = {name: sum_by_prompt(prompt_keys, own_N) for name, own_N in self._blocks_N.items()}
         self._laps = laps
-        self._alone = {key: lap.seconds / lap.response.blocks for key, lap in laps[TARGET].items()}  # a step
+        self._alone = {key: lap.seconds / lap.response.blocks for key, lap in laps[TARGET].items()}  # seconds of a step
         self._prices = {name: self._priced(name) for name in laps}
 
     def speed(self, name: str, confidence: float = 0.95) -> Speed:
-        """Of one way."""
+        """Speed of one way."""
         mean, interval = self.against(name, TARGET, confidence)
         step_seconds = float(_near(np.array(list(self._alone.values()))).mean())
         tokens = float(self._tokens_P.sum())
@@ -178,7 +178,7 @@ class Standings:
         return ratio, (ratio * math.exp(-reach), ratio * math.exp(reach))
 
     def known(self, name: str, within: float) -> bool:
-        """Whether the interval is within so large a share of the speed-up, or as narrow as timing can make it."""
+        """Whether the interval is within the share `within` of the speed-up, or as narrow as timing can make it."""
         speed_up, interval = self.against(name, TARGET)
         if interval is None:
             return False
@@ -186,7 +186,7 @@ class Standings:
         return interval[1] <= speed_up * (1.0 + within) or timed <= SMALL_SHARE * (texts + timed)
 
     def steps_N(self, name: str) -> np.ndarray:
-        """Expected seconds of each response (N,), its prompt read, in steps of the target alone: what speed-ups are made of."""
+        """Expected seconds of each response (N,), including its prefill, in steps of the target alone; speed-ups are computed from it."""
         rho, prefill = self._means(name)
         return rho * self._blocks_N[name] + prefill
 
@@ -203,7 +203,7 @@ class Standings:
         units_M = np.array([max(1, lap.said[0]) if name in self._by_token else lap.said[1] for lap in laps])
         rho_M = _near(np.array([lap.seconds for lap in laps]) / units_M / steps_M)
         if name in self._by_token:
-            # A ratio of sums over the timed prompts, long responses weighing more, linearised: its mean is the ratio.
+            # A ratio of sums over the timed prompts, with more weight on long responses, linearised: its mean is the ratio.
             weights_M = np.array([lap.said[0] for lap in laps], dtype=np.float64)
             pooled = float(rho_M @ weights_M / weights_M.sum())
             rho_M = pooled + (rho_M - pooled) * weights_M / weights_M.mean()
@@ -231,14 +231,14 @@ class Standings:
         return texts, float(pulls_M.var(ddof=1) / len(both))
 
     def _pulls(self, name: str, both: Sequence[str]) -> np.ndarray:
-        """(M,) each timed prompt's own price in place of the mean: the share of all steps it would make."""
+        """(M,) total steps if each timed prompt's own cost replaced the mean cost, as a share."""
         prices_M2 = np.array([self._prices[name][key] for key in both])
         of_2 = np.array([self._blocks[name].sum(), self._count_P.sum()])
         return np.asarray(prices_M2 @ of_2 / self._steps(name))
 
 
 def _near(values_M: np.ndarray) -> np.ndarray:
-    """The values, those far from their median moved to where far begins; a few do not tell what is far."""
+    """The values, with outliers cut to the limit around the median; with few values nothing is cut."""
     if len(values_M) < FEWEST_TO_TELL:
         return values_M
     median = float(np.median(values_M))

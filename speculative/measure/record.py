@@ -1,4 +1,4 @@
-"""The base of everything that is kept as JSON: frozen records, and how a file of one is read."""
+"""Base class of everything stored as JSON: frozen records, and reading them from a file."""
 
 import importlib.metadata
 import json
@@ -9,12 +9,12 @@ from pydantic import BaseModel, ConfigDict, InstanceOf, ValidationError
 
 from speculative.errors import UserError
 
-# Text of models may hold what no UTF-8 has, so it is only asked to be text.
+# Text of models may not be valid UTF-8, so only its type is checked.
 Text = InstanceOf[str]
 
 
 def version_of(package: str) -> str | None:
-    """Of an installed package; None where it is not."""
+    """Version of an installed package; None if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -25,7 +25,7 @@ VERSION = version_of("understudy") or "unknown"
 
 
 class Record(BaseModel):
-    """Frozen. A key that is not known here stays as it is, and one that was never set is not written."""
+    """A frozen record. Unknown keys are preserved, and keys that were never set are not written."""
 
     FORMAT: ClassVar[int | None] = None
     model_config = ConfigDict(frozen=True, extra="allow", allow_inf_nan=False)
@@ -39,7 +39,7 @@ class Record(BaseModel):
         """The record that a JSON file holds.
 
         Raises:
-            UserError: not there, not readable, damaged (NaN is no number of JSON), or a key is missing or holds something else.
+            UserError: missing, not readable, damaged (NaN is not valid JSON), or a key is missing or has an invalid value.
         """
         try:
             tree = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse_constant)

@@ -1,4 +1,4 @@
-"""Every gamma from one draft pass over stored target responses: no target in memory.
+"""Replay: tau at every gamma from one draft pass over stored target responses, without the target in memory.
 
 Speculative decoding along a text is a chain of blocks. One that starts at token t keeps k of its drafted tokens and adds
 the target's own, so that the next starts at t + k + 1; given the text, k is random, and one law serves every rule:
@@ -6,20 +6,21 @@ the target's own, so that the next starts at t + k + 1; given the text, k is ran
     P(k >= j | text) = exp(-max(0, S_1, .., S_j))        S_i = cost of the i tokens from the block's start
 
 Rule `block`: the cost of a token is log(target / draft). Algorithm 2 of 2403.10444 keeps a drafted prefix x_1..x_j with
-probability w_j = min(1, w_(j-1) * target / draft) = exp(S_j - max(0, S_1, .., S_j)), and what follows a kept prefix is
-distributed as the target. So P(k >= j | text) = draft(x_1..x_j) * w_j / target(x_1..x_j).
+probability w_j = min(1, w_(j-1) * target / draft) = exp(S_j - max(0, S_1, .., S_j)), and the tokens after a kept prefix are
+distributed as the target's. So P(k >= j | text) = draft(x_1..x_j) * w_j / target(x_1..x_j).
 Rules that judge each token alone: the cost is -log a_t, never negative, so that the law is the product of the a_t;
 a_t = min(1, draft / target) under `sample` (2211.17192, by maximal coupling), 1 or 0 where drafts take their argmax.
 
-A parallel draft proposes token j of a block from the text before the block alone: draft_j(x_(i+j) | x_<=i) for a block behind
-x_i. The law stays; only the cost of a token now depends on the block's start and on its offset, so that the sums S run along a row
-of a table (start, offset). Why it stays. `sample`: that the first j - 1 proposals were kept says of proposal j nothing, since it is
-drawn independently of them; so it is a draw from draft_j, and the verifier, which knows draft_j, couples it to the target's
-conditional given the text, whatever draft_j was made from: given the emitted token it was the proposal with min(1, draft_j /
-target). A token that is emitted is distributed as the target's whether proposals were kept or not, so that the coins of a block and
-the text behind it are independent. `block`: algorithm 2 asks for some conditional draft(. | x_1..x_(j-1)) at each place, of which
-one that ignores its condition is a case; the joint ratio is the product of target(x_(i+j) | x_<(i+j)) / draft_j(x_(i+j) | x_<=i).
-Where the draft takes its argmax, the text alone decides as ever.
+A parallel draft proposes token j of a block from the text before the block alone: draft_j(x_(i+j) | x_<=i) for a block after x_i.
+The law stays the same, but the cost of a token depends on the block's start and on its offset, so the sums S run along a row of a
+table (start, offset). Why the law holds:
+`sample`: proposal j is drawn independently of the earlier proposals, so it is a draw from draft_j even if they were kept. The
+verifier knows draft_j and couples the proposal to the target's conditional given the text: given the emitted token, it was the
+proposal with probability min(1, draft_j / target). An emitted token is distributed as the target's whether proposals were kept or
+not, so the coins of a block and the text after it are independent.
+`block`: algorithm 2 needs some conditional draft(. | x_1..x_(j-1)) at each position; one that ignores its condition is a special
+case. The joint ratio is the product of target(x_(i+j) | x_<(i+j)) / draft_j(x_(i+j) | x_<=i).
+If the draft takes its argmax, the text alone decides, as before.
 
 Shapes: N responses, T positions (padded), K gammas, J offsets of a block, J1 = kept tokens of a block, 0..max gamma.
 """
@@ -36,20 +37,20 @@ from speculative.rules.rule import draft_draws
 from speculative.rules.sampling import SamplingSettings
 
 GAMMAS = tuple(range(1, 17))
-WORRYING_Z = 4.0  # Beyond this the gap between live decoding and replay has a cause.
-# Greedy has no coins to excuse a difference, but a near-tie may fall otherwise in a batch of another shape.
+WORRYING_Z = 4.0  # A larger gap between live decoding and replay is not chance.
+# Greedy decoding has no randomness, but a near-tie may turn out differently in a batch of another shape.
 GREEDY_BLOCK_TOLERANCE = 0.02
 # Entries (positions x responses x gammas) of the table that one group of responses fills.
 ENTRIES_PER_GROUP = 1 << 22
 
 
 class TextCosts(NamedTuple):
-    """Cost of each token of a response (T,) under a rule, inf where it is never kept; and where the draft does not decide.
+    """Cost of each token of a response (T,) under a rule, inf where it is never kept; and the positions without the draft.
 
     costs_T, stops_T are tables (T, J) by start and offset for a parallel draft; see `TokenScores.by_start`.
     stops_T: a block that keeps this token drafts no further, whatever its gamma (a confidence stop); None = nowhere.
-    sure_T: how many tokens are kept of a block that starts at this token because somebody who needs no model proposes it
-    (`baseline_replay`); -1 where the draft does. None = everywhere the draft.
+    sure_T: tokens kept of a block that starts at this token if a drafter without a model proposes it (`baseline_replay`);
+    -1 if the draft proposes. None = the draft proposes everywhere.
     """
 
     costs_T: np.ndarray
@@ -58,7 +59,7 @@ class TextCosts(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """Expected blocks (N, K): those that somebody without a model proposed, and the others, the draft's or plain ones."""
+    """Expected blocks (N, K): blocks proposed without a model, and the others (drafted or plain)."""
 
     found_NK: np.ndarray
     others_NK: np.ndarray
@@ -72,10 +73,10 @@ class Blocks(NamedTuple):
 def texts_of(
     scores: Sequence[TokenScores], rule: str, stop_below: float = 0.0, sure: Sequence[np.ndarray] | None = None
 ) -> list[TextCosts]:
-    """What the law of blocks needs of scored responses. Rule `greedy` and `greedy-draft` are one: argmax or nothing.
+    """Costs of scored responses for the law of blocks. `greedy` and `greedy-draft` are equal here: argmax or nothing.
 
-    stop_below: the drafter ends a block behind a token whose draft probability is below it; `GammaPolicy.stop_below`.
-    sure: `TextCosts.sure_T` of each, where somebody proposes before the draft.
+    stop_below: the drafter ends a block after a token whose draft probability is below it; `GammaPolicy.stop_below`.
+    sure: `TextCosts.sure_T` of each, if another drafter proposes first.
     """
     takes_argmax, texts = not draft_draws(rule), []
     for place, own in enumerate(scores):
@@ -93,20 +94,20 @@ def texts_of(
 
 
 def texts_kept(accept_probs: Sequence[np.ndarray]) -> list[TextCosts]:
-    """Of tokens that are kept with these probabilities, each by itself: (T,), of a parallel draft (T, J) by start and offset."""
+    """Costs of tokens that are kept independently with these probabilities: (T,), or (T, J) by start and offset for a parallel draft."""
     with np.errstate(divide="ignore"):
         return [TextCosts(-np.log(probs)) for probs in accept_probs]
 
 
 def law_of(rule: str, sampling: SamplingSettings) -> str:
-    """The rule whose law decoding follows: at temperature 0 both models take their argmax, whatever the rule is called."""
+    """The rule whose law decoding follows: at temperature 0 both models take their argmax under any rule."""
     return "greedy" if sampling.greedy else rule
 
 
 class _Group(NamedTuple):
-    """Responses padded to one length, with room for a block of `width` tokens behind the last; and what is asked of them.
+    """Responses padded to one length, with room for a block of `width` tokens after the last, and the requested gammas.
 
-    costs, stops: (T, N), or of a parallel draft (T, N, J) by start and offset; see `_steps_JN`.
+    costs, stops: (T, N), or for a parallel draft (T, N, J) by start and offset; see `_steps_JN`.
     """
 
     rows: list[int]
@@ -139,7 +140,7 @@ def _groups(texts: Sequence[TextCosts], gammas: Sequence[int], sure_gammas: Sequ
         longest = len(texts[order[0]].costs_T) + width + 1
         count = max(1, ENTRIES_PER_GROUP // (longest * len(gammas)))
         rows, order = order[:count], order[count:]
-        # Offsets that nobody drafts: only who needs no model proposes so many.
+        # Offsets beyond the draft's: only drafters without a model propose that many tokens.
         costs = np.full((longest, len(rows), *offsets), np.inf if scored else 0.0)
         stops = np.zeros_like(costs) if any(texts[row].stops_T is not None for row in rows) else None
         sure_TN = None
@@ -159,7 +160,7 @@ def _groups(texts: Sequence[TextCosts], gammas: Sequence[int], sure_gammas: Sequ
 
 
 def _steps_JN(table: np.ndarray, start: int, width: int) -> np.ndarray:
-    """What a table has of the first `width` tokens of the blocks that start at token `start`."""
+    """Table entries of the first `width` tokens of the blocks that start at token `start`."""
     return table[start : start + width] if table.ndim == 2 else table[start, :, :width].T
 
 
@@ -176,9 +177,9 @@ def _kept_NJ1(group: _Group, start: int) -> np.ndarray:
 
 
 def _exactly_NKJ1(group: _Group, start: int) -> np.ndarray:
-    """P(k = j | text) at each gamma: the drop of `kept` below gamma, all that is left of it at gamma, 0 beyond.
+    """P(k = j | text) at each gamma: the drop of `kept` below gamma, the rest of it at gamma, 0 beyond.
 
-    Certain where the block is somebody's who needs no model; of at most `sure_gammas_K` tokens.
+    Certain if the block is proposed without a model; such a block has at most `sure_gammas_K` tokens.
     """
     kept_NJ1, gammas_K = _kept_NJ1(group, start), group.gammas_K
     counts_J1 = np.arange(kept_NJ1.shape[1])
@@ -194,7 +195,7 @@ def _exactly_NKJ1(group: _Group, start: int) -> np.ndarray:
 
 
 def _starts_TNK(group: _Group) -> np.ndarray:
-    """P(a block starts at token t) for each gamma; 0 behind the end of a response."""
+    """P(a block starts at token t) for each gamma; 0 after the end of a response."""
     starts_TNK = np.zeros((*group.costs.shape[:2], len(group.gammas_K)))
     starts_TNK[0] = 1.0
     for start in group.starts:
@@ -209,9 +210,9 @@ def _starts_TNK(group: _Group) -> np.ndarray:
 def expected_blocks(
     texts: Sequence[TextCosts], gammas: Iterable[int], sure_gammas: Iterable[int] | None = None
 ) -> Blocks:
-    """Expected blocks at each gamma, those that start where `sure_T` says somebody proposes apart from the draft's.
+    """Expected blocks at each gamma, split into blocks proposed without a model (by `sure_T`) and the others.
 
-    sure_gammas: (K,) how many tokens that somebody proposes beside each of the draft's gammas; None = as many.
+    sure_gammas: (K,) tokens proposed without a model for each of the draft's gammas; None = equal.
     """
     gammas = tuple(gammas)
     sure_gammas = gammas if sure_gammas is None else tuple(sure_gammas)
@@ -231,7 +232,7 @@ def expected_blocks_of(
 
     The expectation of sum_t P(a block starts at t) along the text, exact (no i.i.d. assumption); the last block counts
     in full even though the text ends inside it. gamma 0 is plain decoding: a call per token.
-    stop_below: of a drafter that ends its block behind a token of lower draft probability than this.
+    stop_below: the drafter ends its block after a token of lower draft probability than this.
     """
     return expected_blocks(texts_of(scores, rule, stop_below), gammas).others_NK
 
@@ -239,7 +240,7 @@ def expected_blocks_of(
 def block_variance(texts: Sequence[TextCosts], gamma: int) -> np.ndarray:
     """Variance (N,) of the blocks of each response given its text; 0 where every token is surely kept or surely not.
 
-    From the end backwards: mean and mean square of the blocks that are still to come behind a start at token t.
+    Computed from the end backwards: mean and mean square of the remaining blocks from a start at token t.
     """
     variance_N = np.zeros(len(texts))
     for group in _groups(texts, (gamma,), (gamma,)):
@@ -258,14 +259,14 @@ def block_variance(texts: Sequence[TextCosts], gamma: int) -> np.ndarray:
 def survival_of(scores: Sequence[TokenScores], rule: str, gamma: int) -> list[float]:
     """P(the first j drafted tokens of a block are kept), j = 1..gamma, averaged over the blocks that replay expects.
 
-    Live decoding counts it over all blocks. Text that has ended says nothing of the tokens behind it, so a block whose
-    first j tokens reach beyond the end does not count for that j; 0 where none is left.
+    Live decoding counts it over all blocks. Nothing is known about tokens after the end of a text, so a block whose
+    first j tokens reach beyond the end does not count for that j; 0 if none is left.
     """
     return shares_of(*survival_sums(scores, rule, gamma))[0]
 
 
 def shares_of(blocks_J: np.ndarray, kept_J: np.ndarray) -> tuple[list[float], float]:
-    """(survival by place, accepted/drafted) of so many blocks that drafted j tokens or more, and that kept j or more."""
+    """(survival by place, accepted/drafted) from the number of blocks that drafted at least j tokens, and that kept at least j."""
     survival_J = kept_J / np.where(blocks_J > 0, blocks_J, 1.0)
     return survival_J.tolist(), float(kept_J.sum() / max(blocks_J.sum(), 1e-9))
 
@@ -296,12 +297,14 @@ def replay(accept_probs: Sequence[np.ndarray], gammas: Iterable[int] = GAMMAS) -
 
 
 class ReplayCheck(Record):
-    """Blocks that a live run counted beside what replay of its own text predicts."""
+    """Blocks of a live run compared with the prediction by replay of its own text."""
 
     predicted_blocks: float = Field(description="by replay")
     live_blocks: int = Field(description="counted")
-    z: float | None = Field(None, description="how far apart, in standard errors; null: apart though nothing is drawn")
-    agrees: bool = Field(True, description="whether that can be chance")
+    z: float | None = Field(
+        None, description="difference in standard errors; null: different although nothing is random"
+    )
+    agrees: bool = Field(True, description="whether the difference can be chance")
 
 
 def agreement_of(
@@ -315,9 +318,8 @@ def agreement_of(
 ) -> ReplayCheck:
     """Replay of a live run's text against the blocks it counted; sure: `TextCosts.sure_T` of a cascade.
 
-    z is in standard deviations of the coins. Where nothing is random (greedy) it is 0 if both are equal within rounding, else None.
-
-    It sees faults that leave the text right and only lower acceptance, such as draft positions off by one.
+    z is in standard deviations of the acceptance coins. Without randomness (greedy) it is 0 if both are equal within rounding, else
+    None. The check detects faults that only lower acceptance and leave the text correct, such as draft positions off by one.
     """
     texts = texts_of(scores, rule, stop_below, sure)
     predicted = float(expected_blocks(texts, (gamma,)).calls_NK.sum())
@@ -330,17 +332,17 @@ def agreement_of(
 
 
 def agreement_words(check: ReplayCheck | None, tokens: int) -> str:
-    """`replay 2.31, z +0.4`: tau that replay predicts for a live run of so many tokens, to stand beside live tau."""
+    """`replay 2.31, z +0.4`: tau that replay predicts for a live run with this many tokens, to compare with live tau."""
     if check is None:
         return "no replay for this rule"
-    # Where a draft takes its argmax, the text alone says how many blocks it took.
+    # If a draft takes its argmax, the text alone determines the number of blocks.
     certain = check.z == 0 and float(check.predicted_blocks).is_integer()
     how = "exact" if certain else "not exact" if check.z is None else f"z {check.z:+.1f}"
     return f"replay {tokens / check.predicted_blocks:.2f}, {how}"
 
 
 def agreement_warning(check: ReplayCheck | None) -> str | None:
-    """A line when live decoding and replay part by more than coins (|z| > 4) or, at temperature 0, near-ties explain."""
+    """A warning if live decoding and replay differ by more than chance (|z| > 4) or, at temperature 0, by more than near-ties."""
     if check is None or check.agrees:
         return None
     size = "no randomness involved" if check.z is None else f"z = {check.z:+.1f}"

@@ -1,4 +1,4 @@
-"""The judge is checked before it measures: a target accepts itself, and speculation does not change its text."""
+"""Self-checks before measuring: the target as its own draft is always accepted, and speculation does not change its text."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -18,28 +18,28 @@ from speculative.measure.token_scores import StoredText, score_responses
 from speculative.rules.rule import Rule
 from speculative.rules.sampling import GREEDY, SamplingSettings, logits_to_probs
 
-# A deviation beyond so many times the dtype's own noise is no rounding; between once and that it is worth a warning.
+# A deviation above this multiple of the dtype's noise is a fault; between one and this multiple it gives a warning.
 STOP_AT = 3.0
 T = TypeVar("T")
 
 
-# How far a model's numbers move when the same text is computed in calls of another shape: the rounding of its dtype.
-# No decoder of ours takes part, so no fault of one can pass for rounding.
+# Noise: how much a model's numbers change when the same text is computed in calls of another shape, by rounding. Our decoder
+# is not used for it, so a fault in the decoder cannot count as rounding.
 WIDE = 8  # rows
 NOISE_TEXTS, NOISE_TOKENS = 2, 32
 
 
 @dataclass(frozen=True)
 class Noise:
-    """overlap: what alpha of the model against itself lacks to 1. gap: between two logits that are equal but for rounding,
-    relative to the largest.
+    """overlap: 1 minus alpha of the model against itself. gap: between two logits that are equal up to rounding, relative to
+    the largest.
     """
 
     overlap: float
     gap: float
 
 
-# What is taken for rounding in any case: few tokens say little of rare roundings. A bfloat16 has 8 bits, so logits of size
+# Least noise assumed, because few tokens miss rare rounding errors. A bfloat16 has 8 bits, so logits of size
 # 10-20 move by up to 0.06, and an error e in a log probability costs |e| / 2 of alpha on average.
 LEAST_NOISE = {
     torch.float64: Noise(3e-7, 3e-11),
@@ -48,19 +48,19 @@ LEAST_NOISE = {
     torch.bfloat16: Noise(5e-3, 7e-3),
 }
 
-# Ten times that of bfloat16: calls that differ by more are wrong somewhere, and no measure for others.
+# Ten times that of bfloat16: larger differences are a fault, not noise.
 MOST_NOISE = Noise(5e-2, 7e-2)
 
 
 def least_noise(dtype: torch.dtype) -> Noise:
-    """Of a dtype; of one that is not listed, that of bfloat16."""
+    """Least noise of a dtype; for an unlisted dtype, that of bfloat16."""
     return LEAST_NOISE.get(dtype, LEAST_NOISE[torch.bfloat16])
 
 
 def measure_noise(
     model: PreTrainedModel, texts: Sequence[StoredText], sampling: SamplingSettings, rows: int = WIDE
 ) -> Noise:
-    """Of the first tokens of the shortest texts, computed at once, then one by one in a batch of 1 and of `rows`."""
+    """Noise on the first tokens of the shortest texts: computed at once, then one by one in a batch of 1 and of `rows`."""
     said = (text for text in texts if text.response_ids)
     chosen = sorted(said, key=lambda text: len(text.prompt_ids))[:NOISE_TEXTS]
     least = least_noise(model.dtype)
@@ -74,7 +74,7 @@ def measure_noise(
         lacks = [(1.0 - torch.minimum(one, two).sum(-1)).sum() for one, two in itertools.combinations(probs, 2)]
         moved = [(one - two).abs().amax(-1) / one.abs().amax(-1) for one, two in itertools.combinations(ways, 2)]
         overlap, tokens = overlap + float(torch.stack(lacks).max()), tokens + len(response)
-        gap = max(gap, 2.0 * float(torch.stack(moved).max()))  # both logits move
+        gap = max(gap, 2.0 * float(torch.stack(moved).max()))  # both logits change
     return Noise(max(least.overlap, overlap / max(tokens, 1)), gap)
 
 
@@ -104,7 +104,7 @@ def _one_by_one(model: PreTrainedModel, prompt: list[int], response: list[int], 
 
 
 class SelfCheckError(RuntimeError):
-    """The judge contradicts itself: no number it prints can be trusted. The message is one line."""
+    """A self-check failed, so no measurement can be trusted. The message is one line."""
 
 
 class SpoiledDrafter(ModelDrafter):
@@ -122,13 +122,13 @@ class SpoiledDrafter(ModelDrafter):
         ids_RG = proposal.ids_RG
         positions_RG = torch.from_numpy(ask.lengths_R[:, None] + np.arange(ids_RG.shape[1])).to(ids_RG.device)
         wrong_RG = torch.where(ids_RG > 0, ids_RG - 1, ids_RG + 1)
-        # The draft has read its own tokens and not the wrong ones: nothing behind the first of them is in its cache.
+        # The draft has read its own tokens, not the wrong ones, so its cache is valid only up to the first of them.
         self.read_R = ask.lengths_R - 1
         return proposal._replace(ids_RG=torch.where(positions_RG % 3 == 0, wrong_RG, ids_RG))
 
 
 class NearTie(TypedDict):
-    """Where two greedy texts part; gap: between the logits of the two tokens, relative to the largest."""
+    """The position where two greedy texts differ; gap: between the logits of the two tokens, relative to the largest."""
 
     prompt: str
     position: int
@@ -136,7 +136,7 @@ class NearTie(TypedDict):
 
 
 class Checked(TypedDict):
-    """What was found: alpha of the target as its own draft by replay and live, and how many greedy texts are equal."""
+    """Results: alpha of the target as its own draft by replay and live, and the number of equal greedy texts."""
 
     prompts: int
     tokens: int
@@ -156,14 +156,14 @@ class Checked(TypedDict):
 def self_checks(
     target: PreTrainedModel, prompts: Sequence[Prompt], settings: DecodeSettings, *, batch_size: int = 8
 ) -> Checked:
-    """Check the judge on this target and these prompts.
+    """Run the self-checks on this target and these prompts.
 
-    1. The target as its own draft scores alpha 1.000, by replay of its text and by live decoding.
+    1. The target as its own draft has alpha 1.000, by replay of its text and by live decoding.
     2. Speculative greedy tokens equal plain greedy tokens, with proposals that are often wrong.
-    Both are judged against the noise of the target's dtype, measured on this text: `warnings` says what is beyond it.
-    Where `batch_size` rows of two full caches do not fit in memory, half as many are tried, and again.
+    Both are judged against the noise of the target's dtype, measured on this text; `warnings` lists larger deviations.
+    If `batch_size` rows of two full caches do not fit in memory, the number of rows is halved until they fit.
 
-    Raises SelfCheckError with one line when a check fails by STOP_AT times the noise, UserError when one row does not fit.
+    Raises SelfCheckError with one line if a deviation exceeds STOP_AT times the noise, UserError if one row does not fit.
     """
     rule: Rule = "greedy" if settings.sampling.greedy else "sample"
     gamma = max(1, settings.gamma)
@@ -217,7 +217,7 @@ def self_checks(
 
 
 def _with_fewer_rows(run: Callable[[int], T], rows: int) -> tuple[T, int]:
-    """What `run` gives for so many rows, or for half as many while memory is too little; and how many it was."""
+    """Result of `run` for this many rows, halved while memory is too small, and the number of rows used."""
     while True:
         try:
             return run(rows), rows
@@ -228,10 +228,10 @@ def _with_fewer_rows(run: Callable[[int], T], rows: int) -> tuple[T, int]:
 
 
 def _beside_noise(how: str, alpha: float, noise: Noise, dtype: torch.dtype, coins: int | None = None) -> list[str]:
-    """A warning where alpha is further from 1 than the noise; raises SelfCheckError where it is no rounding.
+    """A warning if alpha differs from 1 by more than the noise; raises SelfCheckError if it is more than rounding.
 
-    coins: live decoding, and greedy replay, count so many. With few one honest rejection weighs more than the mean error, so
-    three standard deviations of such a count are granted on top.
+    coins: number of tested tokens in live decoding and greedy replay. With few, one chance rejection weighs more than the mean
+    error, so three standard deviations of such a count are added.
     """
     allowed = STOP_AT * noise.overlap + (3 * (noise.overlap / coins) ** 0.5 if coins else 0.0)
     if not abs(alpha - 1.0) <= allowed:
@@ -249,9 +249,9 @@ def _beside_noise(how: str, alpha: float, noise: Noise, dtype: torch.dtype, coin
 
 
 def near_tie(target: PreTrainedModel, plain: Response, speculative: Response, noise: Noise | None = None) -> NearTie:
-    """Where two greedy texts part and by how little; raises SelfCheckError when it is more than rounding.
+    """The position where two greedy texts differ, and the gap; raises SelfCheckError if it is more than rounding.
 
-    noise: of the target on such text; by default the least that its dtype has.
+    noise: of the target on such text; by default the least noise of its dtype.
     """
     pairs = zip(plain.response_ids, speculative.response_ids, strict=False)
     position = next((place for place, (one, other) in enumerate(pairs) if one != other), None)

@@ -1,5 +1,6 @@
-"""What a serving engine counted beside what replay predicts for its convention: the first token of a response is the prefill's, so
-blocks start at the second one; a block that reaches the end of a response counts whole, its tokens behind the end not at all.
+"""Counts of a serving engine compared with replay under the engine's convention: the prefill produces the first token of a
+response, so blocks start at the second one. A block that reaches the end of a response counts in full, its tokens after the end
+do not count.
 
 Shapes: N responses, B blocks of one response, J = 1..gamma places in a block.
 """
@@ -24,7 +25,7 @@ PREFILL_TOKENS = 1  # of a response, before its first block
 
 
 class Decoded(NamedTuple):
-    """A response as its blocks see it: what the prefill said belongs to the prompt. A `token_scores.StoredText`."""
+    """A response as its blocks see it: the token of the prefill belongs to the prompt. A `token_scores.StoredText`."""
 
     prompt_ids: list[int]
     response_ids: list[int]
@@ -33,7 +34,7 @@ class Decoded(NamedTuple):
 
 @dataclass(frozen=True)
 class ServedBlocks:
-    """Blocks of one served response. tokens: behind the prefill's. accepted_B, drafted_B: empty where an engine gives sums only."""
+    """Blocks of one served response. tokens: after the prefill's. accepted_B, drafted_B: empty if an engine gives sums only."""
 
     tokens: int
     blocks: int
@@ -41,7 +42,7 @@ class ServedBlocks:
     drafted_B: tuple[int, ...] = ()
 
     def inside(self) -> list[tuple[int, int, int]]:
-        """(start, drafted, accepted) of each block, without what lies behind the end; a start is counted in tokens behind the prefill's."""
+        """(start, drafted, accepted) of each block, without tokens after the end; a start counts tokens after the prefill's."""
         start, found = 0, []
         for accepted, drafted in zip(self.accepted_B, self.drafted_B, strict=True):
             left = max(0, self.tokens - start)
@@ -51,7 +52,7 @@ class ServedBlocks:
 
     @property
     def whole(self) -> bool:
-        """Whether the blocks explain the response: the last one reaches its end, and no one begins behind it."""
+        """Whether the blocks explain the response: the last one reaches its end, and none begins after it."""
         starts = [start for start, _, _ in self.inside()]
         end = sum(self.accepted_B) + len(self.accepted_B)
         return not starts or (starts[-1] < self.tokens <= end)
@@ -78,7 +79,7 @@ def predicted_shares(
 
 
 def served_shares(served: Sequence[ServedBlocks], gamma: int) -> tuple[list[float], float]:
-    """(survival by place, accepted/drafted) of the blocks an engine told one by one, counted as `predicted_shares` does."""
+    """(survival by place, accepted/drafted) of the blocks an engine reported one by one, counted as in `predicted_shares`."""
     blocks_J, kept_J = np.zeros(gamma), np.zeros(gamma)
     for one in served:
         for _, drafted, accepted in one.inside():
@@ -90,9 +91,9 @@ def served_shares(served: Sequence[ServedBlocks], gamma: int) -> tuple[list[floa
 def served_agreement(
     scores: Sequence[TokenScores], rule: str, blocks_N: Sequence[int], gamma: int
 ) -> tuple[float, float, bool]:
-    """(predicted blocks, z, whether they agree): `agreement_of` the very text that was served; blocks_N may be one number, their sum.
+    """(predicted blocks, z, whether they agree): `agreement_of` for the served text; blocks_N may be one number, their sum.
 
-    z is a number where nothing is random too: in units of which `WORRYING_Z` are the tolerated share of blocks.
+    z is a number also without randomness: scaled so that `WORRYING_Z` is the tolerated share of blocks.
     """
     found = agreement_of(scores, rule, blocks_N, gamma)
     predicted, z = found.predicted_blocks, found.z

@@ -1,4 +1,4 @@
-"""What a draft says of stored target responses, token by token: one forward per batch, no target in memory.
+"""Scores of a draft on stored target responses, token by token: one forward per batch, without the target in memory.
 
 Shapes: T tokens of one response, B rows, R tokens of a chunk, V vocabulary, C bins of confidence, J offsets of a block, N masks.
 """
@@ -21,9 +21,9 @@ from speculative.rules.verify import draft_settings_for
 LOGITS_PER_FORWARD = 1 << 26
 # Rows turned into float32 probabilities at once: rows x vocabulary.
 PROBS_PER_CHUNK = 1 << 22
-# Masks of one pass at most: its attention takes memory with the square of them and of the text before.
+# Maximum number of masks in one pass: attention memory grows with the square of masks plus text.
 MASKS_PER_FORWARD = 1024
-# Lower edges of the bins of a draft's confidence, which is a probability: [0, .1), [.1, .2), ... [.9, 1].
+# Lower edges of the bins of a draft's confidence, which is a probability: [0, 0.1), [0.1, 0.2), ... [0.9, 1].
 CONFIDENCE_EDGES = np.linspace(0.0, 0.9, 10)
 
 
@@ -42,18 +42,18 @@ class StoredText(Protocol):
 
 @dataclass(frozen=True)
 class TokenScores:
-    """All that one draft pass tells of the T stored tokens of a response, enough for every rule.
+    """Results of one draft pass over the T stored tokens of a response, enough for every rule.
 
-    log_draft_probs: of the stored token, under the serving settings (-inf where the draft never says it); under greedy
+    log_draft_probs: of the stored token, under the serving settings (-inf if the draft never proposes it); under greedy
     settings the draft's own, at temperature 1.
     log_target_probs: as stored, under the serving settings (0 when greedy).
     matches: the draft's argmax is the stored token. choice_ids, choice_probs: that argmax and its probability in the
     draft's own distribution, temperature 1 and nothing cut: the confidence of a draft that takes its argmax.
     confidence_mass_TC: draft mass in each bin of `CONFIDENCE_EDGES` under the serving settings: how probable it is that a
     sampled draft token has a probability in that bin. None unless asked for, and under greedy settings.
-    by_start: of a parallel draft, the same but the mass as tables (T, J): at [i, j] token i + j of the response, proposed at
-    offset j + 1 of the block that starts with token i, from x_<i and j masks alone. Behind the end of the text: a token that is surely
-    kept. None: every block proposes a token alike (each draft that drafts token by token).
+    by_start: of a parallel draft, the same values except the mass, as tables (T, J): at [i, j] token i + j of the response, proposed at
+    offset j + 1 of the block that starts with token i, from x_<i and j masks alone. After the end of the text: a token that is always
+    kept. None: the proposal does not depend on the block (drafts that draft token by token).
     """
 
     log_draft_probs: np.ndarray
@@ -72,8 +72,8 @@ class TokenScores:
 
         Rule `sample`: min(1, draft / target), by maximal coupling; its mean over target-written text is an unbiased alpha
         (= E sum_v min(target, draft), 2211.17192 Corollary 3.6). `greedy-draft`, `greedy`: 1 where the draft's argmax is the token. Rule
-        `block` judges whole blocks, so it has no such number of a token alone: its `sample` number is returned, whose
-        mean is alpha all the same.
+        `block` judges whole blocks and has no such number per token: the number of `sample` is returned, whose mean is
+        also alpha.
         """
         if draft_draws(rule):
             return np.exp(np.minimum(self.log_draft_probs - self.log_target_probs, 0.0))
@@ -81,7 +81,7 @@ class TokenScores:
 
 
 def scored_gammas(scores: Sequence[TokenScores], gammas: Iterable[int]) -> list[int]:
-    """Those of the gammas that these scores can tell of: all, or of a parallel draft those up to the offsets scored."""
+    """The gammas that these scores cover: all, or for a parallel draft those up to the scored offsets."""
     most = min((one.by_start.choice_ids.shape[1] for one in scores if one.by_start is not None), default=None)
     return [gamma for gamma in gammas if most is None or gamma <= most]
 
@@ -97,10 +97,10 @@ def score_tokens(
     """`TokenScores` of every text, in order, from one pass.
 
     settings: how the texts were sampled. confidence: fill `confidence_mass_TC` too (a third more time). offsets: of a draft
-    that proposes in parallel, the largest gamma that will be asked about; fills `by_start`, for `offsets` - 1 more tokens fed to the
-    draft a response token.
+    that proposes in parallel, the largest gamma needed; fills `by_start`, which feeds `offsets` - 1 more tokens to the draft per
+    response token.
 
-    Raises UserError when the draft returns NaN or infinite logits, or is no parallel draft and offsets are asked for.
+    Raises UserError when the draft returns NaN or infinite logits, or if offsets are requested for a draft that is not parallel.
     """
     own = SamplingSettings() if settings.greedy else settings
     bins = len(CONFIDENCE_EDGES)
@@ -144,7 +144,7 @@ def score_tokens(
 def _in_tables(text: StoredText, own: TokenScores, values_TJK: np.ndarray) -> TokenScores:
     """`TokenScores.by_start` from log draft probability, choice and its probability of every (start, offset)."""
     tokens, offsets = len(own), values_TJK.shape[1]
-    # The first offset is the text's own.
+    # The first offset is that of the text itself.
     values_TJK[:, 0] = np.stack((own.log_draft_probs, own.choice_ids, own.choice_probs), 1)
     places_TJ = np.arange(tokens)[:, None] + np.arange(offsets)
     inside_TJ = places_TJ < tokens
@@ -179,9 +179,9 @@ def values_by_text(
     width: int,
     who: str,
 ) -> list[np.ndarray]:
-    """What `values_of` (logits_RV, token_ids_R) -> (R, K) float64 makes of each text's tokens, (T, K = width) per text in order.
+    """Values (T, K = width) per text, in order, from `values_of` (logits_RV, token_ids_R) -> (R, K) float64.
 
-    Raises UserError, which names the model as `who`, when it returns NaN or infinite logits.
+    Raises UserError, with `who` as the name of the model, if it returns NaN or infinite logits.
     """
     found: list[np.ndarray] = [np.zeros((0, width)) for _ in texts]
     for batch in _batches(texts, model.config.get_text_config(decoder=True).vocab_size):
@@ -201,7 +201,7 @@ def _values_by_start(
     values_of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
     offsets: int,
 ) -> list[np.ndarray]:
-    """What `values_of` makes of each text's tokens at offsets 2.. of the block from every start: (T, J, K = 3), else zeros."""
+    """Values from `values_of` at offsets 2.. of the block from every start: (T, J, K = 3), else zeros."""
     mask_token = mask_token_of(draft.config)
     if mask_token is None:
         raise UserError("the draft's config.json has no mask token (pard_token): it can draft token by token only")
@@ -210,7 +210,7 @@ def _values_by_start(
     for text, table_TJK in zip(texts, tables, strict=True):
         tokens, first = len(text.response_ids), len(text.prompt_ids) - 1
         ids_T = torch.tensor([*text.prompt_ids, *text.response_ids], device=draft.device)
-        # The last token has no further offset: no block of it is asked.
+        # The last token has no further offset, so no block starts there.
         for begin in range(0, tokens - 1 if offsets > 1 else 0, most):
             starts_S = torch.arange(begin, min(begin + most, tokens - 1), device=draft.device)
             depths_1T = ids_T.new_zeros((1, first + int(starts_S[-1]) + 1))
@@ -252,7 +252,7 @@ def _batches(texts: Sequence[StoredText], vocab_size: int) -> Iterator[list[int]
     )
     batch: list[int] = []
     for index in order:
-        total = len(texts[index].prompt_ids) + len(texts[index].response_ids)  # the longest so far
+        total = len(texts[index].prompt_ids) + len(texts[index].response_ids)  # length of the longest text so far
         if batch and (len(batch) + 1) * total * vocab_size > LOGITS_PER_FORWARD:
             yield batch
             batch = []

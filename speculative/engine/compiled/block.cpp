@@ -1,4 +1,4 @@
-// A block of speculative decoding without Python in it: the draft's steps, the target's call, the rule, the commit.
+// A block of speculative decoding without Python: the draft's steps, the target's call, the rule, the commit.
 //
 // R rows of the batch, K of them active, G drafted tokens, G1 = G + 1, C columns of the token buffer, L response positions,
 // V vocabulary.
@@ -13,9 +13,9 @@
 #include <new>
 #include <vector>
 
-constexpr long CATCH_UP = 64;  // tokens of a call in which the draft reads what it has not read yet
+constexpr long CATCH_UP = 64;  // tokens per call when the draft catches up with the text
 enum Proposer : int64_t { NOBODY, MODEL, GIVEN };
-enum Column : long { DRAFT, COIN, RESIDUAL, COLUMNS };  // of the uniforms of a place
+enum Column : long { DRAFT, COIN, RESIDUAL, COLUMNS };  // columns of the uniforms of a position
 
 struct Block {
     int64_t rows, gamma, proposer, greedy_target, greedy_draft, threads, columns, vocabulary, positions;
@@ -27,16 +27,16 @@ struct Block {
     const double *uniforms;                   // (R, L, 3), or null
     const int64_t *given_ids, *given_counts;  // (R, G); (R), or null for all
     const float *given_probs;                 // (R, G, V), or null for one-hot
-    // What comes back, by row; only those of active rows are written.
-    int64_t *accepted, *drafted, *ids;                  // (R); (R, G); (R, G1): the accepted ones and the target's own
-    double *log_probs, *overlap, *peaks, *draft_peaks;  // (R, G1); (R); (R); (R): the last two NaN or infinite with a logit
+    // Outputs by row; only active rows are written.
+    int64_t *accepted, *drafted, *ids;                  // (R); (R, G); (R, G1): accepted ids, then the target's own
+    double *log_probs, *overlap, *peaks, *draft_peaks;  // (R, G1); (R); (R); (R): the last two are NaN or infinite if a logit is
     double *seconds;                                    // draft, verify, accept
     Sampling sampling;
 };
 
 static thread_local Scratch memory_of_target_logits, memory_of_draft_logits, memory_of_draft_probs;
 
-struct Work : Block {  // a block with what it works on: (K, G1, V), (K, V), (K, G, V)
+struct Work : Block {  // a block with its buffers: (K, G1, V), (K, V), (K, G, V)
     float *target_logits, *draft_logits, *draft_probs;
     explicit Work(const Block &block) : Block(block) {
         bool drafts = proposer == MODEL;
@@ -52,7 +52,7 @@ static void forward(const Work &b, const Model *model, const Layer *layers, long
     run(model, layers, &call);
 }
 
-// What of the text the draft has not read yet, up to the last token; logits behind that, one a row.
+// Feeds the text that the draft has not read yet, up to the last token; logits after it, one per row.
 static void catch_up(const Work &b) {
     for (bool last = false; !last;) {
         long missing = 1;
@@ -61,7 +61,7 @@ static void catch_up(const Work &b) {
         last = missing == width;
         std::vector<int64_t> ids(b.rows * width), starts(b.rows), columns(b.rows);
         for (long k = 0; k < b.rows; k++) {
-            // A row that misses less reads some tokens again; a shorter one reads what stands behind its end.
+            // A row that misses fewer tokens reads some again; a shorter row reads scratch after its end.
             long row = b.seats[k], end = last ? b.lengths[row] : std::min(b.read[row] + width, b.lengths[row]);
             starts[k] = std::max(0L, end - width);
             columns[k] = end - 1 - starts[k];
@@ -76,7 +76,7 @@ static const double *uniforms_of(const Work &b, long row, long place) {
     return b.uniforms + (row * b.positions + b.lengths[row] - b.prompt_lengths[row] + place) * COLUMNS;
 }
 
-// From the draft's logits to its token at a place of every row.
+// From the draft's logits to its token at one position of every row.
 static void choose(const Work &b, long place) {
 #pragma omp parallel for num_threads(b.threads) if (b.threads > 1 && b.rows > 1)
     for (long k = 0; k < b.rows; k++) {
@@ -97,7 +97,7 @@ static void choose(const Work &b, long place) {
 }
 
 static void propose(const Work &b) {
-    // What was drafted and rejected is forgotten, also before blocks in which nothing is drafted.
+    // Forget rejected tokens, also before blocks without drafting.
     for (long k = 0; k < b.rows && b.read; k++) b.read[b.seats[k]] = std::min(b.read[b.seats[k]], b.lengths[b.seats[k]] - 1);
     for (long k = 0; k < b.rows; k++) b.draft_peaks[b.seats[k]] = 0.0;
     if (b.proposer == GIVEN)
@@ -129,7 +129,7 @@ static long accept_greedy(const Work &b, long row, const float *logits, long cou
     }
 }
 
-// Speculative sampling (2211.17192, Algorithm 1), place by place: no probability is computed behind the first rejection.
+// Speculative sampling (2211.17192, Algorithm 1), position by position: no probability is computed after the first rejection.
 static long accept_sampled(const Work &b, long row, long k, float *logits, long count, long &next) {
     long V = b.vocabulary;
     const float *draft = b.proposer == MODEL ? b.draft_probs + k * b.gamma * V : b.given_probs + row * b.gamma * V;
@@ -156,7 +156,7 @@ static long accept_sampled(const Work &b, long row, long k, float *logits, long 
                 residual[v] = one_hot ? (v == id ? 0.0f : target[v]) : std::max(target[v] - own[v], 0.0f);
                 left = left || residual[v] > 0.0f;
             }
-            // Where nothing is left a rejection has probability 0 in exact arithmetic: the target's own row stands in.
+            // If nothing is left, a rejection has probability 0 in exact arithmetic: use the target's own row.
             if (!left) residual.assign(target, target + V);
         }
         next = draw(residual.data(), V, uniforms[RESIDUAL]);

@@ -6,9 +6,9 @@
 #include <limits>
 #include <vector>
 
-constexpr long PIECE = 256;  // weights that are summed up before a token is looked for among them
+constexpr long PIECE = 256;  // number of weights that are summed before a token is searched among them
 
-static float largest(const float *x, long V) {  // NaN is passed over
+static float largest(const float *x, long V) {  // ignores NaN
     vec peaks = vec{} - INFINITY;
     long i = 0;
     for (; i + W <= V; i += W) {
@@ -38,11 +38,11 @@ long most_likely(const float *scores, long V, double &peak) {
     return std::find(scores, scores + V, found) - scores;
 }
 
-// Weights outside the smallest set of tokens whose mass reaches top_p become 0; of equal ones the lower ids go first.
+// Weights outside the smallest set of tokens whose mass reaches top_p become 0; of equal weights the lower ids are removed first.
 static void keep_nucleus(float *weights, long V, double top_p) {
     static thread_local std::vector<std::pair<float, int32_t>> heap;
     double mass = total(weights, V), wanted = top_p * mass, kept = 0.0;
-    // Tokens of at most this weight are together no more than what goes: they need no order.
+    // Tokens of at most this weight together do not exceed the removed mass, so they need no sorting.
     float border = (float)((1.0 - top_p) * mass / V);
     heap.clear();
     for (long i = 0; i < V; i++)
@@ -106,7 +106,7 @@ long draw(const float *weights, long V, double point) {
         }
         before += piece;
     }
-    if (weights[last] > 0.0f) return last;  // rounding: the sums of pieces ran a little higher
+    if (weights[last] > 0.0f) return last;  // rounding: the sums of pieces were slightly larger
     for (long i = V; i-- > 0;)
         if (weights[i] > 0.0f) return i;
     return 0;

@@ -1,8 +1,8 @@
 // One call of a plain decoder (Llama, Mistral, Qwen 2 and 3) on a cache of keys and values: embedding, layers, norm, head.
 //
-// Nothing is repacked: weights are read where torch keeps them, each once for all tokens of a call. A sum runs in one order,
-// however many tokens, rows and threads a call has. So a token's logits have the same bits whether it is decoded alone or
-// checked as one of a block.
+// Nothing is repacked: weights are read where torch keeps them, each once for all tokens of a call. Sums always run in the
+// same order, for any number of tokens, rows and threads. So a token's logits have the same bits whether it is decoded alone
+// or verified in a block.
 //
 // K rows of a call, Q tokens of each, M = K * Q tokens, H heads, N key/value heads, G = H / N, D head width, C capacity,
 // P positions read.
@@ -23,14 +23,14 @@
 #include <omp.h>
 #endif
 
-constexpr long OUTPUTS = 4;     // of one tile of a product
-constexpr long TOKENS = 2;      // of one tile: 8 sums, which the 16 registers of AVX2 hold beside what they are made of; 3 where one is left
-constexpr long FEW = 8;         // tokens that are never parted: a block of speculative decoding reads weights once
+constexpr long OUTPUTS = 4;     // outputs of one tile of a product
+constexpr long TOKENS = 2;      // of one tile: 8 sums, which fit the 16 registers of AVX2 together with their inputs; 3 if one token is left
+constexpr long FEW = 8;         // tokens that are never split: a block of speculative decoding reads weights once
 constexpr long QUERIES = 16;    // tokens whose attention is computed together
-// Numbers of the activations, and of the weights, that are worked on at a time: what the caches hold.
+// Numbers of activations and of weights processed at a time, so that they fit the caches.
 constexpr long FIRST_CACHE = 4 * 1024, SECOND_CACHE = 32 * 1024;
 
-struct Share {  // of `total` things, in whole steps, what one thread does
+struct Share {  // one thread's part of `total` items, in whole steps
     long begin, end;
     Share(long total, long step, long thread, long threads) {
         long steps = (total + step - 1) / step;
@@ -39,7 +39,7 @@ struct Share {  // of `total` things, in whole steps, what one thread does
     }
 };
 
-// The numbers as float32, in a buffer that this thread uses again.
+// The numbers as float32, in a buffer that this thread reuses.
 template <class T> const float *unpacked(const T *from, long count) {
     static thread_local Scratch memory;
     float *to = memory.of(count);
@@ -65,7 +65,7 @@ std::atomic<int64_t> alone_until{0}, alone_for{SHORTEST};
 
 int64_t threads_now(int64_t asked) { return asked > 1 && nanoseconds() < alone_until ? 1 : asked; }
 
-static thread_local long yields = 0;  // since `lost_core` was asked
+static thread_local long yields = 0;  // since the last call of `lost_core`
 
 // Whether this thread lost its core since the last question, not counting the times it yielded.
 bool lost_core() {
@@ -110,7 +110,7 @@ class Barrier {
         if (lost_core()) lost = true;
     }
 
-    // After all threads have ended: whether the next calls have one.
+    // After all threads have ended: decide whether the next calls use one thread.
     void judge() {
         int64_t now = alone_for;
         if (waited && lost) {
@@ -142,7 +142,7 @@ inline four sums_of(const vec (&v)[4]) {
 #endif
 }
 
-// Else the compiler reads a number from memory again in every sum that it is part of.
+// Otherwise the compiler reads a number from memory again for every sum.
 inline vec in_register(vec v) {
 #ifdef __x86_64__
     asm("" : "+x"(v));
@@ -150,7 +150,7 @@ inline vec in_register(vec v) {
     return v;
 }
 
-// One step of a tile over W numbers. Unrolled here, so that all sums stay in registers beside the tokens and one weight.
+// One step of a tile over W numbers. Unrolled here, so that all sums stay in registers together with the tokens and one weight.
 template <long M, class T>
 inline void step(vec (&sums)[M][OUTPUTS], const float *x, long x_stride, const T *w, long depth) {
     vec own[M];
@@ -164,7 +164,7 @@ inline void step(vec (&sums)[M][OUTPUTS], const float *x, long x_stride, const T
     }
 }
 
-// out[m][n] = x[m] . w[n] for 4 outputs n. AHEAD: prefetches in the order of addresses, in which memory is fastest.
+// out[m][n] = x[m] . w[n] for 4 outputs n. AHEAD: prefetch in address order, which is fastest for memory.
 template <long M, bool AHEAD, class T>
 inline void tile(const float *x, long x_stride, const T *w, long depth, float (*out)[OUTPUTS]) {
     constexpr long LINE = 64 / sizeof(T);
@@ -204,7 +204,7 @@ void dots(const float *x, long x_stride, long tokens, const T *w, long depth, Sh
     auto block = [&](auto *own, long begin, long start, long end, long first, auto ahead) {  // own: the weights of `begin`
         long last = std::min(tokens, first + some_tokens);
         for (long n = start; n < end; n += OUTPUTS) {
-            // The last ones of a number that is no multiple of 4 are computed together with some before them.
+            // If the number is not a multiple of 4, the last outputs are computed together with some before them.
             long from = std::min(n, end - OUTPUTS);
             for (long m = first, height; m < last; m += height) {
                 height = last - m == 3 ? 3 : std::min(TOKENS, last - m);
@@ -212,7 +212,7 @@ void dots(const float *x, long x_stride, long tokens, const T *w, long depth, Sh
                 const float *input = x + m * x_stride;
                 if (m == 0) tile_of<ahead.value>(height, input, x_stride, own + (from - begin) * depth, depth, out);
                 else tile_of<false>(height, input, x_stride, own + (from - begin) * depth, depth, out);
-                // Those before are another thread's, which may have added a bias already.
+                // The outputs before are another thread's, which may have added a bias already.
                 for (long i = 0; i < height; i++)
                     for (long j = n - from; j < OUTPUTS; j++) y[(m + i) * y_stride + from + j] = out[i][j];
             }
@@ -265,7 +265,7 @@ void normalise(const float *x, const float *weight, long width, double epsilon, 
     for (long j = 0; j < width; j++) out[j] = weight[j] * (x[j] * factor);
 }
 
-// Rotary positions (2104.09864), halves against each other; in place, behind the norm of a head where there is one.
+// Rotary positions (2104.09864), halves against each other; in place, after the norm of a head if there is one.
 void rotate(float *x, const float *norm, const float *cosines, const float *sines, long width, double epsilon) {
     if (norm) normalise(x, norm, width, epsilon, x);
     for (long i = 0, half = width / 2; i < half; i++) {
@@ -339,7 +339,7 @@ void weighted_sums(const float *weights, long stride, long queries, long positio
     }
 }
 
-// Where a token of a call stands in its text, and what it sees of it.
+// Position of a token of a call in its text, and the positions it sees.
 struct Place {
     const Call &call;
     long start;
@@ -360,7 +360,7 @@ void attend(const Model &model, const Layer &layer, const Call &call, long row, 
             float *out, float *scratch) {
     long D = model.head_width, group = model.heads / model.kv_heads, tokens = std::min(QUERIES, call.tokens - first);
     Place place{call, call.starts[row]};
-    // Behind a chain's own token nothing is visible; nodes of a tree see by their own table.
+    // A chain's token sees nothing after itself; nodes of a tree use their own table.
     long positions = place.start + (call.sees ? call.tokens : first + tokens), stride = (positions + W - 1) / W * W;
     long cache_row = call.cache_rows ? call.cache_rows[row] : row;
     long head = (cache_row * model.kv_heads + kv_head) * model.capacity * D;
@@ -374,7 +374,7 @@ void attend(const Model &model, const Layer &layer, const Call &call, long row, 
     for (long q = 0; q < tokens; q++)
         for (long g = 0; g < group; g++) {
             float *mine = scores + (q * group + g) * stride;
-            long begin = layer.window ? 0 : place.start;  // all that stands before a chain or a tree is visible
+            long begin = layer.window ? 0 : place.start;  // everything before a chain or a tree is visible
             for (long p = begin; p < positions; p++)
                 if (!place.visible(first + q, p, layer.window)) mine[p] = -INFINITY;
             for (long p = positions; p < stride; p++) mine[p] = -INFINITY;
@@ -386,7 +386,7 @@ void attend(const Model &model, const Layer &layer, const Call &call, long row, 
                     group * D * sizeof(float));
 }
 
-// Of one token: queries and keys rotated, keys and values written into the cache.
+// For one token: rotate queries and keys, write keys and values into the cache.
 template <class T>
 void place_token(const Model &model, const Layer &layer, const Call &call, long m, float *queries, float *keys, const float *values) {
     long D = model.head_width, row = m / call.tokens, token = m % call.tokens;
@@ -423,7 +423,7 @@ struct Buffers {  // (M, ...) each
     }
 };
 
-// Numbers that a thread's attention works on.
+// Buffers of one thread's attention.
 long attention_floats(const Model &model, const Call &call) {
     long reach = OUTPUTS;
     for (long k = 0; k < call.rows; k++) reach = std::max<long>(reach, call.starts[k] + call.tokens);
@@ -452,7 +452,7 @@ void run_layer(const Model &model, const Layer &layer, const Call &call, const B
         for (long m = own.begin; m < own.end; m++)
             normalise(b.x + m * model.width, weight, model.width, model.epsilon, b.normed + m * model.width);
     };
-    auto add = [&](const Matrix &w, const float *from, long depth) {  // to x, through the buffer of norms
+    auto add = [&](const Matrix &w, const float *from, long depth) {  // adds to x, through the buffer of norms
         Share own = share(model.width, OUTPUTS);
         product(w, from, M, depth, own, b.normed);
         for (long m = 0; m < M; m++)
@@ -502,7 +502,7 @@ void run(const Model *model, const Layer *layers, const Call *asked) {
         Call own_call = *asked, *call = &own_call;
         long thread = 0;
         call->threads = 1;
-#ifdef _OPENMP  // which may give fewer threads than it is asked for
+#ifdef _OPENMP  // OpenMP may give fewer threads than requested
         thread = omp_get_thread_num(), call->threads = omp_get_num_threads();
 #endif
         long threads = call->threads;

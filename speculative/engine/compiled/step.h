@@ -1,4 +1,4 @@
-// What Python hands over, rows of 64-bit numbers in this order, and a call of a model.
+// Data from Python, rows of 64-bit numbers in this order, and a call of a model.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +16,7 @@ struct Layer {
     const float *norm, *second_norm, *query_norm, *key_norm;  // the last two, or null
     Matrix query, key, value, out, gate, up, down;
     void *keys, *values;  // (rows of the cache, N, C, D)
-    int64_t window;       // positions that a token sees, its own included; 0 = all
+    int64_t window;       // positions that a token sees, including its own; 0 = all
 };
 
 struct Model {
@@ -33,10 +33,10 @@ struct Call {
     const int64_t *depths;                     // (Q) of a token tree, or null
     const uint8_t *sees;                       // (Q, Q) of a token tree, or null
     float *logits;                             // (K, kept, outputs of the head)
-    const int64_t *columns;                    // (K) after which token the one kept is, or null for the last of each row
+    const int64_t *columns;                    // (K) index of the kept token, or null for the last of each row
 };
 
-// A thread's buffer, aligned to a cache line. It is used again by the next call and grows as needed.
+// A thread's buffer, aligned to a cache line. The next call reuses it; it grows as needed.
 class Scratch {
     std::vector<float> memory;
 

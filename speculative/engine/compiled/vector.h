@@ -1,4 +1,4 @@
-// Vectors of float32, and numbers of other kinds read as such.
+// Vectors of float32, and conversion from other number types.
 #pragma once
 
 #include <cstdint>
@@ -24,7 +24,7 @@ inline vec load(const float *p) {
     return *reinterpret_cast<const there *>(p);
 }
 
-// W numbers widened to 32 bits. What compilers make of a conversion of vectors takes three times as long as these instructions.
+// W numbers widened to 32 bits. Compilers' own vector conversion takes three times as long.
 inline ints widened(const bfloat16 *p) {
 #if defined(__AVX512F__)
     return (ints)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p));
@@ -79,7 +79,7 @@ inline float sum(vec v) {
     return lanes[0];
 }
 
-// e^x: powers of two and a polynomial, relative error under 3e-7; 0 below -87, so that what is masked weighs nothing at all.
+// e^x: powers of two and a polynomial, relative error under 3e-7; 0 below -87, so that masked positions have weight exactly 0.
 inline vec exponential(vec x) {
     vec kept = x < -87.0f ? vec{} - 87.0f : x;
     kept = kept > 88.0f ? vec{} + 88.0f : kept;
