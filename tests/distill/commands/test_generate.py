@@ -181,7 +181,7 @@ def test_stop_strings_and_min_tokens_reach_the_decoder(tiny_target: Path, draft:
         (["--drafter", "cascade"], "--drafter cascade needs --draft DIR"),
         (["--drafter", "retrieval"], "needs --datastore FILE"),
         (["--drafter", "retrieval", "--datastore", "nowhere.jsonl"], "--datastore nowhere.jsonl: no such file"),
-        (["--drafter", "early-exit", "--exit-layers", "9"], r"the target has 3, give 1..2"),
+        (["--drafter", "early-exit", "--exit-layers", "9"], r"must be 1..2, because the target has 3 layers"),
         (["--max-tokens", "4000"], "exceeds the context of 128 of the target"),
         (["--chat"], "no chat template"),
         (["--prompts", "nowhere.txt"], "--prompts nowhere.txt: no such file"),
