@@ -1,6 +1,6 @@
-"""Where traffic goes: engines with their shares, the versions that they serve, and which conversation goes to which.
+"""Arms: engines with their shares and draft versions, and the choice of an arm for each conversation.
 
-arms.json of a log directory is the one place: the gateway writes it from its flags and watches it, a rollout writes it at runtime.
+arms.json in the log directory holds them: the gateway writes it from its flags and watches it, and a rollout edits it.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ _TOLERANCE = 1e-6
 
 @dataclass(frozen=True)
 class Arm:
-    """One engine. url: without /v1. share: of the conversations. drafts: False for the engine that is asked under load."""
+    """One engine. url: without /v1. share: of the conversations. drafts: False for the engine without a draft, used under load."""
 
     name: str
     url: str
@@ -35,10 +35,10 @@ class Arm:
 
 @dataclass(frozen=True)
 class Arms:
-    """All engines. by: who wrote it, `flags` or `rollout NAME vN`.
+    """All engines. by: origin of the arms, `flags` or `rollout NAME vN`.
 
     Raises:
-        UserError: shares that do not add up, a name twice, no address; the message names the arm and its key.
+        UserError: shares that do not add up to 1, a duplicate name, or no address; the message names the arm and its key.
     """
 
     by: str
@@ -47,26 +47,28 @@ class Arms:
     def __post_init__(self) -> None:
         drafting = [arm for arm in self.arms if arm.drafts]
         if not drafting:
-            raise UserError("arms: none of them drafts; one must")
+            raise UserError("arms: no engine has a draft; give at least one with a draft")
         for arm in self.arms:
             for key in ("name", "draft_version", "target_version"):
                 if not SANE.fullmatch(str(getattr(arm, key))):
-                    raise UserError(f"arms.{arm.name}.{key} = {getattr(arm, key)!r}: give a word of letters and digits")
+                    raise UserError(
+                        f"arms.{arm.name}.{key} = {getattr(arm, key)!r}: use only letters, digits and . _ : @ + / -"
+                    )
             if not is_address(arm.url):
                 raise UserError(f"arms.{arm.name}.url = {arm.url!r}: give an address such as http://127.0.0.1:8000")
             if not 0 <= arm.share <= 1 or not math.isfinite(arm.share):
-                raise UserError(f"arms.{arm.name}.share = {arm.share}: between 0 and 1")
+                raise UserError(f"arms.{arm.name}.share = {arm.share}: give a share between 0 and 1")
         if len({arm.name for arm in self.arms}) != len(self.arms):
-            raise UserError("arms: one name twice; each needs its own")
+            raise UserError("arms: two arms have the same name; give each its own")
         if abs(sum(arm.share for arm in drafting) - 1) > _TOLERANCE:
-            raise UserError(f"arms: the shares add up to {sum(arm.share for arm in drafting):g}; they must to 1")
+            raise UserError(f"arms: the shares add up to {sum(arm.share for arm in drafting):g}; they must add up to 1")
 
     def choose(self, conversation: bytes, key: bytes, shed: bool = False) -> Arm:
-        """The arm of a conversation; with ``shed`` the one without a draft, where there is one.
+        """The arm of a conversation; with ``shed`` the arm without a draft, if there is one.
 
-        Weighted rendezvous hashing: each arm draws an exponential time of rate `share` by a stable hash, the first wins. So arms get their
-        shares, and an arm whose share grows takes conversations from others and gives none away. ``key``: the log's secret, without which
-        no client can tell where its conversation goes.
+        Weighted rendezvous hashing: a stable hash gives each arm an exponential time with rate `share`, and the smallest wins. So arms get
+        their shares, and an arm whose share grows takes conversations from others and loses none. ``key``: the log's secret, so that clients
+        cannot predict their arm.
         """
         if shed and (plain := [arm for arm in self.arms if not arm.drafts]):
             return plain[0]
@@ -83,7 +85,7 @@ def read_arms(path: Path) -> Arms:
     """The arms of a file.
 
     Raises:
-        UserError: missing, damaged, an unknown key, or arms that cannot be; the file and the key are named.
+        UserError: missing, damaged, an unknown key, or invalid arms; the message names file and key.
     """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -95,7 +97,7 @@ def read_arms(path: Path) -> Arms:
 
 
 def write_arms(path: Path, arms: Arms) -> None:
-    """Writes the arms; they are there whole or not at all. Raises UserError: the disk refuses."""
+    """Write the arms atomically. Raises UserError if the file cannot be written."""
     with writing(path):
         write_bytes(path, (json.dumps(dataclasses.asdict(arms), indent=2) + "\n").encode(), 0o600)
 
@@ -106,5 +108,5 @@ def _arm(values: dict[str, Any]) -> Arm:
         if key == "share" and type(value) in (int, float):
             continue
         if not isinstance(value, kinds.get(key, ())):
-            raise UserError(f"arms.{values.get('name')}.{key} = {value!r}: not a key of an arm, or not its kind")
+            raise UserError(f"arms.{values.get('name')}.{key} = {value!r}: unknown key, or a value of the wrong type")
     return Arm(**{**values, "url": root_of(values["url"])})

@@ -1,4 +1,4 @@
-"""The gateway on a socket, asked by clients and answered by engines that say mutants of HTTP: it answers or closes, counts no fault of its own, and goes on.
+"""Fuzz the gateway over a socket with mutated HTTP from clients and engines: it answers or closes, counts no internal error, and keeps serving.
 
 A failure gives its case, which runs alone with ATTACK:
 
@@ -27,7 +27,7 @@ from distill.live.traffic.reader import read_traffic
 CASES = {"client": 1000, "engine": 500}
 PARTS = trials(1, 50)
 AT_ONCE = 64
-SECONDS = 20.0  # of one case, of which a machine of two cores takes milliseconds
+SECONDS = 20.0  # per case; most take milliseconds on two cores
 GROWTH = 1 << 30
 STATUS = re.compile(rb"HTTP/1\.[01] (\d{3})")
 GOOD = b'{"choices": [{"text": "ab", "finish_reason": "stop"}], "usage": {"prompt_tokens": 1, "completion_tokens": 2}}'
@@ -37,13 +37,13 @@ CHAT = (
     {"messages": [{"role": "user", "content": "hello"}], "stream": True, "max_tokens": 5},
 )
 TEXT = b"POST /v1/completions HTTP/1.1", {"prompt": "hello", "temperature": 0, "n": 1}
-# Heads without the body's length, and bodies.
+# headers without the body's length, and bodies
 REQUESTS = [
     (CHAT[0] + b"\r\nhost: x\r\nauthorization: Bearer k\r\nx-understudy-slice: code\r\nx-request-id: a-1\r\n", json.dumps(CHAT[1]).encode()),
     (TEXT[0] + b"\r\nhost: x\r\nx-understudy-conversation: c\r\nx-understudy-no-log: 0\r\ncookie: a=b\r\n", json.dumps(TEXT[1]).encode()),
     (TEXT[0] + b"\r\nhost: x\r\nexpect: 100-continue\r\nconnection: keep-alive, x-own\r\nx-own: 1\r\n", json.dumps(TEXT[1]).encode()),
     (TEXT[0] + b"\r\nhost: x\r\nconnection: upgrade, http2-settings\r\nupgrade: h2c\r\nhttp2-settings: AAMAAABk\r\n", b'{"prompt": [1, 2]}'),
-    (TEXT[0] + b"\r\nhost: x\r\n", b'{"prompt": [{"role": "user"}, 5]}'),  # ended a request in a fault of the gateway once
+    (TEXT[0] + b"\r\nhost: x\r\n", b'{"prompt": [{"role": "user"}, 5]}'),  # caused an internal error once
     (b"GET /v1/models?a=%20b HTTP/1.1\r\nhost: x\r\n", b""), (b"GET /health HTTP/1.1\r\nhost: x\r\n", b""), (b"HEAD /metrics HTTP/1.0\r\n", b""),
 ]  # fmt: skip
 EVENTS = [
@@ -59,7 +59,7 @@ ANSWERS = [
 
 
 def message(seeds: Sequence[tuple[bytes, bytes]], draw: random.Random) -> bytes:
-    """A mutant of a message: of its head, of its body with the right length or in chunks, or of all of it."""
+    """A mutant of a message: of its headers, of its body (with the right length or in chunks), or of all of it."""
     head, body = draw.choice(seeds)
     way = draw.choice(("head", "body", "chunks", "whole"))
     if way in ("body", "chunks"):
@@ -78,7 +78,7 @@ def message(seeds: Sequence[tuple[bytes, bytes]], draw: random.Random) -> bytes:
 
 
 def case(side: str, number: int) -> tuple[bytes, bytes]:
-    """(what the client says, what the engine says)."""
+    """(bytes from the client, bytes from the engine)."""
     draw = random.Random(f"{side}:{number}")
     if side == "client":
         return message(REQUESTS, draw), b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%s" % (len(GOOD), GOOD)
@@ -87,7 +87,7 @@ def case(side: str, number: int) -> tuple[bytes, bytes]:
 
 
 async def engine(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Answers each request with what its case says; one that names no case, as a client's, well."""
+    """Answer each request with its case's bytes; a request without a case gets a valid response."""
     with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
         while head := (await reader.readuntil(b"\r\n\r\n")).lower():
             length = re.search(rb"\r\ncontent-length: (\d+)", head)
@@ -102,7 +102,7 @@ async def engine(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
 
 
 async def said_to(port: int, side: str, number: int) -> None:
-    """One case. Raises AssertionError where the gateway breaks the law."""
+    """Run one case. Raises AssertionError if the gateway misbehaves."""
     asked, answered = case(side, number)
     what = f"ATTACK={side}:{number} ({(asked if side == 'client' else answered)[:4000]!r})"
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -119,9 +119,9 @@ async def said_to(port: int, side: str, number: int) -> None:
         writer.close()
     statuses = [int(status) for status in STATUS.findall(found)]
     assert not found or STATUS.match(found), f"{what}: {found[:200]!r}"
-    # An engine's own status goes on to the client; of what is no answer the gateway says 502.
+    # An engine's status is forwarded; an invalid response becomes a 502.
     assert side == "engine" or max(statuses, default=0) < 500, f"{what}: {statuses}"
-    assert b"a fault of its own" not in found, what
+    assert b"gateway: internal error" not in found, what
 
 
 async def all_said(
@@ -136,7 +136,7 @@ async def all_said(
                     await said_to(port, side, number)
 
             with pytest.MonkeyPatch.context() as patch:
-                for name in ("HEADER_SECONDS", "BODY_SECONDS"):  # that an unfinished request has
+                for name in ("HEADER_SECONDS", "BODY_SECONDS"):  # limits for an unfinished request
                     patch.setattr(limits, name, 0.3)
                 async with asyncio.TaskGroup() as group:
                     for number in numbers:
@@ -145,7 +145,7 @@ async def all_said(
 
 
 def check_after(url: str, which: str) -> None:
-    """It is alive, and counted no fault of its own."""
+    """Check that the gateway is alive and counted no internal error."""
     assert metric(url, "unhandled") == 0, which
     answer = httpx.post(f"{url}/v1/completions", json={"prompt": "p"}, headers={"x-request-id": "good"}, timeout=20)
     assert (answer.status_code, answer.content) == (200, GOOD), which

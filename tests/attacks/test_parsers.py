@@ -1,6 +1,6 @@
-"""Each parser of bytes from outside, asked to read mutants of real files: a value of the right type, or the documented error on one line.
+"""Fuzz every parser of untrusted bytes with mutants of real files: it gives a value of the right type, or the documented error on one line.
 
-Never another exception, never seconds for one case, never memory without bound. A failure gives its parser and seed:
+No other exception, no slow case, no unbounded memory. A failure prints its parser and seed:
 
     ATTACK="metrics page:1234" pytest tests/attacks -k one_case
 """
@@ -66,7 +66,7 @@ Made = dict[str, bytes]  # seed files by name
 
 @dataclass(frozen=True)
 class Parser:
-    """cases: of 20,000. seeds: real files by name. read: reads a mutant of the file of that name in a folder of its own."""
+    """cases: of 20,000. seeds: real files by name. read: reads a mutant of the file of that name in its own folder."""
 
     cases: int
     seeds: Callable[[Path], Made]
@@ -109,7 +109,7 @@ def _requests(_: Path) -> Made:
 
 
 def _ask(name: str, content: bytes, _: Path) -> TrafficRecord:
-    """A request read, answered at once and recorded, as the gateway does it."""
+    """Read, answer and record a request as the gateway does."""
     options = GatewayOptions(
         engine=[],
         log=Path(),
@@ -128,7 +128,7 @@ def _recorded(asked: Asked, finish: str, tap: Tap | None) -> TrafficRecord:
     )  # fmt: skip
     try:
         record = exchange.record(finish, b"salt")
-    except (ValueError, RecursionError):  # documented: what remains breaks a law, and the gateway counts it
+    except (ValueError, RecursionError):  # documented: the record is invalid, and the gateway counts it
         return record_of(1)
     assert from_line(to_line(record)) == record
     return record
@@ -325,7 +325,7 @@ def _run_file(name: str, content: bytes, folder: Path) -> Any:
 
 @functools.cache
 def _tiny(folder: Path) -> Path:
-    """A model of a few kilobytes and a tokenizer of a few words, in files."""
+    """Files of a model of a few kilobytes and a tokenizer of a few words."""
     from tokenizers import Tokenizer
     from tokenizers.models import BPE
     from tokenizers.pre_tokenizers import ByteLevel
@@ -387,7 +387,7 @@ def _load_tokenizer(name: str, content: bytes, folder: Path) -> Any:
 
 
 class _instead:  # noqa: N801 - a context manager
-    """A file with another content for a while."""
+    """Replace a file's content temporarily."""
 
     def __init__(self, path: Path, content: bytes) -> None:
         self.path, self.content, self.before = path, content, path.read_bytes()
@@ -430,7 +430,7 @@ PARSERS = {
 
 
 def attack(name: str, number: int, seeds: Made, folder: Path) -> float:
-    """One case; seconds that it took. Raises AssertionError where the parser breaks the law."""
+    """Run one case and return its seconds. Raises AssertionError if the parser misbehaves."""
     draw = random.Random(f"{name}:{number}")
     file = draw.choice(sorted(seeds))
     content, began = mutant(seeds[file], draw), time.monotonic()
@@ -440,7 +440,7 @@ def attack(name: str, number: int, seeds: Made, folder: Path) -> float:
 
 
 def read(name: str, file: str, content: bytes, folder: Path, case: str) -> None:
-    """Lets a parser read a file.
+    """Let a parser read a file.
 
     Raises:
         AssertionError: it breaks the law.
@@ -452,7 +452,7 @@ def read(name: str, file: str, content: bytes, folder: Path, case: str) -> None:
         assert isinstance(found, parser.gives), f"{what}: gave a {type(found).__name__}"
     except parser.refusals as error:
         said = str(error)
-        # What is no UserError yet becomes part of one before a person sees it.
+        # These errors become part of a UserError before a user sees them.
         shown = isinstance(error, UserError)
         fine = said.isprintable() and 0 < len(said) <= LONGEST if shown else 0 < len(said) < 1 << 20
         assert fine, f"{what}: not one line: {said[:300]!r}"
@@ -471,7 +471,7 @@ def _arrow() -> bytes:
 
 
 def _torn_arrow() -> bytes:
-    """An Arrow file whose texts lie far outside it."""
+    """An Arrow file with text offsets far outside it."""
     whole, offsets = _arrow(), struct.pack("<iii", 0, 2, 3)
     assert whole.count(offsets) == 1
     return whole.replace(offsets, struct.pack("<iii", 0, 1 << 20, 1 << 30))
@@ -482,7 +482,7 @@ DEEP, DIGITS, HUGE = b"[" * 100_000, b"9" * 5000, b"9" * 400
 ONE_NAME = b'{"model.norm.weight":{"dtype":"F32","shape":[8],"data_offsets":[0,32]}}'
 ONE_WEIGHT = struct.pack("<Q", len(ONE_NAME)) + ONE_NAME + bytes(32)
 VLLM_LINE = b"SpecDecoding metrics: Mean acceptance length: %s, Accepted: %s tokens, Drafted: %s tokens, Per-position acceptance rate: 0.6\n"
-# name: parser, file, what it holds. Each was a fault: a traceback, a crash of the process, a memory without bound, or a value that is none.
+# name: parser, file, content. Each was a bug: a traceback, a crash, unbounded memory, or a value of the wrong type.
 FOUND = {
     "a log of lists in lists": ("acceptance log", "log.jsonl", b'{"accepted": 1, "drafted": ' + DEEP + b"\n"),
     "a log of too many digits": ("acceptance log", "vllm.log", VLLM_LINE % (b"2.31", DIGITS, DIGITS)),

@@ -1,4 +1,4 @@
-"""The proxy itself: a request in, the chosen engine's answer out as it comes, a record before its last bytes."""
+"""The proxy: forwards a request to its arm, streams the response back, and writes a record before the last bytes."""
 
 import asyncio
 import contextlib
@@ -33,7 +33,7 @@ APPEND_SECONDS = 1.0  # that a response's last bytes wait for its record
 WATCH_SECONDS = 0.5
 _SWITCH_SECONDS = 0.0005
 MOST_SLICES, OTHERS = 64, "others"
-# Of one connection, not of the message; and what was said to the gateway alone.
+# Headers of one connection, not of the message, and headers for the gateway alone.
 _OWN_HEADERS = {
     b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"proxy-connection", b"te", b"trailer",
     b"transfer-encoding", b"upgrade", b"host", b"content-length", b"accept-encoding", b"expect",
@@ -41,16 +41,16 @@ _OWN_HEADERS = {
 _PREFIX = b"x-understudy-"
 _CLOSE = {"connection": "close"}  # for answers that do not wait for the whole request
 _HINT = (
-    "a stream said nothing of drafts, so its acceptance is unknown: vLLM says it when it is started with "
-    "--per-request-spec-decode-metrics detailed, in streams that ask for usage (--usage, or vLLM's --enable-force-include-usage)"
+    "a stream reported no draft counts, so its acceptance is unknown: start vLLM with --per-request-spec-decode-metrics detailed, "
+    "and ask for usage in streams (--usage, or vLLM's --enable-force-include-usage)"
 )
 
 
 class Gateway:
-    """An ASGI application; `app` adds its own pages."""
+    """The gateway as an ASGI application; `app` adds /health and /metrics."""
 
     def __init__(self, options: GatewayOptions, key: str | None, arms: Arms, writer: LogWriter) -> None:
-        """``key``: that clients must send; None: none is needed."""
+        """``key``: clients must send it; None: no key is needed."""
         self.options, self.key, self.arms, self.writer = options, key, arms, writer
         self.metrics, self.upstream, self.bodies = Metrics(), Upstream(), Bodies(options.max_body)
         self.exchanges: set[Exchange] = set()
@@ -59,8 +59,8 @@ class Gateway:
         self._log_is_late = self._hinted = False
 
     def app(self) -> ASGIApp:
-        """With /health and /metrics of the gateway's own; all else goes to an engine."""
-        # No methods: every one is answered there, by an answer that closes the connection.
+        """The application with /health and /metrics; everything else goes to an engine."""
+        # No methods: all of them are answered there, and the answer closes the connection.
         routes = [Route("/health", self._health, methods=[]), Route("/metrics", self._page, methods=[])]
         pages = Router(routes, default=self, redirect_slashes=False, lifespan=self._lifespan)
         return ServerErrorMiddleware(bounded(pages), self._fault)
@@ -68,8 +68,8 @@ class Gateway:
     @contextlib.asynccontextmanager
     async def _lifespan(self, _: Router) -> AsyncIterator[None]:
         watch = asyncio.create_task(self._watch())
-        # Many streams wait for each other: what lives as long as the process is never looked at by the garbage collector, and the thread of
-        # the log gives the interpreter back soon.
+        # Streams wait for each other: the garbage collector skips objects that live as long as the process, and the log's thread releases
+        # the interpreter soon.
         gc.freeze()
         sys.setswitchinterval(_SWITCH_SECONDS)
         try:
@@ -80,38 +80,38 @@ class Gateway:
             await asyncio.to_thread(self.writer.close)
 
     async def _health(self, _: Request) -> Response:
-        """Open to all, so it says nothing of arms."""
+        """Needs no key, so it shows no arms."""
         return JSONResponse({"status": "ok", "logging": self.writer.writing}, headers=_CLOSE)
 
     async def _page(self, request: Request) -> Response:
         if not self._may(dict(request.scope["headers"])):
-            return _error(401, "the key is another")
+            return _error(401, "wrong key")
         self.metrics.in_flight.set(len(self.exchanges))
         self.metrics.logging.set(self.writer.writing)
         return Response(self.metrics.page(), media_type="text/plain; version=0.0.4; charset=utf-8", headers=_CLOSE)
 
     async def _fault(self, _: Request, error: Exception) -> Response:
-        """Counts what ended a request unforeseen, and prints each kind once: where it was, not what the request said."""
+        """Count an unexpected exception and print each place once, without the request's content."""
         frames = traceback.extract_tb(error.__traceback__)
         kind = type(error).__name__
         place = f"{kind} at {frames[-1].filename}:{frames[-1].lineno}"
         self.metrics.unhandled.labels(kind).inc()
         if place not in self._faults:
             self._faults.add(place)
-            told = f"a fault of the gateway ended a request: {place}; the next ones are counted in /metrics only"
+            told = f"a bug in the gateway ended a request: {place}; further ones at this place are only counted in /metrics"
             print(told, *traceback.format_list(frames), sep="\n", file=sys.stderr, flush=True)
-        return _error(500, "a fault of its own")
+        return _error(500, "internal error")
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Answers one request; lifespan messages never come here."""
+        """Answer one request; lifespan messages never come here."""
         headers = dict(scope["headers"])
         try:
             if not self._may(headers):
-                raise Refused(401, "the key is another; send it as `Authorization: Bearer KEY`")
+                raise Refused(401, "wrong key; send it as `Authorization: Bearer KEY`")
             if scope["state"]["connection"].is_one_too_many():
                 raise Refused(503, "too many clients at once")
             if scope["method"] == "CONNECT" or not scope["raw_path"].startswith(b"/"):
-                raise Refused(400, "a request's target begins with /, and there are no tunnels")
+                raise Refused(400, "the request target must begin with /, and CONNECT is not supported")
             body = await self.bodies.read(headers, receive)
         except Refused as refused:
             self.metrics.requests.labels("", refused.status).inc()
@@ -131,7 +131,7 @@ class Gateway:
     async def _exchange(self, scope: Any, headers: dict[bytes, bytes], body: bytes, receive: Any, send: Any) -> None:
         # Not the loop's clock: uvloop's stands still within a turn and ticks in milliseconds.
         arrived, began = time.time(), time.perf_counter()
-        scope["state"]["connection"].allow(None)  # From here on `_watch` ends what stands still.
+        scope["state"]["connection"].allow(None)  # From here on `_watch` ends idle exchanges.
         path = scope["path"] if scope["method"] == "POST" else ""
         asked = read_request(path, headers, body, self.options, self.writer.salt)
         shed = len(self.exchanges) >= self.options.shed_above and scope["path"] in PATHS
@@ -156,7 +156,7 @@ class Gateway:
             if shutting_down:
                 raise
             task.uncancel()
-        except h11.LocalProtocolError as error:  # The client's doing: no error of the arm's.
+        except h11.LocalProtocolError as error:  # Caused by the client, so it is not an error of the arm.
             exchange.recorded = True
             await self._fail(exchange, 400, str(error))
         except (OSError, h11.RemoteProtocolError) as error:
@@ -168,7 +168,7 @@ class Gateway:
             self.metrics.total.labels(arm.name).observe(time.perf_counter() - began)
 
     async def _relay(self, exchange: Exchange) -> None:
-        """The engine's answer, piece by piece: the next one is asked for when the client took the last."""
+        """Stream the engine's response; read the next piece after the client took the last one."""
         asked, arm, scope, send = exchange.asked, exchange.arm, exchange.scope, exchange.send
         target = scope["raw_path"] + (b"?" + scope["query_string"] if scope["query_string"] else b"")
         async with self.upstream.ask(
@@ -176,7 +176,7 @@ class Gateway:
         ) as response:
             told = dict(response.headers)
             if b"transfer-encoding" in told:
-                told.pop(b"content-length", None)  # Whoever says both means the chunks.
+                told.pop(b"content-length", None)  # With both headers, the chunks count.
             left = int(told[b"content-length"]) if b"content-length" in told else None
             if not exchange.recorded:
                 self._tap(exchange, response.status, told)
@@ -204,7 +204,7 @@ class Gateway:
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     def _tap(self, exchange: Exchange, status: int, headers: Mapping[bytes, bytes]) -> None:
-        """What reads the answer; none for one that is no text of a target."""
+        """Attach a reader of the response, unless it is not text of a target."""
         kind = headers.get(b"content-type", b"").split(b";")[0].strip().lower()
         if 400 <= status < 500 or b"content-encoding" in headers:
             exchange.recorded = True
@@ -213,7 +213,7 @@ class Gateway:
             exchange.tap = Tap(kind == b"text/event-stream", self.options.text)
 
     async def _record(self, exchange: Exchange, finish: str = "", wait: bool = True) -> None:
-        """Writes the record, once; with ``wait`` returns when it is on disk, or after a short time."""
+        """Write the record once. With ``wait``, return when it is on disk or after APPEND_SECONDS."""
         if exchange.recorded:
             return
         exchange.recorded = True
@@ -257,14 +257,14 @@ class Gateway:
             async with asyncio.timeout(APPEND_SECONDS):
                 await on_disk
         except TimeoutError:
-            # Only one response waits for a disk that hangs; the next ones go on at once until it answers.
+            # Only one response waits for a hanging disk; the next ones do not wait until it answers.
             self._log_is_late = True
 
     async def _fail(self, exchange: Exchange, status: int, why: str) -> None:
-        """An answer that is not whole: one JSON error if none has begun, else a connection cut off, so that nobody takes it for whole."""
+        """End an incomplete response: one JSON error if it has not begun, else close the connection, so that it does not look complete."""
         if exchange.why_ended and not exchange.recorded:
             self.metrics.cancelled.labels(exchange.arm.name).inc()
-        # Silence is the engine's error, but not while the client takes nothing.
+        # Silence is the engine's error, unless the client is not reading.
         left = exchange.why_ended == "cancelled" or (exchange.why_ended and exchange.sending)
         await self._record(exchange, "cancelled" if left else "error", wait=False)
         if exchange.why_ended == "cancelled":
@@ -276,7 +276,7 @@ class Gateway:
             exchange.scope["state"]["connection"].transport.abort()
 
     def _slice(self, name: str) -> str:
-        """A bounded number of names: a client may say what it likes."""
+        """The slice's name, or `others` after MOST_SLICES names, because clients choose them."""
         if name not in self._slices:
             if len(self._slices) >= MOST_SLICES:
                 return OTHERS
@@ -284,7 +284,7 @@ class Gateway:
         return name
 
     async def _watch(self) -> None:
-        """Follows arms.json; ends what stands still."""
+        """Reload arms.json when it changes; end idle exchanges."""
         path, seen = self.options.log / ARMS, None
         while True:
             with contextlib.suppress(OSError):
@@ -294,7 +294,7 @@ class Gateway:
                     try:
                         self.arms = read_arms(path)
                     except UserError as error:
-                        print(f"{error}; the arms stay as they were", file=sys.stderr, flush=True)
+                        print(f"{error}; the arms are unchanged", file=sys.stderr, flush=True)
             late = time.perf_counter() - self.options.idle_seconds
             for exchange in [one for one in self.exchanges if one.moved < late]:
                 exchange.end("idle")
@@ -303,14 +303,14 @@ class Gateway:
 
 
 async def _watch_client(exchange: Exchange) -> None:
-    """Ends an exchange whose client left: closing its connection is how an engine is told."""
+    """End an exchange whose client left; closing the engine's connection aborts the request there."""
     while (await exchange.receive())["type"] != "http.disconnect":
         pass
     exchange.end("cancelled")
 
 
 def _passed_on(headers: Sequence[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
-    """Of either way those of the message; what `connection` lists is the connection's too."""
+    """The headers to forward: not those of the connection, which `connection` can list too."""
     named = {word.strip().lower() for name, value in headers if name == b"connection" for word in value.split(b",")}
     return [(n, v) for n, v in headers if n not in _OWN_HEADERS and n not in named and not n.startswith(_PREFIX)]
 

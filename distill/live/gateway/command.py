@@ -1,4 +1,4 @@
-"""`understudy gateway`: options into arms, a writer and a server; runs until it is ended."""
+"""`understudy gateway`: makes arms, a log writer and a server from the options, and serves until it is stopped."""
 
 import os
 import resource
@@ -25,14 +25,14 @@ _OWN_FILES = 64
 
 
 def gateway(options: GatewayOptions) -> None:
-    """Serves until SIGINT or SIGTERM; answers in flight have some seconds to end.
+    """Serve until SIGINT or SIGTERM; responses in flight get _GRACE_SECONDS to end.
 
     Raises:
-        UserError: options that cannot be, a log directory in use, a port in use.
+        UserError: invalid options, a log directory in use, a port in use.
     """
     os.umask(0o077)
     flags, key = arms_of(options), key_in(options.api_key_env) or None
-    parse_sampling(options.sampling)  # refused here, before anything is there
+    parse_sampling(options.sampling)  # refused here, before anything is created
     with listening(options.host, options.port, key is not None) as listener:
         writer = LogWriter(
             options.log, options.text, options.reservoir, options.retention_days, trust_clock=options.trust_clock
@@ -40,7 +40,7 @@ def gateway(options: GatewayOptions) -> None:
         arms = _begin_with(options.log / ARMS, flags)
         config = configured(Gateway(options, key, arms, writer), _clients_for(options.max_connections))
         host, port = listener.getsockname()[:2]
-        print(f"the gateway answers at http://{f'[{host}]' if ':' in host else host}:{port}, its log is {options.log}")
+        print(f"the gateway answers at http://{f'[{host}]' if ':' in host else host}:{port}, logging to {options.log}")
         for arm in arms.arms:
             when = f"share {arm.share:g}" if arm.drafts else "under load"
             print(f"  {arm.name}: {arm.url}, {when}, draft {arm.draft_version}")
@@ -49,7 +49,7 @@ def gateway(options: GatewayOptions) -> None:
 
 
 def configured(gateway: Gateway, clients: int) -> uvicorn.Config:
-    """A server of the gateway for so many clients at once. A request may take twice its largest body, for chunks of few bytes each."""
+    """The server for this number of clients at once. A request may be twice its largest body, because chunks can be tiny."""
     limits = Limits(clients, 2 * gateway.options.max_body + HEADER_BYTES)
     protocol: Any = partial(BoundedProtocol, limits)
     return uvicorn.Config(
@@ -60,14 +60,16 @@ def configured(gateway: Gateway, clients: int) -> uvicorn.Config:
 
 
 def arms_of(options: GatewayOptions) -> Arms:
-    """The arms that the flags name: a, b, .. with the shares of those behind the first; `plain` for the one without a draft.
+    """The arms of the flags: a, b, .. in order, `plain` for the engine without a draft. The first arm gets the rest of the shares.
 
     Raises:
         UserError: shares or versions that do not fit the engines.
     """
     engines, shares, versions = options.engine, options.share or [], options.draft_version or []
     if len(engines) > len(_NAMES) or len(shares) != len(engines) - 1:
-        raise UserError(f"--share: {len(shares)} for {len(engines)} engines; give one for each further --engine")
+        raise UserError(
+            f"--share: {len(shares)} for {len(engines)} engines; give one for each --engine after the first"
+        )
     if len(versions) > len(engines):
         raise UserError(f"--draft-version: {len(versions)} for {len(engines)} engines; at most one each, in order")
     versions = [*versions, *["unknown"] * (len(engines) - len(versions))]
@@ -81,7 +83,7 @@ def arms_of(options: GatewayOptions) -> Arms:
 
 
 def _clients_for(wanted: int) -> int:
-    """How many clients this process may have files for: each takes one, and its engine another; systems begin with 1,024."""
+    """The number of clients for which there are open files: two each, one of them for the engine. The usual limit is 1,024 files."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return wanted
@@ -89,16 +91,18 @@ def _clients_for(wanted: int) -> int:
     most = max(soft, needed if hard == resource.RLIM_INFINITY else min(hard, needed))
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
     if (clients := min(wanted, (most - _OWN_FILES) // 2)) < wanted:
-        print(f"--max-connections: {clients} and not {wanted}, for the system gives {most} open files (ulimit -n)")
+        print(
+            f"--max-connections: {clients} instead of {wanted}, because the system allows {most} open files (ulimit -n)"
+        )
     return max(1, clients)
 
 
 def _begin_with(path: Path, flags: Arms) -> Arms:
-    """Those of the file when a rollout wrote them, else those of the flags, which are in the file then."""
+    """The arms in the file if a rollout wrote them; otherwise write the flags' arms to the file."""
     if path.exists():
         written = read_arms(path)
         if written.by != BY_FLAGS:
-            print(f"{path}: the arms are those of {written.by}; delete the file to begin with the flags")
+            print(f"{path}: keeping the arms of {written.by}; delete the file to start from the flags")
             return written
     write_arms(path, flags)
     return flags

@@ -1,4 +1,4 @@
-"""One request and its answer while they pass, and the record that stays of them."""
+"""One request and its response in flight, and the record made of them."""
 
 import asyncio
 import contextlib
@@ -17,10 +17,11 @@ _COUNTS = ("accepted", "drafted", "blocks", "accepted_B", "drafted_B")
 
 @dataclass(eq=False)
 class Exchange:
-    """Times are of one clock, in seconds; arrived is of the clock on the wall.
+    """Times are seconds of time.perf_counter; arrived is Unix time.
 
-    scope, receive, send: its client's, as ASGI has them. task: answers it. moved: when a byte last went on. why_ended: it was cancelled by us, `cancelled` (the client left) or `idle`. sending: the
-    client has not yet taken what is sent. status: that the client got. recorded: its record is made, or it leaves none.
+    scope, receive, send: the client's ASGI callables. task: answers the request. moved: when a byte last moved. why_ended: `cancelled` (the
+    client left) or `idle`. sending: the client has not yet taken what was sent. status: sent to the client. recorded: the record is
+    made, or there will be none.
     """
 
     asked: Asked
@@ -41,16 +42,16 @@ class Exchange:
     recorded: bool = False
 
     def end(self, why: str) -> None:
-        """Ends it from outside."""
+        """Cancel the exchange."""
         if not self.why_ended:
             self.why_ended = why
             self.task.cancel()
 
     def record(self, finish: str, salt: bytes) -> TrafficRecord:
-        """What is kept. Counts that break a law are left out; ``tap.odd_counts`` says so then. Call after ``tap.end``.
+        """The record. Inconsistent counts are left out and set ``tap.odd_counts``. Call after ``tap.end``.
 
         Raises:
-            ValueError: what remains breaks one too.
+            ValueError: the record is invalid even without counts.
         """
         asked, arm, tap = self.asked, self.arm, self.tap
         known: dict[str, Any] = {

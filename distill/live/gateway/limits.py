@@ -1,4 +1,4 @@
-"""What a client may not do: send a request slowly, without end or too large, stand still, open connections without number."""
+"""Limits on clients: time, size and number of requests and connections."""
 
 import asyncio
 from dataclasses import dataclass, field
@@ -11,11 +11,11 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 HEADER_SECONDS, BODY_SECONDS = 10.0, 60.0
 HEADER_BYTES = 1 << 16  # h11 holds no more of headers, of a chunk's extensions, or of trailers.
 HELD_BODY_BYTES = 512 << 20  # of all requests together
-_SPARE_CONNECTIONS = 32  # above the clients: they are told that there are too many
+_SPARE_CONNECTIONS = 32  # beyond the clients, to answer them with 503
 
 
 class Refused(Exception):
-    """A request that goes to no engine: status, and what is said."""
+    """A refused request: status and message."""
 
     def __init__(self, status: int, why: str) -> None:
         super().__init__(why)
@@ -24,8 +24,8 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class Limits:
-    """clients: that are answered at once. request_bytes: of one request as it is sent, with all that surrounds its body. waiting: connections
-    without a request whose headers are whole, the oldest first.
+    """clients: answered at once. request_bytes: of one request as sent, including everything around its body. waiting: connections without
+    complete request headers, oldest first.
     """
 
     clients: int
@@ -40,13 +40,13 @@ class BoundedProtocol(H11Protocol):
     """
 
     def __init__(self, limits: Limits, app_state: dict[str, Any], **others: Any) -> None:
-        """``app_state``, ``others``: as uvicorn gives them."""
+        """``app_state``, ``others``: from uvicorn."""
         super().__init__(app_state=app_state | {"connection": self}, **others)
         self.limits, self.request_bytes = limits, 0
         self.clock: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """A client; beyond the limit it takes the place of the one that has waited longest."""
+        """Accept a client; beyond the limit, close the connection that has waited longest."""
         super().connection_made(transport)  # type: ignore[arg-type]
         self.wait(HEADER_SECONDS)
         if len(self.connections) > self.limits.clients + _SPARE_CONNECTIONS:
@@ -59,11 +59,11 @@ class BoundedProtocol(H11Protocol):
         self.allow(None)
         self.limits.waiting.pop(self, None)
         super().connection_lost(exc)
-        self.app_state.clear()  # Neither this nor a request's state refers to it, so that nothing is left to the garbage collector.
+        self.app_state.clear()  # Breaks reference cycles, so that nothing is left to the garbage collector.
 
     def data_received(self, data: bytes) -> None:
-        """The next bytes; the first of a request start its clock."""
-        if not self.request_bytes and self in self.limits.waiting:  # not behind a request that is being answered
+        """Take the next bytes; the first bytes of a request start its clock."""
+        if not self.request_bytes and self in self.limits.waiting:  # not while another request is being answered
             self.allow(HEADER_SECONDS)
         self.request_bytes += len(data)
         if self.request_bytes > self.limits.request_bytes:
@@ -72,25 +72,25 @@ class BoundedProtocol(H11Protocol):
             super().data_received(data)
 
     def is_one_too_many(self) -> bool:
-        """Whether more clients are being answered than may be, this one among them."""
+        """Whether more clients are being answered than allowed."""
         return len(self.connections) - len(self.limits.waiting) > self.limits.clients
 
     def wait(self, seconds: float) -> None:
-        """For the next request, unless the client is gone."""
+        """Wait this long for the next request, unless the client is gone."""
         if self in self.connections:
             self.request_bytes = 0
             self.limits.waiting[self] = None
             self.allow(seconds)
 
     def allow(self, seconds: float | None) -> None:
-        """The connection is cut off so many seconds from now, unless that changes before; None: it is not."""
+        """Abort the connection after this time, unless called again before; None: never."""
         if self.clock is not None:
             self.clock.cancel()
         self.clock = None if seconds is None else self.loop.call_later(seconds, self.transport.abort)
 
 
 def bounded(app: ASGIApp) -> ASGIApp:
-    """The application, with a limit on the seconds of each request until `allow` changes it, and of taking the end of its answer."""
+    """The application with a time limit on each request, until `allow` changes it, and on reading the end of its response."""
 
     async def within(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -101,9 +101,7 @@ def bounded(app: ASGIApp) -> ASGIApp:
         connection.allow(BODY_SECONDS + HEADER_SECONDS)
         try:
             await app(scope, receive, send)
-        except (
-            h11.LocalProtocolError
-        ):  # uvicorn found the rest of the request to be no HTTP, and said so before this answer began.
+        except h11.LocalProtocolError:  # uvicorn already answered that the rest of the request is not HTTP.
             connection.transport.abort()
         finally:
             connection.wait(BODY_SECONDS)
@@ -113,16 +111,16 @@ def bounded(app: ASGIApp) -> ASGIApp:
 
 
 class Bodies:
-    """Reads request bodies within limits: of one, and of all that are held."""
+    """Reads request bodies within two limits: per body and for all bodies together."""
 
     def __init__(self, most: int) -> None:
         self.most, self.held = most, 0
 
     async def read(self, headers: dict[bytes, bytes], receive: Any) -> bytes:
-        """A whole body; ``release`` gives its room back.
+        """Read a whole body; call ``release`` when it is no longer needed.
 
         Raises:
-            Refused: too large, too slow, or too much is held already.
+            Refused: too large, too slow, or too many bodies at once.
             ConnectionError: the client left.
         """
         told = headers.get(b"content-length", b"0")
@@ -146,10 +144,10 @@ class Bodies:
         except BaseException as error:
             self.held -= size
             if isinstance(error, TimeoutError):
-                raise Refused(408, f"the request's body was not whole after {BODY_SECONDS:g} s") from None
+                raise Refused(408, f"the request's body was incomplete after {BODY_SECONDS:g} s") from None
             raise
         return b"".join(parts)
 
     def release(self, body: bytes) -> None:
-        """The body is no longer needed."""
+        """Free the room of a body."""
         self.held -= len(body)

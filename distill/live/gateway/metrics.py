@@ -1,4 +1,4 @@
-"""The gateway's own page for Prometheus. Labels come from us or are bounded words: no client can make series without end."""
+"""The gateway's Prometheus metrics. Label values are bounded, so clients cannot create series without limit."""
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -23,22 +23,22 @@ class Metrics:
         self.in_flight = Gauge("understudy_in_flight", "Requests being answered", registry=registry)
         self.logging = Gauge("understudy_logging", "1 while records can be written", registry=registry)
         self.requests = counter("requests", "Requests by the status that the client got", ("arm", "status"))
-        self.cancelled = counter("cancelled", "Requests that the client left, or that stood still", ("arm",))
-        self.shed = counter("shed", "Requests that went to the arm without a draft because of the load")
-        self.not_logged = counter("not_logged", "Responses that leave no record, by reason", ("reason",))
+        self.cancelled = counter("cancelled", "Requests ended because the client left or nothing moved", ("arm",))
+        self.shed = counter("shed", "Requests sent to the engine without a draft because of load")
+        self.not_logged = counter("not_logged", "Responses without a record, by reason", ("reason",))
         self.records = counter("records", "Records handed to the log", ("arm", "finish"))
         self.records_failed = counter("records_failed", "Records that were not on disk when the response ended")
-        self.unhandled = counter("unhandled", "Requests that a fault of the gateway ended, by its kind", ("kind",))
-        self.odd_counts = counter("counts_refused", "Responses whose counts of drafts contradict themselves", ("arm",))
+        self.unhandled = counter("unhandled", "Requests ended by a bug in the gateway, by exception type", ("kind",))
+        self.odd_counts = counter("counts_refused", "Responses with inconsistent draft counts", ("arm",))
         self.tokens = counter("tokens", "Tokens", ("arm", "kind"))
         self.accepted = counter("served_accepted_tokens", "Drafted tokens that were accepted", _BY_DRAFT)
         self.drafted = counter("served_drafted_tokens", "Drafted tokens", _BY_DRAFT)
         self.blocks = counter("served_blocks", "Target calls that verified a draft", _BY_DRAFT)
-        self.first_token = histogram("first_token", "Until the first bytes of a response")
-        self.total = histogram("request", "Until the end of a response")
+        self.first_token = histogram("first_token", "Seconds until the first bytes of a response")
+        self.total = histogram("request", "Seconds until the end of a response")
 
     def count(self, record: TrafficRecord) -> None:
-        """What a record says. Constrained responses are counted as tokens, not as acceptance."""
+        """Count a record. Constrained responses count as tokens, not for acceptance."""
         self.records.labels(record.arm, record.finish).inc()
         for kind, tokens in (("prompt", record.prompt_tokens), ("response", record.response_tokens)):
             self.tokens.labels(record.arm, kind).inc(tokens or 0)
@@ -49,5 +49,5 @@ class Metrics:
             self.blocks.labels(*labels).inc(record.blocks or 0)
 
     def page(self) -> bytes:
-        """In Prometheus' text format."""
+        """The page in Prometheus' text format."""
         return generate_latest(self.registry)

@@ -1,4 +1,4 @@
-"""What a request asks for: whether its response can be logged faithfully, under which sampling settings, in which conversation."""
+"""Reads a request: whether its response can be logged, its sampling settings, and its conversation."""
 
 import functools
 import json
@@ -12,13 +12,13 @@ from distill.live.traffic.record import SANE, is_setting, keyed_hash
 from speculative.errors import UserError
 
 PATHS = ("/v1/chat/completions", "/v1/completions")
-LOGGED_BODY_BYTES = 1 << 20  # Reading a body takes the time of all others: a larger one passes through unread.
+LOGGED_BODY_BYTES = 1 << 20  # Parsing a body blocks all other requests, so larger ones are forwarded unread.
 SLICE, TENANT = b"x-understudy-slice", b"x-understudy-tenant"
 NO_LOG, CONVERSATION = b"x-understudy-no-log", b"x-understudy-conversation"
 ALL = "all"
-LAW = ("temperature", "top_p", "top_k", "min_p")  # of the target's distribution, as SamplingSettings has them
+LAW = ("temperature", "top_p", "top_k", "min_p")  # settings of the target's distribution, as in SamplingSettings
 _ID_CHARACTERS = 64
-# Keys after which the response is no longer the target's own at its sampling settings.
+# With these keys, the response is not a sample of the target at its sampling settings.
 _CONSTRAINTS = (
     "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "grammar", "json_schema", "regex", "ebnf",
     "logit_bias", "allowed_token_ids", "bad_words", "min_tokens", "ignore_eos", "frequency_penalty", "presence_penalty",
@@ -32,10 +32,10 @@ _NOT_LOGGED = {
 
 @dataclass(frozen=True)
 class Asked:
-    """What is known of a request. why_not: the reason that its response is not logged, empty when it is.
+    """A request. why_not: why its response is not logged; empty if it is.
 
-    content: messages or prompt, what the prompt's hash is of. conversation: bytes that stay the same from turn to turn. sampling: None
-    where a setting is the engine's own default and nobody said which.
+    content: messages or prompt; the prompt hash is made of it. conversation: bytes that are the same in every turn. sampling: None if a
+    setting is the engine's unknown default.
     """
 
     id: str
@@ -51,12 +51,12 @@ class Asked:
 def read_request(
     path: str, headers: Mapping[bytes, bytes], body: bytes, options: GatewayOptions, salt: bytes = b""
 ) -> Asked:
-    """Reads a POST. ``salt``: the log's secret. With --text and --usage the engine is asked for more in the body that goes to it; else that
-    is the client's, byte for byte.
+    """Read a POST. ``salt``: the log's secret. With --text or --usage the body sent to the engine asks for more; otherwise it is the
+    client's, byte for byte.
     """
     record_id, slice_name = _word(headers, b"x-request-id", _ID_CHARACTERS), _word(headers, SLICE)
     caller = [headers.get(name, b"").decode("latin-1") for name in (b"authorization", TENANT)]
-    if record_id and any(caller):  # Of one id the last record counts: nobody else's may take its place.
+    if record_id and any(caller):  # The last record of an id counts, so another caller must not be able to reuse it.
         record_id += f"-{keyed_hash(salt, 'caller', caller)[:16]}"
     parsed = _parse(body) if path in PATHS else None
     content = None if parsed is None else parsed.get("messages" if path == PATHS[0] else "prompt")
@@ -73,7 +73,7 @@ def read_request(
 
 @functools.cache
 def parse_sampling(text: str) -> dict[str, float]:
-    """`temperature=0.7,top_p=0.8` as numbers. Raises UserError: another key, or no number."""
+    """`temperature=0.7,top_p=0.8` as numbers. Raises UserError for an unknown key or a value that is not a number."""
     found = {}
     for part in filter(None, text.split(",")):
         key, _, value = part.partition("=")
@@ -82,12 +82,12 @@ def parse_sampling(text: str) -> dict[str, float]:
         except ValueError as error:
             raise UserError(f"--sampling {part}: give a number") from error
         if key.strip() not in LAW:
-            raise UserError(f"--sampling {part}: known are {', '.join(LAW)}")
+            raise UserError(f"--sampling {part}: the known settings are {', '.join(LAW)}")
     return found
 
 
 def _word(headers: Mapping[bytes, bytes], name: bytes, most: int = 64) -> str:
-    """A header's value if it is a sane word, else nothing."""
+    """A header's value if it is a valid word, else an empty string."""
     value = headers.get(name, b"").decode("latin-1")
     return value if len(value) <= most and SANE.fullmatch(value) else ""
 
@@ -128,7 +128,7 @@ def _wanted(key: str, value: Any) -> bool:
 
 
 def _is_text(content: Any) -> bool:
-    """Whether a prompt is one text or one list of ids, or messages are of text only."""
+    """Whether the prompt is one text or one list of ids, or all messages are text."""
     if isinstance(content, str):
         return True
     if not isinstance(content, list) or not content:
@@ -146,11 +146,11 @@ def _is_plain(message: dict[str, Any]) -> bool:
 
 
 def _sampling(parsed: dict[str, Any], defaults: Mapping[str, float]) -> dict[str, float | int | None] | None:
-    """The four settings of the law and max_tokens; None when one of the four is not known or no number."""
+    """The four sampling settings and max_tokens; None if one of the four is unknown or not a number."""
     found = {key: defaults.get(key) if parsed.get(key) is None else parsed[key] for key in LAW}
     if any(value is not None and not is_setting(value) for value in found.values()):
         return None
-    if found["temperature"] == 0:  # What is cut does not change the first choice.
+    if found["temperature"] == 0:  # Truncation does not change the first choice.
         found = {"temperature": 0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
     if None in found.values():
         return None
@@ -159,7 +159,7 @@ def _sampling(parsed: dict[str, Any], defaults: Mapping[str, float]) -> dict[str
 
 
 def _constrained(parsed: dict[str, Any]) -> bool:
-    """Whether a grammar, a bias or a penalty stands between the target and its text."""
+    """Whether a grammar, a bias or a penalty constrains the text."""
     if any(parsed.get(key) for key in _CONSTRAINTS) or parsed.get("repetition_penalty") not in (None, 1, 1.0):
         return True
     form, choice = parsed.get("response_format"), parsed.get("tool_choice")
@@ -167,19 +167,19 @@ def _constrained(parsed: dict[str, Any]) -> bool:
 
 
 def _asking(parsed: dict[str, Any], body: bytes, text: bool, usage: bool) -> bytes:
-    """The body that goes to the engine: the client's own unless ids or usage have to be asked for."""
+    """The body for the engine: the client's own, unless ids or usage must be requested."""
     more: dict[str, Any] = {"return_token_ids": True} if text and parsed.get("return_token_ids") is not True else {}
     options = parsed.get("stream_options")
     if usage and parsed.get("stream") and not (isinstance(options, dict) and options.get("include_usage")):
         more["stream_options"] = {**(options if isinstance(options, dict) else {}), "include_usage": True}
     try:
         return json.dumps({**parsed, **more}, allow_nan=False).encode() if more else body
-    except (ValueError, RecursionError):  # A number that JSON cannot say: the engine's to refuse.
+    except (ValueError, RecursionError):  # A number that JSON cannot express; the engine refuses it.
         return body
 
 
 def _conversation(content: Any, body: bytes) -> bytes:
-    """The first messages up to and with the first of a user; of a completion the prompt."""
+    """The messages up to and including the first user message; for a completion, the prompt."""
     if isinstance(content, list) and content and all(isinstance(message, dict) for message in content):
         users = (number for number, message in enumerate(content) if message.get("role") == "user")
         content = content[: next(users, len(content) - 1) + 1]

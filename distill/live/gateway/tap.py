@@ -1,4 +1,4 @@
-"""Reads an engine's answer while it passes: token ids, usage, how it ended, what was drafted. Changes nothing of it."""
+"""Reads an engine's response while it is forwarded: token ids, usage, finish reason and draft counts. It changes nothing."""
 
 import json
 from collections import deque
@@ -6,18 +6,18 @@ from typing import Any
 
 from data.responses.engine_counts import RequestCounts, read_counts
 
-MOST_BYTES = 8 << 20  # of an answer's JSON, or of one line of a stream: beyond it nothing is read
+MOST_BYTES = 8 << 20  # of a JSON response, or of one line of a stream; larger ones are not read
 _NOTHING = (
-    b'"finish_reason":null'  # In a text the quotes would be escaped. Such an event says nothing but text and ids.
+    b'"finish_reason":null'  # Quotes inside text are escaped, so this is the key. Such an event has only text and ids.
 )
-_LAST_EVENTS = 4  # Counts ride on one of the last: vLLM's on usage, llama.cpp's on the one that says how it ended.
+_LAST_EVENTS = 4  # Counts are in one of the last events: vLLM's with usage, llama.cpp's with the finish reason.
 
 
 class Tap:
-    """One answer. after `end`: readable, finish, tokens and ids (None: not said), counts, odd_counts (they contradict themselves)."""
+    """One response. After `end`: readable, finish, tokens and ids (None: not reported), counts, odd_counts (inconsistent counts)."""
 
     def __init__(self, stream: bool, keep_ids: bool) -> None:
-        """``stream``: server-sent events; else one JSON object. ``keep_ids``: the token ids are wanted."""
+        """``stream``: server-sent events; otherwise one JSON object. ``keep_ids``: keep token ids."""
         self.stream, self.keep_ids = stream, keep_ids
         self.readable, self.ended, self.odd_counts = True, False, False
         self.finish = ""
@@ -30,7 +30,7 @@ class Tap:
         self._last: deque[dict[str, Any]] = deque(maxlen=_LAST_EVENTS)
 
     def feed(self, piece: bytes) -> None:
-        """The next bytes; ``ended`` says afterwards whether a stream has said its last word."""
+        """Take the next bytes. Afterwards ``ended`` tells whether a stream has sent its last event."""
         if not self.readable:
             return
         if self.stream and not self._rest and piece.endswith(b"\n"):
@@ -46,7 +46,7 @@ class Tap:
             self._rest.clear()
 
     def end(self) -> None:
-        """No more bytes come: what they said together."""
+        """Finish reading: no more bytes come."""
         if self.readable and not self.stream:
             self._event(bytes(self._rest))
         self._rest.clear()
@@ -60,7 +60,7 @@ class Tap:
             if tokens is None and ids is not None:
                 setattr(self, f"{side}_tokens", len(ids))
             elif ids is not None and len(ids) != tokens:
-                setattr(self, f"{side}_ids", None)  # A reasoning parser may hide some.
+                setattr(self, f"{side}_ids", None)  # A reasoning parser may hide some tokens.
 
     def _lines(self, lines: bytes) -> None:
         for line in lines.split(b"\n"):

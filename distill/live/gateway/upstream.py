@@ -1,7 +1,7 @@
-"""Connections to engines: HTTP/1.1 by h11, which reads the clients' side too, over asyncio's streams.
+"""Connections to engines: HTTP/1.1 with h11 over asyncio's streams.
 
-The pool of a client library looks at every open connection at each begin and end of a request; with hundreds of open streams that takes longer
-than all else here. So the few idle connections are kept by this file. Reads have no clock of their own: idle exchanges are ended by their watch.
+The connection pool of a client library checks every open connection at the start and end of each request, which is too slow with hundreds of
+streams. So this file keeps the few idle connections itself. Reads have no timeout; `_watch` in app.py ends idle exchanges.
 """
 
 import asyncio
@@ -16,16 +16,16 @@ from urllib.parse import urlsplit
 import h11
 
 CONNECT_SECONDS = 5.0
-_IDLE_SECONDS = 2.0  # Less than engines keep a connection open, so that none is taken that is about to close.
+_IDLE_SECONDS = 2.0  # Shorter than engines keep a connection open, so that none is reused while it closes.
 _IDLE_MOST = 32  # of one engine
-_READ_BYTES = 1 << 16  # What nobody reads stays with the engine.
+_READ_BYTES = 1 << 16  # Unread bytes stay with the engine.
 _HEAD_BYTES = 1 << 16
 _HIGHEST_STATUS = 599
 
 
 @dataclass(frozen=True)
 class Answer:
-    """Of an engine. headers: names in lower case. pieces: of its body, as they come."""
+    """An engine's response. headers: names in lower case. pieces: of its body, as they arrive."""
 
     status: int
     headers: list[tuple[bytes, bytes]]
@@ -43,14 +43,14 @@ class _Connection:
         await self.writer.drain()
 
     async def head(self) -> Any:
-        """The answer's status and headers, behind what only announces it."""
+        """The response's status and headers, after informational responses."""
         while type(event := self.http.next_event()) is not h11.Response:
             if type(event) is not h11.InformationalResponse:
                 await self._more(event)
         return event
 
     async def pieces(self) -> AsyncIterator[bytes]:
-        """The answer's body: all that a read brought in one piece."""
+        """The response's body: one piece per read."""
         parts: list[bytes] = []
         while type(event := self.http.next_event()) is not h11.EndOfMessage:
             if isinstance(event, h11.Data):
@@ -64,12 +64,12 @@ class _Connection:
             yield b"".join(parts)
 
     async def _more(self, event: Any) -> None:
-        if event is not h11.NEED_DATA:  # It speaks something else now, or has closed the connection.
+        if event is not h11.NEED_DATA:  # It switched protocols or closed the connection.
             raise h11.RemoteProtocolError(f"{event} instead of an answer")
         self.http.receive_data(await self.reader.read(_READ_BYTES))
 
-    def begin_anew(self) -> bool:
-        """Whether it can be asked again: the answer is whole, and the engine said nothing beyond it, which the next client would get."""
+    def reset(self) -> bool:
+        """Prepare for another request; False unless the response is complete without surplus bytes, which the next client would get."""
         both = self.http.our_state, self.http.their_state
         if both != (h11.DONE, h11.DONE) or self.http.trailing_data[0]:
             return False
@@ -77,7 +77,7 @@ class _Connection:
         return True
 
     async def is_silent(self) -> bool:
-        """Whether the engine neither closed it nor said anything since its last answer."""
+        """Whether the engine has neither closed the connection nor sent anything since its last response."""
         try:
             async with asyncio.timeout(0):
                 await self.reader.read(1)
@@ -89,7 +89,7 @@ class _Connection:
 
 
 class Upstream:
-    """Engines as clients see them. Used from one event loop."""
+    """Sends requests to engines. Used from one event loop."""
 
     def __init__(self) -> None:
         self._idle: dict[str, list[tuple[float, _Connection]]] = {}
@@ -99,13 +99,13 @@ class Upstream:
     async def ask(
         self, method: str, root: str, target: bytes, headers: Iterable[tuple[bytes, bytes]], body: bytes
     ) -> AsyncIterator[Answer]:
-        """The engine's answer to a request of ``target`` under ``root``, its body still to come. A connection whose answer was not read to its end is closed, which ends the request
-        at the engine.
+        """Send a request for ``target`` under ``root``; the response's body is read later. If it is not read to the end, the connection is
+        closed, which aborts the request at the engine.
 
         Raises:
             OSError: the engine cannot be reached.
-            h11.LocalProtocolError: the request is none of HTTP.
-            h11.RemoteProtocolError: the engine does not answer, or not in HTTP.
+            h11.LocalProtocolError: the request is not valid HTTP.
+            h11.RemoteProtocolError: the engine does not answer, or not with HTTP.
         """
         url = urlsplit(root)
         sent = [(b"host", url.netloc.encode()), *headers]
@@ -121,7 +121,7 @@ class Upstream:
             yield Answer(head.status_code, list(head.headers), connection.pieces())
         finally:
             idle = self._idle.setdefault(root, [])
-            if len(idle) < _IDLE_MOST and connection.begin_anew():
+            if len(idle) < _IDLE_MOST and connection.reset():
                 idle.append((time.monotonic() + _IDLE_SECONDS, connection))
             else:
                 connection.writer.close()
@@ -140,7 +140,7 @@ class Upstream:
         return _Connection(*streams, h11.Connection(h11.CLIENT, _HEAD_BYTES))
 
     def close_idle(self, seconds: float = 0.0) -> None:
-        """Closes what has been idle for its time, or will have been so many seconds from now."""
+        """Close connections that are idle for too long, or will be within ``seconds``."""
         now = time.monotonic() + seconds
         for root, connections in list(self._idle.items()):
             for until, connection in connections:

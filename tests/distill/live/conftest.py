@@ -1,4 +1,4 @@
-"""The engine that the gateway's tests stand before."""
+"""The engine used by the gateway's tests."""
 
 from collections.abc import Iterator
 

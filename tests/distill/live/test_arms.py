@@ -1,4 +1,4 @@
-"""Which conversation goes to which arm: stable, in shares, and monotone when a share grows."""
+"""The choice of arms: stable, in proportion to the shares, and monotone when a share grows."""
 
 import itertools
 import json
@@ -36,7 +36,7 @@ def test_among_many_arms_nothing_moves_but_to_the_one_that_grows(weights: list[f
 def test_arms_get_their_shares_and_a_conversation_its_arm_in_every_process() -> None:
     chosen = [two(0.1).choose(talk, KEY).name for talk in TALKS]
     assert abs(chosen.count("b") / len(TALKS) - 0.1) < 4 * (0.1 * 0.9 / len(TALKS)) ** 0.5
-    # Arms must not move when the gateway is started again or updated.
+    # Conversations must keep their arm when the gateway is restarted or updated.
     assert [two(0.5).choose(talk, KEY).name for talk in TALKS[:12]] == list("bbabaababaaa")
 
 
@@ -69,7 +69,7 @@ def test_arms_are_read_as_they_were_written(tmp_path: Path) -> None:
         ({"share": 1.5}, "share = 1.5"),
         ({"share": "0.1"}, "share = '0.1'"),
         ({"url": "file:///etc/passwd"}, "url"),
-        ({"name": "b"}, "one name twice"),
+        ({"name": "b"}, "two arms have the same name"),
         ({"port": 1}, "port = 1"),
         ({"draft_version": "a b"}, "draft_version"),
     ],

@@ -1,4 +1,4 @@
-"""The gateway before scripted engines: nothing of an answer is changed, everything of it that can be is written down."""
+"""The gateway with scripted engines: responses are forwarded unchanged and logged completely."""
 
 import dataclasses
 import hashlib
@@ -32,7 +32,7 @@ from distill.live.traffic.record import TrafficRecord, keyed_hash, read_salt
 from speculative.errors import UserError
 
 PROMPT = {"model": "m", "prompt": "say", "temperature": 0.5, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "max_tokens": 6}
-# Certificates take a client 50 ms to read. Servers close what is idle for 5 s, which must not meet the next request.
+# A client takes 50 ms to read certificates. Servers close idle connections after 5 s, which must not hit the next request.
 HTTP = httpx.Client(verify=False, timeout=20, limits=httpx.Limits(keepalive_expiry=2.0))
 TALK = {"model": "m", "messages": [{"role": "system", "content": "be"}, {"role": "user", "content": "say"}]}
 
@@ -180,9 +180,9 @@ def test_a_client_that_does_not_read_holds_up_nobody(engine: ScriptedEngine, dir
             stalled = engine.sent
             assert post(url, PROMPT).status_code == 200
             time.sleep(0.1)
-            # What sockets hold on the way; an engine that is not held back writes hundreds of MB in this time.
+            # The socket buffers; without backpressure the engine writes hundreds of MB in this time.
             assert engine.sent == stalled < 32 << 20
-            until(lambda: metric(url, "cancelled") == 1)  # It stood still.
+            until(lambda: metric(url, "cancelled") == 1)  # It was idle.
         until(lambda: not metric(url, "in_flight"))
     assert sorted(record.finish for record in records(tmp_path)) == ["cancelled", "stop"], "the engine was not silent"
 
@@ -198,7 +198,7 @@ def test_an_engine_that_says_nothing_is_given_up(direct: str, tmp_path: Path) ->
 
 
 def foretold(conversation: str, shares: dict[str, float]) -> str:
-    """The arm that who knows the names and no secret expects."""
+    """The arm that somebody without the secret would expect."""
     drawn = {}
     for name, share in shares.items():
         digest = hashlib.blake2b(name.encode() + b"\0" + conversation.encode(), digest_size=8).digest()
@@ -207,7 +207,7 @@ def foretold(conversation: str, shares: dict[str, float]) -> str:
 
 
 def test_clients_that_leave_take_no_version_back(engine: ScriptedEngine, direct: str, tmp_path: Path) -> None:
-    """Three requests of conversations chosen for the new arm, each left before its first byte."""
+    """Three requests of conversations on the new arm, each cancelled before its first byte."""
     aimed = (word for word in map(str, itertools.count()) if foretold(word, {"a": 0.9, "b": 0.1}) == "b")
     law = Law(0.1, 0.0, 0.05, 0.05, 20_000, 500)
     with running_gateway(tmp_path, direct, direct, share=0.1) as url:

@@ -1,4 +1,4 @@
-"""What a hostile client sends takes bounded memory, bounded time and nobody else's place, and reaches no engine."""
+"""Hostile clients use bounded memory and time, displace nobody, and do not reach an engine."""
 
 import asyncio
 import contextlib
@@ -38,7 +38,7 @@ def asking(body: bytes, headers: bytes = b"") -> bytes:
 
 
 def is_cut_off(connection: socket.socket, piece: bytes, pause: float = 0.0) -> bool:
-    """Whether it is, when ``piece`` is sent again and again, without a pause for as long as buffers could hide that nobody reads."""
+    """Whether the connection is closed while ``piece`` is sent repeatedly, longer than buffers could hide that nobody reads."""
     deadline, sent = time.monotonic() + 20, 0
     with connection:
         try:
@@ -202,7 +202,7 @@ def test_a_status_that_no_client_knows_is_no_answer(tmp_path: Path) -> None:
 
 
 def test_an_engine_that_leaves_http_gives_no_answer(tmp_path: Path) -> None:
-    """After CONNECT a 200 ends HTTP on a connection: nothing that is read from it is ever a next event."""
+    """After CONNECT a 200 ends HTTP on the connection, so no further event is read from it."""
 
     async def asked(engine: str) -> None:
         async with Upstream().ask("CONNECT", engine, b"/x", [], b"") as answer, asyncio.timeout(5):
@@ -287,7 +287,7 @@ def test_a_fault_of_the_gateway_is_counted_and_printed_once(
         assert metric(url, "unhandled", kind="KeyError") == 5
         assert metric(url, "in_flight") == 0
     printed = capfd.readouterr().err
-    assert printed.count("a fault of the gateway") == 1  # Both are raised at one place.
+    assert printed.count("a bug in the gateway") == 1  # Both are raised at the same place.
     assert said not in printed
 
 

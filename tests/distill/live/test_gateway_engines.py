@@ -1,4 +1,4 @@
-"""Engines whose HTTP is odd, and what must not come through: of a connection, of the gateway's own, of another client."""
+"""Engines with odd HTTP, and headers and bytes that must not be forwarded."""
 
 import json
 from pathlib import Path

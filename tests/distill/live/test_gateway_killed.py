@@ -1,4 +1,4 @@
-"""Kill -9 of a real gateway under load: whoever has a whole response has its record, once, and the next gateway goes on."""
+"""Kill a real gateway under load: each complete response has one record, and the next gateway continues."""
 
 import threading
 import time
@@ -13,7 +13,7 @@ from distill.live.traffic.reader import read_traffic
 
 
 def ask_on(url: str, client: int, whole: list[str]) -> None:
-    """One client: streams until the gateway is gone; ids of the responses that it has whole."""
+    """One client: streams until the gateway is gone; ids of its complete responses."""
     body = {"prompt": "say", "stream": True, "user": "slowly"}
     with httpx.Client(verify=False, timeout=20) as http:
         for turn in range(10_000):

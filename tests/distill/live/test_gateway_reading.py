@@ -1,4 +1,4 @@
-"""What the gateway reads of requests and answers, whatever pieces they come in."""
+"""The gateway reads requests and responses in pieces of any size."""
 
 import itertools
 import json
@@ -28,7 +28,7 @@ STREAM = ("".join(f": ping\n\ndata: {text}\r\n\r\n" for text in CLOSE) + "data:[
 def test_a_stream_says_the_same_in_any_pieces(cuts: list[int], keep_ids: bool) -> None:
     tap, places = Tap(stream=True, keep_ids=keep_ids), [0, *sorted(cuts), len(STREAM)]
     for start, end in itertools.pairwise(places):
-        assert tap.ended is (STREAM[start:] == b"\n")  # The line is what ends it; another, empty one follows.
+        assert tap.ended is (STREAM[start:] == b"\n")  # This line ends the stream; an empty one follows.
         tap.feed(STREAM[start:end])
     assert tap.ended
     tap.end()
@@ -50,7 +50,7 @@ def test_other_engines_counts_and_what_is_no_answer() -> None:
         odd.feed(content)
         odd.end()
         assert not odd.readable
-    hidden = Tap(stream=False, keep_ids=True)  # A reasoning parser told some of the ids only.
+    hidden = Tap(stream=False, keep_ids=True)  # A reasoning parser reported only some of the ids.
     hidden.feed(b'{"choices":[{"finish_reason":"stop","token_ids":[4]}],"usage":{"completion_tokens":3}}')
     hidden.end()
     assert (hidden.response_tokens, hidden.response_ids) == (3, None)
