@@ -1,11 +1,11 @@
-"""Versions of a served draft: drafts/NAME/v0001/, v0002/, ... each an export that never changes, `current` a link to one.
+"""Versions of a served draft: drafts/NAME/v0001/, v0002/, ... Each is an export that never changes; `current` links to one.
 
-    v0001/           what `understudy export` writes; its provenance.json says besides which version it is, of which parent and
-                     run, what it was trained on and judged by, and who approved it
-    current          link to the version that is served
-    history.jsonl    one line an event: published, current, rejected, pruned; when, and by whom
+    v0001/           what `understudy export` writes; its provenance.json also holds the version, its parent and run, what it was
+                     trained on, how it was judged, and the name given with --approve
+    current          link to the served version
+    history.jsonl    one line per event: published, current, rejected, pruned; with time and origin
 
-A version appears whole or not at all. `current` moves by `make_current` alone: a rollout that has gone well, or `--approve`.
+A version appears complete or not at all. Only `make_current` moves `current`: after a successful rollout, or with `--approve`.
 """
 
 import datetime
@@ -49,7 +49,7 @@ class Version:
 
 
 def read_version(folder: Path) -> Version:
-    """The version in a folder, or behind a link to one. Raises UserError: no version there."""
+    """The version in a folder or at a link to one. Raises UserError if there is none."""
     folder = folder.resolve()
     try:
         provenance = json.loads((folder / PROVENANCE).read_text(encoding="utf-8"))
@@ -58,7 +58,9 @@ def read_version(folder: Path) -> Version:
             return Version(folder, provenance)
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         pass
-    raise UserError(f"{folder}: no version of a draft; give drafts/NAME/v0001 as `understudy refresh` writes it")
+    raise UserError(
+        f"{folder}: not a draft version; give a folder such as drafts/NAME/v0001, which `understudy refresh` writes"
+    )
 
 
 def list_versions(drafts: Path) -> list[Version]:
@@ -68,7 +70,7 @@ def list_versions(drafts: Path) -> list[Version]:
 
 
 def current_version(drafts: Path) -> Version | None:
-    """The version that is served; None where there is none yet. Raises UserError: the link points to no version."""
+    """The served version; None before the first. Raises UserError if the link points to no version."""
     link = drafts / CURRENT
     return read_version(link) if link.is_symlink() else None
 
@@ -76,17 +78,17 @@ def current_version(drafts: Path) -> Version | None:
 def publish(
     run: Path, drafts: Path, provenance: Mapping[str, Any], *, parent: str | None = None, name: str | None = None
 ) -> Version:
-    """Exports a run's best draft as the next version, never to change.
+    """Export a run's best draft as the next version, read-only.
 
     Args:
         run: its folder, or one of its checkpoints.
-        provenance: data_window, traffic, approved_by, and what else is to be told; see `Version`.
-        name: the number that the caller has kept for this run; what a killed call has left of it is finished.
+        provenance: data_window, traffic, approved_by and further keys; see `Version`.
+        name: version number reserved for this run; what a killed call left of it is completed.
 
     Raises:
-        UserError: the run has no draft yet, that number is another run's, the disk refuses, or see `export_draft`.
+        UserError: the run has no draft yet, the number belongs to another run, a write failed, or see `export_draft`.
     """
-    # Here: whoever looks at versions, or moves them, needs no torch.
+    # Imported here so that reading or moving versions does not import torch.
     from distill.export.export import export_draft
     from distill.export.facts import read_run
 
@@ -103,7 +105,7 @@ def publish(
             export_draft(replace(facts, provenance=(facts.provenance or {}) | told | dict(provenance)), folder)
         version = read_version(folder)
         if version.provenance["run"] != str(run):
-            raise UserError(f"{folder}: is there already, of {version.provenance['run']}, and a version never changes")
+            raise UserError(f"{folder}: already exists, made from {version.provenance['run']}; a version never changes")
         for path in (*folder.rglob("*"), folder):
             path.chmod(path.stat().st_mode & ~0o222)
         if name not in {event["version"] for event in history(drafts)}:
@@ -112,7 +114,7 @@ def publish(
 
 
 def make_current(drafts: Path, name: str, by: str) -> None:
-    """From now on ``name`` is the version that is served; `current` is switched at once, never missing.
+    """Make ``name`` the served version; `current` is replaced atomically.
 
     Raises:
         UserError: no such version, or the disk refuses.
@@ -123,13 +125,13 @@ def make_current(drafts: Path, name: str, by: str) -> None:
         temporary.unlink(missing_ok=True)
         temporary.symlink_to(name)
         os.replace(temporary, drafts / CURRENT)
-        # Also behind a kill that came between the two.
+        # A kill between the two steps must not lose the event.
         if [event["version"] for event in history(drafts) if event["event"] == "current"][-1:] != [name]:
             _append(drafts, name, "current", by)
 
 
 def reject(drafts: Path, name: str, by: str) -> None:
-    """Notes that a version was tried and taken back: no refresh waits for it any more.
+    """Record that a version was tried and taken back, so that a refresh does not wait for it.
 
     Raises:
         UserError: no such version, or the disk refuses.
@@ -140,7 +142,7 @@ def reject(drafts: Path, name: str, by: str) -> None:
 
 
 def waiting_version(drafts: Path) -> Version | None:
-    """The newest version, while it was published from the current one and neither served nor rejected yet."""
+    """The newest version, if it was published from the current one and was neither served nor rejected."""
     versions, current = list_versions(drafts), current_version(drafts)
     told = {event["version"] for event in history(drafts) if event["event"] in ("current", "rejected")}
     if not versions or current is None or versions[-1].name in told or versions[-1].parent != current.name:
@@ -155,7 +157,7 @@ def history(drafts: Path) -> list[dict[str, str]]:
 
 
 def prune(drafts: Path, keep: int, in_use: Collection[str] = ()) -> list[str]:
-    """Removes all but the newest ``keep`` versions, never the current one, its parent, or one ``in_use``; returns what went."""
+    """Remove all but the newest ``keep`` versions, the current one, its parent and those ``in_use``; return the names of the removed."""
     with locked(drafts / _LOCK):
         versions, current = list_versions(drafts), current_version(drafts)
         spared = {version.name for version in versions[max(0, len(versions) - keep) :]} | set(in_use)
@@ -163,7 +165,7 @@ def prune(drafts: Path, keep: int, in_use: Collection[str] = ()) -> list[str]:
         gone = [version for version in versions if version.name not in spared]
         for version in gone:
             _append(drafts, version.name, "pruned", f"keep {keep}")
-            # First the name: half a version would be in everybody's way.
+            # Rename first, so that a partly deleted version is never seen.
             os.replace(version.folder, drafts / f".{version.name}.pruned")
         for folder in drafts.glob(".v*.pruned"):
             remove_read_only(folder)
@@ -171,14 +173,14 @@ def prune(drafts: Path, keep: int, in_use: Collection[str] = ()) -> list[str]:
 
 
 def remove_read_only(folder: Path) -> None:
-    """Deletes a folder with versions in it, or one of them."""
+    """Delete a version, or a folder of versions."""
     for path in (folder, *filter(Path.is_dir, folder.rglob("*"))):
         path.chmod(0o755)
     shutil.rmtree(folder)
 
 
 def next_name(drafts: Path) -> str:
-    """The number behind the highest that was ever given, also to a version that is gone."""
+    """The name after the highest that was ever given, including removed versions."""
     given = [path.name for path in drafts.glob("v*")] + [event["version"] for event in history(drafts)]
     return f"v{1 + max((int(name[1:]) for name in given if _NAME.fullmatch(name)), default=0):04d}"
 

@@ -1,8 +1,8 @@
-"""Served acceptance of a draft version, request by request and slice by slice, against the run that made it.
+"""Compares served acceptance of a draft version, request by request and slice by slice, with the run that made it.
 
-The false alarm rate is over all requests and slices of one call (Bonferroni over slices) and holds when the requests are
-independent draws like the held-out prompts. A server's traffic is neither: users come in order, repeat themselves and ask
-for other things. So an alarm says that acceptance on this traffic is below the baseline, not why.
+The false alarm rate covers all requests and slices of one call (Bonferroni over slices). It assumes that requests are independent draws,
+like the held-out prompts. Real users come in order, repeat themselves and ask for other things. So an alarm says that acceptance on this
+traffic is below the baseline, but not why.
 """
 
 from pathlib import Path
@@ -18,19 +18,19 @@ from speculative.explain.rate_change import rate_change
 from speculative.measure.intervals import Interval, interval
 from speculative.measure.record import Record
 
-_MOST_TOLD = 3  # Slices without an alarm that the sentence names; of more, the one that has fallen most.
+_MOST_TOLD = 3  # slices without an alarm that the sentence lists; if there are more, only the one that fell most
 
 
 class Reason(Record):
-    """Something that speaks for a refresh, or does not: whether it holds, and in words."""
+    """A reason for a refresh: whether it holds, and a sentence."""
 
     holds: bool
     sentence: str
 
 
 class SliceAlarm(Record):
-    """Requests of one label, counted from 1. change: accepted/drafted less the baseline's, since the open alarm began; where none is
-    open, of all requests. time: when it began, as logged.
+    """Requests of one label, counted from 1. change: accepted/drafted minus the baseline's, since the open alarm began; without one, of
+    all requests. time: logged time at which it began.
     """
 
     name: str
@@ -45,30 +45,30 @@ class SliceAlarm(Record):
 
     @property
     def ringing(self) -> Crossing | None:
-        """The alarm that is still open."""
+        """The open alarm, if any."""
         return next((alarm for alarm in self.alarms if alarm.until is None), None)
 
     @property
     def sentence(self) -> str:
-        """What this slice says."""
+        """The result of this slice in words."""
         where = "" if self.name == ALL else f"{self.name}: "
         change = f"({self.change:+.3f} {interval(self.ci, '+.3f')})"
         alarm = self.ringing
         if alarm is None:
             words = f"{where}accepted/drafted {self.rate:.3f} against {self.baseline:.3f} {change}"
-            past = [f"; it fell at request {one.since:,} and came back at {one.until:,}" for one in self.alarms]
+            past = [f"; it fell at request {one.since:,} and recovered at {one.until:,}" for one in self.alarms]
             return words + "".join(past[-1:])
         when = f" ({self.time})" if self.time else ""
         words = (
             f"{where}accepted/drafted fell from {self.baseline:.3f} to {self.rate:.3f} {change} since request {alarm.since:,} of "
-            f"{self.requests:,}{when}, seen at request {alarm.at:,}"
+            f"{self.requests:,}{when}, detected at request {alarm.at:,}"
         )
-        settings = "; it was so from the first request on: check that the server's template, temperature, rule and gamma are the run's"
+        settings = "; it was low from the first request: check that the server's template, temperature, rule and gamma match the run's"
         return words + (settings if alarm.since == 1 else "")
 
 
 class Alarm(Reason):
-    """`holds`: it rings. run: that made the version; false_alarms: probability of any false alarm."""
+    """`holds`: the alarm rings. run: made the version; false_alarms: probability of any false alarm."""
 
     run: str
     version: str
@@ -80,10 +80,10 @@ class Alarm(Reason):
 
 
 def alarm(log: TrafficLog, version: str, run: Path, false_alarms: float = 0.01, drop: float = 0.05) -> Alarm:
-    """Has served acceptance of a version fallen below that of the run that made it?
+    """Test whether served acceptance of a version has fallen below that of the run that made it.
 
     Args:
-        drop: the fall in accepted/drafted that is to be found fast.
+        drop: the fall in accepted/drafted to detect quickly.
 
     Raises:
         UserError: an option out of its range, no request of that version with counts, or no baseline in the run.
@@ -111,7 +111,7 @@ def alarm(log: TrafficLog, version: str, run: Path, false_alarms: float = 0.01, 
 
 
 def slice_alarm(part: Slice, baseline: Baseline, level: float, drop: float, seed: int = 0) -> SliceAlarm:
-    """One slice under a chart of its own, which any false alarm crosses with probability ``level``."""
+    """Test one slice with its own chart; ``level`` is the probability of any false alarm."""
     served_2N = np.array([[record.accepted, record.drafted] for record in part.records]).T
     prompts = [baseline.prompts[index] for index in part.prompts]
     judged_2P = np.array([[prompt.accepted, prompt.drafted] for prompt in prompts]).T

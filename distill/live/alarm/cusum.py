@@ -1,9 +1,9 @@
 """Has acceptance fallen? A sequential test (CUSUM, Page 1954) of a stream of requests against a pool of baseline ones.
 
-Of a request, `drafted` tokens were proposed and `accepted` kept. How far each falls behind the baseline, less an allowance, is
-summed and held at zero from below; the sum crosses its threshold with the stated probability when nothing has changed. That
-probability is about this: the stream's requests are independent draws of what the pool was drawn from. Held-out prompts
-are such draws; a server's traffic comes in order, and one user's requests resemble each other: alarms then come more often.
+In a request, `drafted` tokens were proposed and `accepted` kept. The shortfall against the baseline, minus an allowance, is summed
+and kept at zero or above. If nothing has changed, the sum crosses its threshold with the stated probability. This assumes that the
+stream's requests are independent draws from the source of the pool. Held-out prompts are; real traffic comes in order, and the requests of
+one user resemble each other, so alarms are then more frequent.
 
 Shapes: P requests of the pool, N of the stream in their order, B simulated pools and streams.
 """
@@ -17,21 +17,21 @@ from scipy import optimize
 
 from speculative.explain.rate_change import FEWEST_REQUESTS
 
-CELLS = 1 << 21  # Entries (B, N) simulated at once: 16 MB an array.
-_EXCEEDING = 20  # Simulated streams beyond the threshold: its level is then right to a fifth of itself.
+CELLS = 1 << 21  # entries (B, N) simulated at once: 16 MB per array
+_EXCEEDING = 20  # simulated streams above the threshold; its level is then accurate to a fifth
 FEWEST_STREAMS = 2000
 _TRIAL_STREAMS = 400
-_NOTHING = 1e-9  # Variance of residuals that are all the same but for rounding.
+_NOTHING = 1e-9  # variance of residuals that differ only by rounding
 
-_ALLOWANCES = (0.5, 0.6, 0.7, 0.8)  # Shares of the drop.
-_TRIAL_LEVEL = 0.02  # Rarer alarms would be too few among _TRIAL_STREAMS.
+_ALLOWANCES = (0.5, 0.6, 0.7, 0.8)  # shares of the drop
+_TRIAL_LEVEL = 0.02  # rarer alarms would be too few among _TRIAL_STREAMS
 
 
 @dataclass(frozen=True)
 class Pool:
-    """Baseline requests and what they say of any request.
+    """Baseline requests and the model of a request made from them.
 
-    rate: accepted per drafted, each request weighted by what it tells (see `pool_of`). within, between: the variance of a
+    rate: accepted per drafted, each request weighted by its information (see `pool_of`). within, between: the variance of a
     request's accepted tokens is within x drafted + between x drafted^2. information_P: drafted / spread, so that a drop by
     x moves a request by x times its information, in standard deviations. residuals_P: (accepted - rate x drafted) / spread.
     """
@@ -43,15 +43,15 @@ class Pool:
     residuals_P: np.ndarray = field(repr=False)
 
     def spread(self, drafted_N: np.ndarray) -> np.ndarray:
-        """Standard deviation (N,) of the accepted tokens of requests that drafted so many."""
+        """Standard deviation (N,) of the accepted tokens of requests with ``drafted_N`` drafted tokens."""
         drafted_N = np.asarray(drafted_N, dtype=np.float64)
         return np.sqrt(self.within * drafted_N + self.between * drafted_N**2)
 
 
 @dataclass(frozen=True)
 class Chart:
-    """A test before it sees a stream. drop: the fall it is tuned to; allowance: the fall that it lets pass, Page's reference
-    value; threshold: the sum that is an alarm; level: the probability of any false alarm.
+    """A test before it sees a stream. drop: the fall that it is tuned to; allowance: the fall that it ignores, Page's reference value;
+    threshold: the sum that raises an alarm; level: the probability of any false alarm.
     """
 
     drop: float
@@ -64,8 +64,8 @@ class Chart:
 class Crossing:
     """One crossing of the threshold; requests counted from 1.
 
-    since: the first request behind the last zero of the sum, the usual estimate of when the change began. at: the request
-    that crossed. until: where the sum came back to zero, None while it has not.
+    since: the first request after the last zero of the sum, the usual estimate of when the change began. at: the request
+    that crossed. until: where the sum returned to zero; None if it has not.
     """
 
     since: int
@@ -74,9 +74,9 @@ class Crossing:
 
 
 def block_variance_per_token(rate: float, gamma: int) -> float:
-    """Variance of a block's accepted tokens over gamma, when each is accepted with the same chance until the first is not.
+    """Variance of a block's accepted tokens over gamma, if each is accepted with the same chance until the first rejection.
 
-    P(A >= j) = a^j, with a such that E[A] = gamma x rate. It is more than binomial: one refusal costs all behind it.
+    P(A >= j) = a^j, with a such that E[A] = gamma x rate. It is larger than binomial, because a rejection also loses the tokens after it.
     """
     if not 0.0 < rate < 1.0:
         return 0.0
@@ -89,8 +89,8 @@ def block_variance_per_token(rate: float, gamma: int) -> float:
 def pool_of(accepted_P: np.ndarray, drafted_P: np.ndarray, gamma: float) -> Pool:
     """The pool of baseline requests that drafted about `gamma` tokens a block.
 
-    Within a request the variance is that of its blocks (`block_variance_per_token`); what the requests vary beyond is
-    their own difficulty and grows with drafted^2, by the method of moments.
+    Within a request the variance is that of its blocks (`block_variance_per_token`). The remaining variance between requests is their
+    difficulty; it grows with drafted^2 and is estimated by the method of moments.
 
     Raises ValueError for fewer than FEWEST_REQUESTS requests, one without drafted tokens, or accepted beyond drafted.
     """
@@ -104,7 +104,7 @@ def pool_of(accepted_P: np.ndarray, drafted_P: np.ndarray, gamma: float) -> Pool
     own = block_variance_per_token(float(accepted_P.sum() / drafted_P.sum()), max(1, round(gamma)))
     within = min(squares_P.sum() / drafted_P.sum(), own)
     between = max(0.0, (squares_P - within * drafted_P).sum() / (drafted_P**2).sum())
-    # Where every request is alike nothing was seen to vary: half a token then, which also keeps the arithmetic finite.
+    # If all requests are alike, assume half a token, which also keeps the arithmetic finite.
     within = max(within, 0.25 / drafted_P.mean())
     weights_P = drafted_P / (within * drafted_P + between * drafted_P**2)
     rate = float((weights_P * accepted_P).sum() / (weights_P * drafted_P).sum())
@@ -118,7 +118,7 @@ def pool_of(accepted_P: np.ndarray, drafted_P: np.ndarray, gamma: float) -> Pool
 
 
 def cusum_path(increments_N: np.ndarray) -> np.ndarray:
-    """S_n = max(0, S_{n-1} + x_n) with S_0 = 0, along the last axis: the sum less its lowest value so far (Page 1954)."""
+    """S_n = max(0, S_{n-1} + x_n) with S_0 = 0, along the last axis: the sum minus its lowest value so far (Page 1954)."""
     sums_N = np.cumsum(increments_N, axis=-1)
     return sums_N - np.minimum(np.minimum.accumulate(sums_N, axis=-1), 0.0)
 
@@ -127,7 +127,7 @@ def increments(pool: Pool, accepted_N: np.ndarray, drafted_N: np.ndarray, drop: 
     """What each request (N,) adds to the sum: drop x information x (z - allowance x information).
 
     z: the standardised residual, of mean drop x information under the drop. With an allowance of half the drop this is
-    the normal log-likelihood ratio of the drop against none, in nats: a request counts by what it tells.
+    the normal log-likelihood ratio of the drop against no change, in nats, so that a request counts by its information.
     """
     spread_N, drafted_N = pool.spread(drafted_N), np.asarray(drafted_N, dtype=np.float64)
     information_N = drafted_N / spread_N
@@ -138,11 +138,11 @@ def increments(pool: Pool, accepted_N: np.ndarray, drafted_N: np.ndarray, drop: 
 def _worlds(pool: Pool, drafted_N: np.ndarray, streams: int, seed: int) -> Iterator[tuple[np.ndarray, ...]]:
     """Simulated baselines (B of `streams` at a time), and a stream of the pool's residuals for each: (noise_BN, errors_B, scales_B).
 
-    noise_BN: cumulated information x residual of the streams. errors_B: estimated less true rate. scales_B: estimated over
-    true variance. Each stream has a baseline of its own, as the pool is one draw of the baseline.
+    noise_BN: cumulated information x residual of the streams. errors_B: estimated minus true rate. scales_B: estimated over
+    true variance. Each stream has its own baseline, because the pool is one draw of the baseline.
 
-    P - 1 of the P requests are drawn for a baseline: so the variance of its rate is the pool's unbiased one. Dividing by
-    its own variance makes the tail that of few requests (bootstrap-t).
+    A baseline draws P - 1 of the P requests, so that the variance of its rate is the pool's unbiased one. Dividing by its own variance
+    gives the tail of a small sample (bootstrap-t).
     """
     rng = np.random.default_rng(seed)
     count = len(pool.residuals_P)
@@ -162,16 +162,16 @@ def _worlds(pool: Pool, drafted_N: np.ndarray, streams: int, seed: int) -> Itera
 
 
 def _thresholds(pool: Pool, drafted_N: np.ndarray, charts: Sequence[Chart], streams: int, seed: int) -> list[float]:
-    """For each chart the height that `level` of the simulated streams cross, nothing having changed."""
+    """For each chart the height that a share `level` of simulated unchanged streams crosses."""
     squares_N = np.cumsum((np.asarray(drafted_N) / pool.spread(drafted_N)) ** 2)
     highest: list[list[np.ndarray]] = [[] for _ in charts]
     for noise_BN, errors_B, scales_B in _worlds(pool, drafted_N, streams, seed):
         for chart, found in zip(charts, highest, strict=True):
-            # The sums in which nothing has changed, from their lowest value so far.
+            # sums of unchanged streams, minus their lowest value so far
             sums_BN = errors_B[:, None] * squares_N - noise_BN - chart.allowance * squares_N
             sums_BN -= np.minimum(np.minimum.accumulate(sums_BN, axis=1), 0.0)
             found.append(sums_BN.max(1) * (chart.drop / scales_B))
-    # With B exchangeable values beside the real one, P(it exceeds the k-th of them) <= level.
+    # With B values exchangeable with the real one, P(it exceeds the k-th of them) <= level.
     return [
         float(np.sort(np.concatenate(found))[min(streams, math.ceil((streams + 1) * (1 - chart.level))) - 1])
         for chart, found in zip(charts, highest, strict=True)
@@ -179,12 +179,11 @@ def _thresholds(pool: Pool, drafted_N: np.ndarray, charts: Sequence[Chart], stre
 
 
 def chart_for(pool: Pool, drafted_N: np.ndarray, level: float, drop: float, seed: int = 0) -> Chart:
-    """The chart that a stream of these requests crosses anywhere with probability `level` when nothing has changed.
+    """The chart that an unchanged stream of these requests crosses anywhere with probability `level`.
 
-    The threshold is simulated with the pool's own residuals. The error of the baseline is in it: a long stream would
-    otherwise find that the estimated rate is not the true one (Gandy and Kvaloy 2013, arXiv 1111.4180). The allowance is
-    half the drop, or more where that error would carry the sum up: of a few, the one that sees the drop soonest. Neither
-    looks at what the stream accepted.
+    The threshold is simulated with the pool's residuals and includes the error of the baseline; otherwise a long stream would detect that
+    the estimated rate is not the true one (Gandy and Kvaloy 2013, arXiv 1111.4180). The allowance is half the drop, or more if that
+    error would raise the sum: of a few values, the one that detects the drop first. Neither depends on what the stream accepted.
 
     Raises ValueError for a level outside (0, 1), a drop that is not positive, or no request.
     """
@@ -192,11 +191,11 @@ def chart_for(pool: Pool, drafted_N: np.ndarray, level: float, drop: float, seed
         raise ValueError(f"level {level}, drop {drop}, {len(drafted_N)} requests")
     chart = Chart(drop, drop / 2, math.inf, level)
     if pool.residuals_P.var() < _NOTHING:
-        # Nothing to simulate with. A likelihood ratio reaches e^h with probability e^-h at most, from each of N starts.
+        # Nothing to simulate with. From each of N starts, a likelihood ratio reaches e^h with probability at most e^-h.
         return replace(chart, threshold=math.log(len(drafted_N) / level))
     tried = [replace(chart, allowance=drop * share, level=max(level, _TRIAL_LEVEL)) for share in _ALLOWANCES]
     heights = _thresholds(pool, drafted_N, tried, _TRIAL_STREAMS, seed + 1)
-    # Behind the drop the sum climbs by drop x (drop - allowance) x information^2 a request.
+    # After the drop the sum rises by drop x (drop - allowance) x information^2 per request.
     soonest = min(zip(heights, tried, strict=True), key=lambda pair: pair[0] / (drop - pair[1].allowance))[1]
     chart = replace(soonest, level=level)
     streams = max(FEWEST_STREAMS, math.ceil(_EXCEEDING / level))
@@ -209,7 +208,7 @@ def monitor(pool: Pool, accepted_N: np.ndarray, drafted_N: np.ndarray, chart: Ch
 
 
 def alarms_of(path_N: np.ndarray, threshold: float) -> list[Crossing]:
-    """One alarm for each stretch between zeros in which the threshold is crossed."""
+    """One alarm for each stretch between zeros that crosses the threshold."""
     zeros = np.flatnonzero(path_N == 0)
     alarms: list[Crossing] = []
     for index in np.flatnonzero(path_N > threshold):

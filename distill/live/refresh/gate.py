@@ -1,7 +1,7 @@
-"""The gate: the refreshed draft against the served one on the same frozen text of the target, paired by prompt.
+"""The gate compares the refreshed draft with the served one on the same frozen text of the target, paired by prompt.
 
-It opens for a certain gain in alpha on the new traffic, and where every old slice has certainly not lost more than the margin. Intervals
-are those of `understudy compare`: 95 % for all slices together, widened for the checkpoints that the best was picked from.
+It passes if alpha on the new traffic has certainly gained and every old slice has certainly lost no more than the margin. Intervals are
+those of `understudy compare`: 95 % for all slices together, widened for the number of checkpoints that the best was picked from.
 """
 
 from collections import Counter
@@ -18,14 +18,14 @@ from speculative.measure.record import Record
 
 
 class GateSlice(Difference):
-    """A part of the text: what the new draft gains there over the served one, and why the gate stays shut, empty where it need not."""
+    """A part of the text: the new draft's gain over the served one, and why this part fails; empty if it passes."""
 
     name: str
     failure: str
 
 
 class Gate(Record):
-    """`passed`: every slice may; otherwise `failures` say which not. `new`: all traffic first."""
+    """`passed`: every slice passes; otherwise `failures` lists why not. `new`: all traffic first."""
 
     passed: bool
     margin: float
@@ -41,17 +41,17 @@ class Gate(Record):
 def judge_gate(
     run: Path, served: str, old_keys: Collection[str], margin: float, looks: int, parallel: bool = False
 ) -> Gate:
-    """Judges the best draft of a run against the served one on the run's held-out text.
+    """Compare the best draft of a run with the served one on the run's held-out text.
 
     Args:
         served: run, checkpoint or directory of the served draft.
         old_keys: held-out prompts that the served draft was judged on; all others are new.
         margin: alpha that an old slice may lose.
-        looks: judged checkpoints of which the best was picked.
-        parallel: both draft a block in one pass.
+        looks: number of judged checkpoints that the best was picked from.
+        parallel: both drafts draft a block in one pass.
 
     Raises:
-        UserError: no text, or a draft that cannot be judged on it.
+        UserError: there is no text, or a draft cannot be judged on it.
     """
     text = load_frozen_text(run, trusted=True)
     prefix = PARALLEL if parallel else ""
@@ -60,9 +60,7 @@ def judge_gate(
     sides = {side: _compared(text, entries, old_keys, side == "old", gamma, looks) for side in ("new", "old")}
     new, old = (_slices(sides[side], side, margin) for side in ("new", "old"))
     failures = [part.failure for part in (*new, *old) if part.failure]
-    failures += [
-        f"there is no held-out text of the {side}" for side, found in (("new", new), ("old", old)) if not found
-    ]
+    failures += [f"there is no held-out {side} text" for side, found in (("new", new), ("old", old)) if not found]
     return Gate(
         passed=not failures, margin=margin, rule=text.rule, gamma=gamma, confidence=0.95, looks=looks, new=new, old=old,
         failures=failures,
@@ -72,7 +70,7 @@ def judge_gate(
 def _compared(
     text: FrozenText, entries: Sequence[Scored], old_keys: Collection[str], old: bool, gamma: int, looks: int
 ) -> Comparison | None:
-    """The two drafts on one side of the text; None without text."""
+    """Compare the drafts on one side of the text; None without text."""
     chosen = [index for index, one in enumerate(text.responses) if (one.key in old_keys) == old]
     if not chosen:
         return None
@@ -83,7 +81,7 @@ def _compared(
 
 
 def small_slices(sizes: Mapping[str, int], looks: int) -> set[str]:
-    """Those of too few prompts to be ever certain, which are taken together: with the next larger ones until all of them are enough."""
+    """Slices with too few prompts for certainty, which are merged; the next larger ones are added until there are enough."""
     fewest = fewest_prompts(1 - 0.05 / (looks * max(1, len(sizes))))
     small: set[str] = set()
     for name in sorted(sizes, key=lambda name: (sizes[name], name)):
@@ -94,7 +92,7 @@ def small_slices(sizes: Mapping[str, int], looks: int) -> set[str]:
 
 
 def _slices(found: Comparison | None, side: str, margin: float) -> list[GateSlice]:
-    """The new text as a whole and its slices; of the old text the slices, or the whole where there is but one."""
+    """The parts to judge: all new text and its slices; the old slices, or all old text if there is only one."""
     if found is None:
         return []
     parts = [(domain, found.differences_on(domain)[0], False) for domain in found.domains]
@@ -108,7 +106,7 @@ def _slices(found: Comparison | None, side: str, margin: float) -> list[GateSlic
 
 
 def failure_of(name: str, gain: Difference, side: str, margin: float, whole: bool) -> str:
-    """Why the gate stays shut on a slice; empty where it need not. ``side``: new or old; ``whole``: it is all of the new text."""
+    """Why a slice fails; empty if it passes. ``side``: new or old; ``whole``: all text of the side."""
     assert gain.alpha is not None
     words = f"alpha {gain.alpha:+.4f} on {gain.prompts} prompts"
     if side == "new":
@@ -118,5 +116,5 @@ def failure_of(name: str, gain: Difference, side: str, margin: float, whole: boo
         return f"{name} of the new traffic is certainly worse: {words}" if worse else ""
     few = gain.prompts < gain.fewest_prompts
     if few:
-        words += f", too few to be certain (at least {gain.fewest_prompts})"
+        words += f", too few to be certain (needs at least {gain.fewest_prompts})"
     return f"old slice {name} may have lost more than {margin:g}: {words}" if few or gain.alpha.ci[0] < -margin else ""

@@ -1,4 +1,4 @@
-"""What a refresh trains: the configs of its probe and of its training, as overrides of the run's own, and the stores that both begin with."""
+"""Configs of a refresh's probe and training, as overrides of the run's config, and the stores that both start with."""
 
 import json
 import shutil
@@ -17,14 +17,14 @@ from distill.run.lock import hold
 from distill.run.prompts import HELDOUT_FILE, TRAIN_FILE
 from speculative.errors import UserError
 
-JUDGED = 2  # checkpoints of the training, its end among them: each one more widens the gate's intervals
-# A warm start. Target, template, serving and seed stay, and so do the run's responses.
+JUDGED = 2  # judged checkpoints, including the last; each further one widens the gate's intervals
+# A warm start. Target, template, serving and seed stay the same, so the run's responses stay valid.
 _WARM = {
     "resume": "auto", "student.init": "pretrained", "student.revision": None, "student.architecture": None, "student.layers": [0, -1],
     "student.intermediate_size": None, "student.embeddings": "random", "student.vocabulary": "same", "data.synthetic": None,
     "data.heldout_count": None, "data.too_long": "drop", "serving.samples_per_prompt": 1, "judge.served": None,
 }  # fmt: skip
-# A probe is replayed; nothing is timed.
+# A probe is only replayed; nothing is timed.
 _PROBE = {
     "judge.live": "never", "judge.load": [], "judge.temperatures": [], "judge.dial_every": 0, "tracking.trackers": [],
     "export.quantize": None,
@@ -35,20 +35,20 @@ def run_config(run: Path, trusted: bool = True) -> RunConfig:
     """The config of a run. ``trusted``: see `load_trusted`.
 
     Raises:
-        UserError: no run there, or one that trains on the dataset's own answers, of which traffic has none.
+        UserError: no run, or one that trains on the dataset's responses, which traffic does not have.
     """
     if not (run / layout.CONFIG).is_file():
         raise UserError(f"{run}: no config.yaml there; give the folder of a run, e.g. runs/demo")
     config = load_trusted(run / layout.CONFIG, trusted)
     if config.data.responses == "reference":
-        raise UserError(f"{run}: data.responses: reference; a refresh learns from the target's answers alone")
+        raise UserError(f"{run}: data.responses: reference; a refresh trains only on the target's responses")
     return config
 
 
 def student_of(version: Version | None, run: Path) -> Path:
-    """The weights that a version was exported from, unrounded; the version itself where its run is gone.
+    """The unrounded weights that a version was exported from; the version itself if its run is missing.
 
-    ``run``: the run of the first version, wherever it lies by now; ``version``: None for a draft that was never published.
+    ``run``: the run of the first version at its present path; ``version``: None for a draft that was never published.
     """
     home = run if version is None or version.parent is None else Path(version.provenance["run"])
     own = layout.best_student(home)
@@ -56,7 +56,7 @@ def student_of(version: Version | None, run: Path) -> Path:
 
 
 def mixed(old: int, new: int, share: float) -> tuple[int, int]:
-    """(old prompts, new prompts): as many as there are at this share of new ones."""
+    """(old prompts, new prompts): the largest numbers with this share of new ones."""
     if share >= 1:
         return 0, new
     taken = min(new, int(old * share / (1 - share)))
@@ -64,16 +64,16 @@ def mixed(old: int, new: int, share: float) -> tuple[int, int]:
 
 
 def write_training(home: Path, student: Path, export: Path, folder: Path, share: float, asked: Sequence[str]) -> Path:
-    """Writes the training's config, old prompts beside new ones at this share; returns where. As many epochs as `home` had, over
-    fewer prompts in fewer steps. ``asked``: the user's overrides.
+    """Write the training's config with this share of new prompts and return its path. It has as many epochs as `home`; fewer prompts
+    mean fewer steps. ``asked``: the user's overrides.
 
     Raises:
-        UserError: an override that is refused, or `home` no longer has the prompts that it was trained on.
+        UserError: an invalid override, or the prompts of `home` are missing.
     """
     config, (old_train, old_heldout), (new_train, new_heldout) = run_config(home), _prompts(home), _prompts(export)
     if not old_train.exists() or not old_heldout.exists():
         raise UserError(
-            f"{home / layout.PROMPTS}: not there, so nothing is known of what {home} was trained and judged on"
+            f"{home / layout.PROMPTS}: missing; without it a refresh cannot know what {home} was trained and judged on"
         )
     had, fresh = len(StoredPrompts(old_train)), len(StoredPrompts(new_heldout))
     old, new = mixed(had, len(StoredPrompts(new_train)), share)
@@ -88,10 +88,10 @@ def write_training(home: Path, student: Path, export: Path, folder: Path, share:
 
 
 def write_probe(home: Path, student: Path, export: Path, folder: Path, steps: int, asked: Sequence[str]) -> Path:
-    """Writes the probe's config, some steps on the traffic alone, judged on its later part, whatever was asked; returns where.
+    """Write the probe's config and return its path: ``steps`` on the traffic alone, judged on its later part.
 
     Raises:
-        UserError: an override that is refused.
+        UserError: an invalid override.
     """
     train, heldout = _prompts(export)
     keys = _PROBE | {
@@ -118,10 +118,10 @@ def _write(path: Path, home: Path, student: Path, folder: Path, keys: dict[str, 
 
 
 def adopt_stores(folder: Path, homes: Sequence[Path]) -> None:
-    """Gives a run the responses of others made with the same: it then answers only what is missing.
+    """Link the stored responses of other runs with the same settings into a run, so that it decodes only what is missing.
 
     Raises:
-        UserError: made with something else, damaged, the folder is in use, or the disk refuses.
+        UserError: other settings, a damaged store, a folder in use, or a failed write.
     """
     with hold(folder):
         for home in homes:

@@ -1,5 +1,5 @@
-"""Reasons for a refresh beside the alarm: this student can do better, and it would pay back its training. And one against it: the
-responses in the log are not the target's own.
+"""Reasons for a refresh besides the alarm: headroom and payback. And one reason against it: the logged responses are not the target's
+own text.
 """
 
 import math
@@ -24,20 +24,20 @@ from speculative.measure.measured import UNDISTILLED
 from speculative.rules.sampling import SamplingSettings
 
 ASKED_RESPONSES = 64
-# Below its expectation, a token; of greedy text. Rounding moves them by a tenth of that.
+# Nats per token below expectation; share of first choices in greedy text. Rounding errors are a tenth of these.
 FAR_NATS, LIKELIEST = 0.1, 0.9
 DAY_SECONDS, HOUR_SECONDS = 86_400.0, 3_600.0
-SHORT_SECONDS = 6 * HOUR_SECONDS  # Traffic of less says little of a whole day's.
+SHORT_SECONDS = 6 * HOUR_SECONDS  # Shorter traffic says little about a whole day.
 
 
 class OwnText(Reason):
-    """responses: that were read."""
+    """responses: number scored by the target."""
 
     responses: int
 
 
 class Headroom(Reason):
-    """Of the probe: its steps and seconds, the served draft's alpha and tau, and what the probe gained."""
+    """Result of the probe: steps, seconds, the served draft's alpha and tau, and the gain."""
 
     steps: int
     train_seconds: float
@@ -47,12 +47,12 @@ class Headroom(Reason):
 
     @property
     def tau_gain(self) -> float:
-        """Tokens per target call that the probe gained; 0 where nothing is known."""
+        """Gain in tokens per target call; 0 if unknown."""
         return 0.0 if self.gain is None else self.gain.tau.gain
 
 
 class Payback(Reason):
-    """The load, what a block takes, and GPU-hours. days: until it is paid back; null where it never is, or nothing is known."""
+    """Load, time per block and GPU-hours. days: until paid back; null if never or unknown."""
 
     requests_per_day: float | None = None
     tokens_per_day: float | None = None
@@ -65,34 +65,36 @@ class Payback(Reason):
 
 
 def own_words(home: Path, export: Path) -> OwnText:
-    """Are the responses that would be trained on what the target says behind these prompts? Some of them, by one forward of the target.
+    """Check a sample of the responses with one forward pass of the target: are they the target's own text?
 
-    An engine rounds otherwise, so what is told is a text that is far from the law and not one that can be told apart from it.
+    Engines round differently, so only text that is far from the target's distribution fails.
     """
     config, store = load_config(home / CONFIG), Store(export / RESPONSES / TRAINING)
     rows = store.rows()
     some = frozen_responses_of(rows[:: -(-len(rows) // ASKED_RESPONSES)])
     if config.target.endpoint is not None:
-        return OwnText(holds=True, sentence="text: not looked at, the target's weights are on a server", responses=0)
+        return OwnText(
+            holds=True, sentence="text: not checked, because the target's weights are on a server", responses=0
+        )
     target = Target(config.target, torch.device("cuda" if torch.cuda.is_available() else "cpu"), home).model
     sampling = SamplingSettings(**store.manifest()["sampling"])
     if sampling.greedy:
         share = float(np.concatenate([one.matches for one in target_peaks(target, some, sampling)]).mean())
-        holds, words = share >= LIKELIEST, f"{100 * share:.1f} % of the tokens are the target's likeliest"
+        holds, words = share >= LIKELIEST, f"{100 * share:.1f} % of the tokens are the target's first choice"
     else:
         law = text_law(target, some, sampling)
         holds = law.same or law.log_prob > law.expected - FAR_NATS
-        words = f"{law.log_prob:.2f} nats a token under the target, {law.expected:.2f} expected of its own"
+        words = f"{law.log_prob:.2f} nats per token under the target, {law.expected:.2f} expected for its own text"
     words = f"text: {words} ({len(some)} responses)"
     if not holds:
-        words += ": they are not what the target says behind these prompts (mixed up? another target? other sampling settings?)"
+        words += ": this is not the target's own text (mixed up? another target? other sampling settings?)"
     return OwnText(holds=bool(holds), sentence=words, responses=len(some))
 
 
 def headroom(probe: Verdict, steps: int) -> Headroom:
-    """How much a few steps on one part of the traffic gain on a later part, judged by replay and paired by prompt.
+    """The gain of a few steps on one part of the traffic, judged by replay on a later part, paired by prompt.
 
-    ``probe``: of a run whose step 0 is the served draft.
+    ``probe``: verdict of a run whose step 0 is the served draft.
     """
     baseline, effects, seconds = probe.judged(UNDISTILLED), probe.gain, probe.seconds.get("train", 0.0)
     if baseline is None or effects is None or baseline.alpha is None or baseline.tau is None:
@@ -104,7 +106,7 @@ def headroom(probe: Verdict, steps: int) -> Headroom:
         f"headroom: alpha {alpha:.3f} on fresh traffic, {gain:+.3f} after {steps} steps, judged on "
         f"{effects.prompts} later prompts"
     )
-    words += "" if certain else ": no certain gain, so this student seems to be at its ceiling there"
+    words += "" if certain else ": no certain gain, so this student seems to have reached its ceiling there"
     known = {"alpha": alpha, "tau": baseline.tau, "gain": effects}
     return Headroom(holds=certain, sentence=words, steps=steps, train_seconds=seconds, **known)
 
@@ -112,20 +114,20 @@ def headroom(probe: Verdict, steps: int) -> Headroom:
 def payback(
     costs: Costs | None, records: Sequence[TrafficRecord], tau: float, tau_gain: float, seconds: float, days: float
 ) -> Payback:
-    """GPU-hours that the gain saves a day at this load, against those of the training.
+    """GPU-hours per day that the gain saves at this load, against those of the training.
 
-    A token takes (gamma c + v) target steps over tau, shared by the requests that are decoded at once.
+    A token takes (gamma c + v) / tau target steps, shared by the requests in flight.
 
     Args:
         records: requests that this draft served.
-        tau, tau_gain: tokens per target call of the served draft, and what the probe gained.
-        seconds: of the training, on all devices together.
-        days: in which it must have paid for itself.
+        tau, tau_gain: tokens per target call of the served draft, and the probe's gain.
+        seconds: of the training, summed over devices.
+        days: limit until it is paid back.
     """
     told = [record for record in records if record.response_tokens and record.drafted and record.blocks]
     if costs is None or not told:
-        why = "the run was not timed (judge.live)" if costs is None else "no request tells its tokens and blocks"
-        return Payback(holds=False, sentence=f"payback: not known, {why}")
+        why = "the run was not timed (judge.live)" if costs is None else "no request reports its tokens and blocks"
+        return Payback(holds=False, sentence=f"payback: unknown, {why}")
     span = max(record.time + (record.total_s or 0.0) for record in told) - told[0].time
     tokens_a_day = sum(record.response_tokens or 0 for record in told) / max(span, 1.0) * DAY_SECONDS
     gamma = round(sum(record.drafted or 0 for record in told) / sum(record.blocks or 0 for record in told))
@@ -138,13 +140,13 @@ def payback(
     cost = seconds / HOUR_SECONDS
     needed = cost / saved if saved > 0 else math.inf
     words = (
-        f"payback: {tokens_a_day:,.0f} tokens and {len(told) / max(span, 1.0) * DAY_SECONDS:,.0f} requests a day, {at_once:.1f} at once, "
-        f"{1000 * block_seconds:.2f} ms a block: {saved:.3g} GPU-hours saved a day against {cost:.3g} of training, "
+        f"payback: {tokens_a_day:,.0f} tokens and {len(told) / max(span, 1.0) * DAY_SECONDS:,.0f} requests a day, {at_once:.1f} in flight, "
+        f"{1000 * block_seconds:.2f} ms per block: {saved:.3g} GPU-hours saved a day against {cost:.3g} for training, "
         + (f"paid back in {needed:.2g} days" if saved > 0 else "never paid back")
-        + f" (at most {days:g})"
+        + f" (limit {days:g})"
     )
     if span < SHORT_SECONDS:
-        words += f"; a day is told from {span / HOUR_SECONDS:.2f} hours"
+        words += f"; extrapolated from {span / HOUR_SECONDS:.2f} hours"
     return Payback(
         holds=needed <= days, sentence=words, requests_per_day=len(told) / max(span, 1.0) * DAY_SECONDS, tokens_per_day=tokens_a_day,
         gamma=gamma, block_seconds=block_seconds, concurrency=at_once, saved_gpu_hours_per_day=saved, training_gpu_hours=cost,
@@ -153,7 +155,7 @@ def payback(
 
 
 def concurrency(records: Sequence[TrafficRecord]) -> float:
-    """Mean number of requests in flight while there was one at all; 1 where no record tells how long it took."""
+    """Mean number of requests in flight while there is any; 1 if no record has its duration."""
     spans = sorted((record.time, record.time + record.total_s) for record in records if record.total_s)
     busy, end = 0.0, -math.inf
     for start, stop in spans:

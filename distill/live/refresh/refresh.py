@@ -1,11 +1,11 @@
-"""`understudy refresh RUN --traffic DIR`: reasons, training, gate, version. Each stage writes what it found, so a killed one goes on.
+"""`understudy refresh RUN --traffic DIR`: reasons, training, gate, version. Each stage writes its result, so a killed refresh can resume.
 
-runs/NAME-refresh-v0002/refresh.json   reasons, decision, gate, outcome; then the same is not asked again
-                        traffic/       what was exported of the log
-                        probe/         the run that looks for headroom, while it is needed
-                        refresh.yaml   the training's config; the folder is that run's own
+runs/NAME-refresh-v0002/refresh.json   reasons, decision, gate and outcome, which are not computed again
+                        traffic/       the export of the log
+                        probe/         the run that measures headroom, deleted at the end
+                        refresh.yaml   the training's config; the folder is that run
 
-Exit status: 0 published, or not needed; 1 the gate keeps the old draft, or the training failed; 2 a mistake.
+Exit status: 0 published or not needed; 1 the gate keeps the old draft, or training failed; 2 a mistake.
 """
 
 import datetime
@@ -44,21 +44,21 @@ from speculative.errors import UserError
 from speculative.measure.intervals import interval
 
 TRAFFIC, PROBE = "traffic", "probe"
-FEWEST_PROMPTS = 24  # to train on; a probe of fewer tells nothing
+FEWEST_PROMPTS = 24  # to train on; a probe on fewer is not meaningful
 OWN_KEYS = (
     "name", "output", "resume", "target", "serving", "data.train", "data.heldout", "student.init", "student.path"
 )  # fmt: skip
 R = TypeVar("R", bound=Reason)
-# Options that decide what a refresh is: one that goes on must be asked for with the same.
+# Options that must be the same when a refresh resumes.
 ASKED = ("share", "probe_steps", "margin", "false_alarms", "drop", "payback_days", "target_version", "assume_sampling")
 
 
 def refresh_command(options: RefreshOptions, console: Console) -> int:
-    """Does what the reasons say, or goes on with what a kill has left; returns the exit status.
+    """Run a refresh, or resume a killed one; return the exit status.
 
     Raises:
-        UserError: an option out of range, a run without a verdict, traffic that nothing can be learnt from, a folder that is in use.
-        Interrupted: Ctrl-C while training, which has stopped with its checkpoint.
+        UserError: an option out of range, a run without a verdict, unusable traffic, or a folder in use.
+        Interrupted: Ctrl-C during training, which stopped with a checkpoint.
     """
     _check(options)
     name = run_config(options.run, options.trust_remote_code).name
@@ -66,7 +66,7 @@ def refresh_command(options: RefreshOptions, console: Console) -> int:
     load_verdict(options.run)
     served = current_version(drafts)
     home = _home(options.run, served)
-    run_config(home, options.trust_remote_code)  # What follows trains, judges and publishes with it.
+    run_config(home, options.trust_remote_code)  # Check it: the following steps train, judge and publish with it.
     log = _usable_log(options.traffic, options.target_version, home) if options.traffic is not None else None
     if served is None and not options.dry_run:
         served = _first(options, drafts, console)
@@ -80,8 +80,8 @@ def refresh_command(options: RefreshOptions, console: Console) -> int:
         return 0
     version = served.name if served else "v0001"
     if served is not None and served.parent is not None and home == options.run:
-        _say(console, f"note: {served.provenance['run']} is gone, so {version} is compared with the text of {home}")
-    acceptance_of(log, version)  # refused here, before there is a folder
+        _say(console, f"note: {served.provenance['run']} is missing, so {version} is compared with the text of {home}")
+    acceptance_of(log, version)  # refused here, before a folder is made
     with refresh_folder(options, options.run.parent / f"{name}-refresh-", drafts, version, console) as folder:
         if folder is None:
             return 0
@@ -89,34 +89,36 @@ def refresh_command(options: RefreshOptions, console: Console) -> int:
             with terminated_as_interrupted():
                 return _Refresh(options, console, folder, drafts, home, served, version, log).run()
         except TrainingFailed as failed:
-            print(f"understudy: {folder}: {failed} (its log: {folder}.log); the same command goes on", file=sys.stderr)
+            print(
+                f"understudy: {folder}: {failed} (log: {folder}.log); run the same command to resume", file=sys.stderr
+            )
             return 1
 
 
 def _check(options: RefreshOptions) -> None:
     for name, value, most in (("share", options.share, 1.0), ("margin", options.margin, 1.0)):
         if not 0 < value <= most:
-            raise UserError(f"--{name} {value:g}: give a number above 0, at most 1")
+            raise UserError(f"--{name} {value:g}: give a number above 0 and at most 1")
     if options.probe_steps < 1 or options.keep < 1 or options.payback_days <= 0:
         raise UserError("--probe-steps, --keep and --payback-days: give numbers above 0")
     for word in options.overrides or ():
         if word.startswith(OWN_KEYS):
-            raise UserError(f"{word}: a refresh sets this key itself; leave it out")
+            raise UserError(f"{word}: a refresh sets this key itself; remove the override")
     if options.dry_run and options.approve:
-        raise UserError("--dry-run writes nothing, so there is nothing to --approve: leave one of them out")
+        raise UserError("--dry-run publishes nothing that --approve could make current; use one of the two")
 
 
 def _first(options: RefreshOptions, drafts: Path, console: Console) -> Version:
-    """RUN's best draft as the first version, which it is: it is what is served. One that a killed call has left is taken up."""
+    """Publish RUN's best draft as v0001 and make it current; complete what a killed call left."""
     told = {"approved_by": options.approve or None}
     version = publish(options.run.resolve(), drafts, told, name="v0001")
     make_current(drafts, version.name, options.approve or "refresh: the draft of the run")
-    _say(console, f"{version.folder}: the first version, the best draft of {options.run}; `current` points to it")
+    _say(console, f"{version.folder}: the first version, from the best draft of {options.run}; `current` points to it")
     return version
 
 
 def _home(run: Path, served: Version | None) -> Path:
-    """The run that the served version was made by, as long as it has its text; else the one that is named."""
+    """The run that made the served version if it still has its text, else ``run``."""
     own = run if served is None or served.parent is None else Path(served.provenance["run"])
     return own if (own / PROMPTS / TRAIN_FILE).exists() and (own / VERDICT).exists() else run
 
@@ -125,23 +127,23 @@ def _usable_log(traffic: Path, target_version: str, home: Path) -> TrafficLog:
     log = read_traffic(traffic)
     texts = [record for record in log.records if record.response_ids]
     if not texts:
-        raise UserError(f"{traffic}: {len(log.records):,} requests and no text of any: start the gateway with --text")
+        raise UserError(f"{traffic}: {len(log.records):,} requests, none with text; start the gateway with --text")
     target = str(Store(home / RESPONSES / TRAINING).manifest()["target"])
     own = {target_version} if target_version else {target, run_config(home).target.path}
     others = sorted({record.target_version for record in texts} - own)
     if all(record.target_version in others for record in texts):
         raise UserError(
-            f"{traffic}: all text is of another target version ({', '.join(others)[:200]}) than that of {home} "
-            f"({', '.join(sorted(own))}); say with --target-version what the log calls it, or train a run for the new target"
+            f"{traffic}: all text comes from another target version ({', '.join(others)[:200]}) than {home} "
+            f"({', '.join(sorted(own))}); give its name in the log with --target-version, or train a run for the new target"
         )
     if len(texts) < FEWEST_PROMPTS:
-        raise UserError(f"{traffic}: {len(texts)} requests with text, and {FEWEST_PROMPTS} are the fewest; log more")
+        raise UserError(f"{traffic}: {len(texts)} requests with text; at least {FEWEST_PROMPTS} are needed; log more")
     return log
 
 
 @dataclass
 class _Refresh:
-    """One refresh, stage by stage. home: the run of the served version; version: what it is called in the log."""
+    """One refresh, stage by stage. home: the run of the served version; version: its name in the log."""
 
     options: RefreshOptions
     console: Console
@@ -154,11 +156,11 @@ class _Refresh:
     state: State = field(init=False)
 
     def run(self) -> int:
-        """All stages that are not done; the exit status."""
+        """Run all unfinished stages; return the exit status."""
         self._begin()
         needed = self._decide()
         if (text := self.state.reasons.text) is not None and not text.holds:
-            self._say("gate: keep the old one: nothing is trained on such text, --force or not")
+            self._say("gate: keep the old draft: such text is never trained on, not even with --force")
             return self._end("refused the text", 1)
         if not needed:
             return self._end("not needed", 0)
@@ -171,7 +173,7 @@ class _Refresh:
         return self._end("published", 0)
 
     def _begin(self) -> None:
-        """The state that a kill has left, or the first one. With other options what was found is not asked about any more."""
+        """Load the state of a killed refresh, or make a new one. Results found with other options are dropped."""
         options = self.options
         asked = {name: getattr(options, name) for name in ASKED} | {"overrides": list(options.overrides or [])}
         found = read_state(self.folder)
@@ -183,8 +185,8 @@ class _Refresh:
         other = [key for key, value in asked.items() if self.state.asked[key] != value]
         if other and (self.folder / CHECKPOINTS).exists():
             raise UserError(
-                f"{self.folder}: a refresh with another {other[0]} ({self.state.asked[other[0]]}, now {asked[other[0]]}) has begun to train "
-                "there; give the same, or delete the folder"
+                f"{self.folder}: a refresh with {other[0]} {self.state.asked[other[0]]} (not {asked[other[0]]}) has already begun to train "
+                "there; give the same value, or delete the folder"
             )
         if other:
             self._drop_traffic()
@@ -201,7 +203,7 @@ class _Refresh:
         _say(self.console, words)
 
     def _reason(self, name: str, find: Callable[[], R]) -> R:
-        """What is found, or was before a kill; said either way."""
+        """Compute a reason, or take it from the state; print it."""
         if getattr(self.state.reasons, name) is None:
             self._keep(reasons=self.state.reasons.model_copy(update={name: find()}))
         found: R = getattr(self.state.reasons, name)
@@ -209,7 +211,7 @@ class _Refresh:
         return found
 
     def _end(self, outcome: Outcome, status: int) -> int:
-        """Nothing of the traffic stays that nobody needs: of a refresh that was not needed nothing does."""
+        """Delete traffic that is not needed any more, and write the outcome."""
         if outcome in UNTRAINED:
             self._drop_traffic()
         shutil.rmtree(self.folder / PROBE, ignore_errors=True)
@@ -223,7 +225,7 @@ class _Refresh:
             drop_export(self.log.directory, self.folder / TRAFFIC)
 
     def _decide(self) -> bool:
-        """Whether to train; the reasons are told either way. Without an alarm the others are looked for only where asked to."""
+        """Whether to train; print the reasons. Without an alarm, the others are computed only with --force or --dry-run."""
         options = self.options
         if self.state.decision is None:
             asked = self.log, self.version, self.home, options.false_alarms, options.drop
@@ -231,9 +233,9 @@ class _Refresh:
             if needed or options.force or options.dry_run:
                 needed = self._worth_it() and needed
             missing = self.state.reasons.missing()
-            words = "do it" if needed else f"do not (no {', no '.join(missing)})"
+            words = "train" if needed else f"do not train (no {', no '.join(missing)})"
             forced = options.force and not needed and "text" not in missing
-            words += "; done all the same (--force)" if forced else ""
+            words += "; training anyway (--force)" if forced else ""
             self._keep(decision=Decision(refresh=needed, forced=forced, sentence=words))
         decision = self.state.decision
         assert decision is not None
@@ -241,7 +243,7 @@ class _Refresh:
         return decision.refresh or decision.forced
 
     def _worth_it(self) -> bool:
-        """The text, headroom and payback."""
+        """Compute text check, headroom and payback; whether all hold."""
         try:
             if not self._reason("text", lambda: own_words(self.home, self._export())).holds:
                 return False
@@ -260,7 +262,7 @@ class _Refresh:
         return headroom(load_verdict(probe), steps)
 
     def _export(self) -> Path:
-        """The traffic of this refresh, taken once: later requests are the next one's."""
+        """Export the traffic once; later requests belong to the next refresh."""
         export, traffic = self.folder / TRAFFIC, self.log.directory
         if self.state.window is None:
             shutil.rmtree(export, ignore_errors=True)
@@ -271,7 +273,9 @@ class _Refresh:
             made = export_traffic(asked)
             if made.train < FEWEST_PROMPTS:
                 why = "; ".join(f"{count:,} {reason}" for reason, count in made.left_out.items())
-                raise UserError(f"{traffic}: {made.train} requests to train on, fewer than {FEWEST_PROMPTS} ({why})")
+                raise UserError(
+                    f"{traffic}: {made.train} requests to train on; at least {FEWEST_PROMPTS} are needed ({why})"
+                )
             note_use(export, self.folder)
             self._keep(window=made)
         return export
@@ -283,11 +287,11 @@ class _Refresh:
         others = sum(verdict.seconds.get(stage, 0.0) for stage in ("self_checks", "judge", "verdict"))
         seconds = devices * (found.train_seconds / found.steps * steps + others)
         records = [record for record in self.log.records if record.draft_version == self.version]
-        costs = verdict.costs or load_verdict(self.options.run).costs  # of models of the same shapes
+        costs = verdict.costs or load_verdict(self.options.run).costs  # models of the same shapes
         return payback(costs, records, found.tau, found.tau_gain, seconds, self.options.payback_days)
 
     def _config(self) -> Path:
-        """The training's config, written."""
+        """Write the training's config and return its path."""
         student, asked = student_of(self.served, self.home), self.options.overrides or []
         return write_training(self.home, student, self.folder / TRAFFIC, self.folder, self.options.share, asked)
 
@@ -300,10 +304,10 @@ class _Refresh:
         self._apart(path)
 
     def _apart(self, path: Path) -> None:
-        """Trains in a process of its own, unless it is finished; one that a killed refresh has left is waited for."""
+        """Train in a separate process unless finished; wait for a process that a killed refresh left."""
         log, config = self.folder.with_name(f"{self.folder.name}.log"), load_config(path)
         if (twin := running_twin(log)) is not None:
-            _say(self.console, f"process {twin.pid} of a refresh that was killed still trains: waiting for it")
+            _say(self.console, f"process {twin.pid} of a killed refresh is still training: waiting for it")
             twin.wait()
         if not (config.folder / VERDICT).exists():
             train_apart(config, [str(path)], log, shlex.split(self.options.launcher) or [sys.executable])
@@ -323,7 +327,7 @@ class _Refresh:
                 assert part.alpha is not None
                 alpha = f"alpha {part.alpha.gain:+.4f} {interval(part.alpha.ci, '+.4f')}"
                 self._say(f"gate, {side} {part.name}: {alpha}, tau {part.tau.gain:+.3f}, {part.prompts} prompts")
-        self._say("gate: passed" if gate.passed else f"gate: keep the old one: {'; '.join(gate.failures)}")
+        self._say("gate: passed" if gate.passed else f"gate: keep the old draft: {'; '.join(gate.failures)}")
         return gate.passed
 
     def _publish(self) -> None:
@@ -334,7 +338,7 @@ class _Refresh:
             "data_window": [_moment(window.since), _moment(window.until)], "traffic": str(options.traffic),
             "traffic_requests": window.train, "share": options.share, "approved_by": options.approve or None,
             "gate": {side: {part.name: part.alpha.gain for part in parts if part.alpha} for side, parts in (("new", gate.new), ("old", gate.old))},
-            "expected_gain": {"gamma": gate.gamma, "tau_ci": gate.new[0].tau.ci},  # a rollout goes by it
+            "expected_gain": {"gamma": gate.gamma, "tau_ci": gate.new[0].tau.ci},  # the rollout compares with it
         }  # fmt: skip
         version = publish(self.folder.resolve(), self.drafts, told, parent=state.parent, name=state.version)
         state.published = str(version.folder)
@@ -345,7 +349,7 @@ class _Refresh:
 
 
 def prune_unused(drafts: Path, keep: int, traffic: Path | None, name: str, console: Console) -> None:
-    """Removes old versions, but none that an arm names or that is being rolled out, which may be in no arms yet."""
+    """Remove old versions, except those in arms.json or being rolled out, which may not be in arms.json yet."""
     arms, rolled = traffic / ARMS if traffic else None, read_rollout(drafts)
     used = {arm.draft_version for arm in read_arms(arms).arms} if arms is not None and arms.exists() else set()
     used |= {name} | ({rolled.version} if rolled is not None else set())

@@ -1,4 +1,4 @@
-"""Where a refresh stands, and its folder: numbered, locked, found again after a kill."""
+"""The state of a refresh and its folder: numbered, locked, and found again after a kill."""
 
 import contextlib
 import json
@@ -23,11 +23,11 @@ from speculative.measure.record import Record
 
 STATE, LOCK = "refresh.json", ".refresh.lock"
 Outcome = Literal["not needed", "refused the text", "kept the old one", "published"]
-UNTRAINED: tuple[Outcome, ...] = ("not needed", "refused the text")  # nothing is left of it that would be looked at
+UNTRAINED: tuple[Outcome, ...] = ("not needed", "refused the text")  # nothing of these is kept for inspection
 
 
 class Decision(Record):
-    """Whether to train: the reasons say so, or it is forced."""
+    """Whether to train: because of the reasons, or forced."""
 
     refresh: bool
     forced: bool
@@ -35,7 +35,7 @@ class Decision(Record):
 
 
 class Reasons(Record):
-    """What was looked for so far, in this order."""
+    """Reasons computed so far, in this order."""
 
     alarm: Alarm | None = None
     text: OwnText | None = None
@@ -43,13 +43,13 @@ class Reasons(Record):
     payback: Payback | None = None
 
     def missing(self) -> list[str]:
-        """Those that were found and do not hold."""
+        """Names of computed reasons that do not hold."""
         return [name for name, found in self if isinstance(found, Reason) and not found.holds]
 
 
 class State(Record, frozen=False):
-    """A refresh. home: the run of the served version. parent: that version; version: the one that is to be. asked: the options that decide
-    what it is. window: the traffic that it took. What has not been reached is null.
+    """State of a refresh. home: the run of the served version. parent: that version; version: the new one. asked: the options in ASKED.
+    window: the exported traffic. Stages not reached are null.
     """
 
     FORMAT = 2
@@ -71,20 +71,20 @@ class State(Record, frozen=False):
     outcome: Outcome | None = None
 
     def write(self, folder: Path) -> None:
-        """Writes refresh.json whole. Raises UserError: the disk refuses."""
+        """Write refresh.json atomically. Raises UserError if that fails."""
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
             write_json(folder / STATE, self.record())
 
 
 def read_state(folder: Path) -> State | None:
-    """What refresh.json holds; None where there is none yet. Raises UserError: damaged."""
+    """The state in refresh.json; None if there is none. Raises UserError if it is damaged."""
     path = folder / STATE
     return State.read(path, f"delete {folder} to start again") if path.exists() else None
 
 
 def _outcome(folder: Path) -> str | None:
-    """How a refresh ended, whichever version wrote it; None: it did not, or nobody can tell."""
+    """The outcome of a refresh, in any format version; None if unfinished or unreadable."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         return json.loads((folder / STATE).read_text(encoding="utf-8")).get("outcome")
     return None
@@ -94,12 +94,12 @@ def _outcome(folder: Path) -> str | None:
 def refresh_folder(
     options: RefreshOptions, stem: Path, drafts: Path, version: str, console: Console
 ) -> Iterator[Path | None]:
-    """The folder of this refresh, locked: the one that a kill has left, or a new one; of a dry run one that vanishes.
+    """The locked folder of this refresh: an unfinished one, a new one, or a temporary one for a dry run.
 
-    ``stem``: its path but for the new version's name. None: a version waits for its rollout.
+    ``stem``: its path without the new version's name. Yields None if a version is waiting for its rollout.
 
     Raises:
-        UserError: another refresh is at work there, or what was left is of another version than is served.
+        UserError: another refresh is running there, or the unfinished one belongs to another version than the served one.
     """
     if options.dry_run:
         with tempfile.TemporaryDirectory(prefix="understudy-refresh-") as passing:
@@ -109,20 +109,22 @@ def refresh_folder(
     left = [path for path, outcome in found.items() if outcome is None]
     waiting = waiting_version(drafts)
     if not left and waiting is not None and not options.force:
-        words = "waits for its rollout; --approve makes it current, --force makes another version"
+        words = "is waiting for its rollout; --approve makes it current, --force makes another version"
         console.print(f"{waiting.folder} {words}", highlight=False, markup=False, soft_wrap=True)
         yield None
         return
     folder = left[0] if left else _new_folder(stem, next_name(drafts), found)
     state = read_state(folder) if left else None
     if state is not None and version not in (state.parent, state.version):
-        raise UserError(f"{folder}: a refresh of {state.parent} that did not end; {version} is served now: delete it")
-    with locked(folder / LOCK, f"{folder}: another refresh is at work there; wait for it"):
+        raise UserError(
+            f"{folder}: an unfinished refresh of {state.parent}, but {version} is served now; delete the folder"
+        )
+    with locked(folder / LOCK, f"{folder}: another refresh is running there; wait for it"):
         yield folder
 
 
 def _new_folder(stem: Path, name: str, found: dict[Path, str | None]) -> Path:
-    """That of the next number; behind one that trained in vain, which stays to be looked at."""
+    """The folder of the next free number; folders of refreshes that trained are kept for inspection."""
     number = int(name[1:])
     taken = {path for path, outcome in found.items() if outcome not in UNTRAINED}
     while (folder := stem.with_name(f"{stem.name}v{number:04d}")) in taken:

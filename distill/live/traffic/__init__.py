@@ -1,1 +1,1 @@
-"""`understudy traffic`: the log of live traffic looked at, exported to train from, and made to forget."""
+"""`understudy traffic`: show the log of live traffic, export it for training, and forget requests."""

@@ -1,4 +1,4 @@
-"""`understudy traffic export`: requests of a log as the prompts and the token store of a run's folder, to train from."""
+"""`understudy traffic export`: writes requests of a log as prompts and a token store that a run can train from."""
 
 import os
 import shutil
@@ -42,7 +42,7 @@ MADE_WITH = ("tokenizer", "template", "context_length", "max_tokens")
 
 @dataclass(frozen=True)
 class _Run:
-    """What an export must know of a run. made_with: of its prompts; manifest: of its responses."""
+    """What an export needs of a run. made_with: of its prompts; manifest: of its responses."""
 
     folder: Path
     config: RunConfig
@@ -52,13 +52,13 @@ class _Run:
     vocab_rows: int
 
     def texts(self, name: str) -> set[str]:
-        """Hashes of what its prompts of a file say, as tokens say it."""
+        """Hashes of the decoded prompts in one of its files."""
         stored = StoredPrompts(self.folder / PROMPTS / name)
         return {near_hash(self.tokenizer.decode(prompt.prompt_ids)) for prompt in stored}
 
 
 class _Found(NamedTuple):
-    """A request that may be exported: what its prompt says, the same as a hash, and its group (`groups_of`)."""
+    """A request that may be exported: its decoded prompt, the prompt's hash, and its group (`groups_of`)."""
 
     record: TrafficRecord
     text: str
@@ -67,8 +67,8 @@ class _Found(NamedTuple):
 
 
 class Exported(Record):
-    """What an export was made of. slices: by name, requests [to train on, held out]. Times are Unix seconds; `border`: everything held
-    out is of then or later. left_out: requests, by reason.
+    """Summary of an export. slices: by name, requests [to train on, held out]. Times are Unix seconds; `border`: time of the earliest
+    held-out request. left_out: requests, by reason.
     """
 
     log: str
@@ -87,14 +87,14 @@ class Exported(Record):
 
 
 def export_command(options: ExportTrafficOptions, console: Console) -> None:
-    """Exports, and says what was left out and why."""
+    """Export, and print what was left out and why."""
     made = export_traffic(options)
     lines = [f"note: {warning}" for warning in made.warnings]
     train = f"{made.train:,} to train on ({made.train_tokens:,} tokens)"
     lines += [f"{made.requests:,} requests: {train}, {made.heldout:,} held out"]
     lines += [f"  {own:,} and {held:,} of slice {name}" for name, (own, held) in made.slices.items()]
     lines += [f"  {count:,} left out: {why}" for why, count in made.left_out.items()]
-    for line in [*lines, f"{made.folder}: prompts/ and responses/train/, for a run as docs/traffic.md says"]:
+    for line in [*lines, f"{made.folder}: prompts/ and responses/train/ (docs/traffic.md says how to train from them)"]:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
@@ -109,15 +109,15 @@ def _quotas(words: list[str] | None) -> dict[str, int]:
 
 
 def export_traffic(options: ExportTrafficOptions) -> Exported:
-    """Makes the folder.
+    """Make the export folder.
 
     Raises:
-        UserError: no log or a forged line, no run that could read it, nothing left to train on or to hold out, a folder that is there.
+        UserError: no log, a forged line, an unusable run, nothing left to train on or hold out, or an existing folder.
     """
     log, to, quotas = options.log, options.to, _quotas(options.quota)
     salt, known, forgotten = read_salt(log), _read_run(options.run, options.trust_remote_code), forgotten_hashes(log)
     if to.exists():
-        raise UserError(f"--to {to}: is there already; give a new folder, or delete it first")
+        raise UserError(f"--to {to}: already exists; give a new folder, or delete this one first")
     traffic, serving = read_traffic(log), known.config.serving
     versions = (
         {options.target_version} if options.target_version else {known.manifest["target"], known.config.target.path}
@@ -152,7 +152,7 @@ def export_traffic(options: ExportTrafficOptions) -> Exported:
         since=train[0].record.time, border=heldout[0].record.time, until=heldout[-1].record.time,
         left_out=dict(left_out.most_common()), warnings=traffic.warnings,
     )  # fmt: skip
-    note_export(log, to, time.time(), len(train) + len(heldout))  # first: what a killed export leaves is known of
+    note_export(log, to, time.time(), len(train) + len(heldout))  # first, so that what a killed export leaves is listed
     _write(to, known, salt, (train, heldout), made, forgotten)
     return made
 
@@ -162,13 +162,15 @@ def _read_run(run: Path, trusted: bool) -> _Run:
         raise UserError(f"--run {run}: no config.yaml there; give the folder of a run, e.g. runs/demo")
     config, store = load_trusted(run / CONFIG, trusted), Store(run / RUN_RESPONSES / TRAINING)
     if config.target.endpoint is not None and config.target.endpoint.api == "chat":
-        raise UserError(f"--run {run}: target.endpoint.api: chat applies the template itself and takes no token ids")
+        raise UserError(f"--run {run}: target.endpoint.api: chat takes no token ids; export for a run with another api")
     for folder in (run / PROMPTS, store.folder):
         if not (folder / MANIFEST).exists():
-            raise UserError(f"{folder}: not there; finish the run first (or `understudy respond` with its config)")
+            raise UserError(f"{folder}: missing; finish the run first (or run `understudy respond` with its config)")
     manifest = store.manifest()
     if manifest.get("responses") != "target":
-        raise UserError(f"{store.folder}: holds the dataset's answers; traffic goes with data.responses: target")
+        raise UserError(
+            f"{store.folder}: holds the dataset's responses; traffic needs a run with data.responses: target"
+        )
     target = Target(config.target, torch.device("cpu"), run)
     made_with = read_manifest(run / PROMPTS)["made_with"]
     rows = vocabulary_rows(target.side.config)
@@ -178,15 +180,15 @@ def _read_run(run: Path, trusted: bool) -> _Run:
 def _too_few(log: Path, requests: int, train: int, latest: int, left_out: Counter[str]) -> str:
     reasons = "; ".join(f"{count:,} {why}" for why, count in left_out.most_common())
     return (
-        f"{log}: of {requests:,} requests {train} are left to train on and {latest} to hold out (the latest fifth at most), which is too "
-        f"few: {reasons or 'none more'}; log more, with --text, or see --target-version and --assume-sampling"
+        f"{log}: too few requests: of {requests:,}, {train} are left to train on and {latest} to hold out (from the latest fifth at most). "
+        f"Left out: {reasons or 'none'}; log more with --text, or see --target-version and --assume-sampling"
     )
 
 
 def _write(
     to: Path, known: _Run, salt: bytes, sides: tuple[list[_Found], list[_Found]], made: Exported, forgotten: set[str]
 ) -> None:
-    """The folder, whole or not at all; nobody but its owner reads it. ``forgotten``: before the log was read."""
+    """Write the folder atomically, readable only by its owner. ``forgotten``: the hashes before the log was read."""
     partial = partial_of(to)
     shutil.rmtree(partial, ignore_errors=True)
     before = os.umask(0o077)
@@ -206,7 +208,7 @@ def _write(
         shutil.rmtree(partial, ignore_errors=True)
         os.umask(before)
     if not to.exists():
-        raise UserError(f"{made.log}: requests were forgotten while it was exported; give the command again")
+        raise UserError(f"{made.log}: requests were forgotten during the export; run the command again")
 
 
 def _prompt(salt: bytes, one: _Found) -> RenderedPrompt:
@@ -216,7 +218,7 @@ def _prompt(salt: bytes, one: _Found) -> RenderedPrompt:
 
 
 def _row(salt: bytes, record: TrafficRecord, known: _Run) -> Row:
-    """Its probabilities under the target are in no log; of a response beyond the run's serving.max_tokens its beginning counts."""
+    """A row without probabilities, which no log has. Responses are cut at the run's serving.max_tokens."""
     response = (record.response_ids or ())[: known.config.serving.max_tokens]
     ids = [*(record.prompt_ids or ()), *response]
     mask = loss_mask(len(ids) - len(response), len(ids))

@@ -1,7 +1,7 @@
-"""Where a log's text was exported to, and rows removed from there.
+"""The list of a log's exports, and removal of rows from them.
 
-exports.json of a log directory: [{folder, made, rows, uses: [runs that have rows of it]}]. Rows carry a keyed hash of their request's
-id, so that they are found without any list of ids.
+exports.json of a log directory: [{folder, made, rows, uses: [runs that hold its rows]}]. Rows have a keyed hash of their request's id,
+so that they are found without a list of ids.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ PROMPT_FILES, RESPONSES = ("prompts/train.arrow", "prompts/heldout.arrow"), "res
 
 @dataclass(frozen=True)
 class Export:
-    """One export. made: Unix seconds. uses: folders of runs that have copies of its rows."""
+    """One export. made: Unix seconds. uses: folders of runs that hold copies of its rows."""
 
     folder: str
     made: float
@@ -37,33 +37,35 @@ class Export:
 
 
 def partial_of(folder: Path) -> Path:
-    """Where an export is while it is written."""
+    """The path of an export while it is written."""
     return folder.with_name(f".{folder.name}.partial")
 
 
 def row_id(salt: bytes, record_id: str) -> str:
-    """What an exported row is known by, instead of its request's id."""
+    """The id of an exported row, which replaces its request's id."""
     return keyed_hash(salt, "row", record_id)[:16]
 
 
 def list_exports(directory: Path) -> list[Export]:
-    """All exports of a log, oldest first. Raises UserError: the list is damaged."""
+    """All exports of a log, oldest first. Raises UserError if the list is damaged."""
     path = directory / EXPORTS
     with contextlib.suppress(FileNotFoundError):
         try:
             return TypeAdapter(list[Export]).validate_json(path.read_bytes(), strict=True)
         except ValueError as error:
-            raise UserError(f"{path}: damaged ({error}); it says where text of this log lies: mend it") from error
+            raise UserError(
+                f"{path}: damaged ({error}); repair it: it lists where text of this log was exported"
+            ) from error
     return []
 
 
 def note_export(directory: Path, folder: Path, made: float, rows: int) -> None:
-    """Writes down that rows of a log are in a folder. Raises UserError: the list is damaged, or cannot be written."""
+    """Record that a folder holds rows of a log. Raises UserError if the list is damaged or cannot be written."""
     _write(directory, folder, Export(str(folder.resolve()), made, rows))
 
 
 def note_use(folder: Path, run: Path) -> None:
-    """Writes down, in the log that an export is of, that a run has copies of its rows.
+    """Record in an export's log that a run holds copies of its rows.
 
     Raises:
         UserError: no export in ``folder``; the log's list cannot be written.
@@ -77,7 +79,7 @@ def note_use(folder: Path, run: Path) -> None:
 
 
 def drop_export(directory: Path, folder: Path) -> None:
-    """Deletes an export that no run has rows of, and what is written down of it.
+    """Delete an export that no run uses, and its entry in the list.
 
     Raises:
         UserError: the list is damaged, or cannot be written.
@@ -87,7 +89,7 @@ def drop_export(directory: Path, folder: Path) -> None:
 
 
 def _write(directory: Path, folder: Path, entry: Export | None) -> None:
-    """The entry of a folder, instead of the one that is there; None for none."""
+    """Replace the entry of a folder; None removes it."""
     path = directory / EXPORTS
     with writing(path), write_lock(directory):
         kept = [export for export in list_exports(directory) if export.folder != str(folder.resolve())]
@@ -99,14 +101,14 @@ def _write(directory: Path, folder: Path, entry: Export | None) -> None:
 
 
 def write_rows(store: Store, manifest: Mapping[str, Any], rows: Sequence[Row]) -> None:
-    """Writes rows into a store that is empty."""
+    """Write rows into an empty store."""
     store.open(manifest)
     for number, start in enumerate(range(0, len(rows), EXPORT_SHARD)):
         store.write_shard(number, rows[start : start + EXPORT_SHARD])
 
 
 def forget_exported(folder: Path, row_ids: set[str]) -> int:
-    """Removes rows from an export that is still there, prompts and responses; returns how many prompts there were.
+    """Remove rows, prompts and responses, from an existing export; return the number of prompts removed.
 
     Raises:
         UserError: a file of the export is damaged, or cannot be written.

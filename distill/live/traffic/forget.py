@@ -1,7 +1,7 @@
-"""`understudy traffic forget`: requests removed from a log and from its exports, and their text wherever it is repeated.
+"""`understudy traffic forget`: removes requests from a log and its exports, and their text where it is repeated.
 
-The prompt of a later turn holds the earlier turns. So every other request of the conversation loses its text, and so does every request
-whose ids begin with a forgotten prompt. Its numbers and keyed hashes stay.
+The prompt of a later turn contains the earlier turns. So every other request of the conversation loses its text, and so does every request
+whose ids begin with a forgotten prompt. Counts and keyed hashes stay.
 """
 
 import json
@@ -26,33 +26,33 @@ from distill.live.traffic.record import (
 )
 from distill.live.traffic.retention import record_in, rewrite, write_lock
 
-_FEWEST_IDS = 2  # of a prompt whose repetition is looked for: a single id begins every text
+_FEWEST_IDS = 2  # shorter prompts are not searched for, because every text may begin with one id
 
 
 def forget_command(options: ForgetOptions, console: Console) -> int:
-    """Forgets, says what stays and where else text may lie; exit status 1 where an id was found nowhere.
+    """Forget, and print what stays and where copies may be; exit status 1 if an id was not found.
 
     Raises:
         UserError: no log there; a file that is damaged or cannot be written.
     """
     said, unknown = forget(options.log, options.ids)
-    said += [f"{one}: no request of this id in the log or in its exports" for one in unknown]
+    said += [f"{one}: no request with this id in the log or its exports" for one in unknown]
     for line in said:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     return int(bool(unknown))
 
 
 def forget(directory: Path, ids: Sequence[str]) -> tuple[list[str], list[str]]:
-    """(what was removed and what stays, in lines; the ids that were found nowhere).
+    """(lines about what was removed and what stays, ids that were not found).
 
-    The log is last: until then a call that was killed finds everything again.
+    The log is rewritten last, so that a killed call can be repeated.
 
     Raises:
         UserError: the directory cannot be read or written; a file of an export is damaged.
     """
     salt = read_salt(directory)
     own = {row_id(salt, one): one for one in ids}
-    # First, so that no reader, writer or export sees them from here on, whatever happens to this process.
+    # First, so that no reader, writer or export sees them again, even if this process is killed.
     with writing(directory), write_lock(directory):
         add_forgotten(directory, {keyed_hash(salt, FORGOTTEN, one) for one in ids})
     exports = list_exports(directory)
@@ -71,7 +71,7 @@ def forget(directory: Path, ids: Sequence[str]) -> tuple[list[str], list[str]]:
 
     def without(line: bytes) -> bytes:
         record = record_in(line)
-        # A damaged line goes too if it names the request.
+        # A damaged line with the id is removed too.
         gone = any(name in line for name in names) if record is None else record.id in ids
         return b"" if gone else line
 
@@ -83,9 +83,9 @@ def forget(directory: Path, ids: Sequence[str]) -> tuple[list[str], list[str]]:
 
     removed, scrubbed = rewrite(directory, without), rewrite(directory, without_text)
     said = [
-        f"{directory}: {removed:,} lines removed; {scrubbed:,} other requests of the same conversation, or that begin with the same tokens, "
-        "lost their text",
-        "what stays there: numbers, times and keyed hashes of those others; of each id and conversation a keyed hash, which keeps them out",
+        f"{directory}: {removed:,} lines removed; text removed from {scrubbed:,} other requests of the same conversation or with the same "
+        "first tokens",
+        "kept: counts, times and keyed hashes of those other requests, and a keyed hash of each id and conversation, so that they stay forgotten",
     ]
     return said + elsewhere, [one for row, one in own.items() if row not in {row for row, *_ in first}]
 
@@ -93,7 +93,7 @@ def forget(directory: Path, ids: Sequence[str]) -> tuple[list[str], list[str]]:
 def _requests(
     directory: Path, salt: bytes, exports: Sequence[Export]
 ) -> Iterator[tuple[str, str | None, tuple[int, ...]]]:
-    """(id of its row in exports, conversation, prompt ids) of each request in a log and its exports; of a damaged line nothing."""
+    """(row id, conversation, prompt ids) of each request in a log and its exports; damaged lines are skipped."""
     for path in log_files(directory):
         with path.open("rb") as file:
             for record in filter(None, map(record_in, file)):
@@ -104,17 +104,17 @@ def _requests(
 
 
 def _forget_export(export: Export, rows: set[str]) -> Iterator[str]:
-    """Removes rows from an export that is still there; yields what was done, and what is to be done by hand."""
+    """Remove rows from an export; yield lines about what was done and what the user has to do."""
     folder = Path(export.folder)
-    shutil.rmtree(partial_of(folder), ignore_errors=True)  # of an export that was killed
+    shutil.rmtree(partial_of(folder), ignore_errors=True)  # left by a killed export
     if folder.is_dir():
         found = forget_exported(folder, rows)
-        what = f"{found} rows removed, prompts and responses" if found else "held nothing of it"
+        what = f"{found} rows removed, prompts and responses" if found else "had no such rows"
         yield f"{folder}: {what}"
     else:
-        yield f"{folder}: an export that is no longer there: if it was moved or copied, delete it there"
+        yield f"{folder}: this export is missing: if you moved or copied it, delete that copy"
     for run in filter(Path.exists, map(Path, export.uses)):
         yield (
-            f"{run}: was trained from it and may hold copies: delete its prompts/, responses/ and rollouts/, and with held-out "
-            "prompts also report.*, result.json and proposals.parquet; its drafts work without"
+            f"{run}: was trained on the export and may hold copies: delete its prompts/, responses/ and rollouts/; for held-out "
+            "prompts also report.*, result.json and proposals.parquet. Its drafts work without them"
         )

@@ -1,4 +1,4 @@
-"""The log of live traffic, read back: every line checked, repeats and forgotten requests left out."""
+"""Reads the traffic log: checks every line, and leaves out repeated and forgotten requests."""
 
 import datetime
 import zlib
@@ -22,18 +22,18 @@ from speculative.errors import UserError
 
 @dataclass(frozen=True)
 class TrafficLog:
-    """Each request once, by time of arrival. warnings: what was left out, in plain lines."""
+    """Each request once, by time of arrival. warnings: lines about what was left out."""
 
     directory: Path
     records: list[TrafficRecord]
     warnings: list[str]
 
 
-Place = tuple[str, int]  # in a log: a file, and the whole lines of it. No time: clocks are set.
+Place = tuple[str, int]  # in a log: file and number of complete lines. Not a time, because clocks can be set.
 
 
 def end_of(directory: Path) -> Place:
-    """Where a log ends."""
+    """The end of a log."""
     for path in log_files(directory)[-1:]:
         with path.open("rb") as file:
             return path.name, sum(line.endswith(b"\n") for line in file)
@@ -41,30 +41,30 @@ def end_of(directory: Path) -> Place:
 
 
 class LogTail:
-    """A log as it grows: reads on from where it stood; a file that was rewritten meanwhile (retention, forget) from its beginning.
+    """Follows a growing log. A file that was rewritten meanwhile (retention, forget) is read again from its start.
 
-    Nothing that was read stays here but the number of lines.
+    It keeps only the number of lines that it read.
     """
 
     def __init__(self, directory: Path, after: Place = ("", 0)) -> None:
-        """``after``: what lies before this place is left out."""
+        """``after``: skip everything before this place."""
         self.directory, (self._file, self._skipped) = directory, after
-        self.lines, self.torn = 0, ""  # that were read; where the last one has no end yet
-        # file: (bytes, lines) that were read, (bytes, checksum) of the last line
+        self.lines, self.torn = 0, ""  # lines read; place of an incomplete last line
+        # file: (bytes, lines) read, (bytes, checksum) of the last line
         self._stood: dict[Path, tuple[int, int, int, int]] = {}
 
     def read(self) -> Iterator[TrafficRecord]:
-        """The records that came; those of a rewritten file come again, and so does one whose line has no end yet.
+        """New records. Those of a rewritten file are repeated.
 
         Raises:
-            UserError: a line that is damaged or forged (file, line and field are named).
+            UserError: a damaged or forged line; the message names file, line and field.
         """
         files, self.torn = log_files(self.directory), ""
         for path in files:
             if path.name >= self._file:
                 try:
                     yield from self._read_on(path, path == files[-1])
-                except FileNotFoundError:  # retention was quicker
+                except FileNotFoundError:  # removed by retention
                     continue
                 except OSError as error:
                     raise UserError(f"{path}: cannot be read ({error.strerror or error})") from error
@@ -74,7 +74,7 @@ class LogTail:
         with path.open("rb") as file:
             place, lines, size, checksum = self._stood.get(path, (0, 0, 0, 0))
             file.seek(place - size)
-            # By its text: an inode that is free is given to the next file.
+            # Compared by content, because inodes are reused.
             if zlib.crc32(file.read(size)) != checksum:
                 place, lines = file.seek(0), 0
             for number, line in enumerate(file, start=lines + 1):
@@ -85,7 +85,7 @@ class LogTail:
                         self.torn = f"{path}:{number}"
                         break
                     raise UserError(
-                        f"{path}:{number}: {error}; nobody but the gateway writes here: if the line is damaged, take it out "
+                        f"{path}:{number}: {error}; only the gateway should write here. If the line is damaged, remove it "
                         f"(sed -i {number}d {path})"
                     ) from error
                 if number > skipped:
@@ -97,21 +97,21 @@ class LogTail:
 
 
 def read_traffic(directory: Path) -> TrafficLog:
-    """The records of a log directory; of several lines with one id the last counts.
+    """The records of a log directory. If an id occurs more than once, its last line counts.
 
-    The last line of the last file may be torn, for the gateway may be writing it: it is left out with a warning.
+    The last line of the last file may be incomplete, because the gateway may be writing it. It is left out with a warning.
 
     Raises:
-        UserError: no log there; a line that is damaged or forged (file, line and field are named).
+        UserError: no log, or a damaged or forged line; the message names file, line and field.
     """
     if not log_files(directory):
-        raise UserError(f"{directory}: no log of traffic (log-00001.jsonl) there; give the gateway's --log directory")
+        raise UserError(f"{directory}: no traffic log (log-00001.jsonl) there; give the gateway's --log directory")
     tail = LogTail(directory)
     by_id, warnings = {record.id: record for record in tail.read()}, list[str]()
     if tail.torn:
-        warnings.append(f"{tail.torn}: the last line is torn and left out")
+        warnings.append(f"{tail.torn}: the last line is incomplete and left out")
     if tail.lines > len(by_id):
-        warnings.append(f"{tail.lines - len(by_id):,} lines repeat an id: the last of each counts")
+        warnings.append(f"{tail.lines - len(by_id):,} lines repeat an id; the last line of each id counts")
     records = list(by_id.values())
     if forgotten := forgotten_hashes(directory):
         kept = (remembered(one, read_salt(directory), forgotten) for one in records)
@@ -120,12 +120,12 @@ def read_traffic(directory: Path) -> TrafficLog:
 
 
 def accepts(record: TrafficRecord) -> bool:
-    """Whether its acceptance says something of the draft: it drafted, and no constraint stood between target and text."""
+    """Whether a record counts for acceptance: it has drafted tokens, and the text was not constrained."""
     return bool(record.drafted) and record.accepted is not None and not record.constrained
 
 
 def acceptance_of(log: TrafficLog, version: str) -> AcceptanceLog:
-    """Acceptance of the requests that one draft served. Raises UserError: no request that such a draft served."""
+    """Acceptance of the requests that one draft version served. Raises UserError if there are none."""
     told = [record for record in log.records if accepts(record)]
     records = [
         AcceptanceRecord(
@@ -137,17 +137,19 @@ def acceptance_of(log: TrafficLog, version: str) -> AcceptanceLog:
     versions = Counter(record.draft_version for record in told)
     if not records:
         known = ", ".join(f"{name} ({count:,})" for name, count in versions.items()) or "none"
-        raise UserError(f"{log.directory}: no requests with counts of the draft {version}; there are: {known}")
+        raise UserError(f"{log.directory}: no requests with draft counts for version {version}; found: {known}")
     warnings = list(log.warnings)
     if len(log.records) > len(told):
         warnings.append(
-            f"{len(log.records) - len(told):,} of {len(log.records):,} requests are left out: nothing drafted, no counts, or a constraint "
-            "on the text"
+            f"{len(log.records) - len(told):,} of {len(log.records):,} requests are left out: nothing drafted, no counts, or constrained "
+            "text"
         )
     targets = {record.target_version for record in told if record.draft_version == version}
     if len(targets) > 1:
-        warnings.append(f"more than one target was served: {', '.join(sorted(targets))}; a change may be the target's")
+        warnings.append(
+            f"more than one target was served: {', '.join(sorted(targets))}; a change may come from the target"
+        )
     if len(versions) > 1:
         others = ", ".join(f"{name} ({count:,})" for name, count in versions.items() if name != version)
-        warnings.append(f"requests of the draft {version}; left out are those of {others}")
+        warnings.append(f"only requests of version {version} count; left out: {others}")
     return AcceptanceLog(records, "traffic", False, warnings)

@@ -1,13 +1,13 @@
-"""One response of live traffic: what is kept of it, the laws that its numbers obey, and its line in the log.
+"""A record of live traffic: its fields, the conditions that they satisfy, and its line in the log.
 
-A line is flat JSON, its last field `crc32` the checksum of the bytes before `,"crc32"`. The directory:
+A line is flat JSON. Its last field `crc32` is the checksum of the bytes before `,"crc32"`. The directory:
 
     log-00001.jsonl     records, oldest file first; rotated by size
-    salt                the directory's secret: prompts and ids are hashed with it
-    lock                held by the one gateway that writes here
+    salt                the directory's secret, the key of all hashes of prompts and ids
+    lock                held by the gateway that writes here
     write.lock          held for each append and for each rewrite of a file
-    swept               when old text was last erased, Unix seconds
-    forgotten           keyed hashes of ids that are never written again and of conversations whose text is not, one on a line
+    swept               time of the last sweep, Unix seconds
+    forgotten           keyed hashes of forgotten ids, and of conversations whose text is not stored, one per line
 """
 
 import contextlib
@@ -33,14 +33,14 @@ from speculative.errors import UserError
 SALT, LOCK, WRITE_LOCK, SWEPT, FORGOTTEN = "salt", "lock", "write.lock", "swept", "forgotten"
 CONVERSATION = "forgotten conversation"  # purpose of a hash in the file FORGOTTEN
 LOG_FILES = f"log-{5 * '[0-9]'}.jsonl"
-SANE = re.compile(r"[A-Za-z0-9._:@+/-]{1,128}")  # An id, a slice, a version: nothing that breaks a line or a label.
+SANE = re.compile(r"[A-Za-z0-9._:@+/-]{1,128}")  # an id, slice or version; no character that breaks a line or a label
 _CHECKSUM = b',"crc32":"'
 _SALT_BYTES = 32
-_MOST, _LATEST = 1 << 31, 1e11  # ids fit into a store; seconds are of a year that calendars know
+_MOST, _LATEST = 1 << 31, 1e11  # ids fit into a store; times are valid calendar dates
 
 
 class RecordError(ValueError):
-    """A line that is no record; the message names the field."""
+    """A line that is not a valid record; the message names the field."""
 
 
 Word = Annotated[str, Field(pattern=rf"\A{SANE.pattern}\z")]
@@ -56,14 +56,13 @@ FINISHES = get_args(Finish)
 class TrafficRecord:
     """One response. None: not known. Shapes: B verification steps.
 
-    time: of arrival, Unix seconds. sampling: the four of the law (temperature, top_p, top_k, min_p) and max_tokens, all as they
-    were in force; None when one of them is not known. prompt_hash, conversation: keyed by the directory's salt; the latter is the same for
-    all turns of a conversation. prompt_ids, response_ids: only
-    where text is kept. accepted, drafted, blocks: as the engine counts them. first_token_s, total_s: since arrival.
-    constrained: a grammar, a bias or a penalty stood between the target and its text.
+    time: of arrival, Unix seconds. sampling: temperature, top_p, top_k, min_p and max_tokens in effect; None if one of the first four is
+    unknown. prompt_hash, conversation: keyed with the directory's salt; the latter is the same for all turns of a conversation. prompt_ids,
+    response_ids: only if text is kept. accepted, drafted, blocks: as counted by the engine. first_token_s, total_s: since arrival.
+    constrained: a grammar, a bias or a penalty shaped the text.
 
     Raises:
-        ValueError: a law is broken (pydantic's ValidationError).
+        ValueError: an inconsistent record (pydantic's ValidationError).
     """
 
     id: Word
@@ -91,13 +90,13 @@ class TrafficRecord:
 
     @model_validator(mode="after")
     def _check_counts(self) -> Self:
-        # How many tokens came of so many steps is no law: a stop or a gate emits fewer, and engines take steps that draft nothing uncounted.
+        # Tokens per step are not checked: a stop or a gate emits fewer, and engines do not count steps without drafts.
         try:
             RequestCounts("", self.accepted, self.drafted, self.blocks, None, self.accepted_B, self.drafted_B)
         except CountsError as error:
             raise ValueError(f"accepted: {error}") from error
         steps, blocks = len(self.accepted_B), self.blocks
-        laws = [("blocks", not steps or blocks in (None, steps), f"{blocks}, yet {steps} steps are listed")]
+        laws = [("blocks", not steps or blocks in (None, steps), f"{blocks}, but {steps} steps are listed")]
         for side in ("prompt", "response"):
             ids, count = getattr(self, f"{side}_ids"), getattr(self, f"{side}_tokens")
             laws.append((f"{side}_ids", ids is None or count in (None, len(ids)), f"not {count} tokens"))
@@ -107,29 +106,29 @@ class TrafficRecord:
         return self
 
     def without_text(self) -> Self:
-        """The same without token ids."""
+        """The record without token ids."""
         if self.prompt_ids is None and self.response_ids is None:
             return self
         return dataclasses.replace(self, prompt_ids=None, response_ids=None)  # type: ignore[type-var]
 
 
 def is_setting(value: Any) -> bool:
-    """Whether this is a number that a sampling setting may be."""
+    """Whether this is a valid number for a sampling setting."""
     return type(value) in (int, float) and abs(value) < _MOST
 
 
 def to_line(record: TrafficRecord) -> bytes:
-    """The record's line, its end included."""
+    """The record's line, with its newline."""
     values = {field.name: getattr(record, field.name) for field in _FIELDS}
     body = json.dumps(values, ensure_ascii=True, allow_nan=False, separators=(",", ":")).encode()[:-1]
     return b'%s%s%08x"}\n' % (body, _CHECKSUM, zlib.crc32(body))
 
 
 def from_line(line: bytes) -> TrafficRecord:
-    """The record of a line. Raises RecordError: damaged, forged or of another format."""
+    """The record of a line. Raises RecordError if it is damaged, forged or of another format."""
     body, mark, rest = line.rstrip(b"\n").rpartition(_CHECKSUM)
     if not mark or rest != b'%08x"}' % zlib.crc32(body):
-        raise RecordError("crc32: the checksum is another, or there is none")
+        raise RecordError("crc32: the checksum is wrong or missing")
     try:
         values = json.loads(body + b"}")
     except (ValueError, RecursionError) as error:
@@ -155,21 +154,21 @@ def log_files(directory: Path) -> list[Path]:
 
 
 def read_salt(directory: Path) -> bytes:
-    """The secret of a log directory. Raises UserError: it is missing or damaged."""
+    """The secret of a log directory. Raises UserError if it is missing or damaged."""
     try:
         salt = bytes.fromhex((directory / SALT).read_text(encoding="ascii").strip())
     except (OSError, ValueError) as error:
-        raise UserError(f"{directory / SALT}: cannot be read ({error}); is {directory} a log of traffic?") from error
+        raise UserError(f"{directory / SALT}: cannot be read ({error}); is {directory} a traffic log?") from error
     if len(salt) != _SALT_BYTES:
-        raise UserError(f"{directory / SALT}: damaged; without it nothing of {directory} can be found again by its id")
+        raise UserError(f"{directory / SALT}: damaged; without it no request in {directory} can be found by its id")
     return salt
 
 
 def make_directory(directory: Path) -> None:
-    """Makes a directory that only its owner reads; one that is there keeps its mode, since all files of a log are private.
+    """Make a directory that only its owner can read. An existing one keeps its mode, because the log's files are private anyway.
 
     Raises:
-        UserError: another user's that others can read, or it cannot be made.
+        UserError: it belongs to another user and others can read it, or it cannot be made.
     """
     with writing(directory):
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -182,7 +181,7 @@ def make_directory(directory: Path) -> None:
 
 
 def prepare_directory(directory: Path) -> bytes:
-    """Makes a log directory with a secret of its own; returns the secret, made or found. One at a time.
+    """Make a log directory with its own secret if needed; return the secret. Not for concurrent use.
 
     Raises:
         UserError: it cannot be written, or see `make_directory`.
@@ -195,18 +194,18 @@ def prepare_directory(directory: Path) -> bytes:
 
 
 def keyed_hash(salt: bytes, purpose: str, content: Any) -> str:
-    """HMAC-SHA256 of JSON with sorted keys, 64 hex digits. purpose: such as `prompt` or `priority`: hashes of one never match another's."""
+    """HMAC-SHA256 of JSON with sorted keys, 64 hex digits. purpose: such as `prompt`; hashes of different purposes never match."""
     text = json.dumps([purpose, content], sort_keys=True, separators=(",", ":"))
     return hmac.new(salt, text.encode(), hashlib.sha256).hexdigest()
 
 
 def priority(salt: bytes, record_id: str) -> str:
-    """A record's place in its slice's sample: the k smallest keep their text."""
+    """A record's rank in its slice's sample; the k smallest keep their text."""
     return keyed_hash(salt, "priority", record_id)
 
 
 def remembered(record: TrafficRecord, salt: bytes, forgotten: Set[str]) -> TrafficRecord | None:
-    """What may be kept: None of a forgotten request, no text of another one of its conversation."""
+    """The part of a record that may be kept: None if forgotten, no text if its conversation is forgotten."""
     if keyed_hash(salt, FORGOTTEN, record.id) in forgotten:
         return None
     hidden = bool(forgotten) and keyed_hash(salt, CONVERSATION, record.conversation) in forgotten
@@ -214,14 +213,14 @@ def remembered(record: TrafficRecord, salt: bytes, forgotten: Set[str]) -> Traff
 
 
 def add_forgotten(directory: Path, hashes: Set[str]) -> set[str]:
-    """All keyed hashes of what was forgotten, these among them from here on. The caller holds the write lock."""
+    """Add hashes to the forgotten ones and return all of them. The caller holds the write lock."""
     known = forgotten_hashes(directory) | hashes
     write_bytes(directory / FORGOTTEN, "".join(f"{one}\n" for one in sorted(known)).encode(), 0o600, synced=True)
     return known
 
 
 def forgotten_hashes(directory: Path) -> set[str]:
-    """Keyed hashes of the ids, and of the conversations, that were forgotten."""
+    """Keyed hashes of the forgotten ids and conversations."""
     with contextlib.suppress(FileNotFoundError):
         return set((directory / FORGOTTEN).read_text(encoding="ascii", errors="replace").split())
     return set()

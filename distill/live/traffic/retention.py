@@ -1,6 +1,6 @@
-"""What a log keeps, and for how long: text of a sample of recent requests.
+"""Retention: a log keeps the text of a sample of recent requests.
 
-Every file is rewritten whole, under the lock that each append takes, so a gateway may be running.
+Files are rewritten under the lock that each append takes, so a gateway may be running.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ _WITHOUT_TEXT = b'"prompt_ids":null,"response_ids":null'
 
 @dataclass(frozen=True)
 class Swept:
-    """scrubbed: records that lost their text. kept: priorities of those that have it, by slice."""
+    """scrubbed: number of records that lost their text. kept: priorities of records with text, by slice."""
 
     scrubbed: int
     kept: dict[str, list[str]]
@@ -41,7 +41,7 @@ class Swept:
 
 @contextlib.contextmanager
 def write_lock(directory: Path) -> Iterator[None]:
-    """Held by whoever appends to a log or rewrites it."""
+    """Lock held while a log is appended to or rewritten."""
     with open(os.open(directory / WRITE_LOCK, os.O_CREAT | os.O_RDWR, 0o600), "rb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
@@ -50,10 +50,10 @@ def write_lock(directory: Path) -> Iterator[None]:
 def sweep(
     directory: Path, retention_days: float, reservoir: int | None, now: float, trust_clock: bool = False
 ) -> Swept:
-    """Takes the text out of records that are too old, or beyond their slice's sample.
+    """Remove the text of records that are too old or not in their slice's sample.
 
-    A slice keeps the text of the ``reservoir`` records (None: of all) whose keyed hashes are the smallest: a random sample, the same
-    whoever draws it. ``now``: Unix seconds. ``trust_clock``: also after a jump.
+    A slice keeps the text of the ``reservoir`` records (None: all) with the smallest keyed hashes, a reproducible random sample. ``now``:
+    Unix seconds. ``trust_clock``: sweep even if the clock jumped.
 
     Raises:
         UserError: the clock has jumped, or the directory cannot be read or written.
@@ -74,7 +74,7 @@ def sweep(
 
     def scrubbed(line: bytes) -> bytes:
         record = _with_text(line)
-        # One that came since the samples were drawn waits for the next sweep.
+        # Records that came after the samples were drawn wait for the next sweep.
         if record is None or (record.time >= oldest and priority(salt, record.id) not in dropped.get(record.slice, ())):
             return line
         return to_line(record.without_text())
@@ -86,22 +86,22 @@ def sweep(
 
 
 def _check_clock(directory: Path, newest: float, retention_days: float, now: float) -> None:
-    """Raises UserError for a clock that stepped back, or so far forward that all text would be erased at once.
+    """Raises UserError if the clock stepped back, or so far forward that all text would be erased at once.
 
-    Judged by the last sweep, before the first one by the newest text: a wrong clock writes wrong times into records too.
+    Compared with the last sweep, or with the newest text before the first sweep: a wrong clock also writes wrong times into records.
     """
     last = newest
     with contextlib.suppress(OSError, ValueError):
         last = float((directory / SWEPT).read_text(encoding="ascii"))
     if not -HOUR <= now - last <= DAY * max(1.0, retention_days):
         raise UserError(
-            f"{directory}: by the clock {(now - last) / DAY:+,.1f} days have passed since text was last erased or written; nothing is "
-            "erased, for the clock may be wrong: set it, or start the gateway with --trust-clock"
+            f"{directory}: the clock says that {(now - last) / DAY:+,.1f} days have passed since text was last erased or written. Nothing is "
+            "erased, because the clock may be wrong: set it, or start the gateway with --trust-clock"
         )
 
 
 def _with_text(line: bytes) -> TrafficRecord | None:
-    """The record of a line, if it has text; a line that is no record is for readers to refuse."""
+    """The record of a line if it has text. Readers, not this function, refuse invalid lines."""
     if _WITHOUT_TEXT in line:
         return None
     record = record_in(line)
@@ -109,7 +109,7 @@ def _with_text(line: bytes) -> TrafficRecord | None:
 
 
 def record_in(line: bytes) -> TrafficRecord | None:
-    """The record of a line; None of a damaged one."""
+    """The record of a line; None if it is damaged."""
     try:
         return from_line(line)
     except RecordError:
@@ -117,17 +117,17 @@ def record_in(line: bytes) -> TrafficRecord | None:
 
 
 def rewrite(directory: Path, changed: Callable[[bytes], bytes]) -> int:
-    """Every line of a log as `changed` gives it, empty for none; returns how many are others now.
+    """Replace every line of a log with ``changed(line)``, empty to delete it; return the number of changed lines.
 
     Raises:
-        UserError: disk full or directory not writable; files are old or new, each whole.
+        UserError: disk full or directory not writable. Each file is then either old or new.
     """
     done: set[Path] = set()
     count = 0
-    # A file that is begun meanwhile is looked at too.
+    # Includes files that are started meanwhile.
     while left := [path for path in log_files(directory) if path not in done]:
         with writing(left[0]):
-            # What takes time is done before the gateway has to wait.
+            # Do the slow part before taking the lock, because the gateway waits for it.
             known = {line: changed(line) for line in left[0].read_bytes().splitlines(keepends=True)}
             with write_lock(directory):
                 for stale in directory.glob(".log-*.tmp"):

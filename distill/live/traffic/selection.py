@@ -1,7 +1,7 @@
-"""Which requests of a log may be trained on, and which are held out: pure functions of the records.
+"""Selects the requests of a log to train on and to hold out: pure functions of the records.
 
-Shapes: N records in order of time. A *group* is a number shared by requests that belong on one side: near-equal prompts (as
-`data/prompts/split.py` sees them), one conversation, and prompts that go on from another request's answer.
+Shapes: N records in order of time. A *group* is a number shared by requests that must be on the same side of the split: nearly equal
+prompts (see `data/prompts/split.py`), one conversation, and prompts that continue another request's response.
 """
 
 from collections import Counter, defaultdict
@@ -12,15 +12,15 @@ from data.prompts.prompt import PromptRow
 from data.prompts.split import normalised_hash
 from distill.live.traffic.record import TrafficRecord
 
-CONTINUED = 8  # tokens of an answer that a prompt must hold to go on from it
+CONTINUED = 8  # tokens of a response that a prompt must contain to continue it
 LATEST = 5  # held-out requests come from the last fifth at most
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a request must be for its response to be a sample that a run may train on.
+    """Conditions for a response to be a sample that a run may train on.
 
-    sampling: the run's temperature, top_k, top_p and min_p. assume_sampling: requests that do not say theirs had these.
+    sampling: the run's temperature, top_k, top_p and min_p. assume_sampling: treat unknown settings as these.
     """
 
     sampling: Mapping[str, float | int]
@@ -31,7 +31,7 @@ class Wanted:
 
 
 def fault_of(record: TrafficRecord, wanted: Wanted) -> str:
-    """Why a response may not be trained on, in words; empty where it may."""
+    """Why a response may not be trained on; empty if it may."""
     prompt_ids, response_ids = record.prompt_ids, record.response_ids
     if prompt_ids is None or response_ids is None:
         return "no text"
@@ -53,7 +53,7 @@ def fault_of(record: TrafficRecord, wanted: Wanted) -> str:
 
 
 def _settings(sampling: Mapping[str, float | int | None]) -> tuple[float | None, ...]:
-    """Comparable; at temperature 0 nothing else counts, and a top_k of -1 is off as 0 is."""
+    """Comparable settings: at temperature 0 nothing else counts, and a top_k of -1 or 0 is off."""
     if sampling.get("temperature") == 0:
         return (0,)
     temperature, top_k, top_p, min_p = map(sampling.get, ("temperature", "top_k", "top_p", "min_p"))
@@ -61,7 +61,7 @@ def _settings(sampling: Mapping[str, float | int | None]) -> tuple[float | None,
 
 
 def groups_of(records: Sequence[TrafficRecord], texts: Sequence[str]) -> list[int]:
-    """Group (N) of each request; ``texts``: what its prompt says."""
+    """Group (N) of each request; ``texts``: the decoded prompts."""
     parents = list(range(len(records)))
 
     def root(number: int) -> int:
@@ -74,7 +74,7 @@ def groups_of(records: Sequence[TrafficRecord], texts: Sequence[str]) -> list[in
         for shared in (near_hash(text), record.conversation):
             if shared is not None:
                 parents[root(number)] = root(first.setdefault(shared, number))
-    # In order of their tokens, what a sequence begins with stands before it: open are the beginnings of the present one.
+    # In token order a prefix comes before its continuations; `opened` holds the prefixes of the current sequence.
     sequences = []
     for number, record in enumerate(records):
         prompt_ids, response_ids = record.prompt_ids or (), record.response_ids or ()
@@ -93,15 +93,15 @@ def groups_of(records: Sequence[TrafficRecord], texts: Sequence[str]) -> list[in
 
 
 def near_hash(text: str) -> str:
-    """Equal for texts that a reader would call the same."""
+    """A hash that is equal for texts that differ only in case, spacing or punctuation."""
     return normalised_hash(PromptRow(text, None, None, "", ""))
 
 
 def split_by_time(groups_N: Sequence[int], heldout: int, trained: Collection[int] = ()) -> tuple[list[int], list[int]]:
     """(numbers to train on, numbers held out): all of the first are older than all of the second, and no group is on both sides.
 
-    Held out is one request, the latest, of each of ``heldout`` groups, found from the end on within the last fifth: those that were not
-    asked before first. Never one of the groups ``trained``, which a draft has learnt.
+    Held out is the latest request of each of ``heldout`` groups, searched from the end within the last fifth; groups that did not occur
+    before come first. The groups ``trained``, which a draft has learned, are never held out.
     """
     start = len(groups_N) - len(groups_N) // LATEST
     before, chosen = set(groups_N[:start]), dict[int, int]()
@@ -122,9 +122,9 @@ def capped(
     alike: int,
     quotas: Mapping[str, int],
 ) -> tuple[list[int], Counter[str]]:
-    """(the numbers that stay, in order; how many did not, and why): at most ``alike`` of a group, and of a slice its quota.
+    """(numbers that stay, in order; counts of the others by reason): at most ``alike`` per group, and each slice's quota.
 
-    ``order_N``: who comes first stays. ``quotas``: by slice, that of `` `` for all others; none where there is none.
+    ``order_N``: smaller values are kept first. ``quotas``: by slice; the empty key is the quota of all other slices.
     """
     kept, left_out = list[int](), Counter[str]()
     of_group, of_slice = Counter[int](), defaultdict[str, int](int)

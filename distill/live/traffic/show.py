@@ -1,4 +1,4 @@
-"""`understudy traffic show`: what came, of which slice, and how much of what was drafted was accepted, over time."""
+"""`understudy traffic show`: requests and acceptance by slice, by draft version and over time."""
 
 import datetime
 from collections.abc import Sequence
@@ -22,8 +22,8 @@ from speculative.measure.record import Record
 
 
 class Traffic(Record):
-    """Requests of one kind. text: those whose tokens are kept. counted: those whose acceptance says something of the draft; drafted,
-    accepted, rate and ci (95 % over requests) are of these. first_token_s: the median. since, until: of a stretch of time, Unix seconds.
+    """A group of requests. text: with stored token ids. counted: those that count for acceptance; drafted, accepted, rate and ci (95 % over
+    requests) are of these. first_token_s: the median. since, until: the time span, Unix seconds.
     """
 
     slice: str
@@ -43,7 +43,7 @@ class Traffic(Record):
 
 
 class Shown(Record):
-    """A log. Times are Unix seconds. finishes: requests by how they ended. alarm: of --run."""
+    """Summary of a log. Times are Unix seconds. finishes: requests by finish reason. alarm: of --run."""
 
     log: str
     requests: int
@@ -58,10 +58,10 @@ class Shown(Record):
 
 
 def show_traffic(options: ShowOptions, console: Console) -> Shown:
-    """Prints tables, or JSON; draws what is asked for.
+    """Print tables or JSON, and draw the plot if asked.
 
     Raises:
-        UserError: no log there, a forged line, no place for the plot.
+        UserError: no log, a forged line, or the plot cannot be written.
     """
     check_plot(options.plot)
     log = read_traffic(options.log)
@@ -81,7 +81,7 @@ def show_traffic(options: ShowOptions, console: Console) -> Shown:
     rate = Column("accepted/drafted", ".3f")
     counts = [Column(name, ",") for name in ("requests", "tokens", "text")]
     columns: list[Column | str] = ["slice", "draft", *counts, rate, Column("first token", ",.0f", " ms")]
-    table = Table(columns, caption="[95 % interval] over requests; text: requests whose tokens are kept")
+    table = Table(columns, caption="[95 % interval] over requests; text: requests with stored token ids")
     for row in (*shown.slices, *shown.versions):
         first = None if row.first_token_s is None else 1000 * row.first_token_s
         numbers = row.requests, row.response_tokens, row.text
@@ -102,7 +102,7 @@ def _summary(log: TrafficLog, bins: int) -> Shown:
     since, until = (float(times[0]), float(times[-1])) if len(times) else (0.0, 0.0)
     edges = np.linspace(since, until, bins + 1)
     bin_N = np.clip(np.searchsorted(edges, times, side="right") - 1, 0, bins - 1)
-    versions = list(dict.fromkeys(record.draft_version for record in records))  # as they first served
+    versions = list(dict.fromkeys(record.draft_version for record in records))  # in order of first use
     over_time = []
     for number in np.unique(bin_N).tolist():
         here = [records[place] for place in np.flatnonzero(bin_N == number)]
@@ -143,7 +143,7 @@ def _moment(seconds: float) -> str:
 
 
 def plot_traffic(path: Path, shown: Shown) -> None:
-    """Acceptance with its interval, a line a draft version, above the requests; png or svg by the file's name."""
+    """Plot acceptance with its interval, one line per draft version, above the number of requests; png or svg by the file's name."""
     figure = Figure(figsize=(8, 4.2), layout="constrained")
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
     for version in (row.draft_version for row in shown.versions):

@@ -1,4 +1,4 @@
-"""Writes the log: one thread that appends what a bounded queue brings, so that a disk that is slow or full stops no response."""
+"""Writes the log: one thread appends records from a bounded queue, so that a slow or full disk stops no response."""
 
 import contextlib
 import fcntl
@@ -39,14 +39,14 @@ Done = Callable[[bool], None]
 
 
 class Samples:
-    """Bottom-k samples, one a slice: which records keep their text. None: every record does."""
+    """Bottom-k samples, one per slice: which records keep their text. size None: all do."""
 
     def __init__(self, size: int | None) -> None:
         self.size = size
         self._largest_first: dict[str, list[int]] = {}
 
     def take(self, slice_name: str, place: str) -> bool:
-        """Whether a record with this priority is among the smallest so far of its slice; it is from now on."""
+        """Add a record with this priority; True if it is among the smallest of its slice so far."""
         if self.size is None:
             return True
         heap, entry = self._largest_first.setdefault(slice_name, []), -int(place, 16)
@@ -56,26 +56,26 @@ class Samples:
         return heapq.heappushpop(heap, entry) != entry if heap else False
 
     def reset(self, kept: Mapping[str, Sequence[str]]) -> None:
-        """Starts again from the priorities that a sweep left."""
+        """Start again from the priorities that a sweep kept."""
         size = self.size or 0
         self._largest_first = {name: sorted(-int(one, 16) for one in places)[-size:] for name, places in kept.items()}
 
 
 class LogWriter:
-    """The one writer of a log directory. `append` may be called from any thread; counts are read by whoever wants to show them.
+    """The only writer of a log directory. `append` may be called from any thread.
 
-    dropped: the queue was full. writing: whether the last try went well.
+    dropped: records lost because the queue was full. writing: whether the last write succeeded.
     """
 
     def __init__(
         self, directory: Path, text: bool = False, sample_size: int | None = None, retention_days: float = 30.0,
         file_bytes: int = 64 << 20, trust_clock: bool = False,
     ) -> None:  # fmt: skip
-        """``sample_size``: texts kept a slice; None: all. A sweep at the start, after each ``file_bytes`` and every hour sees to that,
-        the first one also after a jump of the clock with ``trust_clock``.
+        """``sample_size``: texts kept per slice; None: all. Sweeps run at the start, after each ``file_bytes`` and every hour. With
+        ``trust_clock`` the first one runs even if the clock jumped.
 
         Raises:
-            UserError: another gateway writes here, others can read another user's directory, or nothing can be written.
+            UserError: another gateway writes here, the directory is another user's and readable by others, or it cannot be written.
         """
         self.directory, self.text, self.file_bytes, self.retention_days = directory, text, file_bytes, retention_days
         self.samples = Samples(sample_size)
@@ -87,7 +87,7 @@ class LogWriter:
             try:
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
-                raise UserError(f"{directory}: another gateway writes there; give a --log of its own") from error
+                raise UserError(f"{directory}: another gateway writes there; give a different --log") from error
             self.salt = prepare_directory(directory)
             files = log_files(directory)
             self._number = int(files[-1].stem.removeprefix("log-")) if files else 1
@@ -107,7 +107,7 @@ class LogWriter:
         self._sweeper.start()
 
     def append(self, record: TrafficRecord, done: Done = lambda written: None) -> None:
-        """Hands a record over; ``done`` is called from the writer's thread, or here when the queue is full."""
+        """Queue a record. ``done`` is called from the writer's thread, or here if the queue is full."""
         try:
             self._queue.put_nowait((record, done))
         except queue.Full:
@@ -115,7 +115,7 @@ class LogWriter:
             done(False)
 
     def close(self) -> None:
-        """Writes what waits, then lets the directory go."""
+        """Write the queued records, then release the directory."""
         self._queue.put(None)
         self._thread.join()
         self._closed = True
@@ -134,9 +134,9 @@ class LogWriter:
                 self._trust_clock = False
                 self.samples.reset(kept)
                 if not self.text and not any(kept.values()):
-                    return  # No text is here, and none will come.
+                    return  # No text is here, and none will be written.
             except (UserError, OSError, ValueError) as error:
-                print(f"{error}; old text stays until the next sweep", file=sys.stderr, flush=True)
+                print(f"{error}; old text is kept until the next sweep", file=sys.stderr, flush=True)
             self._sweep_now.wait(SWEEP_SECONDS)
             self._sweep_now.clear()
             ended = self._closed
@@ -159,7 +159,7 @@ class LogWriter:
             self._write(records)
         except (OSError, ValueError) as error:
             why = getattr(error, "strerror", None) or error
-            self._say(False, f"cannot be written ({why}); serving goes on without a log")
+            self._say(False, f"cannot be written ({why}); serving continues without a log")
             return False
         self._say(True, "is written again")
         return True
@@ -170,12 +170,12 @@ class LogWriter:
         self.writing = writing
 
     def _write(self, records: list[TrafficRecord]) -> None:
-        """All of them or none; returns when they are on the disk itself. Raises OSError: the disk refuses."""
+        """Write all records or none, synced to disk. Raises OSError if that fails."""
         path = self.directory / f"log-{self._number:05d}.jsonl"
         fcntl.flock(self._write_lock, fcntl.LOCK_EX)
         try:
             forgotten = self._read_forgotten()
-            # Of a request that was forgotten while it was in flight the conversation is known only here.
+            # A request forgotten in flight: its conversation is known only here.
             late = (
                 one for one in records if keyed_hash(self.salt, FORGOTTEN, one.id) in forgotten and one.conversation
             )
@@ -193,13 +193,13 @@ class LogWriter:
                 raise
         finally:
             fcntl.flock(self._write_lock, fcntl.LOCK_UN)
-        os.fsync(file)  # One for the whole batch, and nobody waits for the lock meanwhile: a rewrite syncs its copy.
+        os.fsync(file)  # One sync per batch, after releasing the lock; a rewrite syncs its own copy.
         if size + len(lines) >= self.file_bytes:
             self._number += 1
             self._sweep_now.set()
 
     def _open(self, path: Path) -> FileIO:
-        """The file of that name. It stays open, so that a process with no file to spare still logs; a rewrite may have put another there."""
+        """The open file of that name. It stays open, so that logging works without a free file descriptor; a rewrite may have replaced it."""
         if self._file is not None:
             with contextlib.suppress(FileNotFoundError):
                 if os.path.samestat(path.stat(), os.fstat(self._file.fileno())):
@@ -217,22 +217,24 @@ class LogWriter:
         return bare
 
     def _read_forgotten(self) -> set[str]:
-        """What is never written again; read again when the file changed."""
+        """The forgotten hashes; read again if the file changed."""
         try:
             found = (self.directory / FORGOTTEN).stat()
         except FileNotFoundError:
             return set()
-        # Its clock ticks only every few milliseconds; with each id it grows.
+        # mtime ticks only every few milliseconds, but the size grows with each id.
         if (changed := (found.st_mtime_ns, found.st_size)) != self._forgotten[0]:
             self._forgotten = changed, forgotten_hashes(self.directory)
         return self._forgotten[1]
 
 
 def mend_tail(directory: Path, path: Path) -> None:
-    """Cuts off a last line that a killed writer left without an end, and says so."""
+    """Remove an incomplete last line that a killed writer left, and print that."""
     with write_lock(directory), path.open("r+b") as file:
         content = file.read()
         whole = content.rfind(b"\n") + 1
         if whole < len(content):
             file.truncate(whole)
-            print(f"{path}: a torn last line of {len(content) - whole} bytes is cut off", file=sys.stderr, flush=True)
+            print(
+                f"{path}: removed an incomplete last line of {len(content) - whole} bytes", file=sys.stderr, flush=True
+            )

@@ -1,4 +1,4 @@
-"""The alarm: what it says of slices of traffic, on baselines written by hand and on a run that was really trained."""
+"""The alarm on slices of traffic, with baselines written by hand and with a trained run."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +24,7 @@ def _fewer_streams(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def records(rng: np.random.Generator, count: int, ease: float = 0.85) -> list[AcceptanceRecord]:
-    """Requests of which each has an ease of its own, drafted block by block."""
+    """Requests with their own difficulty, drafted block by block."""
     found = []
     for number in range(count):
         blocks = int(rng.integers(15, 40))
@@ -56,7 +56,7 @@ def test_a_fall_is_found_where_it_began() -> None:
 
 def test_low_from_the_first_request_points_at_the_settings() -> None:
     half = [replace(one, accepted=one.accepted // 2) for one in records(np.random.default_rng(4), 60)]
-    assert "from the first request on: check that the server's template" in told(*half).sentence
+    assert "from the first request: check that the server's template" in told(*half).sentence
 
 
 def test_a_fall_that_passed_is_told_and_does_not_ring() -> None:
@@ -79,10 +79,10 @@ def test_the_log_of_one_version_is_compared_with_the_run(tmp_path: Path, tiny_ru
     old, new = alarm(log, "v0001", tiny_run, 0.05), alarm(log, "v0002", tiny_run, drop=0.2)
     assert (old.holds, new.holds) == (False, True)
     assert "over 40 requests" in old.sentence
-    assert any("left out are those of v0001 (40)" in note for note in new.notes)
+    assert any("left out: v0001 (40)" in note for note in new.notes)
     assert new.slices[0].compared_with == "all"
     assert new.record()["slices"][0]["alarms"][0]["since"] == 1
-    with pytest.raises(UserError, match=r"of the draft v0009; there are: v0001 \(40\), v0002 \(40\)"):
+    with pytest.raises(UserError, match=r"for version v0009; found: v0001 \(40\), v0002 \(40\)"):
         alarm(log, "v0009", tiny_run)
     for options, words in (({"false_alarms": 0.0}, "--false-alarms 0.0"), ({"drop": 1.0}, "--drop 1.0")):
         with pytest.raises(UserError, match=words):

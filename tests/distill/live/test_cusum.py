@@ -27,14 +27,14 @@ GAMMA = 4
 
 @pytest.fixture(autouse=True)
 def _fewer_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fifth of the simulated streams: thresholds at 5 % keep the accuracy that 1 % has with all."""
+    """A fifth of the simulated streams: thresholds at 5 % are then as accurate as at 1 % with all."""
     monkeypatch.setattr(cusum, "FEWEST_STREAMS", 400)
 
 
 def requests(
     rng: np.random.Generator, count: int, ease: float = 0.8, blocks: tuple[int, int] = (10, 40), alike: float = 20.0
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(accepted, drafted) of requests whose prompts differ: block by block, each prompt with an ease of its own."""
+    """(accepted, drafted) of requests, block by block; each prompt has its own difficulty."""
     blocks_N = rng.integers(*blocks, count)
     ease_N = np.minimum(rng.beta(alike * ease, alike * (1 - ease), count), 1 - 1e-9)
     kept_NB = np.minimum(rng.geometric(np.repeat(1 - ease_N[:, None], blocks[1], 1)) - 1, GAMMA)
@@ -76,7 +76,7 @@ def test_half_the_drop_as_allowance_makes_a_log_likelihood_ratio() -> None:
 
 
 def written_out(pool: cusum.Pool, drafted: np.ndarray, chart: Chart, streams: int, seed: int) -> np.ndarray:
-    """The highest sums (streams,) of streams written out request by request, each with a baseline of its own.
+    """The highest sums (streams,) of streams, computed request by request, each with its own baseline.
 
     A baseline is all but one of the pool's requests drawn again: it gets the rate and the spread a little wrong.
     """
@@ -166,7 +166,7 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES, ids=list(CASES))
 def test_false_alarms_come_as_often_as_stated(case: str) -> None:
-    """Over baselines and streams, both drawn again: 300 of them at 5 %, within three standard errors (1.3 points each)."""
+    """Over 300 new baselines and streams at 5 %, within three standard errors (1.3 points each)."""
     of_pool, of_stream, prompts, count = CASES[case]
     rng, level, trials, alarms = np.random.default_rng(10), 0.05, 300, 0
     for trial in range(trials):

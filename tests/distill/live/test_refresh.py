@@ -1,4 +1,4 @@
-"""`understudy refresh` on tiny models: when it trains, what passes the gate, and that a kill or a dry run loses and changes nothing."""
+"""`understudy refresh` on tiny models: reasons, gate, and resuming after a kill. A dry run changes nothing."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from speculative.errors import UserError
 QUICK = [
     "train.steps=24", "judge.live=never", "loss.name=forward_kl", "train.batch_size=16", "train.micro_batch_size=16",
 ]  # fmt: skip
-FIRST = 90  # requests before anything is refreshed
+FIRST = 90  # requests before the first refresh
 LONG_PATIENCE = {"payback_days": 1e12, "margin": 0.1, "probe_steps": 16, "false_alarms": 0.2, "drop": 0.15}
 
 
 @pytest.fixture(scope="module")
 def responses(tiny_run: Path) -> list[TrafficRecord]:
-    """Other modules' function heads answered by the run's target; the engine accepted next to nothing."""
+    """Function heads of other modules, answered by the run's target; the engine accepted almost nothing."""
     import torch
     from function_heads import write_heads
 
@@ -67,7 +67,7 @@ def place(tmp_path: Path, tiny_run: Path, responses: list[TrafficRecord]) -> Pat
     """runs/tiny and the log traffic/."""
     shutil.copytree(tiny_run, tmp_path / "runs" / "tiny", symlinks=True)
     (tmp_path / "traffic").mkdir(mode=0o700)
-    (tmp_path / "traffic" / "salt").write_text("07" * 32)  # which requests are held out hangs on it
+    (tmp_path / "traffic" / "salt").write_text("07" * 32)  # the held-out requests depend on it
     write_log(tmp_path / "traffic", responses[:FIRST])
     return tmp_path
 
@@ -100,7 +100,7 @@ def state_of(place: Path, version: str = "v0002") -> dict[str, Any]:
 
 
 def gain_by_hand(place: Path) -> float:
-    """Mean acceptance of the new draft less that of the served one, over all tokens of the new text."""
+    """Mean acceptance of the new draft minus that of the served one, over all tokens of the new text."""
     import numpy as np
 
     from distill.run.frozen_text import load_frozen_text
@@ -137,9 +137,9 @@ def test_a_good_refresh_is_the_next_version(place: Path, responses: list[Traffic
     assert gain.tau_low < whole["tau"]["gain"] < gain.tau_high
     # Only a rollout or --approve moves `current`.
     assert (current_version(place / "drafts") or second).name == "v0001"
-    assert "waits for its rollout" in call(place)[1]
+    assert "is waiting for its rollout" in call(place)[1]
     assert len(trained) == 2
-    # Both kinds of text were judged, and old and new prompts trained on at the share that was asked for.
+    # Old and new text was judged, and the training used the requested share of new prompts.
     gate = state["gate"]
     assert gate["new"][0]["certain"] == "gain"
     assert gate["old"][0]["prompts"] == 10
@@ -147,14 +147,14 @@ def test_a_good_refresh_is_the_next_version(place: Path, responses: list[Traffic
     config = (place / "runs" / "tiny-refresh-v0002" / "config.yaml").read_text()
     assert "runs/tiny/prompts/train.arrow" in config
     assert "traffic/prompts/train.arrow" in config
-    # From the new version on, its own run is what acceptance is compared with.
+    # The new version's acceptance is compared with its own run.
     assert "is current, approved by Ann" in call(place, approve="Ann", traffic=None)[1]
     assert (current_version(place / "drafts") or second).name == "v0002"
-    with pytest.raises(UserError, match=r"no requests with counts of the draft v0002"):
+    with pytest.raises(UserError, match=r"no requests with draft counts for version v0002"):
         call(place)
     assert len(trained) == 2
     assert not (place / "runs" / "tiny-refresh-v0003").exists()
-    # The second refresh begins where the first one ended, and what was new then is old now.
+    # The second refresh starts from the first one's draft and treats its new data as old.
     write_log(place / "traffic", responses[:FIRST], [replace(one, draft_version="v0002") for one in responses[FIRST:]])
     assert call(place, force=True, overrides=[*QUICK, "train.steps=2"])[0] in (0, 1)
     state = state_of(place, "v0003")
@@ -169,7 +169,7 @@ def test_a_bad_refresh_is_stopped_at_the_gate(place: Path, trained: list[str]) -
     status, words = call(place, **bad)
     state = state_of(place)
     assert (status, state["outcome"], state["gate"]["passed"]) == (1, "kept the old one", False), words
-    assert "gate: keep the old one" in words
+    assert "gate: keep the old draft" in words
     assert [version.name for version in list_versions(place / "drafts")] == ["v0001"]
     assert (current_version(place / "drafts") or pytest.fail("none")).name == "v0001"
 
@@ -182,7 +182,7 @@ def test_nothing_is_trained_on_mixed_up_text(place: Path, responses: list[Traffi
     write_log(place / "traffic", mixed_up)
     status, words = call(place, force=True)
     assert (status, trained, state_of(place)["outcome"]) == (1, [], "refused the text"), words
-    assert "not what the target says behind these prompts" in words
+    assert "not the target's own text" in words
     write_log(place / "traffic", responses)
     assert call(place, dry_run=True)[1].count("text: ") == 1
 
@@ -197,7 +197,7 @@ def test_a_dry_run_changes_nothing(place: Path, trained: list[str]) -> None:
     assert (status, trained) == (0, ["probe"])
     assert "headroom: alpha" in words
     assert "GPU-hours" in words
-    assert "decision: do it" in words, words
+    assert "decision: train" in words, words
     assert seen() == before
 
 
@@ -230,15 +230,15 @@ def test_without_an_alarm_nothing_is_trained(place: Path, responses: list[Traffi
     write_log(place / "traffic", [replace(one, accepted=12) for one in responses])
     status, words = call(place)
     assert (status, trained, state_of(place)["outcome"]) == (0, [], "not needed")
-    assert "do not (no alarm)" in words
+    assert "do not train (no alarm)" in words
     assert not (place / "traffic" / "exports.json").exists()
-    assert call(place)[0] == 0  # the same number again: nothing was made
+    assert call(place)[0] == 0  # the same number again: no version was made
 
 
 def test_no_headroom_is_no_refresh(place: Path, trained: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     status, words = call(place, overrides=[*QUICK, "optim.lr=1e-12"])
     assert (status, trained, state_of(place)["outcome"]) == (0, ["probe"], "not needed")
-    assert "do not (no headroom" in words
+    assert "do not train (no headroom" in words
     assert "no certain gain" in words
     folder = place / "runs" / "tiny-refresh-v0002"
     assert not (folder / "traffic").exists()

@@ -1,4 +1,4 @@
-"""Payback and load by hand, the share of traffic, what the gate lets through, and what is refused before anything is done."""
+"""Payback and load by hand, the share of traffic, the gate's decisions, and input errors."""
 
 import io
 import json
@@ -34,7 +34,7 @@ from distill.run.verdict_record import Costs
 from speculative.errors import UserError
 from speculative.measure.effects import Gain
 
-# A block of gamma 3 takes .01 x (3 x .1 + 1.2) = .015 s.
+# A block of gamma 3 takes 0.01 x (3 x 0.1 + 1.2) = 0.015 s.
 COSTS = Costs(
     target_step_seconds=0.01, draft_step_seconds=0.001, cost_ratio=0.1, cost_ratio_at={1: 0.5, 3: 0.1}, verify_ratio={1: 1.1, 3: 1.2}
 )  # fmt: skip
@@ -43,7 +43,7 @@ A_DAY = [record_of(number, time=number * 86_390.0, total_s=10.0, response_tokens
 
 
 def test_payback_is_what_a_hand_finds() -> None:
-    # A token takes .015 / tau seconds; from tau 1.5 to 2 that saves .015 x (1 / 1.5 - 1 / 2) = .0025 s, 2.5 s a day.
+    # A token takes 0.015 / tau seconds; from tau 1.5 to 2 that saves 0.015 x (1 / 1.5 - 1 / 2) = 0.0025 s, 2.5 s a day.
     found = payback(COSTS, A_DAY, 1.5, 0.5, seconds=5.0, days=2.5)
     assert found.tokens_per_day == pytest.approx(1000)
     assert found.requests_per_day == pytest.approx(2)
@@ -52,7 +52,7 @@ def test_payback_is_what_a_hand_finds() -> None:
     assert found.training_gpu_hours == pytest.approx(5 / 3600)
     assert (found.days, found.holds) == (pytest.approx(2.0), True)
     assert not payback(COSTS, A_DAY, 1.5, 0.5, seconds=7.0, days=2.5).holds
-    # Two at once share every step: half of it is saved.
+    # Two requests share every step, so half of it is saved.
     twice = [*A_DAY, *(replace(one, id=f"{one.id}b") for one in A_DAY)]
     assert payback(COSTS, twice, 1.5, 0.5, 5.0, 2.5).saved_gpu_hours_per_day == pytest.approx(2.5 / 3600)
     assert payback(COSTS, twice, 1.5, 0.5, 5.0, 2.5).concurrency == pytest.approx(2)
@@ -130,8 +130,8 @@ def test_the_gate(side: str, whole: bool, gain: Difference, passes: bool) -> Non
     [
         ({"sql": 50, "chat": 40}, 2, set()),
         ({"sql": 50, "rare": 1, "odd": 2, "chat": 8}, 2, {"rare", "odd", "chat"}),  # 9 are needed: 1 + 2 + 8 are 11
-        ({"sql": 50, "rare": 3}, 2, {"rare", "sql"}),  # alone it would keep the old draft for ever
-        ({"sql": 8, "chat": 8, "code": 50}, 2, set()),  # 1 - .05 / 6: 1 + ceil(6.9) are needed
+        ({"sql": 50, "rare": 3}, 2, {"rare", "sql"}),  # alone it would always keep the old draft
+        ({"sql": 8, "chat": 8, "code": 50}, 2, set()),  # 1 - 0.05 / 6: 1 + ceil(6.9) are needed
         ({"sql": 7, "chat": 8, "code": 50}, 2, {"sql", "chat"}),
         ({"sql": 3}, 1, set()),
     ],
@@ -143,12 +143,12 @@ def test_slices_too_small_to_be_certain_go_together(sizes: dict[str, int], looks
 @pytest.mark.parametrize(
     ("changes", "options", "said"),
     [
-        ({"prompt_ids": None, "response_ids": None}, {}, r"no text of any: start the gateway with --text"),
+        ({"prompt_ids": None, "response_ids": None}, {}, r"none with text; start the gateway with --text"),
         ({"target_version": "other"}, {}, r"another target version \(other\)"),
-        ({}, {}, r"10 requests with text, and \d+ are the fewest"),
+        ({}, {}, r"10 requests with text; at least \d+ are needed"),
         ({}, {"share": 0.0}, r"--share 0"),
         ({}, {"overrides": ["data.train.0.limit=5"]}, r"data.train.0.limit=5: a refresh sets this key itself"),
-        ({}, {"approve": "Ann", "dry_run": True}, r"--dry-run writes nothing"),
+        ({}, {"approve": "Ann", "dry_run": True}, r"--dry-run publishes nothing"),
     ],
 )
 def test_bad_input_is_told_before_anything_is_done(

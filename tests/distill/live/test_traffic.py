@@ -1,4 +1,4 @@
-"""`understudy traffic`: a log shown, exported, trained from without asking the target again, and made to forget."""
+"""`understudy traffic`: show, export, train without asking the target again, and forget."""
 
 import dataclasses
 import io
@@ -48,7 +48,7 @@ def said_to(command: Any, options: Any) -> str:
 
 
 def traffic_of(run: Path, count: int = 60) -> list[TrafficRecord]:
-    """Requests of two slices to the target of a run; their answers are words, then its end."""
+    """Requests of two slices to a run's target; the responses are words and the end token."""
     tokenizer = load_tokenizer(load_config(run / "config.yaml").target.path)
     version = Store(run / RESPONSES).manifest()["target"]
     known = {"accepted": None, "drafted": None, "blocks": None, "target_version": version}
@@ -63,7 +63,7 @@ def traffic_of(run: Path, count: int = 60) -> list[TrafficRecord]:
 
 @pytest.fixture
 def own_run(tmp_path: Path, tiny_run: Path) -> Path:
-    """A copy of the finished tiny run without what it was trained to."""
+    """A copy of the finished tiny run without its trained draft."""
     run = tmp_path / "old"
     for name in ("prompts", "responses"):
         shutil.copytree(tiny_run / name, run / name)
@@ -147,7 +147,7 @@ def test_an_export_that_makes_no_sense_is_refused(tmp_path: Path, own_run: Path)
     assert "30 no text" in said(hashes, own_run, tmp_path / "may")
     assert "no config.yaml" in said(log, tmp_path, tmp_path / "may")
     (tmp_path / "there").mkdir()
-    assert "is there already" in said(log, own_run, tmp_path / "there")
+    assert "already exists" in said(log, own_run, tmp_path / "there")
     store = own_run / RESPONSES
     told = json.loads((store / MANIFEST).read_text())
     shutil.rmtree(store)
@@ -168,8 +168,8 @@ def test_forgetting_reaches_the_exports_and_names_the_runs(tmp_path: Path, own_r
     said = said_to(forget_command, ForgetOptions([one.id for one in victims], log))
     assert "2 lines removed" in said
     assert f"{tmp_path}/may: 2 rows removed" in said
-    assert f"{tmp_path}/gone: an export that is no longer there" in said
-    assert f"{own_run}: was trained from it" in said
+    assert f"{tmp_path}/gone: this export is missing" in said
+    assert f"{own_run}: was trained on the export" in said
     assert not partial_of(tmp_path / "gone").exists()
     found = [path for folder in (log, tmp_path / "may") for path in folder.rglob("*") if path.is_file()]
     assert found
@@ -197,13 +197,13 @@ def test_forgetting_a_turn_reaches_what_repeats_it_in_exports_too(tmp_path: Path
     records[6] = dataclasses.replace(records[6], conversation="a" * 64)
     log = write_log(tmp_path / "log", records)
     export_traffic(ExportTrafficOptions(log, own_run, tmp_path / "may", heldout=3))
-    # What it was found by is in the export alone, for its text was too old for the log; a call that was killed begins again.
+    # Only the export still has its text, which was too old for the log; a killed call is repeated.
     (log / "log-00001.jsonl").write_bytes(b"".join(to_line(record.without_text()) for record in records))
     asked = ["traffic", "forget", records[3].id, records[4].id, "--log", str(log)]
     result = CliRunner().invoke(app, asked)
     assert result.exit_code == 0
-    assert "2 lines removed; 0 other requests of the same conversation" in result.stdout
-    assert "what stays there: numbers, times and keyed hashes" in result.stdout
+    assert "2 lines removed; text removed from 0 other requests of the same conversation" in result.stdout
+    assert "kept: counts, times and keyed hashes" in result.stdout
     assert f"{tmp_path}/may: 4 rows removed" in result.stdout
     left = [row.input_ids for row in Store(tmp_path / "may" / RESPONSES).read()]
     left += [prompt.prompt_ids for name in PROMPT_FILES for prompt in StoredPrompts(tmp_path / "may" / name)]
@@ -212,7 +212,7 @@ def test_forgetting_a_turn_reaches_what_repeats_it_in_exports_too(tmp_path: Path
         assert own not in [list(ids[: len(own)]) for ids in left]
     result = CliRunner().invoke(app, asked)
     assert result.exit_code == 1
-    assert f"{records[3].id}: no request of this id in the log or in its exports" in result.stdout
+    assert f"{records[3].id}: no request with this id in the log or its exports" in result.stdout
 
 
 def test_an_export_during_which_requests_are_forgotten_is_given_up(
@@ -225,7 +225,7 @@ def test_an_export_during_which_requests_are_forgotten_is_given_up(
         forget(log, ["request-0004"])
 
     monkeypatch.setattr(export, "write_rows", forgetting)
-    assert "requests were forgotten while it was exported" in refused(
+    assert "requests were forgotten during the export" in refused(
         export_traffic, ExportTrafficOptions(log, own_run, tmp_path / "may")
     )
     assert not (tmp_path / "may").exists()

@@ -1,4 +1,4 @@
-"""A log read back, swept and made to forget: whole or refused by name, and of a forgotten request not a byte."""
+"""Reading, sweeping and forgetting: a log is read completely or refused, and forgotten requests leave no byte."""
 
 import dataclasses
 import fcntl
@@ -22,9 +22,9 @@ def ids(directory: Path) -> list[str]:
 
 
 def forgotten(log: Path, *names: str) -> tuple[int, int, list[str]]:
-    """(lines removed, requests that lost their text, ids that are unknown)."""
+    """(lines removed, requests that lost their text, unknown ids)."""
     said, unknown = forget(log, names)
-    removed, scrubbed = re.findall(r": (\d+) lines removed; (\d+) other", said[0])[0]
+    removed, scrubbed = re.findall(r": (\d+) lines removed; text removed from (\d+) other", said[0])[0]
     return int(removed), int(scrubbed), unknown
 
 
@@ -32,8 +32,8 @@ def test_each_request_once_by_time_the_last_of_its_lines(tmp_path: Path) -> None
     again = record_of(1, accepted=0)
     log = read_traffic(write_log(tmp_path / "log", [record_of(2), record_of(1)], [record_of(0), again]))
     assert log.records == [record_of(0), again, record_of(2)]
-    assert log.warnings == ["1 lines repeat an id: the last of each counts"]
-    # Lines that lie in another file of the log, or in another order, are the same requests.
+    assert log.warnings == ["1 lines repeat an id; the last line of each id counts"]
+    # Lines in another file or order are the same requests.
     swapped = write_log(tmp_path / "swapped", [record_of(0)], [record_of(2), again])
     assert read_traffic(swapped).records == log.records
 
@@ -42,13 +42,13 @@ def test_only_the_very_last_line_may_be_torn(tmp_path: Path) -> None:
     torn = to_line(record_of(1))[:-20]
     log = write_log(tmp_path / "log", [record_of(0)], [record_of(2), torn])
     assert ids(log) == ["request-0000", "request-0002"]
-    assert read_traffic(log).warnings == [f"{log}/log-00002.jsonl:2: the last line is torn and left out"]
+    assert read_traffic(log).warnings == [f"{log}/log-00002.jsonl:2: the last line is incomplete and left out"]
     assert "log-00001.jsonl:2: crc32" in refused(
         lambda: read_traffic(write_log(tmp_path / "b", [record_of(0), torn], []))
     )
     whole = write_log(tmp_path / "c", [record_of(0), to_line(record_of(1)).rstrip(b"\n")])
     assert len(ids(whole)) == 2, "all but its end is there"
-    assert "no log of traffic" in refused(lambda: read_traffic(tmp_path / "nowhere"))
+    assert "no traffic log" in refused(lambda: read_traffic(tmp_path / "nowhere"))
 
 
 def test_acceptance_is_of_one_draft_and_of_free_text(tmp_path: Path) -> None:
@@ -65,8 +65,8 @@ def test_acceptance_is_of_one_draft_and_of_free_text(tmp_path: Path) -> None:
     assert [record.accepted for record in acceptance_of(log, "v0001").records] == [0, 1, 2]
     assert any("3 of 9 requests are left out" in one for one in found.warnings)
     assert any("more than one target was served: newer, target" in one for one in found.warnings)
-    assert any("left out are those of v0001 (3)" in one for one in found.warnings)
-    assert "there are: v0001 (3), v0002 (3)" in refused(lambda: acceptance_of(log, "v0009"))
+    assert any("left out: v0001 (3)" in one for one in found.warnings)
+    assert "found: v0001 (3), v0002 (3)" in refused(lambda: acceptance_of(log, "v0009"))
 
 
 def test_a_sweep_keeps_the_text_of_a_recent_sample(tmp_path: Path) -> None:
@@ -98,11 +98,11 @@ def test_a_clock_that_jumped_erases_nothing_unless_it_is_trusted(tmp_path: Path,
     log = write_log(tmp_path, records)
     if swept:
         assert sweep(log, 30, None, now).scrubbed == 0
-        with (log / "log-00001.jsonl").open("ab") as file:  # as a gateway writes by such a clock
+        with (log / "log-00001.jsonl").open("ab") as file:  # as a gateway writes with this clock
             file.write(to_line(record_of(99, time=now + days * DAY)))
     before = (log / "log-00001.jsonl").read_bytes()
     said = refused(sweep, log, 30, None, now + days * DAY)
-    assert f"by the clock {days if swept else days + 1:+,.1f} days have passed" in said
+    assert f"the clock says that {days if swept else days + 1:+,.1f} days have passed" in said
     assert (log / "log-00001.jsonl").read_bytes() == before
     if swept:
         assert sweep(log, 30, None, now + 29 * DAY).scrubbed == 9 + (days < 0)
@@ -115,14 +115,14 @@ def test_of_a_forgotten_request_not_a_byte_is_left(tmp_path: Path) -> None:
     log = write_log(
         tmp_path, [record_of(0), secret], [record_of(1), secret, b"damaged client-77\n", b'damaged "client-77"\n', record_of(2)]
     )  # fmt: skip
-    (log / ".log-00002.jsonl.99.tmp").write_bytes(to_line(secret))  # of a rewrite that was killed
+    (log / ".log-00002.jsonl.99.tmp").write_bytes(to_line(secret))  # left by a killed rewrite
     assert forgotten(log, "client-77", "unheard-of") == (4, 0, ["unheard-of"])
     everything = b"".join(path.read_bytes() for path in log.iterdir())
     for part in (b"client-77", b"31337", b"4242", secret.prompt_hash.encode(), b"unheard-of"):
         assert part not in everything
     assert ids(log) == ["request-0000", "request-0001", "request-0002"]
     with (log / "log-00002.jsonl").open("ab") as file:
-        file.write(to_line(secret))  # it was under way
+        file.write(to_line(secret))  # it was in flight
     assert ids(log) == ["request-0000", "request-0001", "request-0002"]
     assert (log / "forgotten").read_text().count("\n") == 2
     assert stat.S_IMODE((log / "forgotten").stat().st_mode) == 0o600
@@ -148,7 +148,7 @@ def test_text_that_later_turns_repeat_is_forgotten_too(tmp_path: Path) -> None:
     found = {record.id: record for record in read_traffic(log).records}
     assert found == {one.id: one.without_text() for one in (*turn[1:], *other)} | {one.id: one for one in kept}
     with (log / "log-00002.jsonl").open("ab") as file:
-        file.write(to_line(turn[0]) + to_line(turn[2]))  # they were under way
+        file.write(to_line(turn[0]) + to_line(turn[2]))  # they were in flight
     assert {record.id for record in read_traffic(log).records if record.prompt_ids} == {"near", "request-0006"}
     assert forgotten(log, "turn0") == (1, 1, [])
     assert forgotten(log, "turn0") == (0, 0, ["turn0"])

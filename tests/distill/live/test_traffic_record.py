@@ -1,4 +1,4 @@
-"""A record's laws, its line, and the secret of its directory."""
+"""A record's checks, its line, and the directory's secret."""
 
 import json
 import os
@@ -31,7 +31,7 @@ RECORD = TrafficRecord(
 
 
 def forged(**changes: Any) -> bytes:
-    """A line with a right checksum that says something else."""
+    """A changed line with a valid checksum."""
     values = {**json.loads(to_line(RECORD)), **changes}
     body = json.dumps({key: value for key, value in values.items() if key != "crc32"}).encode()[:-1]
     return body + b',"crc32":"%08x"}\n' % zlib.crc32(body)
@@ -76,7 +76,7 @@ def test_what_cannot_be_is_refused_by_name(changes: dict[str, Any], field: str) 
 
 
 def test_what_a_gate_or_a_grammar_does_is_no_forgery() -> None:
-    # A gate emits less than was accepted, and steps that draft nothing emit more.
+    # A gate emits fewer tokens than were accepted, and steps without drafts emit more.
     for tokens in (3, 30):
         assert from_line(forged(response_tokens=tokens, response_ids=None)).response_tokens == tokens
 

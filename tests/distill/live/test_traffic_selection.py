@@ -1,4 +1,4 @@
-"""Which requests are trained on: reasons, groups, the split in time, caps."""
+"""Selection of requests: reasons, groups, time split, caps."""
 
 import dataclasses
 import itertools
@@ -49,10 +49,10 @@ def test_near_equal_prompts_and_turns_of_a_conversation_are_one_group() -> None:
     first = record_of(0, prompt_ids=(1, 2), response_ids=(*answer, 2), accepted=None)
     second = record_of(1, prompt_ids=(1, 2, *answer, 9, 3), response_ids=(*answer, 2), accepted=None)
     third = record_of(2, prompt_ids=(*second.prompt_ids, *answer, 3), response_ids=(4,), accepted=None)
-    retold = record_of(3, prompt_ids=(8, 8))  # in other words of the same text
-    later = record_of(5, prompt_ids=(70, 71), conversation="cd" * 32)  # its template has left the answer's thoughts out
+    retold = record_of(3, prompt_ids=(8, 8))  # other tokens of the same text
+    later = record_of(5, prompt_ids=(70, 71), conversation="cd" * 32)  # its template removed the response's reasoning
     second = dataclasses.replace(second, conversation="cd" * 32)
-    other = record_of(4, prompt_ids=(1, 2, 3))  # begins like the first, and does not go on from its answer
+    other = record_of(4, prompt_ids=(1, 2, 3))  # begins like the first, but does not continue its response
     texts = ["c", "other", "Hello, you!", "b", "hello you", "d"]
     groups = groups_of([third, other, retold, second, first, later], texts)
     assert len(set(groups)) == 2

@@ -1,4 +1,4 @@
-"""The log's writer: rotation, a torn tail, samples, what is to be forgotten, a queue that is full."""
+"""The log's writer: rotation, an incomplete last line, samples, forgetting, a full queue."""
 
 import dataclasses
 import os
@@ -31,7 +31,7 @@ def named(name: str, slice_name: str = "all") -> module.TrafficRecord:
 
 
 def write(writer: LogWriter, *records: module.TrafficRecord) -> list[bool]:
-    """Appends and waits."""
+    """Append and wait."""
     done: list[bool] = []
     for record in records:
         event = threading.Event()
@@ -57,7 +57,7 @@ def test_files_rotate_and_none_is_lost_or_doubled(tmp_path: Path) -> None:
 def test_a_record_is_on_the_disk_itself_before_its_response_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """What a loss of power would leave: the bytes of each file when it was last synced, under the names that were."""
+    """The files after a power loss: each file's bytes at its last sync, under the synced names."""
     safe, names, breaks, sync = dict[int, bytes](), set[str](), [False], os.fsync
 
     def synced(descriptor: int) -> None:
@@ -118,7 +118,9 @@ def test_text_that_is_all_too_old_at_the_start_is_erased_when_the_clock_is_trust
         LogWriter(tmp_path, text=True, trust_clock=trusted).close()
         assert (read_traffic(tmp_path).records[0].response_ids is None) is trusted
     said = capfd.readouterr().err.splitlines()
-    assert [line.startswith(f"{tmp_path}: by the clock +") and "--trust-clock" in line for line in said] == [True]
+    assert [line.startswith(f"{tmp_path}: the clock says that +") and "--trust-clock" in line for line in said] == [
+        True
+    ]
 
 
 def test_a_second_writer_is_refused_until_the_first_is_done(tmp_path: Path) -> None:
@@ -133,7 +135,7 @@ def test_a_second_writer_is_refused_until_the_first_is_done(tmp_path: Path) -> N
 def test_a_sample_is_the_k_smallest(places: list[int], size: int) -> None:
     samples, kept = Samples(size), []
     for place in places:
-        # Pushed out are those that a later one is smaller than; the sweep takes their text.
+        # Later records displaced some of these; the sweep removes their text.
         if samples.take("all", f"{place:x}"):
             kept.append(place)
     assert sorted(kept)[:size] == sorted(places)[:size]
@@ -159,7 +161,7 @@ def test_a_disk_that_hangs_fills_a_bounded_queue(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(module, "QUEUE_RECORDS", 4)
     writer, told = LogWriter(tmp_path), list[bool]()
     writer.append(named("first"))
-    with write_lock(tmp_path):  # As a forget that rewrites a large file.
+    with write_lock(tmp_path):  # like a forget that rewrites a large file
         while not told:
             writer.append(named("x"), lambda written: told.append(written))
     writer.close()

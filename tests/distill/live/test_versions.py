@@ -1,4 +1,4 @@
-"""Versions of a draft: whole, unchanging, numbered once, and only what is not needed goes."""
+"""Versions of a draft: complete, unchanged, numbered once; only unneeded ones are pruned."""
 
 import json
 import stat
@@ -37,7 +37,7 @@ def test_a_run_becomes_a_version_that_loads_and_cannot_be_written(tiny_run: Path
     assert not [path for path in (first.folder, *first.folder.rglob("*")) if path.stat().st_mode & stat.S_IWUSR]
     second = publish(tiny_run, drafts, {}, parent="v0001")
     assert (second.name, second.parent) == ("v0002", "v0001")
-    # What a kill behind the export has left is finished under its number; another run does not get it.
+    # An export killed before its end is completed under its number; another run does not get it.
     second.folder.chmod(0o755)
     (drafts / "history.jsonl").unlink()
     assert publish(tiny_run, drafts, {"approved_by": "Bob"}, name="v0002") == second
@@ -67,7 +67,7 @@ def test_current_moves_by_a_link_and_is_told(tmp_path: Path) -> None:
     make_current(tmp_path, "v0002", "rollout")
     make_current(tmp_path, "v0002", "rollout")
     assert [(event["version"], event["by"]) for event in history(tmp_path)] == [("v0001", "Ann"), ("v0002", "rollout")]
-    with pytest.raises(UserError, match="no version"):
+    with pytest.raises(UserError, match="not a draft version"):
         make_current(tmp_path, "v0003", "Ann")
 
 
@@ -90,7 +90,7 @@ def test_what_is_needed_stays(tmp_path: Path) -> None:
     assert prune(tmp_path, keep=2, in_use=["v0001"]) == ["v0002"]
     assert [version.name for version in list_versions(tmp_path)] == ["v0001", "v0003", "v0004", "v0005", "v0006"]
     assert prune(tmp_path, keep=0) == ["v0001", "v0005", "v0006"]
-    assert next_name(tmp_path) == "v0007"  # the number of one that is gone is not given again
+    assert next_name(tmp_path) == "v0007"  # the number of a removed version is not reused
 
 
 def test_pruning_that_was_killed_leaves_no_half_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,6 +129,6 @@ def test_a_killed_switch_is_told_when_it_is_asked_again(tmp_path: Path, monkeypa
 def test_what_is_no_version_is_refused(tmp_path: Path) -> None:
     write_version(tmp_path, "v0001", None)
     (tmp_path / "v0001").rename(tmp_path / "v0009")
-    with pytest.raises(UserError, match="v0009: no version"):
+    with pytest.raises(UserError, match="v0009: not a draft version"):
         list_versions(tmp_path)
     assert versions.next_name(tmp_path) == "v0010"
