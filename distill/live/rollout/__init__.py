@@ -1,1 +1,1 @@
-"""A new version of a draft into service beside the old one, and back if it is not better."""
+"""`understudy rollout`: put a new draft version into service, or take it back if it is not better."""

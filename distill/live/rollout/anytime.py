@@ -1,24 +1,24 @@
-"""Intervals and evidence that hold however often one looks: two drafts are compared while their requests come in.
+"""Anytime-valid intervals and evidence: two drafts are compared while requests arrive, and may be checked at any time.
 
 An arm's acceptance is a ratio of sums over requests, accepted / drafted: requests differ in length and each has a difficulty
-of its own, so the request is the unit, never the token. With residuals r_n = accepted_n - rate x drafted_n the estimate's
-variance is v = sum(r_n^2) / (sum drafted_n)^2 (the linearised ratio), and that of a difference the sum of both arms'.
-Estimates of one difference behind ever more requests have Cov(estimate_1, estimate_2) = v_2: in information time I = 1 / v the
-score S = estimate x I is a Brownian motion with drift `difference`, for any shares that do not look at what was accepted
+of its own, so the sampling unit is the request, not the token. With residuals r_n = accepted_n - rate x drafted_n the estimate's
+variance is v = sum(r_n^2) / (sum drafted_n)^2 (the linearised ratio). The variance of a difference is the sum over both arms.
+Estimates of one difference after more and more requests have Cov(estimate_1, estimate_2) = v_2: in information time I = 1 / v the
+score S = estimate x I is a Brownian motion with drift `difference`, for any shares that do not depend on acceptance
 (Scharfstein, Tsiatis and Robins 1997). Mixing its likelihood ratio over differences N(0, scale^2) gives the martingale
 
     (1 + scale^2 I)^(-1/2) exp(scale^2 (S - difference I)^2 / (2 (1 + scale^2 I)))
 
-which ever reaches 1 / level with probability `level` at most (Ville; Robbins 1970), so that
+which reaches 1 / level at any time with probability at most `level` (Ville; Robbins 1970), so that
 
     |estimate - difference| < sqrt((I + 1 / scale^2) (log(1 + scale^2 I) - 2 log(level))) / I        at all times at once.
 
 With estimated variances this is the asymptotic confidence sequence of Waudby-Smith, Arbour, Sinha, Kennedy and Ramdas
 (arXiv 2103.06476); of two samples it is the always-valid interval of Johari, Koomen, Pekelis and Walsh (arXiv 1512.04922). The
-test of this file simulates how often it is wrong. Requests are taken as independent; those of one conversation are not, so
-whoever has conversations gives their sums as requests.
+test of this file simulates how often it is wrong. Requests must be independent. Those of one conversation are not, so callers
+pass the sums of a conversation as one request.
 
-Shapes: N requests; everything made of `Sums` is also done for arrays of sums of any one shape.
+Shapes: N requests; functions of `Sums` also take arrays of sums of one shape.
 """
 
 from dataclasses import dataclass
@@ -27,10 +27,10 @@ from typing import Any
 import numpy as np
 from scipy import optimize, special
 
-# A number, or an array of them: one a moment, one a simulated arm.
+# a number, or an array with one per moment or simulated arm
 Numbers = Any
-FEWEST_REQUESTS = 16  # An arm of fewer has no spread that can be trusted.
-SCALE = 0.05  # Standard deviation of the differences that are looked for; others are found too, a little later.
+FEWEST_REQUESTS = 16  # with fewer, the spread of an arm is not reliable
+SCALE = 0.05  # standard deviation of the expected differences; others are found too, a little later
 
 
 @dataclass(frozen=True)
@@ -47,16 +47,16 @@ class Sums:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A rate and the variance of its estimate; the variance is infinite where too little was seen."""
+    """A rate and the variance of its estimate; infinite with too few requests."""
 
     value: Numbers
     variance: Numbers
 
 
 def sums_of(numerators_N: np.ndarray, denominators_N: np.ndarray | None = None, *, running: bool = False) -> Sums:
-    """Sums of requests along the last axis; `running`: behind each request (..., N). Denominators: by default 1 each, a mean.
+    """Sums of requests along the last axis; `running`: after each request (..., N). Denominators: 1 by default, which gives a mean.
 
-    A request that drafted nothing tells nothing and is not counted.
+    Requests without drafted tokens are not counted.
     """
     numerators_N = np.asarray(numerators_N, dtype=np.float64)
     denominators_N = np.ones_like(numerators_N) if denominators_N is None else np.asarray(denominators_N, np.float64)
@@ -72,8 +72,8 @@ def sums_of(numerators_N: np.ndarray, denominators_N: np.ndarray | None = None, 
 def estimate_of(sums: Sums, doubt: float | None = None) -> Estimate:
     """sum(numerator) / sum(denominator) and its variance.
 
-    doubt: how far off, in units of the rate, one request more is that is added to the residuals: the spread of few requests is
-    found too small, and none is seen where all were accepted. By default that of a rate in [0, 1]: as far as can be.
+    doubt: residual, in units of the rate, of one extra request: the spread of few requests is underestimated, and it is zero if all
+    tokens were accepted. Default: the largest residual of a rate in [0, 1].
     """
     with np.errstate(divide="ignore", invalid="ignore"):
         value = np.divide(sums.numerator, sums.denominator)
@@ -91,16 +91,16 @@ def difference_of(new: Estimate, old: Estimate) -> Estimate:
 
 
 def anytime_interval(estimate: Estimate, level: float, scale: float = SCALE) -> tuple[Numbers, Numbers]:
-    """(low, high) that hold the truth at all times at once but for `level`, half of it on either side; infinite of too little.
+    """(low, high) that hold the truth at all times at once with probability 1 - `level`, two-sided; infinite with too few requests.
 
-    scale: standard deviation of the differences, or of the distances from what is expected, that are looked for.
+    scale: standard deviation of the expected differences.
     """
     half = boundary(estimate.variance, level, scale)
     return estimate.value - half, estimate.value + half
 
 
 def boundary(variance: Numbers, level: float, scale: float = SCALE) -> Numbers:
-    """Half the width of the interval of an estimate with this variance. Raises ValueError for a level outside (0, 1)."""
+    """Half the width of the interval for this variance. Raises ValueError for a level outside (0, 1)."""
     if not 0 < level < 1 or not scale > 0:
         raise ValueError(f"level {level}, scale {scale}")
     variance = np.asarray(variance, dtype=np.float64)
@@ -111,10 +111,10 @@ def boundary(variance: Numbers, level: float, scale: float = SCALE) -> Numbers:
 
 
 def requests_to_see(difference: float, spread: float, share: float, level: float, power: float = 0.9) -> int:
-    """Requests of both arms together behind which a difference is certain with probability `power` or more.
+    """Requests of both arms together after which a difference is certain with probability at least `power`.
 
     spread: standard deviation of a request's residual, in units of the rate (sqrt(variance x requests) of an arm). share:
-    that of the new arm, in (0, 1). The chance to be certain earlier is left out.
+    of the new arm, in (0, 1). The chance of being certain earlier is ignored.
     """
 
     def short(log_variance: float) -> float:
@@ -126,9 +126,9 @@ def requests_to_see(difference: float, spread: float, share: float, level: float
 
 
 def evidence_of_more(successes: Numbers, trials: Numbers, rate: float) -> Numbers:
-    """Evidence (a test martingale) that trials succeed more often than `rate`: 1 / level is reached by chance with `level` at most.
+    """Evidence (a test martingale) that trials succeed more often than `rate`; it reaches 1 / level by chance with probability at most `level`.
 
-    The likelihood ratio against `rate`, mixed uniformly over all higher ones; it is exact, for zero successes too.
+    The likelihood ratio against `rate`, mixed uniformly over all higher rates. It is exact, also for zero successes.
     rate: in (0, 1).
     """
     failures = np.asarray(trials) - np.asarray(successes)

@@ -1,6 +1,6 @@
-"""The engine that a rollout starts: it outlives the rollout, since it is to serve, and is found again behind a kill.
+"""The engine that a rollout starts. It keeps running after the rollout, and is found again after a kill.
 
-Processes are found again by a mark in their environment, which all that they start has too.
+Processes are found by a mark in their environment, which their children inherit.
 """
 
 import contextlib
@@ -19,9 +19,9 @@ import psutil
 from data.responses.engine_http import page_at
 from speculative.errors import UserError
 
-# In the engine's environment: a rollout that was killed before it wrote down a process number finds the engine by it.
+# In the engine's environment, so that a rollout killed before it stored the process id finds the engine.
 MARK = "UNDERSTUDY_ROLLOUT"
-GRACE_SECONDS = 15.0  # for an engine to end by itself
+GRACE_SECONDS = 15.0  # for an engine to exit after SIGTERM
 POLL_SECONDS = 0.5
 _TOKEN_TIMEOUT = 30.0
 _TOLD = 200  # characters of a last line
@@ -29,7 +29,7 @@ _TOLD = 200  # characters of a last line
 
 @dataclass
 class Engine:
-    """An engine. mark, pid, created: of the process that was started; no mark: it runs by itself."""
+    """An engine. mark, pid, created: of the started process; an empty mark: not started by a rollout."""
 
     url: str
     port: int
@@ -40,7 +40,7 @@ class Engine:
 
 def marked_environment(variable: str, mark: str) -> dict[str, str]:
     """The environment that marks a process."""
-    # SPT_NOENV: setproctitle, by which vLLM names its workers, else writes over the environment that they are found by.
+    # SPT_NOENV: without it, setproctitle in vLLM's workers overwrites the environment that holds the mark.
     return os.environ | {variable: mark, "SPT_NOENV": "1"}
 
 
@@ -53,7 +53,7 @@ def marked(variable: str, mark: str) -> Iterator[psutil.Process]:
 
 
 def alive(process: psutil.Process) -> bool:
-    """Whether it runs: one that has ended and is not yet waited for does not."""
+    """Whether a process runs; a zombie does not."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.Error:
@@ -61,7 +61,7 @@ def alive(process: psutil.Process) -> bool:
 
 
 def last_line(log: Path) -> str:
-    """What a program printed last; empty where it printed nothing."""
+    """The last line of a log; empty if there is none."""
     with contextlib.suppress(OSError):
         lines = log.read_text(encoding="utf-8", errors="replace").split("\n")
         return next((line.strip()[-_TOLD:] for line in reversed(lines) if line.strip()), "")
@@ -69,10 +69,10 @@ def last_line(log: Path) -> str:
 
 
 def engine_words(command: str, draft: Path, port: int) -> list[str]:
-    """The words of --engine-command. They may hold JSON, so only {draft} and {port} are looked for.
+    """The words of --engine-command. They may contain JSON, so only {draft} and {port} are replaced.
 
     Raises:
-        UserError: no command, or one without a place for the draft or the port.
+        UserError: no command, or one without {draft} or {port}.
     """
     try:
         words = shlex.split(command)
@@ -80,21 +80,21 @@ def engine_words(command: str, draft: Path, port: int) -> list[str]:
         raise UserError(f"--engine-command {command}: {error}") from error
     for place in ("{draft}", "{port}"):
         if not any(place in word for word in words):
-            raise UserError(f"--engine-command {command or 'is empty'}: it must have {place} where the engine takes it")
+            raise UserError(f"--engine-command {command or 'is empty'}: it must contain {place}")
     return [word.replace("{draft}", str(draft)).replace("{port}", str(port)) for word in words]
 
 
 def free_port(port: int) -> int:
-    """This port, or any free one for 0. Raises UserError: it is in use."""
+    """This port, or a free one for 0. Raises UserError if it is in use."""
     try:
         with socket.create_server(("127.0.0.1", port)) as free:
             return int(free.getsockname()[1])
     except OSError as error:
-        raise UserError(f"--port {port}: cannot be listened on ({error.strerror}); choose another") from error
+        raise UserError(f"--port {port}: cannot listen there ({error.strerror}); choose another port") from error
 
 
 def start_engine(engine: Engine, words: list[str], log: Path) -> psutil.Process:
-    """Starts the process of an engine in a session of its own. Raises UserError: no such program."""
+    """Start an engine in its own session. Raises UserError if the program does not exist."""
     try:
         with log.open("ab") as out:
             return psutil.Popen(
@@ -106,22 +106,22 @@ def start_engine(engine: Engine, words: list[str], log: Path) -> psutil.Process:
 
 
 def find_engine(engine: Engine) -> psutil.Process | None:
-    """The living process of an engine; None where it has ended or was never started."""
+    """The running process of an engine; None if it ended or was never started."""
     if engine.pid is not None:
         with contextlib.suppress(psutil.Error):
             process = psutil.Process(engine.pid)
-            # A clock that was set moves the start; a number that was given again has another mark.
+            # Setting the clock changes the start time; a reused process id has another mark.
             same = process.create_time() == engine.created or process.environ().get(MARK) == engine.mark
             return process if same and alive(process) else None
         return None
-    # Nobody lived to write its number down. Whatever it starts has its mark too; it alone leads the session.
+    # The process id was never stored. Children have the mark too, but only the engine leads its session.
     return next((process for process in marked(MARK, engine.mark) if os.getsid(process.pid) == process.pid), None)
 
 
 def stop_engine(engine: Engine, drain: float) -> None:
-    """Ends an engine that was started, when its last connection is closed or ``drain`` seconds are over, and all that it started.
+    """Stop an engine and its children after its last connection closes or after ``drain`` seconds.
 
-    One that has ended by itself may have left something behind.
+    Children of an engine that exited by itself are stopped too.
     """
     if (process := find_engine(engine)) is not None:
         _until(lambda: not alive(process) or not _connected(process, engine.port), drain)
@@ -136,14 +136,14 @@ def stop_engine(engine: Engine, drain: float) -> None:
 
 
 def _until(over: Callable[[], bool], seconds: float) -> None:
-    # Not psutil's wait: in a container nobody may reap what has ended.
+    # Not psutil's wait: in a container, ended processes may never be reaped.
     deadline = time.monotonic() + seconds
     while not over() and time.monotonic() < deadline:
         time.sleep(min(POLL_SECONDS, 0.1))
 
 
 def _connected(process: psutil.Process, port: int) -> bool:
-    """Whether a client is connected to the port, in the engine or what it started."""
+    """Whether a client is connected to the port of the engine or its children."""
     with contextlib.suppress(psutil.Error):
         family = [process, *process.children(recursive=True)]
         return any(
@@ -155,13 +155,13 @@ def _connected(process: psutil.Process, port: int) -> bool:
 
 
 def generates(url: str) -> bool:
-    """Whether an engine answers a request for one token, an error included: one that is healthy and hangs does not."""
+    """Whether an engine answers a request for one token, even with an error. An engine can be healthy and still hang."""
     words = {"model": min(models(url), default=""), "prompt": "a", "max_tokens": 1}
     return page_at(f"{url}/v1/completions", body=words, direct=True, seconds=_TOKEN_TIMEOUT) is not None
 
 
 def models(url: str) -> set[str]:
-    """The names of the models that an engine serves; none where it does not say."""
+    """Names of the models that an engine serves; empty if it does not list them."""
     page = page_at(f"{url}/v1/models", direct=True)
     with contextlib.suppress(ValueError, LookupError, TypeError, RecursionError):
         return {str(model["id"]) for model in json.loads(page.text if page else "")["data"]}

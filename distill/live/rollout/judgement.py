@@ -1,8 +1,9 @@
-"""What the requests of two engines say: go on, go back, or wait for more. Nothing here reads a file.
+"""Decides from the requests of two engines: go on, go back, or wait. It reads no files.
 
-Each way back (accepted less, below the gate's interval, slower, more errors) has a quarter of the false alarm rate in each of the
-two phases, and every test holds however often it is looked at. What is drawn is a conversation. Compared are requests of the same minutes, divided by a hash; what is
-watched afterwards is compared with what the old engine did then, so a change of traffic or load is in it too.
+Each reason to go back (lower acceptance, below the gate's interval, slower, more errors) has a quarter of the false alarm rate in each of
+the two phases, and every test is valid at any time. The sampling unit is a conversation. While comparing, both engines get conversations
+of the same time, split by a hash. While watching, the new engine is compared with the old one before the move, so changes of traffic or
+load count too.
 """
 
 import math
@@ -27,19 +28,19 @@ from distill.live.traffic.record import TrafficRecord
 from speculative.measure.intervals import Interval
 
 WAYS_BACK = 4
-UNTOLD_CONVERSATIONS = 50  # Without a drafted token: this engine drafts nothing, or does not tell.
-# Of log seconds: differences looked for, and how far off an unseen request may be.
+UNTOLD_CONVERSATIONS = 50  # without a drafted token: the engine has no draft or does not report counts
+# in log seconds: expected differences, and the residual of one extra request
 LATENCY_SCALE, LATENCY_DOUBT = 0.2, 1.0
-WATCHED_SLOWER = 1.0  # Twice as slow: behind the move one engine has the load of two.
-WHOLE = ("stop", "length", "tool_calls")  # finishes of answers that were not cut short
-SEEN = 0.05  # The difference of which it is told how many requests show it.
+WATCHED_SLOWER = 1.0  # twice as slow, because after the move one engine has the load of two
+WHOLE = ("stop", "length", "tool_calls")  # finishes of complete responses
+SEEN = 0.05  # the difference for which the required number of requests is reported
 
 
 @dataclass(frozen=True)
 class Served:
-    """What an engine did in one phase. left: requests that clients ended before the first byte, which count nowhere else, since a client
-    can end as many as it likes. errors: conversations that met one. gamma: drafted tokens a block. acceptance: of accepted / drafted,
-    latency: of log seconds a token, both by conversation.
+    """What an engine served in one phase. left: requests cancelled before the first byte. They count nowhere else, because a client can
+    cancel any number of requests. errors: conversations with an error. gamma: drafted tokens per block. acceptance: sums of accepted /
+    drafted, latency: sums of log seconds per token, both by conversation.
     """
 
     requests: int = 0
@@ -53,8 +54,8 @@ class Served:
 
 @dataclass(frozen=True)
 class Decision:
-    """What to do, and in one line why. interval: of the difference in accepted / drafted, new - old. to_see: requests of both engines
-    that show a difference of `SEEN`; None while too little is known.
+    """A decision with its reason. interval: of the difference in accepted / drafted, new - old. to_see: requests of both engines needed to
+    see a difference of `SEEN`; None with too few requests.
     """
 
     action: Literal["wait", "on", "back"]
@@ -65,7 +66,7 @@ class Decision:
 
 @dataclass(frozen=True)
 class GateGain:
-    """The interval of tau that the gate saw gained on new traffic, at this gamma."""
+    """The gate's interval of the gain in tau on new traffic, at this gamma."""
 
     gamma: int
     tau_low: float
@@ -74,7 +75,7 @@ class GateGain:
 
 @dataclass(frozen=True)
 class Law:
-    """What is asked of the new draft; see `RolloutOptions`. gate: what it judged, None where nothing is known of it."""
+    """The criteria for the new draft; see `RolloutOptions`. gate: the gate's interval, None if unknown."""
 
     share: float
     margin: float
@@ -86,15 +87,15 @@ class Law:
 
     @property
     def level(self) -> float:
-        """Of an interval with two sides of which one is a way back."""
+        """Level of a two-sided interval with one side that goes back."""
         return 2 * self.false_alarms / WAYS_BACK
 
 
 class Tally:
-    """What an engine did, record by record: each request once, and of a conversation a few numbers.
+    """Counts what an engine served, record by record: each request once, with a few sums per conversation.
 
-    A conversation is what a hash sent to an engine, and its requests resemble each other: it is one draw, its requests added up. A
-    constraint on the text says nothing of the draft, and an answer cut short nothing of its speed.
+    A conversation is one draw, because a hash assigns whole conversations and their requests resemble each other. Constrained responses do
+    not count for acceptance, and incomplete ones do not count for latency.
     """
 
     def __init__(self) -> None:
@@ -103,7 +104,7 @@ class Tally:
         self._drafted = self._blocks = self._left = 0
 
     def add(self, record: TrafficRecord) -> None:
-        """One record; of several with one id the first counts."""
+        """Add a record; the first record of an id counts."""
         if (request := hash(record.id)) in self._seen:
             return
         self._seen.add(request)
@@ -123,7 +124,7 @@ class Tally:
         sums[4] += record.finish == "error"
 
     def served(self) -> Served:
-        """The sums over all N conversations."""
+        """Sums over all N conversations."""
         sums_NK = np.array(list(self._talks.values()), dtype=np.float64).reshape(-1, 5)
         return Served(
             len(self._seen) - self._left,
@@ -137,7 +138,7 @@ class Tally:
 
 
 def compare(new: Served, old: Served, law: Law) -> Decision:
-    """While both serve."""
+    """Decide while both engines serve."""
     interval, to_see, told = _seen(new, old, law)
     (low, high), total = interval, new.requests + old.requests
     back = (
@@ -149,20 +150,20 @@ def compare(new: Served, old: Served, law: Law) -> Decision:
     if back:
         return Decision("back", back, interval, to_see)
     if low > -law.margin:
-        what = "more is accepted" if law.margin == 0 else f"no less than {-law.margin:+g} is accepted"
+        what = "more is accepted" if law.margin == 0 else f"the loss is less than {law.margin:g}"
         return Decision("on", f"certainly {what}: {told}", interval, to_see)
     if high < 0:
         return Decision("back", f"certainly less is accepted: {told}", interval, to_see)
     if total >= law.requests:
-        return Decision("back", f"undecided behind {total:,} requests: {told}", interval, to_see)
+        return Decision("back", f"undecided after {total:,} requests: {told}", interval, to_see)
     return Decision("wait", told, interval, to_see)
 
 
 def watch(new: Served, old: Served, law: Law) -> Decision:
-    """When all traffic is the new one's. old: what the old engine did while they were compared."""
+    """Decide while the new engine serves all traffic. old: what the old engine served during the comparison."""
     interval, to_see, told = _seen(new, old, law)
-    # Clopper-Pearson: the errors that the old engine may well have had.
-    doubt = law.false_alarms / WAYS_BACK / 2  # half of this way's share is the bound's, half the evidence's
+    # Clopper-Pearson: upper bound of the old engine's error rate.
+    doubt = law.false_alarms / WAYS_BACK / 2  # half of this reason's level for the bound, half for the evidence
     usual = float(stats.beta.ppf(1 - doubt, old.errors + 1, max(1, old.conversations - old.errors)))
     back = (
         _more_errors(evidence_of_more(new.errors, new.conversations, min(usual, 0.999)) / 2, new, old, law)
@@ -177,7 +178,7 @@ def watch(new: Served, old: Served, law: Law) -> Decision:
 
 
 def _seen(new: Served, old: Served, law: Law) -> tuple[Interval, int | None, str]:
-    """(interval of the difference in accepted / drafted, requests that show one of `SEEN`, both rates and the difference in words)."""
+    """(interval of the difference in accepted / drafted, requests needed to see `SEEN`, both rates and the difference in words)."""
     usual = estimate_of(old.acceptance)
     difference, to_see = difference_of(estimate_of(new.acceptance), usual), None
     if (count := old.acceptance.requests) >= FEWEST_REQUESTS:
@@ -188,7 +189,7 @@ def _seen(new: Served, old: Served, law: Law) -> tuple[Interval, int | None, str
     told += f"{_rate(old.acceptance)} of the old draft's {old.requests:,}"
     if math.isfinite(difference.variance):
         told += f"; difference {float(difference.value):+.3f} [{low:+.3f}, {high:+.3f}]"
-    told += f"; clients ended {new.left:,} more before the first byte" if new.left else ""
+    told += f"; clients cancelled {new.left:,} more before the first byte" if new.left else ""
     return (low, high), to_see, told
 
 
@@ -196,21 +197,21 @@ def _more_errors(evidence: float, new: Served, old: Served, law: Law) -> str:
     if evidence < WAYS_BACK / law.false_alarms:
         return ""
     return (
-        f"errors rise: they hit {new.errors:,} of {new.conversations:,} conversations, {old.errors:,} of {old.conversations:,} with the old "
+        f"more errors: {new.errors:,} of {new.conversations:,} conversations, against {old.errors:,} of {old.conversations:,} with the old "
         "engine"
     )
 
 
 def _below_gate(most_gained: float, new: Served, law: Law, told: str) -> str:
-    """The gate judged the gain over the old draft, which traffic and an engine's way to count change less than acceptance itself."""
+    """Compare with the gate's gain over the old draft: traffic and counting change it less than acceptance itself."""
     gate = law.gate
-    # tau = 1 + gamma x accepted / drafted; at another gamma the gain is another.
+    # tau = 1 + gamma x accepted / drafted; at another gamma the gain differs.
     if gate is None or new.gamma is None or round(new.gamma) != gate.gamma:
         return ""
     low, high = gate.tau_low / gate.gamma, gate.tau_high / gate.gamma
     if most_gained >= low:
         return ""
-    return f"below the gate's interval of the gain in accepted / drafted, [{low:+.3f}, {high:+.3f}]: {told}"
+    return f"the gain in accepted / drafted is below the gate's interval [{low:+.3f}, {high:+.3f}]: {told}"
 
 
 def _slower(new: Served, old: Served, law: Law, slower: float) -> str:
@@ -218,15 +219,15 @@ def _slower(new: Served, old: Served, law: Law, slower: float) -> str:
     low, high = anytime_interval(times, law.level, LATENCY_SCALE)
     if low <= math.log1p(slower):
         return ""
-    return f"certainly slower: {math.exp(times.value):.2f} [{math.exp(low):.2f}, {math.exp(high):.2f}] times the seconds a token of the old engine"
+    return f"certainly slower: {math.exp(times.value):.2f} [{math.exp(low):.2f}, {math.exp(high):.2f}] times the old engine's seconds per token"
 
 
 def _untold(new: Served, old: Served) -> str:
     for served, which in ((new, "new"), (old, "old")):
         if served.conversations - served.errors >= UNTOLD_CONVERSATIONS and not served.acceptance.requests:
             return (
-                f"the {which} engine tells of no drafted tokens in {served.requests:,} requests: it serves without a draft, or "
-                "does not say (vLLM: --per-request-spec-decode-metrics detailed)"
+                f"the {which} engine reports no drafted tokens in {served.requests:,} requests: it has no draft, or "
+                "does not report counts (vLLM: --per-request-spec-decode-metrics detailed)"
             )
     return ""
 

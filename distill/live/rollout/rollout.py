@@ -1,8 +1,8 @@
-"""`understudy rollout`: the new version's engine beside the old, a share of the traffic, then all of it or none.
+"""`understudy rollout`: the new version's engine gets a share of the traffic, then all of it or none.
 
-Engines cannot swap a draft portably, so whole engines are replaced, one beside the other. arms.json of the gateway's log directory
-is the only control. Each stage is written down before its first act, and each act may be done twice: a rollout that was killed
-goes on where it stood, when it is given again.
+Engines share no way to swap a draft, so the new version gets its own engine. arms.json in the gateway's log directory is the only
+control. Each stage is stored before its first action, and each action may be repeated, so a killed rollout resumes when the command is
+run again.
 
 Exit status: 0 the new version serves, 3 it was taken back, 2 a mistake.
 """
@@ -28,36 +28,38 @@ from distill.live.versions import Version, current_version, make_current, reject
 from speculative.errors import UserError
 
 TAKEN_BACK = 3  # exit status
-SILENT_POLLS = 3  # An engine of which the process runs but that does not answer so often is taken for dead.
+SILENT_POLLS = 3  # an engine that fails this number of checks in a row is treated as dead
 TOLD_SECONDS = 10.0
-HEED_SECONDS = 5.0  # in which a gateway must have read its arms
-_UNHEEDED = 1e-6  # Conversations that all miss the new engine by such a chance: the gateway reads no arms.json.
+HEED_SECONDS = 5.0  # within which a gateway must have read arms.json
+_UNHEEDED = (
+    1e-6  # if it is less likely than this that no conversation reached the new engine, the gateway ignores arms.json
+)
 
 
 def rollout(options: RolloutOptions) -> int:
-    """Takes a version into service, or back; goes on with one that was interrupted. Returns the exit status.
+    """Put a version into service or take it back, or resume an interrupted rollout; return the exit status.
 
     Raises:
-        UserError: no such version, a rollout of another version that is not finished, no gateway on the log directory or one
-            that does not read arms.json, an engine that does not start, a port in use, an option out of its range.
+        UserError: no such version, an unfinished rollout of another version, no gateway on the log directory or one that
+            ignores arms.json, an engine that does not start, a port in use, an option out of range.
         Interrupted: Ctrl-C; both engines stay as they are.
     """
     states.check_options(options)
     if not options.drafts.is_dir() and (named := Path("drafts") / options.drafts).is_dir():
         options = dataclasses.replace(options, drafts=named)
     version = states.asked_version(options)
-    busy = f"{options.drafts}: another rollout of it is running; wait for it or end it"
+    busy = f"{options.drafts}: another rollout is running there; wait for it or stop it"
     with locked(options.drafts / states.ROLLOUT_LOCK, busy):
         state = states.opened(options, version)
         try:
             return Rollout(options, version, state).run()
         except KeyboardInterrupt:
-            words = "the same command goes on, with --back it takes it back"
-            raise Interrupted(f"{state.version} is {state.stage} and stays so; {words}") from None
+            words = "run the same command to resume, or with --back to undo"
+            raise Interrupted(f"{state.version} stays in stage {state.stage}; {words}") from None
 
 
 class Rollout:
-    """A rollout from where its state stands to its end."""
+    """A rollout, from its stored state to its end."""
 
     def __init__(self, options: RolloutOptions, version: Version, state: State) -> None:
         self.options, self.version, self.state = options, version, state
@@ -65,20 +67,20 @@ class Rollout:
         self._told = -math.inf
 
     def run(self) -> int:
-        """The exit status, when an end is reached."""
+        """Run all remaining stages; return the exit status."""
         stages = {
             "starting": self._start, "comparing": self._compare, "watching": self._watch, "finishing": self._finish,
             "returning": self._return,
         }  # fmt: skip
         if self.options.back and self.state.stage != "finishing":
-            self._enter("returning", "asked for")
+            self._enter("returning", "--back was given")
         while self.state.stage not in ENDS:
             try:
                 stages[self.state.stage]()
             except UserError as error:
                 if self.state.stage in ("finishing", "returning"):
                     raise
-                # Nobody would watch the new engine: the old one has the traffic while the mistake is mended.
+                # Nothing would watch the new engine, so the old one serves until the user fixed the mistake.
                 self.state.blames = False
                 self._enter("returning", str(error))
                 self._return()
@@ -86,7 +88,7 @@ class Rollout:
         return 0 if self.state.stage == "done" else TAKEN_BACK
 
     def _enter(self, stage: Stage, text: str) -> None:
-        """The next stage is written down before it begins."""
+        """Store the next stage before it begins."""
         self.state.stage, self.state.since, self.state.reason = stage, time.time(), text
         if stage in ("comparing", "watching"):
             self.state.place = end_of(Path(self.state.log))
@@ -104,20 +106,20 @@ class Rollout:
             state.engine.pid, state.engine.created = process.pid, process.create_time()
             state.write(self.options.drafts)
         seconds = self._wait()
-        # A gateway may have been restarted meanwhile, with other flags.
+        # The gateway may have been restarted meanwhile with other flags.
         state.before = arms_before(self.arms_file.parent)
         self._check_models()
-        told = f"answers behind {seconds:.0f} s and gets {state.share:.0%} of the conversations"
+        told = f"answers after {seconds:.0f} s and gets {state.share:.0%} of the conversations"
         self._enter("comparing", f"{state.engine.url} {told}")
 
     def _wait(self) -> float:
-        """Seconds until the engine answered."""
+        """Wait for the engine; return the seconds that it took."""
         start = time.monotonic()
         while not answers(self.state.engine.url):
             if self._has_died():
                 log = self._engine_log()
                 raise UserError(
-                    f"--engine-command: it ended before it answered: {engines.last_line(log)} (all in {log})"
+                    f"--engine-command: the engine exited before it answered: {engines.last_line(log)} (full log: {log})"
                 )
             if time.monotonic() - start > self.options.start_timeout:
                 within = f"--start-timeout {self.options.start_timeout:g} s"
@@ -126,7 +128,7 @@ class Rollout:
         return time.monotonic() - start
 
     def _check_models(self) -> None:
-        """Raises UserError when a request for the old engine's model would be refused by the new one."""
+        """Raises UserError if the new engine would refuse requests for the old engine's model."""
         known = engines.models(self.state.engine.url)
         asked = [arm.url for arm in self.state.before.arms if arm.drafts and arm.share]
         missing = {name for url in asked for name in engines.models(url)} - known
@@ -138,7 +140,7 @@ class Rollout:
 
     def _compare(self) -> None:
         if self._direct(self.state.share):
-            # Whoever was killed before this wrote down a beginning that was none.
+            # A run killed before this stored a start that did not happen.
             self.state.place = end_of(Path(self.state.log))
             self.state.write(self.options.drafts)
         law, heeds, unheeded = self._law(), time.monotonic() + HEED_SECONDS, 0
@@ -155,11 +157,11 @@ class Rollout:
         self._look(judge, "watching")
 
     def _check_heeded(self, missed: int) -> None:
-        """Raises UserError when so many conversations can hardly all have missed the new engine."""
+        """Raises UserError if it is very unlikely that all these conversations missed the new engine."""
         if missed * math.log1p(-self.state.share) < math.log(_UNHEEDED):
             raise UserError(
-                f"{self.arms_file}: the gateway does not heed it: none of {missed:,} conversations reached the new engine; is it "
-                "`understudy gateway` that serves, with this --log?"
+                f"{self.arms_file}: the gateway ignores it: none of {missed:,} conversations reached the new engine. Is "
+                "`understudy gateway` running with this --log?"
             )
 
     def _watch(self) -> None:
@@ -168,7 +170,7 @@ class Rollout:
         self._look(lambda new, _: watch(new, self.state.old, law), "finishing")
 
     def _look(self, judge: Callable[[Served, Served], Decision], following: Stage) -> None:
-        """Judges what the new engine has served since the stage began, again and again, until there is a decision or it has died."""
+        """Poll what the new engine served since the stage began, until there is a decision or it died."""
         log, url, silent, left = Path(self.state.log), self.state.engine.url, 0, 0
         tail = LogTail(log, self.state.place or end_of(log))
         mine, others = Tally(), Tally()
@@ -178,14 +180,14 @@ class Rollout:
                 if record.arm in tallies:
                     tallies[record.arm].add(record)
             new = mine.served()
-            # That clients left proves nothing: an engine may be healthy and hang, so it is asked.
+            # If clients left, ask for a token: an engine may be healthy and still hang.
             if answers(url) and (new.left == left or engines.generates(url)):
                 silent, left = 0, new.left
             else:
                 silent += 1
             if self._has_died():
                 said = engines.last_line(self._engine_log()) or "nothing"
-                return self._enter("returning", f"the engine died; it said last: {said}")
+                return self._enter("returning", f"the engine died; its last output: {said}")
             if silent >= SILENT_POLLS:
                 return self._enter("returning", f"{url} does not answer")
             decision = judge(new, others.served())
@@ -195,7 +197,7 @@ class Rollout:
             time.sleep(engines.POLL_SECONDS)
 
     def _finish(self) -> None:
-        """All arms of the past are left out, `current` is switched, the old engine ended where it is ours."""
+        """Remove the old arms, move `current`, and stop the old engine if a rollout started it."""
         self._direct(1.0, alone=True)
         make_current(self.options.drafts, self.state.version, "rollout")
         old, urls = self.state.before_engine, [arm.url for arm in self.state.before.arms if arm.drafts]
@@ -203,17 +205,17 @@ class Rollout:
             engines.stop_engine(old, self.options.drain)
             urls.remove(old.url)
         for url in urls:
-            print(f"{url} has no traffic any more and was not started here: end it as you started it", flush=True)
+            print(f"{url} gets no more traffic. The rollout did not start it: stop it yourself", flush=True)
         self._enter("done", f"{self.state.engine.url} serves all traffic; current -> {self.state.version}")
 
     def _return(self) -> None:
-        """All traffic to where it went before, and the new engine ended where it is ours."""
+        """Restore the old arms, and stop the new engine if the rollout started it."""
         reason = self.state.reason
         if self._directs():
             write_arms(self.arms_file, self.state.before)
         for arm in self.state.before.arms:
             if arm.share and not answers(arm.url):
-                print(f"arms.{arm.name}: {arm.url} does not answer, and gets its traffic back", flush=True)
+                print(f"arms.{arm.name}: {arm.url} does not answer, but gets its traffic back", flush=True)
         engines.stop_engine(self.state.engine, self.options.drain)
         if self.state.blames:
             reject(self.options.drafts, self.state.version, f"rollout: {reason}")
@@ -221,14 +223,14 @@ class Rollout:
         self._enter("back", reason)
 
     def _point_back(self) -> None:
-        """A version that was approved before its rollout is not served now: `current` is what is."""
+        """Point `current` at the version that is served, if this one was approved before its rollout."""
         current = current_version(self.options.drafts)
         served = max(self.state.before.arms, key=lambda arm: arm.share).draft_version
         if current is not None and current.name == self.state.version and (self.options.drafts / served).is_dir():
             make_current(self.options.drafts, served, "rollout")
 
     def _directs(self) -> bool:
-        """Whether arms.json is this rollout's, or nobody's."""
+        """Whether arms.json was written by this rollout or is unreadable."""
         with contextlib.suppress(UserError):
             return read_arms(self.arms_file).by == self._by()
         return True
@@ -237,7 +239,7 @@ class Rollout:
         return f"rollout {self.options.drafts.name} {self.state.version}"
 
     def _direct(self, share: float, alone: bool = False) -> bool:
-        """Gives the new engine this share, the others what is left; whether that is new. ``alone``: the others are no longer named."""
+        """Give the new engine this share and the others the rest; return whether arms.json changed. ``alone``: remove the others."""
         before = self.state.before
         left = [] if alone else [arm for arm in before.arms if arm.drafts]
         others = [dataclasses.replace(arm, share=arm.share * (1 - share)) for arm in left]
@@ -266,19 +268,19 @@ class Rollout:
         )  # fmt: skip
 
     def _tell(self, decision: Decision) -> None:
-        """Now and then, where it stands."""
+        """Print the progress every TOLD_SECONDS."""
         if time.monotonic() - self._told < TOLD_SECONDS:
             return
         self._told = time.monotonic()
         more, to_see = "", decision.to_see
         if to_see is not None and self.state.stage == "comparing":
-            more = f"; {SEEN:g} shows in about {to_see:,} requests"
-        more += "" if gateway_runs(Path(self.state.log)) else "; no gateway runs"
+            more = f"; a difference of {SEEN:g} shows in about {to_see:,} requests"
+        more += "" if gateway_runs(Path(self.state.log)) else "; no gateway is running"
         print(f"{time.strftime('%H:%M:%S')} {self.state.stage}: {decision.reason}{more}", flush=True)
 
 
 def gate_of(version: Version, served: set[str]) -> GateGain | None:
-    """What the gate judged, as `understudy refresh` wrote it down; None for a version that passed none, or beside another than its parent."""
+    """The gate's interval from the provenance; None for a version without a gate, or if not its parent is served."""
     if served != {version.parent}:
         return None
     try:

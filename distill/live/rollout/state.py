@@ -1,5 +1,5 @@
-"""Where a rollout stands, so that one that was killed goes on (drafts/NAME/rollout.json), and how it begins: what is refused before
-anything is done, and its first state.
+"""The state of a rollout (drafts/NAME/rollout.json), so that a killed one can resume, and its start: checks before anything is done, and
+the first state.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ ENDS = ("done", "back")
 
 
 class Event(Record):
-    """A stage that began; time: Unix seconds."""
+    """Start of a stage; time: Unix seconds."""
 
     time: float
     stage: Stage
@@ -38,9 +38,9 @@ class Event(Record):
 
 
 class State(Record, frozen=False):
-    """A rollout. log: the gateway's directory. share: of the new engine while compared. before: arms.json as it was found. before_engine:
-    the one that an earlier rollout started. since: Unix seconds of the stage's beginning. place: where the log ended then. old: what the old engine did while they were
-    compared. reason: why it went on, or back. blames: whether going back says something of the draft.
+    """State of a rollout. log: the gateway's directory. share: of the new engine while comparing. before: arms.json as found. before_engine:
+    started by an earlier rollout. since: start of the stage, Unix seconds. place: end of the log at that time. old: what the old engine
+    served during the comparison. reason: why it went on or back. blames: whether going back is the draft's fault.
     """
 
     version: str
@@ -58,19 +58,19 @@ class State(Record, frozen=False):
     events: list[Event] = Field(default_factory=list)
 
     def write(self, drafts: Path) -> None:
-        """Writes it whole. Raises UserError: the disk refuses."""
+        """Write rollout.json atomically. Raises UserError if that fails."""
         with writing(drafts / STATE):
             write_json(drafts / STATE, self.model_dump())
 
 
 def read_state(drafts: Path) -> State | None:
-    """The last rollout of a draft; None before the first. Raises UserError: it cannot be read."""
+    """The last rollout of a draft; None before the first. Raises UserError if it cannot be read."""
     path = drafts / STATE
-    return State.read(path, "see which engines run, then delete it") if path.exists() else None
+    return State.read(path, "check which engines are running, then delete it") if path.exists() else None
 
 
 def check_options(options: RolloutOptions) -> None:
-    """Raises UserError for an option out of its range."""
+    """Raises UserError for an option out of range."""
     for name, value, right, example in (
         ("share", options.share, 0 < options.share < 1, "0.1"),
         ("margin", options.margin, 0 <= options.margin < 1, "0.01"),
@@ -80,11 +80,9 @@ def check_options(options: RolloutOptions) -> None:
         ("drain", options.drain, 0 <= options.drain < math.inf, "30"),
     ):
         if not right:
-            raise UserError(f"--{name} {value:g}: out of its range; give e.g. {example}")
+            raise UserError(f"--{name} {value:g}: out of range; give e.g. {example}")
     if bool(options.engine_command) == bool(options.engine_url) and not options.back:
-        raise UserError(
-            "give --engine-command (it starts the new engine) or --engine-url (where one runs), one of them"
-        )
+        raise UserError("give either --engine-command (starts the new engine) or --engine-url (a running one)")
     if options.engine_url and not is_address(options.engine_url):
         raise UserError(f"--engine-url {options.engine_url}: give an address such as http://127.0.0.1:8002")
     if options.engine_command:
@@ -92,32 +90,34 @@ def check_options(options: RolloutOptions) -> None:
 
 
 def asked_version(options: RolloutOptions) -> Version:
-    """The version that is to serve. Raises UserError where there is none."""
+    """The version to serve. Raises UserError if it does not exist."""
     if not (options.drafts / options.version).is_dir():
         known = ", ".join(version.name for version in list_versions(options.drafts)) or "none"
-        raise UserError(f"{options.drafts / options.version}: no such version; there are: {known}")
+        raise UserError(f"{options.drafts / options.version}: no such version; found: {known}")
     return read_version(options.drafts / options.version)
 
 
 def check_same(state: State, options: RolloutOptions) -> None:
-    """Raises UserError where an unfinished rollout is another one, which comes first, or there is no gateway to go on with."""
+    """Raises UserError if the unfinished rollout is of another version or log, or no gateway is running."""
     if state.version != options.version:
         what = f"the rollout of {state.version} is not finished ({state.stage})"
-        raise UserError(f"{options.drafts / STATE}: {what}; give it again, or with --back")
+        raise UserError(f"{options.drafts / STATE}: {what}; run it again, or with --back")
     if Path(state.log) != options.log.resolve():
-        raise UserError(f"--log {options.log}: {state.version} is being rolled out at {state.log}; give that")
+        raise UserError(
+            f"--log {options.log}: {state.version} is being rolled out with --log {state.log}; give that one"
+        )
     if not options.back:
         check_gateway(options.log)
 
 
 def check_gateway(log: Path) -> None:
-    """Raises UserError where no gateway runs."""
+    """Raises UserError if no gateway is running."""
     if not gateway_runs(log):
-        raise UserError(f"--log {log}: no gateway runs on it; start `understudy gateway --log {log} ...` first")
+        raise UserError(f"--log {log}: no gateway is running on it; start `understudy gateway --log {log} ...` first")
 
 
 def gateway_runs(log: Path) -> bool:
-    """Whether somebody holds the log directory's lock."""
+    """Whether a gateway holds the log directory's lock."""
     with contextlib.suppress(FileNotFoundError), (log / LOCK).open("rb") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -127,19 +127,19 @@ def gateway_runs(log: Path) -> bool:
 
 
 def arms_before(log: Path) -> Arms:
-    """The arms that a rollout finds. Raises UserError where those are of another rollout that has not ended."""
+    """The arms before a rollout. Raises UserError if another rollout is unfinished."""
     before = read_arms(log / ARMS)
     if before.by != BY_FLAGS and sum(arm.drafts for arm in before.arms) > 1:
-        raise UserError(f"{log / ARMS}: {before.by} has not ended; give it again, or with --back, first")
+        raise UserError(f"{log / ARMS}: {before.by} is not finished; run it again, or with --back, first")
     return before
 
 
 def begin(options: RolloutOptions, version: Version, last: State | None) -> State:
-    """The first state of a rollout, written down. Raises UserError: no gateway, the version is served, a port in use."""
+    """Store the first state of a rollout. Raises UserError: no gateway, the version is already served, a port in use."""
     check_gateway(options.log)
     before = arms_before(options.log)
     if any(version.name in (arm.name, arm.draft_version) and arm.share for arm in before.arms):
-        raise UserError(f"{options.log / ARMS}: {version.name} is served there already")
+        raise UserError(f"{options.log / ARMS}: {version.name} is already served")
     port = 0 if options.engine_url else free_port(options.port)
     mark = "" if options.engine_url else uuid.uuid4().hex
     engine = Engine(url=root_of(options.engine_url) or f"http://127.0.0.1:{port}", port=port, mark=mark)
@@ -156,16 +156,16 @@ def begin(options: RolloutOptions, version: Version, last: State | None) -> Stat
 
 
 def opened(options: RolloutOptions, version: Version) -> State:
-    """Where an unfinished rollout stands, or the first state of a new one.
+    """The state of an unfinished rollout, or the first state of a new one.
 
     Raises:
-        UserError: an unfinished one of another version or log, no gateway, none to take back, see also `begin`.
+        UserError: an unfinished rollout of another version or log, no gateway, nothing to take back; see also `begin`.
     """
     state = read_state(options.drafts)
     if state is not None and state.stage not in ENDS:
         check_same(state, options)
-        print(f"goes on: {state.version} was {state.stage}", flush=True)
+        print(f"resuming: {state.version} was in stage {state.stage}", flush=True)
         return state
     if options.back:
-        raise UserError(f"--back: no rollout of {options.drafts} is under way")
+        raise UserError(f"--back: no rollout of {options.drafts} is in progress")
     return begin(options, version, state)

@@ -1,4 +1,4 @@
-"""Intervals that are looked at after every request: the formulas against quadrature and loops, the promise by simulation."""
+"""Anytime-valid intervals: formulas against quadrature and loops, false alarm rates by simulation."""
 
 import math
 
@@ -25,7 +25,7 @@ GAMMA = 4
 def requests(
     rng: np.random.Generator, shape: tuple[int, int], ease: float = 0.8, alike: float = 20.0, blocks: float = 20.0
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(accepted, drafted) of requests, lognormal in length and each with an ease of its own, drafted block by block."""
+    """(accepted, drafted) of requests with lognormal length and their own difficulty, drafted block by block."""
     blocks_N = np.clip(blocks * np.exp(rng.normal(-0.32, 0.8, math.prod(shape))), 1, 400).astype(int)
     ease_N = np.minimum(rng.beta(alike * ease, alike * (1 - ease), len(blocks_N)), 1 - 1e-9)
     request_B = np.repeat(np.arange(len(blocks_N)), blocks_N)
@@ -36,7 +36,7 @@ def requests(
 def served(
     rng: np.random.Generator, streams: int, length: int, share: float, new: float, old: float, **law: float
 ) -> tuple[Sums, Sums]:
-    """Sums of (new, old) behind each request of streams that a coin divides."""
+    """Sums of (new, old) after each request of randomly split streams."""
     mine = rng.random((streams, length)) < share
     found = []
     for ease, here in ((new, mine), (old, ~mine)):
@@ -51,7 +51,7 @@ def test_an_estimate_is_the_ratio_and_its_linearised_variance() -> None:
     found = estimate_of(sums_of(accepted[0], drafted[0]))
     rate = accepted.sum() / drafted.sum()
     squares = sum((kept - rate * tried) ** 2 for kept, tried in zip(accepted[0], drafted[0], strict=True))
-    squares += (max(rate, 1 - rate) * drafted.mean()) ** 2  # the one request more
+    squares += (max(rate, 1 - rate) * drafted.mean()) ** 2  # the extra request
     assert found.value == pytest.approx(rate)
     assert found.variance == pytest.approx(squares / drafted.sum() ** 2 * 40 / 39)
     mean = estimate_of(sums_of(drafted[0]), doubt=0.0)

@@ -1,4 +1,4 @@
-"""A rollout from its first request to its end, with a program in the engine's place and traffic that goes where arms.json says."""
+"""Rollouts from start to end, with a fake engine and traffic that follows arms.json."""
 
 import itertools
 import json
@@ -38,7 +38,7 @@ from distill.live.traffic.record import LOCK, TrafficRecord
 from distill.live.versions import current_version, history, make_current
 from speculative.errors import UserError
 
-# It has a child of its own, like a real one.
+# It has a child process, like a real one.
 ENGINE = """
 import http.server, os, subprocess, sys
 subprocess.Popen(["sleep", "60"])
@@ -51,7 +51,7 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[2])), Handler).serve_forever()
 
 
 def engines_of(options: RolloutOptions) -> list[psutil.Process]:
-    """Every living process that rollouts of these drafts started, by what they left in its environment."""
+    """Running processes that rollouts of these drafts started, found by their mark."""
     state = read_state(options.drafts)
     found = []
     for process in psutil.Process().children(recursive=True) if state is not None else ():
@@ -65,7 +65,7 @@ def engines_of(options: RolloutOptions) -> list[psutil.Process]:
 
 @pytest.fixture
 def options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RolloutOptions]:
-    """v0001 serves, v0002 waits; what is started is ended behind the test."""
+    """v0001 serves, v0002 waits; started processes are stopped after the test."""
     drafts = tmp_path / "drafts" / "support"
     write_version(drafts, "v0001", None)
     write_version(drafts, "v0002", "v0001")
@@ -98,7 +98,7 @@ def served(options: RolloutOptions) -> str:
 
 
 def all_is_back(options: RolloutOptions) -> bool:
-    """The old engine has all traffic, its version is current, and nothing that was started goes on."""
+    """The old engine has all traffic, its version is current, and no started process runs."""
     return (shares(options), served(options), engines_of(options)) == ({"v0001": 1.0}, "v0001", [])
 
 
@@ -124,8 +124,8 @@ def test_a_better_version_gets_all_the_traffic(options: RolloutOptions, capsys: 
     assert stages(options) == ["comparing", "watching", "finishing", "done"]
     told = capsys.readouterr().out
     assert "certainly more is accepted" in told
-    assert "http://127.0.0.1:9 has no traffic any more and was not started here: end it as you started it" in told
-    with pytest.raises(UserError, match="v0002 is served there already"):
+    assert "http://127.0.0.1:9 gets no more traffic. The rollout did not start it: stop it yourself" in told
+    with pytest.raises(UserError, match="v0002 is already served"):
         rollout(options)
 
 
@@ -143,7 +143,7 @@ def test_a_worse_version_is_taken_back(options: RolloutOptions) -> None:
 
 
 def test_one_that_slipped_through_is_taken_back_while_it_is_watched(options: RolloutOptions) -> None:
-    """Good for as long as it is compared, bad with all the traffic."""
+    """Good while compared, bad with all the traffic."""
     with running_traffic(traffic_of(options, lambda _: (0.85 if shares(options).get("v0001") else 0.4, 0.01, 0.0))):
         assert rollout(replace(options, watch=20_000)) == TAKEN_BACK
     assert stages(options) == ["comparing", "watching", "returning", "back"]
@@ -153,14 +153,14 @@ def test_one_that_slipped_through_is_taken_back_while_it_is_watched(options: Rol
 
 @pytest.mark.parametrize(("served_now", "status"), [("v0001", TAKEN_BACK), ("v0003", 0)])
 def test_less_than_the_gate_promised_is_taken_back(options: RolloutOptions, served_now: str, status: int) -> None:
-    """What the gate saw gained over v0001 is no promise beside v0003."""
+    """The gate's gain over v0001 does not apply when v0003 serves."""
     path = options.drafts / "v0002" / "provenance.json"
     gate = {"gamma": 4, "tau_ci": [1.2, 1.6]}
     path.write_text(json.dumps(json.loads(path.read_text()) | {"expected_gain": gate}))
     write_arms(options.log / ARMS, Arms("flags", (Arm("v0001", "http://127.0.0.1:9", 1.0, served_now, "t1"),)))
     with running_traffic(traffic_of(options, steady(0.8 if status == 0 else 0.7))):
         assert rollout(options) == status
-    gain = "below the gate's interval of the gain in accepted / drafted, [+0.300, +0.400]"
+    gain = "the gain in accepted / drafted is below the gate's interval [+0.300, +0.400]"
     assert (gain in state_of(options).reason) is (status == TAKEN_BACK)
 
 
@@ -182,7 +182,7 @@ def test_an_engine_that_dies_gives_back(options: RolloutOptions, stage: str, mon
 
 
 def hang_behind(name: str) -> None:
-    """What is called so, in the module of the rollout or as a stage, is done once, and then nothing more."""
+    """Run the function or stage of this name once, then hang."""
 
     def hangs(work: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(*arguments: Any) -> Any:
@@ -204,7 +204,7 @@ def hang_behind(name: str) -> None:
 
 
 def run_apart(options: RolloutOptions, behind: str, reached: Path) -> None:
-    """A rollout in a process of its own that stops behind an act, for good."""
+    """A rollout in its own process that hangs after an action."""
     sys.stdout = sys.stderr = reached.open("w")
     hang_behind(behind)
     os._exit(rollout(options))
@@ -242,13 +242,13 @@ def test_killed_on_its_way_back_it_goes_on_back(options: RolloutOptions, tmp_pat
 
 
 def test_back_is_asked_for(options: RolloutOptions, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"no rollout of .*support is under way"):
+    with pytest.raises(UserError, match=r"no rollout of .*support is in progress"):
         rollout(replace(options, back=True))
     kill_behind("comparing", options, tmp_path)
     write_version(options.drafts, "v0003", "v0001")
     with pytest.raises(UserError, match=r"rollout\.json: the rollout of v0002 is not finished \(comparing\)"):
         rollout(replace(options, version="v0003"))
-    with pytest.raises(UserError, match="v0002 is being rolled out at"):
+    with pytest.raises(UserError, match="v0002 is being rolled out with"):
         rollout(replace(options, log=tmp_path))
     assert rollout(replace(options, back=True)) == TAKEN_BACK
     assert all_is_back(options)
@@ -265,7 +265,7 @@ def test_behind_one_that_was_taken_back_the_engine_of_the_rollout_before_is_stil
         assert rollout(worse) == TAKEN_BACK
         assert engines.alive(first)
         assert rollout(better) == 0
-    assert not engines.alive(first), "it has no traffic any more"
+    assert not engines.alive(first), "it gets no more traffic"
     assert shares(better) == {"v0004": 1.0}
     assert len(engines_of(better)) == 1
 
@@ -275,13 +275,13 @@ def test_a_rollout_of_another_draft_that_has_not_ended_comes_first(options: Roll
         kill_behind("watching", options, tmp_path)
         other = replace(options, drafts=tmp_path / "drafts" / "other", version="v0001")
         write_version(other.drafts, "v0001", None)
-        with pytest.raises(UserError, match=r"arms\.json: rollout support v0002 has not ended; give it again"):
+        with pytest.raises(UserError, match=r"arms\.json: rollout support v0002 is not finished; run it again"):
             rollout(other)
         assert rollout(replace(options, back=True)) == TAKEN_BACK
 
 
 def test_arms_that_changed_meanwhile_are_kept(options: RolloutOptions, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A gateway that started again with other flags, and a rollout that goes on or back."""
+    """A gateway restarted with other flags, and a rollout that resumes or goes back."""
     wait, now = module.Rollout._wait, Arms("flags", (Arm("v0001", "http://127.0.0.1:19", 1.0, "v0001", "t1"),))
 
     def changing(self: Any) -> float:
@@ -331,7 +331,7 @@ def test_an_engine_is_known_by_its_mark_when_the_clock_was_set(options: RolloutO
 
 
 class Newer(ScriptedEngine):
-    """Five of six drafted tokens are accepted, where the other engine's are three; or it fails."""
+    """Five of six drafted tokens are accepted, against three with the other engine; or it fails."""
 
     fails = False
 
@@ -361,7 +361,7 @@ def test_behind_the_real_gateway(
         client = threading.Thread(target=ask, args=(url,), daemon=True)
         client.start()
         try:
-            # The two share a process with the client: how fast they are says nothing.
+            # Both share a process with the client, so their speed means nothing.
             asked = replace(options, log=log, engine_command="", engine_url=new, share=0.5, watch=20, slower=10.0)
             assert rollout(asked) == (TAKEN_BACK if fails else 0)
             assert httpx.get(f"{new}/v1/models").is_success, "an engine that runs already is left alone"
@@ -391,7 +391,7 @@ def test_an_engine_that_hangs_has_died(options: RolloutOptions, monkeypatch: pyt
 def test_a_clock_that_is_set_stalls_no_rollout(
     options: RolloutOptions, monkeypatch: pytest.MonkeyPatch, stepped: float
 ) -> None:
-    """From the comparison on the gateway's clock says something else."""
+    """The gateway's clock is changed once the comparison begins."""
     direct, wall, offset = module.Rollout._direct, time.time, [0.0]
     monkeypatch.setattr(time, "time", lambda: wall() + offset[0])
     answers, polls = module.answers, itertools.count()
@@ -413,7 +413,7 @@ def test_a_clock_that_is_set_stalls_no_rollout(
 
 
 class Leaving(Traffic):
-    """Clients of the new arm leave before the first byte, the first so many of them."""
+    """The first clients of the new arm leave before the first byte."""
 
     most = 30
 
@@ -448,7 +448,7 @@ def test_a_gateway_that_reads_no_arms_is_told_of(options: RolloutOptions, monkey
     monkeypatch.setattr(module, "HEED_SECONDS", 0.1)
     traffic = traffic_of(options, steady(0.8))
     traffic.heeds = False
-    with running_traffic(traffic), pytest.raises(UserError, match=r"arms\.json: the gateway does not heed it: none of"):
+    with running_traffic(traffic), pytest.raises(UserError, match=r"arms\.json: the gateway ignores it: none of"):
         rollout(options)
     assert (shares(options), engines_of(options)) == ({"v0001": 1.0}, [])
     assert "rejected" not in {event["event"] for event in history(options.drafts)}, "the draft is not to blame"
@@ -469,17 +469,17 @@ def test_a_forged_line_is_named_and_the_old_engine_gets_the_traffic(options: Rol
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"version": "v0009"}, "v0009: no such version; there are: v0001, v0002"),
+        ({"version": "v0009"}, "v0009: no such version; found: v0001, v0002"),
         ({"engine_command": "no-such-program {draft} {port}"}, "--engine-command no-such-program: cannot be started"),
         (
             {"engine_command": f"{sys.executable} -S -c 'raise ValueError(7)' {{draft}} {{port}}"},
-            "ended before it answered: ValueError: 7",
+            "exited before it answered: ValueError: 7",
         ),
-        ({"engine_command": "vllm serve {port}"}, "it must have {draft}"),
+        ({"engine_command": "vllm serve {port}"}, "it must contain {draft}"),
         ({"engine_command": "vllm 'serve"}, "No closing quotation"),
-        ({"engine_command": ""}, "give --engine-command"),
+        ({"engine_command": ""}, "give either --engine-command"),
         ({"engine_url": "ftp://x", "engine_command": ""}, "give an address"),
-        ({"share": 1.0}, "--share 1: out of its range"),
+        ({"share": 1.0}, "--share 1: out of range"),
         ({"false_alarms": 0.0}, "--false-alarms 0"),
     ],
     ids=lambda value: str(next(iter(value.items()))) if isinstance(value, dict) else "",
@@ -496,10 +496,10 @@ def test_what_is_refused(options: RolloutOptions, change: dict[str, Any], says: 
 def test_without_a_gateway_nothing_begins(options: RolloutOptions, tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.mkdir()
-    with pytest.raises(UserError, match="no gateway runs on it"):
+    with pytest.raises(UserError, match="no gateway is running on it"):
         rollout(replace(options, log=other))
     (other / LOCK).touch()
-    with pytest.raises(UserError, match="no gateway runs on it"):
+    with pytest.raises(UserError, match="no gateway is running on it"):
         rollout(replace(options, log=other))
     assert read_state(options.drafts) is None
 
@@ -507,7 +507,7 @@ def test_without_a_gateway_nothing_begins(options: RolloutOptions, tmp_path: Pat
 def test_a_port_in_use_and_two_rollouts_of_one_draft_at_once_are_refused(options: RolloutOptions) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(UserError, match=f"--port {port}: cannot be listened on"):
+        with pytest.raises(UserError, match=f"--port {port}: cannot listen there"):
             rollout(replace(options, port=port))
-    with locked(options.drafts / ROLLOUT_LOCK), pytest.raises(UserError, match="another rollout of it is running"):
+    with locked(options.drafts / ROLLOUT_LOCK), pytest.raises(UserError, match="another rollout is running"):
         rollout(options)

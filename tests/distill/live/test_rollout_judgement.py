@@ -1,4 +1,4 @@
-"""When a rollout goes on and when back: each reason on numbers made for it, the whole of them by simulation; and the log as it grows."""
+"""Decisions of a rollout: each reason on constructed numbers, all of them by simulation; and following a growing log."""
 
 import math
 import tracemalloc
@@ -25,7 +25,7 @@ LAW = Law(share=0.2, margin=0.0, slower=0.05, false_alarms=0.05, requests=10_000
 def engine(
     rng: np.random.Generator, count: int, rate: float, seconds: float = 0.02, errors: int = 0, gamma: float = 4.0
 ) -> Served:
-    """Requests whose rates lie about `rate`, so that even a few tell much."""
+    """Requests with rates close to `rate`, so that a few are enough."""
     drafted = rng.integers(40, 120, count)
     accepted = np.round(drafted * np.clip(rng.normal(rate, 0.1, count), 0, 1))
     latency = sums_of(np.log(seconds) + rng.normal(0, 0.2, count))
@@ -38,13 +38,13 @@ def engine(
         ({"rate": 0.7}, {}, "on", "certainly more is accepted: accepted / drafted 0.694 of 150"),
         ({"rate": 0.5}, {}, "back", "certainly less is accepted"),
         ({"rate": 0.6}, {}, "wait", "difference"),
-        ({"rate": 0.6}, {"margin": 0.05}, "on", "certainly no less than -0.05 is accepted"),
-        ({"rate": 0.6}, {"requests": 600}, "back", "undecided behind 750 requests"),
+        ({"rate": 0.6}, {"margin": 0.05}, "on", "certainly the loss is less than 0.05"),
+        ({"rate": 0.6}, {"requests": 600}, "back", "undecided after 750 requests"),
         ({"rate": 0.7, "seconds": 0.025}, {}, "back", "certainly slower: 1.2"),
         ({"rate": 0.7, "seconds": 0.025}, {"slower": 0.5}, "on", "more"),
-        ({"rate": 0.7, "errors": 10}, {}, "back", "errors rise: they hit 10 of 160 conversations, 0 of 600 with the old engine"),
+        ({"rate": 0.7, "errors": 10}, {}, "back", "more errors: 10 of 160 conversations, against 0 of 600 with the old engine"),
         ({"rate": 0.7, "errors": 2}, {}, "on", "more"),
-        ({"rate": 0.7}, {"gate": GateGain(4, 1.0, 1.2)}, "back", "below the gate's interval of the gain in accepted / drafted, [+0.250, +0.300]"),
+        ({"rate": 0.7}, {"gate": GateGain(4, 1.0, 1.2)}, "back", "the gain in accepted / drafted is below the gate's interval [+0.250, +0.300]"),
         ({"rate": 0.7}, {"gate": GateGain(4, 0.2, 1.2)}, "on", "more"),
         ({"rate": 0.7, "gamma": 2.0}, {"gate": GateGain(4, 1.0, 1.2)}, "on", "more"),
     ],
@@ -66,7 +66,7 @@ def test_a_comparison(new: dict[str, Any], law: dict[str, Any], action: str, say
         ({"rate": 0.62}, {"gate": GateGain(4, 0.4, 0.8)}, "back", "below the gate's interval"),
         ({"rate": 0.6, "seconds": 0.03}, {}, "on", "difference"),
         ({"rate": 0.6, "seconds": 0.06}, {}, "back", "certainly slower: 2.97"),
-        ({"rate": 0.6, "errors": 20}, {}, "back", "errors rise: they hit 20 of 320"),
+        ({"rate": 0.6, "errors": 20}, {}, "back", "more errors: 20 of 320"),
         ({"rate": 0.6, "errors": 1}, {}, "on", "difference"),
     ],
 )
@@ -83,7 +83,7 @@ def test_an_engine_that_tells_of_no_drafts_is_no_draft(judge: Any, silent: str) 
     untold = Served(requests=60, conversations=60, latency=sums_of(np.full(60, -4.0)))
     decision = judge(*((untold, told) if silent == "new" else (told, untold)), LAW)
     assert decision.action == "back"
-    assert f"the {silent} engine tells of no drafted tokens in 60 requests" in decision.reason
+    assert f"the {silent} engine reports no drafted tokens in 60 requests" in decision.reason
 
 
 def test_silence_is_an_error_and_a_client_that_left_is_none() -> None:
@@ -94,9 +94,9 @@ def test_silence_is_an_error_and_a_client_that_left_is_none() -> None:
     silent = served_of(replace(record, id=str(number), finish="error") for number in range(60))
     for judge in (compare, watch):
         waits = judge(left, old, LAW)
-        assert (waits.action, "clients ended 600 more before the first byte" in waits.reason) == ("wait", True)
+        assert (waits.action, "clients cancelled 600 more before the first byte" in waits.reason) == ("wait", True)
         decision = judge(silent, old, LAW)
-        assert (decision.action, "errors rise: they hit 60 of 60" in decision.reason) == ("back", True)
+        assert (decision.action, "more errors: 60 of 60" in decision.reason) == ("back", True)
     assert served_of([replace(record, first_token_s=0.1)]).requests == 1
 
 
@@ -131,7 +131,7 @@ def test_what_is_counted() -> None:
 
 @pytest.mark.simulation
 def test_a_draft_as_good_as_the_old_one_is_seldom_taken_back_or_on() -> None:
-    """Both phases, looked at every 25 requests; the limit on requests is none here."""
+    """Both phases, checked every 25 requests, without a limit on requests."""
     rng, streams, ends = np.random.default_rng(5), trials(60, 1000), {"on": 0, "back": 0, "wait": 0}
     for _ in range(streams):
         accepted, drafted = rng.beta(7, 4, 800), rng.integers(8, 160, 800)
@@ -171,12 +171,12 @@ def test_the_tail_reads_on_from_a_place_and_only_whole_lines(tmp_path: Path) -> 
             file.write(lines[4])
         assert list(tail.read()) == records[4:]
         assert list(LogTail(log, end_of(log)).read()) == []
-        # As retention and forget do.
+        # as retention and forget do
         (log / "new").write_bytes(lines[0] + lines[2])
         (log / "new").replace(path)
         assert list(tail.read()) == [records[2]]
         assert served_of([*records, records[2]]) == served_of(records), "each counts once"
-        # Again, and the file that takes its place was given its inode and is longer by now.
+        # Again; the new file reuses the inode and is longer.
         path.write_bytes(lines[0] + lines[1] + lines[2])
         assert list(tail.read()) == records[1:3]
         with path.open("ab") as file:
