@@ -44,7 +44,7 @@ def _chunk(content: bytes) -> bytes:
 
 
 class Stub(asyncio.Protocol):
-    """One connection of an engine in vLLM's protocol that says `max_tokens` / 3 events, one every `pace` seconds, or `bytes` at once."""
+    """One connection of an engine with vLLM's protocol that sends `max_tokens` / 3 events, one every `pace` seconds, or `bytes` at once."""
 
     def connection_made(self, transport: Any) -> None:
         """A client."""
@@ -163,7 +163,7 @@ async def load(port: int, streams: int, seconds: float, pace: float, events: int
 
     async def stream(number: int) -> None:
         generator = random.Random(number)
-        await asyncio.sleep(generator.uniform(0, min(2.0, seconds / 4)))  # They do not speak in chorus.
+        await asyncio.sleep(generator.uniform(0, min(2.0, seconds / 4)))  # so that the streams are not synchronised
         turn = 0
         while time.monotonic() < end:
             own = generator.randint(events // 2, events)
@@ -217,15 +217,15 @@ def lost(log: Path, ids: list[str]) -> dict[str, int]:
 
 def main(
     out: Annotated[Path | None, typer.Option(help="JSON")] = None,
-    streams: Annotated[int, typer.Option(help="at once")] = 500,
-    rounds: Annotated[int, typer.Option(help="of each way, in turns")] = 3,
-    seconds: Annotated[float, typer.Option(help="of a round")] = 12.0,
+    streams: Annotated[int, typer.Option(help="streams at once")] = 500,
+    rounds: Annotated[int, typer.Option(help="rounds per way, in turns")] = 3,
+    seconds: Annotated[float, typer.Option(help="seconds per round")] = 12.0,
     pace: Annotated[float, typer.Option(help="seconds between two events of a stream")] = 0.1,
-    events: Annotated[int, typer.Option(help="most events of a response; half of it at least")] = 60,
-    text: Annotated[bool, typer.Option(help="the gateway keeps token ids")] = False,
+    events: Annotated[int, typer.Option(help="maximum events per response; at least half of it")] = 60,
+    text: Annotated[bool, typer.Option(help="run the gateway with --text")] = False,
     stub: Annotated[bool, typer.Option("--stub", hidden=True)] = False,
 ) -> None:
-    """The load test."""
+    """Run the load test."""
     if stub:
         uvloop.run(_stub())
         return

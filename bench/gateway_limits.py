@@ -38,7 +38,9 @@ from result_file import write_result
 
 MIB = 1 << 20
 LARGE = 100 * MIB
-MOST_MIB = 2048  # of resident memory, in any trial: 512 MB of bodies are held at most, a few times over while they are read and sent
+MOST_MIB = (
+    2048  # of resident memory in any trial: at most 512 MB of bodies, held a few times while they are read and sent
+)
 POST = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
 
 
@@ -74,7 +76,7 @@ class Attacked:
         return self.child.num_fds()
 
     async def streams(self, name: str, streams: int, seconds: float) -> None:
-        """Ordinary clients for so long."""
+        """Run ordinary clients for this time."""
         found = await load(self.port, streams, seconds, 0.05, 20, name)
         self.seen.ids += found.ids
         self.seen.errors += found.errors
@@ -120,7 +122,7 @@ async def connected(
 
 
 async def cut_after(port: int, first: bytes, piece: bytes, reads: bool, most: float) -> float:
-    """Seconds until the gateway closes a connection that says ``first`` and then a ``piece`` a second; ``most`` if it does not."""
+    """Seconds until the gateway closes a connection that sends ``first`` and then one ``piece`` per second; ``most`` if it does not."""
     began = time.monotonic()
     with contextlib.suppress(OSError):
         async with connected(port, first, 4096) as (reader, writer):
@@ -140,7 +142,7 @@ async def cut_after(port: int, first: bytes, piece: bytes, reads: bool, most: fl
 
 
 async def idle(gateway: Attacked, connections: int) -> Trial:
-    """Connections that say nothing, opened while streams run; all at once open, then all closed by the gateway."""
+    """Idle connections, opened while streams run. All are open at once, then the gateway closes them."""
     ended: list[float] = []
     open_at_once = 0
 
@@ -162,7 +164,7 @@ async def idle(gateway: Attacked, connections: int) -> Trial:
 
 
 async def slow(gateway: Attacked, clients: int) -> Trial:
-    """A third says its headers slowly, a third its body, a third does not read what it asked for."""
+    """A third sends its headers slowly, a third its body, and a third does not read its response."""
     asked = json.dumps({"prompt": "x", "bytes": MIB}).encode()
     kinds = {
         "headers": (POST, b"a: b\r\n", True, HEADER_SECONDS),
@@ -238,7 +240,7 @@ def health(port: int) -> dict[str, Any]:
 
 @contextmanager
 def small_disk(place: Path) -> Iterator[bool]:
-    """Whether there is a file system of 1 MB at ``place``: mounting takes root."""
+    """Mount a file system of 1 MB at ``place``; False without root."""
     mounted = not subprocess.run(
         ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(place)], capture_output=True, check=False
     ).returncode
@@ -250,7 +252,7 @@ def small_disk(place: Path) -> Iterator[bool]:
 
 
 async def full(gateway: Attacked, place: Path) -> Trial:
-    """The log's disk is full while streams run, then has room again: nothing that was said to be written is lost."""
+    """The log's disk is full while streams run, then has room again. No record that was confirmed is lost."""
     await gateway.streams("before", 20, 3)
     kept, filler = Seen(ids=[*gateway.seen.ids]), place / "filler"
     with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
@@ -261,7 +263,7 @@ async def full(gateway: Attacked, place: Path) -> Trial:
     unlogged, served, says_so = lost(gateway.log, gateway.seen.ids)["lost"], len(gateway.seen.ids), health(gateway.port)["logging"] is False  # fmt: skip
     filler.unlink()
     gateway.seen.ids[:] = kept.ids
-    await gateway.streams("probe", 1, 1)  # The first record that is written again.
+    await gateway.streams("probe", 1, 1)  # The first record after the disk has room.
     resumed = health(gateway.port)["logging"] is True
     gateway.seen.ids[:] = kept.ids
     await gateway.streams("after", 20, 3)
@@ -270,7 +272,7 @@ async def full(gateway: Attacked, place: Path) -> Trial:
 
 
 async def killed(gateway: Attacked) -> Trial:
-    """SIGKILL under load: every whole response has its record."""
+    """SIGKILL under load: every complete response has its record."""
     peak = 0.0
 
     async def kill() -> None:
@@ -298,12 +300,12 @@ def _connections_for(wanted: int) -> int:
 
 def main(
     out: Annotated[Path | None, typer.Option(help="JSON")] = None,
-    connections: Annotated[int, typer.Option(help="idle ones")] = 10_000,
-    clients: Annotated[int, typer.Option(help="slow ones")] = 1_000,
-    bodies: Annotated[int, typer.Option(help="of 100 MB")] = 16,
-    only: Annotated[str, typer.Option(help="of the trials those whose name begins so")] = "",
+    connections: Annotated[int, typer.Option(help="idle connections")] = 10_000,
+    clients: Annotated[int, typer.Option(help="slow clients")] = 1_000,
+    bodies: Annotated[int, typer.Option(help="bodies of 100 MB")] = 16,
+    only: Annotated[str, typer.Option(help="run only trials whose name starts with this")] = "",
 ) -> None:
-    """All trials, one after another."""
+    """Run all trials, one after another."""
     held = _connections_for(connections)
     trials: list[Trial] = []
 

@@ -50,7 +50,7 @@ REASONS = {"end": "stop", "stop": "stop", "gate": "stop", "length": "length"}
 
 
 class PrefillFirst(FixedGamma):
-    """The first token of a response is the target's own, as from a prefill. All rows of a call begin together."""
+    """Take the first token of a response from the target, as a prefill does. All rows of a call begin together."""
 
     def start(self, rows: int) -> None:
         self._begun = False
@@ -62,7 +62,7 @@ class PrefillFirst(FixedGamma):
 
 @dataclass(eq=False)
 class Job:
-    """One request. `key`: of its random numbers. `events`: what the decoding says of it, or why it failed."""
+    """One request. `key`: seeds its random numbers. `events`: decoding events, or the exception that ended it."""
 
     key: str
     prompt_ids: list[int]
@@ -75,13 +75,13 @@ class Job:
     cancelled: bool = False
 
     def say(self, event: Event | Exception) -> None:
-        """From the decoding thread to the request that waits."""
+        """Pass an event from the decoding thread to the waiting request."""
         with contextlib.suppress(RuntimeError):  # the server is gone
             self.loop.call_soon_threadsafe(self.events.put_nowait, event)
 
 
 class EngineCounts:
-    """The counters of /metrics, under vLLM's names."""
+    """The counters of /metrics, with vLLM's names."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -99,7 +99,7 @@ class EngineCounts:
         self.waiting = Gauge("vllm:num_requests_waiting", "requests that wait", registry=self.registry)
 
     def add_block(self, drafted: int, accepted: int) -> None:
-        """One verified block of one response."""
+        """Count one verified block of one response."""
         self.blocks.inc()
         self.drafted.inc(drafted)
         self.accepted.inc(accepted)
@@ -110,7 +110,7 @@ class EngineCounts:
 class StubEngine:
     """A pair of models and the thread that decodes with them.
 
-    withheld: ids that no response may say: it ends before them (a commit gate), so that fewer tokens come than were accepted.
+    withheld: ids that no response may contain. A response ends before them (a commit gate), so it has fewer tokens than were accepted.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class StubEngine:
         threading.Thread(target=self._decode_for_ever, daemon=True).start()
 
     def submit(self, job: Job) -> None:
-        """Puts a request into the queue."""
+        """Queue a request."""
         with self._arrived:
             self._jobs.append(job)
             self._arrived.notify()
@@ -136,12 +136,12 @@ class StubEngine:
             batch = self._next_batch()
             try:
                 self._decode(batch)
-            except Exception as error:  # of one batch: the next is decoded all the same
+            except Exception as error:  # one failed batch does not stop the next
                 for job in batch.values():
                     job.say(error)
 
     def _next_batch(self) -> dict[str, Job]:
-        """The first that waits and those that ask for the same settings; of one key, which gives one text, one at a time."""
+        """The first waiting job and those with the same settings; at most one job per key, because a key gives one text."""
         with self._arrived:
             self.counts.running.set(0)
             self._arrived.wait_for(lambda: bool(self._jobs))
@@ -175,14 +175,14 @@ class StubEngine:
             jobs[event.index].say(event)
 
     def _gate(self, batch: dict[str, Job]) -> CommitGate:
-        """Ends what nobody waits for any more, and what would say a withheld token."""
+        """End cancelled responses, and responses before a withheld token."""
         return lambda key, _, token, __: STOP if batch[key].cancelled or token in self.withheld else None
 
     def job_of(self, body: dict[str, Any], chat: bool) -> Job:
-        """What a request asks for.
+        """Make a job from a request's body.
 
         Raises:
-            UserError: something that is not known here, or cannot be.
+            UserError: an unsupported or invalid key.
         """
         asked = [name for name in REFUSED if body.get(name)]
         if (body.get("response_format") or {}).get("type", "text") != "text":
@@ -190,7 +190,7 @@ class StubEngine:
         if body.get("n", 1) != 1 or asked:
             raise UserError(f"{', '.join(asked) or 'n > 1'}: not supported by this engine")
         if body.get("model") not in (None, self.name):
-            raise UserError(f"The model `{body['model']}` does not exist; here is `{self.name}`")
+            raise UserError(f"The model `{body['model']}` does not exist; this engine serves `{self.name}`")
         ids = (
             self._chat_ids(body.get("messages"))
             if chat
@@ -236,15 +236,15 @@ class StubEngine:
         if isinstance(prompt, str):
             return list(self.tokenizer(prompt, add_special_tokens=special)["input_ids"])
         if not isinstance(prompt, list) or not prompt or any(type(token) is not int for token in prompt):
-            raise UserError("prompt: a text or a list of token ids is expected")
+            raise UserError("prompt: give a text or a list of token ids")
         return prompt
 
     def _chat_ids(self, messages: Any) -> list[int]:
-        """By the tokenizer's chat template; without one the contents follow each other, a line between them."""
+        """Apply the tokenizer's chat template; without one, join the contents with newlines."""
         if not isinstance(messages, list) or any(
             not isinstance(turn, dict) or not isinstance(turn.get("content"), str) for turn in messages
         ):
-            raise UserError("messages: a list of turns whose content is text is expected")
+            raise UserError("messages: give a list of turns with text content")
         if self.tokenizer.chat_template is None:
             return list(self.tokenizer("\n".join(turn["content"] for turn in messages))["input_ids"])
         return list(self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
@@ -252,27 +252,27 @@ class StubEngine:
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """Our own decoder as a server in the protocol of vLLM."""
+    """Serve a pair of models with our decoder and vLLM's protocol."""
 
     target: Annotated[str, typer.Argument(help="directory, hub id or `embedded`")]
     draft: Annotated[str, typer.Argument(help="a draft's directory, a run, or `none`")]
-    port: Annotated[int, typer.Option(help="where it listens")]
-    host: Annotated[str, typer.Option(help="address to listen at")] = "127.0.0.1"
-    gamma: Annotated[int, typer.Option(help="drafted tokens a block")] = 3
-    rule: Annotated[str, typer.Option(help="how it accepts when sampling: greedy-draft or sample")] = "greedy-draft"
+    port: Annotated[int, typer.Option(help="port to listen on")]
+    host: Annotated[str, typer.Option(help="address to listen on")] = "127.0.0.1"
+    gamma: Annotated[int, typer.Option(help="drafted tokens per block")] = 3
+    rule: Annotated[str, typer.Option(help="acceptance rule when sampling: greedy-draft or sample")] = "greedy-draft"
     drafting: Annotated[str, typer.Option(help="autoregressive, or parallel: a block in one pass")] = DRAFTINGS[0]
-    batch_size: Annotated[int, typer.Option(help="most requests decoded together")] = 16
-    threads: Annotated[int, typer.Option(help="of torch")] = 1
+    batch_size: Annotated[int, typer.Option(help="maximum batch size")] = 16
+    threads: Annotated[int, typer.Option(help="torch threads")] = 1
 
 
 class Pages:
-    """The server's addresses."""
+    """The server's routes."""
 
     def __init__(self, engine: StubEngine) -> None:
         self.engine = engine
 
     def app(self) -> Starlette:
-        """The whole server."""
+        """The ASGI application."""
         pages = {"/v1/models": self.models, "/health": self.health, "/metrics": self.metrics, "/version": self.version}
         return Starlette(
             routes=[
@@ -316,10 +316,10 @@ class Pages:
 
 
 async def _events(job: Job) -> AsyncIterator[Event]:
-    """Until the response is whole; however it is left, the decoding does not go on for nobody.
+    """Events until the response is complete. If the caller leaves early, the job is cancelled.
 
     Raises:
-        Exception: what ended the decoding.
+        Exception: the exception that ended decoding.
     """
     try:
         while True:
@@ -401,7 +401,7 @@ def _usage(job: Job, last: Event) -> dict[str, int]:
 
 
 def _counts(job: Job, last: Event) -> dict[str, Any]:
-    """What `--per-request-spec-decode-metrics detailed` brings; nothing where nobody drafts."""
+    """The counts of `--per-request-spec-decode-metrics detailed`; empty without a draft."""
     gamma = job.settings.gamma
     if not gamma:
         return {}
@@ -425,13 +425,13 @@ def _refusal(error: Exception, status: int = 400) -> Response:
 
 
 def open_engine(options: EngineOptions) -> StubEngine:
-    """Loads the pair.
+    """Load target and draft.
 
     Raises:
-        UserError: models that are not there or do not go together, an unknown rule.
+        UserError: a missing or incompatible model, or an unknown rule.
     """
     if options.rule not in ("greedy-draft", "sample"):
-        raise UserError(f"--rule {options.rule}: greedy-draft or sample")
+        raise UserError(f"--rule {options.rule}: give greedy-draft or sample")
     torch.set_num_threads(options.threads)
     target = Target(TargetConfig(path=options.target), torch.device("cpu"), what="target")
     how: Any = options.drafting
@@ -441,7 +441,7 @@ def open_engine(options: EngineOptions) -> StubEngine:
 
 
 def run(options: EngineOptions) -> int:
-    """Serves a pair with our own decoder until it is ended."""
+    """Serve a pair of models until interrupted."""
     try:
         engine = open_engine(options)
         uvicorn.run(

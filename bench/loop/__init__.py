@@ -1,1 +1,1 @@
-"""The whole loop shown on one machine: traffic shifts, the draft is retrained and replaced, and a bad one is rolled back."""
+"""The closed loop on one machine: traffic shifts, the draft is retrained and replaced, and a bad draft is rolled back."""

@@ -1,4 +1,4 @@
-"""What a loop has shown: acceptance before, behind the shift and with the new draft; what the log has of what clients have."""
+"""Results of a loop: acceptance before the shift, after it and with the new draft; the log compared with what clients received."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from loop.clients import Clients
 
 @dataclass
 class LoopResult:
-    """Filled as the loop goes. events: (seconds since the beginning, what). shifted_at, recovered_at: Unix seconds."""
+    """Filled while the loop runs. events: (seconds since the start, what happened). shifted_at, recovered_at: Unix seconds."""
 
     engine: str
     alarm_within: int
@@ -27,14 +27,14 @@ class LoopResult:
 
 
 def alarm_behind(found: Alarm, traffic: Path, shifted_at: float) -> int | None:
-    """Requests behind the shift until the alarm rang, None while it has not. There is one slice, of one draft version."""
+    """Requests from the shift to the alarm; None if it has not rung. There is one slice and one draft version."""
     before = sum(record.time < shifted_at for record in counted(read_traffic(traffic).records, "v0001"))
     rung = [alarm.at - before for part in found.slices for alarm in part.alarms if alarm.at > before]
     return min(rung, default=None)
 
 
 def counted(records: Sequence[TrafficRecord], version: str) -> list[TrafficRecord]:
-    """Those whose acceptance says something of a draft version."""
+    """Records that count for the acceptance of a draft version."""
     return [record for record in records if accepts(record) and record.draft_version == version]
 
 
@@ -42,8 +42,8 @@ def account(traffic: Path, clients: Clients, result: LoopResult, seconds: float)
     """loop.json: {engine, seconds, requests, acceptance: {before, shifted, after}, alarm_after_requests, alarm_within, records_lost,
     records_doubled, kills, rolled_back, constrained, shed, asked_again, events, failures}.
 
-    records_lost: answers that a client has whole and that have no record, or one of another text. records_doubled: lines beyond one
-    for each time that a request was asked, and ids that were never asked. acceptance: accepted / drafted, without constrained requests.
+    records_lost: complete responses without a record, or with a record of different text. records_doubled: lines beyond one per time
+    that a request was sent, and ids that were never sent. acceptance: accepted / drafted, without constrained requests.
     """
     log = read_traffic(traffic)
     records = {record.id: record for record in log.records}
@@ -73,16 +73,16 @@ def _rate(records: Sequence[TrafficRecord]) -> float | None:
 
 
 def _failures(found: dict[str, Any], clients: Clients) -> list[str]:
-    """What did not go as it should."""
+    """What went wrong, in words."""
     rates, rung = found["acceptance"], found["alarm_after_requests"]
     fell = None not in rates.values() and rates["shifted"] < min(rates["before"], rates["after"])
     sent_back = [entry["version"] for entry in found["rolled_back"] if entry["stage"] == "back"]
     checks = (
-        (found["records_lost"] == 0, f"{found['records_lost']} answers without their record"),
-        (found["records_doubled"] == 0, f"{found['records_doubled']} records too many"),
+        (found["records_lost"] == 0, f"{found['records_lost']} complete responses without a matching record"),
+        (found["records_doubled"] == 0, f"{found['records_doubled']} surplus records"),
         (fell, f"acceptance did not fall and rise again: {rates}"),
-        (rung is not None and rung <= found["alarm_within"], f"the alarm rang behind {rung} requests, not {found['alarm_within']}"),
-        (bool(sent_back), "the bad version was not sent back"),
+        (rung is not None and rung <= found["alarm_within"], f"the alarm rang after {rung} requests, not within {found['alarm_within']}"),
+        (bool(sent_back), "the bad version was not taken back"),
         (found["constrained"] == len(clients.constrained & clients.whole.keys()), "constrained requests are not all marked"),
         (found["shed"] > 0, "no request went to the engine without a draft"),
     )  # fmt: skip

@@ -1,6 +1,6 @@
-"""Users of the gateway: they ask, and when an answer does not come whole they ask again under the same id.
+"""Users of the gateway. They repeat a request under the same id until its response is complete.
 
-Half of them read streams. What each has whole is kept, so that the log can be compared with it.
+Half of the requests are streams. Complete responses are kept, so that the log can be compared with them.
 """
 
 import asyncio
@@ -18,19 +18,19 @@ import httpx
 from speculative.errors import UserError
 
 RETRY_SECONDS, LONGEST_RETRY_SECONDS = 0.3, 3.0  # longer each time
-CONSTRAINED_EVERY = 25  # requests: one with a constraint on its text
-PATIENCE_SECONDS = 900.0  # without one answer
+CONSTRAINED_EVERY = 25  # one request in so many has a constraint on its text
+PATIENCE_SECONDS = 900.0  # without any response
 
 
 class Clients:
-    """So many requests at once, again and again, until they are paused; from a thread of their own.
+    """Sends ``at_once`` requests at a time from its own thread until it is paused.
 
-    whole: id -> token ids of each answer that is whole. attempts: id -> how often it was asked. prompts, at_once: may be changed
-    while they ask.
+    whole: id -> token ids of each complete response. attempts: id -> number of times it was sent. prompts, at_once: may be changed at any
+    time.
     """
 
     def __init__(self, url: str, asked: dict[str, Any], constraint: dict[str, Any]) -> None:
-        """``asked``: sampling settings of every request. ``constraint``: what some say besides."""
+        """``asked``: sampling settings of every request. ``constraint``: keys that some requests add."""
         self.url, self.asked, self.constraint = f"{url}/v1/completions", asked, constraint
         self.prompts: Sequence[list[int]] = ()
         self.at_once = 0
@@ -45,21 +45,21 @@ class Clients:
         asyncio.run_coroutine_threadsafe(self._keep_asking(), self._loop)
 
     def wait(self, answers: int, check: Callable[[], None]) -> None:
-        """Returns behind so many further answers.
+        """Return after this number of further responses.
 
         Raises:
-            UserError: none came for a long time; or what ``check`` raises, which is called meanwhile.
+            UserError: no response for PATIENCE_SECONDS, or what ``check`` raises; it is called while waiting.
         """
         begun = len(self.whole)
         self.wait_until(lambda: len(self.whole) - begun >= answers, check)
 
     def pause(self, check: Callable[[], None]) -> None:
-        """Nothing new is asked; returns when all is answered."""
+        """Send no new requests and return when all are answered."""
         self.at_once = 0
         self.wait_until(lambda: self._running == 0, check)
 
     def wait_until(self, over: Callable[[], bool], check: Callable[[], None]) -> None:
-        """As `wait`, for anything."""
+        """As `wait`, until ``over`` returns true."""
         last, count = time.monotonic(), len(self.whole)
         while not over():
             check()
@@ -83,7 +83,7 @@ class Clients:
                 await asyncio.sleep(0.02)
 
     async def _answered(self, client: httpx.AsyncClient, number: int) -> None:
-        """One request until its answer is whole."""
+        """Repeat one request until its response is complete."""
         name = f"loop-{number:05d}"
         prompt = self.prompts[number % len(self.prompts)]
         body = self.asked | {"prompt": prompt, "seed": number, "return_token_ids": True}
@@ -105,7 +105,7 @@ class Clients:
             self._running -= 1
 
     async def _ask(self, client: httpx.AsyncClient, name: str, body: dict[str, Any]) -> tuple[int, ...] | None:
-        """Token ids of an answer; None where it did not come whole."""
+        """Token ids of a response; None if it is incomplete."""
         headers = {"x-request-id": name}
         if "stream" not in body:
             answer = await client.post(self.url, json=body, headers=headers)

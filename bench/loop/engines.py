@@ -1,4 +1,4 @@
-"""The engines of a loop: how each is started with a draft or without, and what a constrained request says to it."""
+"""The engines of a loop: how each is started with or without a draft, and which constraint a request can have."""
 
 import json
 import shutil
@@ -12,13 +12,13 @@ from distill.run.verdict_record import drafting_to_serve, load_verdict
 from speculative.errors import UserError
 
 STUB = Path(__file__).resolve().parents[1] / "stub_engine.py"
-# What vLLM is started with besides SERVING.md's command, as its CPU build wants it.
+# Options that vLLM's CPU build needs in addition to the command in SERVING.md.
 _VLLM, _COUNTS = ("--enforce-eager", "--dtype", "float32"), ("--per-request-spec-decode-metrics", "detailed")
-# Several engines share the cores: each of them would bind itself to the first one.
+# Several engines share the cores; without this, each would bind itself to the first core.
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_USE_V2_MODEL_RUNNER": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"
 }  # fmt: skip
-# vLLM takes no logit_bias beside a draft, ours no grammar.
+# vLLM rejects logit_bias with a draft; the stub engine has no grammars.
 CONSTRAINTS: dict[str, dict[str, Any]] = {
     "vllm": {"response_format": {"type": "json_object"}}, "stub": {"logit_bias": {"4": -100.0}}
 }  # fmt: skip
@@ -28,23 +28,23 @@ def engine_of(asked: str) -> str:
     """`vllm` or `stub`.
 
     Raises:
-        UserError: another word, or vLLM where there is none.
+        UserError: an unknown engine, or vLLM is not installed.
     """
     if asked not in ("auto", "stub", "vllm"):
-        raise UserError(f"--engine {asked}: auto, vllm or stub")
+        raise UserError(f"--engine {asked}: give auto, vllm or stub")
     installed = (BUILT / "vllm").exists() or shutil.which("vllm") is not None
     if asked == "vllm" and not installed:
-        raise UserError("--engine vllm: it is not installed; `make engines` builds it for CPUs, or give --engine stub")
+        raise UserError("--engine vllm: not installed; run `make engines` (vLLM for CPUs), or give --engine stub")
     return "vllm" if installed and asked != "stub" else "stub"
 
 
 def engine_words(engine: str, config: RunConfig, draft: str, port: str, log: str, exported: str) -> list[str]:
-    """The words that start an engine as the run judges: its gamma, rule and way of drafting.
+    """The command that starts an engine with the gamma, rule and drafting of the run's judgement.
 
     Args:
         draft: a version's folder, or `none`.
-        log: of vLLM itself.
-        exported: any version's folder: it says how the target is served.
+        log: vLLM's own log file.
+        exported: any version's folder; it describes how the target is served.
     """
     verdict, gamma = load_verdict(config.folder), str(config.judge.gamma)
     drafting = drafting_to_serve(verdict, verdict.drafts[-1].drafting == "parallel")

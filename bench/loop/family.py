@@ -1,6 +1,6 @@
-"""Processes that end with us, however we end: also those that they start in sessions of their own, and also when we are killed.
+"""Child processes that end with this program, even if it is killed, including processes that they start in other sessions.
 
-All of them carry a mark in their environment, and a watcher, who notices our end by a pipe, kills what carries it.
+All of them have a mark in their environment. A watcher process notices by a pipe that this program ended, and kills every process with the mark.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ _POLL_SECONDS = 0.1
 
 
 class Family:
-    """Context manager of the processes of one folder; on entering, what an earlier one has left is ended."""
+    """Context manager for the processes of one folder. Entering it ends processes left by an earlier loop."""
 
     def __init__(self, folder: Path) -> None:
         self.mark = str(folder.resolve())
@@ -28,7 +28,7 @@ class Family:
 
     def __enter__(self) -> "Family":
         end_marked(self.mark)
-        # Its own mark would be its end.
+        # The watcher has no mark, or it would kill itself.
         words = [sys.executable, __file__, self.mark]
         self._watcher = subprocess.Popen(words, stdin=subprocess.PIPE, start_new_session=True)
         return self
@@ -39,7 +39,7 @@ class Family:
         self._watcher.wait()
 
     def start(self, name: str, words: Sequence[str], **environment: str) -> subprocess.Popen[bytes]:
-        """A process whose output goes to NAME.log of the folder."""
+        """Start a process whose output goes to NAME.log in the folder."""
         with (self.folder / f"{name}.log").open("ab") as log:
             return subprocess.Popen(
                 words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
@@ -47,17 +47,17 @@ class Family:
             )  # fmt: skip
 
     def last_line(self, name: str) -> str:
-        """What it said last."""
-        return last_line(self.folder / f"{name}.log") or "nothing was said"
+        """The last line of a process's log."""
+        return last_line(self.folder / f"{name}.log") or "it printed nothing"
 
     def check(self, name: str, process: subprocess.Popen[bytes]) -> None:
-        """Raises UserError when it has ended."""
+        """Raises UserError if the process has ended."""
         if process.poll() is not None:
             raise UserError(f"{name} ended with exit status {process.returncode}: {self.last_line(name)}")
 
 
 def kill(process: subprocess.Popen[bytes]) -> None:
-    """kill -9 of a process and of all that it started."""
+    """Kill a process and its children with SIGKILL."""
     with contextlib.suppress(psutil.NoSuchProcess):
         leader = psutil.Process(process.pid)
         for one in [leader, *leader.children(recursive=True)]:
@@ -67,7 +67,7 @@ def kill(process: subprocess.Popen[bytes]) -> None:
 
 
 def end_marked(mark: str) -> None:
-    """Kills every process that carries the mark, and returns when none is left."""
+    """Kill every process with the mark; return when none is left."""
     while left := list(marked(MARK, mark)):
         for one in left:
             with contextlib.suppress(psutil.Error):

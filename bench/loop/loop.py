@@ -1,10 +1,10 @@
-"""The closed loop from a first draft to a better one in service, with everything killed once on the way.
+"""The closed loop from a first draft to a better one in service. Each process is killed once on the way.
 
     to/run/            the first draft's run: kept, so that another loop begins with it
     to/drafts/, to/traffic/, to/*.log   versions, the gateway's log, what each program said: made again
     to/loop.json, to/loop.png           what was seen
 
-Exit status: 0 all went as it should, 1 something did not (loop.json says what), 2 a mistake.
+Exit status: 0 success, 1 something went wrong (see `failures` in loop.json), 2 a mistake.
 """
 
 import contextlib
@@ -48,25 +48,29 @@ from speculative.errors import UserError
 RUN, DRAFTS, TRAFFIC, RESULT, PICTURE, LOCK = "run", "drafts", "traffic", "loop.json", "loop.png", ".lock"
 CONFIG = "configs/loop.yaml"
 FIRST, SECOND, TARGET = "v0001", "v0002", "target"
-ALARM_WITHIN = 150  # requests behind the shift: later it is a failure
+ALARM_WITHIN = 150  # requests after the shift; a later alarm is a failure
 START_SECONDS = 600.0
 
 
 @dataclass(frozen=True)
 class LoopOptions:
-    """Where the loop runs, on what, and how much of it."""
+    """Options of the loop."""
 
-    config: Annotated[str, typer.Argument(help="of the first draft's run; its data.heldout comes first")] = CONFIG
+    config: Annotated[
+        str, typer.Argument(help="config of the first draft's run; its data.heldout is the traffic before the shift")
+    ] = CONFIG
     overrides: Overrides = None
-    shifted: Annotated[str, typer.Option(help="prompts behind the shift; default: the library's unit tests")] = ""
-    engine: Annotated[str, typer.Option(help="vllm, stub (our own decoder), or auto: vllm where there is one")] = "auto"
-    to: Annotated[Path, typer.Option(help="folder of everything that is made")] = Path("runs/loop")
-    fast: Annotated[bool, typer.Option("--fast", help="a third of the requests")] = False
+    shifted: Annotated[str, typer.Option(help="prompts after the shift; default: the library's unit tests")] = ""
+    engine: Annotated[str, typer.Option(help="vllm, stub (our own decoder), or auto: vllm if installed, else stub")] = (
+        "auto"
+    )
+    to: Annotated[Path, typer.Option(help="output folder")] = Path("runs/loop")
+    fast: Annotated[bool, typer.Option("--fast", help="less than half of the requests")] = False
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Requests before the shift, behind it until the draft is refreshed, and with the new draft; how many at once; a rush, for shedding."""
+    """Numbers of requests: before the shift, after it until the refresh, with the new draft, at once, and at once during the overload."""
 
     before: int = 200
     shifted: int = 360
@@ -80,7 +84,7 @@ class Plan:
 
 
 class LoopDemo:
-    """One loop; `run` goes through it from the beginning."""
+    """One loop; `run` executes all stages."""
 
     def __init__(self, options: LoopOptions, config: RunConfig, engine: str, family: Family) -> None:
         self.options, self.config, self.engine, self.family = options, config, engine, family
@@ -101,7 +105,7 @@ class LoopDemo:
         """All stages.
 
         Raises:
-            UserError: a program that does not do its part, with its last line.
+            UserError: a program failed; the message has its last line.
         """
         self._first_draft()
         self.began = time.time()
@@ -115,7 +119,7 @@ class LoopDemo:
         self.note("end")
 
     def note(self, event: str) -> None:
-        """A moment for the picture, said on the screen too."""
+        """Record an event for the picture and print it."""
         seconds = time.time() - self.began
         self.result.events.append((seconds, event))
         print(f"{seconds:6.1f} s  {len(self.clients.whole):5d} answers  {event}", flush=True)
@@ -125,7 +129,7 @@ class LoopDemo:
     def _first_draft(self) -> None:
         run = self.config.folder
         if not (run / VERDICT).exists():
-            print(f"the first draft is distilled: {run}, log in {self.to / 'train.log'}", flush=True)
+            print(f"training the first draft: {run}, log in {self.to / 'train.log'}", flush=True)
             words = ["-P", "-m", "distill.train", self.options.config, *self._overrides()]
             self._finish("train", self.family.start("train", [sys.executable, *words]))
         self._command("refresh", str(run), "--drafts", str(self.drafts))
@@ -139,7 +143,7 @@ class LoopDemo:
         self.note(f"{self.engine} serves {FIRST}")
 
     def _before(self) -> None:
-        """Traffic of the domain that the draft was made for; the gateway dies in the middle of it, and for a moment too many ask."""
+        """Traffic of the draft's own domain. The gateway is killed halfway, and a short overload follows."""
         clients, plan = self.clients, self.plan
         clients.prompts, clients.at_once = traffic_prompts(self.config), plan.at_once
         clients.wait(plan.before // 2, self._check)
@@ -152,10 +156,10 @@ class LoopDemo:
         clients.wait(plan.before // 4, self._check)
         clients.pause(self._check)
         if any(part.alarms for part in self._alarm().slices):
-            raise UserError(f"{self.traffic}: the alarm rang before anything shifted")
+            raise UserError(f"{self.traffic}: the alarm rang before the traffic shifted")
 
     def _shift(self) -> None:
-        """Traffic of another domain; an engine dies; the alarm is looked for again and again."""
+        """Traffic of another domain. The engine is killed, and the alarm is checked repeatedly."""
         clients, plan, rung = self.clients, self.plan, False
         clients.prompts, clients.at_once = shifted_prompts(self.config, self.options.shifted), plan.at_once
         self.result.shifted_at = time.time()
@@ -166,7 +170,7 @@ class LoopDemo:
             self.result.alarm_after_requests = alarm_behind(self._alarm(), self.traffic, self.result.shifted_at)
             rung = self.result.alarm_after_requests is not None
             if len(clients.whole) - begun > 2 * ALARM_WITHIN:
-                raise UserError(f"{self.traffic}: no alarm within {2 * ALARM_WITHIN} requests behind the shift")
+                raise UserError(f"{self.traffic}: no alarm within {2 * ALARM_WITHIN} requests after the shift")
         self.note(f"the alarm rings, {self.result.alarm_after_requests} requests later")
         with self._killed("engine"):
             self.alive["engine"] = self._start_engine("engine")
@@ -174,7 +178,7 @@ class LoopDemo:
         clients.wait(max(1, plan.shifted - (len(clients.whole) - begun)), self._check)
 
     def _refresh(self) -> None:
-        """The draft is retrained while traffic goes on; the trainer dies once."""
+        """Retrain the draft while traffic continues. The trainer is killed once."""
         self.clients.at_once = 1
         words = (
             "refresh", str(self.config.folder), "judge.live=never", "--traffic", str(self.traffic), "--drafts", str(self.drafts), "--target-version",
@@ -192,7 +196,7 @@ class LoopDemo:
         self.note("the gate passes: v0002 is published")
 
     def _rollout(self) -> None:
-        """The new draft beside the old one, then alone; the rollout itself dies once."""
+        """Roll the new draft out. The rollout is killed once."""
         words = self._rollout_words(SECOND, share=0.5)
         first = self._start_rollout(SECOND, words)
         with self._killed("rollout"):
@@ -205,7 +209,7 @@ class LoopDemo:
         self.clients.wait(self.plan.after, self._check)
 
     def _start_rollout(self, what: str, words: tuple[str, ...]) -> subprocess.Popen[bytes]:
-        """Starts it; little is asked until the two engines are compared."""
+        """Start a rollout; keep the traffic low until the engines are compared."""
         self.note(f"rollout of {what} begins")
         self.clients.at_once = 1
         process = self._start(*words)
@@ -215,16 +219,16 @@ class LoopDemo:
         return process
 
     def _bad_version(self) -> None:
-        """A draft that is no draft slips through and is rolled back."""
+        """Roll out a draft with shuffled weights, which must be taken back."""
         name = shuffled_version(self.drafts, SECOND)
         process = self._start_rollout(f"{name}, with shuffled weights,", self._rollout_words(name, share=0.5))
         self._finish("rollout", process, status=TAKEN_BACK)
         told = json.loads((self.drafts / "rollout.json").read_text(encoding="utf-8"))
         self.result.rolled_back.append({"version": name, "stage": told["stage"], "reason": told["reason"]})
-        self.note(f"{name} is sent back")
+        self.note(f"{name} is taken back")
         self.clients.wait(max(1, self.plan.after // 4), self._check)
 
-    # What the parts are made of.
+    # Helpers of the stages.
 
     def _alarm(self) -> Alarm:
         return alarm(read_traffic(self.traffic), FIRST, self.config.folder)
@@ -262,10 +266,10 @@ class LoopDemo:
         return f"http://127.0.0.1:{self.ports[name]}"
 
     def _answering(self, name: str) -> None:
-        """Waits for a server.
+        """Wait until a server answers.
 
         Raises:
-            UserError: it ended, or stays silent.
+            UserError: it ended, or does not answer.
         """
         start = time.monotonic()
         while not answers(self._url(name)):
@@ -280,7 +284,7 @@ class LoopDemo:
 
     @contextlib.contextmanager
     def _killed(self, name: str) -> Iterator[None]:
-        """kill -9 of a server, or of what the block kills; the block brings it back, when it can."""
+        """Kill a server, or what the block kills, with SIGKILL. The block restarts it."""
         self.note(f"kill -9: {name}")
         moment = time.time()
         if name in self.alive:
@@ -289,11 +293,11 @@ class LoopDemo:
         self.result.kills.append({"what": name, "seconds": moment - self.began, "down_seconds": time.time() - moment})
 
     def _start(self, *words: str) -> subprocess.Popen[bytes]:
-        """One of our own commands."""
+        """Start one of the understudy commands."""
         return self.family.start(words[0], [sys.executable, "-P", "-m", "distill.cli", *words], **ENVIRONMENT)
 
     def _reach(self, name: str, process: subprocess.Popen[bytes], place: Callable[[], bool]) -> None:
-        """Waits until one of our commands is there, where it is to be killed."""
+        """Wait until a command reaches the point where it is to be killed."""
 
         def check() -> None:
             self._check()
@@ -312,17 +316,17 @@ class LoopDemo:
 
 
 def loop_demo(options: LoopOptions) -> int:
-    """Runs the loop; writes loop.json and loop.png. Returns the exit status.
+    """Run the loop and write loop.json and loop.png; return the exit status.
 
     Raises:
-        UserError: an engine that is not there, or a program that does not do its part.
+        UserError: a missing engine, or a program that failed.
     """
     engine = engine_of(options.engine)
     with writing(options.to):
         options.to.mkdir(parents=True, exist_ok=True)
     config = load_config(options.config, [*(options.overrides or []), f"output={options.to}", f"name={RUN}"])
     claim_folder(config)
-    busy = f"{options.to}: another loop is at work there; wait for it, or give another --to"
+    busy = f"{options.to}: another loop is running there; wait for it, or give another --to"
     with locked(options.to / LOCK, busy), terminated_as_interrupted(), Family(options.to) as family:
         clear_folder(options.to)
         demo = LoopDemo(options, config, engine, family)
@@ -338,7 +342,7 @@ def loop_demo(options: LoopOptions) -> int:
 
 
 def clear_folder(to: Path) -> None:
-    """What an earlier loop has left goes, but for the first draft's run."""
+    """Delete what an earlier loop left, except the first draft's run."""
     for path in to.iterdir():
         if path.name in (RUN, LOCK):
             continue

@@ -1,4 +1,4 @@
-"""Served acceptance of a loop over time, with what happened."""
+"""Plot of a loop's served acceptance over time, with its events."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +16,7 @@ BIN_REQUESTS, MOST_POINTS = 20, 40  # of a line
 
 
 def plot_loop(path: Path, traffic: Path, result: LoopResult, began: float) -> None:
-    """A line a draft version, each point of some requests of one domain with their 95 % interval; events as numbered lines."""
+    """Plot one line per draft version, each point with the 95 % interval of some requests of one domain; events are numbered lines."""
     figure = Figure(figsize=(12, 4.4), layout="constrained")
     axis, beside = figure.subplots(1, 2, width_ratios=(3, 1))
     records = read_traffic(traffic).records
@@ -43,7 +43,7 @@ def plot_loop(path: Path, traffic: Path, result: LoopResult, began: float) -> No
 
 
 def _write_events(axis: Any, beside: Any, events: Sequence[tuple[float, str]]) -> None:
-    """A line an event with its number above, one number beside the other where they are close; the words stand beside the picture."""
+    """Draw a numbered line per event; the descriptions are listed next to the plot."""
     beside.axis("off")
     width, above = np.diff(axis.get_xlim())[0] / 50, dict[float, list[str]]()
     for number, (seconds, words) in enumerate(events, start=1):

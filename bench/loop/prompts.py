@@ -1,4 +1,4 @@
-"""The two domains: what is asked before the shift, and what behind it."""
+"""Prompts of the two domains, before and after the shift."""
 
 import ast
 import json
@@ -16,7 +16,7 @@ from distill.run.prompts import HELDOUT_FILE, asked_rows, rows_of
 
 
 def traffic_prompts(config: RunConfig) -> list[list[int]]:
-    """Token ids of the run's held-out sources, of prompts that it was not judged on where there are any.
+    """Token ids of the run's held-out sources; prompts that it was not judged on, if there are any.
 
     Raises:
         UserError: see `load_source` and `render_prompt`.
@@ -27,7 +27,7 @@ def traffic_prompts(config: RunConfig) -> list[list[int]]:
 
 
 def shifted_prompts(config: RunConfig, path: str) -> list[list[int]]:
-    """Those of a file, or the default domain.
+    """Prompts of a file, or of the default domain.
 
     Raises:
         UserError: as `traffic_prompts`.

@@ -1,4 +1,4 @@
-"""A version that slipped through: a served one with its weights shuffled."""
+"""A bad version for the rollout: the served one with shuffled weights."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from distill.live.versions import next_name
 
 
 def shuffled_version(drafts: Path, good: str) -> str:
-    """Puts a copy of a version beside it, each matrix with its rows in another order; returns its name."""
+    """Copy a version with the rows of each matrix shuffled; return the copy's name."""
     name = next_name(drafts)
     folder = drafts / f".{name}.tmp"
     shutil.copytree(drafts / good, folder)

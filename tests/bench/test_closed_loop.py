@@ -1,4 +1,4 @@
-"""The loop's own parts: processes that end with us, users that ask again, what the log is compared with, the bad version, the picture."""
+"""Parts of the loop: child processes, clients that retry, comparison with the log, the bad version, the picture."""
 
 import fcntl
 import json
@@ -38,7 +38,7 @@ from speculative.errors import UserError
 ROOT = Path(__file__).resolve().parents[2]
 BENCH, CONFIG = ROOT / "bench", ROOT / "configs" / "loop.yaml"
 ASKED = {"max_tokens": 12, "temperature": 0.8, "top_p": 0.95, "top_k": -1, "min_p": 0.0}
-# A family of one that sleeps in a session of its own, started by another that has ended.
+# A process that sleeps in its own session, started by one that has ended.
 PARENT = """
 import sys, time
 from pathlib import Path
@@ -87,7 +87,7 @@ def gateway_words(engine: str, log: Path, port: int) -> list[str]:
 
 
 def test_a_killed_gateway_loses_no_record_and_counts_stay_whole(engine: str, tmp_path: Path) -> None:
-    """Users ask through it while it is killed and started again; constraints and a rush are told apart in the log."""
+    """Clients use a gateway while it is killed and restarted; the log marks constrained requests and the overload."""
     port = free_port()
     clients = Clients(f"http://127.0.0.1:{port}", ASKED, {"logit_bias": {"4": -100.0}})
     clients.prompts = [[1, 40 + number, 50] for number in range(20)]
@@ -112,9 +112,9 @@ def test_a_killed_gateway_loses_no_record_and_counts_stay_whole(engine: str, tmp
 def test_two_loops_in_one_folder_and_an_engine_that_is_not_there_are_refused(tmp_path: Path) -> None:
     with (tmp_path / LOCK).open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        with pytest.raises(UserError, match="another loop is at work there"):
+        with pytest.raises(UserError, match="another loop is running there"):
             loop_demo(LoopOptions(str(CONFIG), engine="stub", to=tmp_path))
-    with pytest.raises(UserError, match="--engine fast: auto, vllm or stub"):
+    with pytest.raises(UserError, match="--engine fast: give auto, vllm or stub"):
         loop_demo(LoopOptions(str(CONFIG), engine="fast", to=tmp_path))
 
 
@@ -152,9 +152,9 @@ def test_lost_doubled_and_acceptance_by_hand(tmp_path: Path) -> None:
     assert (found["records_lost"], found["records_doubled"]) == (2, 1)
     assert found["acceptance"] == {"before": 30 / 60, "shifted": 3 / 30, "after": 15 / 30}
     told = " ".join(found["failures"])
-    assert "2 answers without their record" in told
-    assert "not sent back" in told
-    # Of the requests that count two came before the shift, so the alarm at the third is the first behind it.
+    assert "2 complete responses without a matching record" in told
+    assert "not taken back" in told
+    # Two counted requests came before the shift, so the alarm at the third is the first after it.
     for at, behind in (((2, 3), 1), ((2,), None)):
         part = SliceAlarm.model_construct(alarms=[Crossing(1, one, None) for one in at])
         assert alarm_behind(Alarm.model_construct(slices=[part]), tmp_path / "log", 15.0) == behind

@@ -1,4 +1,4 @@
-"""Our own engine speaks vLLM's protocol, counts as our decoder does, and survives clients that leave."""
+"""The stub engine uses vLLM's protocol, counts like the decoder, and survives clients that leave."""
 
 import json
 from collections.abc import Iterator
@@ -31,7 +31,7 @@ ASKED |= {"ignore_eos": True, "return_token_ids": True}
 
 @pytest.fixture(scope="module")
 def pair(tiny_target: Path) -> tuple[Target, ModelDrafter]:
-    """The target drafts for itself: its argmax is what it samples at times."""
+    """The target as its own draft: its argmax is sometimes what it samples."""
     target = Target(TargetConfig(path=str(tiny_target)), torch.device("cpu"))
     return target, ModelDrafter(load_draft(str(tiny_target), target))
 
@@ -63,7 +63,7 @@ def test_counts_are_those_of_blocks_behind_the_first_token(url: str, pair: tuple
     )
     assert ids == plain[0].response_ids  # greedy text is the target's own
     counts = read_counts(answer)
-    # A draft that is the target is always right: the first token alone, then whole blocks until 20 tokens are there.
+    # The target as draft is always accepted: one first token, then full blocks up to 20 tokens.
     assert counts is not None
     assert counts.accepted_B == counts.drafted_B == (GAMMA,) * 5
     assert (counts.blocks, counts.gamma) == (5, GAMMA)
@@ -109,13 +109,13 @@ def test_through_the_gateway_gates_and_constraints_keep_the_books(
         assert counts is not None
         assert (record.accepted, record.drafted, record.blocks) == (counts.accepted, counts.drafted, counts.blocks)
         assert [*(record.response_ids or ())] == answer["choices"][0]["token_ids"]
-        # A block is counted as it was verified, though less of it may be said.
+        # A block is counted as verified, even if fewer tokens are emitted.
         assert (record.response_tokens or 0) <= (counts.accepted or 0) + (counts.blocks or 0) + 1
     assert free[4] not in said[1]["choices"][0]["token_ids"]
     assert [*(stream.response_ids or ())] == [*(gate.response_ids or ())] == free[: free.index(free[4])]
     assert (stream.accepted_B, stream.finish) == (gate.accepted_B, "stop")
     assert pieces[-1]["usage"]["completion_tokens"] == stream.response_tokens
-    # ignore_eos, which all of them ask for, is a constraint too.
+    # ignore_eos, which all of them set, is a constraint too.
     assert [record.constrained for record in (gate, biased, stream)] == [True] * 3
 
 
