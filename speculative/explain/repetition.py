@@ -13,19 +13,19 @@ from speculative.explain.slices import SlicedText
 from speculative.measure.record import Record, Text
 from speculative.measure.token_scores import StoredText
 
-# This many tokens in a row rarely occur twice by chance; a line of code has about as many.
+# This many equal tokens in a row are hardly ever chance; a line of code is about as long.
 REPEATED_NGRAM = 8
-# A loop repeats after at most this many tokens (a few lines), at least twice, and for at least this many tokens. Rows of a
-# table and a line copied once are not loops.
+# A loop has a period of at most 64 tokens (a few lines), repeats at least twice and lasts at least 16 tokens. Rows of a table and a
+# line copied once are not loops.
 LONGEST_PERIOD = 64
 LOOPED_PERIODS = 2
 FEWEST_LOOPED = 16
-# Share of looping tokens above which the text cannot measure a draft.
+# Above this share of looping tokens the text is a poor measure of a draft.
 WORRYING_LOOPING = 0.1
 
 
 class Repeats(NamedTuple):
-    """Tokens (N,) of each response: in all, inside an n-gram that occurred earlier in its prompt or itself, and looping."""
+    """Tokens (N,) of each response: all, those inside an n-gram that occurred earlier in prompt or response, and looping ones."""
 
     tokens_N: np.ndarray
     repeated_N: np.ndarray
@@ -39,7 +39,7 @@ def repeats(texts: Sequence[StoredText], ngram: int = REPEATED_NGRAM) -> Repeats
     repeats with a period p of at most `LONGEST_PERIOD` tokens, x[t] == x[t - p], for two more periods and at least 16
     tokens of the response; the first period is not counted. Time is proportional to the tokens (and its logarithm).
     """
-    # All texts concatenated: token, index of its text, and whether it belongs to the response.
+    # All texts one after the other: token, whose it is, and whether it is of the response.
     parts = [np.asarray([*text.prompt_ids, *text.response_ids], dtype=np.int64) for text in texts]
     ids_L = np.concatenate([np.zeros(0, dtype=np.int64), *parts])
     text_L = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
@@ -61,7 +61,7 @@ def _repeated(ids_L: np.ndarray, text_L: np.ndarray, ngram: int) -> np.ndarray:
         number_L = np.unique(number_L, return_inverse=True)[1][:-1] * kinds + ids_L[size:]
     _, first, number_L = np.unique(number_L, return_index=True, return_inverse=True)
     starts = np.arange(len(number_L))
-    # An n-gram that continues into the next text does not count.
+    # An n-gram that runs on into the next text is none.
     again_L = (first[number_L] < starts) & (text_L[ngram - 1 :] == text_L[: len(starts)])
     for place in range(ngram):
         marked_L[place : place + len(starts)] |= again_L
@@ -75,7 +75,7 @@ def _looping(ids_L: np.ndarray, text_L: np.ndarray, said_L: np.ndarray) -> np.nd
         same_L[period:-1] = (
             (ids_L[period:] == ids_L[:-period]) & (text_L[period:] == text_L[:-period]) & said_L[period:]
         )
-        # Stretches of two texts stay separate: the next text begins with its prompt, or has nothing before it.
+        # A stretch in one text and one in the next are parted: the next begins with its prompt, or has nothing before it.
         edges = np.flatnonzero(np.diff(same_L, prepend=False))
         begins, ends = edges[::2], edges[1::2]
         long = ends - begins >= max(LOOPED_PERIODS * period, FEWEST_LOOPED)
@@ -87,9 +87,8 @@ def _looping(ids_L: np.ndarray, text_L: np.ndarray, said_L: np.ndarray) -> np.nd
 class RepetitionShares(Record):
     """How much of some text repeats itself."""
 
-    repeated: float = Field(description="share of tokens inside 8 in a row that occur earlier in prompt or response")
-    looping: float = Field(
-        description="share of tokens in a stretch that goes on repeating its last 1 to 64 tokens, twice more and for 16 at least"
+    repeated: float = Field(
+        description="share of tokens inside a sequence of 8 that occurred earlier in prompt or response"
     )
     looping: float = Field(
         description="share of tokens in a loop: a period of 1 to 64 tokens, repeated at least twice and for at least 16 tokens"

@@ -39,11 +39,13 @@ class SlicedText(StoredText, Protocol):
 class SliceRow(Record):
     """Acceptance on a part of the frozen text."""
 
-    name: Text = Field(description="the slice")
-    tokens: int = Field(description="in it")
-    prompts: int = Field(description="in it")
-    alpha: dict[str, float] = Field(description="by draft")
-    alpha_ci: dict[str, Interval | None] = Field({}, description="by draft; not corrected for several slices")
+    name: Text = Field(description="name of the slice")
+    tokens: int = Field(description="tokens in the slice")
+    prompts: int = Field(description="prompts in the slice")
+    alpha: dict[str, float] = Field(description="alpha by draft")
+    alpha_ci: dict[str, Interval | None] = Field(
+        {}, description="95 % interval by draft, not corrected for the other rows"
+    )
     gain: float | None = Field(None, description="draft minus undistilled draft")
     gain_ci: Interval | None = Field(None, description="its interval, at `corrected_confidence`")
     certain: Certain | None = Field(None, description="whether the interval excludes 0, on enough prompts")
@@ -61,7 +63,7 @@ class SliceTable(Record):
     rows: list[SliceRow] = Field(description="the slices; every token is in exactly one")
 
 
-# The slice number of every token, and the name of each number.
+# Of every token: the number of its slice, and the name of each number.
 Partition = tuple[np.ndarray, Sequence[str]]
 
 
@@ -81,12 +83,12 @@ def slice_tables(
     out. entropies: of the target at each token, in nats (`target_view.target_entropies`); None slices sampled text by the
     surprisal of its tokens instead.
 
-    Intervals resample prompts (BCa, `intervals.ratio_interval`). Intervals of alpha are not corrected; those of the gains of one
-    dimension hold jointly with `confidence` (Bonferroni over its rows). Slices by what was said (token class, surprisal)
+    Intervals resample prompts (BCa, `intervals.ratio_interval`). Each interval of alpha stands alone; those of the gains of one
+    dimension hold together with `confidence` (Bonferroni over its rows). Slices by what was said (token class, surprisal)
     describe text: which of these tokens came from the draft. Under rule `block` alpha is that of `sample`. Gains are of `best` over
     the undistilled draft, on the same tokens. Intervals are None for a single prompt.
 
-    Raises ValueError if `best` is not scored or the inputs are of different texts.
+    Raises ValueError when `best` is not scored or something is not of the same text.
     """
     lengths_N = np.array([len(text.response_ids) for text in texts], dtype=np.int64)
     if best not in scores:
@@ -156,7 +158,7 @@ def _dimensions(
     pieces: Sequence[Sequence[str]] | None,
     entropies: Sequence[np.ndarray] | None,
 ) -> list[tuple[str, str, Partition]]:
-    """(dimension, unit, partition) of every dimension with the necessary data."""
+    """(dimension, unit, partition) of every dimension that can be told."""
     positions_flat_T = _flat([np.arange(1, length + 1) for length in lengths_N])
     first_names = (f"first {FIRST_TOKENS}", "later")
     found: list[tuple[str, str, Partition]] = [
@@ -174,7 +176,7 @@ def _dimensions(
         found.append(("target entropy", "nats", _by_edges(_flat(entropies), NATS_EDGES, lambda _: NATS_NAMES)))
     else:
         surprisals_flat_T = -_flat([np.asarray(text.log_target_probs, dtype=np.float64) for text in texts])
-        # Greedy text is stored with log probability 0 everywhere: there is nothing to slice; NaN means not known.
+        # Greedy text is stored with log probability 0 everywhere: nothing to tell apart; NaN is not known.
         told = surprisals_flat_T.any() and not np.isnan(surprisals_flat_T).any()
         if len(surprisals_flat_T) == lengths_N.sum() and told:
             partition = _by_edges(surprisals_flat_T, NATS_EDGES, lambda _: NATS_NAMES)
@@ -200,7 +202,7 @@ def _by_prompt_length(texts: Sequence[SlicedText], lengths_N: np.ndarray) -> Par
 def _by_edges(
     values_flat_T: np.ndarray, edges: Sequence[float], names_of: Callable[[Sequence[float]], Sequence[str]]
 ) -> Partition:
-    """Slice k holds values from edges[k] up to but not including edges[k + 1]; the first also holds smaller values."""
+    """Slice k holds values from edges[k] up to, and without, edges[k + 1]; the first also what is below it."""
     return np.maximum(np.searchsorted(edges, values_flat_T, side="right") - 1, 0), names_of(edges)
 
 

@@ -20,15 +20,17 @@ from speculative.measure.record import Record, Text
 class WhereRow(Record):
     """Pooled speed-ups of every way over the target alone, on a part of the text."""
 
-    dimension: Text = Field(description="domain, or repetition: thirds of the responses by their repeated share")
-    name: Text = Field(description="the slice")
-    tokens: int = Field(description="in it")
-    prompts: int = Field(description="in it")
-    repeated: float | None = Field(None, description="share of its tokens inside 8 in a row that occur earlier")
+    dimension: Text = Field(description="`domain`, or `repetition`: thirds of the responses by repeated share")
+    name: Text = Field(description="name of the slice")
+    tokens: int = Field(description="tokens in the slice")
+    prompts: int = Field(description="prompts in the slice")
+    repeated: float | None = Field(None, description="share of its tokens inside a sequence of 8 that occurred earlier")
     looping: float | None = Field(None, description="share of its tokens in a loop")
-    speed_up: dict[str, float] = Field(description="by way")
-    speed_up_ci: dict[str, Interval | None] = Field({}, description="by way; not corrected for several slices")
-    best: str | None = Field(None, description="the fastest way there; `target alone`: no other way is faster")
+    speed_up: dict[str, float] = Field(description="speed-up by way")
+    speed_up_ci: dict[str, Interval | None] = Field(
+        {}, description="95 % interval by way, not corrected for the other rows"
+    )
+    best: str | None = Field(None, description="the fastest way; `target alone`: no way is faster")
     certain: bool | None = Field(
         None, description="whether it is certainly faster than all others, over all rows of the dimension"
     )
@@ -40,11 +42,11 @@ def where_each_helps(
     """Speed-ups over the target alone of several ways to decode, by domain and by how much a response repeats (`repetition.repeats`).
 
     Each dimension's rows partition the responses; responses without a token are left out. steps: by way, the seconds that each
-    response takes, over the seconds of one plain step of the target (`race.Standings.steps_N`); for the target alone, one step per token
-    by default. Speed-ups are consistent with that of the whole text. Intervals are None for a single prompt. The fastest way is certain
+    response takes, over the seconds of one plain step of the target (`race.Standings.steps_N`); of the target alone one a token
+    where they are not given. Speed-ups come to that of the whole. Intervals are None for a single prompt. The fastest way is certain
     where it leads every other one in paired resamples of the prompts, in all rows of the dimension together (Bonferroni).
 
-    Raises ValueError if a way does not have one number per response.
+    Raises ValueError for a way that was not given one number a response.
     """
     found = repeats(texts)
     columns = {name: np.asarray(own, dtype=np.float64) for name, own in steps.items() if name != TARGET}
@@ -94,7 +96,7 @@ def _thirds(rows: list[int], shares_R: np.ndarray) -> list[tuple[str, list[int]]
 def _compared(
     prompt_keys: Sequence[Any], columns: Mapping[str, np.ndarray], confidence: float, parts: int
 ) -> tuple[dict[str, float], dict[str, Interval | None], str, bool]:
-    """Speed-ups of one slice, their intervals, the fastest way and whether it is certain; columns: steps (N,), the target's last."""
+    """Speed-ups of one slice, their intervals, which way is fastest and whether for certain; columns: steps (N,), the target's last."""
     names = list(columns)
     sums_PC = np.stack([sum_by_prompt(prompt_keys, columns[name]) for name in names], 1)
     prompts, others = len(sums_PC), len(names) - 1
