@@ -1,0 +1,112 @@
+"""The pages for newcomers: their code runs, their commands parse, their config loads, and the site of all pages builds."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from data.prompts.prompt import PromptSource
+from data.prompts.sources import load_source
+from data.prompts.template import render_prompt
+from distill.cli import app
+from distill.config.load import load_config
+from distill.models.load import EMBEDDED, load_tokenizer
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS, CONFIG = ROOT / "docs", ROOT / "configs" / "quickstart.yaml"
+# What a page of the site fetches when it is opened.
+FETCHED = re.compile(
+    r"""<(?:script|img|iframe)\b[^>]*\ssrc=["']?(https?:)?//|<link\b[^>]*rel=["']?stylesheet[^>]*href=["']?(https?:)?//"""
+)
+NOWHERE = "http://127.0.0.1:9"
+
+
+def blocks(page: str, language: str) -> list[str]:
+    """The code blocks of a page."""
+    text = (DOCS / page).read_text(encoding="utf-8")
+    return re.findall(rf"^```{language}\n(.*?)^```", text, flags=re.M | re.S)
+
+
+def commands(page: str) -> list[list[str]]:
+    """The words of each command in the bash blocks of a page."""
+    lines = "".join(blocks(page, "bash")).replace("\\\n", " ").splitlines()
+    return [words for line in lines if (words := shlex.split(line, comments=True))]
+
+
+def parse(words: list[str]) -> None:
+    """Parses a command of understudy without running it; raises what click raises."""
+    group: Any = typer.main.get_command(app)
+    above = group.make_context("understudy", words[:1])
+    found = group.get_command(above, words[0])
+    assert found is not None, words[0]
+    found.make_context(words[0], words[1:], parent=above)
+
+
+def test_the_code_of_extend_runs() -> None:
+    """In a process of its own, because it registers an objective, a drafter and an engine."""
+    code = "\n".join(blocks("extend.md", "python"))
+    assert all(word in code for word in ("@registered", "@registers(", "register(", "load_source("))
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("words", commands("quickstart.md"), ids=" ".join)
+def test_a_command_of_the_quickstart_exists_and_takes_its_options(words: list[str]) -> None:
+    program, *rest = words
+    if program == "understudy":
+        parse(rest)
+    elif program == "make":
+        assert re.search(rf"^{rest[0]}:", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.M)
+    elif program == "cp":
+        *sources, _ = (word for word in rest if not word.startswith("-"))
+        assert all((ROOT / source).exists() for source in sources)
+    else:
+        assert program in ("mkdir", "source")
+
+
+def test_the_parser_sees_options_and_commands_that_do_not_exist() -> None:
+    runner = CliRunner()
+    assert runner.invoke(app, ["probe", "--help"]).exit_code == 0
+    for words in (
+        ["train", "a.yaml", "--no-such-option", "1"],
+        ["train"],
+        ["check-export", "a", "--config", "b", "--gamma", "x"],
+    ):
+        with pytest.raises(Exception, match=r"option|parameter|argument|range|integer"):
+            parse(words)
+    with pytest.raises(AssertionError, match="distil"):
+        parse(["distil"])
+
+
+def test_the_quickstart_config_loads_and_its_chats_are_prompts() -> None:
+    config = load_config(CONFIG)
+    (source,) = config.data.train
+    rows = load_source(PromptSource(path=str(ROOT / source.path), messages_column=source.messages_column))
+    assert 60 <= len(rows) <= 100
+    tokenizer = load_tokenizer(EMBEDDED)
+    tokenizer.chat_template = (CONFIG.parent / "examples" / "chat_template.jinja").read_text(encoding="utf-8")
+    lengths = [len(render_prompt(row, tokenizer, config.data.template)) for row in rows]
+    assert max(lengths) + config.serving.max_tokens < tokenizer.model_max_length
+
+
+def test_the_site_builds_without_a_network(tmp_path: Path) -> None:
+    environment = os.environ | {"http_proxy": NOWHERE, "https_proxy": NOWHERE, "NO_MKDOCS_2_WARNING": "1"}
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-q", "-f", str(ROOT / "configs" / "mkdocs.yml")]
+    done = subprocess.run(
+        [*command, "-d", str(tmp_path)], env=environment, capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert (tmp_path / "index.html").exists()
+    for page in DOCS.rglob("*.md"):
+        html = (tmp_path / page.relative_to(DOCS)).with_suffix(".html").read_text(encoding="utf-8")
+        assert not (found := FETCHED.search(html)), f"{page.name}: {found}"
