@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 WORKERS ?= 2
 .DEFAULT_GOAL := help
-.PHONY: help setup demo loop target check test explore engines peers prove bench clean
+.PHONY: help setup demo loop target check test explore engines peers prove bench docs clean
 
 help:            ## what there is
 	@grep -hE '^[a-z]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -91,6 +91,9 @@ bench: setup     ## the numbers in README and docs; writes bench/results/
 	$(BIN)/python bench/gateway.py --out bench/results/gateway.json
 	$(BIN)/pip install -q -c constraints.txt -e ".[bench]"
 	$(BIN)/python bench/train_step.py --out bench/results/train_step.json
+
+docs: setup      ## the pages of docs/ as a site in build/site; fails on a broken link
+	$(BIN)/mkdocs build --strict -f configs/mkdocs.yml
 
 clean:           ## remove runs and caches; keeps the virtual environment
 	rm -rf runs build dist *.egg-info .pytest_cache .hypothesis .ruff_cache .mypy_cache
