@@ -33,7 +33,7 @@ def test_the_map_has_every_package() -> None:
 def test_every_file_that_readme_and_docs_name_is_there() -> None:
     for page in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")):
         named = re.findall(
-            r"\b((?:distill|speculative|data|tests|bench|configs)/[\w/.-]+\.(?:py|yaml|json))", page.read_text()
+            r"\b((?:distill|speculative|data|tests|bench|configs)/[\w/.-]+\.(?:py|yaml|jsonl?)\b)", page.read_text()
         )
         assert [name for name in named if not (ROOT / name).exists()] == [], page.name
 
