@@ -156,9 +156,8 @@ def rank_statuses(work: Callable[..., Any], *arguments: Any, ranks: int = 2, lim
 
 
 def _rank(rank: int, ranks: int, port: int, limit: float, work: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    import torch  # here: `conftest.py` imports this file
-
     faulthandler.dump_traceback_later(0.9 * limit)  # shows where a rank hangs, before it is killed
+    import torch  # here: `conftest.py` imports this file
 
     torch.set_num_threads(1)
     os.environ |= {
