@@ -146,17 +146,19 @@ def rank_statuses(work: Callable[..., Any], *arguments: Any, ranks: int = 2, lim
     """As `run_ranks`: the exit status of each rank, None of one that had to be killed after ``limit`` seconds."""
     port = free_port()
     with contextlib.ExitStack() as stack:
-        children = [
-            stack.enter_context(forked(_rank, rank, ranks, port, limit, work, arguments)) for rank in range(ranks)
-        ]
+        children = [stack.enter_context(forked(_rank, rank, ranks, port, work, arguments)) for rank in range(ranks)]
         deadline = time.monotonic() + limit
         for child in children:
             child.join(max(0.0, deadline - time.monotonic()))
+        for child in children:
+            if child.exitcode is None:
+                os.kill(child.pid, signal.SIGUSR1)  # it says on its stderr where it hangs
+                child.join(1.0)
         return [child.exitcode for child in children]
 
 
-def _rank(rank: int, ranks: int, port: int, limit: float, work: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    faulthandler.dump_traceback_later(0.9 * limit)  # shows where a rank hangs, before it is killed
+def _rank(rank: int, ranks: int, port: int, work: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    faulthandler.register(signal.SIGUSR1)
     import torch  # here: `conftest.py` imports this file
 
     torch.set_num_threads(1)
