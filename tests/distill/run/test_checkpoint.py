@@ -286,7 +286,7 @@ def judged(run: Path, step: int, text: str) -> None:
     ("step", "text", "words"),
     [
         (0, "{", "cannot be read"),
-        (0, "[]", "the file holds something else"),
+        (0, "[]", "the file has an invalid value"),
         (4, None, "the draft before training is unknown"),
     ],
 )

@@ -91,7 +91,7 @@ FINE = [("fine", [1])]
         (ModelDrafter(DRAFT), [("strange", [1, VOCAB])], r"'strange' has token id 50 but the target knows ids 0\.\.49"),
         (ModelDrafter(DRAFT), [("long", [1] * 250)], r"'long' has 250 tokens; with max_tokens = 10 .* context of 256"),
         (ModelDrafter(SHORT), [("long", [1] * 30)], r"context of 32 of the draft"),
-        (ModelDrafter(tiny_model(vocab_size=40)), FINE, r"draft scores 40 token ids and the target 50"),
+        (ModelDrafter(tiny_model(vocab_size=40)), FINE, r"draft has logits for 40 token ids and the target for 50"),
         (None, FINE, "gamma = 2 needs a draft"),
         (DRAFT, FINE, "LlamaForCausalLM is not a drafter: give ModelDrafter"),
         (ModelDrafter(DRAFT), ["hello"], "give pairs"),

@@ -182,7 +182,7 @@ def test_impossible_combinations_are_refused_in_one_line():
     greedy = DecodeSettings(GREEDY, 3, "greedy", tree=TREE)
     for wrong, message in (
         ({"gamma": 2}, "depth 3"),
-        ({"sampling": SAMPLED, "rule": "block"}, "verifies a chain"),
+        ({"sampling": SAMPLED, "rule": "block"}, "does not support token trees"),
         ({"rules": LogitsRules(repetition_penalty=2.0)}, "use a chain"),
         ({"tree": None, "rule": "block"}, "temperature 0"),
     ):

@@ -68,7 +68,7 @@ def test_every_rule_passes_and_the_positive_control_is_seen(rule):
 def test_at_temperature_0_only_greedy_text_is_compared():
     found = losslessness(TARGET, DRAFTER, PROMPTS, replace(SAMPLED, sampling=GREEDY, rule="greedy"), **FEW)
     assert found.sampled is found.control is None
-    assert found.sentence == "Lossless: greedy text equals the target's own on 4 of 4 prompts."
+    assert found.sentence == "Lossless: greedy text is the target's own on 4 of 4 prompts."
 
 
 def test_any_drafter_can_be_doubted():
@@ -124,7 +124,7 @@ def test_greedy_text_that_differs_fails_with_a_line_that_says_where(monkeypatch,
     assert found.differences
     assert all("differs from plain greedy at token" in line and "\n" not in line for line in found.differences)
     assert Lossless("greedy", 3, "float32", found).sentence.startswith(
-        "NOT lossless: greedy text equals the target's own on "
+        "NOT lossless: greedy text is the target's own on "
     )
 
 
