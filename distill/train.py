@@ -2,7 +2,9 @@
 
 import functools
 import gc
+import json
 import pkgutil
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -15,7 +17,7 @@ from accelerate.utils import set_seed
 from data.batches.examples import as_examples
 from data.responses.store import StoredRows
 from distill.config.command_line import TrainOptions, run_program
-from distill.config.layout import JUDGEMENT
+from distill.config.layout import JUDGEMENT, JUDGING
 from distill.config.load import load_config
 from distill.config.run import RunConfig
 from distill.faults import Interrupted, exit_status
@@ -24,7 +26,7 @@ from distill.models.quantized import require_quantizer
 from distill.models.student import refuse_impossible
 from distill.models.target import Target
 from distill.run.answers import Answers, first_student
-from distill.run.checkpoint import keep_judgement, resume_point
+from distill.run.checkpoint import keep_judgement, missed_checks, resume_point
 from distill.run.launcher import launch_if_asked
 from distill.run.responses import decode_settings
 from distill.run.run import Run, new_accelerator
@@ -41,9 +43,14 @@ from distill.verdict.judge import DraftJudge, require_served
 from speculative.decoder.responses import DecodeSettings
 from speculative.drafters.draft import Drafting
 from speculative.engine.models import mask_token_of
+from speculative.measure.self_checks import SelfCheckError
 
 # The last stage of a run, by name, because training must not import verdicts, reports and exports.
 CONCLUSION = "distill.verdict.conclusion:conclude_run"
+
+
+# Checkpoints at which live decoding and replay may differ before the run stops.
+MOST_MISSES = 3
 
 
 def start(config: RunConfig) -> Run:
@@ -114,7 +121,7 @@ def learn(answers: Answers, student: Any, settings: DecodeSettings) -> None:
     rows = answers.training if config.data.mix.target else None
     drafting: Drafting = "autoregressive" if config.student.parallel is None else "parallel"
     judge = DraftJudge(
-        config.judge, settings, target, answers.heldout, drafting, [(one.weight, one.heldout) for one in answers.others]
+        run, settings, target, answers.heldout, drafting, [(one.weight, one.heldout) for one in answers.others]
     )
     with arranged(run, target):
         judge_all(new_trainer(answers, student, rows), judge)
@@ -136,10 +143,8 @@ def arranged(run: Run, target: Target) -> AbstractContextManager[None]:
     config = run.config
     if config.target.shard and run.ranks > 1 and config.signal.source == "online":
         return target.arranged(functools.partial(sharded_teacher, run, target))
-    if config.signal.source == "store" and config.judge.live != "checkpoint":
-        return (
-            target.arranged()
-        )  # the store has its probabilities and replay judges, so its weights are not needed before the verdict
+    if config.signal.source == "store":
+        return target.arranged()  # the store has its probabilities; a judge that decodes loads it for that
     return nullcontext()
 
 
@@ -178,29 +183,31 @@ def new_trainer(answers: Answers, student: Any, rows: StoredRows | None) -> Trai
 
 
 def keep(trainer: Trainer, judge: DraftJudge, checkpoint: Checkpoint, path: Path) -> None:
-    """Judge a checkpoint, unless its record already exists at ``path``, and keep the best so far."""
-    run, step, drafts = trainer.run, checkpoint.step, dict[str, DraftModule]()
+    """Judge a checkpoint, unless its record already exists at ``path``, and keep the best so far. All ranks must call it.
 
-    def judged() -> dict[str, Any]:
-        record = judge(step, drafts["raw"])
-        if "ema" in drafts:
-            averaged, scores = judge(step, drafts["ema"]), {"score_raw": record["score"]}
-            better = averaged["score"] > record["score"]
-            scores["score_ema"] = averaged["score"]
-            record = (averaged if better else record) | {"weights": "ema" if better else "raw", **scores}
-        run.say(judge.headline(record))
-        return record
-
-    if run.seen(path.exists):
-        record = run.record(path, judged)
-    else:
+    Raises:
+        SelfCheckError: live decoding and replay have differed at `MOST_MISSES` checkpoints.
+    """
+    run, step = trainer.run, checkpoint.step
+    if not run.seen(path.exists):
         with run.progress.timed("judge"):
-            drafts = checkpoint.drafts()
-            record = run.record(path, judged)
+            record = judge(step, checkpoint.drafts(), path.parent)
+            run.record(path, lambda: record)
+        run.say(judge.headline(record))
+    record = run.seen(lambda: json.loads(path.read_text(encoding="utf-8")))
+    if run.main:
+        shutil.rmtree(path.parent / JUDGING, ignore_errors=True)
     flat = judged_scalars(record)
     flat["judge/judging_seconds"] = run.progress.seconds.get("judge", 0.0)  # all judgements so far
     trainer.metrics.write(step, flat, always=True)
     keep_judgement(run, step, record)
+    missed = run.seen(lambda: missed_checks(run.folder))
+    if run.config.judge.live == "checkpoint" and step in missed and len(missed) >= MOST_MISSES:
+        raise SelfCheckError(
+            f"live decoding and replay differ by more than chance at {len(missed)} checkpoints (steps "
+            f"{', '.join(map(str, missed))}), so acceptance here is not what an engine would see; try target.dtype: float32, "
+            "or set judge.live: end to go on by replay alone"
+        )
 
 
 def read_dial(trainer: Trainer, judge: DraftJudge, checkpoint: Checkpoint) -> None:

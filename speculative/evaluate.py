@@ -16,9 +16,17 @@ from speculative.engine.recurrent_model import recurrence_warning
 from speculative.errors import UserError
 from speculative.measure.effects import Gain
 from speculative.measure.intervals import Interval
-from speculative.measure.metrics import CURVE_GAMMAS, alpha_with_interval, latency, live_metrics, stage_seconds
+from speculative.measure.metrics import CURVE_GAMMAS, latency, live_metrics, ratio_with_interval, stage_seconds
 from speculative.measure.record import Record, Text
-from speculative.measure.replay import ReplayCheck, agreement_of, agreement_warning, expected_blocks_of, law_of
+from speculative.measure.replay import (
+    ReplayCheck,
+    agreement,
+    agreement_of,
+    agreement_warning,
+    expected_blocks_of,
+    law_of,
+    predicted_blocks,
+)
 from speculative.measure.token_scores import TokenScores, score_tokens, scored_gammas
 
 
@@ -52,7 +60,7 @@ class OnText(Record):
     alpha: float = Field(description="acceptance rate on the frozen text")
     alpha_ci: Interval | None = Field(None, description="its 95 % interval")
     tau: float | None = Field(None, description="tokens per target call at the judged gamma")
-    tau_ci: Interval | None = Field(None, description="its 95 % interval; null: tau is by replay")
+    tau_ci: Interval | None = Field(None, description="its 95 % interval")
     accepted_per_drafted: float | None = Field(None, description="accepted over drafted tokens")
     survival: list[float] | None = Field(
         None, description="share of blocks whose first j tokens are all accepted, j from 1"
@@ -62,8 +70,19 @@ class OnText(Record):
     replay: dict[int, float] = Field({}, description="tau by gamma, from the frozen text")
 
 
+class LiveCheck(Record):
+    """Some held-out prompts decoded live, to prove what replay predicts."""
+
+    prompts: int = Field(description="prompts decoded")
+    tokens: int = Field(description="tokens of the responses")
+    tau: float = Field(description="tokens per target call, counted")
+    tau_ci: Interval = Field(description="its 95 % interval")
+    accepted_per_drafted: float = Field(description="accepted over drafted tokens")
+    replay: ReplayCheck | None = Field(None, description="counted blocks against replay of the same text")
+
+
 class Judgement(OnText):
-    """judgement.json of a checkpoint: the result of `speculative.evaluate.judge` (or of replay alone)."""
+    """judgement.json of a checkpoint: replay of the frozen text, and some prompts decoded live. In a verdict: all decoded live."""
 
     step: int | None = Field(None, description="of the checkpoint; null: none of this run")
     score: float | None = Field(
@@ -74,7 +93,8 @@ class Judgement(OnText):
     rule: str | None = Field(None, description="engine rule")
     gamma: int | None = Field(None, description="drafted tokens per block")
     domains: dict[str, OnText] = Field({}, description="the same numbers by domain")
-    live: bool = Field(True, description="whether the prompts were decoded live")
+    live: bool = Field(True, description="whether tau was counted on all prompts, decoded live; false: by replay")
+    live_check: LiveCheck | None = Field(None, description="the prompts that a checkpoint decoded live; null: none")
     live_tokens: int | None = Field(None, description="tokens of the live run")
     replay_check: ReplayCheck | None = Field(
         None, description="blocks of the live run compared with replay of its text"
@@ -84,6 +104,7 @@ class Judgement(OnText):
     score_raw: float | None = Field(None, description="score of the raw weights, where both were judged")
     score_ema: float | None = Field(None, description="score of the averaged ones")
     per_response: PerResponse | None = Field(None, description="sums by response; in judgement.json only")
+    ranks: int | None = Field(None, description="processes that judged; the numbers do not depend on it")
     gain: Gain | None = Field(
         None,
         description="in a verdict: gain in alpha over step 0, paired by prompt on the same text; the interval is not corrected",
@@ -93,6 +114,34 @@ class Judgement(OnText):
         """The judgement without its lists by response, those under other rules included."""
         plain = self.model_dump(exclude_unset=True, exclude={"per_response": True, "greedy": {"per_response"}})
         return Judgement.model_validate(plain)
+
+
+@dataclass
+class ReplaySums:
+    """What a judgement needs of each response: N responses, K gammas, the last one the judged gamma. Plain numbers, so that parts
+    computed in different places can be stored as JSON and joined.
+    """
+
+    accepted_N: list[float]  # sums of acceptance probabilities
+    tokens_N: list[int]
+    gammas: list[int]
+    blocks_NK: list[list[float]]  # expected target calls
+
+
+def replay_sums(
+    draft: Draft,
+    texts: Sequence[HeldoutResponse],
+    settings: DecodeSettings,
+    *,
+    scores: Sequence[TokenScores] | None = None,
+) -> ReplaySums:
+    """The sums of these responses from one draft pass, or from `scores` if that pass was made."""
+    if scores is None:
+        scores = score_tokens(draft.model, texts, settings.sampling, offsets=draft.offsets(settings.gamma))
+    law = law_of(settings.rule, settings.sampling)
+    gammas = [*scored_gammas(scores, CURVE_GAMMAS), settings.gamma]
+    accepted_N = [float(own.accept_probs(law).sum()) for own in scores]
+    return ReplaySums(accepted_N, list(map(len, scores)), gammas, expected_blocks_of(scores, law, gammas).tolist())
 
 
 def judge_frozen(
@@ -107,24 +156,29 @@ def judge_frozen(
     scores: of this draft on this text, if already known; then no model runs. Alpha is that of a block's first token. Replay covers
     the gammas that were scored.
     """
+    require_text(heldout)
+    return judge_sums(heldout, settings, replay_sums(draft, heldout, settings, scores=scores))
+
+
+def require_text(heldout: Sequence[HeldoutResponse]) -> None:
+    """Raise UserError if there is no token to judge on."""
     if not any(response.response_ids for response in heldout):
         raise UserError("no held-out response to evaluate on: give held-out prompts with non-empty responses")
-    if scores is None:
-        scores = score_tokens(draft.model, heldout, settings.sampling, offsets=draft.offsets(settings.gamma))
-    law = law_of(settings.rule, settings.sampling)
-    accept_probs = [own.accept_probs(law) for own in scores]
-    gammas = tuple(scored_gammas(scores, CURVE_GAMMAS))
-    blocks_NK = expected_blocks_of(scores, law, (*gammas, settings.gamma))
-    tokens_N = np.array([len(own) for own in scores])
+
+
+def judge_sums(heldout: Sequence[HeldoutResponse], settings: DecodeSettings, sums: ReplaySums) -> Judgement:
+    """`judge_frozen` from its sums by response."""
+    *gammas, _ = sums.gammas
+    accepted_N, tokens_N, blocks_NK = (np.array(own) for own in (sums.accepted_N, sums.tokens_N, sums.blocks_NK))
 
     def numbers(indices: Sequence[int]) -> OnText:
-        probs = [accept_probs[index] for index in indices]
-        alpha, interval = alpha_with_interval(probs, [heldout[index].prompt for index in indices])
+        keys = [heldout[index].prompt for index in indices]
+        alpha, alpha_ci = ratio_with_interval(accepted_N[indices], tokens_N[indices], keys)
         tokens = int(tokens_N[indices].sum())
         return OnText(
             alpha=alpha,
-            alpha_ci=interval,
-            prompts=len({heldout[index].prompt for index in indices}),
+            alpha_ci=alpha_ci,
+            prompts=len(set(keys)),
             tokens=tokens,
             replay=dict(zip(gammas, (tokens / blocks_NK[indices, : len(gammas)].sum(0)).tolist(), strict=True)),
         )
@@ -133,18 +187,73 @@ def judge_frozen(
     return Judgement(
         **whole.record(),
         tau=whole.replay[settings.gamma],
+        tau_ci=ratio_with_interval(tokens_N, blocks_NK[:, -1], [one.prompt for one in heldout])[1],
         rule=settings.rule,
         gamma=settings.gamma,
         # A domain of empty responses has nothing to judge.
         domains={name: numbers(indices) for name, indices in _by_domain(heldout).items() if tokens_N[indices].any()},
-        per_response=PerResponse(
-            accept_sums=[float(probs.sum()) for probs in accept_probs],
-            tokens=tokens_N.tolist(),
-            blocks=blocks_NK[:, -1].tolist(),
-        ),
+        per_response=PerResponse(accept_sums=sums.accepted_N, tokens=sums.tokens_N, blocks=blocks_NK[:, -1].tolist()),
         live=False,
         warnings=[],
     )
+
+
+@dataclass
+class LiveSums:
+    """What a `LiveCheck` needs of one decoded response. predicted, variance: its blocks by replay; None without a replay law."""
+
+    key: str
+    tokens: int
+    blocks: int
+    drafted: int
+    accepted: int
+    predicted: float | None = None
+    variance: float | None = None
+
+
+def decode_live(
+    target: PreTrainedModel,
+    draft: Draft,
+    prompts: Sequence[HeldoutResponse],
+    settings: DecodeSettings,
+    batch_size: int,
+) -> list[LiveSums]:
+    """Decode these prompts with the draft and replay the text that comes out.
+
+    Raises UserError for everything that `decode` refuses.
+    """
+    asked = [(one.key, one.prompt_ids) for one in prompts]
+    responses, _ = decode(target, draft.drafter(), asked, settings, batch_size=batch_size)
+    found = [
+        LiveSums(one.key, len(one.response_ids), one.blocks, one.drafted, one.accepted) for one in responses
+    ]  # fmt: skip
+    if _has_law(settings):
+        own = score_tokens(draft.model, responses, settings.sampling, offsets=draft.offsets(settings.gamma, 1))
+        predicted_N, variance_N = predicted_blocks(own, law_of(settings.rule, settings.sampling), settings.gamma)
+        for sums, predicted, variance in zip(found, predicted_N.tolist(), variance_N.tolist(), strict=True):
+            sums.predicted, sums.variance = predicted, variance
+    return found
+
+
+def live_check(sums: Sequence[LiveSums]) -> LiveCheck:
+    """Join decoded responses. Each prompt was decoded once."""
+    tokens_N, blocks_N = (np.array([getattr(one, name) for one in sums]) for name in ("tokens", "blocks"))
+    tau, tau_ci = ratio_with_interval(tokens_N, blocks_N, [one.key for one in sums])
+    predicted_N = [one.predicted for one in sums if one.predicted is not None]
+    variance_N = [one.variance for one in sums if one.variance is not None]
+    return LiveCheck(
+        prompts=len(sums),
+        tokens=int(tokens_N.sum()),
+        tau=tau,
+        tau_ci=tau_ci,
+        accepted_per_drafted=sum(one.accepted for one in sums) / max(1, sum(one.drafted for one in sums)),
+        replay=agreement(predicted_N, variance_N, blocks_N.tolist()) if predicted_N else None,
+    )
+
+
+def _has_law(settings: DecodeSettings) -> bool:
+    """Whether replay can predict blocks at these settings."""
+    return settings.active_rules is None and settings.tree is None
 
 
 def judge(
@@ -169,8 +278,7 @@ def judge(
     if settings.gamma < 1:
         raise UserError("gamma = 0: judging a draft needs at least one drafted token per block")
     result = judge_frozen(draft, heldout, settings, scores=scores)
-    first_of_prompt = {response.prompt: response for response in reversed(heldout)}
-    chosen = sorted(first_of_prompt.values(), key=lambda response: (len(response.prompt_ids), response.key))
+    chosen = sorted(one_per_prompt(heldout), key=lambda response: (len(response.prompt_ids), response.key))
     prompts = [(response.key, response.prompt_ids) for response in chosen]
     responses, timing = decode(target, draft.drafter(), prompts, settings, batch_size=batch_size, log=log)
     domains = dict(result.domains)
@@ -179,7 +287,7 @@ def judge(
             live = live_metrics([responses[index] for index in indices], settings.gamma)
             domains[name] = domains[name].model_copy(update=dict(live))
     check = None
-    if settings.active_rules is None and settings.tree is None:
+    if _has_law(settings):
         own = score_tokens(draft.model, responses, settings.sampling, offsets=draft.offsets(settings.gamma, 1))
         law = law_of(settings.rule, settings.sampling)
         check = agreement_of(own, law, [response.blocks for response in responses], settings.gamma)
@@ -197,6 +305,11 @@ def judge(
         "warnings": [warning for warning in dict.fromkeys(warnings) if warning],
     }
     return result.model_copy(update=found), responses
+
+
+def one_per_prompt(heldout: Sequence[HeldoutResponse]) -> list[HeldoutResponse]:
+    """The first response to each prompt."""
+    return list({response.prompt: response for response in reversed(heldout)}.values())
 
 
 def _by_domain(heldout: Sequence[HeldoutResponse]) -> dict[str, list[int]]:

@@ -11,7 +11,7 @@ runs/NAME/config.yaml             the resolved config
                                   date, served.json for a target at a server
          rollouts/                sequences made during training
          checkpoints/step-000100/ student/ (a Hugging Face model; with optim.ema also the worse of student-raw, student-ema), adapter/ (of student.lora), state/ (optimizer, scheduler, RNG), progress.json,
-                                  judgement.json, provenance.json (commit, versions, machine, command)
+                                  judgement.json, judging/ (parts of a judgement that was not finished), provenance.json (commit, versions, machine, command)
          self_checks.json         checks that ran before anything was measured
          best                     link to the best checkpoint
          served.json, served.jsonl  what `understudy readback` measured in an engine, and that engine's answers
@@ -41,6 +41,7 @@ STUDENT, AVERAGED, RAW = (
     "student-raw",
 )  # The last two exist until it is known which is better.
 STATE, PROGRESS, JUDGEMENT, PROVENANCE = "state", "progress.json", "judgement.json", "provenance.json"
+JUDGING = "judging"
 SELF_CHECKS = "self_checks.json"
 RESULT, PROPOSALS, REPORT, VERDICT, PLOT = "result.json", "proposals.parquet", "report.html", "verdict.json", "plot.png"
 READBACK, ANSWERS = "served.json", "served.jsonl"

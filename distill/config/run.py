@@ -104,8 +104,6 @@ IMPOSSIBLE: tuple[Impossible, ...] = (  # Checked in this order; the first match
     # A target on several devices.
     (lambda c: c.target.shard and c.target.device_map,
      "target.device_map spreads the target over the GPUs of one process, target.shard over processes; set only one of the two"),
-    (lambda c: c.target.shard and c.judge.live == "checkpoint",
-     "target.shard: no rank holds the whole target during training; set judge.live: end or never"),
     (lambda c: c.target.shard and (c.own_words or c.signal.source == "capture"),
      "target.shard: rollouts and signal.source: capture call the target on one rank, which a sharded target cannot do; "
      "set data.mix.student and .speculative to 0 and another signal.source"),

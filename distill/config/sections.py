@@ -358,9 +358,11 @@ class JudgeConfig(Section):
     rule: Rule | None = None
     """acceptance rule that picks the best checkpoint; null = serving.rule"""
     live: Literal["checkpoint", "end", "never"] = "checkpoint"
-    """when held-out prompts are decoded live. checkpoint: at every checkpoint; end: only for the verdict, so
-    replay picks the best checkpoint and with signal.source: store the target is not in memory during
-    training; never: no decoding and no speeds"""
+    """when prompts are decoded live. Replay always picks the best checkpoint. checkpoint: some prompts at every
+    checkpoint prove what replay says, and a target that is not in memory is loaded for that; end: only for
+    the verdict; never: no decoding and no speeds"""
+    live_prompts: int = Field(32, ge=1)
+    """prompts that each checkpoint decodes live, other ones each time until all had a turn"""
     dial_every: int = Field(0, ge=0)
     """steps between replays of held-out alpha and tau without a checkpoint; 0 = none"""
     served: str | None = None

@@ -36,8 +36,8 @@ class TargetConfig(Section):
     """spread a target that is larger than one GPU over all GPUs of one process; the value is a device map of
     Accelerate (balanced_low_0 leaves space for the draft). null = all of it on each process's own device"""
     shard: bool = False
-    """shard the target over the ranks during training (torch's fully_shard). With judge.live: end the main
-    process loads the whole target for the verdict, after training has freed its memory"""
+    """shard the target over the ranks during training (torch's fully_shard). The main process loads the whole target
+    to decode at a checkpoint and for the verdict; with judge.live: end only for the verdict, after training has freed its memory"""
     endpoint: EndpointConfig | None = None
     """a server that answers and scores in place of local weights; `path` names the same model"""
     others: tuple[OtherTargetConfig, ...] = ()

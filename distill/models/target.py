@@ -67,6 +67,7 @@ class Target:
         self._how: dict[str, Any] = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
         self.tokenizer = load_tokenizer(config.path, **self._how)
         self._model: PreTrainedModel | None = None
+        self.kept = True  # False inside `arranged`, where the whole target is not in memory
         self._run = run
         self._facts = self._known_facts()
 
@@ -116,11 +117,40 @@ class Target:
         Without ``make``, and after the block, the next access to `model` loads them again.
         """
         self._free()
+        self.kept = False
         try:
             self._model = make() if make is not None else None
             yield
         finally:
+            self.kept = True
             self._free()
+
+    @property
+    def sharded(self) -> bool:
+        """Whether the weights in memory are only this rank's share, so that no rank can decode with them."""
+        return not self.kept and self._model is not None
+
+    @contextlib.contextmanager
+    def borrowed(self) -> Iterator[None]:
+        """Inside the block, `model` is the whole target. If it is not in memory, its first use loads it, and the end frees it.
+
+        Raises:
+            UserError: it does not fit in memory.
+        """
+        if self.kept:
+            yield
+            return
+        other, self._model = self._model, None
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            raise UserError(
+                f"judge.live: checkpoint loads the whole target {self.config.path} to decode with it, and it does not fit in memory "
+                f"beside the training state ({str(error).splitlines()[0]}); set judge.live: end"
+            ) from error
+        finally:
+            self._free()
+            self._model = other
 
     def _free(self) -> None:
         self._model = None

@@ -99,9 +99,15 @@ def plot_steps(axis: Any, steps: Sequence[Any], key: str, best: int | None, styl
     if first.step == 0:
         axis.axhline(getattr(first, key), color=COLOURS[UNDISTILLED], linestyle="--", label="undistilled")
     values, ends = [getattr(step, key) for step in steps], [getattr(step, f"{key}_ci") for step in steps]
-    if all(ends):  # replay alone gives tau no interval
+    if all(ends):
         axis.fill_between(at, *zip(*ends, strict=True), color=style["color"], alpha=0.18, linewidth=0)
     axis.plot(at, values, **style)
+    checks = [(step.step, step.live_check) for step in steps if key == "tau" and step.live_check]
+    if checks:
+        taus = [check.tau for _, check in checks]
+        around = [[abs(check.tau - check.tau_ci[end]) for _, check in checks] for end in (0, 1)]
+        where = [step for step, _ in checks]
+        axis.errorbar(where, taus, around, fmt="x", color=INK, linewidth=1, label="some prompts, live")
     if best in at:
         value = values[at.index(best)]
         shown = f"{value:.3f}" if key == "alpha" else f"{value:.2f}"

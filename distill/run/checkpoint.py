@@ -118,10 +118,18 @@ def prune_states(run: Path, keep: int) -> None:
 
 def judged_scores(run: Path) -> list[tuple[int, float]]:
     """(step, score) of every judged checkpoint, steps rising."""
+    return [(step, record["score"]) for step, record in _judgements(run)]
+
+
+def missed_checks(run: Path) -> list[int]:
+    """Steps of checkpoints whose prompts, decoded live, differ from replay by more than chance."""
+    checks = [(step, (record.get("live_check") or {}).get("replay")) for step, record in _judgements(run)]
+    return [step for step, check in checks if check and not check["agrees"]]
+
+
+def _judgements(run: Path) -> list[tuple[int, dict[str, Any]]]:
     paths = {step: step_folder(run, step) / JUDGEMENT for step in list_steps(run)}
-    return [
-        (step, json.loads(path.read_text(encoding="utf-8"))["score"]) for step, path in paths.items() if path.exists()
-    ]
+    return [(step, json.loads(path.read_text(encoding="utf-8"))) for step, path in paths.items() if path.exists()]
 
 
 def point_best(run: Path, step: int) -> None:

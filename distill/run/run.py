@@ -5,7 +5,7 @@ import functools
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -17,7 +17,7 @@ from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs
 from filelock import AcquireReturnProxy
 
-from data.files import MANIFEST, write_bytes, write_json
+from data.files import MANIFEST, write_bytes, write_json, writing
 from distill.config.layout import CHECKPOINTS, CONFIG, PROMPTS, SELF_CHECKS, STUDENT_NOTES
 from distill.config.load import dump_config, load_config
 from distill.config.run import RunConfig
@@ -30,6 +30,7 @@ STEP_LIMIT = timedelta(minutes=10)
 # How long ranks wait for work that one rank does alone: judging, answering, the verdict.
 WORK_LIMIT = timedelta(hours=12)
 Seen = TypeVar("Seen")
+Piece = TypeVar("Piece")
 
 
 @dataclass
@@ -135,6 +136,38 @@ class Run:
             dist.broadcast_object_list(found, group=group, device=torch.device("cpu"))
         return found[0]  # type: ignore[return-value]
 
+    def gathered(self, own: Seen) -> list[Seen]:
+        """What each rank gives, by rank, on every rank. All ranks must call it."""
+        found: list[Any] = [own]
+        if self.ranks > 1:
+            found *= self.ranks
+            dist.all_gather_object(found, own, group=self._patient)
+        return found
+
+    def dealt(
+        self, folder: Path, name: str, pieces: Sequence[Piece], work: Callable[[Piece], Any], alone: bool = False
+    ) -> list[Any]:
+        """The JSON results of ``work`` for all pieces, in order, on every rank. All ranks must call it with the same pieces.
+
+        The ranks take the pieces in turn, or the main process all of them if ``alone``. Results are kept in ``folder``, so that
+        a killed run does not repeat them; the caller deletes it.
+
+        Raises:
+            UserError: ``folder`` cannot be written.
+        """
+        own = {}
+        for index, piece in enumerate(pieces):
+            if self.rank == (0 if alone else index % self.ranks):
+                path = folder / f"{name}-{index:04d}.json"
+                if not path.exists():
+                    result = work(piece)
+                    with writing(path):
+                        folder.mkdir(exist_ok=True)
+                        write_json(path, result)
+                own[index] = json.loads(path.read_text(encoding="utf-8"))
+        found = {index: result for part in self.gathered(own) for index, result in part.items()}
+        return [found[index] for index in range(len(pieces))]
+
     def once(self, path: Path, make: Callable[[], object]) -> None:
         """Call ``make``, which writes a file at ``path``, on the main process; return when this rank reads the same bytes.
 
@@ -187,7 +220,7 @@ def _digest(path: Path) -> bytes | None:
 MAY_DIFFER = (
     "resume", "output", "target.shard", "target.device_map", "student.gradient_checkpointing", "target.endpoint.url", "target.endpoint.api_key_env",
     "target.endpoint.concurrency", "target.endpoint.timeout", "target.endpoint.retries", "train.micro_batch_size", "train.log_every", "train.keep_states", "train.profile_steps", "loss.chunk_tokens",
-    "serving.batch_size", "judge.batch_size", "judge.speed_prompts", "judge.speed_seconds", "judge.speed_threads", "judge.served", "tracking.trackers",
+    "serving.batch_size", "judge.batch_size", "judge.live", "judge.live_prompts", "judge.speed_prompts", "judge.speed_seconds", "judge.speed_threads", "judge.served", "tracking.trackers",
     "tracking.project", "export.quantize",
 )  # fmt: skip
 

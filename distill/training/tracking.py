@@ -38,7 +38,7 @@ SUMMARIES = {
     "speed/mfu": "mean",
     "memory/peak_mib": "max",
     "judge/alpha": "max",
-    "judge/tau": "max",
+    "judge/tau_replay": "max",
     "judge/score": "max",
 }
 SECTIONS = ("train", "survival", "judge", "dial", "speed", "time", "memory")
@@ -80,7 +80,14 @@ class Metrics:
 
 
 def judged_scalars(record: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of a judgement as `judge/NAME`, the bounds of its intervals as `judge/NAME_low` and `judge/NAME_high`."""
+    """The numbers of a judgement as `judge/NAME`, the bounds of its intervals as `judge/NAME_low` and `judge/NAME_high`.
+
+    tau is `judge/tau_replay`. Of the prompts that were decoded live: `judge/tau_live` with its bounds, `judge/live_prompts`, `judge/z`.
+    """
+    record = {{"tau": "tau_replay", "tau_ci": "tau_replay_ci"}.get(key, key): value for key, value in record.items()}
+    if check := record.get("live_check"):
+        record |= {"tau_live": check["tau"], "tau_live_ci": check["tau_ci"], "live_prompts": check["prompts"]}
+        record["z"] = (check.get("replay") or {}).get("z")
     numbers = {f"judge/{key}": value for key, value in record.items() if isinstance(value, int | float)}
     for key, ends in record.items():
         if key.endswith("_ci") and ends:

@@ -49,8 +49,7 @@ class NotFinite(UserError):
 class Checkpoint:
     """The draft at a step. ``folder`` has it and everything a resumed run needs; None for an evaluation between two checkpoints.
 
-    ``drafts``: all ranks call it. {raw: the draft with all of its weights, ema: the averaged draft if there is one}, in eval mode;
-    empty except on the main process.
+    ``drafts``: all ranks call it. {raw: the draft with all of its weights, ema: the averaged draft if there is one}, in eval mode.
     """
 
     step: int
@@ -155,8 +154,8 @@ class Trainer:
             self.wrapped.eval()
             yield Checkpoint(self.progress.step, folder, self._drafts)
 
-    def _drafts(self) -> dict[str, DraftModule]:
-        full = sharding.full_module(self.accelerator, self.wrapped, self.module)
+    def _drafts(self, everywhere: bool = True) -> dict[str, DraftModule]:
+        full = sharding.full_module(self.accelerator, self.wrapped, self.module, everywhere)
         drafts = {"raw": full} if full is not None else {}
         if drafts and self.average is not None:
             drafts["ema"] = DraftModule(self.average.module, self.module.objective).eval()
@@ -321,7 +320,7 @@ class Trainer:
         folder = step_folder(self.run.folder, self.progress.step)
         if self.run.seen((folder / PROGRESS).exists):
             return folder
-        drafts = self._drafts()
+        drafts = self._drafts(everywhere=False)
         # Adapters are merged into a copy, so every checkpoint holds an ordinary model.
         students: dict[str, Any] = {
             {"raw": STUDENT, "ema": AVERAGED}[name]: draft.exported() for name, draft in drafts.items()

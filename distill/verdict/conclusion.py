@@ -85,17 +85,15 @@ def result_of(answers: Answers, self_checks: dict[str, Any]) -> Result:
     best = max(records, key=lambda record: record.score or 0.0)
     question = Question(config.judge, settings, answers.heldout, answers.context, looks=looks_of(records))
     candidates = _candidates(run, config.judge.served, target, records[0], best)
-    # Checkpoints of a parallel draft are judged block by block, but the undistilled one would be served token by token.
-    first = {} if config.student.parallel else {UNDISTILLED: records[0]}
     if live:
-        # Only records of live decoding count in a verdict of live decoding.
-        known = first if records[0].live else {}
         question = replace(question, history=answers.stores.past(config.judge_rule))
         field = line_up(question, target.model, candidates, _lighter(config.export.quantize, target, candidates[-1]))
-        evidence = gather(question, target, field, known=known, log=run / PROPOSALS)
+        evidence = gather(question, target, field, log=run / PROPOSALS)
     else:
         if config.student.parallel:
             candidates[-1] = replace(candidates[-1], draft=Draft(candidates[-1].draft.model, "parallel"))
+        # Checkpoints of a parallel draft are judged block by block, but the undistilled one would be served token by token.
+        first = {} if config.student.parallel else {UNDISTILLED: records[0]}
         evidence = gather_by_replay(question, candidates, first | {DRAFT: best})
     verdict = verdict_of(evidence, checkpoints=records, self_checks=self_checks, others=answers.others)
     result = findings_of(

@@ -89,20 +89,16 @@ def gather(
     target: Target,
     field: Field,
     *,
-    known: Mapping[str, Judgement] | None = None,
     log: Path | None = None,
 ) -> Evidence:
     """Judge every draft of a `line_up` live, and time every way at one request and at each of judge.load.
 
-    known: live records of candidates that need not be decoded again. The last candidate is always decoded, so that its numbers,
-    its responses and the proposals in ``log`` come from the same run.
+    ``log``: for the proposals of the last candidate.
     """
     own, candidates = field.scores[question.rule], field.candidates
-    judged = dict(known or {})
+    judged: dict[str, Judgement] = {}
     responses: list[Response] = []
     for one in candidates:
-        if one.name in judged and one is not candidates[-1]:
-            continue
         writes = ProposalLog(log) if log is not None and one is candidates[-1] else contextlib.nullcontext()
         with writes as opened:
             record, responses = judge(

@@ -1,30 +1,49 @@
-"""Judge a checkpoint by speculative decoding of the held-out prompts. The score is tau under the configured rule."""
+"""Judge a checkpoint on held-out prompts: replay of frozen text gives the score, real decoding of some prompts proves it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
-from distill.config.sections import JudgeConfig
+from distill.config.layout import JUDGING, list_steps
 from distill.models.draft import as_exported, load_draft
 from distill.models.target import Target
+from distill.run.run import Run
 from distill.training.module import DraftModule
 from speculative.decoder.responses import DecodeSettings
 from speculative.drafters.draft import Draft, Drafting
 from speculative.engine.memory import release
 from speculative.engine.models import max_positions
+from speculative.engine.recurrent_model import recurrence_warning
 from speculative.errors import UserError
-from speculative.evaluate import HeldoutResponse, Judgement, judge, judge_frozen
+from speculative.evaluate import (
+    HeldoutResponse,
+    Judgement,
+    LiveCheck,
+    LiveSums,
+    ReplaySums,
+    decode_live,
+    judge_sums,
+    live_check,
+    one_per_prompt,
+    replay_sums,
+    require_text,
+)
 from speculative.measure.intervals import interval
-from speculative.measure.replay import agreement_words, expected_blocks_of
-from speculative.measure.token_scores import score_tokens
+from speculative.measure.replay import agreement_warning, agreement_words, expected_blocks_of
+from speculative.measure.token_scores import score_batches, score_tokens
 from speculative.rules.rule import Rule
+
+# Prompts that one rank decodes at once. A small number, so that ranks can share the prompts of a checkpoint.
+DECODED_TOGETHER = 8
 
 
 class DraftJudge:
-    """Live decoding and replay on the frozen held-out responses. Only the main process uses it."""
+    """Judges drafts with all ranks of a run. Each rank takes some of the work, and results do not depend on the number of ranks."""
 
     def __init__(
         self,
-        judging: JudgeConfig,
+        run: Run,
         settings: DecodeSettings,
         target: Target,
         heldout: dict[Rule, list[HeldoutResponse]],
@@ -35,26 +54,80 @@ class DraftJudge:
 
         ``drafting``: how the draft will be served. ``others``: weight and frozen responses of other targets, whose tau counts in the score.
         """
-        self.judging, self.settings, self.drafting = judging, settings, drafting
+        self.run, self.judging, self.settings, self.drafting = run, run.config.judge, settings, drafting
         self.target, self.heldout, self.others = target, heldout, others
 
-    def __call__(self, step: int, module: DraftModule) -> dict[str, Any]:
-        """{step, score, rule, gamma, alpha, tau, ..., domains, replay, greedy: the same for greedy decoding}.
+    def __call__(self, step: int, drafts: Mapping[str, DraftModule], folder: Path) -> dict[str, Any]:
+        """{step, score, rule, gamma, alpha, tau, ..., domains, replay, live_check, greedy: the same for greedy decoding}.
 
-        With judge.live: end, tau is by replay (`live` is false) and figures that need live decoding are missing.
+        All ranks must call it, and get the same. ``drafts``: see `trainer.Checkpoint`; the averaged draft is judged too, and the better
+        one is kept. ``folder``: of the checkpoint. Parts that are done stay in its `JUDGING` until the caller deletes that.
         """
-        draft = self._draft(module)
-        main, *rest = (self.judge(draft, rule) for rule in self.heldout)
-        taus = [(weight, judge_frozen(draft, text, self.settings).tau) for weight, text in self.others]
+        for text in (*self.heldout.values(), *(text for _, text in self.others)):
+            require_text(text)
+        parts = folder / JUDGING
+        found = {name: self._replayed(self._draft(module), name, parts) for name, module in drafts.items()}
+        name = max(found, key=lambda one: found[one]["score"])  # the raw weights if both are equal
+        record = {"step": step} | found[name]
+        if len(found) > 1:
+            record |= {"weights": name} | {f"score_{one}": own["score"] for one, own in found.items()}
+        if self.judging.live == "checkpoint":
+            record |= self._decoded(self._draft(drafts[name]), step, parts, name)
         release()  # Training needs the memory until the next checkpoint is judged.
-        score = main.tau
-        if taus:
-            score = (score + sum(weight * tau for weight, tau in taus)) / (1.0 + sum(weight for weight, _ in taus))
-        others = {rule: one.record() for rule, one in zip(list(self.heldout)[1:], rest, strict=True)}
-        return {"step": step, "score": score} | main.record() | others
+        return record | {"ranks": self.run.ranks}
 
     def _draft(self, module: DraftModule) -> Draft:
         return Draft(as_exported(module.exported(), self.target), self.drafting)
+
+    def _replayed(self, draft: Draft, name: str, parts: Path) -> dict[str, Any]:
+        """The judgement by replay, under every rule, and its score."""
+        rule, *further = self.heldout
+        main = self._replay(draft, self.heldout[rule], rule, parts, f"{name}-{rule}")
+        taus = [
+            (weight, self._replay(draft, text, rule, parts, f"{name}-other-{number}").tau)
+            for number, (weight, text) in enumerate(self.others)
+        ]
+        score = main.tau
+        if taus:
+            score = (score + sum(weight * tau for weight, tau in taus)) / (1.0 + sum(weight for weight, _ in taus))
+        rest = {one: self._replay(draft, self.heldout[one], one, parts, f"{name}-{one}").record() for one in further}
+        return {"score": score} | main.record() | rest
+
+    def _replay(self, draft: Draft, text: Sequence[HeldoutResponse], rule: Rule, parts: Path, name: str) -> Judgement:
+        settings = self.settings.under(rule, self.settings.gamma)
+        batches = score_batches(text, draft.model)
+        batches[0] = [*(index for index, one in enumerate(text) if not one.response_ids), *batches[0]]
+        found = self.run.dealt(
+            parts, name, batches, lambda batch: asdict(replay_sums(draft, [text[index] for index in batch], settings))
+        )
+        places = [index for batch in batches for index in batch]
+        joined = {
+            key: [value for _, value in sorted(zip(places, (one for part in found for one in part[key]), strict=True))]
+            for key in ("accepted_N", "tokens_N", "blocks_NK")
+        }
+        return judge_sums(text, settings, ReplaySums(**joined, gammas=found[0]["gammas"]))
+
+    def _decoded(self, draft: Draft, step: int, parts: Path, name: str) -> dict[str, Any]:
+        """{live_check, warnings} of `judge.live_prompts` prompts: at each checkpoint the next ones, until all had a turn."""
+        text = sorted(one_per_prompt(self.heldout[self.settings.rule]), key=lambda one: one.key)
+        count = min(self.judging.live_prompts, len(text))
+        turn = self.run.seen(lambda: sum(one < step for one in list_steps(self.run.folder)))
+        chosen = [text[(turn * count + place) % len(text)] for place in range(count)]
+        chosen.sort(key=lambda one: (len(one.prompt_ids), one.key))
+        groups = [chosen[place : place + DECODED_TOGETHER] for place in range(0, count, DECODED_TOGETHER)]
+        batch_size = min(self.judging.batch_size, DECODED_TOGETHER)
+
+        def work(group: Sequence[HeldoutResponse]) -> list[dict[str, Any]]:
+            sums = decode_live(self.target.model, draft, group, self.settings, batch_size)
+            return [asdict(one) for one in sums]
+
+        # Only the main process of a run with a sharded target has memory for the whole one.
+        alone = self.target.sharded
+        with self.target.borrowed():
+            found = self.run.dealt(parts, f"{name}-live", groups, work, alone)
+        check = live_check([LiveSums(**one) for part in found for one in part])
+        warnings = agreement_warning(check.replay), recurrence_warning(draft.model)
+        return {"live_check": check.record(), "warnings": [one for one in warnings if one]}
 
     def dial(self, module: DraftModule) -> dict[str, float]:
         """{alpha, tau} on the frozen text of the configured rule: one draft pass, no target, on the main process."""
@@ -65,28 +138,24 @@ class DraftJudge:
         alpha = sum(own.accept_probs(rule).sum() for own in scores) / tokens
         return {"alpha": float(alpha), "tau": float(tokens / expected_blocks_of(scores, rule, (gamma,)).sum())}
 
-    def judge(self, draft: Draft, rule: Rule) -> Judgement:
-        """All numbers of a draft under one rule; live decoding of the held-out prompts needs the target's weights."""
-        settings, heldout = self.settings.under(rule, self.settings.gamma), self.heldout[rule]
-        if self.judging.live != "checkpoint":
-            return judge_frozen(draft, heldout, settings)
-        return judge(self.target.model, draft, heldout, settings, batch_size=self.judging.batch_size)[0]
-
     def headline(self, record: dict[str, Any]) -> str:
-        """One line: alpha and tau with intervals, accepted/drafted; a warning when replay and live decoding disagree."""
+        """One line: alpha and tau with intervals, and what the prompts that were decoded live gave; a warning if they disagree."""
         own = Judgement.model_validate(record)
-        averaged = "  (averaged weights)" if own.weights == "ema" else ""
-        if self.others:
-            averaged = f"  score {own.score:.3f} on {1 + len(self.others)} targets{averaged}"
-        start = f"step {own.step:>5}  {own.rule}  alpha {own.alpha:.3f} {interval(own.alpha_ci)}  "
-        if not own.live:
-            return f"{start}tau {own.tau:.2f} at gamma {own.gamma} by replay{averaged}"
         line = (
-            f"{start}tau {own.tau:.2f} {interval(own.tau_ci, '.2f')} at gamma {own.gamma} "
-            f"({agreement_words(own.replay_check, own.live_tokens or 0)})  "
-            f"accepted/drafted {own.accepted_per_drafted:.3f}{averaged}"
+            f"step {own.step:>5}  {own.rule}  alpha {own.alpha:.3f} {interval(own.alpha_ci)}  "
+            f"tau {own.tau:.2f} {interval(own.tau_ci, '.2f')} at gamma {own.gamma} by replay"
         )
+        if own.live_check is not None:
+            line += f"; {self._live_words(own.live_check)}"
+        if self.others:
+            line += f"  score {own.score:.3f} on {1 + len(self.others)} targets"
+        if own.weights == "ema":
+            line += "  (averaged weights)"
         return "\n  warning: ".join((line, *own.warnings))
+
+    def _live_words(self, check: LiveCheck) -> str:
+        words = f"live {check.tau:.2f} on {check.prompts} prompts ({agreement_words(check.replay, check.tokens)})"
+        return words if self.target.kept else f"{words}, target loaded for it"
 
 
 def require_served(path: str | None, target: Target, longest: int) -> None:

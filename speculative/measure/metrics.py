@@ -97,9 +97,16 @@ def alpha_with_interval(
 
     `accept_probs` holds one array of per-token probabilities for each response (`token_scores.score_responses`).
     """
-    sums_P = sum_by_prompt(prompt_keys, np.array([probs.sum() for probs in accept_probs]))
-    tokens_P = sum_by_prompt(prompt_keys, np.array([len(probs) for probs in accept_probs]))
-    return float(sums_P.sum() / tokens_P.sum()), ratio_interval(sums_P, tokens_P, confidence)
+    sums_N, tokens_N = (np.array([of(probs) for probs in accept_probs]) for of in (np.sum, len))
+    return ratio_with_interval(sums_N, tokens_N, prompt_keys, confidence)
+
+
+def ratio_with_interval(
+    over_N: np.ndarray, under_N: np.ndarray, prompt_keys: Sequence[Hashable], confidence: float = 0.95
+) -> tuple[float, Interval]:
+    """Ratio of two sums over responses, and its interval over prompts: alpha is accepted over all tokens, tau tokens over blocks."""
+    over_P, under_P = sum_by_prompt(prompt_keys, over_N), sum_by_prompt(prompt_keys, under_N)
+    return float(over_P.sum() / under_P.sum()), ratio_interval(over_P, under_P, confidence)
 
 
 def survival(accepted_counts: Sequence[int], gamma: int, drafted_counts: Sequence[int] | None = None) -> list[float]:

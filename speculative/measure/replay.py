@@ -316,15 +316,34 @@ def agreement_of(
     stop_below: float = 0.0,
     sure: Sequence[np.ndarray] | None = None,
 ) -> ReplayCheck:
-    """Replay of a live run's text against the blocks it counted; sure: `TextCosts.sure_T` of a cascade.
+    """Replay of a live run's text against the blocks it counted; sure: `TextCosts.sure_T` of a cascade. See `agreement`."""
+    predicted_N, variance_N = predicted_blocks(scores, rule, gamma, stop_below=stop_below, sure=sure)
+    return agreement(predicted_N, variance_N, counted_blocks_N)
+
+
+def predicted_blocks(
+    scores: Sequence[TokenScores],
+    rule: str,
+    gamma: int,
+    *,
+    stop_below: float = 0.0,
+    sure: Sequence[np.ndarray] | None = None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Mean and variance (N,) of the blocks of each response, given its text."""
+    texts = texts_of(scores, rule, stop_below, sure)
+    return expected_blocks(texts, (gamma,)).calls_NK[:, 0], block_variance(texts, gamma)
+
+
+def agreement(
+    predicted_N: Sequence[float] | np.ndarray, variance_N: Sequence[float] | np.ndarray, counted_N: Sequence[int]
+) -> ReplayCheck:
+    """Compare the blocks that a live run counted for each response with their mean and variance by replay.
 
     z is in standard deviations of the acceptance coins. Without randomness (greedy) it is 0 if both are equal within rounding, else
     None. The check detects faults that only lower acceptance and leave the text correct, such as draft positions off by one.
     """
-    texts = texts_of(scores, rule, stop_below, sure)
-    predicted = float(expected_blocks(texts, (gamma,)).calls_NK.sum())
-    counted = int(sum(counted_blocks_N))
-    deviation = float(np.sqrt(block_variance(texts, gamma).sum()))
+    predicted, counted = float(np.sum(predicted_N)), int(np.sum(counted_N))
+    deviation = float(np.sqrt(np.sum(variance_N)))
     gap = counted - predicted
     z = 0.0 if abs(gap) < 1e-6 else gap / deviation if deviation > 1e-6 else None
     agrees = abs(gap) <= GREEDY_BLOCK_TOLERANCE * predicted if z is None else abs(z) <= WORRYING_Z

@@ -3,7 +3,7 @@
 Shapes: T tokens of one response, B rows, R tokens of a chunk, V vocabulary, C bins of confidence, J offsets of a block, N masks.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -19,6 +19,8 @@ from speculative.rules.verify import draft_settings_for
 
 # Logits of one forward: rows x columns x vocabulary, in the draft's dtype. A single longer response exceeds it alone.
 LOGITS_PER_FORWARD = 1 << 26
+# Responses of one forward. A small number, so that ranks can share the batches of one text.
+ROWS_PER_FORWARD = 16
 # Rows turned into float32 probabilities at once: rows x vocabulary.
 PROBS_PER_CHUNK = 1 << 22
 # Maximum number of masks in one pass: attention memory grows with the square of masks plus text.
@@ -184,7 +186,7 @@ def values_by_text(
     Raises UserError, with `who` as the name of the model, if it returns NaN or infinite logits.
     """
     found: list[np.ndarray] = [np.zeros((0, width)) for _ in texts]
-    for batch in _batches(texts, model.config.get_text_config(decoder=True).vocab_size):
+    for batch in score_batches(texts, model):
         # Not around `values_of`, whose own code might want gradients.
         with evaluating(model):
             logits_RV, ids_R = _response_logits(model, [texts[index] for index in batch])
@@ -244,21 +246,24 @@ def _finite_values(
     return flat_RK
 
 
-def _batches(texts: Sequence[StoredText], vocab_size: int) -> Iterator[list[int]]:
-    """Indices in batches of similar length whose logits stay within LOGITS_PER_FORWARD (at least one a batch)."""
+def score_batches(texts: Sequence[StoredText], model: PreTrainedModel) -> list[list[int]]:
+    """Indices of texts with a response, in the batches of one forward each: similar length, logits within LOGITS_PER_FORWARD.
+
+    A batch scored alone gives the same bits as among the others.
+    """
+    vocab_size = model.config.get_text_config(decoder=True).vocab_size
     order = sorted(
         (index for index, text in enumerate(texts) if text.response_ids),
         key=lambda index: len(texts[index].prompt_ids) + len(texts[index].response_ids),
     )
-    batch: list[int] = []
+    batches: list[list[int]] = []
     for index in order:
         total = len(texts[index].prompt_ids) + len(texts[index].response_ids)  # length of the longest text so far
-        if batch and (len(batch) + 1) * total * vocab_size > LOGITS_PER_FORWARD:
-            yield batch
-            batch = []
-        batch.append(index)
-    if batch:
-        yield batch
+        most = min(ROWS_PER_FORWARD, max(1, LOGITS_PER_FORWARD // (total * vocab_size)))
+        if not batches or len(batches[-1]) + 1 > most:
+            batches.append([])
+        batches[-1].append(index)
+    return batches
 
 
 def _response_logits(draft: PreTrainedModel, texts: Sequence[StoredText]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -13,13 +13,9 @@ def steps(view: View) -> Made:
     rows = view.verdict.checkpoints
     if len(rows) < 2:
         return "Only one checkpoint was judged, so there is no curve over steps."
-    # Only counted blocks have an interval of tau.
-    judged_on = (
-        "alpha is on the same frozen held-out text for every checkpoint. tau was counted live on the same prompts, so each "
-        "checkpoint has its own text there."
-        if any(step.tau_ci for step in rows)
-        else "Every checkpoint was judged on the same frozen held-out text, with tau by replay."
-    )
+    judged_on = "Every checkpoint was judged on the same frozen held-out text, with tau by replay."
+    if any(step.live_check for step in rows):
+        judged_on += " Crosses: tau of the prompts that each checkpoint decoded live, different ones each time."
     shown = figures(view, ("steps_alpha", "alpha, acceptance rate"), ("steps_tau", "tau, tokens per target call"))
     return [f"{judged_on} The dashed line is the draft before training. The bands are 95 % intervals.", shown]
 

@@ -115,15 +115,23 @@ def check_lines(result: Result) -> list[str]:
 
 
 def _agreement_line(result: Result) -> str:
-    """Compare live decoding with replay of its own text, for the last live run."""
-    verdict = result.verdict
-    judged = [one for one in verdict.checkpoints if one.step == verdict.drafts[-1].step]
-    runs = [(verdict.replay_check, verdict.live_tokens), *((one.replay_check, one.live_tokens) for one in judged)]
-    check, tokens = next(((check, tokens) for check, tokens in runs if check and tokens), (None, 0))
-    start = "Live decoding compared with replay of its own text:"
-    if check is None:
-        return "Live decoding was not compared with replay, because nothing was decoded live."
-    return f"{start} tau {tokens / check.live_blocks:.2f}, {agreement_words(check, tokens)}."
+    """Compare live decoding with replay of its own text, at checkpoints and in the verdict."""
+    verdict, said = result.verdict, []
+    checks = [one.live_check for one in verdict.checkpoints if one.live_check and one.live_check.replay]
+    scores = [abs(check.replay.z) for check in checks if check.replay and check.replay.z is not None]
+    if checks:
+        largest = f", |z| at most {max(scores):.1f}" if scores else ""
+        missed = sum(not check.replay.agrees for check in checks if check.replay)
+        said.append(
+            f"Each of {len(checks)} checkpoints decoded up to {max(check.prompts for check in checks)} prompts live{largest}; "
+            f"{missed or 'none'} disagreed with replay."
+        )
+    if verdict.replay_check and (tokens := verdict.live_tokens):
+        tau = tokens / verdict.replay_check.live_blocks
+        said.append(
+            f"The verdict decoded all prompts live: tau {tau:.2f}, {agreement_words(verdict.replay_check, tokens)}."
+        )
+    return " ".join(said or ["Live decoding was not compared with replay, because nothing was decoded live."])
 
 
 def run_facts(view: View) -> list[tuple[str, str]]:

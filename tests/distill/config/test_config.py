@@ -215,7 +215,6 @@ def test_a_missing_key_is_named(missing: str) -> None:
             "student.parallel, which trains each response token several times",
         ),
         ({"serving": {"temperature": 0}, "judge": {"rule": "sample"}}, "judge.rule"),
-        ({"target": {"shard": True}}, "during training; set judge.live: end or never"),
         ({"target": {"shard": True, "device_map": "auto"}, "judge": {"live": "end"}}, "one of the two"),
         ({"serving": {"temperature": 0.5, "rule": "greedy"}}, "judge.rule"),
         ({"serving": {"temperature": 0, "samples_per_prompt": 2}, "judge": {"rule": "greedy"}}, "samples_per_prompt"),

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate import PartialState
+from tiny_models import tiny_model
 from tiny_training import write_prompts, write_target
 
 from distill.config.run import RunConfig
@@ -60,6 +61,29 @@ def test_facts_outlive_the_weights(tmp_path: Path) -> None:
     assert (facts.dtype, other.facts.dtype) == ("float32", "bfloat16")
     assert replace(other.facts, dtype=facts.dtype, fingerprint=facts.fingerprint) == facts
     assert other._model is not None, "facts of another dtype were asked for: the weights tell"
+
+
+def test_a_target_that_is_not_in_memory_is_borrowed(tmp_path: Path) -> None:
+    write_target(tmp_path / "target")
+    target = Target(TargetConfig(path=str(tmp_path / "target")), CPU)
+    whole = target.model
+    with target.borrowed():
+        assert target.model is whole, "it is in memory"
+    with target.arranged():
+        with target.borrowed():
+            assert target._model is None, "nobody has asked for it yet"
+            assert sum(one.numel() for one in target.model.parameters()) == whole.num_parameters()
+        assert target._model is None
+        with pytest.raises(UserError, match=r"set judge\.live: end"), target.borrowed():
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+    share = tiny_model()
+    with target.arranged(lambda: share):
+        assert target.sharded
+        with target.borrowed():
+            assert target.model is not share
+        assert target.model is share
+    assert not target.sharded
+    assert target.model is not whole
 
 
 def test_a_target_spread_by_accelerate_is_the_same_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

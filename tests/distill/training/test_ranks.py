@@ -1,5 +1,6 @@
 """Two ranks as programs: whole runs, launched and on disks that lag; when one fails both are gone at once and the screen says why."""
 
+import json
 import os
 import signal
 import subprocess
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import PartialState
 from failures import full_disk
 from processes import rank_statuses, run_ranks
 from tiny_training import (
@@ -29,6 +31,7 @@ from tiny_training import (
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from distill import faults, train
+from distill.config.layout import JUDGEMENT, JUDGING, step_folder
 from distill.config.load import dump_config, load_config
 from distill.config.run import RunConfig
 from distill.models import student
@@ -37,7 +40,9 @@ from distill.run.checkpoint import judged_scores, last_resumable
 from distill.run.run import Run
 from distill.run.verdict_record import load_verdict
 from distill.training.trainer import Trainer
+from distill.verdict import judge
 from speculative.errors import UserError
+from speculative.measure import token_scores
 
 
 class Tracker:
@@ -91,12 +96,12 @@ def test_a_rank_without_the_shared_disk_says_so(tmp_path: Path, capfd: pytest.Ca
 
 
 class RefusingJudge(ScriptedJudge):
-    """The main process finds while judging that it cannot; the others wait for its record."""
+    """The main process finds while judging that it cannot; the others wait for its part."""
 
-    def __call__(self, step: int, module: Any) -> dict[str, Any]:
-        if step:
+    def __call__(self, step: int, *asked: Any) -> dict[str, Any]:
+        if step and PartialState().is_main_process:
             raise UserError("the judge says no")
-        return super().__call__(step, module)
+        return super().__call__(step, *asked)
 
 
 def _out_of_memory(loop: Trainer) -> None:
@@ -187,10 +192,10 @@ def test_one_rank_that_fails_ends_all_at_once_and_says_why(
 class SlowJudge(ScriptedJudge):
     """Takes longer than ranks wait for each other in a step."""
 
-    def __call__(self, step: int, module: Any) -> dict[str, Any]:
+    def __call__(self, step: int, *asked: Any) -> dict[str, Any]:
         if step:
             time.sleep(1.5 * run.STEP_LIMIT.total_seconds())
-        return super().__call__(step, module)
+        return super().__call__(step, *asked)
 
 
 def _stuck_after_judging(rank: int, folder: Path) -> None:
@@ -247,7 +252,7 @@ def test_a_run_from_config_to_verdict_on_two_processes(small: Path, tmp_path: Pa
     """In a project that has a package `data` of its own."""
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "__init__.py").touch()
-    command = [Path(sys.executable).with_name("understudy"), "train", small, "target.shard=true", "judge.live=end"]
+    command = [Path(sys.executable).with_name("understudy"), "train", small, "target.shard=true"]
     done = subprocess.run(
         [*map(str, command), "--num-processes", "2"], cwd=tmp_path, capture_output=True, text=True, timeout=150, check=False
     )  # fmt: skip
@@ -256,6 +261,8 @@ def test_a_run_from_config_to_verdict_on_two_processes(small: Path, tmp_path: Pa
     verdict = load_verdict(config.folder)
     assert (verdict.prompts, verdict.checkpoints[-1].step) == (4, 4)
     assert verdict.headline in done.stdout
+    assert done.stdout.count(", target loaded for it") == 3
+    assert all(record.live_check is not None and record.ranks == 2 for record in verdict.checkpoints)
     assert losses_of(config) == pytest.approx(losses_of(run_alone(small, "one-process")), rel=1e-4)
 
 
@@ -268,6 +275,28 @@ def test_a_mistake_before_there_is_a_group_is_the_launchers_last_word_too(small:
     (status,) = rank_statuses(_no_such_key, small, ranks=1)
     failure = ProcessFailure(0, 0, int(status or 0), str(small.with_suffix(".json")))
     assert "unknown key `optim.lrr`" in str(ChildFailedError("distill.train", {0: failure})).splitlines()[-2]
+
+
+def _trains(rank: int, path: Path, overrides: list[str]) -> None:
+    forget_accelerators()
+    sys.exit(train.main([str(path), *overrides]))
+
+
+@pytest.mark.ranks
+@pytest.mark.usefixtures("without_verdict")
+def test_a_judgement_does_not_depend_on_the_number_of_ranks(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last checkpoint of a run, judged again by two ranks, and by three of which one has nothing to do."""
+    monkeypatch.setattr(judge, "DECODED_TOGETHER", 2)
+    monkeypatch.setattr(token_scores, "ROWS_PER_FORWARD", 2)
+    config = run_alone(small, "judged", "train.batch_size=6")
+    path = step_folder(config.folder, 4) / JUDGEMENT
+    first = json.loads(path.read_text(encoding="utf-8"))
+    assert first["live_check"]["prompts"] == first["prompts"] == 4
+    for ranks in (2, 3):
+        path.unlink()
+        assert rank_statuses(_trains, small, ["name=judged", "train.batch_size=6"], ranks=ranks) == [0] * ranks
+        assert json.loads(path.read_text(encoding="utf-8")) == first | {"ranks": ranks}
+        assert not (path.parent / JUDGING).exists()
 
 
 def _on_a_lagging_disk(rank: int, path: Path, overrides: list[str], stop: bool) -> None:

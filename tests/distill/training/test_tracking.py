@@ -78,21 +78,36 @@ class RecordingAccelerator:
 def test_trackers_get_other_names_than_the_file() -> None:
     line = {
         "loss": 0.5, "alpha_train": 0.7, "lr": 1e-3, "grad_norm": 2.0, "skipped": True, "tokens_per_second": 900.0, "mfu": 0.4,
-        "peak_memory_mib": 512.0, "seconds": {"data": 0.1, "teacher": 0.2}, "judge/tau": 2.5, "judge/judging_seconds": 3.0, "new_key": 1,
+        "peak_memory_mib": 512.0, "seconds": {"data": 0.1, "teacher": 0.2}, "judge/tau_replay": 2.5, "judge/judging_seconds": 3.0, "new_key": 1,
         "note": "no number",
     }  # fmt: skip
     assert tracked(4, line) == {
         "train/step": 4, "train/loss": 0.5, "train/alpha": 0.7, "train/lr": 1e-3, "train/grad_norm": 2.0, "train/skipped": True,
         "speed/tokens_per_second": 900.0, "speed/mfu": 0.4, "memory/peak_mib": 512.0, "time/data": 0.1, "time/teacher": 0.2,
-        "judge/tau": 2.5, "time/judge": 3.0, "train/new_key": 1,
+        "judge/tau_replay": 2.5, "time/judge": 3.0, "train/new_key": 1,
     }  # fmt: skip
 
 
 def test_a_judgement_is_logged_with_its_intervals() -> None:
-    record = {"alpha": 0.6, "alpha_ci": [0.5, 0.7], "tau": 2.0, "tau_ci": None, "domains": {}, "rule": "sample"}
-    assert judged_scalars(record) == {
-        "judge/alpha": 0.6, "judge/alpha_low": 0.5, "judge/alpha_high": 0.7, "judge/tau": 2.0,
+    record = {
+        "alpha": 0.6,
+        "alpha_ci": [0.5, 0.7],
+        "tau": 2.0,
+        "tau_ci": None,
+        "domains": {},
+        "rule": "sample",
+        "ranks": 2,
+    }
+    by_replay = {
+        "judge/alpha": 0.6, "judge/alpha_low": 0.5, "judge/alpha_high": 0.7, "judge/tau_replay": 2.0, "judge/ranks": 2,
     }  # fmt: skip
+    assert judged_scalars(record) == by_replay
+    check = {"prompts": 32, "tau": 2.1, "tau_ci": [1.9, 2.3], "replay": {"z": -0.5}}
+    assert judged_scalars(record | {"live_check": check}) == by_replay | {
+        "judge/tau_live": 2.1, "judge/tau_live_low": 1.9, "judge/tau_live_high": 2.3, "judge/live_prompts": 32, "judge/z": -0.5,
+    }  # fmt: skip
+    without_law = judged_scalars(record | {"live_check": check | {"replay": None}})
+    assert "judge/z" not in without_law
 
 
 def test_every_name_lies_in_a_section_that_has_panels() -> None:
@@ -118,11 +133,11 @@ def test_trackers_get_numbers_every_so_often_and_judgements_always(tmp_path: Pat
     metrics = Metrics(tmp_path, accelerator, log_every=3, has_trackers=True)  # type: ignore[arg-type]
     for step in range(1, 7):
         metrics.write(step, {"loss": float(step), "text": "no number"})
-    metrics.write(7, {"judge/tau": 2.0}, always=True)
+    metrics.write(7, {"judge/tau_replay": 2.0}, always=True)
     assert accelerator.logged == [
         (3, {"train/step": 3, "train/loss": 3.0}),
         (6, {"train/step": 6, "train/loss": 6.0}),
-        (7, {"train/step": 7, "judge/tau": 2.0}),
+        (7, {"train/step": 7, "judge/tau_replay": 2.0}),
     ]
 
 
@@ -170,7 +185,7 @@ def test_wandb_runs_offline_without_a_login(tmp_path: Path, monkeypatch: pytest.
     }
     assert set(defined) == {"train/step", *SUMMARIES, *(f"{section}/*" for section in SECTIONS)}
     assert all(metric.step_metric == "train/step" for name, metric in defined.items() if name != "train/step")
-    assert defined["judge/tau"].summary.max
+    assert defined["judge/tau_replay"].summary.max
     assert defined["train/loss"].summary.min
     assert not defined["train/loss"].summary.max
     logged = {item.key or item.nested_key[0] for r in records if r.HasField("history") for item in r.history.item}

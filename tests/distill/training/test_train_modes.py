@@ -21,6 +21,7 @@ from distill.run.verdict_record import load_verdict
 from distill.training.trainer import MOST_SKIPS, NotFinite, Trainer
 from distill.verdict import conclusion
 from speculative.measure.measured import DRAFT
+from speculative.measure.self_checks import SelfCheckError
 
 
 def weights_of(run: Path) -> dict[str, torch.Tensor]:
@@ -28,13 +29,13 @@ def weights_of(run: Path) -> dict[str, torch.Tensor]:
 
 
 # 61 examples: an epoch of four steps is over when the run ends.
-STORED = ["signal.k=8", "judge.live=end", "train.steps=6", "judge.every=3"]
+STORED = ["signal.k=8", "judge.live_prompts=3", "train.steps=6", "judge.every=3"]
 
 
 class TestStoredSignals:
     @pytest.fixture(scope="class")
     def stored(self, tiny_config: Path) -> Path:
-        """A run trained from a store, its target in memory for nothing but the responses and the verdict."""
+        """A run trained from a store, its target in memory for the responses, to judge and for the verdict, but not in a step."""
         overrides = ["name=stored", "signal.source=store", *STORED]
         facts = respond_command.run(tiny_config, overrides)
         assert facts is not None
@@ -59,9 +60,11 @@ class TestStoredSignals:
         assert in_memory == [False] * 6
         return load_config(tiny_config, overrides).folder
 
-    def test_the_verdict_is_live_though_checkpoints_were_judged_by_replay(self, stored: Path) -> None:
+    def test_checkpoints_are_judged_by_replay_and_proved_with_a_target_loaded_for_it(self, stored: Path) -> None:
         verdict = load_verdict(stored)
         assert [record.live for record in verdict.checkpoints] == [False] * 3
+        checks = [record.live_check for record in verdict.checkpoints]
+        assert all(check is not None and check.prompts == 3 and check.replay.agrees for check in checks)
         row = verdict.judged(DRAFT)
         assert row.how["tau"] == "live"
         assert row.tau_ci[0] <= row.tau <= row.tau_ci[1]
@@ -157,6 +160,27 @@ def test_warm_up_has_its_own_objective(tmp_path: Path) -> None:
         loop.step(loop.micro_batches(step))
         seen.append(next(iter(loop.module.objective.weights)))
     assert seen == ["forward_kl"] * 3 + ["tv"] * 3
+
+
+class MissingJudge(ScriptedJudge):
+    """Live decoding and replay differ at these steps."""
+
+    missed = (2, 4, 5)
+
+    def __call__(self, step: int, *asked: Any) -> dict[str, Any]:
+        check = {"live_check": {"replay": {"agrees": step not in self.missed}}}
+        return super().__call__(step, *asked) | check
+
+
+def test_three_checkpoints_at_which_live_decoding_and_replay_differ_stop_a_run(tmp_path: Path) -> None:
+    config = run_config(tmp_path, train={"steps": 8}, judge={"every": 1})
+    with pytest.raises(SelfCheckError, match=r"at 3 checkpoints \(steps 2, 4, 5\).*judge.live: end"):
+        fit(make_loop(config, MissingJudge()))
+    assert list_steps(config.folder)[-1] == 5
+    judge = config.judge.model_copy(update={"live": "end"})
+    loop = make_loop(config.model_copy(update={"judge": judge}), MissingJudge())
+    fit(loop)
+    assert loop.judge.steps == [6, 7, 8]
 
 
 class TestSpikes:

@@ -113,7 +113,7 @@ def test_step_is_the_same_however_the_batch_is_shared(steps: dict[str, dict[str,
 def test_two_ranks_hold_the_same_weights_and_judge_the_same_checkpoints(steps: dict[str, dict[str, Any]]) -> None:
     first, second = steps["2x2"], steps["2x2 rank 1"]
     torch.testing.assert_close(second["weights"], first["weights"], rtol=0, atol=0)
-    assert (first["judged"], second["judged"]) == ([0, 2, 3], []), "the main process judges"
+    assert (first["judged"], second["judged"]) == ([0, 2, 3], [0, 2, 3]), "all ranks judge"
 
 
 def test_step_is_the_mean_over_response_tokens_by_definition(steps: dict[str, dict[str, Any]], tmp_path: Path) -> None:
@@ -285,9 +285,9 @@ def test_a_judge_that_draws_random_numbers_does_not_change_a_resumed_run(tmp_pat
     """The judgement of a checkpoint is not repeated after a resume, so training must not depend on what it drew."""
 
     class DrawingJudge(ScriptedJudge):
-        def __call__(self, step: int, module: Any) -> dict[str, Any]:
+        def __call__(self, step: int, *asked: Any) -> dict[str, Any]:
             torch.rand(7)
-            return super().__call__(step, module)
+            return super().__call__(step, *asked)
 
     whole, stopped = (run_config(tmp_path / name, train={"steps": 4}) for name in ("whole", "stopped"))
     fit(make_loop(whole, DrawingJudge(), kind="gpt2"))
@@ -418,10 +418,10 @@ def test_an_interrupt_during_a_judged_step_keeps_the_judgement(tmp_path: Path) -
     finish(whole)
 
     class InterruptedJudge(ScriptedJudge):
-        def __call__(self, step: int, module: Any) -> dict[str, Any]:
+        def __call__(self, step: int, *asked: Any) -> dict[str, Any]:
             if step == 2:
                 press()
-            return super().__call__(step, module)
+            return super().__call__(step, *asked)
 
     with pytest.raises(Interrupted):
         fit(make_loop(stopped, InterruptedJudge()))

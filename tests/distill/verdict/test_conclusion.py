@@ -18,27 +18,20 @@ class _Asked(Exception):
     pass
 
 
-@pytest.mark.parametrize("live", ["checkpoint", "never"])
 @pytest.mark.parametrize("parallel", [None, ParallelConfig(tokens=8)])
-def test_a_baseline_judged_as_untrained_blocks_is_judged_anew_token_by_token(
-    tiny_run: Path, monkeypatch: pytest.MonkeyPatch, live: str, parallel: ParallelConfig | None
+def test_a_baseline_judged_as_untrained_blocks_is_judged_again_token_by_token(
+    tiny_run: Path, monkeypatch: pytest.MonkeyPatch, parallel: ParallelConfig | None
 ) -> None:
     config = load_config(tiny_run / "config.yaml")
-    judge = config.judge.model_copy(update={"live": live})
+    judge = config.judge.model_copy(update={"live": "never"})
     student = config.student.model_copy(update={"parallel": parallel})
     config = config.model_copy(update={"judge": judge, "student": student})
     seen: dict[str, Any] = {}
-
-    def gather(*_: Any, known: Any, **__: Any) -> None:
-        seen["known"] = known
-        raise _Asked
 
     def gather_by_replay(_: Any, candidates: Any, known: Any) -> None:
         seen.update(known=known, drafting=[one.draft.drafting for one in candidates])
         raise _Asked
 
-    monkeypatch.setattr(conclusion, "line_up", lambda *_: None)
-    monkeypatch.setattr(conclusion, "gather", gather)
     monkeypatch.setattr(conclusion, "gather_by_replay", gather_by_replay)
     loaded = conclusion.load_model
 
@@ -48,8 +41,6 @@ def test_a_baseline_judged_as_untrained_blocks_is_judged_anew_token_by_token(
         return model
 
     monkeypatch.setattr(conclusion, "load_model", with_mask)
-    records = [record.model_copy(update={"live": True}) for record in conclusion.load_judgements(tiny_run)]
-    monkeypatch.setattr(conclusion, "load_judgements", lambda _: records)
     answers = SimpleNamespace(
         run=SimpleNamespace(config=config, folder=config.folder), target=Target(config.target, torch.device("cpu")), heldout={},
         context=64, stores=SimpleNamespace(past=lambda rule: []),
@@ -57,6 +48,5 @@ def test_a_baseline_judged_as_untrained_blocks_is_judged_anew_token_by_token(
     with pytest.raises(_Asked):
         conclusion.result_of(answers, {})  # type: ignore[arg-type]
     assert (UNDISTILLED in seen["known"]) == (parallel is None)
-    if live == "never":
-        assert DRAFT in seen["known"]
-        assert seen["drafting"] == ["autoregressive", "parallel" if parallel else "autoregressive"]
+    assert DRAFT in seen["known"]
+    assert seen["drafting"] == ["autoregressive", "parallel" if parallel else "autoregressive"]
