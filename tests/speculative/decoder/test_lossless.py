@@ -187,7 +187,7 @@ def test_impossible_combinations_are_refused_in_one_line():
         ({"tree": None, "rule": "block"}, "temperature 0"),
     ):
         assert message in refused(dataclasses.replace, greedy, **wrong)
-    with pytest.raises(UserError, match=r"give 1\.\.1"):
+    with pytest.raises(UserError, match=r"must be 1\.\.1"):
         EarlyExit(TARGET, 2)
 
 
