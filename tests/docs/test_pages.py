@@ -1,8 +1,7 @@
-"""The pages for newcomers: their code runs, their commands parse, their config loads, and the site of all pages builds."""
+"""The pages for newcomers: the code of the extend page runs, commands parse, their config loads, and the site of all pages builds."""
 
 import os
 import re
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 import pytest
 import typer
+from page_commands import blocks, commands
 from typer.testing import CliRunner
 
 from data.prompts.prompt import PromptSource
@@ -28,18 +28,6 @@ FETCHED = re.compile(
 NOWHERE = "http://127.0.0.1:9"
 
 
-def blocks(page: str, language: str) -> list[str]:
-    """The code blocks of a page."""
-    text = (DOCS / page).read_text(encoding="utf-8")
-    return re.findall(rf"^```{language}\n(.*?)^```", text, flags=re.M | re.S)
-
-
-def commands(page: str) -> list[list[str]]:
-    """The words of each command in the bash blocks of a page."""
-    lines = "".join(blocks(page, "bash")).replace("\\\n", " ").splitlines()
-    return [words for line in lines if (words := shlex.split(line, comments=True))]
-
-
 def parse(words: list[str]) -> None:
     """Parses a command of understudy without running it; raises what click raises."""
     group: Any = typer.main.get_command(app)
@@ -51,7 +39,7 @@ def parse(words: list[str]) -> None:
 
 def test_the_code_of_extend_runs() -> None:
     """In a process of its own, because it registers an objective, a drafter and an engine."""
-    code = "\n".join(blocks("extend.md", "python"))
+    code = "\n".join(blocks("docs/extend.md", "python"))
     assert all(word in code for word in ("@registered", "@registers(", "register(", "load_source("))
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     done = subprocess.run(
@@ -60,7 +48,7 @@ def test_the_code_of_extend_runs() -> None:
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-@pytest.mark.parametrize("words", commands("quickstart.md"), ids=" ".join)
+@pytest.mark.parametrize("words", commands("docs/quickstart.md"), ids=" ".join)
 def test_a_command_of_the_quickstart_exists_and_takes_its_options(words: list[str]) -> None:
     program, *rest = words
     if program == "understudy":
