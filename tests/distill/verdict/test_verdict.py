@@ -24,12 +24,13 @@ from distill.verdict.contest import Contest
 from distill.verdict.evidence import Evidence, Loads
 from distill.verdict.field import Candidate
 from distill.verdict.question import Question
-from distill.verdict.sentence import order, shown
+from distill.verdict.sentence import headline_of, order, shown
 from distill.verdict.verdict import looks_of, verdict_of
 from speculative.decoder.responses import DecodeSettings, Response
 from speculative.drafters.draft import Draft
 from speculative.evaluate import HeldoutResponse, Judgement
 from speculative.explain.ceilings import advice
+from speculative.measure import measured
 from speculative.measure.cost import StepCosts
 from speculative.measure.intervals import ratio_interval
 from speculative.measure.measured import BY_BLOCK, DRAFT, LOOKUP, PAST, SERVED, TARGET, TOGETHER, UNDISTILLED, Way
@@ -146,6 +147,27 @@ def test_outcome_headline_and_facts(gain, ratios, outcome, pays, headline, fact)
     assert len(found.headline.split()) <= 25
     assert all("\n" not in line and len(line.split()) <= 40 for line in found.facts)
     assert Verdict.model_validate(json.loads(json.dumps(found.record()))) == found
+
+
+def headlines():
+    """(outcome, headline) of a verdict with each outcome, and of a run of each way, also with few prompts."""
+    free = {UNDISTILLED: jittered(FAST, 0.6), LOOKUP: jittered(FAST, 0.8), TOGETHER: jittered(FAST, 1.2)}
+    better = free | {PAST: jittered(FAST, 1.5)}
+    cases = [(0.1, FAST, None), (0.1, FAST, free), (0.1, FAST, better), (0.1, SLOW, None), (0.0, SLOW, None)]
+    cases += [(-0.1, FAST, None), (0.1, None, None), (0.1, [1.5, 1.4], None)]
+    for gain, ratios, others in cases:
+        found = verdict(evidence_of(gain, ratios, free=others))
+        yield found.outcome, found.headline
+    question = evidence_of(0.1, FAST).question
+    others = (measured.BY_TOKEN, measured.TREE, measured.EARLY_EXIT, measured.LOOKAHEAD)
+    for way in (UNDISTILLED, SERVED, DRAFT, BY_BLOCK, LOOKUP, PAST, TOGETHER, *others):
+        yield None, headline_of(contest_of(question, {way: FAST}), way)
+
+
+def test_the_headline_of_every_outcome_has_at_most_25_words():
+    found = list(headlines())
+    assert {outcome for outcome, _ in found} == {*get_args(Outcome), None}
+    assert [headline for _, headline in found if len(headline.split()) > 25 or not headline.endswith(".")] == []
 
 
 def test_a_gain_that_one_look_shows_is_not_certain_after_fifty_looks():
