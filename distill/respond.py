@@ -29,7 +29,7 @@ KINDS = ("topk", "sampled", "none")
 def _resolved(config_path: str | Path, overrides: Sequence[str], signal: str | None) -> tuple[RunConfig, bool]:
     """(the config for training from the store, whether to store probabilities)."""
     if signal is not None and signal not in KINDS:
-        raise UserError(f"--signal {signal}: one of {', '.join(KINDS)}")
+        raise UserError(f"--signal {signal}: choose one of {', '.join(KINDS)}")
     config = load_config(config_path, overrides)
     if signal == "none" or (signal is None and config.signal.source == "online"):
         return config, False

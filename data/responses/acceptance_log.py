@@ -95,7 +95,7 @@ def read_acceptance_log(path: Path, format: str = "auto") -> AcceptanceLog:
         UserError: no such file, unknown format, a damaged line (with its number), accepted > drafted, or no records.
     """
     if format not in ("auto", *FORMATS):
-        raise UserError(f"--format {format}: one of auto, {', '.join(FORMATS)}")
+        raise UserError(f"--format {format}: choose one of auto, {', '.join(FORMATS)}")
     if not path.is_file():
         raise UserError(f"--log {path}: no such file")
     chosen = _format_of(path) if format == "auto" else format

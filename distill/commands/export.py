@@ -15,7 +15,7 @@ from speculative.errors import UserError
 
 
 def export(options: ExportOptions) -> None:
-    """Export, and print which engines take the pair."""
+    """Export, and print which engines support the pair."""
     print("\n".join(export_lines(export_run(options))))
 
 
@@ -53,14 +53,14 @@ def check_export(options: CheckExportOptions) -> int:
 
 
 def export_lines(report: ExportReport) -> list[str]:
-    """Return lines that say what was written, what was checked, and which engines take the pair."""
+    """Return lines that say what was written, what was checked, and which engines support the pair."""
     lines = [
         f"{report.path}: {report.parameters:,} parameters in {report.dtype}, vocabulary: {report.vocabulary.detail}"
     ]
     lines.extend(f"checked: {check}" for check in report.checks)
     for engine in report.engines:
         lines.append(
-            f"{engine.engine:<14} {'takes this pair' if engine.ok else 'refuses this pair: ' + '; '.join(engine.reasons)}"
+            f"{engine.engine:<14} {'supports this pair' if engine.ok else 'refuses this pair: ' + '; '.join(engine.reasons)}"
         )
     lines.extend(f"warning: {warning}" for warning in report.warnings)
     lines.append(f"how to serve it: {report.path / 'SERVING.md'}")

@@ -15,7 +15,7 @@ PICTURES = (".svg", ".png")
 def check_known(option: str, value: str, known: Collection[str]) -> None:
     """Raise UserError if an option has an unknown value."""
     if value not in known:
-        raise UserError(f"{option} {value}: one of {', '.join(one for one in known if one)}")
+        raise UserError(f"{option} {value}: choose one of {', '.join(one for one in known if one)}")
 
 
 def write_asked(option: str, path: Path | None, value: Any) -> None:

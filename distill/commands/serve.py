@@ -89,7 +89,7 @@ def engine_words(options: ServeOptions, directory: Path, facts: EngineFacts) -> 
     check_directory_name(directory)
     engine = check(name, facts)
     if not engine.ok:
-        raise UserError(f"{directory / SERVING_FILE}: {name} does not take this pair: {'; '.join(engine.reasons)}")
+        raise UserError(f"{directory / SERVING_FILE}: {name} does not support this pair: {'; '.join(engine.reasons)}")
     places = {"$DRAFT": str(directory), "$TARGET": _target(options, directory, facts.target)}
     words = shlex.split(engine.command)
     for variable, place in places.items():

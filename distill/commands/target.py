@@ -15,7 +15,7 @@ def place_of(device: str) -> torch.device:
     try:
         place = torch.device(device or ("cuda" if has_cuda else "cpu"))
     except RuntimeError:
-        raise UserError(f"--device {device}: cpu, cuda or cuda:N") from None
+        raise UserError(f"--device {device}: choose cpu, cuda or cuda:N") from None
     if place.type == "cuda" and (place.index or 0) >= (torch.cuda.device_count() if has_cuda else 0):
         raise UserError(
             f"--device {device}: this machine has {torch.cuda.device_count()} CUDA devices; try --device cpu"
@@ -31,5 +31,5 @@ def open_target(path: str, dtype: str, device: str) -> Target:
     """
     place = place_of(device)
     if dtype not in DTYPES:
-        raise UserError(f"--dtype {dtype}: auto, float32, bfloat16 or float16")
+        raise UserError(f"--dtype {dtype}: choose auto, float32, bfloat16 or float16")
     return Target(TargetConfig(path=path, dtype=dtype), place, what="target")  # type: ignore[arg-type]

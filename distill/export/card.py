@@ -17,7 +17,7 @@ from distill.run.verdict_record import Verdict
 
 LONGEST_SHOWN = 500  # characters of one provenance entry
 NO_GAIN = (
-    "No gain for certain: on the run's machine the target with this draft by itself was not certainly faster than without it. "
+    "No certain gain: on the run's machine, decoding with the draft by itself was not certainly faster than the target alone. "
     "The commands still use gamma {gamma}."
 )
 NOT_MEASURED = "not measured: this export has no verdict. Run `understudy evaluate` on it before you serve it."
@@ -58,7 +58,7 @@ def model_card(serving: dict[str, Any], verdict: Verdict | None, provenance: dic
 
 
 def serving_page(serving: dict[str, Any]) -> str:
-    """Return SERVING.md: for each engine whether it takes the pair, its acceptance rule, and the command."""
+    """Return SERVING.md: for each engine whether it supports the pair, its acceptance rule, and the command."""
     return (
         environment()
         .get_template("SERVING.md.j2")

@@ -82,7 +82,7 @@ def _check_replaceable(path: Path, overwrite: bool) -> None:
         raise UserError(f"export directory {path}: it is not empty and not an earlier export; choose a new directory")
     if not overwrite:
         raise UserError(
-            f"export directory {path}: it holds an earlier export; pass --overwrite or choose another directory"
+            f"export directory {path}: it contains an earlier export; pass --overwrite or choose another directory"
         )
     foreign = sorted(entry.name for entry in path.iterdir() if entry.name not in written)
     if foreign:

@@ -1,4 +1,4 @@
-"""Whether each serving engine takes an independent draft, and the command that starts it. Pure functions from facts to verdicts.
+"""Whether each serving engine supports an independent draft, and the command that starts it. Pure functions from facts to verdicts.
 
 Each engine has a file in distill/export/engines, which registers it, and a template in distill/export/templates with two macros.
 `command` uses `$DRAFT` and `$TARGET`, so it stays valid when the directory moves. `notes` is a list with a dash per entry.
@@ -32,7 +32,7 @@ UNQUOTABLE = ('"', "\\", "\n")
 
 @dataclass(frozen=True)
 class EngineVerdict:
-    """Whether an engine takes the pair. `reasons` is empty if it does. `command` is shell text or Python code."""
+    """Whether an engine supports the pair. `reasons` is empty if it does. `command` is shell text or Python code."""
 
     engine: str
     version: str  # the engine version whose source was read

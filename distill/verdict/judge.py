@@ -169,6 +169,6 @@ def require_served(path: str | None, target: Target, longest: int) -> None:
     limit = max_positions(load_draft(path, target).config)
     if limit is not None and limit < longest:
         raise UserError(
-            f"judge.served: {path} reads at most {limit} tokens, but the longest held-out prompt and its response need up to "
+            f"judge.served: {path} has a context of {limit} tokens, but the longest held-out prompt and its response need up to "
             f"{longest}; remove judge.served, or lower data.max_prompt_tokens or serving.max_tokens"
         )

@@ -135,7 +135,7 @@ class Lossless:
     def sentence(self) -> str:
         """The result in words, with the failed tests or with the sensitivity of the check."""
         greedy, sampled, control = self.greedy, self.sampled, self.control
-        ties = f" ({len(greedy.near_ties)} more differ from a near-tie of the target on)" if greedy.near_ties else ""
+        ties = f" ({len(greedy.near_ties)} more differ after a near-tie of the target)" if greedy.near_ties else ""
         same = f"greedy text is the target's own on {greedy.equal} of {greedy.prompts} prompts{ties}"
         if sampled is None:
             return f"{'NOT lossless' if self.failed else 'Lossless'}: {same}."

@@ -217,7 +217,7 @@ def _load(text: FrozenText, path: str, drafting: Drafting) -> Draft:
     limit = max_positions(draft.model.config)
     longest = max(len(one.prompt_ids) + len(one.response_ids) for one in text.responses)
     if limit is not None and limit < longest:
-        raise UserError(f"{path}: reads at most {limit} tokens, but the text of {text.run} needs {longest}")
+        raise UserError(f"{path}: its context is {limit} tokens, but the text of {text.run} needs {longest}")
     return draft
 
 

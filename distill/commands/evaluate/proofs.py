@@ -37,7 +37,7 @@ def lossless_lines(result: Lossless) -> list[str]:
     greedy, sampled = result.greedy, result.sampled
     lines = [
         f"greedy text       {greedy.equal} of {greedy.prompts} prompts equal ({greedy.tokens:,} tokens), "
-        f"{len(greedy.near_ties)} differ from a near-tie on ({result.dtype}), {len(greedy.differences)} differ otherwise",
+        f"{len(greedy.near_ties)} differ after a near-tie ({result.dtype}), {len(greedy.differences)} differ otherwise",
         *(f"  {line}" for line in greedy.differences[:5]),
     ]
     if sampled is not None:
@@ -72,7 +72,7 @@ def result_of_draft(out: Path, asked: Asked) -> tuple[Result | None, str]:
         return None, str(error)
     theirs, ours = (yaml.safe_load(result.config) or {}).get("target", {}).get("path"), asked.config.target.path
     if theirs != ours:
-        return None, f"{out} is about target {theirs}, not {ours}"
+        return None, f"{out} judges a draft of target {theirs}, not of {ours}"
     known = result.verdict.drafts[-1].path
     try:
         same = known is not None and _fingerprint(known) == _fingerprint(asked.draft)

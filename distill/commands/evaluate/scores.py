@@ -282,7 +282,7 @@ def task_scores(asked: Asked, scorer: str, references: Path | None = None) -> Ta
         greedy = greedy_equality(pair.target.model, proposing, pair.keyed, settings, batch_size=batch_size)
         passed = not greedy.differences
         sentence = (
-            f"{sum(same)} of {len(same)} texts are the same, the others differ from a near-tie of the target on. The scores are "
+            f"{sum(same)} of {len(same)} texts are the same, the others differ after a near-tie of the target. The scores are "
             f"{found.speculative.score:.3f} and {found.alone.score:.3f}."
             if passed
             else f"NOT the same text: {greedy.differences[0]}"

@@ -95,15 +95,19 @@ def refuse_contradictions(options: GenerateOptions) -> None:
     for given, used, what in (
         (options.draft, kind in ("draft", "cascade"), f"--draft is not used by --drafter {kind}"),
         (options.drafting, kind in ("draft", "cascade"), f"--drafting is not used by --drafter {kind}"),
-        (options.tree, options.drafting != "parallel", "--drafting parallel drafts chains: leave --tree out"),
+        (options.tree, options.drafting != "parallel", "--drafting parallel cannot draft a token tree: remove --tree"),
         (options.datastore, kind == "retrieval", f"--datastore is not used by --drafter {kind}"),
         (options.exit_layers, kind == "early-exit", f"--exit-layers is not used by --drafter {kind}"),
         (options.tree, kind in ("draft", "early-exit"), "--tree needs a draft model or --drafter early-exit"),
-        (options.tree and options.gamma, False, "--tree sets gamma, its depth: leave --gamma out"),
-        (options.log, kind != "none", "--log records drafted tokens, and nothing drafts"),
-        (options.tree and options.log, False, "--log records chains: leave --tree or --log out"),
+        (options.tree and options.gamma, False, "--tree sets gamma, its depth: remove --gamma"),
+        (
+            options.log,
+            kind != "none",
+            "--log records drafted tokens, but there is no drafter: give --draft DIR or --drafter",
+        ),
+        (options.tree and options.log, False, "--log cannot record token trees: remove --tree or --log"),
         (options.tree and options.repetition_penalty != 1.0, False, "--repetition-penalty cannot be used with --tree"),
-        (options.gamma, kind != "none", "--gamma without anything that drafts: give --draft DIR or --drafter"),
+        (options.gamma, kind != "none", "--gamma needs a drafter: give --draft DIR or --drafter"),
         (options.stop_below, kind in ("draft", "cascade", "early-exit"), "--stop-below needs a draft model"),
         (options.system, options.chat, "--system is a chat message: add --chat"),
         (
@@ -150,7 +154,7 @@ def parse_gamma(text: str) -> int:
     if not text.isdigit() or int(text) < 1:
         raise UserError(f"--gamma {text}: give a number of at least 1, or auto (plain decoding is --drafter none)")
     if int(text) > MOST_GAMMA:
-        raise UserError(f"--gamma {text}: more than {MOST_GAMMA} drafted tokens per block never pay")
+        raise UserError(f"--gamma {text}: more than {MOST_GAMMA} drafted tokens per block never pay off")
     return int(text)
 
 

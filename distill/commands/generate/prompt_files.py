@@ -54,7 +54,7 @@ def read_prompts(options: GenerateOptions, tokenizer: PreTrainedTokenizerBase) -
         try:
             text.encode("utf-8")
         except UnicodeEncodeError:
-            raise UserError(f"{key}: the prompt is not valid Unicode (it holds half of a surrogate pair)") from None
+            raise UserError(f"{key}: the prompt is not valid Unicode (it contains half of a surrogate pair)") from None
         if not text:
             raise UserError(f"{key}: the prompt is empty; write at least one character")
     rows = [prompt_row(text, None, "", key, options.system or None) for key, text in given]

@@ -178,8 +178,8 @@ def draft_sentence(prospect: Prospect, baseline: float) -> str:
 def _alone_sentence(name: str, lead: Outlook, price: Price, baseline: float) -> str:
     now, distilled, ceiling = lead.now, lead.distilled, lead.ceiling
     alpha, pace = now.alpha or 0.0, now.speed_up or 1.0
-    has = f"alpha {alpha:.3f}, " + (f"{pace:.2f}x at gamma {now.gamma}" if now.gamma else "no gamma pays")
-    hope = f"distilled to alpha {distilled.alpha:.2f}, as other drafts from this start were, it would give {distilled.speed_up:.2f}x"
+    has = f"alpha {alpha:.3f}, " + (f"{pace:.2f}x at gamma {now.gamma}" if now.gamma else "no gamma pays off")
+    hope = f"distilled to alpha {distilled.alpha:.2f}, the usual result from this start, it would give {distilled.speed_up:.2f}x"
     if lead.decision == "hopeless":
         return f"{name}: hopeless ({has}); {price.advice}."
     if lead.decision == "no_headroom":
@@ -190,7 +190,7 @@ def _alone_sentence(name: str, lead: Outlook, price: Price, baseline: float) -> 
             f"at gamma {now.gamma}{beaten}."
         )
     if lead.decision == "already_pays":
-        return f"{name}: go. It pays as it is ({has}). {capitalised(hope)}. Its ceiling is {ceiling.speed_up:.2f}x."
+        return f"{name}: go. It pays off without training ({has}). {capitalised(hope)}. Its ceiling is {ceiling.speed_up:.2f}x."
     if lead.decision == "needs_distillation":
         beaten = f" Prompt lookup gives {baseline:.2f}x without training." if baseline > max(pace, WORTHWHILE) else ""
         return f"{name}: go, but distil it first ({has}).{beaten} {capitalised(hope)}. Its ceiling is {ceiling.speed_up:.2f}x."
@@ -234,6 +234,6 @@ def _without_drafts(planned: Price | None, free: str) -> tuple[str, None, str]:
         return "no_draft", None, f"No draft was given. {free}"
     needed = planned.break_even_alpha.get(5)
     start = "No draft was given" if planned.hopeless is None else "Hopeless"
-    alpha = "no alpha pays at gamma 5" if needed is None else f"alpha must be above {needed:.2f} to pay at gamma 5"
+    alpha = "no alpha pays at gamma 5" if needed is None else f"alpha must be above {needed:.2f} to pay off at gamma 5"
     gives = f"at c = {planned.cost_ratio:.2f} a perfect draft gives {planned.perfect_speed_up:.2f}x"
     return "no_draft" if planned.hopeless is None else "hopeless", None, f"{start}: {gives}; {alpha}. {free}"

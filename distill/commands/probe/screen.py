@@ -66,7 +66,7 @@ def busy_machine(seconds: Sequence[float]) -> list[str]:
         return []
     return [
         f"one target step took between {1e3 * min(seconds):.1f} and {1e3 * max(seconds):.1f} ms: the machine is busy, so "
-        "speed-ups are rough; probe again when it is quiet"
+        "speed-ups are rough; probe again when it is idle"
     ]
 
 
@@ -152,10 +152,10 @@ def outlook_table(prospect: Prospect, result: Probe) -> Table:
     """Acceptance and speed-up of a draft under each rule at each temperature: now, distilled and at the ceiling."""
     settings = result.settings
     table = Table(
-        ["text", "rule", Column("alpha", ".3f"), Column("room", "+.3f"), "survival", Column("tau", ".2f"), "now", "distilled", "ceiling"],
+        ["text", "rule", Column("alpha", ".3f"), Column("headroom", "+.3f"), "survival", Column("tau", ".2f"), "now", "distilled", "ceiling"],
         title=f"{prospect.name} as it is: {settings.prompts} prompts, batch {settings.batch_sizes[0]}",
-        caption="@: gamma; room: alpha up to its ceiling; survival of the first 1, 2, 3 drafted tokens; predicted speed-up now, distilled "
-        "as other drafts from this start were, and at the ceiling of the rule",
+        caption="@: gamma; headroom: ceiling minus alpha; survival of the first 1, 2, 3 drafted tokens; predicted speed-up now, distilled "
+        "(the usual result from this start), and at the ceiling of the rule",
     )  # fmt: skip
     for one in prospect.outlooks:
         now, gamma = one.now, one.now.gamma or min(3, max(one.taus))

@@ -127,5 +127,5 @@ def chosen_prompts(
             "the target has a chat template, but plain prompts were continued as text; with --chat each is a user's turn"
         )
     if len(chosen) < options.count:
-        notes.append(f"only {len(chosen)} distinct prompts, not the {options.count} asked for, so intervals are wider")
+        notes.append(f"only {len(chosen)} distinct prompts instead of {options.count}, so intervals are wider")
     return chosen, notes

@@ -271,7 +271,7 @@ def _greedy_texts(asked: Asked | None, frozen: FrozenText) -> tuple[GreedyTexts 
     texts = GreedyTexts(prompts=len(asked.answers), equal=equal, near_ties=ties)
     if not worst:
         return texts, []
-    told = f"greedy: {equal} of {texts.prompts} greedy texts equal the run's, {ties} differ at a near-tie; {worst}"
+    told = f"greedy: {equal} of {texts.prompts} greedy texts equal the run's, {ties} differ after a near-tie; {worst}"
     return texts, [told]
 
 

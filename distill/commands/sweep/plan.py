@@ -35,7 +35,7 @@ class SweepFile(Section):
     def _several(cls, grid: dict[str, tuple[Any, ...]]) -> dict[str, tuple[Any, ...]]:
         for key, values in grid.items():
             if not values:
-                raise ValueError(f"{key}: a list with at least one value")
+                raise ValueError(f"{key}: give a list with at least one value")
             if len({json.dumps(value, sort_keys=True) for value in values}) < len(values):
                 raise ValueError(f"{key}: a value is listed twice")
         return grid
@@ -101,7 +101,7 @@ def plan(path: Path) -> tuple[SweepFile, list[Trial]]:
         trials.append(Trial(values, overrides, config))
     folder = trials[0].config.folder.parent / sweep.name
     if (folder / CONFIG).exists():
-        raise UserError(f"{folder}: holds a training run; give the sweep another name")
+        raise UserError(f"{folder}: contains a training run; give the sweep another name")
     return sweep, trials
 
 
@@ -134,6 +134,6 @@ def finished(trial: Trial) -> bool:
     found = load_config(folder / CONFIG)
     if found.model_copy(update={"resume": trial.config.resume}) != trial.config:
         raise UserError(
-            f"{folder}: finished with another config than this sweep asks for; give the sweep another name, or delete the folder"
+            f"{folder}: this run finished with another config than the sweep's; give the sweep another name, or delete the folder"
         )
     return True

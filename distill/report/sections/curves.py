@@ -61,7 +61,7 @@ def speed_line(view: View) -> str:
     timed = f"Timed: {row.speed_up:.2f}x at gamma {row.gamma}. " if row is not None and row.speed_up is not None else ""
     ends = verdict.best_gamma_range
     if ends is None:
-        best = "no gamma is predicted to pay"
+        best = "no gamma is predicted to pay off"
     else:
         best = (
             f"gamma {ends[0]}"

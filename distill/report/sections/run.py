@@ -74,7 +74,7 @@ def serve_warning(view: View) -> str:
         reasons.append(f"{verdict.to_run()} is faster and needs no training")
     elif verdict.outcome == "best_together":
         reasons.append(
-            "with prompt lookup before it the draft is faster than by itself (understudy generate, or an engine that chains both)"
+            "the draft is faster with prompt lookup before it (understudy generate, or an engine that chains both)"
         )
     if verdict.pays is False or verdict.outcome == "no_speed":
         reasons.append("the target with this draft by itself was not certainly faster than the target alone")
@@ -104,7 +104,7 @@ def check_lines(result: Result) -> list[str]:
     if "greedy_equal" in checks:
         ties, equal = checks.pop("near_ties", None) or [], checks.pop("greedy_equal")
         checks.pop("near_tie_tolerance", None)
-        parted = f"; {len(ties)} differ from a near-tie of two logits on." if ties else "."
+        parted = f"; {len(ties)} differ after a near-tie of two logits." if ties else "."
         lines.append(
             f"Speculative greedy text equals plain greedy text on {equal} of {equal + len(ties)} prompts{parted}"
         )

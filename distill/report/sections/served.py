@@ -47,7 +47,7 @@ def served_lines(record: ServedRecord) -> list[str]:
         f"({WAYS[record.drafting]}, rule {replay.rule}, gamma {replay.gamma}): z {record.z:+.1f}."
     ]
     if record.greedy is not None:
-        ties = f", {record.greedy.near_ties} more differ from a near-tie on" if record.greedy.near_ties else ""
+        ties = f", {record.greedy.near_ties} more differ after a near-tie" if record.greedy.near_ties else ""
         lines.append(f"{record.greedy.equal} of {record.greedy.prompts} greedy texts are equal token for token{ties}.")
     law = record.text_law
     if law is not None:

@@ -120,7 +120,7 @@
     }
     const words = lines.map((line) => {
       const at = peak(line.values);
-      return line.values[at] > 1 && line.gammas[at] > 0 ? `${line.name}: ${line.values[at].toFixed(2)}x at gamma ${line.gammas[at]}` : `${line.name}: no gamma pays`;
+      return line.values[at] > 1 && line.gammas[at] > 0 ? `${line.name}: ${line.values[at].toFixed(2)}x at gamma ${line.gammas[at]}` : `${line.name}: no gamma pays off`;
     });
     best.textContent = `c = ${(draft / target).toFixed(3)}. Best, ${words.join("; ")}.`;
   };

@@ -318,7 +318,7 @@ def test_a_run_of_another_target_is_refused_by_name_unless_asked_for(tiny_run, t
     [
         (["RUN"], {}, "at least two drafts"),
         (["WORSE", "WORSE"], {}, "is a run with held-out responses to judge on; give one with --on RUN"),
-        (["RUN", "WORSE"], {"rule": "best"}, "--rule best: one of sample"),
+        (["RUN", "WORSE"], {"rule": "best"}, "--rule best: choose one of sample"),
         (["RUN", "WORSE"], {"gamma": 17}, "--gamma 17: give 1 to 16"),
         (["RUN", "WORSE"], {"plot": Path("compare.pdf")}, "compare.pdf: its name must end in .svg or .png"),
         (["RUN", "WORSE"], {"out": Path(".")}, "exists and is not a regular file"),
@@ -341,7 +341,7 @@ def test_what_cannot_be_compared_is_refused_by_name(tiny_run, worse, tmp_path, n
 
 def test_a_draft_that_reads_less_than_the_text_is_refused(tiny_run, worse, monkeypatch):
     monkeypatch.setattr(compare, "max_positions", lambda config: 20)
-    with pytest.raises(UserError, match=f"{worse}: reads at most 20 tokens, but the text of"):
+    with pytest.raises(UserError, match=f"{worse}: its context is 20 tokens, but the text of"):
         compare_command(options(worse, tiny_run))
 
 

@@ -103,7 +103,7 @@ def test_a_restart_between_scrapes_is_noticed(tiny_run: Path) -> None:
         ((page(5, 4, 2, 1), page(5, 4, 2, 1)), {}, "nothing was drafted between the scrapes"),
         ((page(5, 40, 2, 1),), {}, "43 tokens accepted, but only 15 drafted"),
         ((), {"scrapes": 1}, "--scrapes 1"),
-        ((), {"drafting": "both"}, "--drafting both: one of autoregressive, parallel"),
+        ((), {"drafting": "both"}, "--drafting both: choose one of autoregressive, parallel"),
         ((), {"interval": float("nan")}, "--interval nan"),
     ],
 )  # fmt: skip

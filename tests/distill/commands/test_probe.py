@@ -243,7 +243,7 @@ def test_each_way_to_draft_is_timed_by_its_own_costs(given, folder, monkeypatch)
         ({"t_draft": "15.5ms"}, "hopeless", "at c = 0.62 even a draft that is always accepted would give 1.56x: use a shallower"),
         ({"t_draft": "1ms", "t_verify": "250ms"}, "hopeless", "a shallower draft cannot help"),
         ({"drafts": [], "t_draft": "15.5ms"}, "hopeless", "Hopeless: at c = 0.62"),
-        ({"drafts": []}, "no_draft", "at c = 0.12 a perfect draft gives 5.82x; alpha must be above 0.38 to pay at gamma 5"),
+        ({"drafts": []}, "no_draft", "at c = 0.12 a perfect draft gives 5.82x; alpha must be above 0.38 to pay off at gamma 5"),
         ({"drafts": ["TARGET"]}, "no_headroom", "Its alpha is 1.000 and its ceiling 1.000"),
     ],
 )  # fmt: skip
@@ -268,7 +268,7 @@ def test_prompts_are_distinct_and_fit(given, folder, chat_target):
     assert probe(replace(given, prompts="stdlib", count=3, max_tokens=40, temperatures="0")).settings.prompts == 3
     result = probe(replace(given, count=32, max_tokens=2, temperatures="0"))
     assert result.settings.prompts == 20
-    assert "20 distinct prompts, not the 32 asked for" in result.notes[0]
+    assert "20 distinct prompts instead of 32" in result.notes[0]
     bare = replace(given, target=str(chat_target), temperatures="0", max_tokens=4, drafts=[])
     chats = probe(replace(bare, prompts=str(folder / "chats.jsonl"), messages_column="messages"))
     asked = probe(replace(bare, chat=True))
@@ -344,7 +344,7 @@ def prospect_of(decision: DecisionWord) -> Prospect:
         ("hopeless", 1.0, "at c = 0.70 even a draft that is always accepted would give 1.39x: use a shallower draft."),
         ("no_headroom", 1.0, "Its alpha is 0.800 and its ceiling 0.970"),
         ("no_headroom", 1.9, "prompt lookup gives 1.90x"),
-        ("already_pays", 1.0, "go. It pays as it is (alpha 0.800, 1.50x at gamma 4)"),
+        ("already_pays", 1.0, "go. It pays off without training (alpha 0.800, 1.50x at gamma 4)"),
         ("needs_distillation", 1.7, "Prompt lookup gives 1.70x without training"),
         ("out_of_reach", 2.0, "below prompt lookup's 2.00x"),
         ("out_of_reach", 1.0, "below 1.1x"),

@@ -226,7 +226,7 @@ def test_an_objective_that_the_signal_cannot_serve_is_told_before_the_work(confi
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["{config}", "--signal", "all"], "--signal all: one of topk, sampled, none"),
+        (["{config}", "--signal", "all"], "--signal all: choose one of topk, sampled, none"),
         (["{config}", "signal.kk=3"], "unknown key `signal.kk`"),
         (["nowhere.yaml"], "nowhere.yaml"),
     ],

@@ -250,7 +250,7 @@ def test_what_is_refused(tmp_path: Path, options: ServeOptions, monkeypatch: pyt
     with pytest.raises(UserError, match="neither a run nor an export"):
         serve(replace(options, run=tmp_path))
     other = write_export(tmp_path / "a", draft_rows=4, target_rows=5)
-    with pytest.raises(UserError, match="vLLM does not take this pair: 4 draft rows"):
+    with pytest.raises(UserError, match="vLLM does not support this pair: 4 draft rows"):
         serve(replace(options, run=other))
     other = write_export(tmp_path / "b")
     (other / "serving.json").write_text("[]")

@@ -150,7 +150,7 @@ def test_a_longer_grid_trains_only_what_is_new(tmp_path: Path) -> None:
     assert [row.note for row in rows] == ["best", "within noise of the best", ""]
     base = tmp_path / "base.yaml"
     base.write_text(base.read_text() + "train: {steps: 7}\n")
-    with pytest.raises(UserError, match="finished with another config"):
+    with pytest.raises(UserError, match="this run finished with another config"):
         run(path, launcher)
     assert len(calls(tmp_path)) == 6
 
@@ -315,7 +315,7 @@ def test_a_sweep_named_like_a_run_is_refused(tmp_path: Path) -> None:
     path, _ = lab(tmp_path, name="base")
     (tmp_path / "runs" / "base").mkdir(parents=True)
     (tmp_path / "runs" / "base" / "config.yaml").touch()
-    with pytest.raises(UserError, match="holds a training run"):
+    with pytest.raises(UserError, match="contains a training run"):
         plan(path)
 
 

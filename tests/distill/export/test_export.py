@@ -206,7 +206,7 @@ def test_the_pages_name_what_counts(exported, target_dir):
     assert "accelerate launch x" in card
     page = (exported.path / "SERVING.md").read_text()
     for engine in exported.engines:
-        assert f"## {engine.engine}: takes this pair" in page
+        assert f"## {engine.engine}: supports this pair" in page
         assert engine.command in page
     assert str(exported.path) not in page, "the commands survive a move"
     assert 'export DRAFT="$PWD" TARGET=target  # change to the target\'s directory on this machine' in page
@@ -322,7 +322,7 @@ def test_no_gain_is_said_plainly(tmp_path, student_dir, target_dir):
     report = export(student_dir, target_dir, tmp_path / "out", verdict=verdict)
     assert (report.gain, report.gamma) == (False, 5)
     for page in ("README.md", "SERVING.md"):
-        assert "No gain" in (report.path / page).read_text()
+        assert "No certain gain" in (report.path / page).read_text()
         assert "It cost time." in (report.path / page).read_text()
     assert "--spec-draft-n-max 5" in (report.path / "SERVING.md").read_text()
 

@@ -242,7 +242,7 @@ def test_given_times_recompute_the_table(browser: Chrome, result: dict[str, Any]
     words = browser.find_element(By.ID, "given-best").text
     assert f"draft: {max(speeds):.2f}x at gamma {speeds.index(max(speeds))}" in words
     give(browser, target="1", draft="9")
-    assert "draft: no gamma pays" in browser.find_element(By.ID, "given-best").text
+    assert "draft: no gamma pays off" in browser.find_element(By.ID, "given-best").text
 
 
 def test_another_rule_and_a_wrong_time(browser: Chrome, result: dict[str, Any]) -> None:

@@ -398,8 +398,8 @@ def test_what_only_the_uncorrected_interval_shows_is_claimed_nowhere(
         assert f"Fastest configuration by number of concurrent requests: 1: {run}, 8: {run}." in serving
         marked = [line for line in card.splitlines() if "run this" in line]
         assert [line.split("** ")[0] for line in marked] == [f"| **{run}"]
-        assert "with this draft was not" not in card + serving + page, "lookup before it may be faster all the same"
-        assert ("No gain for certain" in card) == ("No gain for certain" in serving) == (not found.pays)
+        assert "with the draft was not" not in card + serving + page, "lookup before it may be faster all the same"
+        assert ("No certain gain" in card) == ("No certain gain" in serving) == (not found.pays)
 
 
 def test_a_load_is_a_line_and_has_rows_of_its_own():
