@@ -1,1 +1,1 @@
-"""What `understudy` can be asked for besides training."""
+"""The commands of `understudy` besides training."""

@@ -1,1 +1,1 @@
-"""What a person reads of a result: page, tables, figures, screen."""
+"""A result for people: page, tables, figures, screen."""

@@ -13,7 +13,7 @@ _DURATION = re.compile(r"\s*([+-]?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?)\s*([a-z\u00
 def parse_seconds(text: str, option: str) -> float:
     """Seconds of a duration: a number followed by s, ms, us, µs or ns, or a plain number of milliseconds.
 
-    Raises UserError naming the option for anything else, and for a time that is not above 0 or not finite.
+    Raises UserError, with the option in the message, for anything else and for a time that is not above 0 or not finite.
     """
     found = _DURATION.fullmatch(text)
     unit = found.group(2).lower() if found else ""

@@ -71,7 +71,7 @@ def _style(view: View, name: str) -> dict[str, str]:
 
 
 def _draw(name: str, plot: Any, *data: Any) -> str:
-    """Draws one figure with `plot(axis, *data)`; the same data make the same bytes."""
+    """Draw one figure with `plot(axis, *data)`. The same data give the same bytes."""
     with matplotlib.rc_context({**SETTINGS, "svg.hashsalt": name}), warnings.catch_warnings():
         # A glyph that matplotlib's own font lacks is drawn by the browser's.
         warnings.filterwarnings("ignore", message="Glyph")

@@ -80,6 +80,6 @@ def load_table(verdict: Verdict) -> Table:
 
 
 def _figure(row: Measured, key: str, note: str = "") -> Cell:
-    """A figure with its interval, and a note unless it was counted live or timed."""
+    """A figure with its interval, and a note if it was neither counted live nor timed."""
     how = {"replay": "by replay", "predicted": "predicted", "served": "served"}.get(row.how.get(key, ""), "")
     return Cell(getattr(row, key), getattr(row, f"{key}_ci"), note=" ".join(part for part in (how, note) if part))

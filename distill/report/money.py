@@ -28,7 +28,7 @@ class Prices:
 class PriceRow:
     """Cost per million tokens and per response at one number of concurrent requests, without the draft and with it.
 
-    repaid_tokens: tokens served with the draft until the savings equal the cost of the run; None where nothing is saved, or the
+    repaid_tokens: tokens served with the draft until the savings equal the cost of the run; None if nothing is saved or the
     run's time is not known.
     """
 

@@ -80,7 +80,7 @@ class View:
 
     @cached_property
     def ways(self) -> list[str]:
-        """Every way that has a curve or a slice, the drafts first."""
+        """Every way with a curve or a slice, the drafts first."""
         return list(
             dict.fromkeys([*(one.way for one in self.verdict.drafts), *(self.curves.ways if self.curves else {})])
         )

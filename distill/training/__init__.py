@@ -1,1 +1,1 @@
-"""The Accelerate loop and what feeds it."""
+"""The Accelerate loop and its inputs."""

@@ -38,7 +38,7 @@ LEAK, HALF_LEAK = 1e-4, 5e-3
 
 
 def position_weighted(example: Example, half_life: float) -> Example:
-    """The example with 0.5 ** (t / half_life) on its response token t = 0, 1, ..., times the weights that it has."""
+    """The example with 0.5 ** (t / half_life) on its response token t = 0, 1, ..., times its existing weights."""
     numbers = np.maximum(np.cumsum(example.loss_mask) - 1, 0)
     decay = np.where(example.loss_mask, 0.5 ** (numbers / half_life), 1.0)
     weights = decay if example.weights is None else decay * example.weights
@@ -291,5 +291,5 @@ def make_objective(config: RunConfig) -> Objective:
 
 
 def make_survival(parallel: ParallelConfig | None) -> Survival | None:
-    """What weighs the offsets of a parallel draft; None for one that drafts token by token."""
+    """The weights of the offsets of a parallel draft; None for a draft that drafts token by token."""
     return None if parallel is None else Survival(parallel.tokens, parallel.retain)

@@ -41,12 +41,12 @@ _PEAK_TFLOPS: dict[str, float] = {
 
 @contextlib.contextmanager
 def traced(folder: Path, steps: int, device: torch.device, main: bool) -> Iterator[Callable[[], None]]:
-    """Traces some training steps with torch's profiler; gives the loop inside a function to call at the end of every step.
+    """Trace some training steps with torch's profiler. Yields a function that the loop calls at the end of every step.
 
-    The first step (allocations, compilation) is left out and one more lets the profiler itself get warm, then ``steps`` steps
-    are recorded: FOLDER/profile/trace.json.gz for chrome://tracing or https://ui.perfetto.dev, and operations.txt with the
-    operations that took the most time. Only the main process traces. With ``steps`` 0 nothing happens and nothing is imported.
-    Training that ends, or fails, while the trace is running still gets what was recorded.
+    The first step (allocations, compilation) is not recorded, and neither is the second one, in which the profiler warms up. Then
+    ``steps`` steps are recorded: FOLDER/profile/trace.json.gz for chrome://tracing or https://ui.perfetto.dev, and operations.txt
+    with the operations that took the most time. Only the main process traces. With ``steps`` 0 nothing happens and nothing is
+    imported. If training ends or fails during the trace, the recorded part is written.
     """
     if not (steps and main):
         yield lambda: None
@@ -78,7 +78,7 @@ def peak_flops(device_name: str, dtype: torch.dtype | str) -> float | None:
     Dense bf16 (float16 is as fast on all of these) with float32 accumulation, without sparsity, which would double the numbers. NVIDIA data sheets: B200 and B300 boards, GB200 and GB300 superchips ("Blackwell architecture
     technical brief"), H100 and H200 ("H100 Tensor Core GPU datasheet", SXM unless the name says PCIe or NVL), H20, A100, A40,
     A30, A10, RTX A6000, L4, L40, L40S; "Ada GPU architecture" (RTX 4090, RTX 6000 Ada) and "GA102 whitepaper" (RTX 3090); AMD
-    "Instinct MI300X" and "MI325X" data sheets. float32 is left out: whether tensor cores serve it is a setting.
+    "Instinct MI300X" and "MI325X" data sheets. float32 is left out, because a setting decides whether it uses tensor cores.
     """
     if dtype not in _HALF:
         return None

@@ -3,8 +3,8 @@
 run/rollouts/NAME-g00003/   a token store like the target's responses; each speculative shard has a small file that lists
                             which draft tokens were rejected
 
-A *generation* is used for `data.rollouts.every` steps. The draft of the first of these steps generates it, and a resumed run reads it
-from disk, so the resumed run sees the same sequences.
+A *generation* is used for `data.rollouts.every` steps. The draft at the first of these steps makes it. A resumed run reads it from
+disk, so it sees the same sequences.
 """
 
 import io

@@ -1,1 +1,1 @@
-"""Checkpoints judged, evidence gathered, the answer in words."""
+"""Judge checkpoints, gather evidence, and put the answer into words."""

@@ -22,7 +22,7 @@ from speculative.measure.metrics import alpha_with_interval
 from speculative.measure.race import Laps, Speed, Standings, race, spread_order
 from speculative.measure.token_scores import TokenScores
 
-# A speed-up is known when the upper end of its interval is within this share of it.
+# A speed-up is precise enough when the upper end of its interval is within this share of it.
 PRECISION = 0.05
 # Lookup before the draft must be at least this much faster than everything else, or a second proposer is not worth having.
 TOGETHER_WORTHWHILE = 1.03
@@ -38,8 +38,8 @@ class Timed(Protocol):
 
 @dataclass(frozen=True)
 class Contest:
-    """Ways at one concurrency. picked: names of the ways whose draft was picked among `question.looks` judged ones; each of their
-    intervals is widened for that, here and nowhere else. counted: (tokens, blocks) by timed prompt of ways that replay
+    """The timed ways at one concurrency. picked: names of the ways whose draft was picked among `question.looks` judged ones, so their
+    intervals are widened here, and only here. counted: (tokens, blocks) by timed prompt of ways that replay
     cannot predict. laps: the timed responses of one request.
     """
 
@@ -127,9 +127,9 @@ class Contest:
 def hold(
     question: Question, target: PreTrainedModel, ways: Sequence[Way], about: str, picked: Sequence[str] = ()
 ) -> Contest:
-    """Time every way at one request on held-out prompts in turn, until the speed-ups are known or judge.speed_seconds are spent.
+    """Time every way at one request on held-out prompts in turn, until the speed-ups are precise enough or judge.speed_seconds have passed.
 
-    about: the way that is timed until its own speed-up is known. Any other way that is certainly slower is not timed any more.
+    about: the way that is timed until its own speed-up is precise enough. Any other way that is certainly slower is not timed any more.
     """
     judging, frozen = question.judge, question.frozen
     first_of_prompt = list({text.prompt: text for text in reversed(frozen)}.values())[::-1]
@@ -158,7 +158,7 @@ def hold(
 
 
 def worth_timing(standings: Standings, names: Sequence[str], about: str) -> list[str]:
-    """Ways whose speed-up is not known well enough yet. Ways certainly slower than another are left out, except `about`."""
+    """Ways whose speed-up is not precise enough yet. Ways that are certainly slower than another are left out, except `about`."""
     intervals = {name: standings.against(name, TARGET)[1] for name in names}
     sure = max((interval[0] for interval in intervals.values() if interval is not None), default=0.0)
     wanted = []
@@ -172,7 +172,7 @@ def worth_timing(standings: Standings, names: Sequence[str], about: str) -> list
 def hold_at_load(
     question: Question, target: PreTrainedModel, ways: Sequence[Way], load: int, first: Contest
 ) -> tuple[Contest | None, list[str]]:
-    """(the contest with `load` rows occupied throughout, a line for each way that does not fit memory). first: at one request."""
+    """(the contest with `load` rows occupied throughout, a line for each way that does not fit memory). first: the contest at one request."""
     texts = [(text.prompt_ids, text.response_ids) for text in question.frozen]
     tokens_P = sum_by_prompt(question.keys, question.tokens_N)
     times: dict[str, tuple[np.ndarray, np.ndarray]] = {}

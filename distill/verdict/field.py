@@ -45,7 +45,7 @@ from speculative.rules.rule import Rule
 COSTS_SHARE = 1 / 6
 # At most this many past responses are searched, about as many as an engine keeps.
 MOST_PAST = 10_000
-# Training responses that prompt lookup is tuned on; more only take longer.
+# Training responses that prompt lookup is tuned on. Using more of them only takes longer.
 TUNED_ON = 256
 # Gamma of ways that replay cannot predict, and so cannot choose a gamma for.
 FEW = 4
@@ -63,10 +63,10 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True)
 class Field:
-    """Which drafts are judged, scored and with step times. The last candidate is the one in question.
+    """The drafts to judge, with scores and step times. The last candidate is the draft in question.
 
-    scores: by rule, by candidate; costs: by candidate; both of the `others` too: the draft in question otherwise, drafting the
-    other way where it can (by replay and step times the slower one), under a name of `WAYS`, and in fewer bytes.
+    scores: by rule and candidate. costs: by candidate. Both also have the `others`, variants of the draft in question: its other way
+    of drafting if it has one (the slower one by replay and step times), under a name of `WAYS`, and the quantized draft.
     """
 
     candidates: tuple[Candidate, ...]
@@ -76,7 +76,7 @@ class Field:
 
 
 def score_all(question: Question, candidates: Sequence[Candidate]) -> dict[Rule, dict[str, list[TokenScores]]]:
-    """One pass of every draft over every text; that of the last candidate with its confidence."""
+    """One pass of every draft over every text. The last candidate's scores include its confidence."""
     return {
         rule: {
             one.name: score_tokens(
@@ -94,7 +94,7 @@ def line_up(
 ) -> Field:
     """Score every draft and time its steps; a last candidate that can draft both ways continues in the faster one.
 
-    lighter: the last candidate in fewer bytes; it drafts the same way.
+    lighter: the quantized last candidate, which drafts the same way.
     """
     best = candidates[-1]
     ways = [replace(best, name=WAYS[draft.drafting], draft=draft) for draft in drafts_of(best.draft.model)]
@@ -146,7 +146,7 @@ def free_ways(
     question: Question, target: PreTrainedModel, scores: Sequence[TokenScores], behind: Candidate, costs: StepCosts,
     gammas: Sequence[int] | None = None,
 ) -> list[Way]:  # fmt: skip
-    """Prompt lookup, past responses where there are any, lookup before a draft."""
+    """Prompt lookup, past responses if there are any, and lookup before a draft."""
     gammas = gammas or timed_gammas(costs)
     past = past_way(question, target, costs, gammas)
     return [
@@ -177,10 +177,10 @@ def step_costs(
     context_limit: int,
     typical: int = 128,
 ) -> StepCosts:
-    """Stage times of this pair at batch 1 under a rule, at gammas up to 16 as far as the context has room.
+    """Stage times of this pair at batch 1 under a rule, at gammas up to 16 that fit the context.
 
-    judging: CPU threads, and how long timing may take, of which the steps have COSTS_SHARE. settings: rule, sampling and the gamma that is measured in any case.
-    typical: tokens of context that are timed, or fewer where there is no room for them.
+    judging: CPU threads and the time for timing, of which the steps get COSTS_SHARE. settings: rule, sampling and a gamma that is always
+    measured. typical: tokens of context at which steps are timed, or fewer if they do not fit.
     """
     blocks, gamma = TIMED_BLOCKS, settings.gamma
     gammas = sorted(
@@ -226,7 +226,7 @@ def draft_way(
 
 
 def lookup_way(question: Question, costs: StepCosts, gammas: Sequence[int]) -> Way:
-    """Prompt lookup at the sizes and gamma of the highest predicted speed-up on other prompts' responses, where there are any."""
+    """Prompt lookup at the sizes and gamma of the highest predicted speed-up on other prompts' responses if there are any."""
     tuned = tuned_lookup(question.history[:TUNED_ON] or question.frozen, costs, gammas)
     sizes, blocks, fitted = tuned.sizes, tuned.blocks, None
     if question.history:
@@ -293,7 +293,7 @@ def timed_gammas(costs: StepCosts) -> range:
 
 
 def _fitted(question: Question, tried_NC: np.ndarray, blocks: Blocks) -> np.ndarray | None:
-    """`Way.fitted_N`; None where there are prompts enough. The price of a block is that of the candidate of the fewest steps."""
+    """`Way.fitted_N`; None if there are enough prompts. The price of a block is that of the candidate with the fewest steps."""
     if not question.cross_fits:
         return None
     price = float(tried_NC.sum(0).min()) / float(blocks.calls_NK.sum())

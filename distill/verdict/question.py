@@ -1,4 +1,4 @@
-"""What drafts are judged on, and how."""
+"""The texts and settings that drafts are judged with."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,16 +14,16 @@ from speculative.measure.replay import law_of
 from speculative.measure.token_scores import StoredText
 from speculative.rules.rule import Rule
 
-# What is tuned on fewer judged prompts than this is judged on the other half of them: its optimism is 0.5 % at 64 prompts, 1.8 % at
-# 16 and 3.6 % at 8.
+# Settings tuned on fewer judged prompts than this are judged on the other half of them. Without that, speed-ups are too high by 0.5 %
+# at 64 prompts, 1.8 % at 16 and 3.6 % at 8.
 CROSS_FIT_BELOW = 64
 
 
 @dataclass(frozen=True)
 class Question:
-    """settings: with the rule and gamma to judge under. texts: frozen held-out responses by rule, the run's own first. context:
-    tokens of prompt and response that the pair takes. history: what the target answered to other prompts under that rule.
-    looks: judged drafts of which the one in question is the best: its intervals are widened for them.
+    """settings: contain the rule and gamma to judge under. texts: frozen held-out responses by rule, the run's own first. context:
+    tokens of prompt and response that fit the pair. history: the target's responses to other prompts under that rule.
+    looks: number of judged drafts of which the one in question is the best; its intervals are widened for them.
     """
 
     judge: JudgeConfig
@@ -40,7 +40,7 @@ class Question:
 
     @property
     def law(self) -> str:
-        """The rule whose law replay follows."""
+        """The rule that replay follows."""
         return law_of(self.rule, self.settings.sampling)
 
     @property
@@ -65,9 +65,9 @@ class Question:
 
     @property
     def cross_fits(self) -> bool:
-        """Whether what is tuned on the judged prompts is judged on the other half of them."""
+        """Whether settings are tuned on one half of the judged prompts and judged on the other half."""
         return 2 <= len(set(self.keys)) < CROSS_FIT_BELOW
 
     def confidence(self, picked: bool) -> float:
-        """Of one interval, so that with those of all looks it holds with 95 %. picked: of the draft in question."""
+        """Confidence of one interval, so that the intervals of all looks hold jointly at 95 %. picked: it is about the draft in question."""
         return confidence_of(self.looks if picked else 1)

@@ -23,7 +23,7 @@ FREE = (LOOKUP, PAST)
 
 @dataclass(frozen=True)
 class Conclusion:
-    """pays: whether decoding with the draft alone is certainly faster than without; None where nothing was timed."""
+    """pays: whether decoding with the draft alone is certainly faster than without; None if nothing was timed."""
 
     outcome: Outcome
     pays: bool | None
@@ -45,7 +45,7 @@ def order(way: str) -> str:
 
 
 def conclude(evidence: Evidence, gain: Effects | None, against_served: Effects | None = None) -> Conclusion:
-    """The answer in words. gain: draft minus undistilled draft; None where nothing was distilled."""
+    """The answer in words. gain: draft minus undistilled draft; None if nothing was distilled."""
     contest, draft = evidence.contest, evidence.best.name
     learned = [_learned(gain)] if gain else []
     served = [_against(against_served)] if against_served else []

@@ -1,4 +1,4 @@
-"""What temperature does to acceptance: the judged draft on answers that the target gives at each of judge.temperatures."""
+"""Acceptance at other temperatures: the judged draft on the target's answers at each of judge.temperatures."""
 
 from dataclasses import replace
 
@@ -18,10 +18,10 @@ PROMPTS = 16
 
 
 def temperature_rows(evidence: Evidence, target: Target) -> list[TemperatureRow]:
-    """One row a temperature, coldest first; empty where judge.temperatures is.
+    """One row per temperature, the lowest first; empty if judge.temperatures is empty.
 
-    The target answers the same few held-out prompts at each, at its serving top-p, top-k and min-p; the draft scores
-    the answers. Rule `sample`, and `greedy` at 0. Intervals stand alone.
+    The target answers the same few held-out prompts at each, with its serving top-p, top-k and min-p, and the draft scores
+    the answers. The rule is `sample`, and `greedy` at 0. The intervals are not corrected for their number.
     """
     settings, draft, rows = evidence.question.settings, evidence.best.draft, []
     distinct = list({one.prompt: one for one in evidence.question.frozen}.values())

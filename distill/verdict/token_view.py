@@ -1,4 +1,4 @@
-"""Responses of a live run token by token: which model wrote each, and both models' most probable tokens there.
+"""Responses of a live run token by token: which model wrote each token, and both models' most probable tokens there.
 
 Shapes: T tokens of a response.
 """
@@ -48,8 +48,8 @@ def token_view(
 ) -> TokenView:
     """The token view of these responses.
 
-    Probabilities are those under the serving settings, which decide about acceptance; at temperature 0, where those
-    say nothing but 0 and 1, the models' own at temperature 1.
+    Probabilities are those at the serving settings, which decide acceptance. At temperature 0 those are only 0 and 1, so the
+    probabilities at temperature 1 are shown.
     """
     sampling = settings.sampling
     models, shown_at = {"target": target, "draft": draft}, None if sampling.greedy else sampling
@@ -99,7 +99,7 @@ def _listed(tokenizer: Any, ids_TK: np.ndarray, probs_TK: np.ndarray) -> list[li
 
 
 def spread_over(responses: Sequence[Response], domains: Sequence[str], count: int) -> list[int]:
-    """Indices of ``count`` responses, domains in turn, the first of each first; empty responses are left out."""
+    """Indices of ``count`` responses, taken from the domains in turn; empty responses are left out."""
     queues: dict[str, list[int]] = {}
     for index, (response, domain) in enumerate(zip(responses, domains, strict=True)):
         if response.response_ids:

@@ -51,7 +51,7 @@ def verdict_of(
 ) -> Verdict:
     """Make the verdict from evidence alone: the last candidate compared with the undistilled and the served draft, if any.
 
-    `seconds` is left empty. checkpoints: every judged one; the last candidate was picked from them. others: other targets that the
+    `seconds` is left empty. checkpoints: every judged one, from which the last candidate was picked. others: other targets that the
     draft learned from, judged by replay.
     """
     question, best = evidence.question, evidence.judged[evidence.best.name]
@@ -117,7 +117,7 @@ def with_gains(records: Sequence[Judgement], keys: Sequence[Any]) -> list[Judgem
 
 
 def looks_of(checkpoints: Sequence[Judgement]) -> int:
-    """Number of drafts the best one was picked from: one per checkpoint, two where averaged weights were judged too."""
+    """Number of drafts that the best one was picked from: one per checkpoint, or two if averaged weights were judged too."""
     return max(1, sum(2 if record.score_ema is not None else 1 for record in checkpoints[1:]))
 
 
@@ -163,7 +163,7 @@ def _effects(evidence: Evidence, against: str) -> Effects:
 
 
 def _lighter(evidence: Evidence) -> list[str]:
-    """What quantization changes in alpha, where export.quantize asks for it."""
+    """A sentence on how quantization changes alpha, if export.quantize is set."""
     question, ours = evidence.question, evidence.own_scores(evidence.best.name)
     told = []
     for one in evidence.others:

@@ -2,7 +2,7 @@
 
 `lookup` and `lookup+DRAFT` are ways too: prompt lookup alone and before a draft, at the n-gram sizes that replay of
 the text finds best at the gamma compared at; they have no alpha. `parallel+DRAFT` and `lookup+parallel+DRAFT` draft a block in one
-pass, which takes a draft trained for it (student.parallel).
+pass, which needs a draft trained for it (student.parallel).
 Alpha and tau come from replay, so the target's weights are needed only to time the drafts, and drafts that were never
 trained here are judged like any other. Differences are against the first draft, their intervals widened for the number
 of drafts (Bonferroni); those by domain also for the number of domains.
@@ -130,7 +130,7 @@ def parse_gate(text: str, timing: bool = True, first: Sequence[str] = ()) -> Gat
 
 
 def target_of(run: Path) -> str | None:
-    """Fingerprint of the target that a run distils; None where the run does not tell (not started)."""
+    """Fingerprint of the target that a run distils; None if the run has not started."""
     try:
         return str(json.loads((run / TARGET_FACTS).read_text(encoding="utf-8"))["fingerprint"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
@@ -139,7 +139,7 @@ def target_of(run: Path) -> str | None:
 
 
 def load_text(options: CompareOptions) -> FrozenText:
-    """The frozen text to judge on: of --on, or of the first draft that is a run.
+    """The frozen text to judge on: that of --on, or of the first draft that is a run.
 
     Raises:
         UserError: none of the drafts is a run, a rule the run has no text for, a draft of another target.
@@ -168,13 +168,13 @@ def load_text(options: CompareOptions) -> FrozenText:
 
 
 def read_drafts(text: FrozenText, names: Sequence[str], gamma: int, timing: bool) -> list[Scored]:
-    """Every way: its draft scored on the text and, if asked, timed beside the target; one in memory at a time.
+    """Every way: its draft scored on the text and, if asked, timed next to the target. One draft is in memory at a time.
 
-    Drafts of one shape that draft alike share one measurement, because their steps cost the same; all share the target's own
-    times, so that two drafts differ by their own steps alone.
+    Drafts of the same shape and way of drafting share one measurement, because their steps cost the same. All share the target's
+    times, so two drafts differ only by their own steps.
 
     Raises:
-        UserError: a draft that is not there, has another vocabulary, has too short a context, or cannot draft this way; the message gives it.
+        UserError: a draft that does not exist, has another vocabulary or too short a context, or cannot draft this way.
     """
     if timing and text.config.target.endpoint is not None:
         raise UserError(f"{text.run}: the target is on a server, so nothing can be timed here; add --no-timing")

@@ -45,7 +45,7 @@ class Scored(Way):
     shape: Hashable = None
 
     def chosen(self, rows: Sequence[int]) -> "Scored":
-        """The same on these responses only."""
+        """The same, restricted to these responses."""
         return replace(
             self,
             scores=None if self.scores is None else [self.scores[row] for row in rows],
@@ -54,16 +54,16 @@ class Scored(Way):
 
     @property
     def judged(self) -> list[TokenScores] | None:
-        """The scores of a draft that proposes alone: of it alpha and survival are known."""
+        """The scores of a draft without lookup, for which alpha and survival are known; None otherwise."""
         return self.scores if self.kept is None else None
 
     @property
     def tokens_N(self) -> np.ndarray:
-        """Of each response."""
+        """Number of tokens of each response."""
         return np.array([len(one) for one in (self.scores if self.kept is None else self.kept) or []])
 
     def _blocks(self, rule: str, gammas: Sequence[int]) -> Blocks:
-        """Expected blocks (N, K); `found_NK` those that lookup proposed."""
+        """Expected blocks (N, K); `found_NK` are those that lookup proposed."""
         drafted = None if self.scores is None else texts_of(self.scores, rule)
         if self.kept is None:
             return expected_blocks(drafted or [], gammas)
@@ -81,17 +81,17 @@ class Scored(Way):
 
 
 def draft_of(way: str) -> str | None:
-    """The draft in a way's name, None for lookup alone. A folder of that name is `./lookup`."""
+    """The draft in a way's name; None for lookup alone. To name a folder called lookup, write `./lookup`."""
     return None if way == LOOKUP else way.removeprefix(BEFORE).removeprefix(PARALLEL)
 
 
 def drafting_of(way: str) -> Drafting:
-    """How its draft drafts: a block in one pass in `parallel+DRAFT` and `lookup+parallel+DRAFT`."""
+    """How the draft of this way drafts: a block in one pass in `parallel+DRAFT` and `lookup+parallel+DRAFT`."""
     return "parallel" if way.removeprefix(BEFORE).startswith(PARALLEL) else "autoregressive"
 
 
 def looks_up(way: str) -> bool:
-    """Whether lookup is in it."""
+    """Whether this way uses lookup."""
     return way == LOOKUP or way.startswith(BEFORE)
 
 
@@ -177,7 +177,7 @@ class Comparison(Record):
 
     @property
     def domains(self) -> list[str]:
-        """Texts beside the whole one; empty where there is one domain."""
+        """The texts of single domains; empty if there is only one domain."""
         return list(dict.fromkeys(row.text for row in self.measured if row.text != HELD_OUT))
 
     def row(self, way: str, text: str = HELD_OUT) -> Measured:
@@ -185,7 +185,7 @@ class Comparison(Record):
         return next(row for row in self.measured if (row.way, row.text) == (way, text))
 
     def differences_on(self, text: str = HELD_OUT) -> list[Difference]:
-        """Differences of the other ways to the first."""
+        """Differences of the other ways from the first."""
         return [one for one in self.differences if one.text == text]
 
 
@@ -228,7 +228,7 @@ def comparison(text: FrozenText, entries: Sequence[Scored], gamma: int, looks: i
 
 
 def _row(entry: Scored, keys: Sequence[Any], rule: str, gamma: int, text: str) -> Measured:
-    """A way on a text at one gamma: alpha and tau by replay, the speed-up predicted where steps were timed."""
+    """A row for a way on a text at one gamma: alpha and tau by replay, and the predicted speed-up if steps were timed."""
     curve, how = calls_curve(entry.tokens_N, entry.calls(rule, (gamma,)), keys), dict[str, How](tau="replay")
     row = Measured(
         entry.name, rule, 1, text, curve.prompts, curve.tokens, gamma, tau=curve.tau[0], tau_ci=curve.tau_ci[0],
@@ -269,7 +269,7 @@ def _way(entry: Scored, keys: Sequence[Any], rule: str, gamma: int) -> ComparedW
 def _difference(
     ours: Scored, first: Scored, keys: Sequence[Any], rule: str, gamma: int, where: tuple[str, int]
 ) -> Difference:
-    """What a way gains over the first, with each one's own price in the speed-up; where: the text, and the looks at it."""
+    """What a way gains over the first. The speed-up uses the costs of each. where: the text, and how many comparisons were made on it."""
     text, looks = where
     sides = []
     for entry in (ours, first):

@@ -1,4 +1,4 @@
-"""What a person sees of a comparison: a table, the paired differences in words, domains, and one picture."""
+"""The comparison on the screen: a table, the paired differences in words, domains, and one picture."""
 
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ SHOWN_GAMMAS = 16
 
 
 def compare_table(result: Comparison) -> Table:
-    """Every way with its numbers; without timing there is no speed."""
+    """One row per way; without timing there are no speed columns."""
     timed, first = result.target_step_seconds is not None, result.row(result.against)
     columns: list[Column | str] = ["way", Column("parameters", ","), Column("alpha", ".3f"), Column("tau", ".2f")]
     if timed:
@@ -47,7 +47,7 @@ def compare_table(result: Comparison) -> Table:
 
 
 def difference_lines(result: Comparison) -> list[str]:
-    """One line per way after the first: its gain or loss, and the detectable difference where none is certain."""
+    """One line per way after the first: its gain or loss, or the detectable difference if none is certain."""
     lines, differences = [], result.differences_on()
     for other in differences:
         answer = {"gain": "better", "loss": "worse", "none": "no certain difference"}[other.certain_tau]
@@ -69,7 +69,7 @@ def difference_lines(result: Comparison) -> list[str]:
 
 
 def domain_table(result: Comparison) -> Table | None:
-    """tau of every way by domain; None for text of one domain."""
+    """tau of every way by domain; None if the text has one domain."""
     if not result.domains:
         return None
     looks = len(result.differences_on()) * len(result.domains)
@@ -102,7 +102,7 @@ def print_comparison(console: Console, result: Comparison) -> None:
 
 
 def plot_comparison(result: Comparison, path: Path) -> Path:
-    """Writes the picture: tau over gamma of each draft with its band, and the paired differences; returns the file."""
+    """Write the picture, tau over gamma of each draft with its band and the paired differences. Return the file."""
     # Text stays text: searchable, and the file is small.
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "understudy"}):
         figure = Figure(figsize=(11, 4.2), layout="constrained")

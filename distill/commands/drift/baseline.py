@@ -43,7 +43,7 @@ class BaselinePrompt:
 
 @dataclass(frozen=True)
 class Baseline:
-    """drafting: how the draft is served."""
+    """The blocks of the run's draft on its held-out prompts. drafting: how the draft is served."""
 
     gamma: int
     rule: Rule
@@ -53,7 +53,7 @@ class Baseline:
 
 @dataclass(frozen=True)
 class Slice:
-    """Requests of one label, in order. prompts: those that they are compared with, as indices; `of`: their name."""
+    """Requests of one label, in order. prompts: indices of the prompts that they are compared with; `of`: the name of these prompts."""
 
     name: str
     records: list[AcceptanceRecord]
@@ -62,7 +62,7 @@ class Slice:
 
 
 def baseline_of(options: DriftOptions, gamma: int | None = None) -> Baseline:
-    """The run's best draft on its frozen text, by default at the gamma, by the rule and in the way of its verdict, or of its config before.
+    """The run's best draft on its frozen text. gamma, rule and way of drafting are by default the verdict's, or the config's if there is none.
 
     Raises:
         UserError: no run, a rule that cannot be replayed, or too few held-out prompts.
@@ -87,7 +87,7 @@ def baseline_of(options: DriftOptions, gamma: int | None = None) -> Baseline:
 def drawn_prompts(
     texts: Sequence[HeldoutResponse], scores: Sequence[TokenScores], rule: Rule, gamma: int, seed: int = 0
 ) -> list[BaselinePrompt]:
-    """The block process drawn once along each frozen response, as a server with this gamma and rule would have counted it.
+    """Draw the blocks of each frozen response once, as a server with this gamma and rule would have counted them.
 
     A block that starts at token t keeps its first j drafted tokens with probability exp(-max(0, S_1, .., S_j)), S_j the
     cost of the j tokens from t (`speculative.measure.replay`): as many as stay at or below one exponential draw. Servers also
@@ -124,7 +124,7 @@ def _beyond(scores: Sequence[TokenScores], rule: Rule, gamma: int) -> np.ndarray
 
 
 def gamma_of(log: AcceptanceLog, asked: int | None) -> tuple[int | None, list[str]]:
-    """(the server's drafted tokens per block: as asked, else the log's, else None; what a reader must know of that)."""
+    """(the server's drafted tokens per block: the requested number, else the log's, else None; notes for the reader)."""
     mean = log.gamma()
     if mean is None:
         unsaid = "the log does not give its blocks, so the verdict's gamma is assumed (set another with --gamma)"
@@ -139,7 +139,7 @@ def gamma_of(log: AcceptanceLog, asked: int | None) -> tuple[int | None, list[st
 
 
 def engine_notes(log: AcceptanceLog, baseline: Baseline) -> list[str]:
-    """A warning where an engine's own rule is probably not the baseline's."""
+    """A warning if the engine's default rule is probably not the baseline's."""
     if log.format not in _ARGMAX_ENGINES or not draft_draws(baseline.rule):
         return []
     return [
@@ -149,10 +149,10 @@ def engine_notes(log: AcceptanceLog, baseline: Baseline) -> list[str]:
 
 
 def slices_of(records: Sequence[AcceptanceRecord], prompts: Sequence[BaselinePrompt]) -> tuple[list[Slice], list[str]]:
-    """(the records by label with the prompts of each, what a reader must know of that).
+    """(the records by label with the prompts of each, notes for the reader).
 
     A label with fewer than FEWEST_REQUESTS held-out prompts is compared with all of them. Beyond MOST_SLICES labels the
-    rarest go together.
+    rarest are combined.
     """
     counts = Counter(record.slice or ALL for record in records)
     kept = {name for name, _ in counts.most_common(MOST_SLICES if len(counts) <= MOST_SLICES else MOST_SLICES - 1)}

@@ -1,4 +1,4 @@
-"""A running engine's counters as an acceptance log: what was counted between scrapes, one record an interval."""
+"""A running engine's counters as an acceptance log: the counts between scrapes, one record per interval."""
 
 import itertools
 import time
@@ -11,10 +11,10 @@ from speculative.errors import UserError
 
 
 def scrape(url: str, scrapes: int, interval: float, gamma: int | None, key: str = "") -> AcceptanceLog:
-    """Scrapes a server so many times. ``gamma``: drafted tokens a block of an engine that counts blocks only. ``key``: that it wants.
+    """Scrape a server several times. ``gamma``: drafted tokens per block of an engine that counts only blocks. ``key``: its API key.
 
     Raises:
-        UserError: no counters there, nothing drafted meanwhile, or restarted in every interval.
+        UserError: no counters, nothing drafted between scrapes, or a restart in every interval.
     """
     root = url.rstrip("/")
     for page in (*PAGES[::-1], "/v1"):

@@ -39,7 +39,7 @@ REFRESH = 3  # Exit status when a refresh is advised.
 
 
 class Drift(Record):
-    """What was found: two rows with accepted/drafted, now and as judged at the same mix of labels. source: the file or url; log: its
+    """The result: two rows with accepted/drafted, now and as judged at the same mix of labels. source: the file or url; log: its
     format. ci: of `change`, the difference of the two.
     """
 
@@ -58,25 +58,25 @@ class Drift(Record):
 
     @property
     def now(self) -> Measured:
-        """Of the requests that came."""
+        """The row of the requests."""
         return self.measured[0]
 
     @property
     def judged(self) -> Measured:
-        """Of the run's held-out prompts."""
+        """The row of the run's held-out prompts."""
         return self.measured[1]
 
 
 def drift(options: DriftOptions) -> int:
-    """The exit status of `drift_command`, which prints."""
+    """Run `drift_command` and return the exit status."""
     return REFRESH if drift_command(options).refresh else 0
 
 
 def drift_command(options: DriftOptions, console: Console | None = None) -> Drift:
-    """Compares, prints a sentence, writes what was asked for. The exit status is REFRESH if ``refresh``.
+    """Compare, print a sentence and write --out. The exit status is REFRESH if ``refresh`` is true.
 
     Raises:
-        UserError: an option out of its range, no run, an unreadable log or prompt file, no place for what is asked for.
+        UserError: an option out of range, no run, an unreadable log or prompt file, or a file that cannot be written.
     """
     _check(options)
     console = console or Console()
@@ -166,7 +166,7 @@ def _compared(options: DriftOptions, log: AcceptanceLog, baseline: Baseline, not
 
 
 def _decoded(options: DriftOptions, baseline: Baseline) -> AcceptanceLog:
-    """Fresh prompts decoded live by target and best draft, as the run serves them; one record a prompt."""
+    """Decode fresh prompts live with target and best draft at the run's serving settings; one record per prompt."""
     frozen = load_frozen_text(options.run, baseline.rule, options.trust_remote_code)
     config, target = frozen.config, frozen.target.model
     draft = frozen.draft(str(options.run))

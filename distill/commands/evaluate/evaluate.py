@@ -1,4 +1,4 @@
-"""`understudy evaluate`: judges a draft and writes the result, or proves that drafting changes neither text nor task scores."""
+"""`understudy evaluate`: judge a draft and write the result, or test that drafting changes neither text nor task scores."""
 
 import json
 from dataclasses import replace
@@ -124,7 +124,7 @@ def evaluate(config: RunConfig, path: str, gammas: list[int], rule: Rule, log: P
     """The result of one draft at the listed gamma nearest to the best one, with the judgement of every gamma.
 
     The held-out responses are taken from the config's run folder, or made there. log: every drafted token of the live
-    run that the result tells of.
+    run that the result describes.
 
     Raises:
         UserError: see `load_draft` and `load_prompts`.

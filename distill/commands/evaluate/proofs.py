@@ -1,4 +1,4 @@
-"""Losslessness of a draft; it and task scores are added to the result that judges the draft: the report shows them beside its verdict."""
+"""Test the losslessness of a draft. This and task scores are added to the draft's result, and the report shows them next to its verdict."""
 
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from speculative.explain.losslessness import LEVEL, Lossless
 def losslessness(asked: Asked, control: bool = True) -> Lossless:
     """Whether the text is the target's own at the serving settings.
 
-    control: decode once more at 1.1 times the temperature, to show that the tests would have seen that.
+    control: decode once more at 1.1 times the temperature, to show that the tests would have detected that.
 
     Raises:
         UserError: see `open_pair` and `Draft`; fewer than two samples.
@@ -33,7 +33,7 @@ def losslessness(asked: Asked, control: bool = True) -> Lossless:
 
 
 def lossless_lines(result: Lossless) -> list[str]:
-    """What a person reads: every test with its numbers, then the answer."""
+    """Lines for the screen: every test with its numbers, then the answer."""
     greedy, sampled = result.greedy, result.sampled
     lines = [
         f"greedy text       {greedy.equal} of {greedy.prompts} prompts equal ({greedy.tokens:,} tokens), "
@@ -60,9 +60,9 @@ def lossless_lines(result: Lossless) -> list[str]:
 
 
 def result_of_draft(out: Path, asked: Asked) -> tuple[Result | None, str]:
-    """(the result at `out` when it judges this very draft beside this target, why nothing can be added to it otherwise).
+    """(the result at `out` if it judges the same draft and target, else the reason why nothing can be added to it).
 
-    The very draft: the same weights, wherever they lie.
+    The same draft means the same weights, in any directory.
     """
     if not out.is_file():
         return None, f"{out} does not exist; judge the draft first (the same command without the tests)"
@@ -82,7 +82,7 @@ def result_of_draft(out: Path, asked: Asked) -> tuple[Result | None, str]:
 
 
 def add_proofs(out: Path, result: Result, lossless: Losslessness | None, scores: TaskScores | None) -> str:
-    """Write the result with these tests, and update its report if there is one; say what was written.
+    """Write the result with these tests, and update its report if there is one. Return a sentence about the files written.
 
     A later test replaces an earlier one, and task scores replace those of the same scorer.
     """

@@ -56,7 +56,7 @@ _NUMBER = re.compile(r"(?<!\d)-?\d+(?:,\d{3})*(?:\.\d+)?")
 
 @dataclass(frozen=True)
 class Asked:
-    """A draft to be proven beside a config's target. samples: of each prompt, 0: as many as the proof takes by default."""
+    """A draft to test with a config's target. samples: responses per prompt; 0 means the default of the test."""
 
     config: RunConfig
     draft: str
@@ -73,7 +73,7 @@ class Asked:
 
 
 class PairedScores(NamedTuple):
-    """With the draft, without it, and between the two."""
+    """Scores with the draft and without it, and their difference."""
 
     speculative: Score
     alone: Score
@@ -81,12 +81,12 @@ class PairedScores(NamedTuple):
 
 
 def exact_match(prompt: str, response: str, reference: str | None) -> float:
-    """1 where response and reference are the same text, white space aside."""
+    """1 if response and reference are the same text, ignoring differences in white space."""
     return float(response.split() == _needed(reference).split())
 
 
 def exact_match_number(prompt: str, response: str, reference: str | None) -> float:
-    """1 where the response's last number is the reference's: the one after `####` (GSM8K), or its last."""
+    """1 if the response's last number equals the reference's: the one after `####` (GSM8K), else its last."""
     _, marked, answer = _needed(reference).rpartition("####")
     wanted = _numbers(answer)[: 1 if marked else None]
     if not wanted:
@@ -155,7 +155,7 @@ def read_references(sources: Sequence[PromptSource], file: Path | None) -> dict[
     or "id" (the prompt's id in the stores).
 
     Raises:
-        UserError: the file is not there or holds another kind of line.
+        UserError: the file does not exist or contains another kind of line.
     """
     found: dict[str, str] = {}
     if file is None:
@@ -190,10 +190,10 @@ def score_texts(
     texts: Sequence[Response],
     references: dict[str, str],
 ) -> np.ndarray:
-    """Scores (P, samples) of responses that stand prompt after prompt.
+    """Scores (P, samples) of responses that are ordered by prompt.
 
     Raises:
-        UserError: the scorer raised, or gave something that is no number from 0 to 1.
+        UserError: the scorer raised, or returned something other than a number from 0 to 1.
     """
     samples = len(texts) // len(prompts)
     scores = np.zeros((len(prompts), samples))
@@ -216,8 +216,8 @@ def score_texts(
 def summarise(speculative_PS: np.ndarray, alone_PS: np.ndarray, confidence: float = CONFIDENCE) -> PairedScores:
     """Mean scores with intervals over prompts, and their difference, paired.
 
-    Where all prompts have one value the bootstrap sees no spread. Then all that is known is that fewer than
-    1 - (1 - confidence)^(1/P) of all prompts have another one, and no score is more than 1 away: that is the interval.
+    If all prompts have the same value, the bootstrap has no spread. It is then only known that fewer than
+    1 - (1 - confidence)^(1/P) of all prompts have another value, and that a score differs by at most 1. This gives the interval.
     """
     own_P, alone_P = speculative_PS.mean(1), alone_PS.mean(1)
     sums_PC = np.stack((own_P, alone_P, own_P - alone_P, np.ones(len(own_P))), 1)
@@ -237,9 +237,9 @@ def summarise(speculative_PS: np.ndarray, alone_PS: np.ndarray, confidence: floa
 def task_scores(asked: Asked, scorer: str, references: Path | None = None) -> TaskScores:
     """Scores of held-out prompts answered with the draft and by the target alone; `passed` False means exit status 1.
 
-    At temperature 0 the texts are the same, so every score must be; sampled texts differ, and the
-    check fails where the `1 - LEVEL` interval of the paired difference leaves 0 out; less than `fewest_prompts` prompts are
-    certain of nothing and never fail it.
+    At temperature 0 the texts are the same, so every score must be the same. Sampled texts differ, and the
+    check fails if the `1 - LEVEL` interval of the paired difference excludes 0. With fewer than `fewest_prompts` prompts
+    nothing is certain, and the check never fails.
 
     Raises:
         UserError: see `open_pair`, `load_scorer`, `read_references`, `score_texts`.
@@ -316,7 +316,7 @@ def _sampled_answer(difference: ScoreDifference, wide: Interval, prompts: int, s
 
 
 def score_lines(found: TaskScores) -> list[str]:
-    """What a person reads."""
+    """Lines for the screen."""
     rows = (("with the draft", found.speculative), ("target alone", found.alone))
     return [
         f"{found.scorer} (mean over {found.prompts} prompts, {found.with_reference} with a reference; [95 % interval])",

@@ -35,7 +35,7 @@ from speculative.rules.processors import LogitsRules
 from speculative.rules.sampling import SamplingSettings
 from speculative.rules.tree import TokenTree
 
-# What --drafter says, and the way to decode that it means.
+# Values of --drafter, and the way to decode that each stands for.
 WAYS = {
     "draft": "draft", "lookup": "prompt lookup", "retrieval": "past responses", "early-exit": "early exit", "jacobi": "lookahead",
     "cascade": "lookup + draft",
@@ -56,7 +56,7 @@ class Loaded:
 
 
 def generate_command(options: GenerateOptions) -> None:
-    """Generates; prints the lines about it to standard error. Raises UserError, most of them before anything is loaded."""
+    """Generate text, and print the timings to standard error. Raises UserError, in most cases before anything is loaded."""
     refuse_contradictions(options)
     for option, path in (("--numbers", options.numbers), ("--log", options.log), ("--out", options.out)):
         check_writable(option, path)
@@ -84,7 +84,7 @@ def generate_command(options: GenerateOptions) -> None:
 
 
 def refuse_contradictions(options: GenerateOptions) -> None:
-    """An option that nothing would listen to is a mistake. Raises UserError naming it."""
+    """Raise UserError for an option that would have no effect."""
     kind = options.kind
     check_known("--drafter", options.drafter, ("", *WAYS, "none"))
     check_known("--drafting", options.drafting, ("", *DRAFTINGS))
@@ -146,7 +146,7 @@ def parse_tree(text: str) -> tuple[int, ...]:
 
 
 def parse_gamma(text: str) -> int:
-    """The largest gamma of a run. Raises UserError for anything but `auto` and a number that makes sense."""
+    """The largest gamma of a run. Raises UserError for anything but `auto` and a number in range."""
     if not text:
         return DEFAULT_GAMMA
     if text == "auto":
@@ -163,7 +163,7 @@ def run(
 ) -> tuple[list[Response], Timing]:
     """Decode; one prompt is streamed to standard output, several go to --out as JSON lines or are printed as they end.
 
-    Raises Interrupted, saying what is left, when the user ends it early.
+    Raises Interrupted after Ctrl-C; the message states which responses are kept.
     """
     log, out = options.log, options.out
     file = ResponseFile(out) if out is not None else None
@@ -193,7 +193,7 @@ def run(
 
 
 def _shown(events: Iterator[Event], count: int, out: Path | None) -> Iterator[Event]:
-    """Pass events on while showing them: text as it comes, or a progress line."""
+    """Pass events on and show them, as streamed text or as a progress line."""
     if count == 1 and out is None:
         for event in events:
             sys.stdout.write(event.text)
@@ -217,7 +217,7 @@ def _shown(events: Iterator[Event], count: int, out: Path | None) -> Iterator[Ev
 def summary(
     loaded: Loaded, responses: list[Response], timing: Timing, settings: DecodeSettings, policy: GammaPolicy
 ) -> dict[str, Any]:
-    """Numbers of a run; `replay_check` where replay has a law: a draft model, one gamma, no logits rules."""
+    """Numbers of a run. `replay_check` is present if replay can predict them: a draft model, one gamma, no logits rules."""
     tokens, drafter = sum(len(response.response_ids) for response in responses), loaded.drafter
     result: dict[str, Any] = {
         "tokens": tokens, "tokens_per_second": tokens / timing.total_seconds, "seconds": stage_seconds(timing),
@@ -241,7 +241,7 @@ def summary(
 
 
 def summary_lines(result: dict[str, Any], gamma: str) -> list[str]:
-    """The numbers of `summary` for people."""
+    """The numbers of `summary` as lines for the screen."""
     seconds = result["seconds"]
     stages = ", ".join(f"{name} {seconds[name]:.2f}" for name in ("prefill", "draft", "verify", "accept", "host"))
     lines = [f"{result['tokens']} tokens, {result['tokens_per_second']:.1f} tokens/s; seconds: {stages}"]

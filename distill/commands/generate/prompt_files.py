@@ -1,4 +1,4 @@
-"""What `understudy generate` reads: prompts from arguments, files and standard input; past responses for retrieval."""
+"""Input of `understudy generate`: prompts from arguments, files and standard input; past responses for retrieval."""
 
 import json
 import sys
@@ -43,7 +43,7 @@ def read_prompts(options: GenerateOptions, tokenizer: PreTrainedTokenizerBase) -
     """Prompts (key, ids) from the command line, a source as a config names it, or standard input.
 
     Raises:
-        UserError: none, an odd one, or see `asked_rows` and `render_rows`.
+        UserError: there is no prompt, or an invalid one; see also `asked_rows` and `render_rows`.
     """
     given = [(f"prompt-{number}", text) for number, text in enumerate(options.prompt or [], start=1)]
     if not given and not options.prompts:

@@ -1,4 +1,4 @@
-"""Responses on disk as they end: JSON lines that a kill, a full disk or an interrupt cannot take away."""
+"""Write responses as they finish, as JSON lines that survive a kill, a full disk or an interrupt."""
 
 import json
 from pathlib import Path
@@ -11,13 +11,13 @@ KEYS = ("key", "text", "finish_reason", "prompt_ids", "response_ids", "blocks", 
 
 
 class ResponseFile:
-    """`out` appears when all responses are in it, in the order of the prompts; a former one stays until then.
+    """`out` is written when all responses are there, in the order of the prompts. An earlier file stays until then.
 
-    Until then each finished response is in `NAME.partial.jsonl` beside it, where it also stays when the run fails.
+    Until then each finished response is in `NAME.partial.jsonl` next to it. That file stays if the run fails.
     """
 
     def __init__(self, out: Path):
-        """Raises UserError when there is no place for it."""
+        """Raises UserError if it cannot be written."""
         check_writable("--out", out)
         self.out = out.resolve()
         self.partial = self.out.with_name(f"{self.out.stem}.partial.jsonl")
@@ -26,17 +26,17 @@ class ResponseFile:
         self._write(self.partial, "", "w")
 
     def add(self, index: int, response: Response) -> None:
-        """A finished response of prompt number `index`."""
+        """Add the finished response of prompt number `index`."""
         self._lines[index] = json_line(response)
         self._write(self.partial, self._lines[index], "a")
 
     def complete(self) -> None:
-        """All are there: put them in order and under the final name."""
+        """Write all responses in order under the final name."""
         self._write(self.partial, "".join(self._lines[index] for index in sorted(self._lines)), "w")
         self.partial.replace(self.out)
 
     def give_up(self) -> str:
-        """Words about what is left of an unfinished run."""
+        """Return a phrase about the responses of an unfinished run that are kept."""
         if not self._lines:
             self.partial.unlink(missing_ok=True)
             return "no response had ended; nothing was written"

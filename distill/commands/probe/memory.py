@@ -20,7 +20,7 @@ _TOKENS = re.compile(r"\s*(\d+)\s*([kK]?)\s*")
 
 @dataclass(frozen=True)
 class Device:
-    """What the pair is to be served on: bytes of memory, requests at once, tokens of prompt and response of each."""
+    """The planned server: bytes of memory, concurrent requests, and tokens of prompt and response per request."""
 
     memory: int
     concurrency: int
@@ -28,7 +28,7 @@ class Device:
 
 
 def device_of(options: ProbeOptions) -> Device | None:
-    """The three options together; None where none is given.
+    """The three options together; None if none is given.
 
     Raises:
         UserError: some of them only, or a value that cannot be read.
@@ -56,7 +56,7 @@ def parse_bytes(text: str) -> int:
 
 
 def parse_tokens(text: str) -> int:
-    """8k is 8192 tokens, as contexts are named; a plain number is itself. Raises UserError for anything else."""
+    """8k is 8192 tokens; a plain number is a number of tokens. Raises UserError for anything else."""
     found = _TOKENS.fullmatch(text)
     tokens = int(found.group(1)) * (1024 if found.group(2) else 1) if found else 0
     if tokens < 1:
@@ -75,7 +75,7 @@ class DraftMemory:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of the target and of each draft on a device, and the requests that fit. dtype: that both are served in."""
+    """Bytes of the target and of each draft on a device, and the requests that fit. dtype: the one that both are served in."""
 
     device: Device
     dtype: str
@@ -83,7 +83,7 @@ class Memory:
     drafts: list[DraftMemory]
 
     def lines(self) -> list[str]:
-        """In sentences."""
+        """The result in sentences."""
         lines = [
             f"memory at {self.dtype}, {self.device.context:,} tokens per request, {USABLE_SHARE:.0%} of {self.device.memory / GB:.3g} GB "
             f"usable: the target's weights take {_size(self.target.weights)}, each request's cache {_size(self.target.cache_per_request)}"

@@ -15,7 +15,7 @@ MOST_GAMMA, TIMED_CONTEXT = 16, 128
 
 @dataclass(frozen=True)
 class Plan:
-    """The options, read. `lead`: temperature and rule that costs, decision and sentences are about."""
+    """The parsed options. `lead`: the temperature and rule of the costs, the decision and the sentences."""
 
     temperatures: list[float]
     gammas: list[int]
@@ -29,7 +29,7 @@ class Plan:
         return (sampled[0], "sample") if sampled else (0.0, "greedy")
 
     def costs_of(self, draft: Draft | None) -> StepCosts | None:
-        """Given costs of a draft: a draft call takes as long whether it drafts a token or a block."""
+        """The given costs of a draft. A draft call takes the same time for a token and for a block."""
         if self.given is None or draft is None or not draft.parallel:
             return self.given
         call, verify = self.given.draft_seconds[1], self.given.verify_seconds[1]
@@ -37,7 +37,7 @@ class Plan:
 
 
 def read_plan(options: ProbeOptions) -> Plan:
-    """Temperatures, gammas, batch sizes and given costs. Raises UserError naming the option that cannot be."""
+    """Temperatures, gammas, batch sizes and given costs. Raises UserError for an invalid option."""
     temperatures = _numbers(options.temperatures, "--temperatures", float, 0.0, 100.0)
     gammas = sorted(_numbers(options.gammas, "--gammas", int, 1, MOST_GAMMA))
     batch_sizes = _numbers(options.batch_sizes, "--batch-sizes", int, 1, 4096)

@@ -47,7 +47,7 @@ def probe(options: ProbeOptions, console: Console | None = None) -> Probe:
     A draft that can draft both ways is two prospects; the faster one decides.
 
     Raises:
-        UserError: an option that cannot be, a folder that is not there, prompts that do not fit, no draft that can be used.
+        UserError: an invalid option, a missing folder, prompts that do not fit, or no usable draft.
         SelfCheckError: the judge contradicts itself on this target.
     """
     plan, device = read_plan(options), device_of(options)
@@ -140,7 +140,7 @@ def _prospect(path: str, target: Target, longest: int) -> Prospect:
 
 
 def _ways(prospect: Prospect) -> list[Prospect]:
-    """The prospect drafting token by token, and as another one in one pass a block where its config names a mask token."""
+    """The prospect that drafts token by token, and a second one that drafts a block in one pass if the config has a mask token."""
     if prospect.draft is None:
         return [prospect]
     note = (
@@ -211,7 +211,7 @@ def _judge(
     lookups: Mapping[str, Measured],
     stages: Stages,
 ) -> None:
-    """Fills a draft's record: one pass per temperature for every rule, its times, and what follows from both."""
+    """Fill a draft's record: scores from one pass per temperature for every rule, times, and the figures that follow from both."""
     draft, name = prospect.draft, prospect.name
     if draft is None:
         return

@@ -27,10 +27,10 @@ class ModelFacts:
 
 @dataclass
 class Prospect:
-    """A draft that was asked about, drafting one way; `draft` is None and `refused` says why when it cannot be used.
+    """A candidate draft with one way of drafting. If it cannot be used, `draft` is None and `refused` is the reason.
 
-    prices: of each rule at the first batch size, the leading one first, and of that one at the others. outlooks: of each text
-    under each rule; `lead` is the one that decides.
+    prices: for each rule at the first batch size, the leading rule first, then for the leading rule at the other sizes. outlooks: for
+    each text and rule; `lead` is the one that decides.
     """
 
     name: str
@@ -52,13 +52,13 @@ class Prospect:
 
     @property
     def pace(self) -> tuple[float, float]:
-        """Speed-ups as it is and distilled."""
+        """Predicted speed-ups before and after distilling."""
         assert self.lead is not None
         return self.lead.now.speed_up or 1.0, self.lead.distilled.speed_up or 1.0
 
     @property
     def drafting(self) -> str:
-        """In words."""
+        """The way of drafting in words."""
         parallel = self.draft is not None and self.draft.parallel
         return (BY_BLOCK if parallel else BY_TOKEN).removeprefix(f"{DRAFT}, ")
 
@@ -76,7 +76,7 @@ class Prospect:
 @dataclass(frozen=True)
 class TextFacts:
     """The target's answers at one temperature. repeated, looping: shares of their tokens. proposes, hits: shares of the
-    tokens where prompt lookup proposes, and is right. greedy_alpha: no draft that takes its argmax has more, null at 0.
+    tokens where prompt lookup proposes, and is right. greedy_alpha: the highest alpha of a draft that proposes its argmax; null at temperature 0.
     """
 
     text: str
@@ -92,7 +92,7 @@ class TextFacts:
 
 @dataclass(frozen=True)
 class Settings:
-    """What was asked. lead: text and rule that decide. times: `measured` or `given`."""
+    """The settings of the probe. lead: the text and rule that decide. times: `measured` or `given`."""
 
     prompts_from: str
     prompts: int
@@ -111,7 +111,7 @@ class Settings:
 @dataclass(frozen=True)
 class Probe:
     """Everything; `decision` is one of `ceilings.DecisionWord`, or `no_draft`. Speed-ups are predicted, of the first batch size
-    unless a row says another concurrency. assumptions: what they take for granted.
+    unless a row has another concurrency. assumptions: those of the predictions.
     """
 
     target: ModelFacts
@@ -199,7 +199,7 @@ def _alone_sentence(name: str, lead: Outlook, price: Price, baseline: float) -> 
 
 
 def overall(drafts: Sequence[Prospect], lookup: Measured, planned: Price | None) -> tuple[str, Prospect | None, str]:
-    """(decision, the draft with the best prospect, one sentence for all); planned: the given times, where there are."""
+    """(decision, the draft with the best prospect, one sentence for all). planned: the given times, if any."""
     by_model: dict[int, list[Prospect]] = {}
     for one in drafts:
         if one.draft is not None:

@@ -27,7 +27,7 @@ NOISY = 1.4  # Of a quiet machine; rules alone differ by up to 1.15 in a target 
 
 
 class Stages:
-    """Names each stage on the console while it runs, and keeps its seconds."""
+    """Print each stage on the console while it runs, and record its seconds."""
 
     def __init__(self, console: Console | None) -> None:
         self.console, self.seconds = console, dict[str, float]()
@@ -61,7 +61,7 @@ def assumptions(plan: Plan, t_verify: str) -> list[str]:
 
 
 def busy_machine(seconds: Sequence[float]) -> list[str]:
-    """A note when the same target step was timed very differently: then no speed-up here is worth much."""
+    """A note if timings of the same target step differ a lot, because speed-ups are unreliable then."""
     if not seconds or max(seconds) < NOISY * min(seconds):
         return []
     return [
@@ -86,7 +86,7 @@ def print_probe(console: Console, result: Probe) -> None:
 
 
 def probe_lines(result: Probe) -> list[str]:
-    """The probe in sentences: what was checked, the free baseline, the ceilings, each draft's verdict, the whole's last."""
+    """The probe in sentences: the checks, prompt lookup, the ceilings, each draft's verdict, and the overall verdict last."""
     settings, checks = result.settings, result.checks
     texts = ", ".join(f"{about.tokens:,} tokens at {about.text}" for about in result.texts)
     lines = [
@@ -172,7 +172,7 @@ def outlook_table(prospect: Prospect, result: Probe) -> Table:
 
 
 def ways_table(result: Probe) -> Table:
-    """Prompt lookup, each draft, and both: as they are, and with the draft distilled."""
+    """Prompt lookup, each draft, and both together, before and after distilling."""
     table = Table(
         ["text", "way", Column("speed-up now", ".2f", "x"), Column("distilled", ".2f", "x")],
         title=f"predicted speed-up of each way, batch {result.settings.batch_sizes[0]}",

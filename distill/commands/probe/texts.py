@@ -28,7 +28,7 @@ from speculative.rules.sampling import SamplingSettings
 
 @dataclass(frozen=True)
 class ProbeText:
-    """The target's answers at one temperature, and how it would have drafted for itself."""
+    """The target's answers at one temperature, and its largest probabilities there."""
 
     sampling: SamplingSettings
     responses: list[HeldoutResponse]
@@ -36,12 +36,12 @@ class ProbeText:
 
     @property
     def name(self) -> str:
-        """As rows call it."""
+        """The name of the text in rows."""
         return text_name(self.sampling.temperature)
 
     @property
     def rules(self) -> tuple[Rule, ...]:
-        """The rules that it can be replayed under, the text's own first."""
+        """The rules that the text can be replayed under, its own first."""
         return rules_of_text(law_of("sample", self.sampling))
 
     @property
@@ -51,16 +51,16 @@ class ProbeText:
 
     @property
     def tokens(self) -> int:
-        """Of all answers."""
+        """Number of tokens of all answers."""
         return sum(len(response.response_ids) for response in self.responses)
 
     def row(self, way: str, rule: str, load: int) -> Measured:
-        """The beginning of a row about this text."""
+        """A row about this text without figures."""
         prompts = len(set(self.keys))
         return Measured(way, rule, load, self.name, prompts, self.tokens)
 
     def facts(self, gammas: Sequence[int], costs: StepCosts) -> tuple[Measured, TextFacts]:
-        """(what prompt lookup gives, what is known of the text)."""
+        """(the row of prompt lookup, the facts about the text)."""
         row = self.row("", self.rules[0], costs.batch_size)
         lookup, proposes, hits = ceilings.lookup_outlook(self.responses, self.keys, gammas, costs, row)
         alpha, ends = alpha_with_interval([text.peaks for text in self.peaks], self.keys)
@@ -71,12 +71,12 @@ class ProbeText:
 
 
 def text_name(temperature: float) -> str:
-    """What the text at a temperature is called."""
+    """The name of the text at a temperature."""
     return f"temperature {temperature:g}"
 
 
 def decode_settings(options: ProbeOptions, target: PreTrainedModel, temperature: float) -> DecodeSettings:
-    """Of the target alone."""
+    """Settings to decode with the target alone."""
     rule: Rule = "greedy" if temperature == 0 else "sample"
     return DecodeSettings(
         SamplingSettings(temperature), 0, rule, options.max_tokens, end_token_ids(target), options.seed
@@ -86,7 +86,7 @@ def decode_settings(options: ProbeOptions, target: PreTrainedModel, temperature:
 def answered(
     options: ProbeOptions, target: PreTrainedModel, prompts: Sequence[Prompt], temperature: float
 ) -> ProbeText:
-    """The target's answers at a temperature."""
+    """Let the target answer at a temperature."""
     settings = decode_settings(options, target, temperature)
     responses = frozen_responses(target, prompts, settings, "probe", batch_size=min(32, len(prompts)))
     return ProbeText(settings.sampling, responses, ceilings.target_peaks(target, responses, settings.sampling))
@@ -95,7 +95,7 @@ def answered(
 def chosen_prompts(
     options: ProbeOptions, tokenizer: PreTrainedTokenizerBase, context: int | None
 ) -> tuple[list[Prompt], list[str]]:
-    """At most `count` distinct prompts from all over the source, and what a reader should know of them."""
+    """At most `count` distinct prompts, spread over the source, and notes about them."""
     embedded = options.prompts == STDLIB
     room = (context or 1 << 20) - options.max_tokens
     if room < 1:

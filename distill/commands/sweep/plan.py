@@ -22,7 +22,7 @@ _LONGEST_NAME = 96
 
 
 class SweepFile(Section):
-    """What a sweep file says: `grid` and `overrides` map dotted config keys to values, a list of them in the grid."""
+    """A sweep file. `overrides` maps dotted config keys to values, `grid` to lists of values."""
 
     base: str
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
@@ -51,7 +51,7 @@ class SweepFile(Section):
 
 @dataclass(frozen=True)
 class Trial:
-    """One combination with the run that it is: `values` by grid key, `overrides` as the command line takes them."""
+    """One combination and its run: `values` by grid key, `overrides` in the form of the command line."""
 
     values: dict[str, Any]
     overrides: tuple[str, ...]
@@ -59,12 +59,12 @@ class Trial:
 
     @property
     def group(self) -> str:
-        """What trials have in common that differ in their seed alone."""
+        """A key that is equal for trials that differ only in their seed."""
         return json.dumps({key: value for key, value in self.values.items() if key != SEED}, sort_keys=True)
 
     @property
     def answers_key(self) -> str:
-        """Everything that can reach the manifest of its responses: target, prompts, what limits their length, settings, seed."""
+        """Everything that affects the manifest of its responses: target, prompts, length limits, settings, seed."""
         tree = self.config.model_dump(mode="json")
         data = {
             key: value for key, value in tree["data"].items() if key not in ("mix", "rollouts", "text", "text_window")
@@ -76,7 +76,7 @@ class Trial:
 
 
 def plan(path: Path) -> tuple[SweepFile, list[Trial]]:
-    """A sweep file and its combinations, validated, seeds outermost: after the first pass there is one run of each.
+    """A sweep file and its combinations, validated, with seeds in the outer loop: after the first pass each combination has one run.
 
     Raises:
         UserError: unreadable, an unknown key (the message gives the nearest one), an empty grid, or a combination that is not a valid config.
@@ -106,7 +106,7 @@ def plan(path: Path) -> tuple[SweepFile, list[Trial]]:
 
 
 def assignment(key: str, value: Any) -> str:
-    """An override as the command line takes it."""
+    """An override in the form of the command line."""
     return f"{key}={json.dumps(value, ensure_ascii=False)}"
 
 
@@ -126,7 +126,7 @@ def finished(trial: Trial) -> bool:
     """Whether the trial's run has its verdict.
 
     Raises:
-        UserError: the folder holds a run of another config.
+        UserError: the folder contains a run of another config.
     """
     folder = trial.config.folder
     if not (folder / VERDICT).exists():

@@ -31,13 +31,13 @@ from speculative.errors import UserError
 
 
 def run_sweep(options: SweepOptions, console: Console | None = None) -> list[Row]:
-    """Trains what is not finished, one trial after the other, and ends in a table; returns its rows.
+    """Train the unfinished trials one after the other, print a table and return its rows.
 
-    Seeds are outermost, so a sweep that is stopped early has whole passes over the grid. A failed trial is reported and the
+    Seeds are in the outer loop, so a sweep that is stopped early has complete passes over the grid. A failed trial is reported and the
     others continue.
 
     Raises:
-        UserError: a file or combination that is refused; runs of another config under these names; a trial still running.
+        UserError: an invalid file or combination; runs of another config under these names; a trial that is still running.
         Interrupted: Ctrl-C, after the running trial has stopped with its checkpoint.
     """
     console = console or Console()
@@ -76,7 +76,7 @@ def run_sweep(options: SweepOptions, console: Console | None = None) -> list[Row
 
 
 def _train(sweep: SweepFile, trials: Sequence[Trial], trial: Trial, command: Sequence[str], console: Console) -> None:
-    """One trial in a process of its own, on the responses that an earlier one has; says what came of it."""
+    """Run one trial in its own process, with the responses of an earlier trial if they fit, and print the result."""
     name = trial.config.name
     log = trial.config.folder.parent / sweep.name / "logs" / f"{name}.log"
     if (twin := running_twin(log)) is not None:
@@ -97,7 +97,7 @@ def _train(sweep: SweepFile, trials: Sequence[Trial], trial: Trial, command: Seq
 
 
 def _report(folder: Path, sweep: SweepFile, trials: Sequence[Trial], errors: dict[str, str]) -> list[Row]:
-    """The rows of what is finished; sweep.json holds them too."""
+    """The rows of the finished trials. They are also written to sweep.json."""
     found = {trial.config.name: measured_of(trial) for trial in trials if finished(trial)}
     rows = summarise(sweep, trials, found)
     told = [vars(row) | {"measured": [one.record() for one in row.measured]} for row in rows]
@@ -107,10 +107,10 @@ def _report(folder: Path, sweep: SweepFile, trials: Sequence[Trial], errors: dic
 
 
 def share_stores(trial: Trial, others: Sequence[Trial]) -> list[str]:
-    """Gives a run that lacks them the responses, and the teacher's signal beside them, of runs that would have made the same.
+    """Give a run the responses, and the teacher's signal next to them, of runs that would have made the same ones.
 
-    Names what it gave. Shards are never changed once they are there, so they are linked (copied where the disk cannot). What is
-    still missing in a store is made by the run itself, into files of its own.
+    Returns the names of these stores. Finished shards never change, so they are linked, or copied if the disk cannot link. The run itself
+    makes what is still missing, in new files.
     """
     given, folder = [], trial.config.folder
     for other in (one.config.folder for one in others if one.answers_key == trial.answers_key):
@@ -119,7 +119,7 @@ def share_stores(trial: Trial, others: Sequence[Trial]) -> list[str]:
             if (store / MANIFEST).exists() and not to.exists():
                 _link_store(store, to)
                 given.append(RESPONSES)
-                # Prompts rendered on another day would be others, and so would another model under the same name.
+                # Prompts rendered on another day can differ, and so can a model under the same name.
                 for name in (DAY, SERVED):
                     if store.with_name(name).exists():
                         shutil.copyfile(store.with_name(name), to.with_name(name))
@@ -127,7 +127,7 @@ def share_stores(trial: Trial, others: Sequence[Trial]) -> list[str]:
 
 
 def _link_store(store: Path, to: Path) -> None:
-    """All or nothing: under a temporary name, then renamed. Hidden files are what a killed writer left."""
+    """Copy under a temporary name, then rename, so that a copy is complete or absent. Hidden files are left by killed writers and are skipped."""
     temporary = to.with_name(f".{to.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     shutil.copytree(store, temporary, ignore=shutil.ignore_patterns(".*"), copy_function=_link_or_copy)

@@ -22,10 +22,10 @@ FIGURES = {"alpha": Column("alpha", ".3f"), "tau": Column("tau", ".2f"), "speed_
 
 @dataclass(frozen=True)
 class Row:
-    """A combination: its runs, how many are finished and missing, the means of the draft's rows, and what is said of it.
+    """A combination: its runs, how many are finished and missing, the means of the draft's rows, and a note.
 
-    measured: as judged and, where it was timed, as timed at its own gamma; empty where no run is finished. Intervals are over seeds
-    (Student's t) where several are finished, else the judged one, over prompts.
+    measured: as judged and, if it was timed, as timed at its own gamma; empty if no run is finished. Intervals are over seeds
+    (Student's t) if several are finished, else over prompts, as judged.
     """
 
     values: dict[str, object]
@@ -36,7 +36,7 @@ class Row:
     note: str = ""
 
     def figure(self, name: str) -> Cell | None:
-        """A figure with its interval; None where there is none."""
+        """A figure with its interval; None if there is none."""
         known = next((row for row in self.measured if getattr(row, name) is not None), None)
         return None if known is None else Cell(getattr(known, name), getattr(known, f"{name}_ci"))
 
@@ -65,7 +65,7 @@ def t_interval(values: Sequence[float]) -> Interval | None:
 
 
 def summarise(sweep: SweepFile, trials: Sequence[Trial], found: Mapping[str, Sequence[Measured]]) -> list[Row]:
-    """A row a combination, the best first; ``found``: `measured_of` the finished runs by name."""
+    """One row per combination, the best first; ``found``: `measured_of` the finished runs by name."""
     groups: dict[str, list[Trial]] = {}
     for trial in trials:
         groups.setdefault(trial.group, []).append(trial)

@@ -54,7 +54,7 @@ def speed(view: View) -> Made:
 
 
 def speed_line(view: View) -> str:
-    """The timed speed-up, and the costs the curve is predicted from."""
+    """The timed speed-up, and the costs that the curve is predicted from."""
     verdict, costs, row = view.verdict, view.verdict.costs, view.verdict.row(view.draft.way)
     if costs is None:
         return "Nothing was timed on this machine. The curve below is for the step times given there."
@@ -72,12 +72,12 @@ def speed_line(view: View) -> str:
 
 
 def of_block(view: View) -> str:
-    """The unit of a cost ratio where the judged draft drafts a block in one pass."""
+    """The unit of the cost ratio if the judged draft drafts a block in one pass, else nothing."""
     return " per block" if view.draft.drafting == "parallel" else ""
 
 
 def given_words(view: View) -> str:
-    """At which step times a speed-up is predicted, and where they come from."""
+    """The step times that the speed-up is predicted for, and their source."""
     given = view.given
     source = {"given": "given", "measured": "measured here", "example": "an example: nothing was measured here"}
     return (
@@ -127,7 +127,7 @@ def given_table(view: View) -> Table:
 
 @section("calibration", "Is the draft's confidence reliable?", order=97, nav="Calibration")
 def calibration(view: View) -> Made:
-    """What to do with the draft's confidence."""
+    """The draft's calibration, and advice on a confidence stop."""
     found = view.result.calibration
     if found is None:
         return "The draft's confidence was not measured under this rule."

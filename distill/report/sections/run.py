@@ -61,7 +61,7 @@ def words(view: View) -> Made:
 
 
 def serve_warning(view: View) -> str:
-    """Why serving the draft may not be worth it; "" where the draft pays off."""
+    """Why serving the draft may not be worth it; "" if the draft pays off."""
     verdict = view.verdict
     reasons = []
     if verdict.outcome == "loss":

@@ -9,7 +9,7 @@ from distill.run.verdict_record import WAYS
 
 @section("served", "Measured in an engine", order=45)
 def served(view: View) -> Made:
-    """served.json beside its run."""
+    """The content of served.json in the run's folder."""
     record = view.result.served
     if record is None:
         return None
@@ -17,7 +17,7 @@ def served(view: View) -> Made:
 
 
 def served_tables(record: ServedRecord) -> list[Table]:
-    """What was served, replay of the served text, and replay of the run's own: the figures, then survival by place."""
+    """Served figures, replay of the served text and replay of the run's own text, then survival by position."""
     own, replay, expected = record.served, record.replay, record.expected
     figures = Table(
         [

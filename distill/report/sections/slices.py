@@ -128,7 +128,7 @@ def forgetting(view: View) -> Made:
 
 
 def untrained(view: View) -> list[SliceRow]:
-    """Rows of the held-out domains; none where all were trained on, or nothing was trained."""
+    """Rows of the held-out domains; none if all were trained on, or if nothing was trained."""
     trained_on = view.result.trained_on
     rows = next((group.rows for group in view.result.slices if group.dimension == "domain"), [])
     return [] if trained_on is None or all(row.name in trained_on for row in rows) else rows
@@ -150,7 +150,7 @@ def disagreements(view: View) -> Made:
 
 
 def disagreement_table(rows: list[Disagreement], timed: bool) -> Table:
-    """One row per disagreement; timed: with the tokens per second that it costs."""
+    """One row per disagreement. timed: add the tokens per second that it costs."""
     lost = [Column("tokens/s lost", ".1f")] if timed else []
     table = Table(
         [

@@ -103,7 +103,7 @@ def _best(speed_ups: dict[int, float]) -> str:
 
 @section("proofs", "Is the text still the target's?", order=78)
 def proofs(view: View) -> Made:
-    """Losslessness and task scores, where `understudy evaluate` added them."""
+    """Losslessness and task scores, if `understudy evaluate` added them."""
     found, scores = view.result.losslessness, view.result.scores
     if found is None and not scores:
         return None

@@ -11,7 +11,7 @@ SHOWN_OF_TOKEN = {"text", "id", "by", "block", "target_prob", "draft_prob", "tar
 
 
 def token_text(text: str) -> str:
-    """A token in running text: a newline is shown and made, other control characters become signs."""
+    """A token in running text: a newline is shown as a sign and also breaks the line; other control characters become signs."""
     return text.translate(CONTROL_SIGNS | {ord("\n"): "↵\n", ord("\t"): "⇥\t"}) or "∅"
 
 
