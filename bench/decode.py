@@ -58,7 +58,7 @@ class Score:
     seconds: float = 0.0
     decode_seconds: float = 0.0
     blocks: int = 0
-    floor_seconds: float = 0.0
+    least_seconds: float = 0.0
 
     @property
     def rate(self) -> float:
@@ -124,7 +124,7 @@ class Bench:
 
         return run
 
-    def floor(self, gamma: int, prompt: Prompt, length: int, blocks: int) -> float:
+    def least_seconds(self, gamma: int, prompt: Prompt, length: int, blocks: int) -> float:
         """Seconds of `blocks` bare blocks in the middle of a response of this length."""
         context = len(prompt[1]) + length // 2
         ids = torch.tensor([(list(prompt[1]) * (1 + context // len(prompt[1])))[:context]], device=self.target.device)
@@ -156,7 +156,7 @@ def compete(
     for run in contestants.values():
         run(prompts[0])
     for score in scores.values():
-        score.blocks, score.floor_seconds = 0, 0.0
+        score.blocks, score.least_seconds = 0, 0.0
     for prompt in track(prompts, description=label, console=console, transient=True):
         for _ in range(repeats):
             for name, run in contestants.items():
@@ -184,11 +184,11 @@ def bench_batch_1(bench: Bench, kind: str, mode: str, gammas: Sequence[int], rep
     for gamma in gammas:
         own = scores[f"ours {gamma}"]
         tau = own.tokens / own.blocks
-        floor_rate = own.tokens / own.floor_seconds
+        highest_rate = own.tokens / own.least_seconds
         cells.append(
             cell(bench, kind, 1, mode, gamma, "draft", own, tau)
             | {
-                "floor_share": own.tokens / own.decode_seconds / floor_rate,
+                "floor_share": own.tokens / own.decode_seconds / highest_rate,
                 "vs_hf_assisted": own.rate / scores[f"hf {gamma}"].rate,
                 "vs_hf_plain": own.rate / scores["hf plain"].rate,
                 "vs_plain": own.rate / scores["plain"].rate,
@@ -204,7 +204,7 @@ def with_floor(bench: Bench, ours: Contestant, gamma: int, score: Score) -> Cont
         before = score.blocks
         result = ours(prompt)
         if score.blocks > before:
-            score.floor_seconds += bench.floor(gamma, prompt, result[0], score.blocks - before)
+            score.least_seconds += bench.least_seconds(gamma, prompt, result[0], score.blocks - before)
         return result
 
     return run

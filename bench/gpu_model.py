@@ -39,7 +39,7 @@ from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 from transformers import PreTrainedModel  # noqa: E402
 
-from gpu.pairs import QWEN3_8B, QWEN3_600M, Shape, floor_bytes, pair, tiny  # noqa: E402
+from gpu.pairs import QWEN3_8B, QWEN3_600M, Shape, least_bytes, pair, tiny  # noqa: E402
 from result_file import write_result  # noqa: E402
 from speculative.decode import generate  # noqa: E402
 from speculative.decoder.responses import DecodeSettings, Timing  # noqa: E402
@@ -74,10 +74,12 @@ class Prices:
     bandwidth: float
     positions: int
 
-    def seconds(self, counts: Counts, floor: float) -> float:
+    def seconds(self, counts: Counts, least_seconds: float) -> float:
         """Seconds of a block."""
         launched = counts.launches + counts.kernels_outside + counts.uploads + counts.downloads
-        return floor + self.launch * launched + self.kernel * (counts.kernels_outside + counts.kernels_in_graphs)
+        return (
+            least_seconds + self.launch * launched + self.kernel * (counts.kernels_outside + counts.kernels_in_graphs)
+        )
 
 
 def so_far() -> Counts:
@@ -146,12 +148,12 @@ def at_depth(counts: Counts, runner: str, layer: tuple[float, float], target: Sh
     return counts._replace(kernels_outside=counts.kernels_outside + more)
 
 
-def cell_of(counts: Counts, prices: Prices, floor: float) -> dict[str, float]:
+def cell_of(counts: Counts, prices: Prices, least_seconds: float) -> dict[str, float]:
     """Values of a column."""
-    seconds = prices.seconds(counts, floor)
+    seconds = prices.seconds(counts, least_seconds)
     return {f"{name}_per_block": round(value, 2) for name, value in counts._asdict().items()} | {
         "predicted_ms_per_block": round(1e3 * seconds, 3),
-        "predicted_floor_share": round(floor / seconds, 4),
+        "predicted_floor_share": round(least_seconds / seconds, 4),
     }
 
 
@@ -162,7 +164,7 @@ def measure(
     cells, layers = [], {}
     models = small_pair()
     for rows in BATCHES:
-        floor = floor_bytes(target, draft, gamma, rows, prices.positions) / prices.bandwidth
+        least_seconds = least_bytes(target, draft, gamma, rows, prices.positions) / prices.bandwidth
         added = {runner: per_layer(rows, gamma, runner) for runner in ("graph", "eager")}
         for runner, (of_target, of_draft) in added.items():
             layers[f"{runner}, batch {rows}"] = {"verify": of_target, "draft_step": of_draft / gamma}
@@ -182,8 +184,8 @@ def measure(
             found["compiled"] = found["graph"]._replace(
                 kernels_in_graphs=found["graph"].kernels_in_graphs - sum(kernels)
             )
-            columns = {name: cell_of(counts, prices, floor) for name, counts in found.items()}
-            cells.append(way | columns.pop("graph") | {"floor_ms": round(1e3 * floor, 3)} | columns)
+            columns = {name: cell_of(counts, prices, least_seconds) for name, counts in found.items()}
+            cells.append(way | columns.pop("graph") | {"floor_ms": round(1e3 * least_seconds, 3)} | columns)
     return cells, layers
 
 
@@ -206,9 +208,9 @@ def show(result: dict[str, Any]) -> None:
         "top-p",
         "batch",
         *counted,
-        "floor ms",
+        "bandwidth limit, ms",
         *shares,
-        title=f"{result['pair']}: predicted shares of the floor",
+        title=f"{result['pair']}: predicted shares of the bandwidth limit",
     )
     for cell in result["cells"]:
         way = [str(cell[name]) for name in ("rule", "temperature", "top_p", "batch")]

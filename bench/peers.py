@@ -100,7 +100,7 @@ def read_seconds(weights: int, threads: int) -> float:
 def compete(
     contestants: dict[str, Contestant], setting: Setting, prompts: list[list[int]], rounds: int
 ) -> dict[str, Score]:
-    """Run each contestant on every chunk in turn, after a warm-up. One that fails is left out, with a line that says why."""
+    """Run each contestant on every chunk in turn, after a warm-up. One that fails is left out, and the reason is printed."""
     scores: dict[str, Score] = {}
     chunks = [prompts[start : start + setting.batch] for start in range(0, len(prompts), setting.batch)]
     for name, one in contestants.items():
@@ -170,7 +170,7 @@ def settings_of(base: Setting, threads: Sequence[int], gamma: int, at_once: int,
 def contestants_of(
     stack: ExitStack, names: Sequence[str], ours: Ours, work: Path, pre_tokenizer: str
 ) -> tuple[dict[str, Contestant], dict[str, str]]:
-    """Ours and each peer that can be started, and the peers' versions. Their models lie in `work` as float32."""
+    """Ours and each peer that can be started, and the peers' versions. Their models are stored in `work` as float32."""
     folders = {"target": work / "target", "draft": work / "draft"}
     found, versions = {OURS: ours}, {}
     for name in names:
@@ -192,7 +192,7 @@ def main(
     prompt_column: PromptColumn = "",
     messages_column: MessagesColumn = "",
     chat: Annotated[bool, typer.Option(help="wrap each prompt in the target's chat template")] = False,
-    peers: Annotated[str, typer.Option(help="who competes, comma-separated")] = ",".join(WORKERS),
+    peers: Annotated[str, typer.Option(help="contestants, comma-separated")] = ",".join(WORKERS),
     count: Annotated[int, typer.Option(help="prompts", min=1)] = 48,
     max_tokens: Annotated[int, typer.Option(help="tokens of every response", min=2)] = 48,
     longest: Annotated[int, typer.Option(help="leave out prompts with more tokens")] = 192,

@@ -352,7 +352,7 @@ def tables(result: dict[str, Any]) -> list[Table]:
         made.append(cells)
     if "coverage" in result:
         shares = result["coverage"]["shares"]
-        held = Table("prompts", *shares, title="share of 95 % intervals that hold the truth")
+        held = Table("prompts", *shares, title="share of 95 % intervals that contain the true value")
         for prompts in shares["alpha"]:
             held.add_row(prompts, *(f"{own[prompts]:.1%}" for own in shares.values()))
         made.append(held)
@@ -415,7 +415,10 @@ def measured(
 
 def main(
     out: Annotated[
-        Path, typer.Option(help="write the result here as JSON; parts that are there and not asked for stay")
+        Path,
+        typer.Option(
+            help="write the result here as JSON; parts of an earlier result that are not measured now are kept"
+        ),
     ],
     pair: Annotated[Path | None, typer.Option(help="folder with two model folders, *target and *draft")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="tiny sizes: shows that it runs")] = False,
@@ -424,8 +427,10 @@ def main(
     ] = False,
     parts: Annotated[str, typer.Option(help="what to measure, by comma")] = ",".join(PARTS),
     rules: Annotated[str, typer.Option(help="rules of the matched text, by comma")] = ",".join(RULES),
-    cell_seconds: Annotated[float, typer.Option(help="most live seconds of a cell; 0 = as the size says")] = 0.0,
-    batch: Annotated[int, typer.Option(help="rows of a batch; 0 = as the size says")] = 0,
+    cell_seconds: Annotated[
+        float, typer.Option(help="maximum seconds of live decoding per cell; 0 = the default of the size")
+    ] = 0.0,
+    batch: Annotated[int, typer.Option(help="rows of a batch; 0 = the default of the size")] = 0,
     device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
     threads: Annotated[int, typer.Option(help="torch's CPU threads for batches; 0 = as it is")] = 0,
     speed_threads: Annotated[int, typer.Option(help="torch's CPU threads at batch 1")] = 1,

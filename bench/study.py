@@ -62,7 +62,7 @@ def run_study(study: Study, console: Console, dry_run: bool = False) -> dict[str
         for training in trainings(study, books.chosen()):
             _ensure(books, training, shared, console)
     except KeyboardInterrupt:
-        raise Interrupted(f"study {study.name} has stopped; the same command goes on with it") from None
+        raise Interrupted(f"study {study.name} has stopped; the same command continues it") from None
     finally:
         write_json(books.folder / "study.json", books.report())
     console.print(books.plan(), highlight=False, soft_wrap=True)

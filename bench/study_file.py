@@ -32,7 +32,7 @@ class ServedAt(Section):
     @model_validator(mode="after")
     def _possible(self) -> "ServedAt":
         if any((rule == "greedy") != (self.temperature == 0) for rule in self.rules):
-            raise ValueError("rule greedy goes with temperature 0, and only with it")
+            raise ValueError("rule greedy needs temperature 0, and temperature 0 needs rule greedy")
         return self
 
 
@@ -77,7 +77,7 @@ class Study(Section):
 
 @dataclass(frozen=True)
 class Training:
-    """One training: its config says all of it, so that its result is known by a digest of that."""
+    """One training. Its config describes it completely, so a digest of the config identifies its result."""
 
     pair: str
     contestant: str

@@ -42,7 +42,7 @@ from study_file import UNTRAINED, Study, Training, texts_key
 
 
 class RememberingTeacher(Teacher):
-    """The target, asked once for each example: its hidden states stay in memory, 4 bytes x width a response token in float32.
+    """The target, run once per example. Its hidden states stay in memory: 4 bytes x width per response token in float32.
 
     Its output is exactly the target's, so runs that differ only in the objective can share it.
     """
@@ -122,7 +122,7 @@ def _trained(config: RunConfig, texts: Texts, steps: int) -> tuple[PreTrainedMod
     if config.signal.source == "capture":
         teacher = make_teacher(run, target, examples)
         if isinstance(teacher, CapturingTeacher):
-            teacher.teacher = texts.teacher  # who remembers what the target said to the others
+            teacher.teacher = texts.teacher  # the contestants share the target's stored answers
     batches = make_batches(run, target, texts.sets.train, examples, texts.context, teacher)
     batches.micro_batch_size = chosen_micro_batch(
         config.train, config.optim, accelerator, module, texts.teacher, batches.longest

@@ -243,7 +243,7 @@ def _plain_hybrid(target: Tensor, student: Tensor) -> Tensor:
     return share * (target.exp() * (target - student)).sum(-1) + (1.0 - share) * (1.0 - alpha)
 
 
-def floor_step(race: Race, name: str, objective: str, on_policy: bool) -> Callable[[], None]:
+def naive_step(race: Race, name: str, objective: str, on_policy: bool) -> Callable[[], None]:
     prompt = race.settings.prompt_tokens
 
     def step() -> None:
@@ -327,7 +327,7 @@ def make_step(race: Race, name: str) -> Callable[[], None]:
     """A contestant by its name, `who/policy/objective`: floor, ours, rollouts, trl-gkd, trl-gkd-defaults, trl-distillation..."""
     who, policy, objective = name.split("/")
     if who == "floor":
-        return floor_step(race, name, objective, policy == "on")
+        return naive_step(race, name, objective, policy == "on")
     if who == "ours":
         return our_step(race, name, objective, policy)
     if who == "rollouts":
@@ -399,7 +399,7 @@ def weigh_loss(shape: LossShape, objective: str, who: str, device: str) -> float
     labels_R = torch.randint(0, shape.vocab, (rows,), device=device)
     weights = OBJECTIVES[objective]
 
-    def floor() -> None:
+    def naive() -> None:
         target_log_probs_RV = target_head(target_hidden_RD).log_softmax(-1)
         student_log_probs_RV = student_head(student_hidden_RD).log_softmax(-1)
         loss = plain_losses(target_log_probs_RV, student_log_probs_RV, labels_R, weights).sum()
@@ -418,7 +418,7 @@ def weigh_loss(shape: LossShape, objective: str, who: str, device: str) -> float
         student = Student(student_hidden_RD, OutputHead(student_head))
         chunked_loss(Objective(weights), student, signal, labels_R).loss.backward()
 
-    return growth_of(floor if who == "floor" else ours, device)
+    return growth_of(naive if who == "floor" else ours, device)
 
 
 def loss_jobs(shape: LossShape, names: Sequence[str], device: str) -> dict[str, tuple[str, tuple]]:
@@ -489,7 +489,7 @@ def do_job(kind: str, arguments: Sequence[Any]) -> float:
 
 
 def full_logits_mb(memory: dict[str, float]) -> float | None:
-    """The floor's growth at all rows: it is linear in the rows, and two points are measured."""
+    """The baseline's growth at all rows: it is linear in the rows, and two points are measured."""
     few, more = memory.get("loss/floor/16"), memory.get("loss/floor/8")
     return None if few is None or more is None else more + (more - few) * (16 - 2)
 

@@ -393,7 +393,7 @@ def train_target(
     run.mkdir(parents=True, exist_ok=True)
     noted = run / "recipe.json"
     if noted.exists() and json.loads(noted.read_text(encoding="utf-8")) != recipe:
-        raise typer.BadParameter(f"{run} holds a run with other options: give another --run, or remove it")
+        raise typer.BadParameter(f"{run} contains a run with other options: give another --run, or remove it")
     write_json(noted, recipe)
     train, heldout = (stdlib.corpus_documents(heldout=side)[: documents or None] for side in (False, True))
     train += itertools.islice(neighbours(), documents or None)

@@ -91,7 +91,7 @@ def make_trainer(
     from trl import DistillationConfig, DistillationTrainer
 
     class Tokenised(DistillationTrainer):
-        """Its text column holds numbers of prompts that are tokens already."""
+        """Its text column contains the numbers of prompts that are already tokens."""
 
         def _tokenize_prompts(self, numbers: list[str]) -> Any:
             return [prompts[int(number)] for number in numbers], None, {}
@@ -134,7 +134,7 @@ class Stepped:
     """A trainer whose loop makes one step, data loading and callbacks included, whenever `step` is called."""
 
     def __init__(self, trainer: Any) -> None:
-        """The trainer needs more `max_steps` than will be asked for."""
+        """The trainer needs a larger `max_steps` than the steps that are run."""
         self.trainer = trainer
         self.go, self.done = threading.Semaphore(0), threading.Semaphore(0)
         self.over, self.error = False, None

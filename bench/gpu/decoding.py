@@ -1,6 +1,6 @@
-"""The decoder at real sizes, beside transformers' assisted generation and beside what the memory bus allows.
+"""The decoder at real sizes, compared with transformers' assisted generation and with the memory-bandwidth limit.
 
-The floor of a block is the time in which the bus (at the bandwidth of a large copy, measured there) reads gamma times the draft
+The bandwidth limit of a block is the time in which the bus (at the bandwidth of a large copy, measured there) reads gamma times the draft
 and once the target, with their caches.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
-from gpu.pairs import PAIRS, floor_bytes, pair, tiny
+from gpu.pairs import PAIRS, least_bytes, pair, tiny
 from gpu.place import Place, best_of, tried
 from speculative.decode import decode
 from speculative.decoder.responses import DecodeSettings, Prompt, Timing
@@ -25,7 +25,7 @@ SHALLOW, DEEP, ASSISTED = (
     0.90,
     0.70,
     3.0,
-)  # marks: share of the floor with a draft of few layers, of many; over assisted
+)  # marks: share of the bandwidth limit with a draft of few layers, of many; over assisted
 # (batch, mode, runner): what matters most comes first.
 PLAN = (
     (1, "greedy", "graph"), (1, "sample", "graph"), (16, "greedy", "graph"), (64, "greedy", "graph"), (16, "sample", "graph"),
@@ -51,7 +51,7 @@ def ours(target: Any, draft: Any, prompts: list[Prompt], settings: DecodeSetting
 
 
 def steady(timing: Timing) -> tuple[float, int]:
-    """Seconds and blocks behind the prefill and without those that captured or compiled something."""
+    """Seconds and blocks after the prefill, without those that captured or compiled something."""
     seconds = timing.total_seconds - timing.prefill_seconds - timing.recording_seconds
     return seconds, timing.target_calls - timing.recording_calls
 
@@ -106,7 +106,7 @@ def cells(name: str, place: Place) -> Iterator[dict[str, Any]]:
         tokens, blocks_of_rows, timing = best
         seconds, blocks = steady(timing)
         own = tokens_per_second(best)
-        read = floor_bytes(target_shape, draft_shape, GAMMA, batch, length + max_tokens // 2, dtype.itemsize)
+        read = least_bytes(target_shape, draft_shape, GAMMA, batch, length + max_tokens // 2, dtype.itemsize)
         from_start = tokens / (timing.total_seconds - timing.recording_seconds)
         return {
             "tokens_per_second": own,

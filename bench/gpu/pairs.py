@@ -75,7 +75,7 @@ def tiny(shape: Shape, layers: int | None = None, vocab: int = 512) -> Shape:
     return replace(shape, width=32, layers=layers, heads=4, kv_heads=2, head_width=8, mlp=64, vocab=vocab)
 
 
-def floor_bytes(target: Shape, draft: Shape, gamma: int, rows: int, positions: int, itemsize: int = 2) -> int:
+def least_bytes(target: Shape, draft: Shape, gamma: int, rows: int, positions: int, itemsize: int = 2) -> int:
     """What one block has to read: gamma times the draft and once the target, each with its cache."""
 
     def of(shape: Shape) -> int:
@@ -87,7 +87,7 @@ def floor_bytes(target: Shape, draft: Shape, gamma: int, rows: int, positions: i
 def permutation_model(
     shape: Shape, follows_V: torch.Tensor, dtype: torch.dtype, device: torch.device, context: int
 ) -> PreTrainedModel:
-    """A model of this shape whose likeliest token behind token t is follows_V[t], by a wide margin."""
+    """A model of this shape whose likeliest token after token t is follows_V[t], by a wide margin."""
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(shape.config(context, tied=False), dtype=dtype).eval()
     with torch.no_grad():
@@ -105,7 +105,7 @@ def permutation_model(
 def pair(
     target: Shape, draft: Shape, alpha: float, dtype: torch.dtype, device: torch.device, context: int
 ) -> tuple[PreTrainedModel, PreTrainedModel]:
-    """Target and draft whose likeliest tokens agree behind a share alpha of all tokens."""
+    """Target and draft whose likeliest tokens agree after a share alpha of all tokens."""
     random = torch.Generator().manual_seed(0)
     follows_V = torch.randperm(target.vocab, generator=random)
     other_V = follows_V.clone()

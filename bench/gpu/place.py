@@ -16,7 +16,7 @@ OURS = ("bench", "data", "distill", "gpu", "speculative")  # packages whose abse
 
 @dataclass(frozen=True)
 class Place:
-    """A device; `tiny`: small sizes, the program in seconds; `until`: behind this moment (`time.monotonic`) nothing long is begun."""
+    """A device; `tiny`: small sizes, the program in seconds; `until`: after this moment (`time.monotonic`) nothing long is started."""
 
     device: torch.device
     tiny: bool
@@ -82,6 +82,6 @@ def first_line(error: BaseException) -> str:
 
 
 def best_of(repeats: int, run: Callable[[], T], rate: Callable[[T], float]) -> T:
-    """The fastest of some runs, behind one that is not counted."""
+    """The fastest of some runs, after one that is not counted."""
     run()
     return max((run() for _ in range(repeats)), key=rate)

@@ -1,4 +1,4 @@
-"""A distillation step at real sizes: tokens/s, MFU, peak memory; ours beside full logits, TRL's GKDTrainer and Liger's fused loss.
+"""A distillation step at real sizes: tokens/s, MFU, peak memory. Compares ours with full logits, TRL's GKDTrainer and Liger's fused loss.
 
 0.5 B learns from 8 B, vocabulary 151,936, 4 x 2,048 tokens of which 512 are prompt, Jensen-Shannon divergence, which all have. The
 target is bfloat16, the draft float32 under bfloat16 autocast, fused AdamW, no gradient checkpointing, for all. Random weights.
@@ -90,7 +90,7 @@ class Race:
         )
 
 
-def floor_step(race: Race) -> Callable[[], None]:
+def naive_step(race: Race) -> Callable[[], None]:
     """Full logits of both models at all positions, and autograd."""
 
     def step() -> None:
@@ -157,11 +157,11 @@ def trl_step(race: Race) -> Callable[[], None]:
 
 
 def cells(place: Place) -> Iterator[dict[str, Any]]:
-    """A cell for each contestant; times are medians behind two steps that are not counted."""
+    """A cell for each contestant; times are medians after two steps that are not counted."""
     race, matmul = Race(place), place.matmul_flops()
     peak = peak_flops(torch.cuda.get_device_name(place.device), torch.bfloat16) if place.cuda else None
     made: dict[str, tuple[str | None, Callable[[], Callable[[], None]]]] = {
-        "floor": (None, lambda: floor_step(race)),
+        "floor": (None, lambda: naive_step(race)),
         "ours": (None, lambda: our_step(race, False)),
         "trl gkd": ("trl", lambda: trl_step(race)),
         "liger": ("liger_kernel", lambda: liger_step(race)),

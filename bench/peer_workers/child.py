@@ -32,7 +32,7 @@ WORKERS = {
 
 
 class Contestant(Protocol):
-    """Who decodes a cell. Raises UserError where it cannot."""
+    """The contestant that decodes a cell. Raises UserError if it cannot."""
 
     def open(self, setting: Setting) -> None: ...
     def decode(self, prompts: list[list[int]]) -> tuple[list[list[int]], float]: ...

@@ -64,15 +64,15 @@ def pack(lengths: Sequence[int] | np.ndarray, row_tokens: int) -> list[list[int]
     if len(lengths) and not 0 < lengths.min() <= lengths.max() <= row_tokens:
         raise ValueError(f"lengths of {lengths.min()} to {lengths.max()} do not go into rows of {row_tokens}")
     rows: list[list[int]] = []
-    room = np.zeros(len(lengths), dtype=np.int64)  # free tokens per row; there are never more rows than sequences
+    free = np.zeros(len(lengths), dtype=np.int64)  # free tokens per row; there are never more rows than sequences
     for position in np.argsort(-lengths, kind="stable").tolist():
-        fitting = np.flatnonzero(room[: len(rows)] >= lengths[position])
+        fitting = np.flatnonzero(free[: len(rows)] >= lengths[position])
         row = int(fitting[0]) if len(fitting) else len(rows)
         if row == len(rows):
             rows.append([])
-            room[row] = row_tokens
+            free[row] = row_tokens
         rows[row].append(position)
-        room[row] -= lengths[position]
+        free[row] -= lengths[position]
     return rows
 
 

@@ -28,8 +28,8 @@ def drawn_depths(generator: np.random.Generator, loss_mask: np.ndarray, tokens: 
     size = len(loss_mask)
     drawn = np.full(size, tokens) if retain == 1.0 else np.minimum(generator.geometric(1.0 - retain, size), tokens)
     ends = np.where(loss_mask, size, np.arange(size))
-    room = np.minimum.accumulate(ends[::-1])[::-1] - np.arange(size)
-    return np.minimum(drawn, room)
+    left = np.minimum.accumulate(ends[::-1])[::-1] - np.arange(size)
+    return np.minimum(drawn, left)
 
 
 def survival_sums(accepted_BJ: Tensor, depths_B: Tensor) -> Tensor:

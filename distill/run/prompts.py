@@ -142,15 +142,15 @@ def _own_heldout(folder: Path, made_with: Manifest, count: int) -> list[Rendered
     with contextlib.suppress(UserError, OSError, KeyError):  # Missing or damaged.
         kept = read_manifest(folder)
         if _drawn_from(kept["made_with"]) == _drawn_from(made_with) and kept["files"] == _digests(folder):
-            heldout, room = (
+            heldout, longest = (
                 StoredPrompts(folder / HELDOUT_FILE)[:],
                 made_with["context_length"] - made_with["max_tokens"],
             )
-            room = min(room, made_with["data"]["max_prompt_tokens"] or room)
-            fitting = [prompt for prompt in heldout if len(prompt.prompt_ids) <= room]
+            longest = min(longest, made_with["data"]["max_prompt_tokens"] or longest)
+            fitting = [prompt for prompt in heldout if len(prompt.prompt_ids) <= longest]
             if len(fitting) < len(heldout):
                 longer = f"{len(heldout) - len(fitting)} of {len(heldout)} held-out prompts"
-                print(f"understudy: {longer} have more than {room} tokens and are not judged", file=sys.stderr)
+                print(f"understudy: {longer} have more than {longest} tokens and are not judged", file=sys.stderr)
             return fitting[:count] if len(fitting) >= count or kept["heldout_whole"] else []
     return []
 

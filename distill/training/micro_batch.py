@@ -68,7 +68,7 @@ def chosen_micro_batch(
     per_weight = 4 * ((MOMENTS if optim.name != "adamw8bit" else 0.5) + (EXCHANGE if ranks > 1 else 0))
     later = per_weight * sum(parameter.numel() for parameter in weights)
     torch.cuda.empty_cache()
-    room = SHARE * (torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_allocated(device)) - later
+    budget = SHARE * (torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_allocated(device)) - later
 
     @find_executable_batch_size(starting_batch_size=sizes.pop(), reduce_batch_size_fn=lambda: sizes.pop())
     def fitting(size: int) -> int:
@@ -77,7 +77,7 @@ def chosen_micro_batch(
         torch.cuda.reset_peak_memory_stats(device)
         try:
             trial_step(accelerator, module, teacher, trial_batch(size, longest, module))
-            if torch.cuda.max_memory_allocated(device) > room:
+            if torch.cuda.max_memory_allocated(device) > budget:
                 raise torch.OutOfMemoryError("what else is needed would be out of memory.")
         finally:
             module.zero_grad(set_to_none=True)

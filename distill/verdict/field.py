@@ -163,8 +163,8 @@ def costs_of(question: Question, target: PreTrainedModel, candidates: Sequence[C
     for one in reversed(candidates):
         shape = one.draft.shape
         if shape not in by_shape:
-            room = min(question.context, max_positions(one.draft.model.config) or question.context)
-            by_shape[shape] = step_costs(question.judge, question.settings, target, one.draft, room, typical)
+            context = min(question.context, max_positions(one.draft.model.config) or question.context)
+            by_shape[shape] = step_costs(question.judge, question.settings, target, one.draft, context, typical)
         costs[one.name] = by_shape[shape]
     return costs
 

@@ -264,8 +264,8 @@ def full_batch_seconds(
     plain = replace(endless, gamma=0, tree=None, max_tokens=TIMED_BLOCKS)
     drafted = replace(endless, max_tokens=TIMED_BLOCKS * (settings.gamma + 1))
     context, name = context_of(target, drafter())
-    room = None if context is None else context - drafted.max_tokens
-    if room is not None and room < 1:
+    longest = None if context is None else context - drafted.max_tokens
+    if longest is not None and longest < 1:
         raise UserError(
             f"the {name}'s context of {context} tokens has no room for {TIMED_BLOCKS} blocks of {settings.gamma + 1} tokens: "
             "lower gamma"
@@ -273,7 +273,7 @@ def full_batch_seconds(
     rng = np.random.default_rng(0)
     turns_of: list[tuple[list[float], list[float], list[int]]] = []
     for _ in range(turns):
-        prompts = places_in(texts, load, room, rng)
+        prompts = places_in(texts, load, longest, rng)
         proposer = drafter()
         kinds = _kinds_of(proposer)
         with contextlib.ExitStack() as ending:
@@ -326,13 +326,13 @@ def _next_block(stream: Stream, load: int) -> float:
     return time.perf_counter() - began
 
 
-def places_in(texts: Sequence[Text], count: int, room: int | None, rng: np.random.Generator) -> list[Prompt]:
-    """Texts cut at random response positions, all positions equally likely; at most `room` tokens each."""
+def places_in(texts: Sequence[Text], count: int, longest: int | None, rng: np.random.Generator) -> list[Prompt]:
+    """Texts cut at random response positions, all positions equally likely; at most `longest` tokens each."""
     ends = np.cumsum([len(response) for _, response in texts])
     prompts: list[Prompt] = []
     for number, place in enumerate(rng.integers(0, ends[-1], count)):
         index = int(np.searchsorted(ends, place, side="right"))
         prompt, response = texts[index]
         ids = [*prompt, *response[: int(place) - (int(ends[index]) - len(response))]]
-        prompts.append((f"{number}", ids[:room]))
+        prompts.append((f"{number}", ids[:longest]))
     return prompts

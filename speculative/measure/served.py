@@ -58,7 +58,7 @@ class ServedBlocks:
         return not starts or (starts[-1] < self.tokens <= end)
 
 
-def behind_prefill(text: StoredText) -> Decoded:
+def after_prefill(text: StoredText) -> Decoded:
     """A response from its second token on."""
     first = list(text.response_ids[:PREFILL_TOKENS])
     rest = slice(PREFILL_TOKENS, None)
@@ -66,7 +66,7 @@ def behind_prefill(text: StoredText) -> Decoded:
 
 
 def tau_of(scores: Sequence[TokenScores], rule: str, gamma: int) -> tuple[float, np.ndarray]:
-    """(tokens per target call by replay of `behind_prefill` text, expected blocks (N,) of each response)."""
+    """(tokens per target call by replay of `after_prefill` text, expected blocks (N,) of each response)."""
     blocks_N = expected_blocks_of(scores, rule, (gamma,))[:, 0]
     return float(sum(len(score) for score in scores) / max(blocks_N.sum(), 1e-9)), blocks_N
 

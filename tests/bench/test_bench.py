@@ -85,8 +85,8 @@ def test_the_decoder_bench_writes_a_cell_for_everything(
             )
 
 
-def test_the_floor_is_counted_for_the_blocks_that_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The warm-up is in neither: a floor of one second a block makes tokens over floor seconds tau itself."""
+def test_the_bandwidth_limit_covers_the_same_blocks_as_tau(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The warm-up is in neither. With a limit of one second per block, tokens per second of the limit are tau."""
     module = bench("decode")
     score = module.Score()
 
@@ -95,12 +95,12 @@ def test_the_floor_is_counted_for_the_blocks_that_are_counted(monkeypatch: pytes
         return 10, 1.0, 1.0
 
     class Pair:
-        def floor(self, gamma: int, prompt: Any, length: int, blocks: int) -> float:
+        def least_seconds(self, gamma: int, prompt: Any, length: int, blocks: int) -> float:
             return float(blocks)
 
     contestants = {"ours": module.with_floor(Pair(), ours, 3, score)}
     module.compete([("a", [1]), ("b", [2])], contestants, {"ours": score}, 3, "")
-    assert (score.tokens, score.blocks, score.floor_seconds) == (60, 30, 30.0)
+    assert (score.tokens, score.blocks, score.least_seconds) == (60, 30, 30.0)
 
 
 def test_retrieval_never_holds_the_answers_it_is_measured_on(tiny_target: Path, tiny_run: Path, prompts: Path) -> None:

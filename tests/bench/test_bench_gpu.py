@@ -55,13 +55,13 @@ def test_acceptance_is_known_by_construction() -> None:
 
 def test_a_pairs_bytes_are_those_of_its_weights() -> None:
     bench("gpu_all")
-    from gpu.pairs import QWEN3_8B, QWEN3_600M, floor_bytes
+    from gpu.pairs import QWEN3_8B, QWEN3_600M, least_bytes
 
     # 36 x (2 x 4096 x 4096 + 2 x 4096 x 1024 + 3 x 4096 x 12288) and a head of 151,936 x 4096.
     assert QWEN3_8B.read_weights == 36 * 192_937_984 + 622_329_856
     # 28 x (2 x 1024 x 2048 + 2 x 1024 x 1024 + 3 x 1024 x 3072) and a head of 151,936 x 1024.
     assert QWEN3_600M.read_weights == 28 * 15_728_640 + 155_582_464
-    assert floor_bytes(QWEN3_8B, QWEN3_600M, 5, 1, 0) / 3e12 == pytest.approx(7.03e-3, abs=1e-5)
+    assert least_bytes(QWEN3_8B, QWEN3_600M, 5, 1, 0) / 3e12 == pytest.approx(7.03e-3, abs=1e-5)
 
 
 def test_flops_of_a_step_are_counted_by_hand() -> None:

@@ -86,7 +86,7 @@ def test_a_study_from_file_to_cells_and_on_after_a_kill(
 
     monkeypatch.setattr(study, "result_of", one_more)
     stop_after = 1
-    with pytest.raises(Interrupted, match="goes on"):
+    with pytest.raises(Interrupted, match="continues it"):
         study.run_study(planned, quiet())
     stop_after = 99
     result = study.run_study(planned, quiet())
@@ -152,7 +152,7 @@ def test_the_learning_rate_is_chosen_by_the_tuning_prompts_between_others(tmp_pa
         ({"seeds": [0, 0]}, "seeds: each once"),
         ({"contestants": {"untrained": {"loss.name": "tv"}}}, "untrained is the draft before its first step"),
         ({"tune_at": 0.5}, "one of the temperatures of `served`"),
-        ({"served": [{"temperature": 1.0, "rules": ["greedy"]}]}, "greedy goes with temperature 0"),
+        ({"served": [{"temperature": 1.0, "rules": ["greedy"]}]}, "rule greedy needs temperature 0"),
     ],
 )
 def test_a_mistake_is_one_line(tmp_path: Path, tiny_config: Path, sections: dict[str, Any], words: str) -> None:

@@ -60,24 +60,24 @@ def test_a_step_has_a_cell_for_every_policy_and_objective(tiny_target: Path, tmp
         assert set(cell) >= CELL
         assert (cell["vs_trl"] is not None) == (trl_is_here() and objective in module.BETA)
         assert cell["peak_memory_mb"] is None
-    # Speed of the floor and time over its time are one measurement.
-    floor = result["contestants"]["floor/off/forward_kl"]["tokens_per_second"]
+    # Speed of the baseline and time over its time are one measurement.
+    baseline = result["contestants"]["floor/off/forward_kl"]["tokens_per_second"]
     for (policy, *_), cell in cells.items():
         if policy != "on":
-            assert cell["vs_floor"] == pytest.approx(floor / cell["tokens_per_second"])
+            assert cell["vs_floor"] == pytest.approx(baseline / cell["tokens_per_second"])
     assert {"commit", "versions", "threads"} <= set(result["machine"])
 
 
 @pytest.mark.parametrize(
     "objective", ["forward_kl", "reverse_kl", "jsd", "tv", "neg_log_alpha", "lk_hybrid", "forward_kl+ce"]
 )
-def test_floor_and_ours_minimise_the_same(tiny_target: Path, objective: str) -> None:
+def test_the_baseline_and_ours_minimise_the_same(tiny_target: Path, objective: str) -> None:
     module, race = bench("train_step"), race_of(tiny_target)
     weights = module.OBJECTIVES[objective]
     batch = collate(race.examples[:2], 0)
     mask_BT = torch.from_numpy(race.examples[0].loss_mask).expand(2, -1)
-    floor = module.naive_loss(race.target, race.student, batch.input_ids_BT, mask_BT, weights)
-    floor.backward()
+    baseline = module.naive_loss(race.target, race.student, batch.input_ids_BT, mask_BT, weights)
+    baseline.backward()
     expected = [parameter.grad.clone() for parameter in race.student.parameters()]
     race.student.zero_grad()
     draft = DraftModule(race.student, Objective(weights))
@@ -85,7 +85,7 @@ def test_floor_and_ours_minimise_the_same(tiny_target: Path, objective: str) -> 
     (loss / batch.labels_R.numel()).backward()
     found = [parameter.grad for parameter in race.student.parameters()]
     # Float32 sums in another order; gradients of a mean over 32 tokens are far above 1e-5.
-    torch.testing.assert_close(loss / batch.labels_R.numel(), floor, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(loss / batch.labels_R.numel(), baseline, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)
 
 

@@ -145,12 +145,12 @@ def test_memory_is_planned_with_what_is_kept(monkeypatch: pytest.MonkeyPatch) ->
     target, draft = copy.deepcopy(TARGET).to("cuda"), copy.deepcopy(DRAFT).to("cuda")
     wanted = memory.cache_bytes(target, 2, 128) + memory.cache_bytes(draft, 2, 128)
     logits = memory.block_bytes(target, 2, 4) + memory.block_bytes(draft, 2, 4)
-    room = wanted + logits
+    free = wanted + logits
     memory.release()
     monkeypatch.setattr(
         memory,
         "free_bytes",
-        lambda device: room - sum(states.nbytes for kept in memory.idle_memories() for states in kept.cache.buffers),
+        lambda device: free - sum(states.nbytes for kept in memory.idle_memories() for states in kept.cache.buffers),
     )
 
     def run(rows: int, prompts: Any) -> int:

@@ -118,8 +118,8 @@ def processed_log_probs(logits: list[float], temperature: float, top_k: int, top
             break
         nucleus.append(token)
         mass += math.exp(scaled[token]) / total
-    floor = min_p * math.exp(scaled[nucleus[0]])
-    nucleus = [token for token in nucleus if math.exp(scaled[token]) >= floor]
+    least = min_p * math.exp(scaled[nucleus[0]])
+    nucleus = [token for token in nucleus if math.exp(scaled[token]) >= least]
     total = sum(math.exp(scaled[token]) for token in nucleus)
     return [
         math.log(math.exp(scaled[token]) / total) if token in nucleus else -math.inf for token in range(len(scaled))

@@ -349,13 +349,13 @@ def test_rows_of_another_store_do_not_fit(tmp_path: Path) -> None:
 def test_a_full_disk_is_one_line_and_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = opened(tmp_path)
     store.write({0: signal_of(0)})
-    write, room = os.write, [10]
+    write, left = os.write, [10]
 
     def full(file: int, content: Any) -> int:
-        if room[0] <= 0:
+        if left[0] <= 0:
             raise OSError(errno.ENOSPC, "No space left on device")
-        taken = write(file, content[: room[0]])
-        room[0] -= taken
+        taken = write(file, content[: left[0]])
+        left[0] -= taken
         return taken
 
     with monkeypatch.context() as patched:

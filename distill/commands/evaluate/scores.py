@@ -227,9 +227,9 @@ def summarise(speculative_PS: np.ndarray, alone_PS: np.ndarray, confidence: floa
 
     values, intervals = means(sums_PC.sum(0)).tolist(), intervals_of_sums(sums_PC, means, confidence)
     unseen = 1.0 - (1.0 - confidence) ** (1.0 / len(own_P))
-    for place, (value, floor) in enumerate(zip(values, (0.0, 0.0, -1.0), strict=True)):
+    for place, (value, lowest) in enumerate(zip(values, (0.0, 0.0, -1.0), strict=True)):
         if np.ptp(sums_PC[:, place]) == 0:
-            intervals[place] = (max(floor, value - unseen), min(1.0, value + unseen))
+            intervals[place] = (max(lowest, value - unseen), min(1.0, value + unseen))
     own, alone = (Score(score=values[side], ci=intervals[side]) for side in (0, 1))
     return PairedScores(own, alone, ScoreDifference(value=values[2], ci=intervals[2]))
 

@@ -68,7 +68,7 @@ def probe(options: ProbeOptions, console: Console | None = None) -> Probe:
     for temperature in plan.temperatures:
         with stages(f"target answers {len(prompts)} prompts at temperature {temperature:g}"):
             texts.append(answered(options, target, prompts, temperature))
-    plan = _with_room(plan, [target, *(one.draft.model for one in prospects if one.draft is not None)], notes)
+    plan = _within_context(plan, [target, *(one.draft.model for one in prospects if one.draft is not None)], notes)
     # With a draft, other batch sizes are timed with it.
     own_plan = replace(plan, batch_sizes=plan.batch_sizes[:1]) if prospects else plan
     alone = _timed(own_plan, target, None, [plan.lead[1]], "the target", stages)
@@ -172,7 +172,7 @@ def _described(name: str, model: PreTrainedModel) -> ModelFacts:
     )
 
 
-def _with_room(plan: Plan, models: Sequence[PreTrainedModel], notes: list[str]) -> Plan:
+def _within_context(plan: Plan, models: Sequence[PreTrainedModel], notes: list[str]) -> Plan:
     """The plan with the gammas and the context that the shortest model can be timed at."""
     limit = context_limit(*(max_positions(model.config) for model in models))
     gammas = [gamma for gamma in plan.gammas if (TIMED_BLOCKS + 3) * (gamma + 1) < limit - 32] or [1]

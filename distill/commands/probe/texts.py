@@ -97,8 +97,8 @@ def chosen_prompts(
 ) -> tuple[list[Prompt], list[str]]:
     """At most `count` distinct prompts, spread over the source, and notes about them."""
     embedded = options.prompts == STDLIB
-    room = (context or 1 << 20) - options.max_tokens
-    if room < 1:
+    longest = (context or 1 << 20) - options.max_tokens
+    if longest < 1:
         raise UserError(
             f"--max-tokens {options.max_tokens} leaves no room for a prompt in the target's context of {context}: lower it"
         )
@@ -110,13 +110,13 @@ def chosen_prompts(
     prompts = render_rows(rows, tokenizer, options.chat)
     distinct = list({tuple(ids): (key, ids) for key, ids in reversed(prompts)}.values())[::-1]
     if embedded:
-        distinct = [prompt for prompt in distinct if len(prompt[1]) <= room] or distinct
+        distinct = [prompt for prompt in distinct if len(prompt[1]) <= longest] or distinct
         chosen = distinct[: options.count]
     else:
         order = np.random.default_rng(options.seed).permutation(len(distinct))[: options.count]
         chosen = [distinct[index] for index in sorted(order)]
     for key, ids in chosen:
-        if len(ids) > room:
+        if len(ids) > longest:
             raise UserError(
                 f"prompt {key} has {len(ids)} tokens; with --max-tokens {options.max_tokens} that exceeds the target's "
                 f"context of {context}: shorten the prompt or lower --max-tokens"

@@ -16,7 +16,7 @@ from speculative.measure.replay import GREEDY_BLOCK_TOLERANCE, WORRYING_Z
 from speculative.measure.served import (
     Decoded,
     ServedBlocks,
-    behind_prefill,
+    after_prefill,
     predicted_shares,
     served_agreement,
     served_shares,
@@ -83,7 +83,7 @@ class Replayer:
         self.draft, self.asked, self.law, self.most_gamma = draft, asked, law, most_gamma
         sampling, texts = asked.settings.sampling, served_texts(asked, law)
         offsets = draft.offsets(most_gamma, least=most_gamma)
-        own = [behind_prefill(text) for text in asked.texts]
+        own = [after_prefill(text) for text in asked.texts]
         self.own_scores = score_tokens(draft.model, own, sampling, offsets=offsets)
         self.scores = None if texts is None else score_tokens(draft.model, texts, sampling, offsets=offsets)
 
@@ -142,7 +142,7 @@ def served_texts(asked: Asked, law: TextLaw | None = None) -> list[Decoded] | No
             law is not None
         ):  # A faulty engine emits tokens with probability 0 in both models; they must not count as accepted.
             logs = np.maximum(law.log_target_probs[index], IMPOSSIBLE).tolist()
-        texts.append(behind_prefill(Decoded(own.prompt_ids, answer.ids, logs)))
+        texts.append(after_prefill(Decoded(own.prompt_ids, answer.ids, logs)))
     return texts
 
 

@@ -149,5 +149,5 @@ class Bodies:
         return b"".join(parts)
 
     def release(self, body: bytes) -> None:
-        """Free the room of a body."""
+        """Free the memory of a body."""
         self.held -= len(body)

@@ -122,8 +122,10 @@ def export_traffic(options: ExportTrafficOptions) -> Exported:
     versions = (
         {options.target_version} if options.target_version else {known.manifest["target"], known.config.target.path}
     )
-    room = min(known.made_with["context_length"] - serving.max_tokens, known.config.data.max_prompt_tokens or 1 << 30)
-    wanted = Wanted(known.manifest["sampling"], versions, room, known.vocab_rows, options.assume_sampling)
+    longest = min(
+        known.made_with["context_length"] - serving.max_tokens, known.config.data.max_prompt_tokens or 1 << 30
+    )
+    wanted = Wanted(known.manifest["sampling"], versions, longest, known.vocab_rows, options.assume_sampling)
     faults = [fault_of(record, wanted) for record in traffic.records]
     left_out = Counter(fault for fault in faults if fault)
     usable = [record for record, fault in zip(traffic.records, faults, strict=True) if not fault]

@@ -32,7 +32,7 @@ from speculative.evaluate import HeldoutResponse
 from speculative.explain.text_law import TextLaw
 from speculative.measure.measured import TARGET
 from speculative.measure.replay import expected_blocks_of
-from speculative.measure.served import Decoded, ServedBlocks, behind_prefill, predicted_shares, served_shares
+from speculative.measure.served import Decoded, ServedBlocks, after_prefill, predicted_shares, served_shares
 from speculative.measure.token_scores import TokenScores
 from speculative.rules.sampling import SamplingSettings
 
@@ -291,7 +291,7 @@ def test_the_command_for_ci_and_the_report(make: Callable[..., Engine], run: Pat
 def test_blocks_are_counted_from_the_second_token_and_cut_at_the_end() -> None:
     """By hand: 6 tokens, the first is the prefill's; matches at tokens 1, 2, 4, 5 of the other five (0-based 0, 1, 3, 4)."""
     text = Decoded([1, 2], [10, 11, 12, 13, 14, 15], [0.0] * 6)
-    rest = behind_prefill(text)
+    rest = after_prefill(text)
     assert (rest.prompt_ids, rest.response_ids) == ([1, 2, 10], [11, 12, 13, 14, 15])
     matches = np.array([True, True, False, True, True])
     score = TokenScores(np.zeros(5), np.zeros(5), matches, np.zeros(5, dtype=np.int64), np.ones(5))

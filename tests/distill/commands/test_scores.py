@@ -16,7 +16,7 @@ from tiny_models import perturbed
 from tiny_training import TOKENS, forget_accelerators, tiny_tokenizer, write_target
 
 from data.responses.rendered import RenderedPrompt
-from distill.commands.evaluate import scores as room
+from distill.commands.evaluate import scores as module
 from distill.commands.evaluate.proofs import lossless_lines, losslessness
 from distill.commands.evaluate.scores import (
     Asked,
@@ -224,7 +224,7 @@ def test_sampled_scores_differ_by_chance_only(pair, monkeypatch):
         seeds.append(settings.seed)
         return sampled_texts(target, drafter, prompts, settings, samples, batch_size=batch_size)
 
-    monkeypatch.setattr(room, "sampled_texts", watched)
+    monkeypatch.setattr(module, "sampled_texts", watched)
     found = task_scores(asked_of(pair, samples=8), f"{__file__}:mean_of_characters")
     assert found.passed
     assert len(set(seeds)) == 2, "the two sides share no coins"
@@ -265,7 +265,7 @@ def test_the_scorer_of_an_lm_eval_task_reads_its_document_back(tmp_path, monkeyp
     monkeypatch.setitem(sys.modules, "lm_eval", SimpleNamespace(tasks=tasks))
     monkeypatch.setitem(sys.modules, "lm_eval.tasks", tasks)
     file, references = tmp_path / "gsm8k.py", tmp_path / "gsm8k.jsonl"
-    lines = room.__doc__.split("    import json\n")[1].split("Shapes:")[0]
+    lines = module.__doc__.split("    import json\n")[1].split("Shapes:")[0]
     file.write_text(textwrap.dedent(f"    import json\n{lines}"))
     runpy.run_path(str(file), run_name="__main__")
     references.write_text(capsys.readouterr().out)
@@ -281,7 +281,7 @@ def test_few_prompts_do_not_fail_the_check():
     """Ten prompts agree by luck once in 512, more often than one false alarm in a thousand uses."""
     for prompts, said in ((10, "Not certain: "), (11, "The scores DIFFER: ")):
         difference = ScoreDifference(value=-0.5, ci=(-0.6, -0.4))
-        passed, sentence = room._sampled_answer(difference, (-0.7, -0.3), prompts, 2)
+        passed, sentence = module._sampled_answer(difference, (-0.7, -0.3), prompts, 2)
         assert passed == (prompts == 10)
         assert sentence.startswith(said)
         assert ("10 prompts are too few to be certain; give at least 11" in sentence) == (prompts == 10)
@@ -295,7 +295,7 @@ def share_of_twenty(prompt, response, reference):
 
 def test_a_scorer_that_draws_lots_is_refused(pair, monkeypatch):
     generator = np.random.default_rng(0)
-    monkeypatch.setitem(room.BUILT_IN, "lots", lambda *_: generator.random())
+    monkeypatch.setitem(module.BUILT_IN, "lots", lambda *_: generator.random())
     with pytest.raises(UserError, match="two scores on prompt"):
         task_scores(asked_of(pair, "greedy", temperature=0.0), "lots")
 

@@ -205,8 +205,8 @@ def test_a_full_disk_is_one_line_and_harms_no_earlier_checkpoint(
         "rename": (os, "replace", full_disk),
     }
     # The optimizer's file is larger than the weights: one limit stops the first writer, the other the second.
-    room = {"safetensors": weights // 2, "torch": weights + 4096}.get(writer, 1 << 40)
-    with monkeypatch.context() as patched, files_no_larger_than(room):
+    limit = {"safetensors": weights // 2, "torch": weights + 4096}.get(writer, 1 << 40)
+    with monkeypatch.context() as patched, files_no_larger_than(limit):
         if writer in failures:
             patched.setattr(*failures[writer], raising=False)
         text = refused(run.save)

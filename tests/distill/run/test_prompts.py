@@ -153,13 +153,13 @@ def test_other_limits_than_the_run_s_judge_nothing_that_it_trained_on(
     run, data = tmp_path / "run", data_of(tmp_path, too_long=too_long)
     first = loaded(data, 8, run=run)
     assert len(first.heldout) == 8
-    room = sorted(len(prompt.prompt_ids) for prompt in first.heldout)[4]
-    fitting = [prompt for prompt in first.heldout if len(prompt.prompt_ids) <= room]
-    assert any(len(prompt.prompt_ids) > room for prompt in first.train)
+    longest = sorted(len(prompt.prompt_ids) for prompt in first.heldout)[4]
+    fitting = [prompt for prompt in first.heldout if len(prompt.prompt_ids) <= longest]
+    assert any(len(prompt.prompt_ids) > longest for prompt in first.train)
     data_of(tmp_path, 41)  # a row that came later changes nothing of what the run holds out
-    sets = loaded(data, 8, run=run, context=room + 10, heldout_only=True)
+    sets = loaded(data, 8, run=run, context=longest + 10, heldout_only=True)
     assert sets.heldout == fitting
-    assert f"{8 - len(fitting)} of 8 held-out prompts have more than {room} tokens" in capsys.readouterr().err
+    assert f"{8 - len(fitting)} of 8 held-out prompts have more than {longest} tokens" in capsys.readouterr().err
 
 
 CHAT = "{% if tools %}[{% for tool in tools %}{{ tool.function.name }}{% endfor %}]{% endif %}{% for turn in messages %}{% if turn.content == 'no' %}{{ raise_exception('refused') }}{% endif %}<{{ turn.role }}>{{ turn.content }}{% endfor %}<assistant>"

@@ -11,7 +11,7 @@ import torch
 
 from pretend_cuda.graph import Graph, Tape, capture
 from pretend_cuda.ledger import LEDGER, SYNCHRONIZED, Ledger
-from pretend_cuda.tensors import CUDA, Doors, Room, waited
+from pretend_cuda.tensors import CUDA, DeviceArguments, DeviceFactories, waited
 from pretend_cuda.timeline import TIMELINE
 
 GIB = 1024**3
@@ -112,7 +112,7 @@ def pretend_cuda() -> Iterator[Ledger]:
         setattr(torch.cuda, name, stand_in)
     LEDGER.clear()
     try:
-        with Doors(), Room():
+        with DeviceArguments(), DeviceFactories():
             yield LEDGER
     finally:
         for name, own in before.items():

@@ -1,4 +1,4 @@
-"""Tensors of cuda:0 whose data are CPU tensors that only this file can reach; every way between the two rooms is counted."""
+"""Tensors of cuda:0 whose data are CPU tensors that only this file can reach; every copy between host and device is counted."""
 
 import functools
 from collections.abc import Callable
@@ -120,15 +120,15 @@ class DeviceTensor(torch.Tensor):
         return _dispatch(func, args, kwargs or {})
 
 
-class Room(TorchDispatchMode):
-    """Factories of cuda:0 make tensors of it."""
+class DeviceFactories(TorchDispatchMode):
+    """Factory functions with cuda:0 make tensors of this device."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _dispatch(func, args, kwargs or {})
 
 
-class Doors(TorchFunctionMode):
-    """What does not reach the dispatcher: `cuda` for `cuda:0`, `torch.tensor(..., device=)`, `.cuda()`."""
+class DeviceArguments(TorchFunctionMode):
+    """Handle what does not reach the dispatcher: `cuda` for `cuda:0`, `torch.tensor(..., device=)`, `.cuda()`."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
