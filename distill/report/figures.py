@@ -24,7 +24,7 @@ COLOURS = {DRAFT: "#2f86d1", UNDISTILLED: "#8a8f98", SERVED: "#c07a10"}
 OTHERS = ("#9468c8", "#359468", "#cc5a82")
 SHAPES = {DRAFT: ("o", "-"), UNDISTILLED: ("s", "--"), SERVED: ("^", "-.")}
 LONGEST_LABEL = 24
-LEGEND_ROOM = 62  # characters of a legend line; the marker before each label takes five
+LEGEND_WIDTH = 62  # characters of a legend line; the marker before each label takes five
 LAST_GAMMA = 16  # beyond it curves are flat; tables go on to 32
 SETTINGS: dict[Any, Any] = {
     "svg.fonttype": "none", "text.parse_math": False, "axes.spines.top": False, "axes.spines.right": False, "font.size": 9,
@@ -80,7 +80,7 @@ def _draw(name: str, plot: Any, *data: Any) -> str:
         plot(axis, *data)
         labels = axis.get_legend_handles_labels()[1]
         if labels:
-            columns = len(labels) if sum(len(label) + 5 for label in labels) <= LEGEND_ROOM else 2
+            columns = len(labels) if sum(len(label) + 5 for label in labels) <= LEGEND_WIDTH else 2
             axis.legend(
                 loc="lower left", bbox_to_anchor=(-0.02, 1.0), ncols=columns, borderaxespad=0.2, handlelength=1.9,
                 columnspacing=0.9, handletextpad=0.5,

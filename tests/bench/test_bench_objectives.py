@@ -73,7 +73,7 @@ def test_no_difference_is_said_where_it_is_true() -> None:
     )
 
 
-def test_the_page_in_the_house_is_that_of_its_results(tmp_path: Path) -> None:
+def test_the_page_in_the_repository_is_that_of_its_results(tmp_path: Path) -> None:
     objectives = bench("objectives")
     objectives.main(study=None, results=ROOT / objectives.RESULTS, to=tmp_path / objectives.PAGE.name)
     assert (tmp_path / objectives.PAGE.name).read_text() == (ROOT / objectives.PAGE).read_text()

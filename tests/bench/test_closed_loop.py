@@ -118,7 +118,7 @@ def test_two_loops_in_one_folder_and_an_engine_that_is_not_there_are_refused(tmp
         loop_demo(LoopOptions(str(CONFIG), engine="fast", to=tmp_path))
 
 
-def test_a_loop_begins_anew_but_for_the_first_draft(tmp_path: Path) -> None:
+def test_a_loop_starts_again_with_the_same_first_draft(tmp_path: Path) -> None:
     for folder in ("run", "drafts/v0001", "traffic"):
         (tmp_path / folder).mkdir(parents=True)
         (tmp_path / folder / "file").touch()

@@ -55,7 +55,7 @@ def streamed(url: str, path: str = "completions", **body: Any) -> list[dict[str,
     return [json.loads(line) for line in lines[:-1]]
 
 
-def test_counts_are_those_of_blocks_behind_the_first_token(url: str, pair: tuple[Target, ModelDrafter]) -> None:
+def test_counts_are_those_of_blocks_after_the_first_token(url: str, pair: tuple[Target, ModelDrafter]) -> None:
     before, answer, after = counters_of(url), ask(url, temperature=0), counters_of(url)
     ids = answer["choices"][0]["token_ids"]
     plain, _ = decode(

@@ -66,7 +66,7 @@ def test_what_a_training_step_asks_of_the_device(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize(("gib_each", "refused_from", "expected"), [(30, 99, 2), (1, 4, 2), (1, 99, 8), (90, 99, 1)])
-def test_the_micro_batch_is_what_a_trial_step_finds_room_for(
+def test_the_micro_batch_is_the_largest_that_a_trial_step_fits(
     gib_each: int,
     refused_from: int,
     expected: int,

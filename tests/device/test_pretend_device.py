@@ -102,7 +102,7 @@ def test_no_capture_contains_a_wait_or_a_copy_from_unpinned_memory(forbidden) ->
 
 
 @on_device
-def test_a_download_arrives_with_an_event_behind_it() -> None:
+def test_a_download_arrives_with_an_event_after_it() -> None:
     there = torch.arange(3, device="cuda")
     early, late = torch.cuda.Event(), torch.cuda.Event()
     LEDGER.clear()

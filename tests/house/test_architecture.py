@@ -190,7 +190,7 @@ def test_the_initialisers_hold_a_docstring_and_nothing_else() -> None:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_a_file_keeps_the_rules_of_the_house(path: Path) -> None:
+def test_a_file_keeps_the_rules_of_the_repository(path: Path) -> None:
     source, module = source_of(path), module_of(path)
     back = [name for name in modules_imported(path) if points_back(module, name)]
     assert path.stem == "__init__" or back == [], "imports go one way"

@@ -297,7 +297,7 @@ def test_a_shard_is_never_seen_half_written(tmp_path: Path, monkeypatch: pytest.
     assert store.read() == [row_of(0), row_of(1)]
 
 
-def test_a_writer_that_really_runs_out_of_room(tmp_path: Path) -> None:
+def test_a_writer_that_really_runs_out_of_disk_space(tmp_path: Path) -> None:
     store = opened(tmp_path)
     generator = np.random.default_rng(0)
     big = Row("big", 0, "code", generator.integers(0, 2**31, 20000).tolist(), [True] * 20000, [-1.0] * 20000, True)

@@ -105,7 +105,7 @@ def test_an_opening_ends_where_the_user_would_write(chat_target: Path) -> None:
     assert whole.startswith("user: hi there;assistant: yes;user: what now;")
 
 
-def test_a_sampled_turn_stands_behind_the_turns_before_it(chat_target: Path) -> None:
+def test_a_sampled_turn_comes_after_the_turns_before_it(chat_target: Path) -> None:
     tokenizer, end = load_tokenizer(str(chat_target)), 2
     own = [talk("hi", "yes", "what now"), talk("only one"), talk("another one")]
     asked_for: list[tuple[int, int]] = []

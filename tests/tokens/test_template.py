@@ -169,7 +169,7 @@ def test_answer_that_would_merge_into_the_prompt_is_tokenised_apart(plain_tokeni
     assert plain_tokenizer.decode(prompt_ids + response_ids) == "hello</s>"
 
 
-def test_chat_reference_ends_with_its_turn_and_not_behind_it(chat_tokenizer):
+def test_chat_reference_ends_with_its_turn_and_not_after_it(chat_tokenizer):
     row = chat_row(("system", "be"), ("user", "hi"), ("assistant", "yes?"), ("user", "go"), reference="  the answer \n")
     prompt_ids, response_ids = render_reference(row, chat_tokenizer, CHAT)
     assert prompt_ids == render_prompt(row, chat_tokenizer, CHAT)

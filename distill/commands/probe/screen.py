@@ -109,7 +109,7 @@ def probe_lines(result: Probe) -> list[str]:
         ]
         if about.greedy_alpha is not None:
             lines.append(
-                f"a draft that takes its argmax can reach at most alpha {about.greedy_alpha:.3f} {interval(about.greedy_alpha_ci)} "
+                f"a draft that proposes its argmax can reach at most alpha {about.greedy_alpha:.3f} {interval(about.greedy_alpha_ci)} "
                 f"at {about.text}, the mean of the target's largest probability"
             )
     baseline = next(row.speed_up or 1.0 for row in result.lookups if row.text == settings.lead_text)

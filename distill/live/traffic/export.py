@@ -164,7 +164,9 @@ def _read_run(run: Path, trusted: bool) -> _Run:
         raise UserError(f"--run {run}: no config.yaml there; give the folder of a run, e.g. runs/demo")
     config, store = load_trusted(run / CONFIG, trusted), Store(run / RUN_RESPONSES / TRAINING)
     if config.target.endpoint is not None and config.target.endpoint.api == "chat":
-        raise UserError(f"--run {run}: target.endpoint.api: chat takes no token ids; export for a run with another api")
+        raise UserError(
+            f"--run {run}: target.endpoint.api: chat does not accept token ids; export for a run with another api"
+        )
     for folder in (run / PROMPTS, store.folder):
         if not (folder / MANIFEST).exists():
             raise UserError(f"{folder}: missing; finish the run first (or run `understudy respond` with its config)")

@@ -433,7 +433,7 @@ def test_a_draft_is_compared_with_itself_drafting_in_one_pass(tiny_run, tmp_path
         compare_command(options(tiny_run, f"parallel+{tiny_run}"))
 
 
-def test_a_rival_can_be_first_and_differences_turn_around(tiny_run, monkeypatch):
+def test_another_draft_can_be_first_and_differences_change_sign(tiny_run, monkeypatch):
     baseline_costs(monkeypatch)
     one, _ = compare_command(options("lookup", tiny_run, timing=True, fail_below=["speed_up=99"]))
     other, _ = compare_command(options(tiny_run, "lookup", timing=True))

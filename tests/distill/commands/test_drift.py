@@ -229,7 +229,7 @@ def test_drawing_blocks_along_a_text_gives_the_counts_of_decoding(rule: Rule, dr
     assert drawn == pytest.approx(counted, abs=0.045)
 
 
-def test_behind_the_end_of_a_text_the_mean_acceptance_stands_in() -> None:
+def test_after_the_end_of_a_text_the_mean_acceptance_is_used() -> None:
     half, nothing = np.log([0.5]), np.zeros(1)
     score = TokenScores(half, nothing, nothing.astype(bool), nothing.astype(int), nothing)
     texts = [HeldoutResponse(str(number), "d", [1], [2], [0.0]) for number in range(2000)]

@@ -134,7 +134,7 @@ def test_evidence_is_the_likelihood_ratio_mixed_over_higher_rates(successes: int
 @pytest.mark.parametrize(
     "law", [{"ease": 0.8}, {"ease": 0.6, "alike": 4.0}, {"ease": 0.98, "blocks": 5.0}, {"ease": 0.05, "blocks": 5.0}]
 )
-def test_a_look_behind_every_request_is_wrong_no_more_often_than_stated(share: float, law: dict[str, float]) -> None:
+def test_a_look_after_every_request_is_wrong_no_more_often_than_stated(share: float, law: dict[str, float]) -> None:
     level, streams, rng = 0.1, trials(60, 2000), np.random.default_rng(1)
     law = dict(law)
     ease = law.pop("ease")
@@ -150,7 +150,7 @@ def test_a_look_behind_every_request_is_wrong_no_more_often_than_stated(share: f
 
 
 @pytest.mark.simulation
-def test_a_difference_is_certain_behind_as_many_requests_as_stated() -> None:
+def test_a_difference_is_certain_after_as_many_requests_as_stated() -> None:
     rng, level, share = np.random.default_rng(2), 0.05, 0.3
     whole = [estimate_of(sums_of(*(part[0] for part in requests(rng, (1, 100_000), ease)))) for ease in (0.83, 0.8)]
     difference = float(whole[0].value - whole[1].value)

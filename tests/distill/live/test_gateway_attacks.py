@@ -243,7 +243,7 @@ def test_an_idle_connection_to_an_engine_is_closed_in_time(monkeypatch: pytest.M
     assert asyncio.run(seen()) == ["closed"]
 
 
-def test_what_is_sent_behind_a_request_that_is_being_answered_starts_no_clock(
+def test_what_is_sent_after_a_request_that_is_being_answered_starts_no_clock(
     engine: ScriptedEngine, direct: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(limits, "HEADER_SECONDS", 0.3)

@@ -203,7 +203,7 @@ def test_a_dry_run_changes_nothing(place: Path, trained: list[str]) -> None:
     assert seen() == before
 
 
-def test_killed_behind_every_stage_it_goes_on(place: Path, trained: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_killed_after_any_stage_it_continues(place: Path, trained: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     keep: Callable[..., None] = refresh._Refresh._keep
     kept: list[str] = []
 

@@ -254,7 +254,7 @@ def test_back_is_asked_for(options: RolloutOptions, tmp_path: Path) -> None:
     assert all_is_back(options)
 
 
-def test_behind_one_that_was_taken_back_the_engine_of_the_rollout_before_is_still_ours(options: RolloutOptions) -> None:
+def test_after_a_rollback_the_engine_of_the_earlier_rollout_is_still_ours(options: RolloutOptions) -> None:
     with running_traffic(traffic_of(options, steady(0.8))):
         assert rollout(options) == 0
     (first,) = engines_of(options)

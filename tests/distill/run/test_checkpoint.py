@@ -301,7 +301,7 @@ def test_a_judgement_that_is_not_whole_is_one_line(tmp_path: Path, step: int, te
     assert "delete" in said
 
 
-def test_a_folder_with_keys_that_have_nothing_behind_them_opens(tmp_path: Path) -> None:
+def test_a_folder_with_keys_without_files_opens(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     text = dump_config(run_config(tmp_path))
     path.write_text(

@@ -28,7 +28,7 @@ def recorded_steps(folder: Path) -> int:
     return sum(event.get("name") == "one_step" for event in events)
 
 
-def test_so_many_steps_are_traced_behind_the_warm_ones(tmp_path: Path) -> None:
+def test_so_many_steps_are_traced_after_the_warm_up(tmp_path: Path) -> None:
     train(tmp_path, 8, recorded=3)
     assert recorded_steps(tmp_path) == 3
     table = (tmp_path / "profile" / "operations.txt").read_text(encoding="utf-8")

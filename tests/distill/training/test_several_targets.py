@@ -254,7 +254,7 @@ def test_a_run_does_not_go_on_from_what_it_learned_of_other_answers(
 
 
 @pytest.mark.usefixtures("without_verdict")
-def test_held_out_text_that_the_draft_has_no_room_for_is_refused(
+def test_held_out_text_too_long_for_the_draft_is_refused(
     tiny_config: Path, first: Path, second: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.copytree(second.parent / "target", tmp_path / "target")

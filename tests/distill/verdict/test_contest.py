@@ -115,7 +115,7 @@ def test_who_certainly_loses_is_timed_no_further_but_the_question_is_until_it_is
     assert worth_timing(standings_of({BEST: 1.5, LOOKUP: 1.0, TOGETHER: 1.6}, 4, 0.02), names, BEST) == names
 
 
-def test_behind_the_lookup_stands_the_draft_that_needs_the_fewest_steps(pair):
+def test_the_lookup_is_followed_by_the_draft_that_needs_the_fewest_steps(pair):
     question, field = asked(pair, history=False)
     (best,), scores = field.candidates, field.scores["greedy"][BEST]
     dear = replace(COSTS, draft_seconds={gamma: 3 * seconds for gamma, seconds in COSTS.draft_seconds.items()})

@@ -150,7 +150,7 @@ def decoded_with(target: Target, evidence, row, drafter) -> tuple[int, int, int]
     return sum(len(one.response_ids) for one in responses), sum(one.blocks for one in responses), with_proposal
 
 
-def test_a_way_or_a_load_without_room_is_a_warning(judged, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_way_or_a_load_that_does_not_fit_memory_is_a_warning(judged, monkeypatch: pytest.MonkeyPatch) -> None:
     target, field, evidence = judged
 
     def scripted(target, drafter, texts, settings, rows):

@@ -156,7 +156,7 @@ def test_a_full_batch_is_decoded_plainly_and_drafted_for_again_as_it_empties():
     assert one_again.count(0) <= 5
 
 
-def test_what_a_draft_said_behind_the_first_rejection_changes_no_choice():
+def test_what_a_draft_proposed_after_the_first_rejection_changes_no_choice():
     """Sampled text would be biased by it: the number of drafted tokens may depend on tested ones alone."""
     random = np.random.default_rng(1)
     policies = [AdaptiveGamma(5), AdaptiveGamma(5)]
@@ -198,7 +198,7 @@ def test_adaptive_gamma_and_the_confidence_stop_leave_greedy_text_as_it_is(batch
     assert len(set(drafted)) >= (2 if stop_below else 3)
 
 
-def test_the_confidence_stop_ends_a_block_behind_the_first_doubtful_token():
+def test_the_confidence_stop_ends_a_block_after_the_first_doubtful_token():
     """Each drafted count is a function of the tokens that were verified: the bias the published decoders have is absent."""
     prompts = prompts_of([9, 1, 23, 4, 70, 2])
     settings = DecodeSettings(GREEDY, 6, "greedy", max_tokens=40)

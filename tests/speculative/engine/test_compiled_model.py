@@ -78,7 +78,7 @@ def test_a_window_hides_what_lies_before_it(kind: str) -> None:
         torch.testing.assert_close(ours, own, **SUMS)
 
 
-def test_positions_behind_the_context_are_those_of_its_last_token() -> None:
+def test_positions_after_the_context_are_those_of_its_last_token() -> None:
     """Drafted tokens may overshoot; they are cut from the response."""
     model = tiny_model(max_position_embeddings=24)
     found = []

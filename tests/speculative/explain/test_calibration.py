@@ -219,7 +219,7 @@ def test_a_bin_without_a_failure_is_not_taken_for_certain():
     assert low.ci == (0.0, pytest.approx(1 - 0.025**0.25))
 
 
-def test_what_a_further_token_brings_is_measured_behind_the_bin():
+def test_what_a_further_token_brings_is_measured_after_the_bin():
     # Behind the unsure token nothing is right, behind the sure one everything is: 0.5 and 1 are their own acceptances.
     scores = [greedy_scores([0.55, 0.95, 0.95, 0.55, 0.95, 0.95], [1, 0, 1, 0, 1, 1])] * 10
     # Pairs (0.55, then): 1 * 0 and 0 * 1; (0.95, then): 0 * 1, 1 * 0, 1 * 1.

@@ -212,7 +212,7 @@ def test_the_decision_follows_from_the_numbers(now, reachable, baseline, word):
     ("together", "word"),
     [((2.4, 2.5), "out_of_reach"), ((2.3, 2.6), "needs_distillation"), ((2.6, 2.9), "already_pays")],
 )
-def test_a_draft_behind_the_rival_is_worth_what_it_adds_to_it(together, word):
+def test_a_draft_after_the_baseline_is_worth_what_it_adds_to_it(together, word):
     assert ceilings.decide(CHEAP, 1.2, 1.6, 2.4) == "out_of_reach"
     assert ceilings.decide(CHEAP, 1.2, 1.6, 2.4, together) == word
 

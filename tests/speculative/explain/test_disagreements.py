@@ -82,7 +82,7 @@ def test_a_table_by_hand():
 
 @pytest.mark.parametrize("rule", ["sample", "greedy-draft", "block"])
 @pytest.mark.parametrize("gamma", [1, 4])
-def test_the_counterfactual_equals_replaying_all_text_anew(rule, gamma, monkeypatch):
+def test_the_counterfactual_equals_replaying_all_text_again(rule, gamma, monkeypatch):
     texts, scores = random_text(0, longest=90)
     tokens = sum(len(own) for own in scores)
     rows = disagreements(texts, scores, rule=rule, gamma=gamma, tokenizer=TOKENIZER, seconds_per_block=1.0)

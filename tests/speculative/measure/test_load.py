@@ -237,7 +237,7 @@ def test_the_kinds_of_the_timed_blocks_are_theirs_one_by_one() -> None:
     assert timed.kinds_TB.tolist() == [expected, expected]
 
 
-def test_a_context_without_room_for_the_blocks_is_refused() -> None:
+def test_a_context_too_short_for_the_blocks_is_refused() -> None:
     target = tiny_model(max_position_embeddings=64)
     with pytest.raises(UserError, match="has no room for 18 blocks of 6"):
         full_batch_seconds(target, lambda: ModelDrafter(target), [([1, 2], [3, 4])], DecodeSettings(gamma=5), 2)
