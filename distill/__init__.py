@@ -17,7 +17,7 @@ def _refuse_foreign(package: str) -> None:
     if found == home / package / "__init__.py":
         return
     line = (
-        f"understudy: {found or 'sys.path'} stands in the way of our package `{package}` ({home / package}); run `understudy train CONFIG`, which "
+        f"understudy: {found or 'sys.path'} hides our package `{package}` ({home / package}); run `understudy train CONFIG`, which "
         "imports nothing from the working directory; if it says the same, unset PYTHONPATH or install Understudy into an environment of its own"
     )
     # Python writes -m there until it has found the module to run.

@@ -27,7 +27,7 @@ def conversation_prompts(
     if not isinstance(value, list) or not value:
         kind = "an empty list" if value == [] else f"a {type(value).__name__}" if value is not None else "nothing"
         raise UserError(
-            f"{origin}: column {column!r} holds {kind}; a conversation is a list of turns with role and content"
+            f"{origin}: column {column!r} contains {kind}; a conversation is a list of turns with role and content"
         )
     turns = [_turn(turn, f"{origin}: turn {number} of {column!r}") for number, turn in enumerate(value, start=1)]
     roles = [turn["role"] for turn in turns]
@@ -72,7 +72,7 @@ def tools_of(value: Any, column: str, origin: str) -> Turns | None:
     if not value or (isinstance(value, str) and not value.strip()):
         return None
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
-        raise UserError(f"{origin}: column {column!r} holds a {type(value).__name__}; tools are a list of objects")
+        raise UserError(f"{origin}: column {column!r} contains a {type(value).__name__}; tools are a list of objects")
     return tuple(_without_nulls(tool, f"{origin}: column {column!r}") for tool in value)
 
 

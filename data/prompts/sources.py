@@ -433,8 +433,8 @@ def _filled(value: Any, column: str, origin: str) -> str:
         return value
     if value is None or isinstance(value, str):
         raise UserError(f"{origin}: column {column!r} is empty; fill it or remove the row")
-    hint = "if it holds a conversation, set it as messages_column" if isinstance(value, list) else "write it as text"
-    raise UserError(f"{origin}: column {column!r} holds a {type(value).__name__}, not a string; {hint}")
+    hint = "if it contains conversations, set it as messages_column" if isinstance(value, list) else "write it as text"
+    raise UserError(f"{origin}: column {column!r} contains a {type(value).__name__}, not a string; {hint}")
 
 
 def _domain_of(values: dict[str, Any], column: str | None, default: str, origin: str) -> str:
@@ -446,4 +446,4 @@ def _domain_of(values: dict[str, Any], column: str | None, default: str, origin:
         return "+".join(value)
     if isinstance(value, str | int):
         return str(value)
-    raise UserError(f"{origin}: domain column {column!r} holds a {type(value).__name__}; a label must be a string")
+    raise UserError(f"{origin}: domain column {column!r} contains a {type(value).__name__}; a label must be a string")

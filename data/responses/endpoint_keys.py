@@ -23,7 +23,7 @@ class Endpoint(BaseModel):
     )
     model: str | None = Field(None, description="name of the model at the server; null = the only one served")
     api_key_env: str = Field(
-        "", description="environment variable that holds the API key, e.g. OPENAI_API_KEY; empty = no key is sent"
+        "", description="environment variable with the API key, e.g. OPENAI_API_KEY; empty = no key is sent"
     )
     concurrency: int = Field(32, ge=1, description="requests sent at once")
     timeout: float = Field(600.0, gt=0, description="timeout of one request in seconds")

@@ -31,7 +31,7 @@ from distill.config.command_line import (
 
 STDLIB = "stdlib"
 RunFolder = Annotated[Path, argument("run folder")]
-KeyVariable = Annotated[str, option("environment variable that holds the engine's API key; default: no key is sent")]
+KeyVariable = Annotated[str, option("environment variable with the engine's API key; default: no key is sent")]
 
 
 @dataclass(frozen=True)

@@ -90,7 +90,7 @@ def refuse_impossible(student: StudentConfig, target_config: Any = None) -> None
         (student.extend_context, "extend_context: true", "pretrained"),
     ):
         if set_ and student.init != init:
-            raise UserError(f"student.{key} goes with student.init: {init}, and this run has init: {student.init}")
+            raise UserError(f"student.{key} needs student.init: {init}, but this run has init: {student.init}")
     if target_config is not None:
         text = target_config.get_text_config()
         for key, asked, there, wanted in (

@@ -144,7 +144,7 @@ def repair_rows(model: Any, rows: int, token_rows: int) -> None:
     real_rows = min(token_rows, old_rows)
     if rows < real_rows:
         raise UserError(
-            f"cannot trim the draft to {rows} rows: row {rows} holds a token ({real_rows} rows do); "
+            f"cannot trim the draft to {rows} rows: row {rows} belongs to a token ({real_rows} rows do); "
             "use a draft with the target's tokenizer"
         )
     if rows == old_rows:

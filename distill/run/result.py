@@ -51,7 +51,7 @@ class TemperatureRow(Record):
 
 
 class Losslessness(Record):
-    """`understudy evaluate --losslessness` of this draft. Further keys hold the single tests."""
+    """`understudy evaluate --losslessness` of this draft. Further keys contain the single tests."""
 
     draft: Text = Field(description="the draft, as given on the command line")
     rule: str | None = Field(None, description="engine rule")
@@ -154,9 +154,7 @@ class Result(Record):
     curves: Curves | None = Field(None, description="alpha, tau and speed over gamma, by replay")
     slices: list[SliceTable] = Field([], description="acceptance on parts of the frozen text, one table per dimension")
     where: list[WhereRow] = Field([], description="speed-up of every way on parts of the text; empty: not timed")
-    temperatures: list[TemperatureRow] = Field(
-        [], description="acceptance at each of judge.temperatures, coldest first"
-    )
+    temperatures: list[TemperatureRow] = Field([], description="acceptance at each of judge.temperatures, lowest first")
     losslessness: Losslessness | None = Field(
         None, description="whether the text is the target's own; null: not tested"
     )
@@ -174,7 +172,7 @@ class Result(Record):
     token_view: TokenView | None = Field(None, description="a few responses token by token")
     served: ServedRecord | None = Field(
         None,
-        description="measured in an engine; the report takes it from served.json (`understudy readback`)",
+        description="measured in an engine; the report reads it from served.json (`understudy readback`)",
     )
     serve: list[ServeCommand] = Field([], description="command for each engine")
     config: Text = Field("", description="resolved config, YAML")

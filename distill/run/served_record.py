@@ -1,4 +1,4 @@
-"""The shape of served.json: what a serving engine did with a run's draft, read back from it by `understudy readback`."""
+"""The shape of served.json: measurements of a serving engine with a run's draft, written by `understudy readback`."""
 
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -11,72 +11,76 @@ from speculative.measure.intervals import Interval
 from speculative.measure.measured import HELD_OUT, Measured, Row
 from speculative.measure.record import Record, Text
 
-SERVED_TEXT = "served"  # The text of a row that is of what the engine answered.
+SERVED_TEXT = "served"  # The `text` of rows about the engine's answers.
 
 
 class TextLawRecord(Record):
     """Whether the sampled text is the target's own."""
 
-    p: float = Field(description="of two tests, corrected")
-    same: bool = Field(description="p is at least 0.001")
-    log_prob: float = Field(description="nats a token")
-    expected: float = Field(description="nats a token of the target's own text")
-    tokens: int = Field(description="tested")
+    p: float = Field(description="p-value of two tests, corrected")
+    same: bool = Field(description="whether p is at least 0.001")
+    log_prob: float = Field(description="mean log-probability per token, nats")
+    expected: float = Field(description="its expected value for the target's own text")
+    tokens: int = Field(description="tokens tested")
 
 
 class GreedyTexts(Record):
-    """Greedy text beside the run's own."""
+    """The engine's greedy texts compared with the run's."""
 
-    prompts: int = Field(description="compared")
-    equal: int = Field(description="token for token")
-    near_ties: int = Field(0, description="that part where the target's two best logits are equal up to rounding")
+    prompts: int = Field(description="prompts compared")
+    equal: int = Field(description="texts that are equal token for token")
+    near_ties: int = Field(
+        0, description="texts that differ after a near-tie: the target's two best logits are equal up to rounding"
+    )
 
     @property
     def same(self) -> bool:
-        """Whether all are, near-ties aside."""
+        """Whether all texts are equal, apart from near-ties."""
         return self.equal + self.near_ties == self.prompts
 
 
 class ServedRecord(Record):
-    """served.json. Its rows are of the draft, from the second token of each response on: the engine's own, replay of the text that
-    it served where that is known token by token, and replay of the run's held-out text; with --plain also of the target alone.
+    """served.json. Its rows are about the draft, from the second token of each response on: as served, by replay of the served text if
+    its token ids are known, and by replay of the run's held-out text. With --plain there is also a row for the target alone.
     """
 
     FORMAT: ClassVar[int | None] = 2
-    format: Literal[2] = Field(2, description="of this file")
-    engine: str = Field(description="vllm, sglang, llama.cpp, tensorrt-llm or unknown")
-    version: str = Field("", description="as the server says it")
-    url: Text = Field(description="that was asked")
-    made: str = Field(description="when, UTC")
-    drafting: Drafting = Field(
-        "autoregressive", description="way of drafting that replay is of: as exported, or --drafting"
+    format: Literal[2] = Field(2, description="format of this file")
+    engine: str = Field(description="name of the engine: vllm, sglang, llama.cpp, tensorrt-llm or unknown")
+    version: str = Field("", description="version that the server reports")
+    url: Text = Field(description="URL of the server")
+    made: str = Field(description="time of writing, UTC")
+    drafting: Drafting = Field("autoregressive", description="way of drafting in replay: as exported, or --drafting")
+    sampling: dict[str, Any] = Field(description="sampling settings of the requests")
+    source: str = Field(
+        description="`responses`: the engine's counts for each response; `metrics`: the difference of its counters"
     )
-    sampling: dict[str, Any] = Field(description="of the requests")
-    source: str = Field(description="responses: the engine's counts of each; metrics: the difference of its counters")
-    measured: list[Row] = Field(description="as served, and by replay at the gamma that was exported or asked for")
+    measured: list[Row] = Field(description="rows as served, and by replay at the exported or requested gamma")
     survival: dict[str, list[float]] = Field(
-        description="by place of a block: `replay`, and `served` where the engine tells"
+        description="survival by position in a block: `replay`, and `served` if the engine reports it"
     )
-    tokens_per_second_ci: Interval = Field(description="of the served row, over prompts")
-    latency: float = Field(description="seconds of a whole response, mean")
+    tokens_per_second_ci: Interval = Field(description="95 % interval of tokens/s over prompts, as served")
+    latency: float = Field(description="mean seconds per response")
     latency_ci: Interval = Field(description="its 95 % interval over prompts")
     z: float = Field(
-        description="blocks served against replayed, in standard errors of the coins; beyond 4 is no chance"
+        description="difference between served and replayed blocks in standard errors; an absolute value above 4 is not chance"
     )
-    agrees: bool = Field(description="tau, gamma, greedy texts and the law of the text are all as they should")
-    greedy: GreedyTexts | None = Field(None, description="null: not asked")
-    text_law: TextLawRecord | None = Field(None, description="null: greedy, or weights or token ids are not known here")
-    causes: list[Text] = Field([], description="of disagreement, each tested for")
-    notes: list[Text] = Field([], description="what a reader must know")
+    agrees: bool = Field(description="whether tau, gamma, the greedy texts and the distribution of the text all agree")
+    greedy: GreedyTexts | None = Field(None, description="comparison of greedy texts; null: not made")
+    text_law: TextLawRecord | None = Field(
+        None, description="test of the sampled text; null: greedy text, or weights or token ids are not known here"
+    )
+    causes: list[Text] = Field([], description="causes of disagreement that were found by tests")
+    notes: list[Text] = Field([], description="notes for the reader")
 
     @property
     def served(self) -> Measured:
-        """What the engine did with the draft."""
+        """The row of the engine with the draft."""
         return self.measured[0]
 
     @property
     def replay(self) -> Measured:
-        """What is to be expected: of the text that was served where it is known, else of the run's own."""
+        """The expected row: by replay of the served text if it is known, else of the run's own text."""
         return next(row for row in self.measured if "replay" in row.how.values())
 
     @property
@@ -91,16 +95,16 @@ class ServedRecord(Record):
             "vllm": "vLLM",
             "sglang": "SGLang",
             "tensorrt-llm": "TensorRT-LLM",
-            "unknown": "an engine that does not say its name",
+            "unknown": "an unknown engine",
         }
         return f"{names.get(self.engine, self.engine)} {self.version}".strip()
 
 
 def load_served(run: Path) -> ServedRecord | None:
-    """served.json of a run, None where nothing was read back.
+    """served.json of a run; None if there was no readback.
 
     Raises:
-        UserError: damaged, or a key is missing or holds something else.
+        UserError: damaged, or a key is missing or has an invalid value.
     """
     path = run / READBACK
     return ServedRecord.read(path, "make it again with `understudy readback`") if path.is_file() else None

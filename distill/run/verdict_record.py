@@ -28,7 +28,7 @@ class Costs(Record):
     cost_ratio: float = Field(description="c: draft call / target step")
     cost_ratio_at: dict[int, float] = Field({}, description="c by gamma")
     verify_ratio: dict[int, float] = Field(description="v by gamma: verifying call / target step")
-    break_even_alpha: float | None = Field(None, description="smallest alpha that pays at `gamma`; null: none does")
+    break_even_alpha: float | None = Field(None, description="smallest alpha that pays off at `gamma`; null: none does")
     batch_size: int | None = Field(None, description="rows in the batch")
     context: int | None = Field(None, description="tokens before the timed steps")
     threads: int | None = Field(None, description="CPU threads")
@@ -39,12 +39,12 @@ class Roofline(Record):
     """Seconds of one call = fixed + per_token * tokens in the call, fitted to the steps at all measured loads."""
 
     target_fixed_seconds: float = Field(description="fixed part of a target call")
-    target_seconds_per_token: float = Field(description="that each token adds")
+    target_seconds_per_token: float = Field(description="seconds that each token adds to a target call")
     draft_fixed_seconds: float = Field(description="fixed part of a draft step")
-    draft_seconds_per_token: float = Field(description="that each token adds")
+    draft_seconds_per_token: float = Field(description="seconds that each token adds to a draft step")
     free_tokens: float | None = Field(
         None,
-        description="tokens at which a target call takes twice its fixed time; null: tokens are free",
+        description="tokens at which a target call takes twice its fixed time; null: tokens add no time",
     )
 
 
@@ -116,11 +116,11 @@ class Verdict(Record):
     seconds: dict[str, float] = Field({}, description="seconds of each stage of the run; empty for an evaluation")
 
     def row(self, way: str, concurrency: int = 1, text: str = HELD_OUT) -> Measured | None:
-        """The timed row of a way; the judged row where nothing was timed; None where there is none."""
+        """The timed row of a way; the judged row if nothing was timed; None if there is none."""
         return row_of(self.measured, way, concurrency, text)
 
     def judged(self, way: str, text: str = HELD_OUT) -> Measured | None:
-        """The row of a draft at the judged gamma, the live one first; None where there is none."""
+        """The row of a draft at the judged gamma, the live one first; None if there is none."""
         rows = [one for one in self.measured if (one.way, one.text, one.gamma) == (way, text, self.gamma)]
         return next((one for one in rows if one.how.get("tau") == "live"), rows[0] if rows else None)
 

@@ -94,7 +94,7 @@ class ProposalLog:
         assert 0 <= accepted <= count, (accepted, count)
         if count > MOST_PLACES:
             raise UserError(
-                f"the proposal log takes at most {MOST_PLACES} drafted tokens a block, not {count}: "
+                f"the proposal log stores at most {MOST_PLACES} drafted tokens a block, not {count}: "
                 "lower gamma or switch the log off"
             )
         rows = {

@@ -205,7 +205,9 @@ def check_decodable(model: PreTrainedModel, name: str) -> None:
         state_name(model)
         return
     if getattr(config, "alibi", False) or "position_ids" not in forward_parameters(model):
-        raise UserError(f"{who} takes no position ids (ALiBi or older code), which rows of different length need")
+        raise UserError(
+            f"{who} does not accept position ids (ALiBi or older code), which rows of different length need"
+        )
     if config._attn_implementation not in ("sdpa", "eager"):
         raise UserError(
             f"{who} uses attention '{config._attn_implementation}', which does not accept 4-D masks: "

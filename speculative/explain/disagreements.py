@@ -27,13 +27,13 @@ class Disagreement(Record):
     """A pair of tokens: the target's, and the one the draft preferred."""
 
     context: Text = Field(description="text before one such position")
-    target_said: Text = Field(description="token")
-    draft_wanted: Text = Field(description="token")
+    target_said: Text = Field(description="the target's token")
+    draft_wanted: Text = Field(description="the draft's most probable token")
     count: int = Field(description="number of positions")
     prompts: int = Field(description="prompts with such a position")
     lost_share: float | None = Field(None, description="share of all rejected probability")
     tau_if_agreed: float | None = Field(None, description="tau by replay if the draft were right there")
-    tokens_per_second_lost: float | None = Field(None, description="at the measured step times")
+    tokens_per_second_lost: float | None = Field(None, description="tokens/s lost there, at the measured step times")
     example: dict[str, Any] | None = Field(None, description="{key, position} of one such position")
 
 

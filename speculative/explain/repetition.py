@@ -1,4 +1,4 @@
-"""How much of a text repeats itself, and whether the target loops. Acceptance on a loop is high and tells little.
+"""How much of a text repeats itself, and whether the target loops. Acceptance on a loop is high and not meaningful.
 
 Shapes: N responses, L tokens of all prompts and responses one after the other, T tokens of one response.
 """
@@ -97,10 +97,10 @@ class RepetitionShares(Record):
 
 
 class Repetition(RepetitionShares):
-    """How much of the target's own text repeats itself. Acceptance on a loop tells little."""
+    """How much of the target's own text repeats itself. Acceptance on a loop is not meaningful."""
 
     by_domain: dict[str, RepetitionShares] = Field({}, description="the same by domain")
-    warning: Text | None = Field(None, description="set where more than 10 % is in a loop")
+    warning: Text | None = Field(None, description="warning if more than 10 % of the tokens are in a loop")
 
 
 def repetition(texts: Sequence[SlicedText]) -> Repetition:
@@ -112,7 +112,7 @@ def repetition(texts: Sequence[SlicedText]) -> Repetition:
     whole = _shares(found, list(range(len(texts))))
     by_domain = {name: _shares(found, rows) for name, rows in rows_by_domain.items()}
     warning = (
-        f"{100 * whole.looping:.0f} % of the target's tokens are in a loop, and acceptance on such text tells little: "
+        f"{100 * whole.looping:.0f} % of the target's tokens are in a loop, and acceptance on such text is not meaningful: "
         "sample (serving.temperature), or use a better target"
     )
     worrying = whole.looping > WORRYING_LOOPING

@@ -180,7 +180,7 @@ def _dimensions(
         told = surprisals_flat_T.any() and not np.isnan(surprisals_flat_T).any()
         if len(surprisals_flat_T) == lengths_N.sum() and told:
             partition = _by_edges(surprisals_flat_T, NATS_EDGES, lambda _: NATS_NAMES)
-            found.append(("target surprisal", "nats of the token said", partition))
+            found.append(("target surprisal", "nats of the target's token", partition))
     return found
 
 

@@ -35,22 +35,22 @@ class Gain(Record):
 class Detectable(Record):
     """The smallest true differences that would be detected; null if prompts are too few or show no spread."""
 
-    alpha: float | None = Field(None, description="with 80 % power")
-    tau: float | None = Field(None, description="with 80 % power")
+    alpha: float | None = Field(None, description="difference in alpha, with 80 % power")
+    tau: float | None = Field(None, description="difference in tau, with 80 % power")
 
 
 class CallEffects(Record):
     """What one way of drafting gains over another on the same frozen text, in target calls."""
 
-    tau: Gain = Field(description="in tau, by replay")
-    speed_up: Gain | None = Field(None, description="in predicted speed-up; null: not timed")
-    confidence: float = Field(description="of all looks together")
+    tau: Gain = Field(description="gain in tau, by replay")
+    speed_up: Gain | None = Field(None, description="gain in predicted speed-up; null: not timed")
+    confidence: float = Field(description="joint confidence of all looks")
     looks: int = Field(description="judged drafts of which this one is the best")
-    corrected_confidence: float = Field(description="of each interval (Bonferroni over the looks)")
+    corrected_confidence: float = Field(description="confidence of each interval (Bonferroni over the looks)")
     method: str = Field(description="how the intervals were made")
     prompts: int = Field(description="prompts in the comparison")
     tokens: int = Field(description="their tokens")
-    fewest_prompts: int = Field(0, description="with fewer, nothing is certain")
+    fewest_prompts: int = Field(0, description="least number of prompts; with fewer, nothing is certain")
     minimal_detectable: Detectable = Field(description="smallest differences that can be detected")
     prompts_for_half: int = Field(description="prompts needed to detect half of that")
     certain_tau: Certain = Field("none", description="whether the interval of tau excludes 0, on enough prompts")
@@ -59,7 +59,7 @@ class CallEffects(Record):
 class Effects(CallEffects):
     """What one draft gains over another on the same frozen text, paired by prompt."""
 
-    alpha: Gain = Field(description="in alpha")
+    alpha: Gain = Field(description="gain in alpha")
     certain: Certain = Field(description="whether the interval of alpha excludes 0, on enough prompts")
 
 

@@ -71,4 +71,4 @@ def _dotted(place: tuple[int | str, ...]) -> str:
 
 
 def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no number of JSON")
+    raise ValueError(f"{name} is not a JSON number")

@@ -44,7 +44,7 @@ def started(folder: Path, *words: str | Path) -> subprocess.CompletedProcess[str
 
 
 def is_refusal(text: str, file: Path) -> bool:
-    return text.startswith(f"understudy: {file} stands in the way") and "run `understudy train CONFIG`" in text
+    return text.startswith(f"understudy: {file} hides our package") and "run `understudy train CONFIG`" in text
 
 
 @pytest.mark.parametrize("module", ["distill.train", "distill.respond", "distill.cli", "distill.export.merge"])
@@ -68,7 +68,7 @@ def test_a_launched_module_says_so_too(tmp_path: Path) -> None:
 def test_another_program_that_imports_us_gets_an_exception_and_a_search_path_a_line(tmp_path: Path) -> None:
     file = new_project(tmp_path, "module")
     done = started(tmp_path, sys.executable, "-c", "import distill")
-    assert f"ImportError: understudy: {file} stands in the way" in done.stderr
+    assert f"ImportError: understudy: {file} hides our package" in done.stderr
     done = started(tmp_path, "env", f"PYTHONPATH={tmp_path}", BIN / "understudy", "--help")
     assert (done.returncode, is_refusal(done.stderr, file)) == (2, True)
 

@@ -221,7 +221,7 @@ def test_domains(tmp_path):
     numbers = write(tmp_path / "n.jsonl", [{"prompt": "a", "d": 7}])
     assert load(path=numbers, domain_column="d")[0].domain == "7"
     nested = write(tmp_path / "o.jsonl", [{"prompt": "a", "d": {"k": 1}}])
-    assert "domain column 'd' holds a dict" in refusal(path=nested, domain_column="d")
+    assert "domain column 'd' contains a dict" in refusal(path=nested, domain_column="d")
 
 
 def test_system_message_makes_a_conversation_and_keeps_an_existing_one(tmp_path):
@@ -277,8 +277,8 @@ def test_tool_turns_keep_what_templates_read(tmp_path):
     [
         ("prompt", None, "column 'prompt' is empty"),
         ("prompt", " \n", "column 'prompt' is empty"),
-        ("prompt", 3, "column 'prompt' holds a int, not a string"),
-        ("prompt", ["a"], "if it holds a conversation, set it as messages_column"),
+        ("prompt", 3, "column 'prompt' contains a int, not a string"),
+        ("prompt", ["a"], "if it contains conversations, set it as messages_column"),
         ("messages", [], "an empty list"),
         ("messages", None, "nothing"),
         ("messages", "Hi", "a str"),

@@ -173,7 +173,7 @@ def _read_run(run: Path, trusted: bool) -> _Run:
     manifest = store.manifest()
     if manifest.get("responses") != "target":
         raise UserError(
-            f"{store.folder}: holds the dataset's responses; traffic needs a run with data.responses: target"
+            f"{store.folder}: contains the dataset's responses; traffic needs a run with data.responses: target"
         )
     target = Target(config.target, torch.device("cpu"), run)
     made_with = read_manifest(run / PROMPTS)["made_with"]

@@ -115,6 +115,6 @@ def _forget_export(export: Export, rows: set[str]) -> Iterator[str]:
         yield f"{folder}: this export is missing: if you moved or copied it, delete that copy"
     for run in filter(Path.exists, map(Path, export.uses)):
         yield (
-            f"{run}: was trained on the export and may hold copies: delete its prompts/, responses/ and rollouts/; for held-out "
+            f"{run}: was trained on the export and may contain copies: delete its prompts/, responses/ and rollouts/; for held-out "
             "prompts also report.*, result.json and proposals.parquet. Its drafts work without them"
         )

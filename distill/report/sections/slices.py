@@ -154,7 +154,7 @@ def disagreement_table(rows: list[Disagreement], timed: bool) -> Table:
     lost = [Column("tokens/s lost", ".1f")] if timed else []
     table = Table(
         [
-            "after", "target said", "draft wanted", Column("times", ","), Column("share of losses", ".1%"),
+            "after", "target's token", "draft's choice", Column("times", ","), Column("share of losses", ".1%"),
             Column("tau if they agreed", ".3f"), *lost,
         ]
     )  # fmt: skip

@@ -77,4 +77,4 @@ def test_what_cannot_be_stretched_is_refused(tmp_path: Path) -> None:
         assert "data.context_length: 64" in text
     student = config_of({"init": "carved", "extend_context": True}).student
     text = refused(make_student, student, write_target(tmp_path), tiny_tokenizer())
-    assert "goes with student.init: pretrained" in text
+    assert "needs student.init: pretrained" in text

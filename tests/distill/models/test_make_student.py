@@ -145,10 +145,10 @@ def test_a_donor_of_the_same_family_is_left_as_it_is(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("student", "said"),
     [
-        ({"init": "config", "architecture": ARCHITECTURE, "layers": "auto"}, "layers: auto goes with student.init: carved"),
-        ({"init": "pretrained", "path": "x", "intermediate_size": 9}, "intermediate_size: 9 goes with student.init: carved"),
-        ({"embeddings": "target"}, "embeddings: target goes with student.init: config"),
-        ({"vocabulary": "transplant"}, "vocabulary: transplant goes with student.init: pretrained"),
+        ({"init": "config", "architecture": ARCHITECTURE, "layers": "auto"}, "layers: auto needs student.init: carved"),
+        ({"init": "pretrained", "path": "x", "intermediate_size": 9}, "intermediate_size: 9 needs student.init: carved"),
+        ({"embeddings": "target"}, "embeddings: target needs student.init: config"),
+        ({"vocabulary": "transplant"}, "vocabulary: transplant needs student.init: pretrained"),
     ],
 )  # fmt: skip
 def test_keys_that_would_do_nothing_are_refused(tmp_path: Path, student: dict[str, Any], said: str) -> None:

@@ -160,7 +160,7 @@ def test_trimming_padded_rows_restores_the_model(tied):
 
 def test_trimming_a_row_with_a_token_is_refused():
     model = make_llama(40, tied=True)
-    assert "row 35 holds a token" in refused(lambda: repair_rows(model, 35, 36))
+    assert "row 35 belongs to a token" in refused(lambda: repair_rows(model, 35, 36))
     assert model.get_input_embeddings().weight.shape[0] == 40
 
 

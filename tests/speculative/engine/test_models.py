@@ -70,7 +70,7 @@ def told(model, **config):
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: tiny_model("bloom", n_head=4, n_layer=1), "target (BloomForCausalLM) takes no position ids"),
+        (lambda: tiny_model("bloom", n_head=4, n_layer=1), "target (BloomForCausalLM) does not accept position ids"),
         (lambda: told(tiny_model(), _attn_implementation="flash_attention_2"), "attn_implementation='sdpa'"),
         (
             lambda: tiny_model("rwkv", attention_hidden_size=32),
