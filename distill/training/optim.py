@@ -2,6 +2,7 @@
 
 import statistics
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -60,10 +61,47 @@ def make_optimizers(module: nn.Module, optim: OptimConfig) -> list[torch.optim.O
     if groups:
         optimizers.append(_adamw(groups, lr, optim))
     if orthogonal:
-        optimizers.append(
-            torch.optim.Muon(orthogonal, lr=lr, weight_decay=optim.weight_decay, adjust_lr_fn="match_rms_adamw")
-        )
+        make = torch.optim.Muon if orthogonal[0].device.type == "cuda" else Float32Muon
+        optimizers.append(make(orthogonal, lr=lr, weight_decay=optim.weight_decay, adjust_lr_fn="match_rms_adamw"))
     return optimizers
+
+
+class Float32Muon(torch.optim.Muon):
+    """torch's Muon with `adjust_lr_fn="match_rms_adamw"`, its Newton-Schulz iteration in float32 instead of bfloat16.
+
+    CPUs without bfloat16 instructions emulate them, which takes several times as long. The state is the same.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """One update; see `torch.optim.Muon.step`."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            lr, momentum = float(group["lr"]), group["momentum"]
+            for weight in group["params"]:
+                if weight.grad is None:
+                    continue
+                buffer = self.state[weight].setdefault("momentum_buffer", torch.zeros_like(weight.grad))
+                buffer.lerp_(weight.grad, 1 - momentum)
+                update = weight.grad.lerp(buffer, momentum) if group["nesterov"] else buffer
+                update = _orthogonal(update, group["ns_coefficients"], group["ns_steps"], group["eps"])
+                weight.mul_(1 - lr * group["weight_decay"])
+                weight.add_(update, alpha=-lr * 0.2 * max(weight.shape) ** 0.5)
+        return loss
+
+
+def _orthogonal(matrix: torch.Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> torch.Tensor:
+    """Nearly the orthogonal factor of a matrix, by a quintic Newton-Schulz iteration."""
+    a, b, c = coefficients
+    wide = matrix.float() if matrix.shape[0] <= matrix.shape[1] else matrix.float().T
+    wide = wide / wide.norm().clamp(min=eps)
+    for _ in range(steps):
+        gram = wide @ wide.T
+        wide = torch.addmm(wide, torch.addmm(gram, gram, gram, beta=b, alpha=c), wide, beta=a)
+    return (wide if matrix.shape[0] <= matrix.shape[1] else wide.T).to(matrix.dtype)
 
 
 def parameter_groups(module: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter], list[nn.Parameter]]:

@@ -9,7 +9,7 @@ from torch import nn
 
 from distill.config.sections import OptimConfig
 from distill.models.student import add_lora
-from distill.training.optim import DEFAULT_LR, SpikeGuard, default_lr, make_optimizers, weight_average
+from distill.training.optim import DEFAULT_LR, Float32Muon, SpikeGuard, default_lr, make_optimizers, weight_average
 
 
 def groups_of(optimizers: list[torch.optim.Optimizer]) -> dict[int, float]:
@@ -39,6 +39,25 @@ def test_matrices_tables_and_vectors_decay_each_by_their_own(name: str, tied: bo
     assert decay[id(model.model.embed_tokens.weight)] == 0.02
     assert decay[id(model.model.layers[0].mlp.up_proj.weight)] == 0.1
     assert decay[id(model.model.norm.weight)] == 0.0
+
+
+@pytest.mark.parametrize("shape", [(24, 40), (40, 24), (32, 32)])
+def test_muon_in_float32_is_torchs_muon(shape: tuple[int, int]) -> None:
+    """The slow twin works in bfloat16, whose rounding moves an orthogonal factor by a few percent of its entries' size."""
+    torch.manual_seed(0)
+    start, gradients = torch.randn(shape), torch.randn(4, *shape)
+    settings = {"lr": 0.05, "weight_decay": 0.1, "adjust_lr_fn": "match_rms_adamw"}
+    weights = [nn.Parameter(start.clone()) for _ in range(2)]
+    ours, twin = (kind([one], **settings) for kind, one in zip((Float32Muon, torch.optim.Muon), weights, strict=True))
+    for gradient in gradients:
+        for weight, optimizer in zip(weights, (ours, twin), strict=True):
+            weight.grad = gradient.clone()
+            optimizer.step()
+    moved = float((weights[1] - start).abs().mean())
+    torch.testing.assert_close(weights[0], weights[1], rtol=0, atol=0.1 * moved)
+    assert float((weights[0] - weights[1]).abs().mean()) < 0.02 * moved
+    torch.testing.assert_close(ours.state_dict()["state"], twin.state_dict()["state"])
+    assert isinstance(make_optimizers(tiny_model(), OptimConfig(name="muon"))[1], Float32Muon), "on a CPU"
 
 
 def test_embedding_decay_follows_the_matrices_unless_given() -> None:
