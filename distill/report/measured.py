@@ -6,7 +6,7 @@ from distill.report.table import Cell, Column, Table
 from distill.run.verdict_record import Verdict
 from speculative.measure.measured import HELD_OUT, TARGET, Measured
 
-HOW = "tau is counted live and speed is timed, unless a note says otherwise; [95 % interval]"
+HOW = 'Speed is timed. tau is counted live, or computed from stored text ("by replay"). Brackets: 95 % interval.'
 TOO_FEW_TIMED = "too few prompts for an interval"
 
 
