@@ -16,7 +16,7 @@ $(VENV)/ready: pyproject.toml constraints.txt
 	$(BIN)/pip install -q -c constraints.txt -e ".[dev]"
 	touch $@
 
-demo: setup      ## distil, judge and export a draft for the embedded target (6 to 13 minutes on 2 cores)
+demo: setup      ## distil, judge and export a draft for the embedded target (9 minutes on 2 cores)
 	$(BIN)/understudy demo
 
 loop: setup      ## the closed loop: traffic shifts, the draft is retrained and takes over (6 minutes on 2 cores; after `make engines` in vLLM, 14)
@@ -35,7 +35,7 @@ check: setup     ## lint, format, types; where an index answers, licences and kn
 # Three runs: tests on all workers; beside them, one by one, those on the pretend CUDA device, which has to be there before torch, and
 # those that start ranks. Each runs whatever the others said. Python may keep what it compiles: pytest's rewriting
 # of the tests takes each process ten seconds.
-test: setup      ## all tests (6 to 13 minutes on 2 cores; more cores: make test WORKERS=8)
+test: setup      ## all tests (6 to 15 minutes on 2 cores; more cores: make test WORKERS=8)
 	@unset PYTHONDONTWRITEBYTECODE; started=$$(date +%s); status=0; said=$$(mktemp); \
 	{ beside=0; $(BIN)/python -m pytest -m device || beside=1; $(BIN)/python -m pytest -m ranks || beside=1; exit $$beside; } > $$said 2>&1 & \
 	beside=$$!; trap 'kill $$beside 2> /dev/null; rm -f $$said' EXIT; \

@@ -15,7 +15,10 @@ def steps(view: View) -> Made:
         return "Only one checkpoint was judged, so there is no curve over steps."
     judged_on = "Every checkpoint was judged on the same frozen held-out text, with tau by replay."
     if any(step.live_check for step in rows):
-        judged_on += " Crosses: tau of the prompts that each checkpoint decoded live, different ones each time."
+        judged_on += (
+            " Crosses: tau of the prompts that each checkpoint decoded live, other prompts and other text each time. Each was "
+            "compared with replay of that text."
+        )
     shown = figures(view, ("steps_alpha", "alpha, acceptance rate"), ("steps_tau", "tau, tokens per target call"))
     return [f"{judged_on} The dashed line is the draft before training. The bands are 95 % intervals.", shown]
 
