@@ -146,7 +146,7 @@ class CheckExportOptions:
     exported: Annotated[Path, argument("directory that `understudy export` wrote")]
     config: Annotated[str, option("config with the target and the held-out prompts")]
     prompts: Annotated[int, option("held-out prompts to decode", min=1)] = 20
-    gamma: Annotated[int, option("drafted tokens per block", min=1, max=16)] = 4
+    gamma: Annotated[int, option("drafted tokens per block", min=1, max=32)] = 4
     overrides: Overrides = None
     trust_remote_code: TrustRemoteCode = False
 

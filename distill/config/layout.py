@@ -3,6 +3,7 @@
 runs/NAME/config.yaml             the resolved config
          .lock, .holder           the lock of the process that writes in the folder; which process holds it, or held it last
          metrics.jsonl            one line per step
+         wandb.id                 of the run in wandb, with tracking.trackers: [wandb]
          target.json              facts about the target that need no weights
          student.json             what was measured and chosen for the initial weights of the draft
          prompts/                 prompts as the target sees them, rendered once: train.arrow, heldout.arrow, manifest.json;
@@ -22,7 +23,7 @@ runs/NAME/config.yaml             the resolved config
 
 from pathlib import Path
 
-CONFIG, METRICS = "config.yaml", "metrics.jsonl"
+CONFIG, METRICS, WANDB_ID = "config.yaml", "metrics.jsonl", "wandb.id"
 LOCK, HOLDER = ".lock", ".holder"
 TARGET_FACTS, STUDENT_NOTES = "target.json", "student.json"
 RESPONSES, TRAINING, HELDOUT, HELDOUT_GREEDY = "responses", "train", "heldout", "heldout-greedy"

@@ -61,7 +61,7 @@ class LoraConfig(Section):
 class ParallelConfig(Section):
     """A draft that proposes a whole block in one forward pass: known text, then copies of a mask token (PARD, arXiv 2504.18583)."""
 
-    tokens: int = Field(8, ge=2, le=16)
+    tokens: int = Field(8, ge=2, le=32)
     """largest offset to learn, which is also the largest block"""
     mask_token: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
     """id that stands for a token not known yet; no prompt or response may use it. auto = the draft's own
@@ -154,7 +154,7 @@ class RolloutConfig(Section):
     """maximum tokens per rollout; null = serving.max_tokens"""
     temperature: float = Field(1.0, ge=0)
     """sampling temperature of the draft (mix.student)"""
-    gamma: int = Field(4, ge=1, le=16)
+    gamma: int = Field(4, ge=1, le=32)
     """drafted tokens per block (mix.speculative)"""
     rejected_weight: float = Field(2.0, gt=0)
     """loss weight of positions whose drafted token was rejected (mix.speculative)"""
@@ -353,7 +353,7 @@ class JudgeConfig(Section):
     """steps between checkpoints; each is judged"""
     prompts: int = Field(64, ge=2)
     """held-out prompts per judgement"""
-    gamma: int = Field(5, ge=1, le=16)
+    gamma: int = Field(5, ge=1, le=32)
     """drafted tokens per block"""
     rule: Rule | None = None
     """acceptance rule that picks the best checkpoint; null = serving.rule"""

@@ -2,6 +2,7 @@
 
 import json
 import os
+import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from accelerate import Accelerator
 from accelerate.utils import is_tensorboard_available
 
 from data.files import write_bytes
-from distill.config.layout import METRICS
+from distill.config.layout import METRICS, WANDB_ID
 from speculative.errors import UserError
 
 STEP = "train/step"
@@ -127,7 +128,10 @@ def start_trackers(
         )
     options: dict[str, dict[str, Any]] = {}
     if "wandb" in trackers:
-        options["wandb"] = {"name": name, "dir": str(accelerator.logging_dir), "notes": notes_of(config)}
+        folder = Path(accelerator.logging_dir)
+        options["wandb"] = {"name": name, "dir": str(folder), "notes": notes_of(config), "resume": "allow"}
+        if accelerator.is_main_process:
+            options["wandb"]["id"] = _wandb_id(folder / WANDB_ID)
     if "wandb" in trackers and accelerator.is_main_process:
         try:
             import wandb
@@ -141,6 +145,13 @@ def start_trackers(
     accelerator.init_trackers(project, config=flat_config(config), init_kwargs=options)
     if "wandb" in trackers and accelerator.is_main_process:
         define_panels(accelerator.get_tracker("wandb", unwrap=True))
+
+
+def _wandb_id(path: Path) -> str:
+    """The id of the run in wandb, kept in the run's folder, so that a resumed run goes on in the same one."""
+    if not path.exists():
+        write_bytes(path, f"{secrets.token_hex(8)}\n".encode())
+    return path.read_text(encoding="utf-8").strip()
 
 
 def define_panels(run: Any) -> None:

@@ -18,7 +18,8 @@ from speculative.measure.record import Record
 from speculative.measure.replay import expected_blocks_of, survival_of
 from speculative.measure.token_scores import TokenScores, scored_gammas
 
-CURVE_GAMMAS = range(33)
+MOST_GAMMA = 32  # of curves, and of every setting
+CURVE_GAMMAS = range(MOST_GAMMA + 1)
 
 
 @dataclass(frozen=True)

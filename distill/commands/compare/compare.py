@@ -41,12 +41,12 @@ from speculative.drafters.draft import Draft, Drafting
 from speculative.engine.models import max_positions
 from speculative.errors import UserError
 from speculative.measure.cost import StepCosts
+from speculative.measure.metrics import MOST_GAMMA
 from speculative.measure.token_scores import score_tokens
 from speculative.rules.rule import RULES
 from speculative.rules.verify import draft_settings_for
 
 METRICS = ("alpha", "tau", "speed_up")
-MOST_GAMMA = 16
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ from speculative.errors import UserError
 from speculative.evaluate import Judgement, judge
 from speculative.measure.cost import best_gamma
 from speculative.measure.measured import DRAFT
+from speculative.measure.metrics import MOST_GAMMA
 from speculative.measure.self_checks import self_checks
 from speculative.rules.rule import RULES, Rule
 
@@ -108,15 +109,15 @@ def parse_gammas(text: str) -> list[int]:
     """`5` -> [5]; `1:8` -> [1, ..., 8].
 
     Raises:
-        UserError: anything else, or outside 1..16.
+        UserError: anything else, or outside 1..32.
     """
     first, colon, last = text.partition(":")
     try:
         gammas = list(range(int(first), int(last) + 1)) if colon else [int(first)]
     except ValueError:
         gammas = []
-    if not gammas or gammas[0] < 1 or gammas[-1] > 16:
-        raise UserError(f"--gamma {text}: give a number such as 5, or a range such as 1:8, between 1 and 16")
+    if not gammas or gammas[0] < 1 or gammas[-1] > MOST_GAMMA:
+        raise UserError(f"--gamma {text}: give a number such as 5, or a range such as 1:8, between 1 and {MOST_GAMMA}")
     return gammas
 
 

@@ -8,9 +8,10 @@ from distill.report.durations import parse_seconds
 from speculative.drafters.draft import Draft
 from speculative.errors import UserError
 from speculative.measure.cost import StepCosts, given_costs
+from speculative.measure.metrics import MOST_GAMMA
 from speculative.rules.rule import Rule
 
-MOST_GAMMA, TIMED_CONTEXT = 16, 128
+GIVEN_GAMMA, TIMED_CONTEXT = 16, 128  # costs given by hand are extended to this gamma
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class Plan:
         if self.given is None or draft is None or not draft.parallel:
             return self.given
         call, verify = self.given.draft_seconds[1], self.given.verify_seconds[1]
-        return given_costs(self.given.target_seconds, call, verify, MOST_GAMMA, parallel=True)
+        return given_costs(self.given.target_seconds, call, verify, max(GIVEN_GAMMA, *self.gammas), parallel=True)
 
 
 def read_plan(options: ProbeOptions) -> Plan:
@@ -56,7 +57,7 @@ def read_plan(options: ProbeOptions) -> Plan:
                 f"--t-verify {options.t_verify} is less than --t-target {options.t_target}: a call with several tokens "
                 "takes at least as long as a call with one"
             )
-        given, batch_sizes = given_costs(target, draft, verify, MOST_GAMMA), [1]
+        given, batch_sizes = given_costs(target, draft, verify, max(GIVEN_GAMMA, *gammas)), [1]
     return Plan(temperatures, gammas, batch_sizes, given)
 
 

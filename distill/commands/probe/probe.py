@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from distill.commands.options import ProbeOptions
 from distill.commands.output import check_writable, write_asked
 from distill.commands.probe.memory import device_of, memory_of
-from distill.commands.probe.plan import MOST_GAMMA, TIMED_CONTEXT, Plan, read_plan
+from distill.commands.probe.plan import GIVEN_GAMMA, TIMED_CONTEXT, Plan, read_plan
 from distill.commands.probe.result import ModelFacts, Probe, Prospect, Settings, overall
 from distill.commands.probe.screen import Stages, assumptions, busy_machine, print_probe
 from distill.commands.probe.texts import ProbeText, answered, chosen_prompts, decode_settings, text_name
@@ -215,7 +215,8 @@ def _judge(
     draft, name = prospect.draft, prospect.name
     if draft is None:
         return
-    most, load = MOST_GAMMA if plan.given else max(plan.gammas), plan.batch_sizes[0]
+    most = max(GIVEN_GAMMA if plan.given else 1, *plan.gammas)
+    load = plan.batch_sizes[0]
     rules = list(dict.fromkeys([plan.lead[1], *(rule for text in texts for rule in text.rules)]))
     try:
         with stages(f"{name} reads the answers"):

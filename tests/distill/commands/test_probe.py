@@ -285,7 +285,7 @@ def test_prompts_are_distinct_and_fit(given, folder, chat_target):
         ({"t_verify": "3ms"}, "--t-verify 3ms is less than --t-target 25ms"),
         ({"t_target": "fast"}, "--t-target fast: give a time"),
         ({"temperatures": "warm"}, "--temperatures warm: give numbers from 0"),
-        ({"gammas": "1,17"}, "--gammas 1,17: give numbers from 1 to 16"),
+        ({"gammas": "1,33"}, "--gammas 1,33: give numbers from 1 to 32"),
         ({"batch_sizes": "0"}, "--batch-sizes 0: "),
         ({"target": "./nowhere"}, "target './nowhere': no config.json there"),
         ({"drafts": ["./nowhere"]}, "draft './nowhere': no config.json there"),

@@ -13,6 +13,7 @@ from refusals import refused
 from distill.config.load import dump_config, load_config, parse_config
 from distill.config.run import RunConfig
 from distill.config.sections import SourceConfig
+from speculative.measure.metrics import CURVE_GAMMAS
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 SHIPPED = sorted(path for path in CONFIGS.glob("*.yaml"))
@@ -153,7 +154,7 @@ def test_unknown_keys_name_the_nearest(section: dict[str, Any], key: str, near: 
         ({"loss": {"warmup": {"name": "x"}}}, "known here: accepted_length, ce,"),
         ({"loss": {"beta": 1.0}}, "less than 1"),
         ({"serving": {"top_p": 0}}, "greater than 0"),
-        ({"judge": {"gamma": 17}}, "less than or equal to 16"),
+        ({"judge": {"gamma": 33}}, f"less than or equal to {CURVE_GAMMAS[-1]}"),
         ({"judge": {"temperatures": [-1]}}, "`judge.temperatures.0` = -1"),
         ({"judge": {"temperatures": ["hot"]}}, "`judge.temperatures.0`"),
         ({"judge": {"temperatures": [1000]}}, "`judge.temperatures.0` = 1000"),

@@ -10,7 +10,7 @@ from refusals import refused
 from tiny_training import fit, fresh_accelerator, make_loop, metrics_of, run_config
 from wandb_records import records_of
 
-from distill.config.layout import METRICS
+from distill.config.layout import METRICS, WANDB_ID
 from distill.training.tracking import (
     SECTIONS,
     SUMMARIES,
@@ -143,7 +143,7 @@ def test_trackers_get_numbers_every_so_often_and_judgements_always(tmp_path: Pat
 
 def tracked_run(folder: Path, tracker: str) -> None:
     config = run_config(folder, train={"steps": 2, "log_every": 1}, tracking={"trackers": [tracker]})
-    config.folder.mkdir(parents=True)
+    config.folder.mkdir(parents=True, exist_ok=True)
     accelerator = fresh_accelerator(config.folder, log_with=[tracker])
     values = config.model_dump(mode="json")
     start_trackers(accelerator, config.tracking.trackers, config.tracking.project, config.name, values)
@@ -178,6 +178,8 @@ def test_wandb_runs_offline_without_a_login(tmp_path: Path, monkeypatch: pytest.
     tracked_run(tmp_path, "wandb")
     files = list((tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb"))
     assert len(files) == 1
+    known = (tmp_path / "run" / WANDB_ID).read_text().strip()
+    assert files[0].name == f"run-{known}.wandb"
     wandb.teardown()  # its process has written everything and ended
     records = records_of(files[0])
     defined = {
@@ -193,6 +195,10 @@ def test_wandb_runs_offline_without_a_login(tmp_path: Path, monkeypatch: pytest.
     assert "loss" not in logged
     run = next(record.run for record in records if record.HasField("run"))
     assert run.notes.startswith("target embedded, draft carved, objective lk_hybrid")
+    tracked_run(tmp_path, "wandb")
+    wandb.teardown()
+    resumed = set((tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb"))
+    assert {path.name for path in resumed} == {files[0].name}, "the same run in wandb, perhaps in another folder"
     assert {"optim.lr", "loss.name", "train.steps"} <= {item.key for r in records for item in keys_of(r)}
 
 
