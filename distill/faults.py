@@ -65,7 +65,7 @@ def explain(error: BaseException) -> tuple[str, int] | None:
     from speculative.measure.self_checks import SelfCheckError
 
     if isinstance(error, SelfCheckError):
-        return f"understudy: self-check failed, nothing was measured: {error}", FAILED_CHECK
+        return f"understudy: self-check failed: {error}", FAILED_CHECK
     if isinstance(error, torch.OutOfMemoryError):
         return (
             f"understudy: out of memory ({str(error).splitlines()[0]}); lower train.micro_batch_size, loss.chunk_tokens, "

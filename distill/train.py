@@ -143,8 +143,8 @@ def arranged(run: Run, target: Target) -> AbstractContextManager[None]:
     config = run.config
     if config.target.shard and run.ranks > 1 and config.signal.source == "online":
         return target.arranged(functools.partial(sharded_teacher, run, target))
-    if config.signal.source == "store":
-        return target.arranged()  # the store has its probabilities; a judge that decodes loads it for that
+    if config.signal.source == "store" or (config.only_ce and not config.own_words):
+        return target.arranged()  # steps do not use the target; a judge that decodes loads it for that
     return nullcontext()
 
 
@@ -214,7 +214,7 @@ def read_dial(trainer: Trainer, judge: DraftJudge, checkpoint: Checkpoint) -> No
     """Between checkpoints: write held-out alpha and tau of the current weights, by replay, to the metrics."""
     run, step = trainer.run, checkpoint.step
     with run.progress.timed("judge"):
-        drafts = checkpoint.drafts()
+        drafts = checkpoint.drafts(everywhere=False)
         if run.main:
             reading = judge.dial(drafts["raw"])
             trainer.metrics.write(step, {f"dial/{key}": value for key, value in reading.items()}, always=True)

@@ -190,7 +190,7 @@ class CompareOptions:
     ]
     on: Annotated[Path | None, option("run whose held-out text is used for all; default: the first run given")] = None
     rule: RuleName = ""
-    gamma: Annotated[int, option("drafted tokens per block, 1 to 16; default: the run's")] = 0
+    gamma: Annotated[int, option("drafted tokens per block, 1 to 32; default: the run's")] = 0
     timing: Annotated[
         bool, option("measure step times and predict speed-ups; --no-timing never loads the target's weights")
     ] = True

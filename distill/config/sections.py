@@ -212,7 +212,7 @@ class ServingConfig(Section):
     samples_per_prompt: int = Field(1, ge=1)
     """responses per training prompt"""
     batch_size: int = Field(32, ge=1)
-    """prompts decoded at once"""
+    """prompts decoded at once; at a checkpoint at most 8"""
     shard_size: int = Field(64, ge=1)
     """responses per shard file; an interrupted run loses at most one shard per rank"""
 

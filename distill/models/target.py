@@ -125,11 +125,6 @@ class Target:
             self.kept = True
             self._free()
 
-    @property
-    def sharded(self) -> bool:
-        """Whether the weights in memory are only this rank's share, so that no rank can decode with them."""
-        return not self.kept and self._model is not None
-
     @contextlib.contextmanager
     def borrowed(self) -> Iterator[None]:
         """Inside the block, `model` is the whole target. If it is not in memory, its first use loads it, and the end frees it.

@@ -61,13 +61,14 @@ def make_optimizers(module: nn.Module, optim: OptimConfig) -> list[torch.optim.O
     if groups:
         optimizers.append(_adamw(groups, lr, optim))
     if orthogonal:
-        make = torch.optim.Muon if orthogonal[0].device.type == "cuda" else Float32Muon
-        optimizers.append(make(orthogonal, lr=lr, weight_decay=optim.weight_decay, adjust_lr_fn="match_rms_adamw"))
+        optimizers.append(
+            Float32Muon(orthogonal, lr=lr, weight_decay=optim.weight_decay, adjust_lr_fn="match_rms_adamw")
+        )
     return optimizers
 
 
 class Float32Muon(torch.optim.Muon):
-    """torch's Muon with `adjust_lr_fn="match_rms_adamw"`, its Newton-Schulz iteration in float32 instead of bfloat16.
+    """torch's Muon with `adjust_lr_fn="match_rms_adamw"`; on a CPU its Newton-Schulz iteration is in float32 instead of bfloat16.
 
     CPUs without bfloat16 instructions emulate them, which takes several times as long. The state is the same.
     """
@@ -75,6 +76,8 @@ class Float32Muon(torch.optim.Muon):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """One update; see `torch.optim.Muon.step`."""
+        if self.param_groups[0]["params"][0].device.type != "cpu":
+            return super().step(closure)
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -84,7 +87,10 @@ class Float32Muon(torch.optim.Muon):
             for weight in group["params"]:
                 if weight.grad is None:
                     continue
-                buffer = self.state[weight].setdefault("momentum_buffer", torch.zeros_like(weight.grad))
+                state = self.state[weight]
+                if not state:
+                    state["momentum_buffer"] = torch.zeros_like(weight.grad)
+                buffer = state["momentum_buffer"]
                 buffer.lerp_(weight.grad, 1 - momentum)
                 update = weight.grad.lerp(buffer, momentum) if group["nesterov"] else buffer
                 update = _orthogonal(update, group["ns_coefficients"], group["ns_steps"], group["eps"])

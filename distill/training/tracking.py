@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from accelerate.utils import is_tensorboard_available
 
 from data.files import write_bytes
-from distill.config.layout import METRICS, WANDB_ID
+from distill.config.layout import METRICS, WANDB_ID, list_steps
 from speculative.errors import UserError
 
 STEP = "train/step"
@@ -77,7 +77,9 @@ class Metrics:
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step, **values}) + "\n")
         if self.has_trackers and (always or step % self.log_every == 0):
-            self.accelerator.log(tracked(step, values), step=step)
+            for tracker in self.accelerator.trackers:
+                # wandb drops a step below its last one, which a resumed run may log again; its panels are over `train/step`.
+                tracker.log(tracked(step, values), step=None if tracker.name == "wandb" else step)
 
 
 def judged_scalars(record: Mapping[str, Any]) -> dict[str, float]:
@@ -149,7 +151,7 @@ def start_trackers(
 
 def _wandb_id(path: Path) -> str:
     """The id of the run in wandb, kept in the run's folder, so that a resumed run goes on in the same one."""
-    if not path.exists():
+    if not path.exists() or not list_steps(path.parent):  # without a checkpoint nothing is resumed
         write_bytes(path, f"{secrets.token_hex(8)}\n".encode())
     return path.read_text(encoding="utf-8").strip()
 

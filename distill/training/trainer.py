@@ -49,12 +49,13 @@ class NotFinite(UserError):
 class Checkpoint:
     """The draft at a step. ``folder`` has it and everything a resumed run needs; None for an evaluation between two checkpoints.
 
-    ``drafts``: all ranks call it. {raw: the draft with all of its weights, ema: the averaged draft if there is one}, in eval mode.
+    ``drafts``: all ranks call it. {raw: the draft with all of its weights, ema: the averaged draft if there is one}, in eval mode;
+    with ``everywhere=False`` on the main process only, {} elsewhere.
     """
 
     step: int
     folder: Path | None
-    drafts: Callable[[], dict[str, DraftModule]]
+    drafts: Callable[..., dict[str, DraftModule]]
 
 
 class StepResult(NamedTuple):

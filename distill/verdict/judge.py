@@ -1,13 +1,15 @@
 """Judge a checkpoint on held-out prompts: replay of frozen text gives the score, real decoding of some prompts proves it."""
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from distill.config.layout import JUDGING, list_steps
+from distill.config.layout import JUDGING
 from distill.models.draft import as_exported, load_draft
 from distill.models.target import Target
+from distill.run.checkpoint import judged_scores
 from distill.run.run import Run
 from distill.training.module import DraftModule
 from speculative.decoder.responses import DecodeSettings
@@ -111,7 +113,7 @@ class DraftJudge:
         """{live_check, warnings} of `judge.live_prompts` prompts: at each checkpoint the next ones, until all had a turn."""
         text = sorted(one_per_prompt(self.heldout[self.settings.rule]), key=lambda one: one.key)
         count = min(self.judging.live_prompts, len(text))
-        turn = self.run.seen(lambda: sum(one < step for one in list_steps(self.run.folder)))
+        turn = self.run.seen(lambda: sum(one < step for one, _ in judged_scores(self.run.folder)))
         chosen = [text[(turn * count + place) % len(text)] for place in range(count)]
         chosen.sort(key=lambda one: (len(one.prompt_ids), one.key))
         groups = [chosen[place : place + DECODED_TOGETHER] for place in range(0, count, DECODED_TOGETHER)]
@@ -121,10 +123,12 @@ class DraftJudge:
             sums = decode_live(self.target.model, draft, group, self.settings, batch_size)
             return [asdict(one) for one in sums]
 
-        # Only the main process of a run with a sharded target has memory for the whole one.
-        alone = self.target.sharded
+        # Parts that an earlier start left may be of other prompts.
+        digest = hashlib.sha256(" ".join(one.key for one in chosen).encode()).hexdigest()[:12]
+        # Where ranks share a target, only the main process has memory for all of it.
+        alone = self.run.config.target.shard
         with self.target.borrowed():
-            found = self.run.dealt(parts, f"{name}-live", groups, work, alone)
+            found = self.run.dealt(parts, f"{name}-live-{digest}", groups, work, alone)
         check = live_check([LiveSums(**one) for part in found for one in part])
         warnings = agreement_warning(check.replay), recurrence_warning(draft.model)
         return {"live_check": check.record(), "warnings": [one for one in warnings if one]}

@@ -19,8 +19,9 @@ from speculative.measure.effects import Effects, Gain, paired_effects
 from speculative.measure.intervals import ratio_interval, sum_by_prompt
 from speculative.measure.load import LoadCurve
 from speculative.measure.measured import HELD_OUT, SERVED, UNDISTILLED, Measured
-from speculative.measure.metrics import Latency, alpha_with_interval, latency
+from speculative.measure.metrics import Latency, alpha_with_interval, latency, ratio_with_interval
 from speculative.measure.record import VERSION
+from speculative.measure.replay import expected_blocks_of
 from speculative.measure.token_scores import TokenScores, score_tokens
 
 
@@ -150,11 +151,14 @@ def _widened(evidence: Evidence, row: Measured) -> Measured:
     confidence = question.confidence(True)
     probs = [own.accept_probs(question.law) for own in evidence.own_scores(row.way)]
     row = replace(row, alpha_ci=alpha_with_interval(probs, question.keys, confidence)[1])
-    if not evidence.responses:
-        return row
-    said_N = np.array([float(len(one.response_ids)) for one in evidence.responses])
-    blocks_N = np.array([float(one.blocks) for one in evidence.responses])
-    return replace(row, tau_ci=ratio_interval(said_N, blocks_N, confidence))
+    if evidence.responses:
+        keys = [one.key for one in evidence.responses]
+        said_N = np.array([float(len(one.response_ids)) for one in evidence.responses])
+        blocks_N = np.array([float(one.blocks) for one in evidence.responses])
+    else:
+        keys, said_N = question.keys, question.tokens_N
+        blocks_N = expected_blocks_of(evidence.own_scores(row.way), question.law, (question.gamma,))[:, 0]
+    return replace(row, tau_ci=ratio_with_interval(said_N, blocks_N, keys, confidence)[1])
 
 
 def _effects(evidence: Evidence, against: str) -> Effects:

@@ -18,7 +18,7 @@ from speculative.measure.record import Record
 from speculative.measure.replay import expected_blocks_of, survival_of
 from speculative.measure.token_scores import TokenScores, scored_gammas
 
-MOST_GAMMA = 32  # of curves, and of every setting
+MOST_GAMMA = 32  # of curves, and of a draft that is judged
 CURVE_GAMMAS = range(MOST_GAMMA + 1)
 
 

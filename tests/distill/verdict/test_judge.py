@@ -11,7 +11,7 @@ import torch
 from tiny_models import perturbed, prompts_of, tiny_model
 from tiny_training import fresh_accelerator, run_config
 
-from distill.config.layout import JUDGING, PROGRESS, step_folder
+from distill.config.layout import JUDGEMENT, JUDGING, PROGRESS, step_folder
 from distill.loss.definitions import Objective
 from distill.run.run import Run
 from distill.training.module import DraftModule
@@ -35,7 +35,7 @@ def setting() -> Any:
     settings = DecodeSettings(SamplingSettings(1.0), 3, "sample", 12, (), 0)
     heldout = frozen_responses(target, prompts_of(LENGTHS), settings, "all")
     whole: Any = SimpleNamespace(
-        model=target, saved_dtype=torch.float32, dtype=torch.float32, device=target.device, kept=True, sharded=False,
+        model=target, saved_dtype=torch.float32, dtype=torch.float32, device=target.device, kept=True,
         borrowed=contextlib.nullcontext,
     )  # fmt: skip
     return whole, DraftModule(perturbed(target), Objective({"ce": 1.0})), settings, heldout
@@ -47,7 +47,7 @@ def judge_of(
     target, _, settings, heldout = setting
     config = run_config(folder, judge={"gamma": 3, "live": live} | judging)
     run = Run(config, fresh_accelerator(folder))
-    for step in (0, 2, 4):
+    for step in (0, 2, 4, 6):
         (made := step_folder(run.folder, step)).mkdir(parents=True, exist_ok=True)
         (made / PROGRESS).touch()
     return DraftJudge(run, settings, target, {"sample": heldout}, drafting)
@@ -126,6 +126,13 @@ def test_a_killed_judge_does_not_repeat_what_is_done(
     assert judged(judge_of(setting, tmp_path / "killed"), setting[1]) == expected
 
 
+def test_parts_of_other_prompts_are_not_taken_for_these(setting: Any, tmp_path: Path) -> None:
+    """judge.live_prompts may change when a killed run continues."""
+    judged(judge_of(setting, tmp_path / "run", live_prompts=4), setting[1])
+    continued = judged(judge_of(setting, tmp_path / "run"), setting[1])
+    assert continued == judged(judge_of(setting, tmp_path / "whole"), setting[1])
+
+
 def test_each_checkpoint_decodes_the_next_prompts_until_all_had_a_turn(
     setting: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -139,9 +146,11 @@ def test_each_checkpoint_decodes_the_next_prompts_until_all_had_a_turn(
     monkeypatch.setattr(module, "decode_live", noted)
     judge = judge_of(setting, tmp_path, live_prompts=4)
     turns = []
-    for step in (0, 2, 4):
+    for step in (0, 2, 6):  # 4 was saved at an interrupt and never judged
         seen.clear()
-        assert judged(judge, setting[1], step=step)["live_check"]["prompts"] == 4
+        record = judged(judge, setting[1], step=step)
+        assert record["live_check"]["prompts"] == 4
+        (step_folder(judge.run.folder, step) / JUDGEMENT).write_text(json.dumps(record), encoding="utf-8")
         turns.append(set(seen))
     keys = {one.key for one in setting[3]}
     assert turns[0] | turns[1] | turns[2] == keys
