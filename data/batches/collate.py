@@ -51,7 +51,7 @@ class Batch:
     """A micro-batch. `rows_R` indexes the flattened (B x T) positions whose next token is `labels_R`.
 
     Rows are ordered by sequence, in the order of `indices` (the examples' numbers in their set), then by position. `answers_R`
-    marks response tokens, if prompts are learnt too.
+    marks response tokens, if prompts are trained on too.
     `position_ids_BT` is given if several sequences share a row of the batch: it starts again at 0 with each of them.
     `depths_BT`, for a parallel draft: how many tokens after each position are predicted; 0 where no block starts.
     """
