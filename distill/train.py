@@ -47,8 +47,6 @@ from speculative.measure.self_checks import SelfCheckError
 
 # The last stage of a run, by name, because training must not import verdicts, reports and exports.
 CONCLUSION = "distill.verdict.conclusion:conclude_run"
-
-
 # Checkpoints at which live decoding and replay may differ before the run stops.
 MOST_MISSES = 3
 
@@ -165,9 +163,8 @@ def new_trainer(answers: Answers, student: Any, rows: StoredRows | None) -> Trai
     online = online if isinstance(online, Teacher) else None
     reference = make_reference(config.loss.weighting.reference, target)
     if config.train.packing is not None:
-        asked = [
-            one.split for one in (online, reference) if one is not None
-        ]  # a store was made from padded rows, so it needs no check
+        # A store was made from padded rows, so it needs no check.
+        asked = [one.split for one in (online, reference) if one is not None]
         for split in (SplitModel(module.inner), *asked):
             check_packing(split)
     mask_token = mask_token_of(module.inner.config) if module.survival is not None else None

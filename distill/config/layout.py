@@ -27,20 +27,15 @@ CONFIG, METRICS, WANDB_ID = "config.yaml", "metrics.jsonl", "wandb.id"
 LOCK, HOLDER = ".lock", ".holder"
 TARGET_FACTS, STUDENT_NOTES = "target.json", "student.json"
 RESPONSES, TRAINING, HELDOUT, HELDOUT_GREEDY = "responses", "train", "heldout", "heldout-greedy"
-USER_TURNS, SYNTHETIC = (
-    "user-turns",
-    "synthetic",
-)  # user turns that the target wrote; in prompts/: the generated prompts and their counts
+# User turns that the target wrote; in prompts/: the generated prompts and their counts.
+USER_TURNS, SYNTHETIC = "user-turns", "synthetic"
 PROMPTS = "prompts"
 DAY, SERVED = "day.txt", "served.json"  # Next to the stores of responses; copy them together.
 ROLLOUTS = "rollouts"
 CHECKPOINTS, BEST_LINK = "checkpoints", "best"
 ADAPTER = "adapter"  # The peft directory of a student.lora, which `student` has merged; also next to an export.
-STUDENT, AVERAGED, RAW = (
-    "student",
-    "student-ema",
-    "student-raw",
-)  # The last two exist until it is known which is better.
+# The last two exist until it is known which is better.
+STUDENT, AVERAGED, RAW = "student", "student-ema", "student-raw"
 STATE, PROGRESS, JUDGEMENT, PROVENANCE = "state", "progress.json", "judgement.json", "provenance.json"
 JUDGING = "judging"
 SELF_CHECKS = "self_checks.json"

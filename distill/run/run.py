@@ -128,9 +128,8 @@ class Run:
 
     def seen(self, look: Callable[[], Seen]) -> Seen:
         """Return what ``look`` returns on the main process, on every rank. On a network disk other machines see new files later."""
-        group = (
-            self._patient if self.ranks > 1 else None
-        )  # Before the look, because ranks have only minutes to form a group.
+        # Before the look, because ranks have only minutes to form a group.
+        group = self._patient if self.ranks > 1 else None
         found = [look() if self.main else None]
         if group is not None:
             dist.broadcast_object_list(found, group=group, device=torch.device("cpu"))

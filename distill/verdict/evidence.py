@@ -35,7 +35,7 @@ from speculative.measure.metrics import Curve
 from speculative.measure.replay import expected_blocks_of
 from speculative.measure.token_scores import TokenScores, scored_gammas
 
-MOST_GAMMA = 16
+SEARCHED_GAMMA = 16
 # Gammas of the calls that the roofline is fitted to. At a large load wide calls take long and add no information, so beyond the
 # first two gammas only calls of at most FITTED_TOKENS tokens are timed.
 FITTED_GAMMAS = (1, 3, 8, 16)
@@ -135,9 +135,9 @@ def held_at_loads(question: Question, target: PreTrainedModel, field: Field, fir
         return Loads()
     best, own = field.candidates[-1], field.scores[question.rule]
     context, _ = context_of(target, best.draft.drafter())
-    room = MOST_GAMMA if context is None else context // (2 * TIMED_BLOCKS) - 1
-    known = scored_gammas(own[best.name], range(MOST_GAMMA + 1))[-1]
-    most = max(question.gamma, min(MOST_GAMMA, room, known))
+    room = SEARCHED_GAMMA if context is None else context // (2 * TIMED_BLOCKS) - 1
+    known = scored_gammas(own[best.name], range(SEARCHED_GAMMA + 1))[-1]
+    most = max(question.gamma, min(SEARCHED_GAMMA, room, known))
     costs, warnings = _costs_at_loads(question, target, best, context, most)
     costs = [field.costs[best.name], *costs]
     gammas = range(1, most + 1)
