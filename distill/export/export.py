@@ -18,8 +18,7 @@ from distill.config.layout import ADAPTER, PROVENANCE, SERVING_FILE, SERVING_FOR
 from distill.export.card import NO_GAIN, NOT_MEASURED, model_card, serving_page
 from distill.export.destination import appearing_directory, check_destination
 from distill.export.engine import EngineVerdict, check_all, others
-from distill.export.facts import RunFacts, gather_facts, lookups_of, serving_gamma, shorter_context, ways_to_serve
-from distill.export.load_table import drafts_by, gamma_by_load
+from distill.export.facts import RunFacts, gather_facts, shorter_context, ways_to_serve
 from distill.export.merge import load_merged_student
 from distill.export.quantize import quantize_draft
 from distill.models.draft import ADAPTER_FILE, base_of_adapter, cast_weights
@@ -80,12 +79,10 @@ def export_draft(
     target_side = load_target_side(run.target, run.trust_remote_code, run.revision)
     export_dtype, rows = _export_dtype(dtype, target_side.config), vocabulary_rows(target_side.config)
     student = load_merged_student(run.student_dir, target_side.tokenizer, rows, run.trust_remote_code)
-    token_gamma, taus, one_pass = ways_to_serve(verdict, run.curves, student.model.config)
-    way = drafts_by(verdict)["parallel" if one_pass else "autoregressive"]
-    gamma, gamma_source, gain = serving_gamma(verdict, way)
-    take_over_ids(student.model, target_side, token_gamma, run.sampling)  # transformers drafts token by token
+    plan, served = ways_to_serve(verdict, run.curves, student.model.config)
+    take_over_ids(student.model, target_side, served["gamma"], run.sampling)  # transformers drafts token by token
     cast_weights(student.model, export_dtype)
-    warnings = student.notes + _warnings(student.model.config, target_side.config, gamma, gain, run.quantize)
+    warnings = student.notes + _warnings(student.model.config, target_side.config, plan.gamma, plan.gain, run.quantize)
     parameters = sum(parameter.numel() for parameter in student.model.parameters())
     target_record = {
         "name": public_name(run.target), "rows": rows, "dtype": _dtype_name(saved_dtype(target_side.config)),
@@ -102,15 +99,13 @@ def export_draft(
             target_side.tokenizer.save_pretrained(working)
             checks = check_exported(working, student.model, target_side.tokenizer, run.trust_remote_code)
             facts = gather_facts(
-                target_side, load_target_side(str(working), run.trust_remote_code), str(path), token_gamma, taus=taus,
-                measured_rule=verdict.rule if verdict else None, sampling=run.sampling, one_pass=one_pass,
-                gamma_by_load=tuple(gamma_by_load(verdict, way)), **lookups_of(verdict),
+                target_side, load_target_side(str(working), run.trust_remote_code), str(path), sampling=run.sampling, **served
             )  # fmt: skip
             engines = check_all(facts)
             told = replace(facts, target=public_name(run.target), draft=path.name, lookup=None, together=None)
             serving = {
                 "format": SERVING_FORMAT, "version": SERVING_VERSION, "target": target_record, "draft": draft_record,
-                "vocabulary": asdict(student.agreement), "gamma": gamma, "gamma_source": gamma_source, "gain": gain,
+                "vocabulary": asdict(student.agreement), "gamma": plan.gamma, "gamma_source": plan.source, "gain": plan.gain,
                 "measured": [one.record() for one in verdict.measured if one.text == HELD_OUT] if verdict else None,
                 "headline": verdict.headline if verdict else "", "run": verdict.run if verdict else {}, "gamma_by_load": facts.gamma_by_load, "sampling": facts.request,
                 "facts": asdict(told), "engines": {engine.engine: asdict(engine) for engine in engines}, "other_engines": others(facts),
@@ -120,7 +115,7 @@ def export_draft(
     except (OSError, SafetensorError) as error:
         raise UserError(f"cannot write {path}: {error}; free space there or choose another directory") from error
     return ExportReport(
-        path, _dtype_name(export_dtype), parameters, gamma, gain, student.agreement, engines, student.merge_error,
+        path, _dtype_name(export_dtype), parameters, plan.gamma, plan.gain, student.agreement, engines, student.merge_error,
         warnings, checks, files,
     )  # fmt: skip
 

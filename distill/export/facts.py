@@ -10,7 +10,7 @@ from distill.config.layout import BEST_LINK, CONFIG, PROVENANCE, RESULT, STUDENT
 from distill.config.load import dump_config, load_trusted
 from distill.config.sections import Quantization
 from distill.export.gguf import pre_tokenizer_name
-from distill.export.load_table import LoadRange, drafts_by
+from distill.export.load_table import GammaPlan, LoadRange, drafts_by, gamma_plan
 from distill.models.load import public_name, without_folders
 from distill.models.quantized import quantization_of
 from distill.models.target import TargetSide
@@ -25,7 +25,6 @@ from speculative.measure.record import Record
 from speculative.rules.sampling import SamplingSettings
 
 LLAMA_CPP_FIRST_COMPARED_ID = 5
-GAMMA_WITHOUT_VERDICT = 4
 
 
 @dataclass(frozen=True)
@@ -138,11 +137,6 @@ class EngineFacts:
         return len(self.gamma_by_load) > 1 and any(gamma for _, _, gamma in self.gamma_by_load)
 
     @property
-    def largest_gamma(self) -> int:
-        """The largest gamma at any load."""
-        return max(gamma for _, _, gamma in self.gamma_by_load) if self.by_load else self.gamma
-
-    @property
     def load_advice(self) -> str:
         """Advice, as a sentence, for an engine whose gamma cannot follow the load."""
         if self.most_load is not None:
@@ -172,38 +166,29 @@ class EngineFacts:
         return paying[-1] if paying and paying[-1] < MOST_LOAD else None
 
 
-def serving_gamma(verdict: Verdict | None, way: str = DRAFT) -> tuple[int, str, bool | None]:
-    """Return (gamma of the commands, its source in words, whether the draft pays; None = not measured).
-
-    It is the draft's fastest measured gamma at one request at a time.
-    """
-    if verdict is None:
-        return GAMMA_WITHOUT_VERDICT, "the default; not measured", None
-    row = verdict.row(way) or verdict.row(DRAFT)
-    if row is None or row.speed_up is None:
-        return max(1, verdict.gamma), "the verdict's; speed was not measured", None
-    if not row.gamma:
-        return max(1, verdict.gamma), "the verdict's; no gamma was faster than the target alone", False
-    return row.gamma, "the fastest measured at one request at a time", verdict.pays
-
-
 def ways_to_serve(
     verdict: Verdict | None, curves: Curves | None, draft_config: Any
-) -> tuple[int, Mapping[str, float], OnePass | None]:
-    """Return gamma and taus of drafting token by token, and `OnePass` if one pass per block should be served."""
+) -> tuple[GammaPlan, dict[str, Any]]:
+    """Return the gammas to serve, and the fields of `EngineFacts` that come from the measurements.
+
+    `gamma` and `taus` of drafting token by token, and `one_pass` if one pass per block should be served, which the plan is then for.
+    """
     mask_token, names = mask_token_of(draft_config), drafts_by(verdict)
 
-    def served(way: str) -> tuple[int, Mapping[str, float]]:
-        gamma = serving_gamma(verdict, way)[0]
-        return gamma, curves.taus_at(gamma, way) if curves else {}
+    def served(plan: GammaPlan, way: str) -> tuple[int, Mapping[str, float]]:
+        return plan.gamma, curves.taus_at(plan.gamma, way) if curves else {}
 
-    single = served(names["autoregressive"])
-    if mask_token is None or drafting_to_serve(verdict, True) != "parallel":
-        return *single, None
-    return *single, OnePass(mask_token, *served(names["parallel"]))
+    plan = gamma_plan(verdict, names["autoregressive"])
+    gamma, taus = served(plan, names["autoregressive"])
+    one_pass = None
+    if mask_token is not None and drafting_to_serve(verdict, True) == "parallel":
+        plan = gamma_plan(verdict, names["parallel"])
+        one_pass = OnePass(mask_token, *served(plan, names["parallel"]))
+    measured = {"measured_rule": verdict.rule if verdict else None, "gamma_by_load": plan.by_load}
+    return plan, {"gamma": gamma, "taus": taus, "one_pass": one_pass, **measured, **_lookups_of(verdict)}
 
 
-def lookups_of(verdict: Verdict | None) -> dict[str, Measured | None]:
+def _lookups_of(verdict: Verdict | None) -> dict[str, Measured | None]:
     """Return the fields `lookup` and `together` of `EngineFacts` from a verdict."""
     if verdict is None:
         return {}
@@ -215,13 +200,12 @@ def lookups_of(verdict: Verdict | None) -> dict[str, Measured | None]:
     return {"lookup": lookup, "together": both if single and verdict.to_run() == TOGETHER else None}
 
 
-def gather_facts(target: TargetSide, draft: TargetSide, path: str, gamma: int, **served: Any) -> EngineFacts:
-    """Return the facts of a pair from its configs and tokenizers. path: the draft's. served: fields that have defaults."""
+def gather_facts(target: TargetSide, draft: TargetSide, path: str, **served: Any) -> EngineFacts:
+    """Return the facts of a pair from its configs and tokenizers. path: the draft's. served: `gamma`, and fields that have defaults."""
     target_tokens, draft_tokens = tokens_by_id(target.tokenizer), tokens_by_id(draft.tokenizer)
     return EngineFacts(
         target=target.name,
         draft=path,
-        gamma=gamma,
         target_rows=vocabulary_rows(target.config),
         draft_rows=vocabulary_rows(draft.config),
         first_difference=first_string_difference(target_tokens, draft_tokens),

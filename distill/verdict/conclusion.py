@@ -14,7 +14,7 @@ from distill.config.layout import EXPORT, PROPOSALS, PROVENANCE, RESULT, STUDENT
 from distill.config.load import dump_config
 from distill.config.sections import Quantization
 from distill.export.engine import check_all, with_places
-from distill.export.facts import gather_facts, lookups_of, ways_to_serve
+from distill.export.facts import gather_facts, ways_to_serve
 from distill.export.quantize import lighter_draft
 from distill.models.draft import as_exported, load_draft
 from distill.models.load import load_model
@@ -265,11 +265,8 @@ def serve_commands(
     """The command that starts each engine with this run's draft, once the draft is exported to RUN/export."""
     student = load_target_side(str(best_student(run)), False)
     draft = str((run / EXPORT).resolve())
-    gamma, taus, one_pass = ways_to_serve(verdict, curves, student.config)
-    facts = gather_facts(
-        target.side, student, draft, gamma, measured_rule=verdict.rule, sampling=sampling, taus=taus, one_pass=one_pass,
-        **lookups_of(verdict),
-    )  # fmt: skip
+    _, served = ways_to_serve(verdict, curves, student.config)
+    facts = gather_facts(target.side, student, draft, sampling=sampling, **served)
     return [
         ServeCommand(
             engine=one.engine, ok=one.ok, language=one.language, note=one.rule_note,

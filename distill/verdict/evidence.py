@@ -146,9 +146,11 @@ def held_at_loads(question: Question, target: PreTrainedModel, field: Field, fir
     roofline = fit_roofline(costs)
     behind = next(one for one in (*field.others, *field.candidates) if one.name == first[TOGETHER].behind)
     contests = []
+    # A server cuts the gamma of every load to that of one request, so no larger one is timed.
+    of_one = (first[best.name].gamma if best.name in first else 0) or most
     for at_load in costs[1:]:
         ways = [
-            draft_way(question, best.name, best.draft.drafter, own[best.name], at_load, gammas),
+            draft_way(question, best.name, best.draft.drafter, own[best.name], at_load, gammas[:of_one]),
             *free_ways(question, target, own[behind.name], behind, at_load, gammas),
             *live_ways(question.judge.ways, target, best.draft.drafter),
         ]

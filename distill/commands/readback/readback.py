@@ -32,8 +32,7 @@ from distill.config.layout import (
     RESPONSES,
     VERDICT,
 )
-from distill.export.facts import serving_gamma
-from distill.export.load_table import drafts_by, gamma_by_load
+from distill.export.load_table import drafts_by, gamma_plan
 from distill.report.sections.served import served_lines, served_tables
 from distill.run.frozen_text import FrozenText, load_frozen_text
 from distill.run.lock import held_for
@@ -120,13 +119,13 @@ def _served(run: Path) -> str:
 
 
 def _gammas(options: ReadbackOptions, frozen: FrozenText, verdict: Verdict | None, draft: Draft) -> tuple[int, ...]:
-    """Return the gammas that the server may use: --gamma, else those exported for the way of drafting, then the judged one."""
+    """Return the gammas that the server may use: --gamma, else the exported one at --concurrency, the others, then the judged one."""
     if options.gamma is not None:
         return (options.gamma,)
+    plans = [gamma_plan(verdict, way) for way in (drafts_by(verdict)[draft.drafting], DRAFT)] if verdict else []
+    exported = [gamma for plan in plans for gamma in (plan.at(options.concurrency), plan.gamma)]
+    by_load = [gamma for plan in plans[:1] for _, _, gamma in plan.by_load if gamma]
     judged = verdict.gamma if verdict else frozen.config.judge.gamma
-    own = drafts_by(verdict)[draft.drafting]
-    by_load = [gamma for _, _, gamma in gamma_by_load(verdict, own) if gamma]
-    exported = [serving_gamma(verdict, way)[0] for way in (own, DRAFT)] if verdict else []
     return tuple(dict.fromkeys((*exported, max(1, judged), *by_load)))
 
 

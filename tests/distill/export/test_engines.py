@@ -19,7 +19,7 @@ from distill.export.engine import (
     rerouted_word,
     with_places,
 )
-from distill.export.facts import EngineFacts, OnePass, gather_facts, lookups_of
+from distill.export.facts import EngineFacts, OnePass, _lookups_of, gather_facts
 from distill.models.target import TargetSide
 from distill.run.verdict_record import DraftOf, Verdict
 from speculative.errors import UserError
@@ -193,10 +193,10 @@ def test_what_a_verdict_says_of_lookup(run, drafting, behind, both):
     together = replace(BOTH, behind=behind)
     drafts = [DraftOf(way=JUDGED, drafting=drafting)]
     verdict = Verdict.model_construct(measured=[LOOKUP_ALONE, together], drafts=drafts, run={"1": run})
-    assert lookups_of(verdict) == {"lookup": LOOKUP_ALONE, "together": together if both else None}
-    assert lookups_of(None) == {}
+    assert _lookups_of(verdict) == {"lookup": LOOKUP_ALONE, "together": together if both else None}
+    assert _lookups_of(None) == {}
     nothing = Verdict.model_construct(measured=[], drafts=[], run={})
-    assert lookups_of(nothing) == {"lookup": None, "together": None}
+    assert _lookups_of(nothing) == {"lookup": None, "together": None}
 
 
 def test_llama_cpp_commands():
@@ -387,7 +387,7 @@ def config(rows, **fields):
 def facts_of(target_tokenizer, draft_tokenizer, **target_fields):
     target = TargetSide("t", config(12, max_position_embeddings=256, **target_fields), target_tokenizer, None)
     draft = TargetSide("d", config(10, max_position_embeddings=64), draft_tokenizer, None)
-    return gather_facts(target, draft, "/d", 3, measured_rule="greedy")
+    return gather_facts(target, draft, "/d", gamma=3, measured_rule="greedy")
 
 
 def test_facts_of_equal_tokenizers():

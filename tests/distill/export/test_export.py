@@ -19,7 +19,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from distill.export import export as export_module
 from distill.export.engine import check
 from distill.export.export import export_draft
-from distill.export.facts import EngineFacts, RunFacts, serving_gamma
+from distill.export.facts import EngineFacts, RunFacts
+from distill.export.load_table import gamma_plan
 from distill.models.draft import base_of_adapter
 from distill.models.vocabulary import repair_rows
 from distill.run.result import Curves
@@ -390,7 +391,8 @@ def test_a_draft_of_one_pass_is_used_token_by_token_by_transformers_at_the_gamma
     ],
 )
 def test_gamma_of_the_commands(verdict, gamma, gain):
-    assert serving_gamma(verdict)[::2] == (gamma, gain)
+    plan = gamma_plan(verdict)
+    assert (plan.gamma, plan.gain) == (gamma, gain)
 
 
 def test_greedy_sampling_and_a_short_context(tmp_path, target_dir, tokenizer):

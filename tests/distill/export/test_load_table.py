@@ -9,7 +9,7 @@ import pytest
 from test_engines import GOOD, options, tensorrt_file
 
 from distill.export.engine import check, check_all
-from distill.export.load_table import drafts_by, gamma_by_load, load_words
+from distill.export.load_table import drafts_by, gamma_plan, load_words
 from distill.run.verdict_record import DraftOf, Verdict
 from speculative.measure.measured import DRAFT, TARGET, Measured
 
@@ -37,22 +37,32 @@ def verdict_of(rows: list[Row], plain_wins_from: int | None) -> Verdict:
         ([(1, 1, 0.8), (4, 1, 0.7)], 1, [(1, 4096, 0)]),
         ([(1, 1, 0.9), (4, 2, 1.2)], None, [(1, 1, 0), (2, 4096, 2)]),
         ([(1, 2, 1.2), (8, 1, 0.9)], 1, [(1, 2, 2), (3, 4096, 0)]),
+        ([(4, 3, 1.4), (16, 2, 1.2)], None, [(1, 7, 3), (8, 4096, 2)]),
+        ([(1, 5, 1.6), (4, 6, 1.5), (16, 2, 1.1)], None, [(1, 7, 5), (8, 4096, 2)]),
     ],
 )
 def test_ranges_by_hand(rows: list[Row], wins: int | None, ranges: list[tuple[int, int, int]]) -> None:
-    found = gamma_by_load(verdict_of(rows, wins))
-    assert found == ranges
+    plan = gamma_plan(verdict_of(rows, wins))
+    found = plan.by_load
+    assert found == tuple(ranges)
+    # The command's gamma is that of one request, or of the fewest at which drafting pays; the server uses no larger one.
+    paying = [gamma for _, _, gamma in ranges if gamma]
+    assert plan.gamma == (paying[0] if paying else rows[0][1])
+    assert all(gamma <= plan.gamma for _, _, gamma in ranges)
+    assert [plan.at(load) for load, _, _ in found] == [gamma or plan.gamma for _, _, gamma in found]
     assert found[0][0] == 1
     assert all(later[0] == earlier[1] + 1 for earlier, later in itertools.pairwise(found))
 
 
 def test_nothing_measured_under_load_has_no_table_and_no_note() -> None:
-    assert gamma_by_load(None) == gamma_by_load(verdict_of([], None)) == []
-    assert gamma_by_load(verdict_of([(1, 5, 2.0)], None)) == [], "one request at a time says nothing of a load"
+    assert gamma_plan(None).by_load == gamma_plan(verdict_of([], None)).by_load == ()
+    one = gamma_plan(verdict_of([(1, 5, 2.0)], None))
+    assert (one.by_load, one.gamma, one.at(9)) == ((), 5, 5), "one request at a time says nothing of a load"
     measured = verdict_of([(1, 5, 2.0), (4, 5, 1.5)], None)
     names = drafts_by(measured)
-    assert gamma_by_load(measured, names["autoregressive"]) == gamma_by_load(measured) == [(1, 4096, 5)]
-    assert gamma_by_load(measured, names["parallel"]) == []
+    assert gamma_plan(measured, names["autoregressive"]) == gamma_plan(measured)
+    assert gamma_plan(measured).by_load == ((1, 4096, 5),)
+    assert gamma_plan(measured, names["parallel"]) == gamma_plan(measured), "not timed, so the judged way's"
     assert not any("batch size" in note or "max_concurrency" in note for one in check_all(GOOD) for note in one.notes)
 
 
@@ -60,7 +70,7 @@ def test_ranges_in_words() -> None:
     assert load_words([(1, 1, 5), (2, 11, 3), (12, 4096, 0)]) == "1: gamma 5; 2 to 11: gamma 3; from 12: plain decoding"
 
 
-LOADED = replace(GOOD, gamma_by_load=((1, 1, 6), (2, 11, 3), (12, 4096, 0)))
+LOADED = replace(GOOD, gamma=6, gamma_by_load=((1, 1, 6), (2, 11, 3), (12, 4096, 0)))
 
 
 def test_vllm_gets_its_key() -> None:

@@ -140,7 +140,8 @@ def test_a_draft_that_can_draft_both_ways_is_judged_by_the_faster_and_timed_by_b
         assert row is not None
         assert (row.tokens_per_second or 0) > 0
         curves = curves_of(evidence)
-        single, taus, one_pass = ways_to_serve(verdict, curves, candidates[-1].draft.model.config)
+        _, served = ways_to_serve(verdict, curves, candidates[-1].draft.model.config)
+        single, taus, one_pass = (served[key] for key in ("gamma", "taus", "one_pass"))
         assert (one_pass is not None) == (chosen == "parallel" if verdict.to_run() != other else other == BY_BLOCK)
         name = other if chosen == "parallel" else DRAFT
         by_token = verdict.row(name)
