@@ -33,6 +33,7 @@ COMMANDS = (
     ("report", JUDGE, of.ReportOptions, "distill.commands.show:report"),
     ("export", SERVE, of.ExportOptions, "distill.commands.export:export"),
     ("check-export", SERVE, of.CheckExportOptions, "distill.commands.export:check_export"),
+    ("check-pair", SERVE, of.CheckPairOptions, "distill.commands.export:check_pair_command"),
     ("serve", SERVE, of.ServeOptions, "distill.commands.serve:serve"),
     ("generate", SERVE, of.GenerateOptions, "distill.commands.generate.generate:generate_command"),
     ("readback", WATCH, of.ReadbackOptions, "distill.commands.readback.readback:readback"),

@@ -4,12 +4,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from distill.commands.options import CheckExportOptions, ExportOptions
+from distill.commands.options import CheckExportOptions, CheckPairOptions, ExportOptions
+from distill.commands.output import check_known
 from distill.config.layout import ADAPTER, RAW
 from distill.config.load import load_trusted
 from distill.export.check import OutsideCheck, outside_check
+from distill.export.engine import known_engines
 from distill.export.export import ExportReport, export_draft
 from distill.export.facts import read_run
+from distill.export.pair import check_pair
+from distill.models.target import load_target_side
 from distill.run.session import open_pair
 from speculative.errors import UserError
 
@@ -50,6 +54,21 @@ def check_export(options: CheckExportOptions) -> int:
     found = outside_check(open_pair(config, str(options.exported), options.prompts), options.exported, options.gamma)
     print("\n".join(outside_check_lines(found, options.gamma)))
     return 0 if found.agrees else 1
+
+
+def check_pair_command(options: CheckPairOptions) -> int:
+    """Print what is wrong with the files of a pair; return 1 if something breaks serving, else 0."""
+    known = {name.lower(): name for name in known_engines()}
+    if options.engine:
+        check_known("--engine", options.engine.lower(), tuple(known))
+    engines = [known[options.engine.lower()]] if options.engine else list(known.values())
+    places = (("target", options.target), ("draft", options.draft))
+    target, draft = (load_target_side(path, options.trust_remote_code, what=what) for what, path in places)
+    found = check_pair(target, draft, options.gguf or [], engines=engines, tensor_parallel=options.tensor_parallel)
+    breaking = sum(one.breaks for one in found)
+    checked = ", ".join(f"{name} {known_engines()[name].version}" for name in engines)
+    print(*found, f"findings that break serving: {breaking}, notes: {len(found) - breaking} ({checked})", sep="\n")
+    return 1 if breaking else 0
 
 
 def export_lines(report: ExportReport) -> list[str]:

@@ -26,8 +26,10 @@ from distill.config.layout import CONFIG, EXPORT, SERVING_FILE, SERVING_FORMAT, 
 from distill.config.load import load_config
 from distill.export.engine import check, check_directory_name
 from distill.export.facts import EngineFacts
+from distill.export.pair import check_pair
 from distill.faults import Interrupted
 from distill.models.load import resolve
+from distill.models.target import load_target_side
 from speculative.errors import UserError
 
 ENGINES = {"vllm": ("vLLM", "vllm")}  # option value -> (name in serving.json, program)
@@ -56,6 +58,7 @@ def serve(options: ServeOptions) -> int:
     """
     directory, facts = _read_export(options.run)
     name, words = engine_words(options, directory, facts)
+    _check_files(name, words, directory)
     keyed = "VLLM_API_KEY" in os.environ or any(word.startswith("--api-key") for word in words)
     listening(options.host, options.port, keyed).close()  # fail now and not after minutes of loading
     log = options.log or directory.parent / f"{options.engine}.log"
@@ -117,6 +120,23 @@ def _target(options: ServeOptions, directory: Path, name: str) -> str:
     if not (_HUB_ID.fullmatch(place) or Path(place).is_dir()):
         raise UserError(f"{directory}: no target {name} at {place}; give its directory or hub id with --target")
     return str(Path(place).resolve()) if Path(place).is_dir() else place
+
+
+def _check_files(name: str, words: list[str], directory: Path) -> None:
+    """Check the pair's files, which can differ from those at export, and print notes. A target on the hub is not downloaded for it.
+
+    Raises:
+        UserError: the engine would not serve them right.
+    """
+    if Path(words[2]).is_dir() and (directory / "config.json").is_file():
+        trusted = "--trust-remote-code" in words
+        parts = re.search(r"(?:--tensor-parallel-size|-tp)[ =](\d+)", " ".join(words))
+        places = (("target", words[2]), ("draft", str(directory)))
+        target, draft = (load_target_side(place, trusted, what=what) for what, place in places)
+        found = check_pair(target, draft, engines=[name], tensor_parallel=int(parts[1]) if parts else 1)
+        if broken := "; ".join(str(one) for one in found if one.breaks):
+            raise UserError(f"{directory}: {broken}")
+        print(*found, sep="\n", end="\n" * bool(found), file=sys.stderr)
 
 
 def _read_export(path: Path) -> tuple[Path, EngineFacts]:

@@ -64,6 +64,7 @@ class Engine:
     equal_strings: bool = False  # the engine itself compares token strings
     language: str = "bash"
     one_pass: bool = False  # serves drafts that propose a block in one forward pass
+    notes: Callable[[EngineFacts], list[str]] = field(default=_nothing)  # what it serves, but not as measured
 
 
 _REGISTERED: dict[str, Engine] = {}
@@ -173,18 +174,29 @@ def check_directory_name(path: str | Path) -> None:
 
 def _vocabulary_reasons(engine: Engine, facts: EngineFacts) -> list[str]:
     reasons = []
+    for side, rows in (("target", facts.target_rows), ("draft", facts.draft_rows)):
+        if rows < facts.token_rows:
+            reasons.append(
+                f"config.json: vocab_size {rows} in the {side}, and the target's tokenizer.json has ids up to {facts.token_rows - 1}; an id "
+                "without a row crashes the engine or reads foreign memory; export the draft with the target's rows"
+            )
     if abs(facts.target_rows - facts.draft_rows) > engine.row_slack:
         allowed = f"a difference of at most {engine.row_slack}" if engine.row_slack else "the same number"
         reasons.append(
-            f"{facts.draft_rows} draft rows and {facts.target_rows} target rows; {engine.name} needs {allowed}"
+            f"{facts.draft_rows} draft rows and {facts.target_rows} target rows (config.json: vocab_size); it needs {allowed}; "
+            "`understudy export` pads or trims the draft's rows"
         )
     difference = facts.first_difference_from_5 if engine.first_compared_id else facts.first_difference
     if difference is not None:
         token_id, target_string, draft_string = difference
-        checked_by = engine.name if engine.equal_strings else "Understudy"
+        told = (
+            "it refuses such a pair"
+            if engine.equal_strings
+            else "it compares only sizes, so proposals mean other text and are rejected"
+        )
         reasons.append(
-            f"token id {token_id} is {target_string!r} in the target and {draft_string!r} in the draft "
-            f"(checked by {checked_by}); use the target's tokenizer"
+            f"token id {token_id} is {target_string!r} in the target and {draft_string!r} in the draft (tokenizer.json: model.vocab); "
+            f"{told}; use a draft with the target's tokenizer"
         )
     return reasons
 

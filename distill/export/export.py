@@ -18,8 +18,9 @@ from distill.config.layout import ADAPTER, PROVENANCE, SERVING_FILE, SERVING_FOR
 from distill.export.card import NO_GAIN, NOT_MEASURED, model_card, serving_page
 from distill.export.destination import appearing_directory, check_destination
 from distill.export.engine import EngineVerdict, check_all, others
-from distill.export.facts import RunFacts, gather_facts, shorter_context, ways_to_serve
+from distill.export.facts import RunFacts, gather_facts, ways_to_serve
 from distill.export.merge import load_merged_student
+from distill.export.pair import pair_notes
 from distill.export.quantize import quantize_draft
 from distill.models.draft import ADAPTER_FILE, base_of_adapter, cast_weights
 from distill.models.load import public_name, resolve, saved_dtype, without_folders
@@ -82,7 +83,7 @@ def export_draft(
     plan, served = ways_to_serve(verdict, run.curves, student.model.config)
     take_over_ids(student.model, target_side, served["gamma"], run.sampling)  # transformers drafts token by token
     cast_weights(student.model, export_dtype)
-    warnings = student.notes + _warnings(student.model.config, target_side.config, plan.gamma, plan.gain, run.quantize)
+    warnings = student.notes + _warnings(plan.gamma, plan.gain, run.quantize)
     parameters = sum(parameter.numel() for parameter in student.model.parameters())
     target_record = {
         "name": public_name(run.target), "rows": rows, "dtype": _dtype_name(saved_dtype(target_side.config)),
@@ -102,6 +103,7 @@ def export_draft(
                 target_side, load_target_side(str(working), run.trust_remote_code), str(path), sampling=run.sampling, **served
             )  # fmt: skip
             engines = check_all(facts)
+            warnings += pair_notes(facts)
             told = replace(facts, target=public_name(run.target), draft=path.name, lookup=None, together=None)
             serving = {
                 "format": SERVING_FORMAT, "version": SERVING_VERSION, "target": target_record, "draft": draft_record,
@@ -167,18 +169,12 @@ def _save(model: Any, packed: Any, adapter: Path | None, working: Path) -> None:
         (working / ADAPTER / ADAPTER_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def _warnings(draft_config: Any, target_config: Any, gamma: int, gain: bool | None, quantize: str | None) -> list[str]:
+def _warnings(gamma: int, gain: bool | None, quantize: str | None) -> list[str]:
     warnings = []
     if gain is False:
         warnings.append(NO_GAIN.format(gamma=gamma))
     if gain is None:
         warnings.append(NOT_MEASURED)
-    context = shorter_context(draft_config, target_config)
-    if context is not None:
-        warnings.append(
-            f"the draft's context is {context} tokens, shorter than the target's, so the commands limit the server to it (beyond it vLLM's "
-            "model runner V1 drafts dummy tokens; V2 limits itself from vLLM 0.33)"
-        )
     if quantize is not None:
         warnings.append(QUANTISED + (GPUS_ALONE if quantize == "int8" else ""))
     return warnings

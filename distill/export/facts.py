@@ -1,7 +1,7 @@
 """Facts of a run that an export needs, and facts of a target and its exported draft that the engine checks need."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,10 +11,16 @@ from distill.config.load import dump_config, load_trusted
 from distill.config.sections import Quantization
 from distill.export.gguf import pre_tokenizer_name
 from distill.export.load_table import GammaPlan, LoadRange, drafts_by, gamma_plan
-from distill.models.load import public_name, without_folders
+from distill.models.load import public_name, saved_dtype, without_folders
 from distill.models.quantized import quantization_of
 from distill.models.target import TargetSide
-from distill.models.vocabulary import TokenDifference, first_string_difference, tokens_by_id, vocabulary_rows
+from distill.models.vocabulary import (
+    TokenDifference,
+    first_string_difference,
+    tokenizer_differences,
+    tokens_by_id,
+    vocabulary_rows,
+)
 from distill.run.result import Curves, load_result
 from distill.run.verdict_record import WAYS, Verdict, drafting_to_serve, load_verdict
 from speculative.engine.models import mask_token_of, max_positions
@@ -83,6 +89,16 @@ class OnePass(NamedTuple):
     taus: Mapping[str, float]
 
 
+class Shape(NamedTuple):
+    """What engines split and have kernels for. untied: model type of a model whose head has its own weights; else None."""
+
+    head_size: int
+    heads: int
+    kv_heads: int
+    width: int  # of the feed-forward layers
+    untied: str | None
+
+
 @dataclass(frozen=True)
 class EngineFacts:
     """The pair, its measurements and its serving settings. `taus`: tokens per target call at `gamma` for each rule, by replay.
@@ -97,9 +113,6 @@ class EngineFacts:
     draft_rows: int
     first_difference: TokenDifference | None  # over all ids of `get_vocab()`
     first_difference_from_5: TokenDifference | None
-    added_tokens_equal: bool
-    added_ends_equal: bool  # the bos and eos that the tokenizers add to a text, if any
-    tokenizer_kind_equal: bool
     target_quantised: bool
     draft_quantised: bool = False
     pre_tokenizer: str | None = None  # llama.cpp's name for the target's pre-tokenizer
@@ -112,6 +125,10 @@ class EngineFacts:
     lookup: Measured | None = None  # timing of prompt lookup without a draft
     # timing of prompt lookup before a draft that proposes token by token, if the verdict chose that
     together: Measured | None = None
+    differences: Mapping[str, str] = field(default_factory=dict)  # of the pair's files by name, as text
+    token_rows: int = 0  # rows that the target's tokenizer needs
+    shapes: Mapping[str, Shape] = field(default_factory=dict)  # of `target` and `draft`
+    tensor_parallel: int = 1  # GPUs that each layer is split over
 
     @property
     def sampled(self) -> bool:
@@ -148,6 +165,12 @@ class EngineFacts:
             else "Drafting does not pay at any measured load, so serve the target alone"
         )
 
+    def lost_heads(self, tied: Sequence[str]) -> list[str]:
+        """Return a reason for each model with a head of its own, of a type that the engine loads as tied only."""
+        told = "it uses the embedding as head of this type, so the model's own head is lost; use a tied model"
+        lost = [(side, shape.untied) for side, shape in self.shapes.items() if shape.untied in tied]
+        return [f"config.json: tie_word_embeddings false in the {side}, a {kind} model; {told}" for side, kind in lost]
+
     def predicted(self, rule: str) -> str:
         """Return replay's tau under a rule as a phrase."""
         tau = self.taus.get(rule)
@@ -169,10 +192,7 @@ class EngineFacts:
 def ways_to_serve(
     verdict: Verdict | None, curves: Curves | None, draft_config: Any
 ) -> tuple[GammaPlan, dict[str, Any]]:
-    """Return the gammas to serve, and the fields of `EngineFacts` that come from the measurements.
-
-    `gamma` and `taus` of drafting token by token, and `one_pass` if one pass per block should be served, which the plan is then for.
-    """
+    """Return the gammas of the way to serve, and the fields of `EngineFacts` that come from the measurements."""
     mask_token, names = mask_token_of(draft_config), drafts_by(verdict)
 
     def served(plan: GammaPlan, way: str) -> tuple[int, Mapping[str, float]]:
@@ -180,12 +200,11 @@ def ways_to_serve(
 
     plan = gamma_plan(verdict, names["autoregressive"])
     gamma, taus = served(plan, names["autoregressive"])
-    one_pass = None
+    found: dict[str, Any] = {"gamma": gamma, "taus": taus, **_lookups_of(verdict)}
     if mask_token is not None and drafting_to_serve(verdict, True) == "parallel":
         plan = gamma_plan(verdict, names["parallel"])
-        one_pass = OnePass(mask_token, *served(plan, names["parallel"]))
-    measured = {"measured_rule": verdict.rule if verdict else None, "gamma_by_load": plan.by_load}
-    return plan, {"gamma": gamma, "taus": taus, "one_pass": one_pass, **measured, **_lookups_of(verdict)}
+        found["one_pass"] = OnePass(mask_token, *served(plan, names["parallel"]))
+    return plan, found | {"gamma_by_load": plan.by_load, "measured_rule": verdict.rule if verdict else None}
 
 
 def _lookups_of(verdict: Verdict | None) -> dict[str, Measured | None]:
@@ -210,15 +229,28 @@ def gather_facts(target: TargetSide, draft: TargetSide, path: str, **served: Any
         draft_rows=vocabulary_rows(draft.config),
         first_difference=first_string_difference(target_tokens, draft_tokens),
         first_difference_from_5=first_string_difference(target_tokens, draft_tokens, LLAMA_CPP_FIRST_COMPARED_ID),
-        added_tokens_equal=target.tokenizer.get_added_vocab() == draft.tokenizer.get_added_vocab(),
-        added_ends_equal=target.tokenizer("")["input_ids"] == draft.tokenizer("")["input_ids"],
-        tokenizer_kind_equal=type(target.tokenizer) is type(draft.tokenizer),
         target_quantised=quantization_of(target.config) is not None,
         draft_quantised=quantization_of(draft.config) is not None,
         pre_tokenizer=pre_tokenizer_name(target.tokenizer),
         draft_context=shorter_context(draft.config, target.config),
+        differences=tokenizer_differences(target.tokenizer, draft.tokenizer) | _dtypes(target.config, draft.config),
+        token_rows=max(target_tokens, default=-1) + 1,
+        shapes={"target": _shape(target.config), "draft": _shape(draft.config)},
         **served,
     )
+
+
+def _dtypes(target: Any, draft: Any) -> dict[str, str]:
+    ours, theirs = (str(saved_dtype(one)).removeprefix("torch.") for one in (target, draft))
+    return {} if ours == theirs else {"dtype": f"config.json: dtype: {ours} in the target, {theirs} in the draft"}
+
+
+def _shape(config: Any) -> Shape:
+    text = config.get_text_config()
+    heads = getattr(text, "num_attention_heads", None) or 1
+    size = getattr(text, "head_dim", None) or (getattr(text, "hidden_size", None) or 0) // heads
+    kv_heads, width = getattr(text, "num_key_value_heads", None) or heads, getattr(text, "intermediate_size", None) or 0
+    return Shape(size, heads, kv_heads, width, None if getattr(text, "tie_word_embeddings", True) else text.model_type)
 
 
 def shorter_context(draft_config: Any, target_config: Any) -> int | None:

@@ -1,11 +1,15 @@
-"""llama.cpp's name for a pre-tokenizer (`tokenizer.ggml.pre`), for tokenizers that its converter does not know.
+"""GGUF files: their metadata, and llama.cpp's name for a pre-tokenizer (`tokenizer.ggml.pre`), for tokenizers that its converter does not know.
 
 The converter recognises a tokenizer by a hash of some ids and refuses all others. If the rules in tokenizer.json equal those of a
 name in llama.cpp (v0.5.0, src/llama-vocab.cpp), that name gives the same ids.
 """
 
 import json
-from typing import Any
+import struct
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from speculative.errors import UserError
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -33,3 +37,42 @@ def pre_tokenizer_name(tokenizer: Any) -> str | None:
     # Only llama-bpe keeps a word that is itself a token, without merges.
     same_merges = bool(core.model.ignore_merges) == (name == "llama-bpe")
     return name if same_merges and core.normalizer is None else None
+
+
+_NUMBERS = ("B", "b", "H", "h", "I", "i", "f", "?", "", "", "Q", "q", "d")  # struct codes by value type
+_UINT32, _TEXT, _LIST, _UINT64 = 4, 8, 9, 10
+_MOST = 1 << 24  # bytes of a text and entries of a list: far more than any template or vocabulary has
+
+
+def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, list[int]]]:
+    """Return a GGUF file's metadata and the dimensions of its tensors, by name.
+
+    Raises:
+        UserError: the file cannot be read, or is not a complete GGUF file of version 2 or 3.
+    """
+    try:
+        with path.open("rb") as file:
+            if file.read(4) != b"GGUF" or _value(file, _UINT32) not in (2, 3):
+                raise ValueError("it begins with something else")
+            tensors, entries = _value(file, _UINT64), _value(file, _UINT64)
+            metadata = {_value(file, _TEXT): _value(file, _value(file, _UINT32)) for _ in range(entries)}
+            shapes = {}
+            for _ in range(tensors):
+                name = _value(file, _TEXT)
+                shapes[name] = [_value(file, _UINT64) for _ in range(_value(file, _UINT32))]
+                file.seek(12, 1)  # type and offset
+            return metadata, shapes
+    except (OSError, ValueError, IndexError, struct.error, RecursionError) as error:
+        why = "it ends early" if isinstance(error, struct.error) else getattr(error, "strerror", None) or error
+        raise UserError(f"--gguf {path}: not a complete GGUF file of version 2 or 3 ({why}); convert again") from error
+
+
+def _value(file: BinaryIO, kind: int) -> Any:
+    if kind not in (_TEXT, _LIST):
+        code = f"<{_NUMBERS[kind]}"
+        return struct.unpack(code, file.read(struct.calcsize(code)))[0]
+    inner = _value(file, _UINT32) if kind == _LIST else 0
+    count = _value(file, _UINT64)
+    if count > _MOST:
+        raise ValueError(f"{count:,} entries in a list or text")
+    return [_value(file, inner) for _ in range(count)] if kind == _LIST else file.read(count).decode("utf-8", "replace")

@@ -1,13 +1,12 @@
 """The one table of gammas by number of concurrent requests, and the gamma of every command, from a verdict's timings. Pure."""
 
-import itertools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from distill.run.verdict_record import WAYS, Drafting, Verdict
 from speculative.measure.load import MOST_LOAD
-from speculative.measure.measured import DRAFT, TARGET, Measured
+from speculative.measure.measured import DRAFT, TARGET
 
 # First and last number of concurrent requests, and gamma there; 0 means plain decoding.
 LoadRange = tuple[int, int, int]
@@ -23,9 +22,9 @@ def drafts_by(verdict: Verdict | None) -> dict[Drafting, str]:
 class GammaPlan(NamedTuple):
     """The gammas to serve.
 
-    gamma: of every command: that of one request at once, or of the fewest requests at which drafting pays or was timed. source: where
-    it comes from, in words. gain: whether the draft pays (None: not measured). by_load: ranges from 1 to 4096 without gaps, none with
-    more than `gamma`; empty if only one request at a time was timed, so `gamma` is all that is known.
+    gamma: of every command: at one request at once, or at the fewest requests at which drafting pays or was timed. source: its origin in
+    words. gain: whether the draft pays (None: not measured). by_load: ranges from 1 to 4096 without gaps, none with more than `gamma`;
+    empty if only one request at a time was timed.
     """
 
     gamma: int
@@ -41,44 +40,34 @@ class GammaPlan(NamedTuple):
 def gamma_plan(verdict: Verdict | None, way: str = DRAFT) -> GammaPlan:
     """Return the gammas to serve a way of drafting with; the judged draft's if the way was not timed.
 
-    vLLM cuts each range to the command's gamma, so a larger gamma at a higher load (a near-tie: the best gamma falls with the load)
-    is cut here too.
+    A measured load's gamma is 0 where the verdict runs the target alone or the draft was slower. Engines cut every load's gamma to the
+    command's, so a larger one at a higher load (a near-tie: the best gamma falls with the load) is cut here too.
     """
     if verdict is None:
         return GammaPlan(GAMMA_WITHOUT_VERDICT, "the default; not measured", None)
-    rows = [
-        row
+    timed = [
+        [row for load in verdict.concurrencies if (row := verdict.row(name, load)) is not None and row.speed_up is not None]
         for name in (way, DRAFT)
-        for load in verdict.concurrencies
-        if (row := verdict.row(name, load)) is not None and row.way == name and row.speed_up is not None
-    ]
-    rows = [row for row in rows if row.way == rows[0].way]
+    ]  # fmt: skip
+    rows, judged = timed[0] or timed[1], max(1, verdict.gamma)
     if not rows:
-        return GammaPlan(max(1, verdict.gamma), "the verdict's; speed was not measured", None)
-    ranges = _ranges(verdict, {row.concurrency: (row.gamma or 0) if _pays(verdict, row) else 0 for row in rows})
-    first = next((row for row in rows if row.gamma and _pays(verdict, row)), rows[0])
+        return GammaPlan(judged, "the verdict's; speed was not measured", None)
+    drafting = [row for row in rows if row.gamma and verdict.to_run(row.concurrency) != TARGET]
+    paying = [row for row in drafting if (row.speed_up or 0.0) > 1.0]
+    first = (paying or rows)[0]
+    gammas = {row.concurrency: min(row.gamma or 0, first.gamma or 0) if row in paying else 0 for row in rows}
+    ranges = _ranges(gammas, verdict.plain_wins_from or MOST_LOAD + 1) if max(gammas) > 1 else ()
     if not first.gamma:
-        return GammaPlan(
-            max(1, verdict.gamma), "the verdict's; no gamma was faster than the target alone", False, ranges
-        )
-    at = "one request at a time" if first.concurrency == 1 else f"{first.concurrency} requests at a time"
-    cut = tuple((start, end, min(gamma, first.gamma)) for start, end, gamma in ranges)
-    return GammaPlan(first.gamma, f"the fastest measured at {at}", verdict.pays, _merged(cut))
+        return GammaPlan(judged, "the verdict's; no gamma was faster than the target alone", False, ranges)
+    at = "one request" if first.concurrency == 1 else f"{first.concurrency} requests"
+    return GammaPlan(first.gamma, f"the fastest measured at {at} at a time", verdict.pays, ranges)
 
 
-def _pays(verdict: Verdict, row: Measured) -> bool:
-    return verdict.to_run(row.concurrency) != TARGET and (row.speed_up or 0.0) > 1.0
+def _ranges(gammas: dict[int, int], wins: int) -> tuple[LoadRange, ...]:
+    """Return ranges from the gamma at each measured load; 0 means plain decoding, which `wins` from a load on.
 
-
-def _ranges(verdict: Verdict, gammas: dict[int, int]) -> tuple[LoadRange, ...]:
-    """Return ranges from the gamma at each measured load; 0 means plain decoding.
-
-    A measured load's gamma holds up to the geometric mean with the next load, and from `plain_wins_from` on it is 0 if that lies
-    between two loads or above all.
+    A gamma holds up to the geometric mean with the next load; it is 0 from `wins` on if that lies between two loads or above all.
     """
-    if max(gammas) == 1:
-        return ()
-    wins = verdict.plain_wins_from or MOST_LOAD + 1
     starts: list[tuple[int, int]] = []
     last = 0
     for load, gamma in gammas.items():
@@ -86,14 +75,9 @@ def _ranges(verdict: Verdict, gammas: dict[int, int]) -> tuple[LoadRange, ...]:
         starts.append((max(1, between) if last else 1, gamma))
         last = load
     starts += [(wins, 0)] if last < wins <= MOST_LOAD else []
-    ends = [start - 1 for start, _ in starts[1:]] + [MOST_LOAD]
-    return _merged(tuple((start, end, gamma) for (start, gamma), end in zip(starts, ends, strict=True)))
-
-
-def _merged(ranges: tuple[LoadRange, ...]) -> tuple[LoadRange, ...]:
-    """Return the ranges with neighbours of equal gamma joined."""
-    groups = [list(group) for _, group in itertools.groupby(ranges, key=lambda one: one[2])]
-    return tuple((group[0][0], group[-1][1], group[0][2]) for group in groups)
+    distinct = [one for number, one in enumerate(starts) if number == 0 or one[1] != starts[number - 1][1]]
+    ends = [start - 1 for start, _ in distinct[1:]] + [MOST_LOAD]
+    return tuple((start, end, gamma) for (start, gamma), end in zip(distinct, ends, strict=True))
 
 
 def load_words(ranges: Sequence[LoadRange]) -> str:

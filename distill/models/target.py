@@ -23,6 +23,7 @@ from distill.models.load import (
     dtype_of,
     find_model,
     load_model,
+    load_pretrained,
     load_tokenizer,
     model_fingerprint,
     resolve,
@@ -249,9 +250,9 @@ class TargetSide:
 
 
 def load_target_side(
-    target: str, trust_remote_code: bool = False, revision: str | None = None, tokenizer: Any = None
-) -> TargetSide:
-    """Load config, tokenizer (unless given) and generation config of the target.
+    target: str, trust_remote_code: bool = False, revision: str | None = None, tokenizer: Any = None, what: str = "target"
+) -> TargetSide:  # fmt: skip
+    """Load config, tokenizer (unless given) and generation config of the target. what: its name in errors.
 
     Raises:
         UserError: the directory or hub id cannot be read.
@@ -259,17 +260,10 @@ def load_target_side(
     """
     name = resolve(target)
     name = str(Path(name).resolve()) if Path(name).is_dir() else name
-    try:
-        config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, revision=revision)
-    except (OSError, ValueError) as error:
-        fix = (
-            "give a model directory"
-            if Path(name).is_dir()
-            else "give a local directory, or if offline fill the hub cache"
-        )
-        raise UserError(f"target {target} cannot be read: {str(error).splitlines()[0]}; {fix}") from error
+    how: dict[str, Any] = {"trust_remote_code": trust_remote_code, "revision": revision}
+    config = load_pretrained(what, name, AutoConfig.from_pretrained, **how)
     if tokenizer is None:
-        tokenizer = load_tokenizer(name, trust_remote_code=trust_remote_code, revision=revision)
+        tokenizer = load_tokenizer(name, **how)
     try:
         generation = GenerationConfig.from_pretrained(name, revision=revision or "main")
     except (OSError, ValueError):  # many targets have none; their model config holds the ids

@@ -5,7 +5,9 @@ Models often have more rows than tokens (padding, for speed). These rows may dif
 trimmed. Token strings must not differ, since the draft would then propose other text than the target reads.
 """
 
-from collections.abc import Iterable, Sequence
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -19,6 +21,9 @@ UNTIED_IN_ENGINES = ("llama", "mistral", "qwen2", "qwen3", "granite")
 ROLES = ("bos", "eos", "pad", "unk")
 
 TokenDifference = tuple[int, str | None, str | None]  # id, string in the target, string in the draft (None: no token)
+
+
+LONGEST_VALUE = 120  # characters of a shown value
 
 
 @dataclass(frozen=True)
@@ -59,6 +64,54 @@ def first_string_difference(
         if token_id >= start and target_tokens.get(token_id) != draft_tokens.get(token_id):
             return token_id, target_tokens.get(token_id), draft_tokens.get(token_id)
     return None
+
+
+def added_ends(tokenizer: Any) -> list[str]:
+    """Return the tokens that a tokenizer adds to a text, such as bos."""
+    strings = tokens_by_id(tokenizer)
+    return [strings.get(one, str(one)) for one in tokenizer("")["input_ids"]]
+
+
+def _tree(tokenizer: Any) -> dict[str, Any]:
+    """Return the content of tokenizer.json."""
+    core = getattr(tokenizer, "backend_tokenizer", None)
+    return json.loads(core.to_str()) if core is not None else {"model": {"type": type(tokenizer).__name__}}
+
+
+def _rules(tokenizer: Any) -> dict[str, Any]:
+    """Return what turns text into ids besides the token strings."""
+    tree = _tree(tokenizer)
+    merges = hashlib.sha256(json.dumps(tree["model"].get("merges")).encode()).hexdigest()[:8]
+    return {"normalizer": tree.get("normalizer"), "pre_tokenizer": tree.get("pre_tokenizer"), "hash of merges": merges}
+
+
+# Name of a check -> (file: key, the value of a tokenizer).
+_SETTINGS: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "ends": ("tokenizer.json: post_processor (tokenizer_config.json: add_bos_token, add_eos_token)", added_ends),
+    "added": ("tokenizer.json: added_tokens", lambda one: one.get_added_vocab()),
+    "kind": ("tokenizer.json: model", lambda one: {key: _tree(one)["model"].get(key) for key in ("type", "byte_fallback")}),
+    "rules": ("tokenizer.json", _rules),
+    "roles": ("tokenizer_config.json", lambda one: {f"{role}_token": getattr(one, f"{role}_token", None) for role in ROLES}),
+    "template": ("chat_template.jinja (tokenizer_config.json: chat_template)", lambda one: getattr(one, "chat_template", None)),
+}  # fmt: skip
+
+
+def tokenizer_differences(target: Any, draft: Any) -> dict[str, str]:
+    """Return every setting of two tokenizers that differs, by name, as text: file, key and both values (of mappings, what differs)."""
+    found = {}
+    for name, (place, read) in _SETTINGS.items():
+        ours, theirs = read(target), read(draft)
+        if isinstance(ours, dict):
+            ours, theirs = ({k: v for k, v in a.items() if b.get(k) != v} for a, b in ((ours, theirs), (theirs, ours)))
+        if ours != theirs:
+            found[name] = f"{place}: {shown(ours)} in the target, {shown(theirs)} in the draft"
+    return found
+
+
+def shown(value: Any) -> str:
+    """Return a value as text on one line, cut if it is long."""
+    text = " ".join(str(value).split())
+    return text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]}..."
 
 
 def compare_vocabularies(

@@ -6,13 +6,14 @@ from distill.export.facts import LLAMA_CPP_FIRST_COMPARED_ID, EngineFacts
 ROW_SLACK = 128
 
 
+# Model types whose own head it never loads (src/models), so an untied one is lost.
+ALWAYS_TIED = ("cohere", "cohere2", "gemma", "gemma2")
+
+
 def _refusals(facts: EngineFacts) -> list[str]:
-    reasons = []
-    if not facts.added_ends_equal:
-        reasons.append("the tokenizers add different bos or eos tokens; use the target's tokenizer")
-    if not facts.tokenizer_kind_equal:
-        reasons.append("the tokenizers are of different kinds; use the target's tokenizer")
-    return reasons
+    told = "it refuses such a pair (common/speculative.cpp); use the target's tokenizer files in the draft"
+    found = [facts.differences[name] for name in ("ends", "kind") if name in facts.differences]
+    return [f"{one}; {told}" for one in found] + facts.lost_heads(ALWAYS_TIED)
 
 
 register(

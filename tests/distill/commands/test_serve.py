@@ -3,6 +3,7 @@
 import json
 import os
 import shlex
+import shutil
 import signal
 import socket
 import sys
@@ -46,8 +47,7 @@ http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
 """
 FACTS = {
     "target": "some/target", "draft": "export", "gamma": 5, "target_rows": 8, "draft_rows": 8, "first_difference": None,
-    "first_difference_from_5": None, "added_tokens_equal": True, "added_ends_equal": True, "tokenizer_kind_equal": True,
-    "target_quantised": False, "draft_context": 64, "one_pass": [2, 3, {"greedy-draft": 2.0}],
+    "first_difference_from_5": None, "target_quantised": False, "draft_context": 64, "one_pass": [2, 3, {"greedy-draft": 2.0}],
 }  # fmt: skip
 
 
@@ -240,6 +240,27 @@ def test_an_engine_that_dies_leaves_its_last_lines(
         serve(options)
     assert exit_status(failed.value) == MISTAKE
     assert "ValueError: no such model" in capsys.readouterr().err
+
+
+def test_the_actual_files_are_checked_before_the_engine_starts(
+    tmp_path: Path, options: ServeOptions, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The record of the export says that all is well; the files were changed since."""
+    directory = options.run / "export"
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(EMBEDDED_FOLDER / name, directory)
+    words = words_of(replace(options, target="embedded"))
+    module._check_files("vLLM", words, directory)
+    assert capsys.readouterr().err == ""
+    with pytest.raises(UserError, match=r"embedded|export: breaks vLLM 0\.32: .*--tensor-parallel-size 3"):
+        module._check_files("vLLM", [*words, "-tp", "3"], directory)
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 64}))
+    module._check_files("vLLM", words, directory)
+    assert "note for every engine: the draft's context is 64 tokens" in capsys.readouterr().err
+    (directory / "config.json").write_text(json.dumps(config | {"vocab_size": 4000}))
+    with pytest.raises(UserError, match=r"breaks vLLM 0\.32: .*vocab_size 4000 in the draft"):
+        serve(replace(options, target="embedded"))
 
 
 def test_what_is_refused(tmp_path: Path, options: ServeOptions, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,9 +39,6 @@ GOOD = EngineFacts(
     draft_rows=4096,
     first_difference=None,
     first_difference_from_5=None,
-    added_tokens_equal=True,
-    added_ends_equal=True,
-    tokenizer_kind_equal=True,
     target_quantised=False,
     measured_rule="sample",
     sampling=SERVED,
@@ -311,9 +308,9 @@ def test_token_strings_must_be_equal_and_llama_cpp_looks_from_5():
 
 
 def test_rules_of_single_engines():
-    assert refusing(added_tokens_equal=False) == {"SGLang"}
-    assert refusing(added_ends_equal=False) == {"llama.cpp"}
-    assert refusing(tokenizer_kind_equal=False) == {"llama.cpp"}
+    assert refusing(differences={"added": "x"}) == {"SGLang"}
+    assert refusing(differences={"ends": "x"}) == {"llama.cpp"}
+    assert refusing(differences={"kind": "x"}) == {"llama.cpp"}
     assert refusing(draft="/models/My-EAGLE3-draft") == {"vLLM"}
     assert refusing(sampling=SamplingSettings(0.8, min_p=0.05)) == {"vLLM"}
     assert refusing(sampling=SamplingSettings(0.0, min_p=0.05)) == set()
@@ -395,9 +392,8 @@ def test_facts_of_equal_tokenizers():
     assert (facts.target_rows, facts.draft_rows, facts.measured_rule) == (12, 10, "greedy")
     assert facts.first_difference is None
     assert facts.first_difference_from_5 is None
-    assert facts.added_tokens_equal
-    assert facts.added_ends_equal
-    assert facts.tokenizer_kind_equal
+    assert facts.differences == {}
+    assert facts.token_rows == 8
     assert not facts.target_quantised
     assert facts.draft_context == 64
 
@@ -408,8 +404,8 @@ def test_facts_of_different_tokenizers():
     )
     assert facts.first_difference == (1, "b", "B")
     assert facts.first_difference_from_5 == (8, "<x>", None)
-    assert not facts.added_tokens_equal
-    assert not facts.added_ends_equal
+    assert set(facts.differences) == {"added", "ends"}
+    assert facts.token_rows == 9
     assert facts.target_quantised
 
 

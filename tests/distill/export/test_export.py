@@ -417,7 +417,7 @@ def refused(match, **call):
     [
         ("no such directory", {"student_dir": "missing"}),
         ("no config.json there", {"student_dir": "empty"}),
-        ("target .* cannot be read", {"target_dir": "empty"}),
+        ("target .*no config.json there", {"target_dir": "empty"}),
         ("local directory", {"target_dir": "nobody/nothing"}),
         ("dtype 'int8' is unknown", {"dtype": "int8"}),
         (r"id \d+ is 'A' in the target and 'B' in the draft", {"student_dir": "other"}),

@@ -1,0 +1,238 @@
+"""`check-pair`: each check is found by a pair that violates only it, and pairs without a fault pass clean."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from gguf_file import write_gguf
+from test_export import make_tokenizer
+from tiny_models import tiny_model
+from typer.testing import CliRunner
+
+from distill import cli
+from distill.export.gguf import read_gguf
+from distill.export.pair import Finding, check_pair
+from distill.models.target import load_target_side
+from distill.models.vocabulary import tokens_by_id
+from speculative.errors import UserError
+
+VLLM, SGLANG, LLAMA_CPP = "vLLM 0.32", "SGLang 0.5", "llama.cpp v0.5.0"
+ALL = {VLLM, SGLANG, LLAMA_CPP, "transformers 5", "TensorRT-LLM 1.3"}
+ROWS = len(make_tokenizer()) + 2
+
+
+def write(folder, kind="llama", dtype=torch.float32, **shape):
+    known = {"vocab_size": ROWS, "head_dim": 32, "tie_word_embeddings": True, "num_hidden_layers": 1}
+    tiny_model(kind, dtype=dtype, **known | shape).save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def edit(folder, name, change):
+    tree = json.loads((folder / name).read_text())
+    change(tree)
+    (folder / name).write_text(json.dumps(tree))
+
+
+def found(target, draft, *ggufs, **how) -> list[Finding]:
+    return check_pair(load_target_side(str(target)), load_target_side(str(draft)), ggufs, **how)
+
+
+@pytest.fixture
+def target(tmp_path):
+    return write(tmp_path / "target")
+
+
+@pytest.fixture
+def draft(tmp_path):
+    return write(tmp_path / "draft")
+
+
+def test_pairs_without_a_fault_pass_clean(target, draft):
+    assert found(target, draft) == found(target, draft, tensor_parallel=2) == []
+    assert found("embedded", "embedded") == [], "a trained pair, with a bos that both add"
+
+
+def add_bos(tree):
+    special = {"SpecialToken": {"id": "<|user|>", "type_id": 0}}
+    token = {"<|user|>": {"id": "<|user|>", "ids": [2], "tokens": ["<|user|>"]}}
+    single = [special, {"Sequence": {"id": "A", "type_id": 0}}]
+    tree["post_processor"] = {"type": "TemplateProcessing", "single": single, "pair": single, "special_tokens": token}
+
+
+def swapped(tree):
+    vocab = tree["model"]["vocab"]
+    vocab["A"], vocab["B"] = vocab["B"], vocab["A"]
+
+
+def added(tree):
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
+    tree["added_tokens"].append({"id": tree["model"]["vocab"]["A"], "content": "A", **flags})
+
+
+# (file, its change, who is broken by it, words of the finding); an empty set: a note.
+FILES = [
+    ("tokenizer.json", add_bos, {LLAMA_CPP}, ("post_processor", "[] in the target", "['<|user|>'] in the draft", "refuses")),
+    ("tokenizer.json", swapped, ALL, ("tokenizer.json", "'A' in the target", "'B' in the draft", "use a draft with the target")),
+    ("tokenizer.json", added, {SGLANG}, ("added_tokens", "{} in the target", "'A'", "sglang#24051")),
+    ("tokenizer.json", lambda tree: tree["model"].update(byte_fallback=True), {LLAMA_CPP}, ("byte_fallback", "False", "True")),
+    ("tokenizer.json", lambda tree: tree.update(normalizer={"type": "Lowercase"}), set(), ("normalizer", "Lowercase", "acceptance")),
+    ("tokenizer.json", lambda tree: tree["model"]["merges"].pop(), set(), ("merges", "acceptance falls")),
+    ("tokenizer_config.json", lambda tree: tree.update(pad_token="<|user|>"), set(), ("pad_token", "<|pad|>", "<|user|>")),
+    ("config.json", lambda tree: tree.update(vocab_size=ROWS + 9), ALL - {LLAMA_CPP}, (f"{ROWS + 9} draft rows", "needs the same")),
+    ("config.json", lambda tree: tree.update(vocab_size=ROWS + 999), ALL, (f"{ROWS + 999} draft rows", "needs")),
+    ("config.json", lambda tree: tree.update(tie_word_embeddings=False), None, ("no lm_head.weight", "noise")),
+    ("config.json", lambda tree: tree.update(dtype="float16"), set(), ("float32 in the target, float16 in the draft", "vLLM")),
+    ("config.json", lambda tree: tree.update(max_position_embeddings=64), set(), ("context is 64", "limit the server")),
+    ("config.json", lambda tree: tree.update(head_dim=20), {VLLM}, ("head_dim 20 in the draft", "no attention kernel")),
+    ("config.json", lambda tree: tree.update(head_dim=40), set(), ("head_dim 40 in the draft", "CPU build")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "change", "broken", "words"), FILES)
+def test_each_file_that_differs_is_found_once(target, draft, name, change, broken, words):
+    edit(draft, name, change)
+    if "draft rows" in words[0]:  # Then the weights do not fit config.json either, which is a finding of its own.
+        (draft / "model.safetensors").unlink()
+    findings = found(target, draft)
+    assert findings
+    named = {engine for one in findings for engine in one.engines if one.breaks}
+    assert named == (broken or set())
+    assert any(one.breaks for one in findings) == (broken is None or bool(broken))
+    text = "\n".join(map(str, findings))
+    assert all(word in text for word in words), text
+    assert len(findings) <= 2, "several engines may say it in their own words, and nothing else is wrong"
+
+
+def test_a_chat_template_of_its_own_is_a_note(target, draft):
+    (draft / "chat_template.jinja").write_text("other")
+    (one,) = found(target, draft)
+    assert not one.breaks
+    assert "<|user|>" in one.text
+    assert "other in the draft" in one.text
+
+
+def test_rows_and_weights(tmp_path, target, draft):
+    few = write(tmp_path / "few", vocab_size=ROWS - 9)
+    assert {name for one in found(few, few) for name in one.engines if "has ids up to" in one.text} == ALL
+    edit(few, "config.json", lambda tree: tree.update(vocab_size=ROWS))
+    (one,) = found(target, few)
+    assert (one.breaks, one.engines) == (True, ())
+    assert f"embed_tokens.weight has {ROWS - 9} rows in the draft's safetensors" in one.text
+    assert f"vocab_size is {ROWS}" in one.text
+    (few / "model.safetensors").write_bytes(b"x" * 20)
+    with pytest.raises(UserError, match=r"model\.safetensors: not a complete safetensors file"):
+        found(target, few)
+    own = write(tmp_path / "own", tie_word_embeddings=False)
+    assert found(target, own) == [], "an untied head that is there"
+
+
+def test_a_head_that_the_engine_never_loads(tmp_path, target):
+    untied = write(tmp_path / "untied", "gemma2", tie_word_embeddings=False)
+    (one,) = found(target, untied)
+    assert (one.breaks, set(one.engines)) == (True, {VLLM, LLAMA_CPP})
+    assert "gemma2" in one.text
+    assert found(target, write(tmp_path / "tied", "gemma2")) == []
+
+
+@pytest.mark.parametrize(("parts", "fine"), [(2, True), (4, True), (3, False), (8, False)])
+def test_tensor_parallel_must_divide(target, draft, parts, fine):
+    findings = found(target, draft, tensor_parallel=parts)
+    assert (findings == []) == fine
+    assert all(one.breaks and one.engines == (VLLM,) for one in findings)
+    assert fine or f"--tensor-parallel-size {parts}" in findings[0].text
+    assert found(target, draft, tensor_parallel=parts, engines=["SGLang"]) == []
+
+
+def gguf(folder: Path, side: str, shapes=None, **changes):
+    tokenizer = load_target_side(side).tokenizer
+    tokens = list(dict(sorted(tokens_by_id(tokenizer).items())).values())
+    tokens += [f"[PAD{number}]" for number in range(2)]
+    known = {
+        "general.architecture": "llama", "llama.context_length": 4096, "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.add_bos_token": side == "embedded", "tokenizer.ggml.bos_token_id": tokenizer.bos_token_id or 0,
+    }  # fmt: skip
+    if tokenizer.chat_template:
+        known["tokenizer.chat_template"] = tokenizer.chat_template
+    known |= {key.replace("__", "."): value for key, value in changes.items()}
+    return write_gguf(folder / "model.gguf", known, shapes or {"token_embd.weight": [32, len(tokens)]})
+
+
+@pytest.mark.parametrize(
+    ("changes", "breaks", "words"),
+    [
+        ({}, None, ""),
+        ({"tokenizer__ggml__add_bos_token": True, "tokenizer__ggml__bos_token_id": 2}, True, "adds ['<|user|>'] to a text, and the target's tokenizer adds []"),
+        ({"tokenizer__ggml__add_eos_token": True, "tokenizer__ggml__eos_token_id": 999999}, True, "adds ['no token'] to a text"),
+        ({"tokenizer__ggml__tokens": ["<|end|>", "other"]}, True, "id 1 is 'other', and '<|pad|>'"),
+        ({"tokenizer__chat_template": "other"}, False, "tokenizer.chat_template is other"),
+        ({"llama__context_length": 64}, False, "llama.context_length is 64, the target's 256; start llama-server with -c 64"),
+        ({"shapes": {"token_embd.weight": [32, 9]}}, True, "token_embd.weight: [9] rows"),
+    ],
+)  # fmt: skip
+def test_a_gguf_is_compared_with_the_targets_files(tmp_path, target, draft, changes, breaks, words):
+    path = gguf(tmp_path, str(target), **changes)
+    findings = [one for one in found(target, draft, path) if "rows for 2 tokens" not in one.text]
+    assert [one.breaks for one in findings] == ([] if breaks is None else [breaks])
+    for one in findings:
+        assert one.engines == (LLAMA_CPP,)
+        assert str(path) in one.text
+        assert words in one.text
+    assert found(target, draft, path, engines=["vLLM"]) == []
+
+
+def test_a_gguf_whose_bos_is_the_targets_own(tmp_path):
+    assert [one.text for one in found("embedded", "embedded", gguf(tmp_path, "embedded"))] == []
+    (one,) = found("embedded", "embedded", gguf(tmp_path, "embedded", tokenizer__ggml__add_bos_token=False))
+    assert "adds [] to a text, and the target's tokenizer adds ['<|bos|>']" in one.text
+
+
+def test_files_that_are_no_gguf(tmp_path, target, draft):
+    whole = gguf(tmp_path, str(target)).read_bytes()
+    bad = tmp_path / "bad.gguf"
+    for content in (
+        b"",
+        b"GGUF",
+        b"hello world",
+        b"GGUF\7\0\0\0",
+        whole[:-30],
+        whole[:400],
+        whole[:16] + b"\xff" * 8 + whole[24:],
+        whole[:32] + b"\xff" * 40,
+    ):
+        bad.write_bytes(content)
+        with pytest.raises(UserError, match=r"--gguf .*bad\.gguf: not a complete GGUF file"):
+            read_gguf(bad)
+    for place in (tmp_path, tmp_path / "nowhere"):
+        with pytest.raises(UserError, match="not a complete GGUF file"):
+            read_gguf(place)
+    with pytest.raises(UserError, match=r"no tokenizer\.ggml\.tokens"):
+        found(target, draft, write_gguf(bad, {"general.architecture": "clip"}, {}))
+
+
+def test_the_command_and_its_exit_status(target, draft, tmp_path):
+    def run(*arguments):
+        return CliRunner().invoke(cli.app, ["check-pair", *map(str, arguments)])
+
+    clean = run(target, draft)
+    assert (clean.exit_code, "break serving: 0, notes: 0" in clean.output) == (0, True)
+    (draft / "chat_template.jinja").write_text("other")
+    assert run(target, draft).exit_code == 0, "a note breaks nothing"
+    edit(draft, "tokenizer.json", add_bos)
+    wrong = run(target, draft)
+    assert wrong.exit_code == 1
+    assert wrong.output.startswith(f"breaks {LLAMA_CPP}: tokenizer.json: post_processor")
+    assert run(target, draft, "--engine", "vllm").exit_code == 0
+    for arguments, words in (
+        ((target, tmp_path / "nowhere"), "draft .*nowhere.*config.json"),
+        ((tmp_path / "empty", draft), "target .*empty.*config.json"),
+        ((target, draft / "config.json"), "draft .*config.json"),
+        ((target, draft, "--engine", "ollama"), "--engine ollama"),
+        ((target, draft, "--gguf", draft / "config.json"), "not a complete GGUF"),
+    ):
+        refused = run(*arguments).exception
+        assert isinstance(refused, UserError)
+        assert pytest.raises(UserError, match=words).matches(refused)
+    (draft / "config.json").write_text('{"a": ')
+    assert "not a valid JSON" in str(run(target, draft).exception)
