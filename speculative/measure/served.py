@@ -24,6 +24,10 @@ from speculative.measure.token_scores import StoredText, TokenScores
 PREFILL_TOKENS = 1  # of a response, before its first block
 
 
+NEAR_ALL = 0.99  # share of the drafted tokens
+UNLIKELY = 1e-6
+
+
 class Decoded(NamedTuple):
     """A response as its blocks see it: the token of the prefill belongs to the prompt. A `token_scores.StoredText`."""
 
@@ -86,6 +90,17 @@ def served_shares(served: Sequence[ServedBlocks], gamma: int) -> tuple[list[floa
             blocks_J[: min(drafted, gamma)] += 1
             kept_J[: min(accepted, gamma)] += 1
     return shares_of(blocks_J, kept_J)
+
+
+def canary(share: float, expected: float, blocks: int) -> str:
+    """Return `all` or `none` if (almost) every drafted token is accepted or none, and chance does not explain it; else ''.
+
+    share, expected: accepted / drafted, counted and by replay of text that the engine did not write. A block is accepted whole with a
+    probability of at most `expected`, and not at all with at most 1 - `expected` (Markov's inequality on its accepted share).
+    """
+    if share >= NEAR_ALL > expected and expected**blocks < UNLIKELY:
+        return "all"
+    return "none" if share <= 1.0 - NEAR_ALL < expected and (1.0 - expected) ** blocks < UNLIKELY else ""
 
 
 def served_agreement(

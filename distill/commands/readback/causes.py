@@ -10,7 +10,7 @@ from distill.models.target import Target
 from distill.run.verdict_record import WAYS
 from speculative.explain.text_law import ALL_LIKELIEST, TextLaw, fitting
 from speculative.measure.replay import WORRYING_Z
-from speculative.measure.served import foreign_tokens
+from speculative.measure.served import canary, foreign_tokens
 from speculative.rules.rule import draft_draws, rules_of_text
 from speculative.rules.sampling import SamplingSettings
 
@@ -27,6 +27,20 @@ def acceptance_causes(counted: Counted, replayer: Replayer, found: Predicted) ->
 
     ``found``: the prediction at the requested gamma under the rule that the server is assumed to use.
     """
+    tau = replayer.expect(found.rule, counted.gamma)[0]
+    share = counted.accepted_per_drafted
+    share = (counted.tau - 1.0) / counted.gamma if share is None else share
+    broken = canary(share, (tau - 1.0) / counted.gamma, counted.blocks)
+    told = f"canary: {share:.3f} of the drafted tokens are accepted (tau {counted.tau:.2f}; {tau:.2f} by replay of the run's own text); "
+    if broken == "all":  # Replay of the served text agrees: it is the draft's own text.
+        return [f"{told}the engine accepts all that is drafted, so its text is the draft's; do not serve it"]
+    causes = _differences(counted, replayer, found)
+    if broken == "none":
+        causes.append(f"{told}a quantised draft can load and propose noise (sglang#39087); serve it unquantised")
+    return causes
+
+
+def _differences(counted: Counted, replayer: Replayer, found: Predicted) -> list[str]:
     causes: list[str] = []
     if counted.varies and not (found.agrees and counted.gamma == found.gamma):
         varies = f"gamma: the server varies it ({counted.varies}), and replay needs one gamma; use --concurrency 1"
