@@ -6,7 +6,7 @@ import sys
 import typer
 
 from distill.commands import options as of
-from distill.config.command_line import RespondOptions, TrainOptions, lazy_command
+from distill.config.command_line import CheckPairOptions, RespondOptions, TrainOptions, lazy_command
 from distill.faults import exit_status
 from distill.live.options import (
     ExportTrafficOptions,
@@ -33,7 +33,7 @@ COMMANDS = (
     ("report", JUDGE, of.ReportOptions, "distill.commands.show:report"),
     ("export", SERVE, of.ExportOptions, "distill.commands.export:export"),
     ("check-export", SERVE, of.CheckExportOptions, "distill.commands.export:check_export"),
-    ("check-pair", SERVE, of.CheckPairOptions, "distill.commands.export:check_pair_command"),
+    ("check-pair", SERVE, CheckPairOptions, "distill.commands.export:check_pair_command"),
     ("serve", SERVE, of.ServeOptions, "distill.commands.serve:serve"),
     ("generate", SERVE, of.GenerateOptions, "distill.commands.generate.generate:generate_command"),
     ("readback", WATCH, of.ReadbackOptions, "distill.commands.readback.readback:readback"),

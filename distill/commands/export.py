@@ -4,8 +4,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from distill.commands.options import CheckExportOptions, CheckPairOptions, ExportOptions
+from distill.commands.options import CheckExportOptions, ExportOptions
 from distill.commands.output import check_known
+from distill.config.command_line import CheckPairOptions
 from distill.config.layout import ADAPTER, RAW
 from distill.config.load import load_trusted
 from distill.export.check import OutsideCheck, outside_check
@@ -13,7 +14,6 @@ from distill.export.engine import known_engines
 from distill.export.export import ExportReport, export_draft
 from distill.export.facts import read_run
 from distill.export.pair import check_pair
-from distill.models.target import load_target_side
 from distill.run.session import open_pair
 from speculative.errors import UserError
 
@@ -62,13 +62,13 @@ def check_pair_command(options: CheckPairOptions) -> int:
     if options.engine:
         check_known("--engine", options.engine.lower(), tuple(known))
     engines = [known[options.engine.lower()]] if options.engine else list(known.values())
-    places = (("target", options.target), ("draft", options.draft))
-    target, draft = (load_target_side(path, options.trust_remote_code, what=what) for what, path in places)
-    found = check_pair(target, draft, options.gguf or [], engines=engines, tensor_parallel=options.tensor_parallel)
-    breaking = sum(one.breaks for one in found)
+    parallel, trusted = options.tensor_parallel, options.trust_remote_code
+    broken, notes = check_pair(
+        options.target, options.draft, options.gguf or [], engines=engines, tensor_parallel=parallel, trusted=trusted
+    )
     checked = ", ".join(f"{name} {known_engines()[name].version}" for name in engines)
-    print(*found, f"findings that break serving: {breaking}, notes: {len(found) - breaking} ({checked})", sep="\n")
-    return 1 if breaking else 0
+    print(*broken, *notes, f"findings that break serving: {len(broken)}, notes: {len(notes)} ({checked})", sep="\n")
+    return 1 if broken else 0
 
 
 def export_lines(report: ExportReport) -> list[str]:

@@ -152,25 +152,6 @@ class CheckExportOptions:
 
 
 @dataclass(frozen=True)
-class CheckPairOptions:
-    """Check the files of a pair before it is served.
-
-    understudy check-pair Qwen/Qwen3-4B runs/support/export --gguf draft.gguf --engine llama.cpp
-
-    Compares tokenizers, chat templates, rows, heads, contexts and dtypes, and says what happens in which engine otherwise, and the fix.
-
-    Exit status: 0 nothing breaks serving, 1 something does, 2 a mistake in the command or its files.
-    """
-
-    target: Annotated[str, argument("target: directory, hub id or `embedded`")]
-    draft: Annotated[str, argument("draft: exported or other model directory, or hub id")]
-    gguf: Annotated[list[Path] | None, option("GGUF file of the target or the draft to check too; repeatable")] = None
-    engine: Annotated[str, option("check for this engine only, e.g. vLLM or llama.cpp; default: all")] = ""
-    tensor_parallel: Annotated[int, option("GPUs that the engine splits each layer over", min=1)] = 1
-    trust_remote_code: TrustRemoteCode = False
-
-
-@dataclass(frozen=True)
 class ServeOptions:
     """Start vLLM with the target and the draft.
 

@@ -29,7 +29,6 @@ from distill.export.facts import EngineFacts
 from distill.export.pair import check_pair
 from distill.faults import Interrupted
 from distill.models.load import resolve
-from distill.models.target import load_target_side
 from speculative.errors import UserError
 
 ENGINES = {"vllm": ("vLLM", "vllm")}  # option value -> (name in serving.json, program)
@@ -123,20 +122,17 @@ def _target(options: ServeOptions, directory: Path, name: str) -> str:
 
 
 def _check_files(name: str, words: list[str], directory: Path) -> None:
-    """Check the pair's files, which can differ from those at export, and print notes. A target on the hub is not downloaded for it.
-
-    Raises:
-        UserError: the engine would not serve them right.
-    """
+    """Raise UserError if the engine would not serve the files of today right; print notes. A target on the hub is not downloaded."""
     if Path(words[2]).is_dir() and (directory / "config.json").is_file():
-        trusted = "--trust-remote-code" in words
         parts = re.search(r"(?:--tensor-parallel-size|-tp)[ =](\d+)", " ".join(words))
-        places = (("target", words[2]), ("draft", str(directory)))
-        target, draft = (load_target_side(place, trusted, what=what) for what, place in places)
-        found = check_pair(target, draft, engines=[name], tensor_parallel=int(parts[1]) if parts else 1)
-        if broken := "; ".join(str(one) for one in found if one.breaks):
-            raise UserError(f"{directory}: {broken}")
-        print(*found, sep="\n", end="\n" * bool(found), file=sys.stderr)
+        how: dict[str, Any] = {
+            "tensor_parallel": int(parts[1]) if parts else 1,
+            "trusted": "--trust-remote-code" in words,
+        }
+        broken, notes = check_pair(words[2], str(directory), engines=[name], **how)
+        if broken:
+            raise UserError(f"{directory}: {'; '.join(broken)}")
+        print(*notes, sep="\n", end="\n" * bool(notes), file=sys.stderr)
 
 
 def _read_export(path: Path) -> tuple[Path, EngineFacts]:

@@ -64,6 +64,7 @@ class Engine:
     equal_strings: bool = False  # the engine itself compares token strings
     language: str = "bash"
     one_pass: bool = False  # serves drafts that propose a block in one forward pass
+    reads_gguf: bool = False
     notes: Callable[[EngineFacts], list[str]] = field(default=_nothing)  # what it serves, but not as measured
 
 
@@ -176,9 +177,9 @@ def _vocabulary_reasons(engine: Engine, facts: EngineFacts) -> list[str]:
     reasons = []
     for side, rows in (("target", facts.target_rows), ("draft", facts.draft_rows)):
         if rows < facts.token_rows:
+            told = "an id without a row crashes the engine or reads foreign memory; export the draft with the target's rows"
             reasons.append(
-                f"config.json: vocab_size {rows} in the {side}, and the target's tokenizer.json has ids up to {facts.token_rows - 1}; an id "
-                "without a row crashes the engine or reads foreign memory; export the draft with the target's rows"
+                f"config.json: vocab_size {rows} in the {side}, tokenizer.json needs {facts.token_rows}; {told}"
             )
     if abs(facts.target_rows - facts.draft_rows) > engine.row_slack:
         allowed = f"a difference of at most {engine.row_slack}" if engine.row_slack else "the same number"

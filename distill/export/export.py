@@ -25,7 +25,7 @@ from distill.export.quantize import quantize_draft
 from distill.models.draft import ADAPTER_FILE, base_of_adapter, cast_weights
 from distill.models.load import public_name, resolve, saved_dtype, without_folders
 from distill.models.target import TargetSide, load_target_side
-from distill.models.vocabulary import VocabularyAgreement, vocabulary_rows
+from distill.models.vocabulary import VocabularyAgreement, tokenizer_differences, vocabulary_rows
 from distill.run.verdict_record import Verdict
 from speculative.errors import UserError
 from speculative.measure.measured import HELD_OUT
@@ -126,7 +126,7 @@ def check_exported(directory: Path, model: Any, tokenizer: Any, trust_remote_cod
     """Reload a written directory, compare it with the model in memory, and return the checks as sentences.
 
     Raises:
-        RuntimeError: logits, vocabulary or chat template differ, which is a bug in the export.
+        RuntimeError: logits or tokenizer differ, which is a bug in the export.
 
     """
     loaded = AutoModelForCausalLM.from_pretrained(directory, dtype="auto", trust_remote_code=trust_remote_code).eval()
@@ -136,10 +136,11 @@ def check_exported(directory: Path, model: Any, tokenizer: Any, trust_remote_cod
         same_logits = torch.equal(loaded(input_ids=ids_BT).logits, model(input_ids=ids_BT).logits)
     if not same_logits:
         raise RuntimeError(f"{directory}: the reloaded draft and the student give different logits")
-    if loaded_tokenizer.get_vocab() != tokenizer.get_vocab():
-        raise RuntimeError(f"{directory}: the vocabulary of the reloaded tokenizer differs from the target's")
-    if getattr(loaded_tokenizer, "chat_template", None) != getattr(tokenizer, "chat_template", None):
-        raise RuntimeError(f"{directory}: the chat template of the reloaded tokenizer differs from the target's")
+    differing = tokenizer_differences(tokenizer, loaded_tokenizer)
+    if differing or loaded_tokenizer.get_vocab() != tokenizer.get_vocab():
+        raise RuntimeError(
+            f"{directory}: the reloaded tokenizer differs from the target's: {differing or 'vocabulary'}"
+        )
     dtype = _dtype_name(loaded.dtype)
     return [f"the export was reloaded, and its logits of {ids_BT.shape[1]} tokens are equal in {dtype}"]
 

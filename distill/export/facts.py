@@ -89,14 +89,8 @@ class OnePass(NamedTuple):
     taus: Mapping[str, float]
 
 
-class Shape(NamedTuple):
-    """What engines split and have kernels for. untied: model type of a model whose head has its own weights; else None."""
-
-    head_size: int
-    heads: int
-    kv_heads: int
-    width: int  # of the feed-forward layers
-    untied: str | None
+# Head size, heads, key-value heads, feed-forward width, and the model type if the head has its own weights.
+Shape = tuple[int, int, int, int, str | None]
 
 
 @dataclass(frozen=True)
@@ -126,6 +120,7 @@ class EngineFacts:
     # timing of prompt lookup before a draft that proposes token by token, if the verdict chose that
     together: Measured | None = None
     differences: Mapping[str, str] = field(default_factory=dict)  # of the pair's files by name, as text
+    dtypes: tuple[str, str] = ("", "")  # of the saved weights of target and draft
     token_rows: int = 0  # rows that the target's tokenizer needs
     shapes: Mapping[str, Shape] = field(default_factory=dict)  # of `target` and `draft`
     tensor_parallel: int = 1  # GPUs that each layer is split over
@@ -168,7 +163,7 @@ class EngineFacts:
     def lost_heads(self, tied: Sequence[str]) -> list[str]:
         """Return a reason for each model with a head of its own, of a type that the engine loads as tied only."""
         told = "it uses the embedding as head of this type, so the model's own head is lost; use a tied model"
-        lost = [(side, shape.untied) for side, shape in self.shapes.items() if shape.untied in tied]
+        lost = [(side, shape[-1]) for side, shape in self.shapes.items() if shape[-1] in tied]
         return [f"config.json: tie_word_embeddings false in the {side}, a {kind} model; {told}" for side, kind in lost]
 
     def predicted(self, rule: str) -> str:
@@ -233,16 +228,12 @@ def gather_facts(target: TargetSide, draft: TargetSide, path: str, **served: Any
         draft_quantised=quantization_of(draft.config) is not None,
         pre_tokenizer=pre_tokenizer_name(target.tokenizer),
         draft_context=shorter_context(draft.config, target.config),
-        differences=tokenizer_differences(target.tokenizer, draft.tokenizer) | _dtypes(target.config, draft.config),
+        differences=tokenizer_differences(target.tokenizer, draft.tokenizer),
+        dtypes=(str(saved_dtype(target.config)), str(saved_dtype(draft.config))),
         token_rows=max(target_tokens, default=-1) + 1,
         shapes={"target": _shape(target.config), "draft": _shape(draft.config)},
         **served,
     )
-
-
-def _dtypes(target: Any, draft: Any) -> dict[str, str]:
-    ours, theirs = (str(saved_dtype(one)).removeprefix("torch.") for one in (target, draft))
-    return {} if ours == theirs else {"dtype": f"config.json: dtype: {ours} in the target, {theirs} in the draft"}
 
 
 def _shape(config: Any) -> Shape:
@@ -250,7 +241,7 @@ def _shape(config: Any) -> Shape:
     heads = getattr(text, "num_attention_heads", None) or 1
     size = getattr(text, "head_dim", None) or (getattr(text, "hidden_size", None) or 0) // heads
     kv_heads, width = getattr(text, "num_key_value_heads", None) or heads, getattr(text, "intermediate_size", None) or 0
-    return Shape(size, heads, kv_heads, width, None if getattr(text, "tie_word_embeddings", True) else text.model_type)
+    return (size, heads, kv_heads, width, None if getattr(text, "tie_word_embeddings", True) else text.model_type)
 
 
 def shorter_context(draft_config: Any, target_config: Any) -> int | None:

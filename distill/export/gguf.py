@@ -45,11 +45,7 @@ _MOST = 1 << 24  # bytes of a text and entries of a list: far more than any temp
 
 
 def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, list[int]]]:
-    """Return a GGUF file's metadata and the dimensions of its tensors, by name.
-
-    Raises:
-        UserError: the file cannot be read, or is not a complete GGUF file of version 2 or 3.
-    """
+    """Return a GGUF file's metadata and the dimensions of its tensors, by name. Raises UserError if it is not whole."""
     try:
         with path.open("rb") as file:
             if file.read(4) != b"GGUF" or _value(file, _UINT32) not in (2, 3):

@@ -20,21 +20,14 @@ def drafts_by(verdict: Verdict | None) -> dict[Drafting, str]:
 
 
 class GammaPlan(NamedTuple):
-    """The gammas to serve.
-
-    gamma: of every command: at one request at once, or at the fewest requests at which drafting pays or was timed. source: its origin in
-    words. gain: whether the draft pays (None: not measured). by_load: ranges from 1 to 4096 without gaps, none with more than `gamma`;
-    empty if only one request at a time was timed.
+    """The gamma of every command (at one request, or the fewest that pay), its source in words, whether the draft pays (None: not
+    measured), and ranges of loads from 1 to 4096, none with more than `gamma`; empty if only one request at a time was timed.
     """
 
     gamma: int
     source: str
     gain: bool | None
     by_load: tuple[LoadRange, ...] = ()
-
-    def at(self, load: int) -> int:
-        """Return the gamma to expect at a load, at least 1."""
-        return next((gamma for first, last, gamma in self.by_load if first <= load <= last and gamma), self.gamma)
 
 
 def gamma_plan(verdict: Verdict | None, way: str = DRAFT) -> GammaPlan:

@@ -1,17 +1,16 @@
-"""Check the files of a pair before it is served: what each engine refuses, and what it serves otherwise than measured."""
+"""Check the files of a pair before it is served: what breaks serving in which engine, and what is served otherwise than measured."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
 from distill.export.engine import check, known_engines
 from distill.export.facts import EngineFacts, gather_facts
 from distill.export.gguf import read_gguf
-from distill.models.quantized import quantization_of
-from distill.models.target import TargetSide
+from distill.models.target import TargetSide, load_target_side
 from distill.models.vocabulary import added_ends, first_string_difference, shown, tokens_by_id
 from speculative.engine.models import max_positions
 from speculative.errors import UserError
@@ -25,43 +24,30 @@ _AFFECTED = {
 }
 
 
-class Finding(NamedTuple):
-    """What was found, what happens otherwise, and the fix, as one text. breaks: whether the engines do not serve the pair right."""
-
-    engines: tuple[str, ...]  # with versions; empty: all
-    text: str
-    breaks: bool
-
-    def __str__(self) -> str:
-        return f"{'breaks' if self.breaks else 'note for'} {', '.join(self.engines) or 'every engine'}: {self.text}"
-
-
 def check_pair(
-    target: TargetSide, draft: TargetSide, ggufs: Sequence[Path] = (), *, engines: Sequence[str] = (), tensor_parallel: int = 1
-) -> list[Finding]:  # fmt: skip
-    """Return everything that is wrong with a pair, what breaks serving first.
+    target: str, draft: str, ggufs: Sequence[Path] = (), *, engines: Sequence[str] = (), tensor_parallel: int = 1, trusted: bool = False
+) -> tuple[list[str], list[str]]:  # fmt: skip
+    """Return (what breaks serving, notes): a line has the engines, what was found, what happens otherwise, and the fix.
 
-    ggufs: files made from either model, compared with the target's. engines: those to check; empty means all.
+    target, draft: directories or hub ids. ggufs: made from either model. engines: those to check; empty means all.
 
     Raises:
         UserError: a file cannot be read.
     """
-    known = {name: one for name, one in known_engines().items() if not engines or name in engines}
-    facts = gather_facts(target, draft, draft.name, gamma=1, tensor_parallel=tensor_parallel)
-    told: dict[tuple[bool, str], list[str]] = defaultdict(list)
-    for name, engine in known.items():
-        for breaks, texts in ((True, check(name, facts).reasons), (False, engine.notes(facts))):
-            for text in texts:
-                told[breaks, text].append(f"{name} {engine.version}")
-    for path in ggufs if "llama.cpp" in known else ():
-        for breaks, texts in zip((True, False), _gguf(path, target), strict=True):
-            for text in texts:
-                told[breaks, f"{path}: {text}"].append(f"llama.cpp {known['llama.cpp'].version}")
-    found = [Finding(tuple(who), text, breaks) for (breaks, text), who in told.items()]
-    found += [Finding((), text, False) for text in pair_notes(facts)]
-    for which, side in (("target", target), ("draft", draft)):
-        found += [Finding((), text, True) for text in _weights(side, which)]
-    return sorted(found, key=lambda one: not one.breaks)
+    sides = {what: load_target_side(path, trusted, what=what) for what, path in (("target", target), ("draft", draft))}
+    facts = gather_facts(sides["target"], sides["draft"], sides["draft"].name, gamma=1, tensor_parallel=tensor_parallel)
+    found: dict[tuple[bool, str], list[str]] = defaultdict(list)
+    for name, engine in known_engines().items():
+        if engines and name not in engines:
+            continue
+        lines = [(True, one) for one in check(name, facts).reasons] + [(False, one) for one in engine.notes(facts)]
+        lines += [one for path in ggufs if engine.reads_gguf for one in _gguf(path, sides["target"])]
+        for line in lines:
+            found[line].append(f"{name} {engine.version}")
+    general = [(True, one) for what, side in sides.items() for one in _weights(side, what)]
+    found |= {line: ["every engine"] for line in (*general, *((False, one) for one in pair_notes(facts)))}
+    broken = [f"breaks {', '.join(who)}: {text}" for (breaks, text), who in found.items() if breaks]
+    return broken, [f"note for {', '.join(who)}: {text}" for (breaks, text), who in found.items() if not breaks]
 
 
 def pair_notes(facts: EngineFacts) -> list[str]:
@@ -69,76 +55,55 @@ def pair_notes(facts: EngineFacts) -> list[str]:
     notes = [f"{facts.differences[name]}; {what}" for name, what in _AFFECTED.items() if name in facts.differences]
     if facts.draft_context is not None:
         notes.append(
-            f"the draft's context is {facts.draft_context} tokens (config.json: max_position_embeddings), shorter than the target's, so the "
+            f"the draft's context is {facts.draft_context} tokens, shorter than the target's (config.json: max_position_embeddings), so the "
             "commands limit the server to it (beyond it vLLM's model runner V1 drafts dummy tokens; V2 limits itself from vLLM 0.33)"
         )
     return notes
 
 
-def _weights(side: TargetSide, which: str) -> Iterable[str]:
-    """Compare the rows of embedding and head in the weight files with config.json."""
+def _weights(side: TargetSide, what: str) -> Iterable[str]:
+    """Yield where embedding and head in the weight files do not fit config.json."""
     text, rows = side.config.get_text_config(), dict[str, int]()
-    for file in sorted(Path(side.name).glob("*.safetensors")) if Path(side.name).is_dir() else ():
+    for file in sorted(Path(side.name).glob("*.safetensors")):
         try:
             with safe_open(file, "pt") as tensors:
                 rows |= {name: (tensors.get_slice(name).get_shape() or [0])[0] for name in tensors.keys()}  # noqa: SIM118
         except (OSError, SafetensorError) as error:
             raise UserError(f"{file}: not a complete safetensors file ({error}); copy it again") from error
-    tables = TABLES[:1] if quantization_of(side.config) else TABLES  # a quantised head may be packed
+    told = "engines do not load it or leave rows unset, so tokens are noise; save the model again with numbers that fit"
     for name, count in rows.items():
-        if name.endswith(tables) and count != text.vocab_size:
-            yield (
-                f"{name} has {count} rows in the {which}'s safetensors, and config.json: vocab_size is {text.vocab_size}; engines fail to load "
-                "it or leave rows unset; save the model again with equal numbers"
-            )
+        if name.endswith(TABLES) and count != text.vocab_size:
+            yield f"{name} has {count} rows in the {what}'s safetensors, config.json: vocab_size is {text.vocab_size}; {told}"
     embedded, head = (any(word in name for name in rows) for word in (TABLES[0], "lm_head."))
     if embedded and not head and not text.tie_word_embeddings:
-        yield (
-            f"config.json: tie_word_embeddings false in the {which}, and its safetensors have no lm_head.weight; the head stays unset and "
-            "every token is noise; set tie_word_embeddings to true or save the head"
-        )
+        yield f"config.json: tie_word_embeddings false in the {what}, and its safetensors have no lm_head.weight; {told}"
 
 
-def _gguf(path: Path, target: TargetSide) -> tuple[list[str], list[str]]:
-    """Compare a GGUF file with the target's files. Return (what breaks serving, notes)."""
+def _gguf(path: Path, target: TargetSide) -> Iterable[tuple[bool, str]]:
+    """Yield (whether it breaks serving, text) for what differs between a GGUF file and the target's files."""
     metadata, shapes = read_gguf(path)
-    tokens, strings = metadata.get("tokenizer.ggml.tokens"), tokens_by_id(target.tokenizer)
+    tokens, strings, ends = (
+        metadata.get("tokenizer.ggml.tokens"),
+        tokens_by_id(target.tokenizer),
+        added_ends(target.tokenizer),
+    )
     if not isinstance(tokens, list):
         raise UserError(f"--gguf {path}: it has no tokenizer.ggml.tokens; give a language model's file")
-    broken, notes = [], []
-    own = {one: token for one, token in enumerate(tokens) if one in strings}
-    if difference := first_string_difference(strings, own):
-        broken.append(
-            f"tokenizer.ggml.tokens: id {difference[0]} is {difference[2]!r}, and {difference[1]!r} in the target's tokenizer.json; it refuses "
-            "a pair with other strings; convert a model with the target's tokenizer"
-        )
-    adds, ends = _added(metadata, tokens), added_ends(target.tokenizer)
-    if adds is not None and adds != ends:
-        broken.append(
-            f"tokenizer.ggml.add_bos_token, add_eos_token: adds {adds} to a text, and the target's tokenizer adds {ends}; it refuses a pair "
-            "whose files differ in this, and else serves other text than was measured; convert it again with the target's tokenizer"
-        )
-    for name in ("token_embd.weight", "output.weight"):
-        if name in shapes and shapes[name][-1:] != [len(tokens)]:
-            broken.append(f"{name}: {shapes[name][-1:]} rows for {len(tokens)} tokens; it does not load; convert again")
-    ours, its = getattr(target.tokenizer, "chat_template", None), metadata.get("tokenizer.chat_template")
-    if ours != its:
-        notes.append(
-            f"tokenizer.chat_template is {shown(its)}, and the target's {shown(ours)}; llama-server uses that of its target file, so prompts "
-            "can differ from the measured ones; convert it again"
-        )
-    key, limit = f"{metadata.get('general.architecture')}.context_length", max_positions(target.config)
-    if metadata.get(key) and limit and metadata[key] < limit:
-        notes.append(f"{key} is {metadata[key]}, the target's {limit}; start llama-server with -c {metadata[key]}")
-    return broken, notes
-
-
-def _added(metadata: dict[str, Any], tokens: list[str]) -> list[str] | None:
-    """Return the tokens that llama.cpp adds to a text; None if its source decides by the kind of tokenizer."""
     known: dict[Any, str] = dict(enumerate(tokens))
-    bos = metadata.get(
-        "tokenizer.ggml.add_bos_token", True if metadata.get("tokenizer.ggml.model") == "llama" else None
-    )
-    adds = {"bos": bos, "eos": metadata.get("tokenizer.ggml.add_eos_token", False)}
-    ids = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name, added in adds.items() if added]
-    return None if bos is None else [known.get(one, "no token") for one in ids]
+    key = f"{metadata.get('general.architecture')}.context_length"
+    # Without the key llama.cpp adds bos by the kind of tokenizer, which only for `llama` is always so.
+    metadata.setdefault("tokenizer.ggml.add_bos_token", metadata.get("tokenizer.ggml.model") == "llama" or bool(ends))
+    adding = [one for one in ("bos", "eos") if metadata.get(f"tokenizer.ggml.add_{one}_token")]
+    limit = max_positions(target.config) or 0
+    other = first_string_difference(strings, {one: known[one] for one in strings if one in known}) or (None,) * 3
+    for breaks, place, its, ours, told in (
+        (True, f"tokenizer.ggml.tokens: id {other[0]}", other[2], other[1], "it refuses a pair with other strings; convert the right model"),
+        (True, "tokenizer.ggml.add_bos_token, add_eos_token: added", [known.get(metadata.get(f"tokenizer.ggml.{one}_token_id")) for one in adding], ends,
+         "it refuses a pair whose files differ in this, and else serves other text than was measured; convert it with the target's tokenizer"),
+        (True, "token_embd.weight: rows", shapes.get("token_embd.weight", [len(tokens)])[-1:], [len(tokens)], "it does not load; convert it again"),
+        (False, "tokenizer.chat_template", metadata.get("tokenizer.chat_template"), getattr(target.tokenizer, "chat_template", None),
+         "llama-server uses that of its target file, so prompts can differ from the measured ones; convert it again"),
+        (False, key, min(metadata.get(key, limit), limit), limit, "longer texts degrade; start llama-server with a -c that is not larger"),
+    ):  # fmt: skip
+        if its != ours:
+            yield breaks, f"{path}: {place}: {shown(its)}, and {shown(ours)} by the target's files; {told}"

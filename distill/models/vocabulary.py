@@ -73,24 +73,19 @@ def added_ends(tokenizer: Any) -> list[str]:
 
 
 def _tree(tokenizer: Any) -> dict[str, Any]:
-    """Return the content of tokenizer.json."""
+    """Return the entries of tokenizer.json and of its `model`, the merges as a hash."""
     core = getattr(tokenizer, "backend_tokenizer", None)
-    return json.loads(core.to_str()) if core is not None else {"model": {"type": type(tokenizer).__name__}}
-
-
-def _rules(tokenizer: Any) -> dict[str, Any]:
-    """Return what turns text into ids besides the token strings."""
-    tree = _tree(tokenizer)
-    merges = hashlib.sha256(json.dumps(tree["model"].get("merges")).encode()).hexdigest()[:8]
-    return {"normalizer": tree.get("normalizer"), "pre_tokenizer": tree.get("pre_tokenizer"), "hash of merges": merges}
+    tree = json.loads(core.to_str()) if core is not None else {"model": {"type": type(tokenizer).__name__}}
+    merges = json.dumps(tree["model"].get("merges")).encode()
+    return tree | tree["model"] | {"merges": hashlib.sha256(merges).hexdigest()[:8]}
 
 
 # Name of a check -> (file: key, the value of a tokenizer).
 _SETTINGS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "ends": ("tokenizer.json: post_processor (tokenizer_config.json: add_bos_token, add_eos_token)", added_ends),
     "added": ("tokenizer.json: added_tokens", lambda one: one.get_added_vocab()),
-    "kind": ("tokenizer.json: model", lambda one: {key: _tree(one)["model"].get(key) for key in ("type", "byte_fallback")}),
-    "rules": ("tokenizer.json", _rules),
+    "kind": ("tokenizer.json: model", lambda one: {key: _tree(one).get(key) for key in ("type", "byte_fallback")}),
+    "rules": ("tokenizer.json", lambda one: {key: _tree(one).get(key) for key in ("normalizer", "pre_tokenizer", "merges")}),
     "roles": ("tokenizer_config.json", lambda one: {f"{role}_token": getattr(one, f"{role}_token", None) for role in ROLES}),
     "template": ("chat_template.jinja (tokenizer_config.json: chat_template)", lambda one: getattr(one, "chat_template", None)),
 }  # fmt: skip

@@ -93,10 +93,9 @@ def served_shares(served: Sequence[ServedBlocks], gamma: int) -> tuple[list[floa
 
 
 def canary(share: float, expected: float, blocks: int) -> str:
-    """Return `all` or `none` if (almost) every drafted token is accepted or none, and chance does not explain it; else ''.
+    """Return `all` or `none` if so much is accepted and chance does not explain it; else ''.
 
-    share, expected: accepted / drafted, counted and by replay of text that the engine did not write. A block is accepted whole with a
-    probability of at most `expected`, and not at all with at most 1 - `expected` (Markov's inequality on its accepted share).
+    expected: accepted / drafted of text that the engine did not write: the greatest chance of a whole block (Markov's inequality).
     """
     if share >= NEAR_ALL > expected and expected**blocks < UNLIKELY:
         return "all"

@@ -123,10 +123,11 @@ def _gammas(options: ReadbackOptions, frozen: FrozenText, verdict: Verdict | Non
     if options.gamma is not None:
         return (options.gamma,)
     plans = [gamma_plan(verdict, way) for way in (drafts_by(verdict)[draft.drafting], DRAFT)] if verdict else []
-    exported = [gamma for plan in plans for gamma in (plan.at(options.concurrency), plan.gamma)]
-    by_load = [gamma for plan in plans[:1] for _, _, gamma in plan.by_load if gamma]
     judged = verdict.gamma if verdict else frozen.config.judge.gamma
-    return tuple(dict.fromkeys((*exported, max(1, judged), *by_load)))
+    ranges = [one for plan in plans for one in plan.by_load]
+    at_load = [gamma for first, last, gamma in ranges if first <= options.concurrency <= last]
+    gammas = *at_load, *(plan.gamma for plan in plans), max(1, judged), *(gamma for _, _, gamma in ranges)
+    return tuple(dict.fromkeys(gamma for gamma in gammas if gamma))
 
 
 def _clients(options: ReadbackOptions, frozen: FrozenText) -> list[EngineClient]:

@@ -19,6 +19,6 @@ def _refusals(facts: EngineFacts) -> list[str]:
 register(
     Engine(
         "llama.cpp", "v0.5.0", "llama_cpp.j2", 3, lambda facts: "greedy-draft", _refusals, ROW_SLACK,
-        LLAMA_CPP_FIRST_COMPARED_ID, equal_strings=True,
+        LLAMA_CPP_FIRST_COMPARED_ID, equal_strings=True, reads_gguf=True,
     )
 )  # fmt: skip

@@ -3,8 +3,7 @@
 from distill.export.engine import Engine, register, rerouted_word
 from distill.export.facts import EngineFacts
 
-# v1/attention/backends: flash_attn.py, triton_attn.py, cpu_attn.py
-SMALLEST_HEAD = 32
+# Head sizes of v1/attention/backends/cpu_attn.py; on GPUs flash_attn.py takes multiples of 8.
 CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 # Model types whose own head it never loads (model_executor/models), so an untied one is lost.
 ALWAYS_TIED = ("cohere", "cohere2", "gemma2")
@@ -19,29 +18,27 @@ def _refusals(facts: EngineFacts) -> list[str]:
         reasons.append(
             f"vLLM refuses min_p with speculation, and this run serves with min_p {facts.sampling.min_p}; set serving.min_p to 0"
         )
-    for side, shape in facts.shapes.items():
-        if shape.head_size % 8 and shape.head_size < SMALLEST_HEAD:
+    parts = facts.tensor_parallel
+    for side, (size, heads, kv_heads, width, _) in facts.shapes.items():
+        if size % 8 and size not in CPU_HEADS:
             reasons.append(
-                f"config.json: head_dim {shape.head_size} in the {side}; no attention kernel takes it (FlashAttention needs a multiple of 8, "
-                f"Triton at least {SMALLEST_HEAD}); use a model with another head size"
+                f"config.json: head_dim {size} in the {side}; it has no attention kernel for it; use another model"
             )
-        few, many = sorted((shape.kv_heads, facts.tensor_parallel))
-        if many % few or shape.heads % facts.tensor_parallel or shape.width % facts.tensor_parallel:
+        if max(kv_heads, parts) % min(kv_heads, parts) or heads % parts or width % parts:
             reasons.append(
-                f"config.json: {shape.heads} heads, {shape.kv_heads} key-value heads, intermediate_size {shape.width} in the {side}; it cannot "
-                f"split them over --tensor-parallel-size {facts.tensor_parallel}, which the draft shares; use a size that divides them"
+                f"config.json: {heads} heads, {kv_heads} key-value heads, intermediate_size {width} in the {side}; it cannot split them over "
+                f"--tensor-parallel-size {parts}, which the draft shares; use a size that divides them"
             )
     return reasons + facts.lost_heads(ALWAYS_TIED)
 
 
 def _notes(facts: EngineFacts) -> list[str]:
     told = "it computes the draft in the target's dtype, so acceptance can differ from the measured one; export with the target's dtype"
-    notes = [f"{facts.differences['dtype']}; {told}"] if "dtype" in facts.differences else []
-    return notes + [
-        f"config.json: head_dim {one.head_size} in the {side}; its CPU build has kernels for {CPU_HEADS} only; serve on a GPU"
-        for side, one in facts.shapes.items()
-        if one.head_size not in CPU_HEADS
-    ]
+    target, draft = facts.dtypes
+    notes = [f"config.json: dtype: {target} in the target, {draft} in the draft; {told}"] if target != draft else []
+    sizes = {side: shape[0] for side, shape in facts.shapes.items() if shape[0] not in CPU_HEADS}
+    told = "its CPU build has no attention kernel for it; serve on a GPU"
+    return notes + [f"config.json: head_dim {size} in the {side}; {told}" for side, size in sizes.items()]
 
 
 def _rule(facts: EngineFacts) -> str:

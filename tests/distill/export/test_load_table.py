@@ -49,7 +49,6 @@ def test_ranges_by_hand(rows: list[Row], wins: int | None, ranges: list[tuple[in
     paying = [gamma for _, _, gamma in ranges if gamma]
     assert plan.gamma == (paying[0] if paying else rows[0][1])
     assert all(gamma <= plan.gamma for _, _, gamma in ranges)
-    assert [plan.at(load) for load, _, _ in found] == [gamma or plan.gamma for _, _, gamma in found]
     assert found[0][0] == 1
     assert all(later[0] == earlier[1] + 1 for earlier, later in itertools.pairwise(found))
 
@@ -57,7 +56,7 @@ def test_ranges_by_hand(rows: list[Row], wins: int | None, ranges: list[tuple[in
 def test_nothing_measured_under_load_has_no_table_and_no_note() -> None:
     assert gamma_plan(None).by_load == gamma_plan(verdict_of([], None)).by_load == ()
     one = gamma_plan(verdict_of([(1, 5, 2.0)], None))
-    assert (one.by_load, one.gamma, one.at(9)) == ((), 5, 5), "one request at a time says nothing of a load"
+    assert (one.by_load, one.gamma) == ((), 5), "one request at a time says nothing of a load"
     measured = verdict_of([(1, 5, 2.0), (4, 5, 1.5)], None)
     names = drafts_by(measured)
     assert gamma_plan(measured, names["autoregressive"]) == gamma_plan(measured)

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from typer.testing import CliRunner
 
 from distill import cli
 from distill.export.gguf import read_gguf
-from distill.export.pair import Finding, check_pair
+from distill.export.pair import check_pair
 from distill.models.target import load_target_side
 from distill.models.vocabulary import tokens_by_id
 from speculative.errors import UserError
@@ -35,8 +36,21 @@ def edit(folder, name, change):
     (folder / name).write_text(json.dumps(tree))
 
 
+class Finding(NamedTuple):
+    breaks: bool
+    engines: tuple[str, ...]
+    text: str
+
+
 def found(target, draft, *ggufs, **how) -> list[Finding]:
-    return check_pair(load_target_side(str(target)), load_target_side(str(draft)), ggufs, **how)
+    told = check_pair(str(target), str(draft), ggufs, **how)
+    parts = [
+        (breaks, *line.split(": ", 1)) for breaks, lines in zip((True, False), told, strict=True) for line in lines
+    ]
+    assert all(who.startswith("breaks " if breaks else "note for ") for breaks, who, _ in parts)
+    names = [who.removeprefix("breaks ").removeprefix("note for ") for _, who, _ in parts]
+    engines = [() if one == "every engine" else tuple(one.split(", ")) for one in names]
+    return [Finding(breaks, who, text) for (breaks, _, text), who in zip(parts, engines, strict=True)]
 
 
 @pytest.fixture
@@ -83,7 +97,7 @@ FILES = [
     ("config.json", lambda tree: tree.update(vocab_size=ROWS + 9), ALL - {LLAMA_CPP}, (f"{ROWS + 9} draft rows", "needs the same")),
     ("config.json", lambda tree: tree.update(vocab_size=ROWS + 999), ALL, (f"{ROWS + 999} draft rows", "needs")),
     ("config.json", lambda tree: tree.update(tie_word_embeddings=False), None, ("no lm_head.weight", "noise")),
-    ("config.json", lambda tree: tree.update(dtype="float16"), set(), ("float32 in the target, float16 in the draft", "vLLM")),
+    ("config.json", lambda tree: tree.update(dtype="float16"), set(), ("torch.float32 in the target, torch.float16 in the draft", "vLLM")),
     ("config.json", lambda tree: tree.update(max_position_embeddings=64), set(), ("context is 64", "limit the server")),
     ("config.json", lambda tree: tree.update(head_dim=20), {VLLM}, ("head_dim 20 in the draft", "no attention kernel")),
     ("config.json", lambda tree: tree.update(head_dim=40), set(), ("head_dim 40 in the draft", "CPU build")),
@@ -100,7 +114,7 @@ def test_each_file_that_differs_is_found_once(target, draft, name, change, broke
     named = {engine for one in findings for engine in one.engines if one.breaks}
     assert named == (broken or set())
     assert any(one.breaks for one in findings) == (broken is None or bool(broken))
-    text = "\n".join(map(str, findings))
+    text = "\n".join(f"{one.engines} {one.text}" for one in findings)
     assert all(word in text for word in words), text
     assert len(findings) <= 2, "several engines may say it in their own words, and nothing else is wrong"
 
@@ -115,7 +129,7 @@ def test_a_chat_template_of_its_own_is_a_note(target, draft):
 
 def test_rows_and_weights(tmp_path, target, draft):
     few = write(tmp_path / "few", vocab_size=ROWS - 9)
-    assert {name for one in found(few, few) for name in one.engines if "has ids up to" in one.text} == ALL
+    assert {name for one in found(few, few) for name in one.engines if "tokenizer.json needs" in one.text} == ALL
     edit(few, "config.json", lambda tree: tree.update(vocab_size=ROWS))
     (one,) = found(target, few)
     assert (one.breaks, one.engines) == (True, ())
@@ -163,17 +177,17 @@ def gguf(folder: Path, side: str, shapes=None, **changes):
     ("changes", "breaks", "words"),
     [
         ({}, None, ""),
-        ({"tokenizer__ggml__add_bos_token": True, "tokenizer__ggml__bos_token_id": 2}, True, "adds ['<|user|>'] to a text, and the target's tokenizer adds []"),
-        ({"tokenizer__ggml__add_eos_token": True, "tokenizer__ggml__eos_token_id": 999999}, True, "adds ['no token'] to a text"),
-        ({"tokenizer__ggml__tokens": ["<|end|>", "other"]}, True, "id 1 is 'other', and '<|pad|>'"),
-        ({"tokenizer__chat_template": "other"}, False, "tokenizer.chat_template is other"),
-        ({"llama__context_length": 64}, False, "llama.context_length is 64, the target's 256; start llama-server with -c 64"),
-        ({"shapes": {"token_embd.weight": [32, 9]}}, True, "token_embd.weight: [9] rows"),
+        ({"tokenizer__ggml__add_bos_token": True, "tokenizer__ggml__bos_token_id": 2}, True, "added: ['<|user|>'], and [] by the target's files"),
+        ({"tokenizer__ggml__add_eos_token": True, "tokenizer__ggml__eos_token_id": 999999}, True, "added: [None], and []"),
+        ({"tokenizer__ggml__tokens": ["<|end|>", "other"]}, True, "id 1: other, and <|pad|> by"),
+        ({"tokenizer__chat_template": "other"}, False, "tokenizer.chat_template: other, and {% for"),
+        ({"llama__context_length": 64}, False, "llama.context_length: 64, and 256"),
+        ({"shapes": {"token_embd.weight": [32, 9]}}, True, "token_embd.weight: rows: [9], and ["),
     ],
 )  # fmt: skip
 def test_a_gguf_is_compared_with_the_targets_files(tmp_path, target, draft, changes, breaks, words):
     path = gguf(tmp_path, str(target), **changes)
-    findings = [one for one in found(target, draft, path) if "rows for 2 tokens" not in one.text]
+    findings = [one for one in found(target, draft, path) if "and [2] by" not in one.text]
     assert [one.breaks for one in findings] == ([] if breaks is None else [breaks])
     for one in findings:
         assert one.engines == (LLAMA_CPP,)
@@ -185,7 +199,7 @@ def test_a_gguf_is_compared_with_the_targets_files(tmp_path, target, draft, chan
 def test_a_gguf_whose_bos_is_the_targets_own(tmp_path):
     assert [one.text for one in found("embedded", "embedded", gguf(tmp_path, "embedded"))] == []
     (one,) = found("embedded", "embedded", gguf(tmp_path, "embedded", tokenizer__ggml__add_bos_token=False))
-    assert "adds [] to a text, and the target's tokenizer adds ['<|bos|>']" in one.text
+    assert "added: [], and ['<|bos|>'] by the target's files" in one.text
 
 
 def test_files_that_are_no_gguf(tmp_path, target, draft):
