@@ -109,7 +109,7 @@ class RespondOptions(LaunchOptions):
 
 @dataclass(frozen=True)
 class CheckPairOptions:
-    """Check the files of a pair before it is served.
+    """Check a pair before it is served.
 
     understudy check-pair Qwen/Qwen3-4B runs/support/export --gguf draft.gguf --engine llama.cpp
 

@@ -36,7 +36,8 @@ def acceptance_causes(counted: Counted, replayer: Replayer, found: Predicted) ->
         return [f"{told}the engine accepts all that is drafted, so its text is the draft's; do not serve it"]
     causes = _differences(counted, replayer, found)
     if broken == "none":
-        causes.append(f"{told}a quantised draft can load and propose noise (sglang#39087); serve it unquantised")
+        told += "a quantised draft can load and propose noise (sglang#39087); serve it unquantised"
+        causes[-1:] = ["; ".join([*causes[-1:], told])]
     return causes
 
 

@@ -52,10 +52,9 @@ def test_a_draft_of_noise_is_named(make: Callable[..., Engine], frozen: FrozenTe
     found = read(make(draft=noise, rule="greedy-draft"), run)
     assert found.agrees is False
     assert found.served.accepted_per_drafted is not None
-    assert (found.causes[-1].startswith("canary: 0.0") and "sglang#39087" in found.causes[-1]) == (
-        found.served.accepted_per_drafted <= 1.0 - NEAR_ALL
-    )
     assert found.served.accepted_per_drafted <= 1.0 - NEAR_ALL, "the draft of this test is accepted too often"
+    assert "canary: 0.0" in found.causes[-1]
+    assert "sglang#39087" in found.causes[-1]
 
 
 def test_a_draft_that_is_the_target_is_no_fault(
