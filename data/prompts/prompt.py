@@ -26,6 +26,7 @@ class PromptSource(BaseModel):
     split: str = Field("train", description="split of a hub id; `train` or `heldout` of stdlib")
     subset: str | None = Field(None, description="configuration name of a hub dataset")
     revision: str | None = Field(None, description="hub revision")
+    streaming: bool = Field(False, description="read a hub dataset as it comes, without a copy on this disk")
     prompt_column: str | None = Field(None, description="column with a plain prompt")
     reference_column: str | None = Field(None, description="column with the dataset's answer")
     messages_column: str | None = Field(None, description="column with chat messages (role, content)")

@@ -6,13 +6,11 @@
 import csv
 import difflib
 import glob
-import gzip
-import json
+import heapq
 import logging
 import re
 import sys
 import tempfile
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,6 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from data.prompts.conversation import conversation_prompts, tools_of
+from data.prompts.lines import Rows, csv_rows, json_rows, one_line, text_rows
 from data.prompts.prompt import PromptRow, PromptSource, rendered_row
 from data.prompts.split import content_hash
 from speculative.errors import UserError
@@ -34,10 +33,10 @@ MESSAGES_NAMES = ("messages", "conversations")
 # Suffix -> builder of `datasets`; a trailing .gz is ignored.
 FORMATS = {"jsonl": "json", "json": "json", "parquet": "parquet", "txt": "text", "csv": "csv", "arrow": "arrow"}
 TOOLS_NAME = "tools"
+UNREADABLE = (OSError, pa.ArrowException, csv.Error, KeyError, UnicodeDecodeError)
+BATCH_ROWS = 1000  # Rows of a columnar file that are read at once.
 # Columns of prompts that were rendered earlier; there are also `text` or `turns`, and `domain`.
 RENDERED = {"prompt_id", "prompt_ids"}
-
-_Rows = Iterable[tuple[int, dict[str, Any]]]
 
 
 @dataclass(frozen=True)
@@ -46,23 +45,20 @@ class _Table:
 
     name: str
     columns: list[str]
-    rows: Callable[[Sequence[str]], _Rows]
+    rows: Callable[[Sequence[str]], Rows]
 
 
-def _arrow_table(table: pa.Table, name: str) -> _Table:
-    def rows(wanted: Sequence[str]) -> _Rows:
-        chosen = table.select(list(wanted))
-        found: Iterable[dict[str, Any]] = (
-            values for batch in chosen.to_batches(max_chunksize=1000) for values in batch.to_pylist()
-        )
-        if any("arrow.json" in str(one) for one in chosen.schema.types):  # Objects with different keys, stored as JSON.
+def _arrow_table(schema: pa.Schema, batches: Callable[[list[str]], Iterable[pa.RecordBatch]], name: str) -> _Table:
+    def rows(wanted: Sequence[str]) -> Rows:
+        found: Iterable[dict[str, Any]] = (values for batch in batches(list(wanted)) for values in batch.to_pylist())
+        chosen = pa.schema([schema.field(column) for column in wanted])
+        if any("arrow.json" in str(one) for one in chosen.types):  # Objects with different keys, stored as JSON.
             import datasets
 
-            found = map(datasets.Features.from_arrow_schema(chosen.schema).decode_example, found)
+            found = map(datasets.Features.from_arrow_schema(chosen).decode_example, found)
         return enumerate(found, start=1)
 
-    table.validate(full=True)  # Otherwise pyarrow would follow damaged offsets.
-    return _Table(name, table.column_names, rows)
+    return _Table(name, schema.names, rows)
 
 
 def load_source(
@@ -87,21 +83,32 @@ def load_source(
     if source.prompt_column and source.messages_column:
         raise UserError(f"{source.path}: prompt_column and messages_column exclude each other; set only one of them")
     if source.path == STDLIB:
-        rows = _stdlib_rows(source)
+        rows = _limited(_stdlib_rows(source), source.limit)
     else:
         tables, domain = _open(source)
         own: list[UserError] | None = None if bad_rows is None else []
-        rows = [row for table in tables for row in _table_rows(table, source, source.domain or domain, preferred, own)]
+        coming = (
+            row for table in tables for row in _table_rows(table, source, source.domain or domain, preferred, own)
+        )
+        try:
+            rows = _limited(coming, source.limit)
+        except UNREADABLE as error:
+            raise UserError(f"{source.path}: cannot be read to its end: {one_line(error)}") from error
         if own and not rows:
             raise own[0]
         if bad_rows is not None:
             bad_rows += own or []
     if not rows:
         raise UserError(f"{source.path}: the source is empty; it must have at least one prompt")
-    if source.limit is None or source.limit >= len(rows):
-        return rows
-    chosen = {id(row) for row in sorted(rows, key=content_hash)[: source.limit]}
-    return [row for row in rows if id(row) in chosen]
+    return rows
+
+
+def _limited(rows: Iterable[PromptRow], limit: int | None) -> list[PromptRow]:
+    """The rows with the smallest content hashes, in their order, with only those in memory; all rows without a limit."""
+    if limit is None:
+        return list(rows)
+    chosen = heapq.nsmallest(limit, enumerate(rows), key=lambda numbered: content_hash(numbered[1]))
+    return [row for _, row in sorted(chosen)]
 
 
 def source_state(source: PromptSource) -> list[Any]:
@@ -161,7 +168,7 @@ def _open(source: PromptSource) -> tuple[Iterator[_Table], str]:
         folder = local.parent
         there = f"in {folder.resolve()}{_near_files(local)}" if folder.is_dir() else f"nor a folder {folder}"
         raise UserError(f"{local}: no such file {there}; check the path")
-    return iter([_hub_table(path, split, source.subset, source.revision)]), path.split("/")[-1]
+    return iter([_hub_table(source)]), path.split("/")[-1]
 
 
 def _looks_like_hub_id(path: str) -> bool:
@@ -205,7 +212,7 @@ def _directory_tables(folder: Path, split: str, subset: str | None) -> Iterator[
         try:
             builder = datasets.load_dataset_builder(str(folder), name=subset, cache_dir=cache)
         except (OSError, ValueError) as error:
-            raise UserError(f"{folder}: {_one_line(error)}; give a file, a glob or a subset") from error
+            raise UserError(f"{folder}: {one_line(error)}; give a file, a glob or a subset") from error
     files = {str(name): found for name, found in (builder.config.data_files or {}).items()}
     if split not in files:
         raise UserError(f"{folder}: no split {split!r}{_near(split, files)}; it has {', '.join(files)}")
@@ -217,136 +224,43 @@ def _read_file(path: Path, builder: str) -> Iterator[_Table]:
     """One table, or none if the file is empty."""
     try:
         if builder == "parquet":
-            yield _arrow_table(pq.read_table(path, partitioning=None), str(path))
+            with pq.ParquetFile(path) as file:
+                yield _arrow_table(
+                    file.schema_arrow, lambda wanted: file.iter_batches(BATCH_ROWS, columns=wanted), str(path)
+                )
             return
         if builder == "arrow":
             with pa.memory_map(str(path)) as source:
                 stream = source.read(6) != b"ARROW1"
                 source.seek(0)
                 opened = pa.ipc.open_stream(source) if stream else pa.ipc.open_file(source)
-                yield _arrow_table(opened.read_all(), str(path))
+                table = opened.read_all()
+                table.validate(full=True)  # Otherwise pyarrow would follow damaged offsets.
+                yield _arrow_table(table.schema, lambda wanted: table.select(wanted).to_batches(BATCH_ROWS), str(path))
             return
-        found = list({"json": _json_rows, "csv": _csv_rows, "text": _text_rows}[builder](path))
-    except (OSError, pa.ArrowException, csv.Error, KeyError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: cannot be read as {builder}: {_one_line(error)}") from error
-    if found:
-        yield _Table(str(path), list(dict.fromkeys(name for _, values in found for name in values)), lambda _: found)
+        # Read twice, first for the columns, so that the rows need not stay in memory.
+        read = {"json": json_rows, "csv": csv_rows, "text": text_rows}[builder]
+        columns = list(dict.fromkeys(name for _, values in read(path) for name in values))
+    except UNREADABLE as error:
+        raise UserError(f"{path}: cannot be read as {builder}: {one_line(error)}") from error
+    if columns:
+        yield _Table(str(path), columns, lambda _: read(path))
 
 
-def _lines(path: Path, ends: bool = False) -> Iterator[tuple[int, str]]:
-    """(number from 1, text) of each line, with or without its line end: a line feed, a carriage return or both."""
-    number = 0
-    try:
-        with gzip.open(path, "rb") if path.name.endswith(".gz") else path.open("rb") as file:
-            for number, line in enumerate((one for some in file for one in some.splitlines(ends)), start=1):
-                yield number, line.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        found = f"byte {error.object[error.start]:#04x}"
-        raise UserError(f"{path}:{number}: not UTF-8 ({found}); save the file as UTF-8") from error
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise UserError(f"{path}: damaged gzip file ({error}); copy or compress it again") from error
-
-
-def _filled_lines(path: Path) -> Iterator[tuple[int, str]]:
-    return ((number, line) for number, line in _lines(path) if line.strip())
-
-
-def _text_rows(path: Path) -> _Rows:
-    return ((number, {"text": line}) for number, line in _filled_lines(path))
-
-
-def _csv_rows(path: Path) -> _Rows:
-    csv.field_size_limit(sys.maxsize)  # The default limit of a cell is 131,072 characters.
-    for number, row in enumerate(csv.DictReader((line for _, line in _lines(path, ends=True)), strict=True), start=1):
-        if None in row:
-            raise UserError(f"{path}:{number}: more cells than columns; fix or remove this row")
-        yield number, row
-
-
-def _json_rows(path: Path) -> _Rows:
-    """(number of its first line, object) of each object. If the file is one list, the numbers are places in the list."""
-    values: Iterable[tuple[int, Any]]
-    if next(_filled_lines(path), (1, ""))[1].lstrip().startswith("["):
-        listed = _parsed("\n".join(line for _, line in _lines(path)), path, 1)
-        if all(isinstance(value, str) for value in listed):
-            listed = [{"text": value} for value in listed]
-        values = enumerate(listed, start=1)
-    else:
-        values = ((number, _parsed(text, path, number)) for number, text in _json_texts(path))
-    for number, value in values:
-        if not isinstance(value, dict):
-            kind = type(value).__name__
-            raise UserError(f"{path}:{number}: a line must be a JSON object with named columns, not a {kind}")
-        yield number, value
-
-
-def _json_texts(path: Path) -> Iterable[tuple[int, str]]:
-    """(number of its first line, text) of each value: one per line, unless the first object spans several lines."""
-    first, line = next(_filled_lines(path), (1, ""))
-    try:
-        json.loads(line)
-        return _filled_lines(path)
-    except (ValueError, RecursionError):
-        if not line.lstrip().startswith("{"):
-            return _filled_lines(path)
-    text = "\n".join(line for _, line in _lines(path))
-    found, number, start = [], first, text.index("{")
-    try:
-        while start < len(text):
-            _, end = json.JSONDecoder().raw_decode(text, start)
-            found.append((number, text[start:end]))
-            while end < len(text) and text[end].isspace():
-                end += 1
-            number, start = number + text.count("\n", start, end), end
-    except (ValueError, RecursionError):
-        return [*found, (number, text[start:])] if number > first else _filled_lines(path)
-    return found
-
-
-def _named_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"{max(names, key=names.count)!r} is specified twice")
-    return found
-
-
-_STRICT_JSON = json.JSONDecoder(object_pairs_hook=_named_once)
-
-
-def _parsed(text: str, path: Path, number: int) -> Any:
-    """The JSON value of a text that starts in this line."""
-    try:
-        value = _STRICT_JSON.decode(text)
-        if "\\ud" in text or "\\uD" in text:
-            json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:
-        half = "half of a surrogate pair, written \\ud8.."
-        raise UserError(f"{path}:{number}: not valid Unicode ({half}); fix or remove this line") from error
-    except (ValueError, RecursionError) as error:  # Also a repeated key, a huge number, or deep nesting.
-        what = _one_line(error)
-        if isinstance(error, json.JSONDecodeError):
-            what, number = f"{error.msg}, column {error.colno}", number + error.lineno - 1
-        raise UserError(f"{path}:{number}: not valid JSON ({what}); fix or remove this line") from error
-    return value
-
-
-def _one_line(error: BaseException) -> str:
-    """The message of a library's error on one line; its cause is preferred to its summary."""
-    message = str(error.__cause__ or error).strip() or type(error).__name__
-    return " ".join(message.split())[:300]
-
-
-def _hub_table(path: str, split: str, subset: str | None, revision: str | None) -> _Table:
+def _hub_table(source: PromptSource) -> _Table:
     import datasets
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
+    path, split, subset = source.path, source.split, source.subset
     no_file = f"there is no local file or folder of that name either{_near_files(Path(path))}"
     try:
-        dataset = datasets.load_dataset(path, name=subset, split=split, revision=revision)
+        dataset = datasets.load_dataset(
+            path, name=subset, split=split, revision=source.revision, streaming=source.streaming
+        )
+        columns = dataset.column_names or list(next(iter(dataset), {}))
     except datasets.exceptions.DatasetNotFoundError as error:
         raise UserError(
-            f"{path}: {_one_line(error)}; {no_file}; check the id, or run `hf auth login` if it is gated or private"
+            f"{path}: {one_line(error)}; {no_file}; check the id, or run `hf auth login` if it is gated or private"
         ) from error
     except (ConnectionError, HfHubHTTPError, LocalEntryNotFoundError) as error:
         raise UserError(
@@ -355,8 +269,8 @@ def _hub_table(path: str, split: str, subset: str | None, revision: str | None) 
             "give it as path; or copy that machine's HF_HOME cache and set HF_HUB_OFFLINE=1"
         ) from error
     except (datasets.exceptions.DatasetsError, ValueError, RuntimeError) as error:
-        raise UserError(f"{path}: {_one_line(error)} (subset={subset}, split={split})") from error
-    return _arrow_table(dataset.with_format("arrow")[:], f"{path}[{split}]")
+        raise UserError(f"{path}: {one_line(error)} (subset={subset}, split={split})") from error
+    return _Table(f"{path}[{split}]", columns, lambda wanted: enumerate(dataset.select_columns(list(wanted)), start=1))
 
 
 def _table_rows(
@@ -405,7 +319,7 @@ def _rendered_rows(table: _Table, source: PromptSource) -> Iterator[PromptRow]:
         try:
             yield rendered_row(values, domain, origin)
         except (ValueError, TypeError, KeyError, RecursionError) as error:
-            raise UserError(f"{origin}: {_one_line(error)}; export or render these prompts again") from error
+            raise UserError(f"{origin}: {one_line(error)}; export or render these prompts again") from error
 
 
 def _content_columns(table: _Table, source: PromptSource, preferred: str | None) -> tuple[str | None, str | None]:

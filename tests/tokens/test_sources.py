@@ -4,9 +4,12 @@ import gzip
 import json
 import logging
 import tempfile
+import tracemalloc
 from pathlib import Path
 
 import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from refusals import refused
 
@@ -373,6 +376,7 @@ def test_hub_id_goes_to_the_hub_with_everything_said(monkeypatch):
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     row = load(path="some-org/maths-2.5", split="train[:3]", subset="main", revision="abc")[0]
+    assert asked.pop("streaming") is False
     assert asked == {"path": "some-org/maths-2.5", "name": "main", "split": "train[:3]", "revision": "abc"}
     assert (row.text, row.domain, row.origin) == ("What is 2 + 2?", "maths-2.5", "some-org/maths-2.5[train[:3]]:1")
 
@@ -427,3 +431,62 @@ def test_prompts_that_were_rendered_before_keep_ids_and_tokens(tmp_path):
     assert render_prompt(rows[0], None, Template(mode="chat")) == [5, 6]
     write_prompts(path, [RenderedPrompt("", "sums", (5, 6))])
     assert "no prompt_id" in refusal(path=str(path))
+
+
+def sample_of(rows: list[PromptRow], limit: int) -> list[PromptRow]:
+    """The slow twin of `limit`: all rows in memory, sorted by content hash."""
+    chosen = sorted(rows, key=content_hash)[:limit]
+    return [row for row in rows if row in chosen]
+
+
+def test_a_streamed_hub_dataset_gives_the_same_rows_and_the_same_sample(monkeypatch, tmp_path):
+    rows = [{"question": f"What is {number}?", "other": number} for number in range(3000)]
+    folder = tmp_path / "set"
+    for part in range(3):
+        write(folder / f"train-{part}.jsonl", rows[part::3])
+    load_dataset, streamed = datasets.load_dataset, []
+
+    def from_disk(path, **options):
+        streamed.append(options["streaming"])
+        return load_dataset(str(folder), cache_dir=str(tmp_path / "cache"), **options)
+
+    monkeypatch.setattr(datasets, "load_dataset", from_disk)
+    whole, stream = (load(path="some/set", prompt_column="question", streaming=one) for one in (False, True))
+    assert streamed == [False, True]
+    assert whole == stream
+    assert len(whole) == 3000
+    first = load(path="some/set", prompt_column="question", streaming=True, limit=10)
+    assert first == sample_of(whole, 10)
+    assert "no column 'qestion'" in refusal(path="some/set", prompt_column="qestion", streaming=True)
+
+
+@pytest.mark.parametrize("name", ["p.jsonl", "p.parquet", "p.csv", "p.txt"])
+def test_a_limited_source_keeps_only_its_sample_in_memory(tmp_path, name):
+    rows = [{"prompt": f"question {number} " + "x" * 200} for number in range(20_000)]
+    path = tmp_path / name
+    if name.endswith("parquet"):
+        pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=1000)
+    elif name.endswith("csv"):
+        path.write_text("prompt\n" + "".join(f"{row['prompt']}\n" for row in rows))
+    elif name.endswith("txt"):
+        path.write_text("".join(f"{row['prompt']}\n" for row in rows))
+    else:
+        write(path, rows)
+    limited = load(path=str(path), limit=5)  # imports and caches come first
+    tracemalloc.start()
+    assert load(path=str(path), limit=5) == limited
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    whole = load(path=str(path))
+    assert limited == sample_of(whole, 5)
+    assert peak < 2_000_000, "all rows have 4 MB of text alone"
+
+
+def test_a_parquet_file_damaged_behind_its_first_rows_is_one_line(tmp_path):
+    path = tmp_path / "p.parquet"
+    pq.write_table(pa.Table.from_pylist([{"prompt": f"q{n}"} for n in range(5000)]), path, row_group_size=1000)
+    content = bytearray(path.read_bytes())
+    middle = len(content) // 2
+    content[middle - 2000 : middle + 2000] = bytes(4000)
+    path.write_bytes(content)
+    assert "cannot be read" in refusal(path=str(path))

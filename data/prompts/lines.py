@@ -1,0 +1,120 @@
+"""Lines of text, CSV and JSON files, read lazily; an error gives file and line."""
+
+import csv
+import gzip
+import json
+import sys
+import zlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from speculative.errors import UserError
+
+Rows = Iterable[tuple[int, dict[str, Any]]]
+
+
+def _lines(path: Path, ends: bool = False) -> Iterator[tuple[int, str]]:
+    """(number from 1, text) of each line, with or without its line end: a line feed, a carriage return or both."""
+    number = 0
+    try:
+        with gzip.open(path, "rb") if path.name.endswith(".gz") else path.open("rb") as file:
+            for number, line in enumerate((one for some in file for one in some.splitlines(ends)), start=1):
+                yield number, line.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        found = f"byte {error.object[error.start]:#04x}"
+        raise UserError(f"{path}:{number}: not UTF-8 ({found}); save the file as UTF-8") from error
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise UserError(f"{path}: damaged gzip file ({error}); copy or compress it again") from error
+
+
+def _filled_lines(path: Path) -> Iterator[tuple[int, str]]:
+    return ((number, line) for number, line in _lines(path) if line.strip())
+
+
+def text_rows(path: Path) -> Rows:
+    """(line number, {text}) of each line that is not blank."""
+    return ((number, {"text": line}) for number, line in _filled_lines(path))
+
+
+def csv_rows(path: Path) -> Rows:
+    """(row number, cells) of each row after the header."""
+    csv.field_size_limit(sys.maxsize)  # The default limit of a cell is 131,072 characters.
+    for number, row in enumerate(csv.DictReader((line for _, line in _lines(path, ends=True)), strict=True), start=1):
+        if None in row:
+            raise UserError(f"{path}:{number}: more cells than columns; fix or remove this row")
+        yield number, row
+
+
+def json_rows(path: Path) -> Rows:
+    """(number of its first line, object) of each object. If the file is one list, the numbers are places in the list."""
+    values: Iterable[tuple[int, Any]]
+    if next(_filled_lines(path), (1, ""))[1].lstrip().startswith("["):
+        listed = _parsed("\n".join(line for _, line in _lines(path)), path, 1)
+        if all(isinstance(value, str) for value in listed):
+            listed = [{"text": value} for value in listed]
+        values = enumerate(listed, start=1)
+    else:
+        values = ((number, _parsed(text, path, number)) for number, text in _json_texts(path))
+    for number, value in values:
+        if not isinstance(value, dict):
+            kind = type(value).__name__
+            raise UserError(f"{path}:{number}: a line must be a JSON object with named columns, not a {kind}")
+        yield number, value
+
+
+def _json_texts(path: Path) -> Iterable[tuple[int, str]]:
+    """(number of its first line, text) of each value: one per line, unless the first object spans several lines."""
+    first, line = next(_filled_lines(path), (1, ""))
+    try:
+        json.loads(line)
+        return _filled_lines(path)
+    except (ValueError, RecursionError):
+        if not line.lstrip().startswith("{"):
+            return _filled_lines(path)
+    text = "\n".join(line for _, line in _lines(path))
+    found, number, start = [], first, text.index("{")
+    try:
+        while start < len(text):
+            _, end = json.JSONDecoder().raw_decode(text, start)
+            found.append((number, text[start:end]))
+            while end < len(text) and text[end].isspace():
+                end += 1
+            number, start = number + text.count("\n", start, end), end
+    except (ValueError, RecursionError):
+        return [*found, (number, text[start:])] if number > first else _filled_lines(path)
+    return found
+
+
+def _named_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{max(names, key=names.count)!r} is specified twice")
+    return found
+
+
+_STRICT_JSON = json.JSONDecoder(object_pairs_hook=_named_once)
+
+
+def _parsed(text: str, path: Path, number: int) -> Any:
+    """The JSON value of a text that starts in this line."""
+    try:
+        value = _STRICT_JSON.decode(text)
+        if "\\ud" in text or "\\uD" in text:
+            json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        half = "half of a surrogate pair, written \\ud8.."
+        raise UserError(f"{path}:{number}: not valid Unicode ({half}); fix or remove this line") from error
+    except (ValueError, RecursionError) as error:  # Also a repeated key, a huge number, or deep nesting.
+        what = one_line(error)
+        if isinstance(error, json.JSONDecodeError):
+            what, number = f"{error.msg}, column {error.colno}", number + error.lineno - 1
+        raise UserError(f"{path}:{number}: not valid JSON ({what}); fix or remove this line") from error
+    return value
+
+
+def one_line(error: BaseException) -> str:
+    """The message of a library's error on one line; its cause is preferred to its summary."""
+    message = str(error.__cause__ or error).strip() or type(error).__name__
+    return " ".join(message.split())[:300]
