@@ -26,6 +26,8 @@ from speculative.measure.replay import (
     expected_blocks_of,
     law_of,
     predicted_blocks,
+    shares_of,
+    survival_sums,
 )
 from speculative.measure.token_scores import TokenScores, score_tokens, scored_gammas
 
@@ -63,7 +65,7 @@ class OnText(Record):
     tau_ci: Interval | None = Field(None, description="its 95 % interval")
     accepted_per_drafted: float | None = Field(None, description="accepted over drafted tokens")
     survival: list[float] | None = Field(
-        None, description="share of blocks whose first j tokens are all accepted, j from 1"
+        None, description="share of blocks whose first j tokens are all accepted, j from 1; live, else by replay"
     )
     prompts: int | None = Field(None, description="held-out prompts")
     tokens: int | None = Field(None, description="tokens of their frozen responses")
@@ -126,6 +128,8 @@ class ReplaySums:
     tokens_N: list[int]
     gammas: list[int]
     blocks_NK: list[list[float]]  # expected target calls
+    drafted_NJ: list[list[float]]  # expected blocks that draft j tokens within the text, j up to the judged gamma
+    kept_NJ: list[list[float]]  # those of them that keep all j
 
 
 def replay_sums(
@@ -141,7 +145,11 @@ def replay_sums(
     law = law_of(settings.rule, settings.sampling)
     gammas = [*scored_gammas(scores, CURVE_GAMMAS), settings.gamma]
     accepted_N = [float(own.accept_probs(law).sum()) for own in scores]
-    return ReplaySums(accepted_N, list(map(len, scores)), gammas, expected_blocks_of(scores, law, gammas).tolist())
+    blocks_NK = expected_blocks_of(scores, law, gammas)
+    drafted_NJ, kept_NJ = survival_sums(scores, law, settings.gamma)
+    return ReplaySums(
+        accepted_N, list(map(len, scores)), gammas, blocks_NK.tolist(), drafted_NJ.tolist(), kept_NJ.tolist()
+    )
 
 
 def judge_frozen(
@@ -170,6 +178,7 @@ def judge_sums(heldout: Sequence[HeldoutResponse], settings: DecodeSettings, sum
     """`judge_frozen` from its sums by response."""
     *gammas, _ = sums.gammas
     accepted_N, tokens_N, blocks_NK = (np.array(own) for own in (sums.accepted_N, sums.tokens_N, sums.blocks_NK))
+    drafted_NJ, kept_NJ = np.array(sums.drafted_NJ), np.array(sums.kept_NJ)
 
     def numbers(indices: Sequence[int]) -> OnText:
         keys = [heldout[index].prompt for index in indices]
@@ -178,6 +187,7 @@ def judge_sums(heldout: Sequence[HeldoutResponse], settings: DecodeSettings, sum
         return OnText(
             alpha=alpha,
             alpha_ci=alpha_ci,
+            survival=shares_of(drafted_NJ[indices].sum(0), kept_NJ[indices].sum(0))[0],
             prompts=len(set(keys)),
             tokens=tokens,
             replay=dict(zip(gammas, (tokens / blocks_NK[indices, : len(gammas)].sum(0)).tolist(), strict=True)),

@@ -82,7 +82,7 @@ class Verdict(Record):
     )
     survival: list[float] | None = Field(
         None,
-        description="of the judged draft, live: share of blocks whose first j tokens are all accepted, j = 1, 2, ...",
+        description="of the judged draft, live, else by replay: share of blocks whose first j tokens are all accepted, j = 1, 2, ...",
     )
     live_tokens: int | None = Field(None, description="tokens of the judged draft's live run; null: none")
     replay_check: ReplayCheck | None = Field(None, description="blocks of that run, counted and by replay of its text")

@@ -105,7 +105,7 @@ class DraftJudge:
         places = [index for batch in batches for index in batch]
         joined = {
             key: [value for _, value in sorted(zip(places, (one for part in found for one in part[key]), strict=True))]
-            for key in ("accepted_N", "tokens_N", "blocks_NK")
+            for key in ("accepted_N", "tokens_N", "blocks_NK", "drafted_NJ", "kept_NJ")
         }
         return judge_sums(text, settings, ReplaySums(**joined, gammas=found[0]["gammas"]))
 

@@ -262,7 +262,7 @@ def survival_of(scores: Sequence[TokenScores], rule: str, gamma: int) -> list[fl
     Live decoding counts it over all blocks. Nothing is known about tokens after the end of a text, so a block whose
     first j tokens reach beyond the end does not count for that j; 0 if none is left.
     """
-    return shares_of(*survival_sums(scores, rule, gamma))[0]
+    return shares_of(*(sums_NJ.sum(0) for sums_NJ in survival_sums(scores, rule, gamma)))[0]
 
 
 def shares_of(blocks_J: np.ndarray, kept_J: np.ndarray) -> tuple[list[float], float]:
@@ -274,19 +274,19 @@ def shares_of(blocks_J: np.ndarray, kept_J: np.ndarray) -> tuple[list[float], fl
 def survival_sums(
     scores: Sequence[TokenScores], rule: str, gamma: int, *, spared: int = 0
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Expected blocks (J,) whose first j drafted tokens lie within the text, j = 1..gamma, and those of them that keep all j.
+    """Expected blocks (N, J) whose first j drafted tokens lie within the text, j = 1..gamma, and those of them that keep all j.
 
     spared: tokens at the end of a text that are never drafted: 1 where an engine leaves room for the target's own token.
     """
-    blocks_J, kept_J = np.zeros(gamma), np.zeros(gamma)
+    blocks_NJ, kept_NJ = np.zeros((2, len(scores), gamma))
     for group in _groups(texts_of(scores, rule), (gamma,), (gamma,)):
         starts_TN = _starts_TNK(group)[..., 0]
         for start in group.starts:
             inside_NJ = start + np.arange(1, gamma + 1) + spared <= group.lengths_N[:, None]
             weights_NJ = starts_TN[start][:, None] * inside_NJ
-            blocks_J += weights_NJ.sum(0)
-            kept_J += (weights_NJ * _kept_NJ1(group, start)[:, 1:]).sum(0)
-    return blocks_J, kept_J
+            blocks_NJ[group.rows] += weights_NJ
+            kept_NJ[group.rows] += weights_NJ * _kept_NJ1(group, start)[:, 1:]
+    return blocks_NJ, kept_NJ
 
 
 def replay(accept_probs: Sequence[np.ndarray], gammas: Iterable[int] = GAMMAS) -> dict[int, float]:

@@ -79,7 +79,7 @@ def predicted_shares(
     scores: Sequence[TokenScores], rule: str, gamma: int, *, spared: int = 0
 ) -> tuple[list[float], float]:
     """(survival by place, accepted/drafted) by replay; see `survival_sums`."""
-    return shares_of(*survival_sums(scores, rule, gamma, spared=spared))
+    return shares_of(*(sums_NJ.sum(0) for sums_NJ in survival_sums(scores, rule, gamma, spared=spared)))
 
 
 def served_shares(served: Sequence[ServedBlocks], gamma: int) -> tuple[list[float], float]:

@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 import torch
 from tiny_models import perturbed, prompts_of, tiny_model
@@ -13,6 +14,7 @@ from speculative.drafters.draft import Draft, drafts_of
 from speculative.errors import UserError
 from speculative.evaluate import HeldoutResponse, judge, judge_frozen
 from speculative.measure.effects import paired_effects
+from speculative.measure.replay import survival_of
 from speculative.measure.self_checks import SelfCheckError, self_checks
 from speculative.measure.token_scores import score_tokens
 from speculative.rules.sampling import GREEDY, SamplingSettings
@@ -79,6 +81,15 @@ def test_a_domain_of_empty_responses_is_left_out():
     result = judge_frozen(Draft(DRAFT), [*HELDOUT, *empty], SETTINGS)
     assert "empty" not in result.domains
     assert result.alpha == pytest.approx(judge_frozen(Draft(DRAFT), HELDOUT, SETTINGS).alpha)
+
+
+def test_replay_gives_survival_of_the_whole_text_and_of_every_domain():
+    result = judge_frozen(Draft(DRAFT), HELDOUT, SETTINGS)
+    parts = {name: [one for one in HELDOUT if one.domain == name] for name in result.domains}
+    for judged, text in [(result, HELDOUT), *((result.domains[name], part) for name, part in parts.items())]:
+        expected = survival_of(score_tokens(DRAFT, text, SETTINGS.sampling), "sample", SETTINGS.gamma)
+        np.testing.assert_allclose(judged.survival, expected, rtol=1e-5)  # float32, batches of other shapes
+        assert 1 > expected[0] > expected[1] > expected[2] > 0
 
 
 @pytest.mark.parametrize("rule", ["sample", "greedy"])
