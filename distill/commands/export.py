@@ -7,13 +7,14 @@ from typing import Any
 from distill.commands.options import CheckExportOptions, ExportOptions
 from distill.commands.output import check_known
 from distill.config.command_line import CheckPairOptions
-from distill.config.layout import ADAPTER, RAW
+from distill.config.layout import ADAPTER, CONFIG, RAW, run_of
 from distill.config.load import load_trusted
 from distill.export.check import OutsideCheck, outside_check
 from distill.export.engine import known_engines
 from distill.export.export import ExportReport, export_draft
 from distill.export.facts import read_run
 from distill.export.pair import check_pair
+from distill.report.wandb_panels import log_draft
 from distill.run.session import open_pair
 from speculative.errors import UserError
 
@@ -36,7 +37,12 @@ def export_run(options: ExportOptions) -> ExportReport:
     adapter = facts.student_dir.with_name(ADAPTER) if options.adapter else None
     if adapter is not None:
         _require_adapter(adapter)
-    return export_draft(facts, options.to, dtype=options.dtype, overwrite=options.overwrite, adapter=adapter)
+    report = export_draft(facts, options.to, dtype=options.dtype, overwrite=options.overwrite, adapter=adapter)
+    run = run_of(options.run) or options.run
+    config = load_trusted(run / CONFIG, options.trust_remote_code)
+    if "wandb" in config.tracking.trackers:
+        log_draft(run, config, report.path)
+    return report
 
 
 def _require_adapter(adapter: Path) -> None:

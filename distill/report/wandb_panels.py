@@ -1,41 +1,68 @@
-"""Log a finished run to wandb: the report page, the table of ways, outcome and headline. Checkpoints are logged during training.
+"""Log to wandb what Accelerate's tracker cannot: intervals as bands, the report page, the table of ways, and the exported draft.
 
-wandb is imported only here, and only if a run has it as a tracker.
+wandb is imported only if a run has it as a tracker.
 """
 
+import json
+from pathlib import Path
 from typing import Any
 
+from distill.config.layout import VERDICT
+from distill.config.run import RunConfig
 from distill.report.measured import ways_tables
 from distill.report.page import render_page
 from distill.run.result import Result
+from distill.training.tracking import wandb_options
+from speculative.errors import UserError
 
 PAGE, WAYS_TABLE = "report/page", "report/ways"
+# Of a verdict, the metadata of the artifact.
+TOLD = ("outcome", "headline", "rule", "gamma", "prompts", "pays", "run", "survival", "gain", "measured")
 
 
-def log_result(accelerator_or_run: Any, result: Result) -> list[str]:
-    """Log page and table to wandb in one step. Returns the names of the panels, [] if the run has no wandb tracker.
-
-    Args:
-        accelerator_or_run: an Accelerator whose trackers were started, or a wandb run.
-    """
-    run = wandb_run(accelerator_or_run)
+def log_result(accelerator: Any, result: Result) -> None:
+    """Log page, table, and alpha and tau over checkpoints between the ends of their intervals to wandb, if it is a tracker."""
+    run = wandb_run(accelerator)
     if run is None:
-        return []
+        return
     import wandb
 
     table = ways_tables(result.verdict)[0]
     # inject=True would add a style sheet from wandb's servers to a page that needs no network.
     page = wandb.Html(render_page(result), inject=False, data_is_not_path=True)
     ways = wandb.Table(columns=[column.name for column in table.heads], data=table.texts())
-    run.log({PAGE: page, WAYS_TABLE: ways})
+    bands = {}
+    for key in ("alpha", "tau"):
+        ends = [(one.step, getattr(one, key), getattr(one, f"{key}_ci")) for one in result.verdict.checkpoints]
+        if rows := [(step, value, *both) for step, value, both in ends if both]:
+            steps, *lines = zip(*rows, strict=True)
+            title = f"{key} by replay, 95 % interval"
+            bands[f"bands/{key}"] = wandb.plot.line_series(steps, lines, [key, "low", "high"], title, "step")
+    run.log({PAGE: page, WAYS_TABLE: ways} | bands)
     run.summary.update({"report/outcome": result.verdict.outcome, "report/headline": result.verdict.headline})
-    return [PAGE, WAYS_TABLE]
 
 
-def wandb_run(accelerator_or_run: Any) -> Any:
-    """The wandb run of an Accelerator on its main process, or None. A wandb run is returned unchanged."""
-    trackers = getattr(accelerator_or_run, "trackers", None)
-    if trackers is None:
-        return accelerator_or_run
-    found = [tracker for tracker in trackers if tracker.name == "wandb"]
-    return found[0].tracker if found and accelerator_or_run.is_main_process else None
+def log_draft(folder: Path, config: RunConfig, exported: Path) -> None:
+    """Log an exported draft to the run of a folder, as an artifact of type model. A judged draft gets alias `best` and its verdict.
+
+    Raises:
+        UserError: wandb cannot be reached. The export is kept.
+    """
+    import wandb
+
+    judged = (exported / VERDICT).exists()
+    verdict = json.loads((exported / VERDICT).read_text(encoding="utf-8")) if judged else {}
+    metadata = {key: value for key, value in verdict.items() if key in TOLD}
+    artifact = wandb.Artifact(f"{config.name}-draft", type="model", metadata=metadata)
+    artifact.add_dir(str(exported))
+    try:
+        with wandb.init(project=config.tracking.project, **wandb_options(folder, config.name)) as run:
+            run.log_artifact(artifact, aliases=["best"] if judged else None)
+    except wandb.Error as error:
+        raise UserError(f"{exported}: exported, but not logged to wandb ({error}); set WANDB_MODE=offline") from error
+
+
+def wandb_run(accelerator: Any) -> Any:
+    """The wandb run of an Accelerator on its main process, or None."""
+    found = [tracker.tracker for tracker in accelerator.trackers if tracker.name == "wandb"]
+    return found[0] if found and accelerator.is_main_process else None

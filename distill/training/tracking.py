@@ -1,14 +1,15 @@
-"""Metrics output: metrics.jsonl always, wandb and tensorboard through Accelerate if configured."""
+"""Metrics output: metrics.jsonl always, trackers such as wandb through Accelerate if configured."""
 
 import json
 import os
+import re
 import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
-from accelerate.utils import is_tensorboard_available
+from accelerate.tracking import get_available_trackers
 
 from data.files import write_bytes
 from distill.config.layout import METRICS, WANDB_ID, list_steps
@@ -42,7 +43,9 @@ SUMMARIES = {
     "judge/tau_replay": "max",
     "judge/score": "max",
 }
-SECTIONS = ("train", "survival", "judge", "dial", "speed", "time", "memory")
+# Characters of a domain that MLflow refuses in a name.
+UNUSUAL = re.compile(r"[^-. \w]")
+SECTIONS = ("train", "survival", "judge", "domains", "dial", "speed", "time", "memory")
 
 
 class Metrics:
@@ -86,15 +89,20 @@ def judged_scalars(record: Mapping[str, Any]) -> dict[str, float]:
     """The numbers of a judgement as `judge/NAME`, the bounds of its intervals as `judge/NAME_low` and `judge/NAME_high`.
 
     tau is `judge/tau_replay`. Of the prompts that were decoded live: `judge/tau_live` with its bounds, `judge/live_prompts`, `judge/z`.
+    Survival is `judge/survival_J`, and alpha by domain `domains/NAME/alpha`.
     """
     record = {{"tau": "tau_replay", "tau_ci": "tau_replay_ci"}.get(key, key): value for key, value in record.items()}
     if check := record.get("live_check"):
         record |= {"tau_live": check["tau"], "tau_live_ci": check["tau_ci"], "live_prompts": check["prompts"]}
         record["z"] = (check.get("replay") or {}).get("z")
     numbers = {f"judge/{key}": value for key, value in record.items() if isinstance(value, int | float)}
-    for key, ends in record.items():
-        if key.endswith("_ci") and ends:
-            name = f"judge/{key.removesuffix('_ci')}"
+    numbers |= {f"judge/survival_{place}": share for place, share in enumerate(record.get("survival") or (), start=1)}
+    intervals = {f"judge/{key.removesuffix('_ci')}": ends for key, ends in record.items() if key.endswith("_ci")}
+    for domain, part in record.get("domains", {}).items():
+        name = f"domains/{UNUSUAL.sub('_', domain)}/alpha"
+        numbers[name], intervals[name] = part["alpha"], part.get("alpha_ci")
+    for name, ends in intervals.items():
+        if ends:
             numbers |= {f"{name}_low": ends[0], f"{name}_high": ends[1]}
     return numbers
 
@@ -124,29 +132,29 @@ def start_trackers(
     """
     if not trackers:
         return
-    if "tensorboard" in trackers and not is_tensorboard_available():
-        raise UserError(
-            "tracking.trackers: tensorboard is not installed; run `pip install tensorboard`, or remove it from the list"
-        )
-    options: dict[str, dict[str, Any]] = {}
-    if "wandb" in trackers:
-        folder = Path(accelerator.logging_dir)
-        options["wandb"] = {"name": name, "dir": str(folder), "notes": notes_of(config), "resume": "allow"}
-        if accelerator.is_main_process:
-            options["wandb"]["id"] = _wandb_id(folder / WANDB_ID)
-    if "wandb" in trackers and accelerator.is_main_process:
-        try:
-            import wandb
-        except ImportError as error:
+    for tracker in trackers:
+        if tracker not in map(str, get_available_trackers()):
             raise UserError(
-                "tracking.trackers: wandb is not installed; run `pip install wandb`, or remove it from the list"
-            ) from error
-        if not os.environ.get("WANDB_MODE") and not wandb.api.api_key:
-            # WANDB_MODE has no effect here, because wandb has already read its environment.
-            options["wandb"]["mode"] = "offline"
+                f"tracking.trackers: {tracker} is not installed; run `pip install {tracker}`, or remove it from the list"
+            )
+    with_wandb = "wandb" in trackers and accelerator.is_main_process
+    options: dict[str, dict[str, Any]] = {
+        "trackio": {"name": name, "resume": "allow"},
+        "mlflow": {"run_name": name},
+        "wandb": wandb_options(Path(accelerator.logging_dir), name) | {"notes": notes_of(config)} if with_wandb else {},
+    }
     accelerator.init_trackers(project, config=flat_config(config), init_kwargs=options)
-    if "wandb" in trackers and accelerator.is_main_process:
+    if with_wandb:
         define_panels(accelerator.get_tracker("wandb", unwrap=True))
+
+
+def wandb_options(folder: Path, name: str) -> dict[str, Any]:
+    """Arguments of `wandb.init` to begin or continue the run of this folder; offline without a login."""
+    import wandb
+
+    options = {"name": name, "dir": str(folder), "resume": "allow", "id": _wandb_id(folder / WANDB_ID)}
+    # WANDB_MODE has no effect here, because wandb has already read its environment.
+    return options | ({} if os.environ.get("WANDB_MODE") or wandb.api.api_key else {"mode": "offline"})
 
 
 def _wandb_id(path: Path) -> str:

@@ -1,12 +1,16 @@
-"""metrics.jsonl, wandb without a login, tensorboard."""
+"""metrics.jsonl, wandb without a login, tensorboard, and MLflow and trackio as recording modules."""
 
-import builtins
 import json
+import re
+import sys
+import types
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import accelerate
 import pytest
+from accelerate.utils import LoggerType
 from refusals import refused
 from tiny_training import fit, fresh_accelerator, make_loop, metrics_of, run_config
 from wandb_records import records_of
@@ -210,13 +214,77 @@ def keys_of(record: Any) -> list[Any]:
 
 
 def test_a_missing_tracker_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import_module = builtins.__import__
+    available = accelerate.tracking.get_available_trackers()
+    monkeypatch.setattr(accelerate.tracking, "_available_trackers", [one for one in available if str(one) == "wandb"])
+    for name in ("tensorboard", "trackio", "mlflow"):
+        said = refused(start_trackers, fresh_accelerator(tmp_path), ("wandb", name), "understudy", "run", {})
+        assert said.startswith(f"tracking.trackers: {name} is not installed; run `pip install {name}`")
 
-    def without_wandb(name: str, *arguments: Any, **options: Any) -> Any:
-        if name == "wandb":
-            raise ImportError("No module named 'wandb'")
-        return import_module(name, *arguments, **options)
 
-    monkeypatch.setattr(builtins, "__import__", without_wandb)
-    said = refused(start_trackers, fresh_accelerator(tmp_path), ("wandb",), "understudy", "run", {})
-    assert "pip install wandb" in said
+class FakeMlflow(types.ModuleType):
+    """What Accelerate's tracker asks of mlflow; refuses the names that mlflow refuses."""
+
+    def __init__(self) -> None:
+        super().__init__("mlflow")
+        limits = SimpleNamespace(MAX_PARAM_VAL_LENGTH=6000, MAX_PARAMS_TAGS_PER_BATCH=100)
+        self.utils = SimpleNamespace(validation=limits)
+        self.started: dict[str, Any] = {}
+        self.params: dict[str, Any] = {}
+        self.logged: list[tuple[int, dict[str, float]]] = []
+        self.ended = False
+
+    def search_experiments(self, filter_string: str) -> list[Any]:
+        return []
+
+    def create_experiment(self, **options: Any) -> str:
+        return options["name"]
+
+    def start_run(self, **options: Any) -> SimpleNamespace:
+        self.started = options
+        return SimpleNamespace(**options)
+
+    def log_params(self, params: dict[str, Any]) -> None:
+        self.params |= params
+
+    def log_metrics(self, metrics: dict[str, float], step: int) -> None:
+        assert all(re.fullmatch(r"[/\w.\- :]*", name) for name in metrics)
+        self.logged.append((step, metrics))
+
+    def end_run(self) -> None:
+        self.ended = True
+
+
+def test_mlflow_gets_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeMlflow()
+    monkeypatch.setitem(sys.modules, "mlflow", fake)
+    monkeypatch.setattr(accelerate.tracking, "_available_trackers", [LoggerType.MLFLOW])
+    tracked_run(tmp_path, "mlflow")
+    assert (fake.started["experiment_id"], fake.started["run_name"]) == ("understudy", "run")
+    assert fake.params["optim.lr"] == 1e-2
+    assert [step for step, _ in fake.logged] == [0, 1, 2, 2]
+    assert {"train/loss", "train/alpha"} <= set(fake.logged[1][1])
+    assert "judge/score" in fake.logged[0][1]
+    assert fake.ended
+
+
+def test_trackio_gets_the_run_and_goes_on_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    logged: list[tuple[int, dict[str, float]]] = []
+    run = SimpleNamespace(log=lambda values, step: logged.append((step, values)), finish=lambda: None)
+    started: dict[str, Any] = {}
+    fake = types.ModuleType("trackio")
+    fake.init = lambda **options: started.update(options) or run  # type: ignore[attr-defined]
+    fake.config = SimpleNamespace(update=lambda values, allow_val_change: None)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "trackio", fake)
+    monkeypatch.setattr(accelerate.tracking, "_available_trackers", [LoggerType.TRACKIO])
+    tracked_run(tmp_path, "trackio")
+    assert started == {"project": "understudy", "name": "run", "resume": "allow"}
+    assert [step for step, _ in logged] == [0, 1, 2, 2]
+    assert "train/loss" in logged[1][1]
+
+
+def test_domains_get_names_that_every_tracker_takes() -> None:
+    parts = {"maths+code": {"alpha": 0.5, "alpha_ci": [0.4, 0.6]}, "a/b é": {"alpha": 0.2}}
+    assert judged_scalars({"domains": parts, "survival": [0.5, 0.25]}) == {
+        "judge/survival_1": 0.5, "judge/survival_2": 0.25, "domains/maths_code/alpha": 0.5,
+        "domains/maths_code/alpha_low": 0.4, "domains/maths_code/alpha_high": 0.6, "domains/a_b é/alpha": 0.2,
+    }  # fmt: skip
