@@ -10,6 +10,7 @@ from distill.config.command_line import CheckPairOptions
 from distill.config.layout import ADAPTER, CONFIG, RAW, run_of
 from distill.config.load import load_trusted
 from distill.export.check import OutsideCheck, outside_check
+from distill.export.dataset import publish_responses
 from distill.export.engine import known_engines
 from distill.export.export import ExportReport, export_draft
 from distill.export.facts import read_run
@@ -22,6 +23,11 @@ from speculative.errors import UserError
 def export(options: ExportOptions) -> None:
     """Export, and print which engines support the pair."""
     print("\n".join(export_lines(export_run(options))))
+    if options.push_dataset:
+        folder = publish_responses(options.run, options.push_dataset, upload=not options.dry_run)
+        print(
+            f"{'written, not uploaded' if options.dry_run else 'uploaded'}: {folder} as dataset {options.push_dataset}"
+        )
 
 
 def export_run(options: ExportOptions) -> ExportReport:

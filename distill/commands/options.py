@@ -119,9 +119,7 @@ class ExportOptions:
     to: Annotated[Path, option("directory to write")]
     dtype: Dtype = "auto"
     overwrite: Annotated[bool, option("replace an earlier export in that directory")] = False
-    adapter: Annotated[
-        bool, option("also write the LoRA adapter to DIR/adapter, for peft and Understudy's decoder", "--adapter")
-    ] = False
+    adapter: Annotated[bool, option("also write the LoRA adapter, for peft, to DIR/adapter", "--adapter")] = False
     quantize: Annotated[
         str,
         option(
@@ -129,6 +127,8 @@ class ExportOptions:
             "default: the run's export.quantize"
         ),
     ] = ""
+    push_dataset: Annotated[str, option("upload prompts and responses as hub dataset ORG/NAME")] = ""
+    dry_run: Annotated[bool, option("with --push-dataset: write RUN/dataset, but upload nothing", "--dry-run")] = False
     trust_remote_code: TrustRemoteCode = False
 
 

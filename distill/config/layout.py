@@ -18,6 +18,7 @@ runs/NAME/config.yaml             the resolved config
          served.json, served.jsonl  what `understudy readback` measured in an engine, and that engine's answers
          result.json, proposals.parquet, report.html, report.json
          verdict.json, plot.png   verdict.json is written last: a run that has it is finished
+         dataset/                 what `understudy export --push-dataset` uploads
          export/                  where `understudy demo` exports to; commands in a report use this path
 """
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from accelerate import init_empty_weights
+from httpx2 import HTTPError
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar
@@ -58,7 +59,7 @@ def refusing(what: str) -> Iterator[None]:
         yield
     except UserError:
         raise
-    except (ValueError, TypeError, KeyError, OSError, RuntimeError, StrictDataclassError) as error:
+    except (ValueError, TypeError, KeyError, OSError, RuntimeError, HTTPError, StrictDataclassError) as error:
         raise UserError(f"{what}: {reason_of(error)}") from error
 
 
