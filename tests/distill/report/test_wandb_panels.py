@@ -63,7 +63,7 @@ def test_wandb_gets_bands_domains_survival_and_the_exported_draft(
         one.artifact for one in offline_records(run) if one.HasField("artifact") and one.artifact.type == "model"
     ]
     verdict = json.loads((tmp_path / "out" / VERDICT).read_text())
-    assert (artifact.name, list(artifact.aliases)) == ("small-draft", ["best", "latest"])
+    assert (artifact.name, sorted(artifact.aliases)) == ("small-draft", ["best", "latest"])
     metadata = json.loads(artifact.metadata)
     assert all(verdict[key] == value for key, value in metadata.items())
     assert {"outcome", "headline", "measured"} <= set(metadata)
