@@ -15,8 +15,8 @@ from distill.export.engine import known_engines
 from distill.export.export import ExportReport, export_draft
 from distill.export.facts import read_run
 from distill.export.pair import check_pair
-from distill.report.wandb_panels import log_draft
 from distill.run.session import open_pair
+from distill.training.tracking import log_draft
 from speculative.errors import UserError
 
 

@@ -13,6 +13,7 @@ from distill.config.sections import StudentConfig
 from distill.models.carving import carve, channel_scores, choose_layers, layers_only, trim_mlps
 from distill.models.load import load_model, load_pretrained, load_tokenizer, refusing
 from distill.models.mask_token import give_mask_token
+from distill.models.quantized import quantization_of
 from distill.models.transplant import fit_embeddings, transplant_vocabulary
 from distill.models.vocabulary import (
     compare_vocabularies,
@@ -75,6 +76,10 @@ def make_student(
     if config.gradient_checkpointing:
         student.gradient_checkpointing_enable()
     if config.lora is not None:
+        if quantization_of(student.config) is not None:
+            raise UserError(
+                f"student.lora: {config.path} has quantised weights, which adapters cannot be trained on; give its plain weights"
+            )
         lora = config.lora
         return add_lora(student, lora.rank, lora.alpha, lora.target_modules, mask_token_of(student.config))
     return student

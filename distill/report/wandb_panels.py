@@ -1,23 +1,15 @@
-"""Log to wandb what Accelerate's tracker cannot: intervals as bands, the report page, the table of ways, and the exported draft.
+"""Log to wandb what Accelerate's tracker cannot: intervals as bands, the report page and the table of ways.
 
 wandb is imported only if a run has it as a tracker.
 """
 
-import json
-from pathlib import Path
 from typing import Any
 
-from distill.config.layout import VERDICT
-from distill.config.run import RunConfig
 from distill.report.measured import ways_tables
 from distill.report.page import render_page
 from distill.run.result import Result
-from distill.training.tracking import wandb_options
-from speculative.errors import UserError
 
 PAGE, WAYS_TABLE = "report/page", "report/ways"
-# Of a verdict, the metadata of the artifact.
-TOLD = ("outcome", "headline", "rule", "gamma", "prompts", "pays", "run", "survival", "gain", "measured")
 
 
 def log_result(accelerator: Any, result: Result) -> None:
@@ -40,26 +32,6 @@ def log_result(accelerator: Any, result: Result) -> None:
             bands[f"bands/{key}"] = wandb.plot.line_series(steps, lines, [key, "low", "high"], title, "step")
     run.log({PAGE: page, WAYS_TABLE: ways} | bands)
     run.summary.update({"report/outcome": result.verdict.outcome, "report/headline": result.verdict.headline})
-
-
-def log_draft(folder: Path, config: RunConfig, exported: Path) -> None:
-    """Log an exported draft to the run of a folder, as an artifact of type model. A judged draft gets alias `best` and its verdict.
-
-    Raises:
-        UserError: wandb cannot be reached. The export is kept.
-    """
-    import wandb
-
-    judged = (exported / VERDICT).exists()
-    verdict = json.loads((exported / VERDICT).read_text(encoding="utf-8")) if judged else {}
-    metadata = {key: value for key, value in verdict.items() if key in TOLD}
-    artifact = wandb.Artifact(f"{config.name}-draft", type="model", metadata=metadata)
-    artifact.add_dir(str(exported))
-    try:
-        with wandb.init(project=config.tracking.project, **wandb_options(folder, config.name)) as run:
-            run.log_artifact(artifact, aliases=["best"] if judged else None)
-    except wandb.Error as error:
-        raise UserError(f"{exported}: exported, but not logged to wandb ({error}); set WANDB_MODE=offline") from error
 
 
 def wandb_run(accelerator: Any) -> Any:

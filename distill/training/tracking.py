@@ -12,7 +12,8 @@ from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
 
 from data.files import write_bytes
-from distill.config.layout import METRICS, WANDB_ID, list_steps
+from distill.config.layout import METRICS, VERDICT, WANDB_ID, list_steps
+from distill.config.run import RunConfig
 from speculative.errors import UserError
 
 STEP = "train/step"
@@ -43,6 +44,8 @@ SUMMARIES = {
     "judge/tau_replay": "max",
     "judge/score": "max",
 }
+# Of a verdict, the metadata of the artifact.
+TOLD = ("outcome", "headline", "rule", "gamma", "prompts", "pays", "run", "survival", "gain", "measured")
 # Characters of a domain that MLflow refuses in a name.
 UNUSUAL = re.compile(r"[^-. \w]")
 SECTIONS = ("train", "survival", "judge", "domains", "dial", "speed", "time", "memory")
@@ -155,6 +158,26 @@ def wandb_options(folder: Path, name: str) -> dict[str, Any]:
     options = {"name": name, "dir": str(folder), "resume": "allow", "id": _wandb_id(folder / WANDB_ID)}
     # WANDB_MODE has no effect here, because wandb has already read its environment.
     return options | ({} if os.environ.get("WANDB_MODE") or wandb.api.api_key else {"mode": "offline"})
+
+
+def log_draft(folder: Path, config: RunConfig, exported: Path) -> None:
+    """Log an exported draft to the run of a folder, as an artifact of type model. A judged draft gets alias `best` and its verdict.
+
+    Raises:
+        UserError: wandb cannot be reached. The export is kept.
+    """
+    import wandb
+
+    judged = (exported / VERDICT).exists()
+    verdict = json.loads((exported / VERDICT).read_text(encoding="utf-8")) if judged else {}
+    metadata = {key: value for key, value in verdict.items() if key in TOLD}
+    artifact = wandb.Artifact(f"{config.name}-draft", type="model", metadata=metadata)
+    artifact.add_dir(str(exported))
+    try:
+        with wandb.init(project=config.tracking.project, **wandb_options(folder, config.name)) as run:
+            run.log_artifact(artifact, aliases=["best"] if judged else None)
+    except wandb.Error as error:
+        raise UserError(f"{exported}: exported, but not logged to wandb ({error}); set WANDB_MODE=offline") from error
 
 
 def _wandb_id(path: Path) -> str:

@@ -13,9 +13,11 @@ from tiny_training import TOKENS, tiny_tokenizer, write_prompts
 from transformers import AutoModelForCausalLM
 
 from distill import train
+from distill.config.sections import LoraConfig, StudentConfig
 from distill.models.carving import carve
 from distill.models.load import load_model, model_fingerprint
 from distill.models.quantized import full_weight, quantization_name
+from distill.models.student import make_student
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +46,16 @@ def test_weights_stay_as_they_are_saved(int8_target: Path) -> None:
     with torch.no_grad():
         weight.qdata[0, 0] += 1
     assert model_fingerprint(target) != before
+
+
+def test_adapters_on_a_quantised_student_are_refused(int8_target: Path) -> None:
+    lora = LoraConfig(rank=4, target_modules=("q_proj",))
+    config = StudentConfig(init="pretrained", path=str(int8_target), lora=lora)
+    target, tokenizer = load_model("target", str(int8_target)), tiny_tokenizer()
+    said = refused(make_student, config, target, tokenizer)
+    assert said.startswith(f"student.lora: {int8_target} has quantised weights")
+    carved = StudentConfig(init="carved", layers=(0,), lora=lora)  # of the target's values, so its weights are plain
+    assert make_student(carved, target, tokenizer).peft_config
 
 
 def test_a_carved_draft_has_the_values_of_the_quantised_weights(int8_target: Path) -> None:
