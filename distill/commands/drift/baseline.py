@@ -18,9 +18,9 @@ from distill.run.verdict_record import drafting_to_serve, load_verdict
 from speculative.drafters.draft import Draft, Drafting
 from speculative.engine.models import mask_token_of
 from speculative.errors import UserError
-from speculative.evaluate import HeldoutResponse
 from speculative.explain.rate_change import FEWEST_REQUESTS
 from speculative.measure.replay import texts_of
+from speculative.measure.served import after_prefill
 from speculative.measure.token_scores import TokenScores, score_tokens
 from speculative.rules.rule import Rule, draft_draws
 
@@ -74,8 +74,10 @@ def baseline_of(options: DriftOptions, gamma: int | None = None) -> Baseline:
     draft, gamma = frozen.draft(str(run)), gamma or (verdict.gamma if verdict else frozen.config.judge.gamma)
     way: Any = options.drafting or drafting_to_serve(verdict, mask_token_of(draft.config) is not None)
     offsets = Draft(draft, way).offsets(gamma, least=gamma)
-    scores = score_tokens(draft, frozen.responses, frozen.sampling, offsets=offsets)
-    prompts = drawn_prompts(frozen.responses, scores, frozen.rule, gamma)
+    # A server takes the first token of a response from the prefill; our own decoder, which decodes --prompts, drafts it too.
+    texts = frozen.responses if options.prompts else [after_prefill(response) for response in frozen.responses]
+    scores = score_tokens(draft, texts, frozen.sampling, offsets=offsets)
+    prompts = drawn_prompts([response.domain for response in frozen.responses], scores, frozen.rule, gamma)
     if len(prompts) < FEWEST_REQUESTS:
         raise UserError(
             f"{run}: {len(prompts)} held-out prompts are too few to know their spread, at least {FEWEST_REQUESTS} are needed; raise "
@@ -85,9 +87,9 @@ def baseline_of(options: DriftOptions, gamma: int | None = None) -> Baseline:
 
 
 def drawn_prompts(
-    texts: Sequence[HeldoutResponse], scores: Sequence[TokenScores], rule: Rule, gamma: int, seed: int = 0
+    domains: Sequence[str], scores: Sequence[TokenScores], rule: Rule, gamma: int, seed: int = 0
 ) -> list[BaselinePrompt]:
-    """Draw the blocks of each frozen response once, as a server with this gamma and rule would have counted them.
+    """Draw the blocks of each scored response once, as a server with this gamma and rule would have counted them.
 
     A block that starts at token t keeps its first j drafted tokens with probability exp(-max(0, S_1, .., S_j)), S_j the
     cost of the j tokens from t (`speculative.measure.replay`): as many as stay at or below one exponential draw. Servers also
@@ -97,7 +99,7 @@ def drawn_prompts(
     rng = np.random.default_rng(seed)
     beyond_G = _beyond(scores, rule, gamma)
     rows = []
-    for response, score, (costs_T, _, _) in zip(texts, scores, texts_of(scores, rule), strict=True):
+    for domain, score, (costs_T, _, _) in zip(domains, scores, texts_of(scores, rule), strict=True):
         start = blocks = kept = 0
         while start < len(score):
             own_G = (costs_T[start] if costs_T.ndim == 2 else costs_T[start:])[: min(gamma, len(score) - start)]
@@ -105,7 +107,7 @@ def drawn_prompts(
             here = int((highest_G <= rng.exponential()).sum())
             start, blocks, kept = start + here + 1, blocks + 1, kept + here
         if blocks:
-            rows.append(BaselinePrompt(response.domain, blocks * gamma, kept, blocks))
+            rows.append(BaselinePrompt(domain, blocks * gamma, kept, blocks))
     return rows
 
 
@@ -148,21 +150,24 @@ def engine_notes(log: AcceptanceLog, baseline: Baseline) -> list[str]:
     ]
 
 
-def slices_of(records: Sequence[AcceptanceRecord], prompts: Sequence[BaselinePrompt]) -> tuple[list[Slice], list[str]]:
-    """(the records by label with the prompts of each, notes for the reader).
-
-    A label with fewer than FEWEST_REQUESTS held-out prompts is compared with all of them. Beyond MOST_SLICES labels the
-    rarest are combined.
-    """
+def by_label(records: Sequence[AcceptanceRecord]) -> tuple[dict[str, list[AcceptanceRecord]], list[str]]:
+    """(the records of each label in their order, notes for the reader). Beyond MOST_SLICES labels the rarest are combined."""
     counts = Counter(record.slice or ALL for record in records)
     kept = {name for name, _ in counts.most_common(MOST_SLICES if len(counts) <= MOST_SLICES else MOST_SLICES - 1)}
-    notes = []
-    if len(counts) > len(kept):
-        notes.append(f"{len(counts) - len(kept)} rare labels are combined as `{OTHERS}`")
-    by_name: dict[str, list[AcceptanceRecord]] = {}
+    found: dict[str, list[AcceptanceRecord]] = {}
     for record in records:
         label = record.slice or ALL
-        by_name.setdefault(label if label in kept else OTHERS, []).append(record)
+        found.setdefault(label if label in kept else OTHERS, []).append(record)
+    rare = len(counts) - len(kept)
+    return found, [f"{rare} rare labels are combined as `{OTHERS}`"] if rare else []
+
+
+def slices_of(records: Sequence[AcceptanceRecord], prompts: Sequence[BaselinePrompt]) -> tuple[list[Slice], list[str]]:
+    """(the records `by_label` with the prompts of each, notes for the reader).
+
+    A label with fewer than FEWEST_REQUESTS held-out prompts is compared with all of them.
+    """
+    by_name, notes = by_label(records)
     slices = []
     for name, records_here in by_name.items():
         own = [index for index, prompt in enumerate(prompts) if prompt.domain == name]

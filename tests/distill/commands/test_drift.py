@@ -20,6 +20,7 @@ from distill.commands.drift.baseline import (
     OTHERS,
     Baseline,
     BaselinePrompt,
+    baseline_of,
     drawn_prompts,
     engine_notes,
     gamma_of,
@@ -27,6 +28,7 @@ from distill.commands.drift.baseline import (
 )
 from distill.commands.drift.drift import Drift, drift_command
 from distill.commands.options import DriftOptions
+from distill.run.frozen_text import load_frozen_text
 from speculative.decode import decode
 from speculative.decoder.responses import DecodeSettings
 from speculative.drafters.draft import Draft, Drafting
@@ -216,7 +218,7 @@ def test_drawing_blocks_along_a_text_gives_the_counts_of_decoding(rule: Rule, dr
     responses, _ = decode(target, Draft(draft, drafting).drafter(), prompts_of([5] * 60), settings, batch_size=60)
     texts = [HeldoutResponse(r.key, "d", r.prompt_ids, r.response_ids, r.log_target_probs) for r in responses]
     scores = score_tokens(draft, texts, settings.sampling, offsets=3 if drafting == "parallel" else None)
-    draws = [drawn_prompts(texts, scores, rule, 3, seed) for seed in range(60)]
+    draws = [drawn_prompts(["d"] * 60, scores, rule, 3, seed) for seed in range(60)]
     assert [len(rows) for rows in draws] == [60] * 60
     blocks = np.array([[row.blocks for row in rows] for rows in draws])
     expected = expected_blocks_of(scores, rule, (3,))[:, 0]
@@ -232,8 +234,7 @@ def test_drawing_blocks_along_a_text_gives_the_counts_of_decoding(rule: Rule, dr
 def test_after_the_end_of_a_text_the_mean_acceptance_is_used() -> None:
     half, nothing = np.log([0.5]), np.zeros(1)
     score = TokenScores(half, nothing, nothing.astype(bool), nothing.astype(int), nothing)
-    texts = [HeldoutResponse(str(number), "d", [1], [2], [0.0]) for number in range(2000)]
-    rows = drawn_prompts(texts, [score] * len(texts), "sample", 3)
+    rows = drawn_prompts(["d"] * 2000, [score] * 2000, "sample", 3)
     assert {row.blocks for row in rows} == {1}
     # 1/2 + 1/4 + 1/8 of three; 0.02 is three standard errors of 2,000 blocks.
     assert sum(row.accepted for row in rows) / 6000 == pytest.approx(0.875 / 3, abs=0.02)
@@ -252,6 +253,21 @@ def test_another_gamma_and_rule_are_drawn_from_the_runs_frozen_text(tiny_run: Pa
     assert (found.now.how, found.judged.how) == ({"accepted_per_drafted": "served"}, {"accepted_per_drafted": "replay"})
     other = drifted(tiny_run, log, gamma=3)
     assert (other.judged.gamma, other.judged.rule) == (3, "sample")
+
+
+@pytest.mark.parametrize(("prompts", "first"), [("", 1), ("fresh.jsonl", 0)])
+def test_a_server_takes_the_first_token_from_the_prefill(tiny_run: Path, prompts: str, first: int) -> None:
+    """Under an argmax rule the text alone says its blocks; --prompts are decoded by our decoder, which drafts the first token too."""
+    found = baseline_of(DriftOptions(tiny_run, prompts=prompts, rule="greedy-draft"), 2)
+    frozen = load_frozen_text(tiny_run, "greedy-draft")
+    texts = [
+        HeldoutResponse(r.key, "d", [*r.prompt_ids, *r.response_ids[:first]], r.response_ids[first:], r.log_target_probs[first:])
+        for r in frozen.responses
+    ]  # fmt: skip
+    scores = score_tokens(frozen.draft(str(tiny_run)), texts, frozen.sampling)
+    assert [row.blocks for row in found.prompts] == expected_blocks_of(scores, "greedy-draft", (2,))[
+        :, 0
+    ].round().tolist()
 
 
 def test_fresh_prompts_are_decoded_and_compared(tiny_run: Path, tmp_path: Path) -> None:
