@@ -69,17 +69,14 @@ class ShowOptions:
 
     understudy traffic show traffic/
 
-    understudy traffic show traffic/ --run runs/demo --plot traffic.png
+    understudy traffic show traffic/ --plot traffic.png
 
-    Prints them by slice, by draft version and over time.
+    Prints them by slice, by draft version and over time, and whether acceptance has fallen.
     """
 
     log: Log
-    run: Annotated[
-        Path | None, typer.Option(help="run that made the draft; compares its acceptance with the run's verdict")
-    ] = None
     draft_version: Annotated[
-        str, typer.Option(help="draft version that --run made; default: the version that served last")
+        str, typer.Option(help="draft version that the alarm watches; default: the version that served last")
     ] = ""
     bins: Annotated[int, typer.Option(help="number of time intervals", min=1, max=1000)] = 24
     plot: Annotated[
@@ -153,10 +150,13 @@ class RefreshOptions:
         int, typer.Option(help="trial steps on fresh traffic that measure whether there is headroom")
     ] = 30
     margin: Annotated[float, typer.Option(help="largest allowed loss of alpha on an old slice")] = 0.01
-    false_alarms: Annotated[float, typer.Option(help="probability of at least one false alarm over the whole log")] = (
-        0.01
-    )
+    false_alarms: Annotated[
+        float, typer.Option(help="probability of at least one false alarm in 1,000 requests after the baseline")
+    ] = 0.01
     drop: Annotated[float, typer.Option(help="fall in accepted/drafted that the alarm should detect fast")] = 0.05
+    burn_in: Annotated[
+        int, typer.Option(help="first requests of a slice under a version that are its baseline, at least 30")
+    ] = 150
     payback_days: Annotated[float, typer.Option(help="days within which the training must pay for itself")] = 7.0
     target_version: TargetVersion = ""
     assume_sampling: AssumeSampling = False

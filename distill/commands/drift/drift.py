@@ -103,9 +103,7 @@ def _check(options: DriftOptions) -> None:
             "give one of --log FILE (a server's log), --metrics-url URL (its counters) and --prompts FILE (fresh prompts)"
         )
     if options.log is not None and options.log.is_dir():
-        raise UserError(
-            f"--log {options.log}: a directory; for a gateway's give `understudy traffic show DIR --run RUN`"
-        )
+        raise UserError(f"--log {options.log}: a directory; for a gateway's give `understudy traffic show DIR`")
     if options.scrapes < 2 or not 0 <= options.interval < 1e6:
         raise UserError(
             f"--scrapes {options.scrapes} --interval {options.interval:g}: give at least 2 scrapes, some seconds apart"

@@ -1,23 +1,25 @@
-"""Compares served acceptance of a draft version, request by request and slice by slice, with the run that made it.
+"""Compares served acceptance of a draft version, request by request and slice by slice, with its own first served requests.
 
-The false alarm rate covers all requests and slices of one call (Bonferroni over slices). It assumes that requests are independent draws,
-like the held-out prompts. Real users come in order, repeat themselves and ask for other things. So an alarm says that acceptance on this
-traffic is below the baseline, but not why.
+The run's held-out prompts are no baseline for this: users ask for other things, in an order and more than once. Whether an engine accepts
+what the run predicts is the question of `understudy readback`. The false alarm rate covers all slices of one call (Bonferroni). An alarm
+says that acceptance on this traffic has fallen, but not why.
 """
 
-from pathlib import Path
+import math
+from collections.abc import Sequence
 
 import numpy as np
 
-from distill.commands.drift.baseline import ALL, Baseline, Slice, baseline_of, gamma_of, slices_of
-from distill.commands.options import DriftOptions
-from distill.live.alarm.cusum import Crossing, chart_for, monitor, pool_of
+from data.responses.acceptance_log import AcceptanceRecord
+from distill.commands.drift.baseline import ALL, by_label
+from distill.live.alarm.cusum import HORIZON, Crossing, chart_for, monitor, pool_of
 from distill.live.traffic.reader import TrafficLog, acceptance_of
 from speculative.errors import UserError
 from speculative.explain.rate_change import rate_change
 from speculative.measure.intervals import Interval, interval
 from speculative.measure.record import Record
 
+BURN_IN, FEWEST = 150, 30  # requests of a slice that are its baseline, and the fewest allowed
 _MOST_TOLD = 3  # slices without an alarm that the sentence lists; if there are more, only the one that fell most
 
 
@@ -29,13 +31,14 @@ class Reason(Record):
 
 
 class SliceAlarm(Record):
-    """Requests of one label, counted from 1. change: accepted/drafted minus the baseline's, since the open alarm began; without one, of
-    all requests. time: logged time at which it began.
+    """Requests of one label, counted from 1; the first are the baseline. change: accepted/drafted minus the baseline's, since the open
+    alarm began; without one, of all requests after the baseline. correlation: of neighbours in the baseline. time: logged time at
+    which the alarm began.
     """
 
     name: str
-    compared_with: str
     requests: int
+    correlation: float
     rate: float
     baseline: float
     change: float
@@ -59,68 +62,87 @@ class SliceAlarm(Record):
             past = [f"; it fell at request {one.since:,} and recovered at {one.until:,}" for one in self.alarms]
             return words + "".join(past[-1:])
         when = f" ({self.time})" if self.time else ""
-        words = (
+        return (
             f"{where}accepted/drafted fell from {self.baseline:.3f} to {self.rate:.3f} {change} since request {alarm.since:,} of "
             f"{self.requests:,}{when}, detected at request {alarm.at:,}"
         )
-        settings = "; it was low from the first request: check that the server's template, temperature, rule and gamma match the run's"
-        return words + (settings if alarm.since == 1 else "")
 
 
 class Alarm(Reason):
-    """`holds`: the alarm rings. run: made the version; false_alarms: probability of any false alarm."""
+    """`holds`: the alarm rings. false_alarms: probability of any false alarm in HORIZON requests. waiting: requests so far of slices that
+    have fewer than ``burn_in`` and one more.
+    """
 
-    run: str
     version: str
-    gamma: int
-    rule: str
     false_alarms: float
+    burn_in: int
     slices: list[SliceAlarm]
+    waiting: dict[str, int]
     notes: list[str]
 
 
-def alarm(log: TrafficLog, version: str, run: Path, false_alarms: float = 0.01, drop: float = 0.05) -> Alarm:
-    """Test whether served acceptance of a version has fallen below that of the run that made it.
+def alarm(
+    log: TrafficLog, version: str, false_alarms: float = 0.01, drop: float = 0.05, burn_in: int = BURN_IN
+) -> Alarm:
+    """Test whether served acceptance of a version has fallen below that of its first requests.
 
     Args:
         drop: the fall in accepted/drafted to detect quickly.
+        burn_in: requests of a slice that are its baseline.
 
     Raises:
-        UserError: an option out of its range, no request of that version with counts, or no baseline in the run.
+        UserError: an option out of its range, or no request of that version with counts.
     """
     if not 0 < false_alarms <= 0.5:
         raise UserError(f"--false-alarms {false_alarms}: give a probability between 0 and 0.5, e.g. 0.01")
     if not 0 < drop < 1:
         raise UserError(f"--drop {drop}: give a fall in accepted/drafted between 0 and 1, e.g. 0.05")
+    if burn_in < FEWEST:
+        raise UserError(f"--burn-in {burn_in}: give at least {FEWEST} requests, e.g. {BURN_IN}")
     served = acceptance_of(log, version)
-    gamma, notes = gamma_of(served, None)
-    baseline = baseline_of(DriftOptions(run), gamma)
-    slices, more = slices_of(served.records, baseline.prompts)
-    level = false_alarms / len(slices)
-    told = [slice_alarm(part, baseline, level, drop, seed) for seed, part in enumerate(slices)]
+    by_name, more = by_label(served.records)
+    waiting = {name: len(records) for name, records in by_name.items() if len(records) <= burn_in}
+    level, gamma = false_alarms / len(by_name), served.gamma() or 1.0
+    told = [
+        slice_alarm(name, records, burn_in, gamma, level, drop, seed)
+        for seed, (name, records) in enumerate(by_name.items())
+        if name not in waiting
+    ]
     ringing = [part for part in told if part.ringing]
     shown = ringing or (told if len(told) <= _MOST_TOLD else [min(told, key=lambda part: part.change)])
+    words = [part.sentence for part in shown]
+    if waiting:
+        most = max(waiting.values())
+        words.append(
+            f"{len(waiting)} of {len(by_name)} slices wait for {burn_in} requests as their baseline, the longest has {most:,}"
+        )
     sentence = (
-        f"alarm: {'' if ringing else 'none, '}{'; '.join(part.sentence for part in shown)} (false alarm rate {100 * false_alarms:g} % over "
-        f"{len(served.records):,} requests in {len(told)} slices)"
+        f"alarm: {'' if ringing else 'none, '}{'; '.join(words)} (false alarm rate {100 * false_alarms:g} % in {HORIZON:,} requests; "
+        f"{len(served.records):,} requests in {len(by_name)} slices)"
     )
     return Alarm(
-        holds=bool(ringing), sentence=sentence, run=str(run), version=version, gamma=baseline.gamma, rule=baseline.rule, false_alarms=false_alarms,
-        slices=told, notes=[*served.warnings, *notes, *more],
+        holds=bool(ringing), sentence=sentence, version=version, false_alarms=false_alarms, burn_in=burn_in, slices=told, waiting=waiting,
+        notes=[*served.warnings, *more],
     )  # fmt: skip
 
 
-def slice_alarm(part: Slice, baseline: Baseline, level: float, drop: float, seed: int = 0) -> SliceAlarm:
-    """Test one slice with its own chart; ``level`` is the probability of any false alarm."""
-    served_2N = np.array([[record.accepted, record.drafted] for record in part.records]).T
-    prompts = [baseline.prompts[index] for index in part.prompts]
-    judged_2P = np.array([[prompt.accepted, prompt.drafted] for prompt in prompts]).T
-    pool = pool_of(judged_2P[0], judged_2P[1], baseline.gamma)
-    found = monitor(pool, served_2N[0], served_2N[1], chart_for(pool, served_2N[1], level, drop, seed))
-    since = next((alarm.since for alarm in found if alarm.until is None), 1)
-    behind_2N = served_2N[:, since - 1 :]
-    change = rate_change(behind_2N, [0] * behind_2N.shape[1], judged_2P, np.ones((1, len(part.prompts)), dtype=bool))
+def slice_alarm(
+    name: str, records: Sequence[AcceptanceRecord], burn_in: int, gamma: float, level: float, drop: float, seed: int = 0
+) -> SliceAlarm:
+    """Test the requests of a slice after its first ``burn_in``; ``level`` is the probability of a false alarm."""
+    counts_2N = np.array([[record.accepted, record.drafted] for record in records]).T
+    first_2P, served_2N = counts_2N[:, :burn_in], counts_2N[:, burn_in:]
+    pool = pool_of(first_2P[0], first_2P[1], gamma)
+    chart = chart_for(pool, served_2N[1], level, drop, seed)
+    found = [
+        Crossing(one.since + burn_in, one.at + burn_in, one.until and one.until + burn_in)
+        for one in monitor(pool, served_2N[0], served_2N[1], chart)
+    ]
+    since = next((alarm.since for alarm in found if alarm.until is None), None)
+    behind_2N = counts_2N[:, (since or burn_in + 1) - 1 :]
+    change = rate_change(behind_2N, [0] * behind_2N.shape[1], first_2P, np.ones((1, burn_in), dtype=bool))
+    low, high = (change.change + math.sqrt(pool.inflation) * (edge - change.change) for edge in change.ci)
     return SliceAlarm(
-        name=part.name, compared_with=part.of, requests=len(part.records), rate=change.rate, baseline=change.baseline,
-        change=change.change, ci=change.ci, alarms=found, time=part.records[since - 1].time if since > 1 else None,
+        name=name, requests=len(records), correlation=pool.correlation, rate=change.rate, baseline=change.baseline, change=change.change,
+        ci=(low, high), alarms=found, time=records[since - 1].time if since else None,
     )  # fmt: skip

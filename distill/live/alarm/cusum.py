@@ -1,11 +1,11 @@
-"""Has acceptance fallen? A sequential test (CUSUM, Page 1954) of a stream of requests against a pool of baseline ones.
+"""Has acceptance fallen? A sequential test (CUSUM, Page 1954) of a stream of requests against the baseline requests before them.
 
 In a request, `drafted` tokens were proposed and `accepted` kept. The shortfall against the baseline, minus an allowance, is summed
-and kept at zero or above. If nothing has changed, the sum crosses its threshold with the stated probability. This assumes that the
-stream's requests are independent draws from the source of the pool. Held-out prompts are; real traffic comes in order, and the requests of
-one user resemble each other, so alarms are then more frequent.
+and kept at zero or above. If nothing has changed, the sum crosses its threshold with the stated probability. Neighbouring requests may be
+correlated: the model is a first-order autoregression, whose long-run variance is (1 + r) / (1 - r) times that of a request. Difficulty that
+varies more slowly than that causes more alarms.
 
-Shapes: P requests of the pool, N of the stream in their order, B simulated pools and streams.
+Shapes: P requests of the pool in their order, N of the stream in their order, B simulated pools and streams.
 """
 
 import math
@@ -13,14 +13,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-from scipy import optimize
+from scipy import optimize, signal
 
 from speculative.explain.rate_change import FEWEST_REQUESTS
 
+HORIZON = 1000  # requests that the probability of a false alarm covers; doubled until the stream fits
 CELLS = 1 << 21  # entries (B, N) simulated at once: 16 MB per array
 _EXCEEDING = 20  # simulated streams above the threshold; its level is then accurate to a fifth
 FEWEST_STREAMS = 2000
 _TRIAL_STREAMS = 400
+_MOST_CORRELATED = 0.9
 _NOTHING = 1e-9  # variance of residuals that differ only by rounding
 
 _ALLOWANCES = (0.5, 0.6, 0.7, 0.8)  # shares of the drop
@@ -34,6 +36,7 @@ class Pool:
     rate: accepted per drafted, each request weighted by its information (see `pool_of`). within, between: the variance of a
     request's accepted tokens is within x drafted + between x drafted^2. information_P: drafted / spread, so that a drop by
     x moves a request by x times its information, in standard deviations. residuals_P: (accepted - rate x drafted) / spread.
+    correlation: of the residuals of neighbours.
     """
 
     rate: float
@@ -41,6 +44,12 @@ class Pool:
     between: float
     information_P: np.ndarray = field(repr=False)
     residuals_P: np.ndarray = field(repr=False)
+    correlation: float = 0.0
+
+    @property
+    def inflation(self) -> float:
+        """Long-run variance of the stream over that of independent requests."""
+        return float(_inflation(np.asarray(self.correlation)))
 
     def spread(self, drafted_N: np.ndarray) -> np.ndarray:
         """Standard deviation (N,) of the accepted tokens of requests with ``drafted_N`` drafted tokens."""
@@ -86,6 +95,17 @@ def block_variance_per_token(rate: float, gamma: int) -> float:
     return float(((2 * places - 1) * survival).sum() - survival.sum() ** 2) / gamma
 
 
+def _inflation(correlation: np.ndarray) -> np.ndarray:
+    return (1 + correlation) / (1 - correlation)
+
+
+def correlation_of(residuals_BP: np.ndarray) -> np.ndarray:
+    """Lag-1 correlation along the last axis, without the estimate's bias -(1 + 3r)/P (Kendall 1954), from 0 to _MOST_CORRELATED."""
+    centred_BP = residuals_BP - residuals_BP.mean(-1, keepdims=True)
+    found = (centred_BP[..., 1:] * centred_BP[..., :-1]).sum(-1) / np.maximum((centred_BP**2).sum(-1), _NOTHING)
+    return np.clip(found + (1 + 3 * found) / residuals_BP.shape[-1], 0.0, _MOST_CORRELATED)
+
+
 def pool_of(accepted_P: np.ndarray, drafted_P: np.ndarray, gamma: float) -> Pool:
     """The pool of baseline requests that drafted about `gamma` tokens a block.
 
@@ -114,7 +134,8 @@ def pool_of(accepted_P: np.ndarray, drafted_P: np.ndarray, gamma: float) -> Pool
     scale = scale if scale > _NOTHING else 1.0
     root = math.sqrt(scale)
     information_P = drafted_P / (spread_P * root)
-    return Pool(rate, within * scale, between * scale, information_P, residuals_P / root)
+    correlation = float(correlation_of(residuals_P))
+    return Pool(rate, within * scale, between * scale, information_P, residuals_P / root, correlation)
 
 
 def cusum_path(increments_N: np.ndarray) -> np.ndarray:
@@ -124,40 +145,42 @@ def cusum_path(increments_N: np.ndarray) -> np.ndarray:
 
 
 def increments(pool: Pool, accepted_N: np.ndarray, drafted_N: np.ndarray, drop: float, allowance: float) -> np.ndarray:
-    """What each request (N,) adds to the sum: drop x information x (z - allowance x information).
+    """What each request (N,) adds to the sum: drop x information x (z - allowance x information) / inflation.
 
     z: the standardised residual, of mean drop x information under the drop. With an allowance of half the drop this is
-    the normal log-likelihood ratio of the drop against no change, in nats, so that a request counts by its information.
+    the normal log-likelihood ratio of the drop against no change, in nats, so that a request counts by its information. Correlated
+    requests carry less: the ratio of many is that of independent ones over the inflation.
     """
     spread_N, drafted_N = pool.spread(drafted_N), np.asarray(drafted_N, dtype=np.float64)
     information_N = drafted_N / spread_N
     z_N = (pool.rate * drafted_N - np.asarray(accepted_N)) / spread_N
-    return drop * information_N * (z_N - allowance * information_N)
+    return drop * information_N * (z_N - allowance * information_N) / pool.inflation
 
 
 def _worlds(pool: Pool, drafted_N: np.ndarray, streams: int, seed: int) -> Iterator[tuple[np.ndarray, ...]]:
-    """Simulated baselines (B of `streams` at a time), and a stream of the pool's residuals for each: (noise_BN, errors_B, scales_B).
+    """Simulated baselines (B of `streams` at a time), and the stream that follows each: (noise_BN, errors_B, scales_B).
 
-    noise_BN: cumulated information x residual of the streams. errors_B: estimated minus true rate. scales_B: estimated over
-    true variance. Each stream has its own baseline, because the pool is one draw of the baseline.
-
-    A baseline draws P - 1 of the P requests, so that the variance of its rate is the pool's unbiased one. Dividing by its own variance
-    gives the tail of a small sample (bootstrap-t).
+    noise_BN: cumulated information x residual of the streams. errors_B: estimated minus true rate. scales_B: estimated long-run variance
+    over the variance of a request. Each stream has its own baseline, because the pool is one draw of the baseline. Dividing by its own
+    variance gives the tail of a small sample (bootstrap-t). The residuals are the pool's, resampled and filtered to its correlation, taken a
+    standard error higher because it is an estimate too.
     """
     rng = np.random.default_rng(seed)
-    count = len(pool.residuals_P)
-    information_N = (np.asarray(drafted_N) / pool.spread(drafted_N)).astype(np.float32)
+    count, length = len(pool.residuals_P), len(pool.residuals_P) + len(drafted_N)
+    told_P = pool.information_P
+    information_N = np.asarray(drafted_N) / pool.spread(drafted_N)
     centred_P = pool.residuals_P - pool.residuals_P.mean()
     centred_P = (centred_P / max(1e-12, centred_P.std())).astype(np.float32)
-    varied = pool.residuals_P.var() > _NOTHING
-    rows = max(1, CELLS // max(1, len(information_N)))
+    correlation = min(_MOST_CORRELATED, pool.correlation + math.sqrt((1 - pool.correlation**2) / count))
+    rows = max(1, CELLS // length)
     for start in range(0, streams, rows):
-        size = min(rows, streams - start)
-        drawn_BP = rng.integers(count, size=(size, count - 1))
-        own_BP, told_BP = pool.residuals_P[drawn_BP], pool.information_P[drawn_BP]
-        errors_B = (told_BP * own_BP).sum(1) / (told_BP**2).sum(1)
-        scales_B = ((own_BP - errors_B[:, None] * told_BP) ** 2).sum(1) / (count - 2) if varied else np.ones(size)
-        noise_BN = centred_P[rng.integers(count, size=(size, len(information_N)), dtype=np.uint32)] * information_N
+        drawn_BL = centred_P[rng.integers(count, size=(min(rows, streams - start), length), dtype=np.uint32)]
+        drawn_BL[:, 1:] *= math.sqrt(1 - correlation**2)
+        drawn_BL = signal.lfilter([1.0], [1.0, -correlation], drawn_BL, axis=1)
+        own_BP, noise_BN = drawn_BL[:, :count], drawn_BL[:, count:] * information_N
+        errors_B = (told_P * own_BP).sum(1) / (told_P**2).sum()
+        own_BP = own_BP - errors_B[:, None] * told_P
+        scales_B = (own_BP**2).sum(1) / (count - 1) * _inflation(correlation_of(own_BP))
         yield np.cumsum(noise_BN, axis=1, dtype=np.float64), errors_B, np.maximum(scales_B, 1e-6)
 
 
@@ -179,8 +202,9 @@ def _thresholds(pool: Pool, drafted_N: np.ndarray, charts: Sequence[Chart], stre
 
 
 def chart_for(pool: Pool, drafted_N: np.ndarray, level: float, drop: float, seed: int = 0) -> Chart:
-    """The chart that an unchanged stream of these requests crosses anywhere with probability `level`.
+    """The chart that an unchanged stream crosses with probability `level` in HORIZON requests, or twice, four times ... as many if longer.
 
+    So a look at a growing stream does not change the threshold until its length doubles. The requests to come are taken to be like these.
     The threshold is simulated with the pool's residuals and includes the error of the baseline; otherwise a long stream would detect that
     the estimated rate is not the true one (Gandy and Kvaloy 2013, arXiv 1111.4180). The allowance is half the drop, or more if that
     error would raise the sum: of a few values, the one that detects the drop first. Neither depends on what the stream accepted.
@@ -190,6 +214,7 @@ def chart_for(pool: Pool, drafted_N: np.ndarray, level: float, drop: float, seed
     if not 0 < level < 1 or not drop > 0 or len(drafted_N) == 0:
         raise ValueError(f"level {level}, drop {drop}, {len(drafted_N)} requests")
     chart = Chart(drop, drop / 2, math.inf, level)
+    drafted_N = np.resize(drafted_N, HORIZON << max(0, math.ceil(math.log2(len(drafted_N) / HORIZON))))
     if pool.residuals_P.var() < _NOTHING:
         # Nothing to simulate with. From each of N starts, a likelihood ratio reaches e^h with probability at most e^-h.
         return replace(chart, threshold=math.log(len(drafted_N) / level))

@@ -50,7 +50,9 @@ OWN_KEYS = (
 )  # fmt: skip
 R = TypeVar("R", bound=Reason)
 # Options that must be the same when a refresh resumes.
-ASKED = ("share", "probe_steps", "margin", "false_alarms", "drop", "payback_days", "target_version", "assume_sampling")
+ASKED = (
+    "share", "probe_steps", "margin", "false_alarms", "drop", "burn_in", "payback_days", "target_version", "assume_sampling"
+)  # fmt: skip
 
 
 def refresh_command(options: RefreshOptions, console: Console) -> int:
@@ -228,7 +230,7 @@ class _Refresh:
         """Whether to train; print the reasons. Without an alarm, the others are computed only with --force or --dry-run."""
         options = self.options
         if self.state.decision is None:
-            asked = self.log, self.version, self.home, options.false_alarms, options.drop
+            asked = self.log, self.version, options.false_alarms, options.drop, options.burn_in
             needed = self._reason("alarm", lambda: alarm(*asked)).holds
             if needed or options.force or options.dry_run:
                 needed = self._worth_it() and needed

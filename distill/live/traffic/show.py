@@ -43,7 +43,7 @@ class Traffic(Record):
 
 
 class Shown(Record):
-    """Summary of a log. Times are Unix seconds. finishes: requests by finish reason. alarm: of --run."""
+    """Summary of a log. Times are Unix seconds. finishes: requests by finish reason. alarm: of the last version, or of --draft-version."""
 
     log: str
     requests: int
@@ -65,10 +65,9 @@ def show_traffic(options: ShowOptions, console: Console) -> Shown:
     """
     check_plot(options.plot)
     log = read_traffic(options.log)
-    found = None
-    if options.run is not None:
-        told = [record.draft_version for record in log.records if accepts(record)]
-        found = alarm(log, options.draft_version or (told or [""])[-1], options.run)
+    told = [record.draft_version for record in log.records if accepts(record)]
+    version = options.draft_version or (told or [""])[-1]
+    found = alarm(log, version) if version else None
     shown = _summary(log, options.bins).model_copy(update={"alarm": found})
     if options.plot is not None:
         with writing(f"--plot {options.plot}"):

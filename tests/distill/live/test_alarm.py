@@ -1,17 +1,15 @@
 """The alarm on slices of traffic, with baselines written by hand and with a trained run."""
 
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from traffic_log import record_of, write_log
 
 from data.responses.acceptance_log import AcceptanceRecord
-from distill.commands.drift.baseline import Baseline, BaselinePrompt, Slice, baseline_of
-from distill.commands.options import DriftOptions
 from distill.live.alarm import cusum
-from distill.live.alarm.alarm import SliceAlarm, alarm, slice_alarm
+from distill.live.alarm.alarm import BURN_IN, SliceAlarm, alarm, slice_alarm
 from distill.live.traffic.reader import read_traffic
 from speculative.errors import UserError
 
@@ -35,10 +33,9 @@ def records(rng: np.random.Generator, count: int, ease: float = 0.85) -> list[Ac
 
 
 def told(*stream: AcceptanceRecord) -> SliceAlarm:
-    judged = records(np.random.default_rng(0), 80)
-    prompts = [BaselinePrompt("code", one.drafted, one.accepted, one.blocks or 0) for one in judged]
-    part = Slice("code", list(stream), list(range(80)), "code")
-    return slice_alarm(part, Baseline(GAMMA, "sample", prompts), level=0.01, drop=0.05)
+    """The alarm of the baseline's requests and these behind them."""
+    first = records(np.random.default_rng(0), BURN_IN)
+    return slice_alarm("code", [*first, *stream], BURN_IN, GAMMA, level=0.01, drop=0.05)
 
 
 def test_a_fall_is_found_where_it_began() -> None:
@@ -46,17 +43,12 @@ def test_a_fall_is_found_where_it_began() -> None:
     before, after = records(rng, 150), records(rng, 100, 0.75)
     found = told(*before, *after)
     assert found.ringing is not None
-    assert 135 <= found.ringing.since <= 165 < found.ringing.at < 200
+    assert 285 <= found.ringing.since <= 315 < found.ringing.at < 380
     truth = sum(one.accepted for one in after) / sum(one.drafted for one in after)
     assert found.rate == pytest.approx(truth, abs=0.02)
     assert found.ci[1] < 0
     assert found.sentence.startswith(f"code: accepted/drafted fell from {found.baseline:.3f} to {found.rate:.3f} ")
-    assert f"since request {found.ringing.since} of 250 (day " in found.sentence
-
-
-def test_low_from_the_first_request_points_at_the_settings() -> None:
-    half = [replace(one, accepted=one.accepted // 2) for one in records(np.random.default_rng(4), 60)]
-    assert "from the first request: check that the server's template" in told(*half).sentence
+    assert f"since request {found.ringing.since} of 400 (day " in found.sentence
 
 
 def test_a_fall_that_passed_is_told_and_does_not_ring() -> None:
@@ -67,23 +59,48 @@ def test_a_fall_that_passed_is_told_and_does_not_ring() -> None:
     assert "it fell at request" in found.sentence
 
 
-def test_the_log_of_one_version_is_compared_with_the_run(tmp_path: Path, tiny_run: Path) -> None:
-    baseline = baseline_of(DriftOptions(tiny_run))
-    rows, without = baseline.prompts * 40, {"response_ids": None, "response_tokens": None}
-    same = [
-        record_of(n, accepted=row.accepted, drafted=row.drafted, blocks=row.blocks, slice=row.domain, **without)
-        for n, row in enumerate(rows[:40])
+def test_an_interval_is_wider_where_neighbours_correlate() -> None:
+    rng = np.random.default_rng(6)
+    mixed, ordered = records(rng, 200), sorted(records(rng, 200), key=lambda one: one.accepted / one.drafted)
+    runs = [ordered[place] for start in range(20) for place in range(start, 200, 20)]  # each ten rises
+    plain = slice_alarm("code", mixed, 100, GAMMA, level=0.01, drop=0.05)
+    found = slice_alarm("code", [*ordered[:50], *ordered[150:], *runs], 100, GAMMA, level=0.01, drop=0.05)
+    assert plain.correlation < 0.2 < found.correlation
+    assert found.ci[1] - found.ci[0] > 1.5 * (plain.ci[1] - plain.ci[0])
+
+
+def test_the_baseline_of_a_version_and_slice_is_its_own_first_requests(tmp_path: Path) -> None:
+    rng = np.random.default_rng(7)
+    rows = [
+        record_of(
+            number,
+            accepted=int(rate * 90 + rng.integers(-9, 10)),
+            drafted=90,
+            blocks=30,
+            draft_version=version,
+            slice=label,
+        )
+        for number, (version, label, rate) in enumerate(
+            [("v0001", "code", 0.5)] * 80
+            + [("v0002", "code", 0.6)] * 40
+            + [("v0002", "code", 0.3)] * 40
+            + [("v0002", "chat", 0.2)] * 20
+        )
     ]
-    fallen = [record_of(number, accepted=0, drafted=90, blocks=45, draft_version="v0002") for number in range(40, 80)]
-    log = read_traffic(write_log(tmp_path / "log", [*same, *fallen]))
-    old, new = alarm(log, "v0001", tiny_run, 0.05), alarm(log, "v0002", tiny_run, drop=0.2)
-    assert (old.holds, new.holds) == (False, True)
-    assert "over 40 requests" in old.sentence
-    assert any("left out: v0001 (40)" in note for note in new.notes)
-    assert new.slices[0].compared_with == "all"
-    assert new.record()["slices"][0]["alarms"][0]["since"] == 1
-    with pytest.raises(UserError, match=r"for version v0009; found: v0001 \(40\), v0002 \(40\)"):
-        alarm(log, "v0009", tiny_run)
-    for options, words in (({"false_alarms": 0.0}, "--false-alarms 0.0"), ({"drop": 1.0}, "--drop 1.0")):
+    log = read_traffic(write_log(tmp_path / "log", rows))
+    old, new = alarm(log, "v0001", burn_in=40), alarm(log, "v0002", burn_in=40)
+    assert (old.holds, new.holds, new.waiting) == (False, True, {"chat": 20})
+    assert new.slices[0].baseline == pytest.approx(0.6, abs=0.02)
+    assert new.slices[0].alarms[0].since == 41
+    assert "1 of 2 slices wait for 40 requests as their baseline, the longest has 20" in new.sentence
+    assert any("left out: v0001 (80)" in note for note in new.notes)
+    early = alarm(log, "v0001")
+    assert (early.holds, early.slices, early.waiting) == (False, [], {"code": 80})
+    with pytest.raises(UserError, match=r"for version v0009; found: v0001 \(80\), v0002 \(100\)"):
+        alarm(log, "v0009")
+    bad: tuple[tuple[dict[str, Any], str], ...] = (
+        ({"false_alarms": 0.0}, "--false-alarms 0.0"), ({"drop": 1.0}, "--drop 1.0"), ({"burn_in": 8}, "--burn-in 8: give at least 30")
+    )  # fmt: skip
+    for options, words in bad:
         with pytest.raises(UserError, match=words):
-            alarm(log, "v0001", tiny_run, **options)
+            alarm(log, "v0001", **options)
