@@ -9,7 +9,6 @@ Shapes: T tokens of one response, P prompts, C bins of confidence.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from pydantic import Field
@@ -74,10 +73,8 @@ def calibration(
 
     Raises ValueError for sampled drafting when the scores lack `confidence_mass_TC`.
     """
-    by_response = [_drafted(own, rule) for own in scores]
-    keys = [text.prompt for text in texts]
-    drafted_PC, accepted_PC = (_by_prompt(keys, [own[side] for own in by_response]) for side in (0, 1))
-    total, confidences_C = float(drafted_PC.sum()), _mean_confidences(scores, rule)
+    drafted_PC, accepted_PC, confidences_C = by_prompt(texts, scores, rule)
+    total = float(drafted_PC.sum())
     bins = []
     for place in np.flatnonzero(drafted_PC.any(0)).tolist():
         inside_P = drafted_PC[:, place] > 0
@@ -200,9 +197,18 @@ def _bin(probs_T: np.ndarray) -> np.ndarray:
     return np.minimum((probs_T * BINS).astype(np.int64), BINS - 1)
 
 
-def _by_prompt(keys: Sequence[Any], values_NTC: Sequence[np.ndarray]) -> np.ndarray:
-    sums_NC = np.array([values_TC.sum(0) for values_TC in values_NTC]).reshape(-1, BINS)
-    return np.stack([sum_by_prompt(keys, values_N) for values_N in sums_NC.T], 1)
+def by_prompt(
+    texts: Sequence[SlicedText], scores: Sequence[TokenScores], rule: str
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(expected drafted tokens (P, C), accepted ones (P, C), mean confidence (C,)). Raises ValueError as `calibration`."""
+    keys, by_response = [text.prompt for text in texts], [_drafted(own, rule) for own in scores]
+    sums_2NC = (
+        np.array([[values_TC.sum(0) for values_TC in own] for own in by_response]).reshape(-1, 2, BINS).swapaxes(0, 1)
+    )
+    drafted_PC, accepted_PC = (
+        np.stack([sum_by_prompt(keys, values_N) for values_N in sums_NC.T], 1) for sums_NC in sums_2NC
+    )
+    return drafted_PC, accepted_PC, _mean_confidences(scores, rule)
 
 
 def _words(bins: Sequence[CalibrationBin], error: float) -> str:
