@@ -112,10 +112,7 @@ def alarm(
     shown = ringing or (told if len(told) <= _MOST_TOLD else [min(told, key=lambda part: part.change)])
     words = [part.sentence for part in shown]
     if waiting:
-        most = max(waiting.values())
-        words.append(
-            f"{len(waiting)} of {len(by_name)} slices wait for {burn_in} requests as their baseline, the longest has {most:,}"
-        )
+        words.append(f"{len(waiting)} without a baseline of {burn_in} requests yet (at most {max(waiting.values()):,})")
     sentence = (
         f"alarm: {'' if ringing else 'none, '}{'; '.join(words)} (false alarm rate {100 * false_alarms:g} % in {HORIZON:,} requests; "
         f"{len(served.records):,} requests in {len(by_name)} slices)"

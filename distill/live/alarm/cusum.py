@@ -130,7 +130,9 @@ def pool_of(accepted_P: np.ndarray, drafted_P: np.ndarray, gamma: float) -> Pool
     rate = float((weights_P * accepted_P).sum() / (weights_P * drafted_P).sum())
     spread_P = np.sqrt(within * drafted_P + between * drafted_P**2)
     residuals_P = (accepted_P - rate * drafted_P) / spread_P
-    scale = float((residuals_P**2).sum() / (count - 1))
+    # Weighted as the sum weights them, so that it holds for the sum even where the model of the spread is wrong at some lengths.
+    weights_P = (drafted_P / spread_P) ** 2
+    scale = float((weights_P * residuals_P**2).sum() / weights_P.sum() * count / (count - 1))
     scale = scale if scale > _NOTHING else 1.0
     root = math.sqrt(scale)
     information_P = drafted_P / (spread_P * root)
@@ -180,7 +182,8 @@ def _worlds(pool: Pool, drafted_N: np.ndarray, streams: int, seed: int) -> Itera
         own_BP, noise_BN = drawn_BL[:, :count], drawn_BL[:, count:] * information_N
         errors_B = (told_P * own_BP).sum(1) / (told_P**2).sum()
         own_BP = own_BP - errors_B[:, None] * told_P
-        scales_B = (own_BP**2).sum(1) / (count - 1) * _inflation(correlation_of(own_BP))
+        scales_B = ((told_P * own_BP) ** 2).sum(1) / (told_P**2).sum() * count / (count - 1)
+        scales_B *= _inflation(correlation_of(own_BP))
         yield np.cumsum(noise_BN, axis=1, dtype=np.float64), errors_B, np.maximum(scales_B, 1e-6)
 
 

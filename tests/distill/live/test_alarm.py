@@ -92,7 +92,7 @@ def test_the_baseline_of_a_version_and_slice_is_its_own_first_requests(tmp_path:
     assert (old.holds, new.holds, new.waiting) == (False, True, {"chat": 20})
     assert new.slices[0].baseline == pytest.approx(0.6, abs=0.02)
     assert new.slices[0].alarms[0].since == 41
-    assert "1 of 2 slices wait for 40 requests as their baseline, the longest has 20" in new.sentence
+    assert "1 without a baseline of 40 requests yet (at most 20)" in new.sentence
     assert any("left out: v0001 (80)" in note for note in new.notes)
     early = alarm(log, "v0001")
     assert (early.holds, early.slices, early.waiting) == (False, [], {"code": 80})
