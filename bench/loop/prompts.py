@@ -8,22 +8,21 @@ from collections.abc import Sequence
 from data.prompts.sources import PromptRow
 from data.prompts.stdlib import modules
 from data.prompts.template import render_prompt
-from data.responses.rendered import StoredPrompts
-from distill.config.layout import PROMPTS, TARGET_FACTS
+from distill.config.layout import TARGET_FACTS
 from distill.config.run import RunConfig
 from distill.models.load import load_tokenizer
-from distill.run.prompts import HELDOUT_FILE, asked_rows, rows_of
+from distill.run.prompts import asked_rows, rows_of
 
 
 def traffic_prompts(config: RunConfig) -> list[list[int]]:
-    """Token ids of the run's held-out sources; prompts that it was not judged on, if there are any.
+    """Token ids of the run's held-out sources in random order: in the library's order, neighbours would be of one module.
 
     Raises:
         UserError: see `load_source` and `render_prompt`.
     """
     asked = _rendered(config, rows_of(config.data.heldout or config.data.train)[0])
-    judged = {tuple(prompt.prompt_ids) for prompt in StoredPrompts(config.folder / PROMPTS / HELDOUT_FILE)}
-    return [ids for ids in asked if tuple(ids) not in judged] or asked
+    random.Random(config.seed).shuffle(asked)
+    return asked
 
 
 def shifted_prompts(config: RunConfig, path: str) -> list[list[int]]:
