@@ -1,6 +1,7 @@
 """Repeat the verdict of one draft on one machine: how much do conclusions and numbers vary?
 
     python bench/verdict.py runs/demo --times 10 --out bench/results/verdict.json
+    python bench/verdict.py runs/demo --times 5 --fresh --out bench/results/verdict_fresh.json     # each in a process of its own
 
 Each judgement repeats all timings: step costs, best gamma, the contest at batch 1. The text, the draft and its acceptance
 are the same, so all differences come from timing. `inside`: judgements whose interval contains the mean of all; `spread`: standard
@@ -11,6 +12,8 @@ from distill.faults import run_script
 
 import json
 import statistics
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any
@@ -63,9 +66,20 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _in_new_process(run: Path, out: Path) -> dict[str, Any]:
+    """Values of one judgement by a new process."""
+    command = [sys.executable, __file__, str(run), "--times", "1", "--out", str(out)]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    row: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))["rows"][0]
+    out.unlink()
+    # JSON has no keys that are numbers.
+    return row | {"v": {int(gamma): ratio for gamma, ratio in row["v"].items()}}
+
+
 def main(
     run: Annotated[Path, typer.Argument(help="finished run")],
     times: Annotated[int, typer.Option(help="judgements", min=1)] = 10,
+    fresh: Annotated[bool, typer.Option(help="a new process for each judgement")] = False,
     out: Annotated[Path, typer.Option(help="JSON")] = Path("bench/results/verdict.json"),
 ) -> None:
     """Judge a run's best draft the given number of times."""
@@ -74,8 +88,10 @@ def main(
     rows: list[dict[str, Any]] = []
     table = Table("outcome", "speed-up", "interval", "gamma", "best gammas", "c", "target step, ms")
     for _ in range(times):
-        verdict = evaluate(config, str(run), [config.judge.gamma], config.judge_rule).verdict
-        rows.append(row_of(verdict))
+        if fresh:
+            rows.append(_in_new_process(run, out.with_suffix(".one.json")))
+        else:
+            rows.append(row_of(evaluate(config, str(run), [config.judge.gamma], config.judge_rule).verdict))
         row = rows[-1]
         ends = "" if row["speed_up_ci"] is None else "[{:.2f}, {:.2f}]".format(*row["speed_up_ci"])
         table.add_row(

@@ -19,7 +19,7 @@ from speculative.measure.intervals import Interval, ratio_interval, sum_by_promp
 from speculative.measure.load import DRAFTED, LoadStandings, full_batch_seconds, kind_shares
 from speculative.measure.measured import TARGET, TOGETHER, How, Measured, Way
 from speculative.measure.metrics import alpha_with_interval
-from speculative.measure.race import Laps, Speed, Standings, race, spread_order
+from speculative.measure.race import FEWEST_SITTINGS, SITTING, Laps, Speed, Standings, race, spread_order
 from speculative.measure.token_scores import TokenScores
 
 # A speed-up is precise enough when the upper end of its interval is within this share of it.
@@ -150,7 +150,7 @@ def hold(
         question.settings,
         still=still,
         seconds=judging.speed_seconds,
-        least=min(fewest, len(chosen)),
+        least=min(max(fewest, FEWEST_SITTINGS * SITTING), len(chosen)),
     )
     timed = standings(laps)
     counted = {one.name: timed.counted(one.name) for one in ways if one.blocks_N is None}

@@ -35,7 +35,7 @@ from speculative.measure.baseline_replay import (
     kept_by_retrieval,
     tuned_lookup,
 )
-from speculative.measure.cost import TIMED_BLOCKS, StepCosts, best_gamma, measure_costs
+from speculative.measure.cost import TIMED_BLOCKS, StepCosts, best_gamma, first_near_best, measure_costs
 from speculative.measure.measured import LOOKUP, PAST, TOGETHER, Way
 from speculative.measure.replay import Blocks, expected_blocks_of, texts_of
 from speculative.measure.token_scores import TokenScores, score_tokens, scored_gammas
@@ -216,11 +216,11 @@ def draft_way(
     question: Question, name: str, drafter: Callable[[], Drafter], scores: Sequence[TokenScores], costs: StepCosts,
     gammas: Sequence[int] | None = None,
 ) -> Way:  # fmt: skip
-    """A draft at the gamma of the highest predicted speed-up, 1 or more."""
+    """A draft at the smallest gamma whose predicted speed-up is nearly the highest, 1 or more."""
     gammas = scored_gammas(scores, gammas or timed_gammas(costs))
     blocks_NK = expected_blocks_of(scores, question.law, gammas)
     prices_K = np.array([costs.block_price(gamma) for gamma in gammas])
-    best = int((blocks_NK.sum(0) * prices_K).argmin())
+    best = first_near_best(blocks_NK.sum(0) * prices_K)
     fitted = cross_fitted(blocks_NK * prices_K, question.keys) / prices_K[best] if question.cross_fits else None
     return Way(name, drafter, gammas[best], blocks_NK[:, best], fitted)
 
@@ -267,7 +267,7 @@ def past_way(question: Question, target: PreTrainedModel, costs: StepCosts, gamm
     kept = [kept_by_retrieval(text, max(gammas), datastore) for text in question.frozen]
     blocks = found_blocks(kept, gammas)
     steps_NK = found_steps(blocks, gammas, costs)
-    best = int(steps_NK.sum(0).argmin())
+    best = first_near_best(steps_NK.sum(0))
     own = Blocks(blocks.found_NK[:, best : best + 1], blocks.others_NK[:, best : best + 1])
     return Way(
         PAST, lambda: Retrieval(datastore), gammas[best], own.calls_NK[:, 0], _fitted(question, steps_NK, own),

@@ -127,6 +127,20 @@ def predicted_speed_ups(taus: Mapping[int, float], costs: StepCosts) -> dict[int
     return {gamma: tau / costs.block_price(gamma) for gamma, tau in taus.items()}
 
 
+def first_near_best(steps_K: np.ndarray) -> int:
+    """Place of the first of these times (K,) that is at most NEAR_BEST above the smallest: timing cannot tell them apart."""
+    return int((steps_K <= (1.0 + NEAR_BEST) * steps_K.min()).argmax())
+
+
+def gamma_to_run(speed_ups: Mapping[int, float]) -> tuple[int, float]:
+    """The smallest gamma whose speed-up is nearly the highest and above 1, and that speed-up; (0, 1.0) when none beats 1."""
+    gammas = sorted(gamma for gamma, speed_up in speed_ups.items() if gamma > 0 and speed_up > 1.0)
+    if not gammas:
+        return 0, 1.0
+    gamma = gammas[first_near_best(1.0 / np.array([speed_ups[gamma] for gamma in gammas]))]
+    return gamma, speed_ups[gamma]
+
+
 def best_gamma(taus: Mapping[int, float], costs: StepCosts) -> tuple[int, float]:
     """The gamma of `taus` with the highest predicted speed-up, and that speed-up; (0, 1.0) when none beats 1."""
     speed_ups = predicted_speed_ups(taus, costs)

@@ -19,7 +19,7 @@ from speculative.decode import Event, context_of, generate
 from speculative.decoder.responses import DecodeSettings, Prompt
 from speculative.drafters.drafter import Ask, Drafter, Proposal
 from speculative.errors import UserError
-from speculative.measure.cost import StepCosts, predicted_speed_up
+from speculative.measure.cost import StepCosts, first_near_best, predicted_speed_up
 from speculative.measure.effects import fewest_prompts
 from speculative.measure.intervals import Interval, ratio_interval
 from speculative.measure.measured import TARGET
@@ -109,8 +109,9 @@ class LoadCurve:
         return self.roofline.speed_up(load, gamma, self.taus[gamma])
 
     def best_gamma(self, load: int) -> int:
-        """The gamma, at least 1, with the highest predicted speed-up at this load."""
-        return max(self.taus, key=lambda gamma: self.predicted(load, gamma))
+        """The smallest gamma, at least 1, whose predicted speed-up at this load is nearly the highest."""
+        gammas = sorted(self.taus)
+        return gammas[first_near_best(1.0 / np.array([self.predicted(load, gamma) for gamma in gammas]))]
 
     def speed_up(self, load: int) -> float:
         """Speed-up at the best gamma of this load."""

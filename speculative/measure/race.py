@@ -11,9 +11,11 @@ the same prompt; f, g: seconds of reading a prompt, alone and with the way, in s
 Sampling Techniques, chapter 6): the chance in the timed prompts' texts does not enter. If replay has no law (`Way.blocks_N` is
 None), the cost per token of the timed prompts is used instead of the cost per block.
 
-Whole responses alternate, not blocks, so that the CPU caches are in the same state as in serving.
+Whole responses alternate, not blocks, so that the CPU caches are in the same state as in serving. A process differs from the next
+one by more than one response from the next: by where its memory lies and by what else the machine does at the time. So the race
+has sittings of a few prompts, with a pause and new memory before each, and an interval is at least as wide as the sittings' means say.
 
-Shapes: N responses, P prompts, M timed prompts.
+Shapes: N responses, P prompts, M timed prompts, S sittings.
 """
 
 import itertools
@@ -28,6 +30,7 @@ from transformers import PreTrainedModel
 
 from speculative.decode import decode
 from speculative.decoder.responses import DecodeSettings, Prompt, Response
+from speculative.engine.memory import release
 from speculative.measure.intervals import Interval, sum_by_prompt
 from speculative.measure.measured import TARGET, Way
 
@@ -36,13 +39,18 @@ FAR = 4.0
 # A median deviation below this share of the median is clock rounding; then nothing is cut.
 LEAST_DEVIATION = 0.01
 FEWEST_TO_TELL = 6
+# Prompts of a sitting, and seconds of rest before it.
+SITTING = 3
+REST_SECONDS = 0.5
+# With fewer sittings than this their spread is not known.
+FEWEST_SITTINGS = 3
 # If timing has less than this share of the variance, the texts dominate and more timing does not help.
 SMALL_SHARE = 0.1
 
 
 @dataclass(frozen=True)
 class Lap:
-    """One response of one way. Seconds: of reading the prompt, and of everything after it.
+    """One response of one way. Seconds: of reading the prompt, and of everything after it. sitting: number of the sitting.
 
     Blocks that recorded a model call count with the average time of the others.
     """
@@ -50,6 +58,7 @@ class Lap:
     prefill_seconds: float
     seconds: float
     response: Response
+    sitting: int = 0
 
     @property
     def said(self) -> tuple[int, int]:
@@ -75,7 +84,7 @@ def race(
     seconds: float,
     least: int,
 ) -> Laps:
-    """Time the target alone and the ways on one prompt after the other, each prompt once; the first way rotates.
+    """Time the target alone and the ways on one prompt after the other, each prompt once, in sittings; the first way rotates.
 
     still: called after every prompt from the `least`-th on; returns the ways to time further, none ends the race. seconds:
     also ends it, but not before `least` prompts. settings: rule and sampling; gamma is each way's own.
@@ -84,11 +93,16 @@ def race(
     laps: Laps = {way.name: {} for way in everybody}
     running, began = list(everybody), time.perf_counter()
     for number, prompt in enumerate(prompts):
-        for way in everybody if number == 0 else ():
-            _lap(target, way, prompt, settings)  # warm-up, not counted
+        sitting, place = divmod(number, SITTING)
+        if place == 0:
+            if sitting:
+                time.sleep(REST_SECONDS)
+            release()
+            for way in running:
+                _lap(target, way, prompt, settings, sitting)  # warm-up, not counted
         start = number % len(running)
         for way in itertools.chain(running[start:], running[:start]):
-            laps[way.name][prompt[0]] = _lap(target, way, prompt, settings)
+            laps[way.name][prompt[0]] = _lap(target, way, prompt, settings, sitting)
         if number + 1 < least:
             continue
         wanted = still(laps)
@@ -98,13 +112,13 @@ def race(
     return laps
 
 
-def _lap(target: PreTrainedModel, way: Way, prompt: Prompt, settings: DecodeSettings) -> Lap:
+def _lap(target: PreTrainedModel, way: Way, prompt: Prompt, settings: DecodeSettings, sitting: int) -> Lap:
     drafter = way.drafter() if way.drafter is not None else None
     (response,), timing = decode(target, drafter, [prompt], way.settings(settings))
     seconds, timed = timing.total_seconds - timing.prefill_seconds, response.blocks - timing.recording_calls
     if 0 < timed < response.blocks:
         seconds = (seconds - timing.recording_seconds) * response.blocks / timed
-    return Lap(timing.prefill_seconds, seconds, response)
+    return Lap(timing.prefill_seconds, seconds, response, sitting)
 
 
 @dataclass(frozen=True)
@@ -161,7 +175,7 @@ class Standings:
         """How many times the tokens per second of `other` a way has, and its interval; paired by prompt.
 
         On the scale of logarithms, by linearising (the delta method): the variance over the texts and that over the timed
-        prompts add up, and Student's t has the degrees of freedom of such a sum (Satterthwaite 1946).
+        prompts or their sittings add up, and Student's t has the degrees of freedom of such a sum (Satterthwaite 1946).
         """
         ratio = self._steps(other) / self._steps(name)
         if name == other:
@@ -169,11 +183,11 @@ class Standings:
         both = [key for key in self._prices[name] if key in self._prices[other]]
         if len(both) < self.fewest or len(self._tokens_P) < 2:
             return ratio, None
-        texts, timed = self._variances(name, other, both)
+        texts, timed, of_timed = self._variances(name, other, both)
         total = texts + timed
         if total == 0.0:
             return ratio, (ratio, ratio)
-        freedom = total**2 / (texts**2 / (len(self._tokens_P) - 1) + timed**2 / (len(both) - 1))
+        freedom = total**2 / (texts**2 / (len(self._tokens_P) - 1) + timed**2 / of_timed)
         reach = float(special.stdtrit(freedom, 0.5 + confidence / 2.0)) * math.sqrt(total)
         return ratio, (ratio * math.exp(-reach), ratio * math.exp(reach))
 
@@ -182,7 +196,7 @@ class Standings:
         speed_up, interval = self.against(name, TARGET)
         if interval is None:
             return False
-        texts, timed = self._variances(name, TARGET, list(self._prices[name]))
+        texts, timed, _ = self._variances(name, TARGET, list(self._prices[name]))
         return interval[1] <= speed_up * (1.0 + within) or timed <= SMALL_SHARE * (texts + timed)
 
     def steps_N(self, name: str) -> np.ndarray:
@@ -222,13 +236,24 @@ class Standings:
     def _steps(self, name: str) -> float:
         return float(self._steps_P(name).sum())
 
-    def _variances(self, name: str, other: str, both: Sequence[str]) -> tuple[float, float]:
-        """Of the logarithm of `against`: (over the texts, over the timed prompts)."""
+    def _variances(self, name: str, other: str, both: Sequence[str]) -> tuple[float, float, int]:
+        """Of the logarithm of `against`: (over the texts, over the timing, the degrees of freedom of the latter).
+
+        Over the timing: between the timed prompts, or between the sittings where that is more.
+        """
         prompts = len(self._tokens_P)
         shares_P = self._steps_P(other) / self._steps(other) - self._steps_P(name) / self._steps(name)
         texts = prompts / (prompts - 1) * float((shares_P**2).sum())
         pulls_M = self._pulls(other, both) - self._pulls(name, both)
-        return texts, float(pulls_M.var(ddof=1) / len(both))
+        timed, of_timed = float(pulls_M.var(ddof=1) / len(both)), len(both) - 1
+        sittings_M = [self._laps[name][key].sitting for key in both]
+        sums_S = sum_by_prompt(sittings_M, pulls_M - pulls_M.mean())
+        if len(sums_S) >= FEWEST_SITTINGS:
+            # Sums over unequal sittings, as of clusters (Cochran, chapter 9).
+            between = len(sums_S) / (len(sums_S) - 1) * float((sums_S**2).sum()) / len(both) ** 2
+            if between > timed:
+                timed, of_timed = between, len(sums_S) - 1
+        return texts, timed, of_timed
 
     def _pulls(self, name: str, both: Sequence[str]) -> np.ndarray:
         """(M,) total steps if each timed prompt's own cost replaced the mean cost, as a share."""

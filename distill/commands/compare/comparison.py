@@ -14,7 +14,7 @@ from distill.run.frozen_text import FrozenText
 from speculative.drafters.draft import Drafting
 from speculative.evaluate import HeldoutResponse
 from speculative.measure.baseline_replay import found_blocks, found_steps, kept_by_lookup, tuned_lookup
-from speculative.measure.cost import StepCosts, given_costs
+from speculative.measure.cost import StepCosts, gamma_to_run, given_costs
 from speculative.measure.effects import CallEffects, Certain, Gain, effects_of_calls, paired_effects
 from speculative.measure.intervals import Interval
 from speculative.measure.measured import HELD_OUT, How, Measured, Row, Way
@@ -257,9 +257,8 @@ def _way(entry: Scored, keys: Sequence[Any], rule: str, gamma: int) -> ComparedW
     gammas = scored_gammas(scores or [], range(1, max(costs.verify_seconds) + 1))
     steps_NK = entry.steps(rule, gammas)
     assert steps_NK is not None
-    speeds = dict(zip(gammas, (curve.tokens / steps_NK.sum(0)).tolist(), strict=True))
-    best = max(speeds, key=speeds.__getitem__)
-    pays: dict[str, float] = {"best_gamma": best if speeds[best] > 1.0 else 0, "best_speed_up": max(speeds[best], 1.0)}
+    best, speed_up = gamma_to_run(dict(zip(gammas, (curve.tokens / steps_NK.sum(0)).tolist(), strict=True)))
+    pays: dict[str, float] = {"best_gamma": best, "best_speed_up": speed_up}
     if scores is not None:
         pays |= {"draft_step_seconds": costs.draft_step_seconds, "cost_ratio": costs.cost_ratio}
         pays["cost_ratio_at"] = costs.cost_ratio_at(gamma)

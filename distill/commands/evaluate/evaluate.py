@@ -28,7 +28,7 @@ from distill.verdict.verdict import verdict_of
 from speculative.drafters.draft import DRAFTINGS, Draft
 from speculative.errors import UserError
 from speculative.evaluate import Judgement, judge
-from speculative.measure.cost import best_gamma
+from speculative.measure.cost import gamma_to_run, predicted_speed_ups
 from speculative.measure.measured import DRAFT
 from speculative.measure.metrics import MOST_GAMMA
 from speculative.measure.self_checks import self_checks
@@ -150,7 +150,7 @@ def evaluate(config: RunConfig, path: str, gammas: list[int], rule: Rule, log: P
                 scores=field.scores[rule][DRAFT],
             )  # fmt: skip
         costs = field.costs[DRAFT]
-        best, _ = best_gamma(costs.timed(by_gamma[chosen].replay), costs)
+        best, _ = gamma_to_run(predicted_speed_ups(costs.timed(by_gamma[chosen].replay), costs))
         chosen = min(gammas, key=lambda gamma: abs(gamma - (best or 1)))
     evidence = gather(replace(question, settings=pair.settings.under(rule, chosen)), target, field, log=log)
     by_gamma[chosen] = evidence.judged[DRAFT]

@@ -63,7 +63,7 @@ def test_everybody_has_the_gamma_that_pays_most_and_the_blocks_that_decoding_cou
         gamma: expected_blocks_of(scores, "greedy", (gamma,)).sum() * (COSTS.draft_seconds[1] * gamma + 0.01 * COSTS.verify_ratio(gamma))
         for gamma in gammas
     }  # fmt: skip
-    assert found[BEST].gamma == min(seconds, key=seconds.__getitem__)
+    assert found[BEST].gamma == min(gamma for gamma in gammas if seconds[gamma] <= 1.03 * min(seconds.values()))
     for one in found.values():
         settings = DecodeSettings(GREEDY, one.gamma, "greedy", max_tokens=40)
         for text, blocks in zip(frozen, one.blocks_N, strict=True):
@@ -80,7 +80,7 @@ def test_a_contest_times_everybody_and_tells_who_is_faster(pair):
     question, _ = asked(pair)
     contest = hold(question, TARGET, ways(pair), BEST)
     assert {name: len(of) for name, of in contest.laps.items()} == dict.fromkeys(
-        (ALONE, BEST, LOOKUP, PAST, TOGETHER), 6
+        (ALONE, BEST, LOOKUP, PAST, TOGETHER), 8
     )
     assert BEST in contest
     assert "served" not in contest

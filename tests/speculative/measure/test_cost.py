@@ -15,6 +15,7 @@ from speculative.measure.cost import (
     _agreed,
     best_gamma,
     break_even_alpha,
+    gamma_to_run,
     given_costs,
     iid_tau,
     measure_costs,
@@ -55,6 +56,14 @@ def test_no_gain_is_a_legal_answer():
     costs = StepCosts(1.0, {5: 4.0}, {5: 1.4}, batch_size=1, context=1)
     assert best_gamma({1: 1.3, 5: 2.1}, costs) == (0, 1.0)
     assert best_gamma({}, FREE) == (0, 1.0)
+
+
+def test_of_gammas_that_timing_cannot_tell_apart_the_smallest_is_run():
+    assert gamma_to_run({1: 1.2, 2: 1.46, 3: 1.5, 4: 1.45}) == (2, 1.46)
+    assert gamma_to_run({1: 1.2, 2: 1.45, 3: 1.5}) == (3, 1.5)
+    # A gamma that loses is not run for being near one that wins.
+    assert gamma_to_run({0: 1.0, 1: 0.99, 2: 1.01}) == (2, 1.01)
+    assert gamma_to_run({0: 1.0, 3: 0.9}) == gamma_to_run({}) == (0, 1.0)
 
 
 def test_verify_ratio_is_interpolated_between_measured_calls():

@@ -1,5 +1,7 @@
 """Racing at batch 1: who is timed on what, and what the times say of all prompts."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from simulation import trials
@@ -11,7 +13,7 @@ from speculative.drafters.lookup import PromptLookup
 from speculative.measure import race as race_module
 from speculative.measure.measured import TARGET as ALONE
 from speculative.measure.measured import Way
-from speculative.measure.race import Lap, Standings, race, spread_order
+from speculative.measure.race import SITTING, Lap, Standings, race, spread_order
 from speculative.rules.sampling import SamplingSettings
 
 SETTINGS = DecodeSettings(SamplingSettings(1.0), 0, "sample", max_tokens=12)
@@ -86,22 +88,28 @@ def test_a_prompt_during_which_the_machine_was_elsewhere_hardly_counts():
     assert noisy.speed_up == pytest.approx(quiet.speed_up, rel=0.01)
 
 
-def drawn_standings(rng, prompts, timed, noise):
-    """A made-up race: texts differ in how well they are drafted, the clock in how it runs. (standings, nothing else)."""
+def drawn_standings(rng, prompts, timed, noise, between=0.0):
+    """A made-up race: texts differ in how well they are drafted, the clock in how it runs; `between`: each sitting's in how dear a
+    way is.
+    """
     tokens = rng.integers(20, 120, prompts)
     tau = 1.0 + 3.0 * rng.beta(3, 2, prompts)
     blocks = tokens / tau
     laps = {ALONE: {}, "draft": {}, "baseline": {}}
-    for number in rng.choice(prompts, timed, replace=False):
+    dear = np.exp(rng.normal(0, between, (timed, 3)))
+    for place, number in enumerate(rng.choice(prompts, timed, replace=False)):
         drift = np.exp(rng.normal(0, 0.2))
-        for name, price, prefill, count in (
-            (ALONE, 1.0, 1.5, tokens[number]),
-            ("draft", 1.6, 2.5, blocks[number]),
-            ("baseline", 1.2, 1.5, 0.8 * tokens[number]),
+        for column, (name, price, prefill, count) in enumerate(
+            (
+                (ALONE, 1.0, 1.5, tokens[number]),
+                ("draft", 1.6, 2.5, blocks[number]),
+                ("baseline", 1.2, 1.5, 0.8 * tokens[number]),
+            )
         ):
-            seconds = drift * np.exp(rng.normal(0, noise))
+            seconds = drift * np.exp(rng.normal(0, noise)) * dear[place // SITTING, column]
             count = max(1, round(float(count)))
-            laps[name][str(number)] = lap(prefill * seconds, price * seconds * count, int(tokens[number]), count)
+            own = lap(prefill * seconds, price * seconds * count, int(tokens[number]), count)
+            laps[name][str(number)] = replace(own, sitting=place // SITTING)
     return Standings(laps, range(prompts), tokens, {"draft": blocks, "baseline": 0.8 * tokens})
 
 
@@ -124,6 +132,49 @@ def test_intervals_cover_what_they_promise(prompts, timed, noise):
             inside[place] += low <= value <= high
     # Three standard errors of the simulation below 95 %, and two points that few prompts may cost.
     assert (inside / runs > 0.93 - 3 * np.sqrt(0.05 * 0.95 / runs)).all(), inside / runs
+
+
+@pytest.mark.simulation
+@pytest.mark.parametrize("timed", [12, 24])
+def test_intervals_hold_where_sittings_differ_more_than_prompts(timed):
+    """Every sitting has other prices, by 6 %; within it prompts differ by 2 %. Without sittings two intervals in ten are wrong."""
+    runs, rng = trials(300, 3000), np.random.default_rng(5)
+    tokens = rng.integers(20, 120, 400_000)
+    blocks = (tokens / (1.0 + 3.0 * rng.beta(3, 2, 400_000))).mean()
+    # Means of logarithmic normal prices; as above the same factor stands in both parts.
+    factor = np.exp(0.02**2 + 0.06**2)
+    truth = (tokens.mean() + 1.5 * factor) / (1.6 * factor * blocks + 2.5 * factor)
+    inside, without = 0, 0
+    for _ in range(runs):
+        standings = drawn_standings(rng, 200, timed, 0.02, between=0.06)
+        low, high = standings.against("draft", ALONE)[1]
+        inside += low <= truth <= high
+        alone = {
+            name: {key: replace(own, sitting=0) for key, own in of.items()} for name, of in standings._laps.items()
+        }
+        ours = {name: standings._blocks[name] for name in ("draft", "baseline")}
+        standings = Standings(alone, range(200), standings._tokens_P, ours)
+        low, high = standings.against("draft", ALONE)[1]
+        without += low <= truth <= high
+    assert inside / runs > 0.93 - 3 * np.sqrt(0.05 * 0.95 / runs), inside / runs
+    assert without / runs < 0.88, without / runs
+
+
+def test_a_sitting_has_new_memory_and_its_first_responses_do_not_count(monkeypatch):
+    """Prompts 0 and 3 begin a sitting: before them all idle memory is freed and each way runs once more."""
+    happened = []
+    monkeypatch.setattr(race_module, "release", lambda: happened.append("release"))
+    monkeypatch.setattr(race_module.time, "sleep", lambda seconds: happened.append("rest"))
+
+    def decoded(target, drafter, prompts, settings):
+        happened.append(prompts[0][0])
+        return [Response(prompts[0][0], [1], response_ids=[2], blocks=1)], Timing(total_seconds=1.0)
+
+    monkeypatch.setattr(race_module, "decode", decoded)
+    prompts = [(name, [1]) for name in "abcde"]
+    laps = race(None, [], prompts, DecodeSettings(), still=lambda _: ["x"], seconds=1e9, least=9)
+    assert happened == ["release", "a", "a", "b", "c", "rest", "release", "d", "d", "e"]
+    assert {key: own.sitting for key, own in laps[ALONE].items()} == {"a": 0, "b": 0, "c": 0, "d": 1, "e": 1}
 
 
 @pytest.mark.simulation
