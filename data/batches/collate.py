@@ -26,7 +26,7 @@ class Example:
 
     `weights`, one per id if given, multiply the loss of predicting that id. A `prompt_weight` above 0 predicts all other ids
     too, with that weight. `depths`, one per id if given: the number of tokens predicted in one forward by the block
-    that starts with that id.
+    that starts with that id. `drawn`, one per id if given: the loss counts only these ids.
     """
 
     input_ids: np.ndarray
@@ -34,6 +34,7 @@ class Example:
     weights: np.ndarray | None = None
     prompt_weight: float = 0.0
     depths: np.ndarray | None = None
+    drawn: np.ndarray | None = None
 
     @property
     def response_tokens(self) -> int:
@@ -51,7 +52,7 @@ class Batch:
     """A micro-batch. `rows_R` indexes the flattened (B x T) positions whose next token is `labels_R`.
 
     Rows are ordered by sequence, in the order of `indices` (the examples' numbers in their set), then by position. `answers_R`
-    marks response tokens, if prompts are trained on too.
+    marks response tokens, if prompts are trained on too. `drawn_R`: the rows whose loss counts; None = all.
     `position_ids_BT` is given if several sequences share a row of the batch: it starts again at 0 with each of them.
     `depths_BT`, for a parallel draft: how many tokens after each position are predicted; 0 where no block starts.
     """
@@ -65,6 +66,7 @@ class Batch:
     indices: tuple[int, ...] = ()
     positions: int = 0  # tokens of all sequences, without padding
     answers_R: Tensor | None = None
+    drawn_R: Tensor | None = None
 
     @property
     def response_tokens(self) -> int:
@@ -123,6 +125,7 @@ def _collate_rows(
     predicts_BT, answers_BT = np.zeros(shape, dtype=bool), np.zeros(shape, dtype=bool)
     labels_BT = np.zeros(shape, dtype=np.int64)
     weights_BT = np.ones(shape, dtype=np.float32)
+    drawn_BT = np.ones(shape, dtype=bool)
     positions_BT = np.zeros(shape, dtype=np.int64)
     depths_BT = np.zeros(shape, dtype=np.int64)
     for index, row in enumerate(rows):
@@ -136,6 +139,8 @@ def _collate_rows(
             labels_BT[index, start : end - 1] = example.input_ids[1:]
             if example.weights is not None:
                 weights_BT[index, start : end - 1] = example.weights[1:]
+            if example.drawn is not None:
+                drawn_BT[index, start : end - 1] = example.drawn[1:]
             if example.prompt_weight:
                 weights_BT[index, start : end - 1][~example.loss_mask[1:]] = example.prompt_weight
             if example.depths is not None:
@@ -143,6 +148,7 @@ def _collate_rows(
             start = end
     rows_R = np.flatnonzero(predicts_BT)
     prompts = any(example.prompt_weight for row in rows for example in row)
+    drawn = any(example.drawn is not None for row in rows for example in row)
     weighted = prompts or any(example.weights is not None for row in rows for example in row)
     parallel = any(example.depths is not None for row in rows for example in row)
     return Batch(
@@ -155,4 +161,5 @@ def _collate_rows(
         tuple(int(index) for index in indices),
         sum(len(example.input_ids) for row in rows for example in row),
         torch.from_numpy(answers_BT.reshape(-1)[rows_R]) if prompts else None,
+        torch.from_numpy(drawn_BT.reshape(-1)[rows_R]) if drawn else None,
     )

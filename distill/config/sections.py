@@ -259,6 +259,9 @@ class LossConfig(Section):
     prompt_weight: float = Field(0.0, ge=0)
     """weight of prompt tokens in the loss, where a response token has 1; the loss is still divided by the number
     of response tokens. 0 = responses only"""
+    prompt_share: float = Field(1.0, gt=0, le=1)
+    """share of the prompt tokens that a step learns, drawn again for each step, with their weight divided by it: the
+    same loss on average in less time"""
     mix: dict[LossName, float] | None = None
     """weighted sum of objectives instead of `name`, e.g. {forward_kl: 1, tv: 0.5}"""
     temperature: float = Field(1.0, gt=0)

@@ -67,6 +67,9 @@ class DraftModule(nn.Module):
         """
         split, rows_R, labels_R = self._split[0], batch.rows_R, batch.labels_R
         weights_R, answers_R, depths_BT = batch.weights_R, batch.answers_R, batch.depths_BT
+        if batch.drawn_R is not None:
+            kept = rows_R, labels_R, weights_R, answers_R, signal, reference
+            rows_R, labels_R, weights_R, answers_R, signal, reference = (part_of(one, batch.drawn_R) for one in kept)
         if depths_BT is None:
             hidden_BTD = split.hidden(batch.input_ids_BT, batch.position_ids_BT)
             hidden_RD = hidden_BTD.reshape(-1, hidden_BTD.shape[-1])[rows_R]

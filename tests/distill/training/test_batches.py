@@ -247,6 +247,36 @@ def test_weights_of_rejected_positions_reach_the_batch(tmp_path: Path) -> None:
     assert batch.weights_R.tolist() == [2.0] * batch.labels_R.numel()
 
 
+def test_a_step_learns_a_share_of_the_prompt_tokens_with_more_weight(tmp_path: Path) -> None:
+    """All response tokens are learnt; of the prompt tokens about the share, other ones in each step, for any micro-batches."""
+
+    def drawn_of(step: int, micro_batch_size: int, **loss: float) -> list[tuple[int, list[bool]]]:
+        config = config_of(tmp_path, micro_batch_size=micro_batch_size)
+        config = config.model_copy(update={"loss": config.loss.model_copy(update={"prompt_weight": 0.3, **loss})})
+        found = []
+        for batch in source_of(config).micro_batches(step, DRAFT):
+            assert batch.answers_R is not None
+            assert batch.weights_R is not None
+            weight = 0.3 / loss.get("prompt_share", 1.0)
+            torch.testing.assert_close(batch.weights_R, torch.where(batch.answers_R, 1.0, weight))
+            if batch.drawn_R is None:
+                continue
+            assert batch.drawn_R[batch.answers_R].all()
+            ends = batch.rows_R.div(batch.input_ids_BT.shape[1], rounding_mode="floor")
+            for row, index in enumerate(batch.indices):
+                own = (ends == row) & ~batch.answers_R
+                found.append((index, batch.drawn_R[own].tolist()))
+        return found
+
+    assert not drawn_of(0, 8), "without a share all are learnt"
+    whole = drawn_of(0, 8, prompt_share=0.4)
+    assert whole == drawn_of(0, 2, prompt_share=0.4)
+    assert whole != drawn_of(1, 8, prompt_share=0.4)
+    tokens = [one for step in range(6) for _, own in drawn_of(step, 8, prompt_share=0.4) for one in own]
+    # Five standard deviations of a binomial share.
+    assert abs(np.mean(tokens) - 0.4) < 5 * (0.4 * 0.6 / len(tokens)) ** 0.5
+
+
 def test_position_weights_by_hand() -> None:
     example = Example(np.arange(6), np.array([False, False, True, True, False, True]))
     weights = position_weighted(example, half_life=2.0).weights

@@ -156,6 +156,26 @@ def test_prompts_add_their_weighted_loss_and_nothing_to_alpha(tmp_path: Path) ->
         torch.testing.assert_close(share["gradients"], gradients_of(loop.module), rtol=1e-4, atol=1e-6)
 
 
+def test_a_share_of_the_prompts_is_learnt_as_if_the_others_weighed_nothing(tmp_path: Path) -> None:
+    """Slow twin: all rows, where the prompt tokens that were not drawn have weight 0."""
+    loss = {"prompt_weight": 0.3, "prompt_share": 0.5}
+    loop = make_loop(step_config(tmp_path, 8, loss=loss), examples=uneven_examples())
+    (batch,) = loop.micro_batches(0)
+    assert loop.teacher is not None
+    assert batch.drawn_R is not None
+    assert batch.weights_R is not None
+    assert 0 < int(batch.drawn_R.sum()) < len(batch.drawn_R)
+    twin = replace(batch, drawn_R=None, weights_R=batch.weights_R * batch.drawn_R)
+    found = []
+    for one in (batch, twin):
+        loop.module.zero_grad()
+        total, accepted, slack = loop.module(one, loop.teacher.signal(one))
+        total.backward()
+        gradients = {name: weight.grad.clone() for name, weight in loop.module.named_parameters()}
+        found.append((total.detach(), accepted, slack, gradients))
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-6)  # order of sums
+
+
 def test_blocks_are_credited_alike_however_the_batch_is_shared(tmp_path: Path) -> None:
     whole, shared = (
         one_step(step_config(tmp_path / str(size), size, loss={"name": "accepted_length"})) for size in (8, 2)
