@@ -78,7 +78,9 @@ class Options(TypedDict, total=False):
     batch_size: rows at a time (32). tokenizer: events carry text; needed for stop strings. policy: how many tokens to propose
     (default: always settings.gamma); its maximum must not exceed settings.gamma. gate: called in order for every token before
     it is streamed; `response.gate_log` records the calls. log: writes every proposal as parquet. runner: `auto` (CUDA graphs on CUDA,
-    compiled code elsewhere), `eager`, `compile` or `graph`. timing: filled while decoding.
+    compiled code elsewhere), `eager`, `compile` or `graph`. timing: filled while decoding. in_order: prompts get rows in their own order.
+    draft_reads_late: the target alone emits a response's first token, and only then the draft reads the prompt. So the first token
+    does not wait for the draft, and blocks start behind it. No effect without a model that drafts chains, or in recorded blocks.
     """
 
     batch_size: int
@@ -88,6 +90,8 @@ class Options(TypedDict, total=False):
     log: ProposalLog | None
     runner: str
     timing: Timing | None
+    in_order: bool
+    draft_reads_late: bool
 
 
 def generate(
@@ -225,13 +229,16 @@ class _Call:
             min(settings.max_tokens, (context or len(ids) + settings.max_tokens) - len(ids)) for _, ids in prompts
         ]
         self.seats: list[_Seat | None] = [None] * self.rows
+        self.in_order, self.began = options.get("in_order", False), 0.0
+        late = options.get("draft_reads_late", False) and settings.tree is None
+        self.late = late and drafter is not None and self.draft_model is not None and not drafter.shares_cache
 
     def events(self) -> Generator[Event, None, None]:
         """The stream of events. Memory is allocated when the first event is requested."""
         if not self.prompts:
             return
         timing, policy = self.timing, self.policy
-        began = time.perf_counter() - timing.total_seconds  # Several calls may share one timing.
+        self.began = time.perf_counter() - timing.total_seconds  # Several calls may share one timing.
         if self.target.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.target.device)
         # Eval mode lasts for the whole stream. no_grad covers only our own steps, because the caller's code runs between events.
@@ -241,26 +248,24 @@ class _Call:
             ending.push(lambda kind, *_: loop.close(reusable=kind in (None, GeneratorExit)))
             policy.start(self.rows)
             order = list(range(len(self.prompts)))
-            if len(order) > self.rows:
+            if len(order) > self.rows and not self.in_order:
                 order.sort(key=lambda index: -len(self.prompts[index][1]))
             waiting = deque(order)
-            loop.timing = timing
-            self._seat(loop, list(range(self.rows)), waiting)
-            while any(place is not None for place in self.seats):
-                with torch.no_grad():
-                    events, freed = self._one_block(loop)
-                timing.total_seconds = time.perf_counter() - began
-                yield from events
-                if not freed:
-                    continue
-                if waiting:
-                    self._seat(loop, freed, waiting)
+            loop.timing, loop.draft_waits = timing, self.late and loop.draft_may_wait
+            free = list(range(self.rows))
+            while True:
+                yield from self._seated(loop, free, waiting)
                 kept = [row for row, place in enumerate(self.seats) if place is not None]
+                if not kept:
+                    break
                 # A recorded graph holds the addresses of its buffers, so its rows cannot be compacted.
-                if self.runner in UNRECORDED and 0 < len(kept) <= len(self.seats) / 2:
+                if self.runner in UNRECORDED and len(kept) <= len(self.seats) / 2:
                     loop.keep(kept)
                     policy.keep(kept)
                     self.seats = [self.seats[row] for row in kept]
+                with torch.no_grad():
+                    events, free = self._one_block(loop)
+                yield from events
             timing.peak_bytes = peak_bytes(self.target.device)
 
     def _open(self) -> BlockLoop:
@@ -281,32 +286,40 @@ class _Call:
             reads_each_block=self.gate is not None or not fixed,
         )
 
-    def _seat(self, loop: BlockLoop, free: list[int], waiting: deque[int]) -> None:
-        """Give free rows to waiting prompts."""
-        indices = [waiting.popleft() for _ in free[: len(waiting)]]
-        free = free[: len(indices)]
-        if not free:
-            return
-        now = time.perf_counter()
-        for row, index in zip(free, indices, strict=True):
-            key, ids = self.prompts[index]
-            stream = TextStream(self.tokenizer, self.settings.stop) if self.tokenizer is not None else None
-            response = Response(key=key, prompt_ids=list(ids), budget=self.budgets[index])
-            self.seats[row] = _Seat(index, response, now, stream)
-            self.policy.admit(row)
-        with torch.no_grad():
-            loop.admit(free, [self.prompts[index] for index in indices], [self.budgets[index] for index in indices])
+    def _seated(self, loop: BlockLoop, free: list[int], waiting: deque[int]) -> Generator[Event, None, None]:
+        """Give free rows to waiting prompts. If the draft reads late: until every response that got a row has its first token."""
+        while free and waiting:
+            indices = [waiting.popleft() for _ in free[: len(waiting)]]
+            rows, free, now = free[: len(indices)], [], time.perf_counter()
+            for row, index in zip(rows, indices, strict=True):
+                key, ids = self.prompts[index]
+                stream = TextStream(self.tokenizer, self.settings.stop) if self.tokenizer is not None else None
+                response = Response(key=key, prompt_ids=list(ids), budget=self.budgets[index])
+                self.seats[row] = _Seat(index, response, now, stream)
+                self.policy.admit(row)
+            with torch.no_grad():
+                loop.admit(rows, [self.prompts[index] for index in indices], [self.budgets[index] for index in indices])
+            if loop.draft_waits:
+                with torch.no_grad():
+                    events, free = self._committed(loop, loop.first_tokens(rows))
+                yield from events
+                with torch.no_grad():
+                    loop.read_prompts([row for row in rows if row not in free])
 
     def _one_block(self, loop: BlockLoop) -> tuple[list[Event], list[int]]:
         """Run one block. Returns the events of its rows and the rows that are free because their response ended."""
-        policy, gate = self.policy, self.gate
+        policy = self.policy
         began, recorded = time.perf_counter(), loop.timing.recording_calls
         outcome = loop.run_block(policy.choose(loop.active_R), policy.stop_below)
-        now = time.perf_counter()
-        seconds = now - began if loop.timing.recording_calls == recorded else None
+        seconds = time.perf_counter() - began if loop.timing.recording_calls == recorded else None
         policy.record(
             outcome.drafted_ids_RG.shape[1], outcome.rows_R, outcome.drafted_counts_R, outcome.accepted_R, seconds
         )
+        return self._committed(loop, outcome)
+
+    def _committed(self, loop: BlockLoop, outcome: BlockOutcome) -> tuple[list[Event], list[int]]:
+        """Append a block to the responses. Returns its events and the rows that are free because their response ended."""
+        gate, now = self.gate, time.perf_counter()
         known_ids = vocab_rows(self.target) if gate is not None else 0
         events, freed = [], []
         for row, seat in enumerate(self.seats):
@@ -330,6 +343,7 @@ class _Call:
                 self.seats[row] = None
                 freed.append(row)
             events.append(Event(seat.index, ids, text, response.finish_reason, response))
+        self.timing.total_seconds = time.perf_counter() - self.began
         return events, freed
 
 

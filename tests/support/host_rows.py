@@ -107,7 +107,7 @@ def repeating_prompts(count: int = 8) -> list[tuple[str, list[int]]]:
     ][:count]
 
 
-def sampled_text_p_value(drafter: Drafter, way: DecodeSettings, rows: int = 6000) -> float:
+def sampled_text_p_value(drafter: Drafter, way: DecodeSettings, rows: int = 6000, **options: Any) -> float:
     """Chi-square of three sampled tokens after one prompt against the target's own probabilities, by enumeration; rows are recycled.
 
     Also asserts that the drafter's tokens were both accepted and rejected.
@@ -115,7 +115,7 @@ def sampled_text_p_value(drafter: Drafter, way: DecodeSettings, rows: int = 6000
     prompt, length = [1, 2, 3, 5, 1, 2, 3, 1, 2], 3
     settings = replace(way, sampling=SamplingSettings(1.0, top_k=4), max_tokens=length)
     prompts = [(str(row), prompt) for row in range(rows)]
-    responses, _ = decode(SMALL_TARGET, drafter, prompts, settings, batch_size=rows // 3)
+    responses, _ = decode(SMALL_TARGET, drafter, prompts, settings, batch_size=rows // 3, **options)
     assert way.gamma == 0 or {count for one in responses for count in one.accepted_counts} >= {0, 1}
     texts = list(itertools.product(range(SMALL_VOCAB), repeat=length))
     with torch.no_grad():
