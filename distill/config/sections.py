@@ -386,6 +386,9 @@ class JudgeConfig(Section):
     """CPU threads while speed is measured, the same for all; null = torch's default"""
     load: tuple[Annotated[int, Field(ge=1)], ...] = ()
     """numbers of concurrent requests at which decoding is timed with and without the draft; empty = not measured"""
+    latency_ms: dict[Literal["first_token", "per_token"], Annotated[float, Field(gt=0)]] = {}
+    """limits in milliseconds, e.g. {first_token: 300, per_token: 30}: the verdict says the largest of the loads 1 and
+    `load` at which the p90 of both waits is within them, with and without the draft"""
     ways: tuple[Literal["token tree", "early exit", "lookahead"], ...] = ()
     """more ways to decode that the verdict times, besides the drafts, prompt lookup, past responses and lookup +
     draft; their tau is counted live"""

@@ -79,6 +79,27 @@ def load_table(verdict: Verdict) -> Table:
     return table
 
 
+def waits_table(rows: Sequence[Measured]) -> Table:
+    """Waits for the first and for every further token, for each row that was clocked."""
+    table = Table(["way", Column("requests", ","), "to the first token, ms", "per token, ms"], title="p50 / p90 / p99")
+    for row in rows:
+        if row.first_token_ms:
+            waits = (row.first_token_ms, row.per_token_ms or {})
+            table.add(row.way, row.concurrency, *(" / ".join(f"{ms:.3g}" for ms in one.values()) for one in waits))
+    return table
+
+
+def stages_table(rows: Sequence[Measured]) -> Table:
+    """Milliseconds and share of each stage of a block, for each row that was clocked."""
+    names = list(dict.fromkeys(name for row in rows for name in row.stages_ms or ()))
+    table = Table(["way", Column("requests", ","), *names], title="stages of a block, ms and share")
+    for row in rows:
+        if spent := row.stages_ms:
+            shown = {name: f"{ms:.3g} ({ms / sum(spent.values()):.0%})" for name, ms in spent.items()}
+            table.add(row.way, row.concurrency, *map(shown.get, names))
+    return table
+
+
 def _figure(row: Measured, key: str, note: str = "") -> Cell:
     """A figure with its interval, and a note if it was neither counted live nor timed."""
     how = {"replay": "by replay", "predicted": "predicted", "served": "served"}.get(row.how.get(key, ""), "")

@@ -5,24 +5,27 @@ wandb is imported only if a run has it as a tracker.
 
 from typing import Any
 
-from distill.report.measured import ways_tables
+from distill.report.measured import stages_table, waits_table, ways_tables
 from distill.report.page import render_page
 from distill.run.result import Result
 
-PAGE, WAYS_TABLE = "report/page", "report/ways"
+PAGE, TABLES = "report/page", ("report/ways", "report/waits", "report/stages")
 
 
 def log_result(accelerator: Any, result: Result) -> None:
-    """Log page, table, and alpha and tau over checkpoints between the ends of their intervals to wandb, if it is a tracker."""
+    """Log page, tables, and alpha and tau over checkpoints between the ends of their intervals to wandb, if it is a tracker."""
     run = wandb_run(accelerator)
     if run is None:
         return
     import wandb
 
-    table = ways_tables(result.verdict)[0]
     # inject=True would add a style sheet from wandb's servers to a page that needs no network.
     page = wandb.Html(render_page(result), inject=False, data_is_not_path=True)
-    ways = wandb.Table(columns=[column.name for column in table.heads], data=table.texts())
+    rows = result.verdict.measured
+    tables = dict(zip(TABLES, (ways_tables(result.verdict)[0], waits_table(rows), stages_table(rows)), strict=True))
+    known = {
+        name: wandb.Table([column.name for column in one.heads], one.texts()) for name, one in tables.items() if one.cells
+    }  # fmt: skip
     bands = {}
     for key in ("alpha", "tau"):
         ends = [(one.step, getattr(one, key), getattr(one, f"{key}_ci")) for one in result.verdict.checkpoints]
@@ -30,7 +33,7 @@ def log_result(accelerator: Any, result: Result) -> None:
             steps, *lines = zip(*rows, strict=True)
             title = f"{key} by replay, 95 % interval"
             bands[f"bands/{key}"] = wandb.plot.line_series(steps, lines, [key, "low", "high"], title, "step")
-    run.log({PAGE: page, WAYS_TABLE: ways} | bands)
+    run.log({PAGE: page} | known | bands)
     run.summary.update({"report/outcome": result.verdict.outcome, "report/headline": result.verdict.headline})
 
 

@@ -10,7 +10,6 @@ from speculative.evaluate import Judgement
 from speculative.explain.repetition import Repetition
 from speculative.measure.effects import Effects, Gain
 from speculative.measure.measured import BY_BLOCK, BY_TOKEN, HELD_OUT, Measured, Row, row_of
-from speculative.measure.metrics import Latency
 from speculative.measure.record import Record, Text
 from speculative.measure.replay import ReplayCheck
 
@@ -104,7 +103,7 @@ class Verdict(Record):
         description="concurrent requests from which plain decoding is faster; null: not up to 4096, or judge.load is empty",
     )
     roofline: Roofline | None = Field(None, description="model of the step times between and beyond the measured loads")
-    latency: dict[str, Latency] = Field({}, description="by way, including `target alone`; empty: not timed")
+    latency_loads: dict[str, int | None] = Field({}, description="by way, the largest load within judge.latency_ms")
     checkpoints: list[Judgement] = Field([], description="every judged checkpoint with its gain, step 0 first")
     self_checks: dict[str, Any] = Field({}, description="checks made before anything was measured")
     targets: list[OnTarget] = Field([], description="the draft on each other target (target.others)")

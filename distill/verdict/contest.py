@@ -16,14 +16,15 @@ from distill.verdict.question import Question
 from speculative.errors import UserError
 from speculative.measure.effects import fewest_prompts
 from speculative.measure.intervals import Interval, ratio_interval, sum_by_prompt
-from speculative.measure.load import DRAFTED, LoadStandings, full_batch_seconds, kind_shares
+from speculative.measure.load import DRAFTED, LoadStandings, clock, full_batch_seconds, kind_shares
 from speculative.measure.measured import TARGET, TOGETHER, How, Measured, Way
-from speculative.measure.metrics import alpha_with_interval
+from speculative.measure.metrics import Waiting, alpha_with_interval
 from speculative.measure.race import FEWEST_SITTINGS, SITTING, Laps, Speed, Standings, race, spread_order
 from speculative.measure.token_scores import TokenScores
 
 # A speed-up is precise enough when the upper end of its interval is within this share of it.
 PRECISION = 0.05
+CLOCK_SHARE = 1 / 4  # of judge.speed_seconds, for the waits at each load
 # Lookup before the draft must be at least this much faster than everything else, or a second proposer is not worth having.
 TOGETHER_WORTHWHILE = 1.03
 
@@ -40,7 +41,7 @@ class Timed(Protocol):
 class Contest:
     """The timed ways at one concurrency. picked: names of the ways whose draft was picked among `question.looks` judged ones, so their
     intervals are widened here, and only here. counted: (tokens, blocks) by timed prompt of ways that replay
-    cannot predict. laps: the timed responses of one request.
+    cannot predict. laps: the timed responses of one request. clocked: waits by way.
     """
 
     question: Question
@@ -50,6 +51,7 @@ class Contest:
     picked: frozenset[str] = frozenset()
     counted: Mapping[str, Mapping[str, tuple[int, int]]] = field(default_factory=dict)
     laps: Laps = field(default_factory=dict)
+    clocked: Mapping[str, Waiting] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> Way:
         return next(one for one in self.ways if one.name == name)
@@ -121,7 +123,16 @@ class Contest:
                     behind=way.behind, tuned_on=way.tuned_on,
                 )
             )  # fmt: skip
-        return found
+        return [replace(row, **seen) if (seen := self.clocked.get(row.way)) else row for row in found]
+
+
+def with_clock(contest: Contest, target: PreTrainedModel, about: str) -> Contest:
+    """The contest with the waits of the target alone, the way `about` and the way to run. UserError: too little memory."""
+    question, names = contest.question, dict.fromkeys((about, contest.to_run()))
+    ways = [Way(TARGET), *(contest[name] for name in names if name in contest)]
+    prompts = [question.frozen[index].prompt_ids for index in spread_order(len(question.frozen))]
+    seconds = CLOCK_SHARE * question.judge.speed_seconds
+    return replace(contest, clocked=clock(target, ways, prompts, question.settings, contest.concurrency, seconds))
 
 
 def hold(

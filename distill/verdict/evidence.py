@@ -8,7 +8,7 @@ from pathlib import Path
 from transformers import PreTrainedModel
 
 from distill.models.target import Target
-from distill.verdict.contest import Contest, hold, hold_at_load
+from distill.verdict.contest import Contest, hold, hold_at_load, with_clock
 from distill.verdict.field import (
     Candidate,
     Field,
@@ -109,7 +109,7 @@ def gather(
     ways, best = ways_of(question, target.model, field), candidates[-1].name
     picked = [best, TOGETHER, *(one.name for one in field.others), *question.judge.ways]
     with cpu_threads(question.judge.speed_threads):
-        contest = hold(question, target.model, ways, best, picked)
+        contest = with_clock(hold(question, target.model, ways, best, picked), target.model, best)
         loads = held_at_loads(question, target.model, field, contest)
     return Evidence(**vars(field), question=question, judged=judged, responses=responses, contest=contest, loads=loads)
 
@@ -156,6 +156,10 @@ def held_at_loads(question: Question, target: PreTrainedModel, field: Field, fir
         ]
         held, left_out = hold_at_load(question, target, ways, at_load.batch_size, first)
         warnings += left_out
+        try:
+            held = held and with_clock(held, target, best.name)
+        except UserError as error:
+            warnings.append(f"latency at judge.load {at_load.batch_size} was not measured: {error}")
         contests += [held] if held is not None else []
     measured = {
         one.concurrency: one.speed(best.name).speed_up / roofline.speed_up(one.concurrency, gamma, taus[gamma])

@@ -1,5 +1,6 @@
 """The verdict in words: an outcome, a headline of at most 25 words, and facts of one or two short sentences each."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from distill.run.verdict_record import Outcome
@@ -147,6 +148,16 @@ def _against(effects: Effects) -> str:
     """How the draft compares with the served one."""
     word = {"gain": "is certainly higher", "loss": "is certainly lower", "none": "is not certainly different"}
     return f"Compared with the served draft, alpha {word[effects.certain]}: {effects.alpha:+.3f}."
+
+
+def within(limits_ms: Mapping[str, float], loads: Mapping[str, int | None]) -> list[str]:
+    """The largest measured loads within these limits, of the target alone and with the draft. [] without limits."""
+    words = {"first_token": "ms to the first token", "per_token": "ms per token"}
+    limits = " and ".join(f"{most:g} {words[name]}" for name, most in limits_ms.items())
+    alone, drafted = (load or 0 for load in loads.values()) if limits else (0, 0)
+    told = f"the largest measured load is {alone} for the target alone and {drafted} with the draft"
+    does = "raises" if drafted > alone else "lowers" if drafted < alone else "does not change"
+    return [f"Within {limits} (p90), {told}: the draft {does} it."] if limits else []
 
 
 def _ends(ends: Interval | None) -> str:

@@ -11,15 +11,15 @@ from distill.run.others import OtherTarget
 from distill.run.verdict_record import WAYS, Costs, DraftOf, OnTarget, Roofline, Verdict
 from distill.verdict.evidence import Evidence
 from distill.verdict.question import Question
-from distill.verdict.sentence import conclude
+from distill.verdict.sentence import conclude, within
 from speculative.evaluate import Judgement, OnText, judge_frozen
 from speculative.explain.repetition import repetition
 from speculative.measure.cost import StepCosts, break_even_alpha, near_best_gammas
 from speculative.measure.effects import Effects, Gain, paired_effects
 from speculative.measure.intervals import ratio_interval, sum_by_prompt
 from speculative.measure.load import LoadCurve
-from speculative.measure.measured import HELD_OUT, SERVED, UNDISTILLED, Measured
-from speculative.measure.metrics import Latency, alpha_with_interval, latency, ratio_with_interval
+from speculative.measure.measured import HELD_OUT, SERVED, TARGET, UNDISTILLED, Measured, largest_load
+from speculative.measure.metrics import alpha_with_interval, ratio_with_interval
 from speculative.measure.record import VERSION
 from speculative.measure.replay import expected_blocks_of
 from speculative.measure.token_scores import TokenScores, score_tokens
@@ -67,7 +67,9 @@ def verdict_of(
         *judged_rows(evidence), *(row for contest in evidence.contests for row in contest.rows(evidence.scores[question.rule])),
         *(row for rows, _, _ in elsewhere for row in rows),
     ]  # fmt: skip
-    facts = [*said.facts, *_lighter(evidence), *(told for _, _, told in elsewhere)]
+    limits = {str(name): most for name, most in question.judge.latency_ms.items()} if evidence.contests else {}
+    loads = {way: largest_load(measured, way, limits) for way in (TARGET, evidence.best.name) if limits}
+    facts = [*said.facts, *_lighter(evidence), *(told for _, _, told in elsewhere), *within(limits, loads)]
     curve = evidence.loads.curve
     return Verdict(
         format=2,
@@ -91,7 +93,7 @@ def verdict_of(
         replay=best.replay,
         best_gamma_range=near_best_gammas(costs.timed(best.replay), costs) if costs else None,
         costs=describe_costs(costs, question) if costs is not None else None,
-        latency=_latency(evidence),
+        latency_loads=loads,
         plain_wins_from=curve.plain_wins_from() if curve else None,
         roofline=_roofline(curve) if curve else None,
         checkpoints=with_gains(checkpoints, question.keys),
@@ -182,12 +184,6 @@ def effects_of(
 ) -> Effects:
     """The paired gain of one draft over another on the same text, widened for the looks."""
     return paired_effects(ours, other, keys, rule=question.rule, gamma=question.gamma, looks=looks)
-
-
-def _latency(evidence: Evidence) -> dict[str, Latency]:
-    """Latency of the responses timed one at a time, by way, including the target alone."""
-    laps = evidence.contest.laps if evidence.contest else {}
-    return {name: latency([lap.response for lap in of.values()]) for name, of in laps.items()}
 
 
 def on_other(evidence: Evidence, other: OtherTarget) -> tuple[list[Measured], OnTarget, str]:

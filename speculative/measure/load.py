@@ -5,6 +5,7 @@ A load n is the number of requests decoded at once. Shapes: P prompts, T turns, 
 """
 
 import contextlib
+import itertools
 import math
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -15,14 +16,15 @@ import numpy as np
 from scipy import optimize, special
 from transformers import PreTrainedModel
 
-from speculative.decode import Event, context_of, generate
-from speculative.decoder.responses import DecodeSettings, Prompt
+from speculative.decode import Event, Options, context_of, generate
+from speculative.decoder.responses import DecodeSettings, Prompt, Response, Timing
 from speculative.drafters.drafter import Ask, Drafter, Proposal
 from speculative.errors import UserError
 from speculative.measure.cost import StepCosts, first_near_best, predicted_speed_up
 from speculative.measure.effects import fewest_prompts
 from speculative.measure.intervals import Interval, ratio_interval
-from speculative.measure.measured import TARGET
+from speculative.measure.measured import TARGET, Way
+from speculative.measure.metrics import Waiting, waits_of
 from speculative.measure.race import Speed
 
 # Largest load considered: no server decodes more requests at once.
@@ -325,6 +327,40 @@ def _next_block(stream: Stream, load: int) -> float:
     for _ in range(load):
         next(stream)
     return time.perf_counter() - began
+
+
+CLOCKED, CLOCK_TURNS = 32, 2  # fewest requests of a way; its turns
+
+
+def clock(
+    target: PreTrainedModel, ways: Sequence[Way], prompts: Sequence[Sequence[int]], settings: DecodeSettings, load: int, seconds: float
+) -> dict[str, Waiting]:  # fmt: skip
+    """Waits with each way for `load` clients, each of which asks again when its response ends. The draft reads late.
+
+    At least CLOCKED requests and two a client, or as many as begin within `seconds` for all ways, of which one must end. The ways take
+    turns. A turn begins with one request of every client at once; its clients go on until the last counted response ends.
+    Raises UserError if there is too little memory.
+    """
+    count, ids = -(-max(CLOCKED, 2 * load) // CLOCK_TURNS), itertools.cycle(prompts)
+    found = {way.name: (list[Response](), Timing()) for way in ways}
+    for turn in range(-1, CLOCK_TURNS):
+        requests = [(f"{turn} {number}", next(ids)) for number in range(count + 2 * load)]
+        # Turn -1 is a warm-up: one block, unless calls are recorded.
+        most = seconds / (CLOCK_TURNS * len(ways)) if turn >= 0 or target.device.type == "cuda" else 0.0
+        for way in ways[:: 1 if turn % 2 else -1]:
+            responses, timing = found[way.name] if turn >= 0 else ([], Timing())
+            how = Options(batch_size=load, timing=timing, in_order=True, draft_reads_late=True)
+            stop, seen, running = time.perf_counter() + most, dict[int, Response](), count
+            stream = generate(target, way.drafter and way.drafter(), requests, way.settings(settings), **how)
+            with contextlib.closing(stream):
+                for event in stream:
+                    if event.index < count:
+                        seen[event.index] = event.response
+                        running -= event.finish_reason is not None
+                    if not running or (time.perf_counter() > stop and (turn < 0 or running < count)):
+                        break
+            responses += seen.values()
+    return {name: waits_of(*seen) for name, seen in found.items()}
 
 
 def places_in(texts: Sequence[Text], count: int, longest: int | None, rng: np.random.Generator) -> list[Prompt]:

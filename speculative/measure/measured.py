@@ -3,7 +3,7 @@
 Shapes: N responses.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, Literal
 
@@ -15,6 +15,7 @@ from speculative.drafters.drafter import Drafter
 from speculative.measure.intervals import Interval
 from speculative.rules.tree import TokenTree
 
+Waits = dict[str, float]  # milliseconds by name
 How = Literal["live", "replay", "timed", "predicted", "served"]
 
 # Names of ways, on screen and in files.
@@ -86,6 +87,13 @@ class Measured:
         float | None, "tokens/s over tokens/s of the target alone at the same concurrency, pooled over prompts"
     ] = None
     speed_up_ci: Annotated[Interval | None, "its interval; null: too few prompts to be certain"] = None
+    first_token_ms: Annotated[
+        Waits | None, "p50, p90, p99 of requests: arrival to first token, with prefill and queue"
+    ] = None
+    per_token_ms: Annotated[Waits | None, "the same of (last token - first token) / (tokens - 1)"] = None
+    stages_ms: Annotated[
+        Waits | None, "mean per block: prefill, draft, verify, accept, host; or all in one, `block`"
+    ] = None
     how: Annotated[dict[str, How], "how each figure was obtained"] = field(default_factory=dict)
     ngrams: Annotated[tuple[int, int] | None, "longest and shortest n-gram that is looked up"] = None
     then_gamma: Annotated[int | None, "gamma of the draft used when the lookup finds nothing"] = None
@@ -114,6 +122,17 @@ class Measured:
 
 # In a record, fields that are not known are not written.
 Row = Annotated[Measured, PlainSerializer(Measured.record)]
+
+
+def largest_load(rows: Iterable[Measured], way: str, limits_ms: Mapping[str, float]) -> int | None:
+    """The largest concurrency at which the p90 of a way's waits is within all limits (`first_token`, `per_token`); None: there is none."""
+    clocked = [one for one in rows if one.way == way and one.first_token_ms]
+    waits = {
+        one.concurrency: [(getattr(one, f"{name}_ms"), most) for name, most in limits_ms.items()] for one in clocked
+    }
+    return max(
+        (load for load, of in waits.items() if all(own and own["p90"] <= most for own, most in of)), default=None
+    )
 
 
 def row_of(rows: list[Measured], way: str, concurrency: int = 1, text: str = HELD_OUT) -> Measured | None:

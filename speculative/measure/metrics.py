@@ -14,6 +14,7 @@ from pydantic import Field
 from speculative.decoder.responses import Response, Timing
 from speculative.errors import UserError
 from speculative.measure.intervals import Interval, intervals_of_sums, ratio_interval, sum_by_prompt
+from speculative.measure.measured import Waits
 from speculative.measure.record import Record
 from speculative.measure.replay import expected_blocks_of, survival_of
 from speculative.measure.token_scores import TokenScores, scored_gammas
@@ -168,7 +169,7 @@ class Percentiles(Record):
 
 
 class Latency(Record):
-    """Waiting times of a reader, one request at a time. Null: not observed."""
+    """Waiting times of a reader. Null: not observed."""
 
     first_token: Percentiles | None = Field(
         None, description="time to the first tokens, including the prefill of both models"
@@ -176,7 +177,7 @@ class Latency(Record):
     between_commits: Percentiles | None = Field(
         None, description="pauses of the stream: the tokens of a block arrive together"
     )
-    per_token: Percentiles | None = Field(None, description="mean pause per token of each response, after the first")
+    per_token: Percentiles | None = Field(None, description="(last - first token) / (tokens - 1) of each response")
     per_response: Percentiles | None = Field(None, description="from the request to the response's last token")
 
 
@@ -184,15 +185,15 @@ def latency(responses: Sequence[Response]) -> Latency:
     """Latency of responses that were decoded one at a time or together.
 
     first_token: from the moment a prompt got its row (its prefill included) to its first tokens. between_commits: the
-    pauses a reader of the stream sees; a block's tokens arrive together. per_token: mean pause per token of each
-    response after its first commit. per_response: to its last tokens. Values that were not observed are not set.
+    pauses a reader of the stream sees; a block's tokens arrive together. per_token: (last - first) / (n - 1) of each
+    response of n > 1 tokens. per_response: to its last tokens. Values that were not observed are not set.
     """
     firsts = [response.commit_seconds[0] for response in responses if response.commit_seconds]
     pauses = [np.diff(response.commit_seconds) for response in responses if len(response.commit_seconds) > 1]
     rates = [
-        (response.commit_seconds[-1] - response.commit_seconds[0]) / sum(response.commit_sizes[1:])
+        (response.commit_seconds[-1] - response.commit_seconds[0]) / (sum(response.commit_sizes) - 1)
         for response in responses
-        if sum(response.commit_sizes[1:]) > 0
+        if sum(response.commit_sizes) > 1
     ]
     observed = {
         "first_token": firsts,
@@ -208,7 +209,24 @@ def _percentiles(values: Sequence[float]) -> Percentiles:
     return Percentiles(p50=p50, p90=p90, p99=p99)
 
 
+class Waiting(TypedDict):
+    """What `Measured` says about waiting, in milliseconds."""
+
+    first_token_ms: Waits | None
+    per_token_ms: Waits | None
+    stages_ms: Waits | None
+
+
+def waits_of(responses: Sequence[Response], timing: Timing | None = None) -> Waiting:
+    """The percentiles of `latency`, and the mean of a block's stages, without recordings and stages that took no time."""
+    timing, found = timing or Timing(), latency(responses).record()
+    first, later = ({k: 1e3 * v for k, v in found.get(name, {}).items()} for name in ("first_token", "per_token"))
+    spent = {k: 1e3 * v / timing.target_calls for k, v in stage_seconds(timing).items() if v > 0.0}
+    stages = {k: v for k, v in spent.items() if k not in ("recording", "total")}
+    return {"first_token_ms": first or None, "per_token_ms": later or None, "stages_ms": stages or None}
+
+
 def stage_seconds(timing: Timing) -> dict[str, float]:
-    """Seconds by stage: prefill, draft, verify, accept, recording (compiling, capturing), host and total."""
-    names = ("prefill", "draft", "verify", "accept", "recording", "host", "total")
+    """Seconds by stage: prefill, draft, verify, accept, block (these three as one), recording (compiling, capturing), host, total."""
+    names = ("prefill", "draft", "verify", "accept", "block", "recording", "host", "total")
     return {name: float(getattr(timing, f"{name}_seconds")) for name in names}

@@ -1,20 +1,10 @@
 """Sections on speed: every way to decode, one request at a time and under load, and latency."""
 
-from distill.report.measured import load_table, ways_tables
-from distill.report.section import Made, Part, Piece, fine, section
-from distill.report.table import Column, Table
+from distill.report.measured import load_table, stages_table, waits_table, ways_tables
+from distill.report.section import Made, Piece, fine, section
 from distill.report.view import View
 from distill.run.verdict_record import Verdict
 from speculative.measure.effects import Effects, words
-from speculative.measure.metrics import Latency, Percentiles
-
-PERCENTILES = ("p50", "p90", "p99")
-WAITED_FOR = {
-    "first_token": "to the first token",
-    "per_token": "per token",
-    "between_commits": "between two pieces",
-    "per_response": "for a whole response",
-}
 
 
 @section("numbers", "The numbers", order=10)
@@ -77,22 +67,12 @@ def load_lines(verdict: Verdict) -> list[str]:
 
 @section("latency", "Latency", order=52)
 def latency(view: View) -> Made:
-    """Milliseconds to the first token, between pieces, for a whole response."""
-    known = view.verdict.latency
-    if not known:
+    """Waits for the first and for every further token, and the stages of a block, at every load."""
+    rows = view.verdict.measured
+    if not any(row.first_token_ms for row in rows):
         return None
-    tables: list[Part] = [table for what in WAITED_FOR if (table := _waits(what, known)).cells]
     line = (
-        "One request at a time. p50 is the median; 99 of 100 are at most p99. The first token waits for the prefill of both "
-        "models. The tokens of a block arrive together."
+        "Each client asks again when its response ends. The first token waits for the target to read the prompt and for requests that "
+        "arrive together; the draft reads the prompt after it (on CUDA before it). Per token: (last - first) / (tokens - 1). 99 of 100 are at most p99."
     )
-    return [line, *tables]
-
-
-def _waits(what: str, known: dict[str, Latency]) -> Table:
-    table = Table(["", *(Column(f"{key}, ms", ".4g") for key in PERCENTILES)], title=WAITED_FOR[what])
-    for name, one in known.items():
-        own: Percentiles | None = getattr(one, what)
-        if own is not None:
-            table.add(name, *(1e3 * getattr(own, key) for key in PERCENTILES))
-    return table
+    return [line, waits_table(rows), stages_table(rows)]

@@ -201,6 +201,11 @@ def test_a_missing_key_is_named(missing: str) -> None:
         ({"judge": {"rule": "greedy"}}, "serving.temperature"),
         ({"judge": {"load": [1, 4, 4]}}, "judge.load: each number"),
         ({"judge": {"load": [1], "live": "never"}}, "judge.live: checkpoint or end"),
+        ({"judge": {"latency_ms": {"per_token": 30}, "live": "never"}}, "judge.latency_ms are timed by decoding"),
+        ({"judge": {"latency_ms": {"first_token": 0}}}, "judge.latency_ms.first_token"),
+        ({"judge": {"latency_ms": {"first_token": "fast"}}}, "judge.latency_ms.first_token"),
+        ({"judge": {"latency_ms": {"total": 9}}}, "judge.latency_ms.total"),
+        ({"judge": {"latency_ms": 300}}, "judge.latency_ms"),
         ({"student": {"parallel": {"tokens": 4}}}, "judge.gamma = 5 above student.parallel.tokens = 4"),
         ({"student": {"parallel": {}}, "train": {"packing": 64}}, "set train.packing to null"),
         (

@@ -305,7 +305,7 @@ def test_wandb_gets_the_page_and_the_table_offline(
     wandb.teardown()  # its process has written everything and ended
     records = records_of(file)
     logged = {item.key or item.nested_key[0] for r in records if r.HasField("history") for item in r.history.item}
-    assert {report_panels.PAGE, report_panels.WAYS_TABLE} <= logged
+    assert {report_panels.PAGE, *report_panels.TABLES} <= logged
     page = next(file.parent.rglob("*.html")).read_text(encoding="utf-8")
     assert page == render_page(typed(result)), "nothing of wandb's servers is put into it"
     summary = {item.key or item.nested_key[0] for r in records if r.HasField("summary") for item in r.summary.update}

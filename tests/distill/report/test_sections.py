@@ -238,11 +238,15 @@ def test_load_shows_each_row_and_where_plain_wins(result: dict[str, Any]) -> Non
 
 def test_latency_shows_what_was_observed(result: dict[str, Any]) -> None:
     tables = tables_of(result, "latency")
-    assert set(tables) == {"to the first token", "for a whole response"}
-    assert tables["to the first token"].texts() == [
-        ["target alone", "20", "25.5", "30"],
-        ["draft", "20", "25.5", "30"],
+    assert tables["p50 / p90 / p99"].texts() == [
+        ["target alone", "1", "20 / 25.5 / 30", ""],
+        ["target alone", "4", "20 / 25.5 / 120", ""],
+        ["target alone", "16", "20 / 25.5 / 480", ""],
     ]
+    assert tables["stages of a block, ms and share"].texts() == [
+        ["target alone", load, "1 (25%)", "3 (75%)"] for load in ("1", "4", "16")
+    ]
+    assert "latency" not in sections_of(of_verdict(result, measured=result["verdict"]["measured"][:3]))
 
 
 def priced(tree: dict[str, Any]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from distill.verdict import field as lining
 from distill.verdict.evidence import Loads, gather, held_at_loads
 from distill.verdict.field import Candidate, line_up
 from distill.verdict.question import Question
+from distill.verdict.sentence import within
 from distill.verdict.verdict import verdict_of
 from speculative.decode import decode
 from speculative.drafters.cascade import Cascade
@@ -42,7 +43,8 @@ LIVE = [TREE, EARLY_EXIT, LOOKAHEAD]
 @pytest.fixture(scope="module")
 def judged(tiny_config: Path):
     """(target, field, evidence with judge.load 1 and 3 and every way that replay has no law for)."""
-    config = load_config(tiny_config, ["judge.load=[3, 1]", f"judge.ways={LIVE}", "judge.speed_prompts=8"])
+    limits = "judge.latency_ms={first_token: 100000, per_token: 50000}"
+    config = load_config(tiny_config, ["judge.load=[3, 1]", f"judge.ways={LIVE}", "judge.speed_prompts=8", limits])
     target = Target(config.target, torch.device("cpu"))
     prompts = [(f"key{index}", [5 + index, 9, 11 + index]) for index in range(8)]
     settings = decode_settings(config.serving, config.seed, target)
@@ -72,6 +74,19 @@ def test_every_way_has_a_row_at_every_load(judged) -> None:
             assert 1.0 <= row.tau <= row.gamma + 1
             assert (row.alpha is None) == (row.way != DRAFT)
         assert found.run[str(concurrency)] in [one.way for one in rows]
+        clocked = [one for one in rows if one.first_token_ms]
+        assert {one.way for one in clocked} == {TARGET, DRAFT, found.run[str(concurrency)]}
+        for row in clocked:
+            for waits in (row.first_token_ms, row.per_token_ms):
+                assert list(waits) == ["p50", "p90", "p99"]
+                assert 0.0 < waits["p50"] <= waits["p90"] <= waits["p99"]
+            assert {"prefill", "verify", "host"} <= set(row.stages_ms)
+            assert row.way == TARGET or "draft" in row.stages_ms
+    assert found.latency_loads == {TARGET: 3, DRAFT: 3}
+    assert found.facts[-1] == (
+        "Within 100000 ms to the first token and 50000 ms per token (p90), the largest measured load is 3 for the target alone and "
+        "3 with the draft: the draft does not change it."
+    )
     assert found.roofline is not None
     assert found.roofline.target_fixed_seconds > 0.0
     assert found.plain_wins_from is None or found.plain_wins_from >= 1
@@ -165,9 +180,21 @@ def test_a_way_or_a_load_that_does_not_fit_memory_is_a_warning(judged, monkeypat
     found = held_at_loads(evidence.question, target.model, field, evidence.contest)
     assert [one.name for one in found.contests[0].ways] == [DRAFT, LOOKUP, *LIVE]
     assert found.warnings == ("lookup + draft at judge.load 3 was not measured: no room",)
+    monkeypatch.setattr(contest, "clock", full)
+    found = held_at_loads(evidence.question, target.model, field, evidence.contest)
+    assert (len(found.contests), found.contests[0].clocked) == (1, {})
+    assert found.warnings[-1] == "latency at judge.load 3 was not measured: needs more"
     monkeypatch.setattr(gathering, "check_memory", full)
     found = held_at_loads(evidence.question, target.model, field, evidence.contest)
     assert (found.contests, found.warnings) == ((), ("judge.load 3 was not measured: needs more",))
+
+
+def test_the_sentence_on_limits_by_hand() -> None:
+    limits = {"per_token": 30.0}
+    says = "Within 30 ms per token (p90), the largest measured load is 4 for the target alone and"
+    assert within(limits, {TARGET: 4, DRAFT: 8}) == [f"{says} 8 with the draft: the draft raises it."]
+    assert within(limits, {TARGET: 4, DRAFT: None}) == [f"{says} 0 with the draft: the draft lowers it."]
+    assert within({}, {}) == []
 
 
 def test_nothing_is_timed_that_was_not_asked_for(judged, monkeypatch: pytest.MonkeyPatch) -> None:

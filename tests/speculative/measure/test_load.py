@@ -1,14 +1,21 @@
 """Speed under load: the roofline against hand-computed lines, the joined interval by simulation, full batches live."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from simulation import trials
 from tiny_models import perturbed, prompts_of, tiny_model
 
+from speculative import decode as decode_module
 from speculative.decode import generate
+from speculative.decoder import block_loop
 from speculative.decoder.responses import DecodeSettings
 from speculative.drafters.drafter import Ask, Drafter, ModelDrafter, Proposal
+from speculative.engine.cached_model import CachedModel
 from speculative.errors import UserError
 from speculative.measure import load as load_module
 from speculative.measure.cost import StepCosts
@@ -21,13 +28,15 @@ from speculative.measure.load import (
     LoadStandings,
     Roofline,
     StepLine,
+    clock,
     fit_line,
     fit_roofline,
     full_batch_seconds,
     kind_shares,
     places_in,
 )
-from speculative.measure.measured import TARGET
+from speculative.measure.measured import DRAFT, TARGET, Measured, Way, largest_load
+from speculative.rules.sampling import GREEDY
 
 # 10 ms fixed and 1 ms a token; the draft a tenth of both.
 LINES = Roofline(StepLine(0.010, 0.001), StepLine(0.001, 0.0001))
@@ -243,3 +252,89 @@ def test_a_context_too_short_for_the_blocks_is_refused() -> None:
     target = tiny_model(max_position_embeddings=64)
     with pytest.raises(UserError, match="has no room for 18 blocks of 6"):
         full_batch_seconds(target, lambda: ModelDrafter(target), [([1, 2], [3, 4])], DecodeSettings(gamma=5), 2)
+
+
+class Clock:
+    """A recorded clock: every call of the decoder costs what is written here, in seconds."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        for module in (decode_module, block_loop, load_module):
+            monkeypatch.setattr(module.time, "perf_counter", lambda: self.now)
+        self.charge(monkeypatch, CachedModel, "prefill", lambda model, tokens, rows, lengths: 0.5 * len(rows))
+        self.charge(monkeypatch, block_loop.BlockLoop, "run_block", lambda *_: 0.25)
+
+    def charge(self, monkeypatch: pytest.MonkeyPatch, kind: type, name: str, price) -> None:
+        usual = getattr(kind, name)
+
+        def charged(*given, **more):
+            self.now += price(*given)
+            return usual(*given, **more)
+
+        monkeypatch.setattr(kind, name, charged)
+
+
+def test_waits_by_hand_on_a_recorded_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two clients, responses of three tokens: a prompt costs 0.5 s for each model that reads it, a block 0.25 s.
+
+    Alone: both prompts 1 s and a block, then two blocks more. With the draft (the target itself: all is accepted): the same to the
+    first token, then the draft reads both prompts (1 s), and one block says the other two tokens.
+    """
+    monkeypatch.setattr(load_module, "CLOCKED", 4)
+    Clock(monkeypatch)
+    target = tiny_model()
+    ways = [Way(TARGET), Way(DRAFT, lambda: ModelDrafter(target), gamma=2)]
+    settings = DecodeSettings(GREEDY, rule="greedy", max_tokens=3)
+    monkeypatch.setattr(load_module, "generate", partial(generate, runner="eager"))
+    found = clock(target, ways, [ids for _, ids in prompts_of([4, 5, 6])], settings, 2, 1e9)
+    for way, pause, stages in (
+        (TARGET, 0.25, {"prefill": 1000 / 3, "host": 250.0}),
+        (DRAFT, 1.25 / 2, {"prefill": 1000.0, "host": 250.0}),
+    ):
+        assert found[way]["first_token_ms"] == pytest.approx(dict.fromkeys(("p50", "p90", "p99"), 1250.0))
+        assert found[way]["per_token_ms"] == pytest.approx(dict.fromkeys(("p50", "p90", "p99"), 1e3 * pause))
+        assert found[way]["stages_ms"] == pytest.approx(stages)
+
+
+def test_the_clock_ends_in_time_but_not_before_a_response_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    passed = Clock(monkeypatch)
+    monkeypatch.setattr(load_module, "generate", partial(generate, runner="eager"))
+    settings = DecodeSettings(GREEDY, rule="greedy", max_tokens=3)
+    found = clock(tiny_model(), [Way(TARGET)], [ids for _, ids in prompts_of([4, 5])], settings, 3, 2.0)
+    assert found[TARGET]["first_token_ms"] == pytest.approx(dict.fromkeys(("p50", "p90", "p99"), 1750.0))
+    assert found[TARGET]["per_token_ms"] == pytest.approx(dict.fromkeys(("p50", "p90", "p99"), 250.0))
+    # The warm-up is three prompts and a block. A turn has 1 s, and its three clients need 2.25 s for a response.
+    assert passed.now == pytest.approx(1.75 + 2 * 2.25)
+
+
+waits = st.dictionaries(
+    st.sampled_from([1, 2, 4, 8]), st.tuples(st.floats(1, 100), st.none() | st.floats(1, 100)), max_size=4
+)
+limits = st.dictionaries(st.sampled_from(["first_token", "per_token"]), st.floats(1, 100), min_size=1)
+
+
+@given(waits, limits, st.floats(0, 50))
+def test_a_higher_limit_never_lowers_the_load(waits, limits, more) -> None:
+    rows = [
+        Measured(DRAFT, "sample", load, first_token_ms={"p90": first}, per_token_ms=later and {"p90": later})
+        for load, (first, later) in waits.items()
+    ]
+    rows += [Measured(DRAFT, "sample"), Measured(TARGET, "sample", 64, first_token_ms={"p90": 0.0})]
+    held = largest_load(rows, DRAFT, limits)
+    assert held is None or held in waits
+    for name in limits:
+        raised = largest_load(rows, DRAFT, {**limits, name: limits[name] + more})
+        assert (raised or 0) >= (held or 0)
+    alone = largest_load(rows, DRAFT, {"first_token": limits.get("first_token", 1000.0)})
+    assert (alone or 0) >= (held or 0), "a limit less"
+
+
+def test_the_largest_load_by_hand() -> None:
+    rows = [
+        Measured(DRAFT, "sample", load, first_token_ms={"p90": first}, per_token_ms={"p90": later})
+        for load, first, later in ((1, 40.0, 12.0), (4, 120.0, 25.0), (8, 290.0, 31.0))
+    ]
+    assert largest_load(rows, DRAFT, {"first_token": 300.0, "per_token": 30.0}) == 4
+    assert largest_load(rows, DRAFT, {"first_token": 300.0}) == 8
+    assert largest_load(rows, DRAFT, {"first_token": 39.0}) is None
+    assert largest_load(rows, TARGET, {"first_token": 300.0}) is None

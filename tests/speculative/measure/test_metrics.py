@@ -19,7 +19,15 @@ from speculative.measure.intervals import (
     ratio_interval,
     sum_by_prompt,
 )
-from speculative.measure.metrics import alpha_with_interval, latency, live_metrics, rule_curve, stage_seconds, survival
+from speculative.measure.metrics import (
+    alpha_with_interval,
+    latency,
+    live_metrics,
+    rule_curve,
+    stage_seconds,
+    survival,
+    waits_of,
+)
 from speculative.measure.replay import expected_blocks_of, law_of
 from speculative.measure.token_scores import TokenScores, score_tokens
 from speculative.rules.sampling import SamplingSettings
@@ -89,10 +97,23 @@ def test_latency_by_hand():
     found = latency([fast, slow])
     assert found.first_token.p50 == pytest.approx(0.3)
     assert found.between_commits.p50 == pytest.approx(0.15)  # pauses of 0.2 and 0.1
-    assert found.per_token.p99 == pytest.approx(0.3 / 4)  # four tokens behind the first commit
+    assert found.per_token.p50 == pytest.approx((0.3 / 5 + 0.0) / 2)  # 0.3 for 5 tokens behind the first, nothing for 3
     assert found.per_response.p50 == pytest.approx(0.45)  # the last tokens came at 0.4 and 0.5
-    assert set(latency([slow]).record()) == {"first_token", "per_response"}
+    short = Response("c", [1], commit_seconds=[0.2], commit_sizes=[1])
+    assert set(latency([short]).record()) == {"first_token", "per_response"}
     assert latency([]).record() == {}
+
+
+def test_waits_and_stages_of_a_row_by_hand():
+    one = Response("a", [1], commit_seconds=[0.1, 0.3, 0.5], commit_sizes=[1, 2, 2])
+    two = Response("b", [1], commit_seconds=[0.2, 0.4], commit_sizes=[1, 1])
+    timing = Timing(prefill_seconds=1, draft_seconds=2, verify_seconds=4, recording_seconds=5, total_seconds=14)
+    timing.target_calls = 10
+    found = waits_of([one, two], timing)
+    assert found["first_token_ms"] == pytest.approx({"p50": 150.0, "p90": 190.0, "p99": 199.0})
+    assert found["per_token_ms"] == pytest.approx({"p50": 150.0, "p90": 190.0, "p99": 199.0})  # 0.4 / 4 and 0.2 / 1
+    assert found["stages_ms"] == pytest.approx({"prefill": 100.0, "draft": 200.0, "verify": 400.0, "host": 200.0})
+    assert waits_of([]) == {"first_token_ms": None, "per_token_ms": None, "stages_ms": None}
 
 
 def test_stages_and_the_host_make_the_whole():
