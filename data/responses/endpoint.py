@@ -217,7 +217,7 @@ class EndpointTarget:
             UserError: the server does not answer, returns no or too few `prompt_logprobs`, or has another vocabulary.
         """
         ids = [*prompt_ids, *response_ids]
-        content = self._content(ids, max_tokens=1, temperature=0.0, prompt_logprobs=k)
+        content = self._response(ids, max_tokens=1, temperature=0.0, prompt_logprobs=k).content
         try:
             found = read_topk(content, len(prompt_ids), len(ids), k, self.vocab_rows)
         except ValueError as error:
@@ -281,16 +281,16 @@ class EndpointTarget:
 
     def _complete(self, prompt: str | list[int], **options: Any) -> Choice:
         """The first choice of a completion; ``options`` are parameters of OpenAI or of the server."""
-        content = self._content(prompt, **options)
+        content = self._response(prompt, **options).content
         return self._ask(lambda: dict(json.loads(content)["choices"][0]))
 
-    def _content(self, prompt: str | list[int], **options: Any) -> bytes:
-        """The JSON of a completion."""
+    def _response(self, prompt: str | list[int], **options: Any) -> Any:
+        """The HTTP response to a completion request."""
         raw, model = self.client.completions.with_raw_response, self.model
         # In the extra body, because elsewhere the client checks each id of a prompt, at 20 us each.
         body = {**options, "prompt": prompt}
         return self._ask(
-            lambda: raw.create(model=model, prompt="", extra_body=body).http_response.content,
+            lambda: raw.create(model=model, prompt="", extra_body=body).http_response,
             options.get("prompt_logprobs"),
         )
 

@@ -30,8 +30,9 @@ _VERSIONS = (
     ("/get_server_info", "version", "sglang"),
     ("/props", "build_info", "llama.cpp"),
 )
-# Request options that return counts or token ids, for engines without vLLM's options.
+# Request options that return counts or token ids, and vLLM's to stream them: only its streams are known to have both.
 _EXTRAS: dict[str, dict[str, Any]] = {
+    "vllm": {"stream": True, "stream_options": {"include_usage": True}},
     "sglang": {"return_spec_tokens_details": True},
     "llama.cpp": {"return_tokens": True, "logprobs": 1},
 }
@@ -42,7 +43,7 @@ _SETTLED_SECONDS, _LONGEST_SETTLING = 0.1, 5.0
 class Answer:
     """One response. ids: None if the engine gives only text. seconds: until the whole answer arrived.
 
-    body: the server's whole JSON answer.
+    body: the server's whole JSON answer. first_seconds: until its first part arrived; None if it was not streamed.
     """
 
     key: str
@@ -53,6 +54,7 @@ class Answer:
     counts: RequestCounts | None
     tokens: int
     body: dict[str, Any]
+    first_seconds: float | None = None
 
 
 class EngineClient(EndpointTarget):
@@ -103,16 +105,20 @@ class EngineClient(EndpointTarget):
 
         start = time.perf_counter()
         try:
-            content = self._content(self._prompt(prompt_ids), **options)
+            response = self._response(self._prompt(prompt_ids), **options)
         except UserError as error:
             if self._as_text or not isinstance(error.__cause__, openai.BadRequestError):
                 raise
             self._as_text = True
             return self.ask(prompt_ids, settings, key)
-        seconds = time.perf_counter() - start
-        return self._ask(lambda: self.read(json.loads(content), settings, key, seconds))
+        seconds, content = time.perf_counter() - start, response.content
+        first = None if content.lstrip().startswith(b"{") else response.extensions["first_part"] - start
+        whole = json.loads if first is None else _joined
+        return self._ask(lambda: self.read(whole(content), settings, key, seconds, first))
 
-    def read(self, body: dict[str, Any], settings: DecodeSettings, key: str, seconds: float) -> Answer:
+    def read(
+        self, body: dict[str, Any], settings: DecodeSettings, key: str, seconds: float, first: float | None = None
+    ) -> Answer:
         """Parse a server's JSON answer.
 
         Raises:
@@ -130,7 +136,7 @@ class EngineClient(EndpointTarget):
             counts = read_counts(body)
         except CountsError as error:
             raise UserError(f"{self.endpoint.url}: the counts of {key} contradict themselves: {error}") from error
-        return Answer(key, ids, str(choice.get("text") or ""), finished, seconds, counts, tokens, body)
+        return Answer(key, ids, str(choice.get("text") or ""), finished, seconds, counts, tokens, body, first)
 
     def scrape(self, settle: bool = False) -> ServerCounts | None:
         """Read the server's counters; None if it has none for drafts.
@@ -162,6 +168,17 @@ class EngineClient(EndpointTarget):
         if not self._as_text:
             return list(prompt_ids)
         return self.tokenizer.decode(list(prompt_ids), skip_special_tokens=False)
+
+
+def _joined(stream: bytes) -> dict[str, Any]:
+    """A streamed answer as if it were not: texts and token ids joined, of every other key the last value."""
+    lines = [line[5:].strip() for line in stream.splitlines() if line.startswith(b"data:")]
+    events = [json.loads(line) for line in lines if line != b"[DONE]"]
+    parts = [part for event in events for part in event.get("choices") or ()]
+    body, choice = ({k: v for one in of for k, v in one.items() if v is not None} for of in (events, parts))
+    if "token_ids" in choice:
+        choice["token_ids"] = [token for part in parts for token in part.get("token_ids") or ()]
+    return body | {"choices": [choice | {"text": "".join(part.get("text") or "" for part in parts)}]}
 
 
 def _ids_in(choice: Choice) -> list[int] | None:

@@ -46,6 +46,7 @@ def engine_http(
         assert isinstance(stream, httpx2.SyncByteStream)
         with contextlib.closing(stream):
             for part in stream:
+                response.extensions.setdefault("first_part", time.perf_counter())
                 body += part
                 if len(body) > most_bytes:
                     raise UserError(

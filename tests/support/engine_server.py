@@ -26,7 +26,7 @@ class Engine:
     """What is served, and where it is not what it should be.
 
     level: of --per-request-spec-decode-metrics. sampling: instead of what a request asks for. garbage: random text at
-    temperature > 0. dies_after: requests. resets_at: the request before which the counters begin again. draft None: none.
+    temperature > 0. dies_after: requests. pause: seconds between the events of a stream. resets_at: the request before which the counters begin again. draft None: none.
     """
 
     target: Any
@@ -42,6 +42,7 @@ class Engine:
     dies_after: int | None = None
     resets_at: int | None = None
     slow: float = 0.0
+    pause: float = 0.0
     total: str = "_total"
     ids: bool = True
     takes_ids: bool = True
@@ -204,7 +205,32 @@ class Handler(BaseHTTPRequestHandler):
             if isinstance(request["prompt"], str):
                 request["prompt"] = engine.tokenizer(request["prompt"], add_special_tokens=False)["input_ids"]
             with torch.no_grad():
-                self.reply(200, engine.complete(request))
+                body = engine.complete(request)
+            if request.get("stream"):
+                self.stream(body, request)
+            else:
+                self.reply(200, body)
+
+    def stream(self, body: dict[str, Any], request: dict[str, Any]) -> None:
+        """As vLLM streams: a token an event, then the usage and the counts if the client asked for usage."""
+        (choice,) = body.pop("choices")
+        ids, last = choice.pop("token_ids", None), {"usage": body.pop("usage"), "metrics": body.pop("metrics", None)}
+        events = [
+            body
+            | {"choices": [{"index": 0, "text": choice["text"], "finish_reason": None, "token_ids": ids and ids[:1]}]}
+        ]
+        rest = {"text": "", "token_ids": ids and ids[1:], "stop_reason": choice["stop_reason"]}
+        events.append(body | {"choices": [{"index": 0, "finish_reason": choice["finish_reason"], **rest}]})
+        events += [body | {"choices": [], **last}] if (request.get("stream_options") or {}).get("include_usage") else []
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream; charset=utf-8")
+        self.send_header("Connection", "close")
+        self.end_headers()
+        for event in events:
+            self.wfile.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+            self.wfile.flush()
+            time.sleep(self.engine.pause)
+        self.wfile.write(b"data: [DONE]\n\n")
 
 
 @contextmanager

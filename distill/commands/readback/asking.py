@@ -18,7 +18,7 @@ from speculative.errors import UserError
 from speculative.evaluate import HeldoutResponse
 
 WARM_TOKENS = 8  # of the uncounted request before each sampling mode
-_KEYS = ("key", "domain", "asked", "seconds", "response")
+_KEYS = ("key", "domain", "asked", "seconds", "first_seconds", "response")
 
 
 @dataclass(frozen=True)
@@ -64,13 +64,14 @@ class AnswerFile:
         asked = settings.sampling.as_dict() | {"max_tokens": settings.max_tokens, "seed": settings.seed}
         place = text.key, json.dumps(asked)
         if (row := self._known.get(place)) is not None:
-            return self.client.read(row["response"], settings, text.key, row["seconds"])
+            return self.client.read(row["response"], settings, text.key, row["seconds"], row["first_seconds"])
         try:
             found = self.client.ask(text.prompt_ids, settings, text.key)
         except UserError as error:
             raise UserError(f"{error}; {self.kept}") from error
         with self._lock:
-            row = dict(zip(_KEYS, (text.key, text.domain, asked, found.seconds, found.body), strict=True))
+            values = (text.key, text.domain, asked, found.seconds, found.first_seconds, found.body)
+            row = dict(zip(_KEYS, values, strict=True))
             self._known[place] = row
             if self.fresh:
                 with self.path.open("a", encoding="utf-8") as file:

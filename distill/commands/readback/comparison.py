@@ -8,10 +8,12 @@ import numpy as np
 
 from data.responses.engine_client import Answer
 from distill.commands.readback.asking import Asked
+from speculative.decoder.responses import Response
 from speculative.drafters.draft import Draft, drafts_of
 from speculative.errors import UserError
 from speculative.explain.text_law import IMPOSSIBLE, TextLaw
 from speculative.measure.intervals import Interval, intervals_of_sums, ratio_interval
+from speculative.measure.metrics import Waiting, waits_of
 from speculative.measure.replay import GREEDY_BLOCK_TOLERANCE, WORRYING_Z
 from speculative.measure.served import (
     Decoded,
@@ -252,6 +254,14 @@ def tau_interval(counted: Counted, tau: float, predicted: Interval) -> Interval:
         np.array(counts) for counts in zip(*((row.tokens, row.blocks) for row in counted.rows), strict=True)
     )
     return ratio_interval(tokens_N, blocks_N)
+
+
+def waits(answers: Sequence[Answer]) -> Waiting:
+    """Waits of streamed answers, as `metrics.waits_of`."""
+    times = [
+        ([one.first_seconds, one.seconds], [1, one.tokens - 1]) for one in answers if one.first_seconds is not None
+    ]
+    return waits_of([Response("", [], commit_seconds=seconds, commit_sizes=sizes) for seconds, sizes in times])
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from distill.commands.options import ReadbackOptions
 from distill.commands.output import check_known, check_writable, write_asked
 from distill.commands.readback.asking import AnswerFile, Asked, ask
 from distill.commands.readback.causes import acceptance_causes, end_note, few_note, text_causes
-from distill.commands.readback.comparison import Counted, Predicted, Replayer, count, pace, tau_interval
+from distill.commands.readback.comparison import Counted, Predicted, Replayer, count, pace, tau_interval, waits
 from distill.config.layout import (
     ANSWERS,
     EXPORT,
@@ -206,7 +206,7 @@ def _measured(
     served = Measured(
         DRAFT, found.rule, options.concurrency, SERVED_TEXT, len(asked.answers), tokens, counted.gamma, tau=counted.tau,
         tau_ci=tau_interval(counted, shown.tau, shown.tau_ci), accepted_per_drafted=counted.accepted_per_drafted,
-        tokens_per_second=speed.tokens_per_second, speed_up=speed.speed_up, speed_up_ci=speed.speed_up_ci,
+        tokens_per_second=speed.tokens_per_second, speed_up=speed.speed_up, speed_up_ci=speed.speed_up_ci, **waits(asked.answers),
         how=dict.fromkeys(("tau", "accepted_per_drafted", "tokens_per_second", "speed_up"), "served"),
     )  # fmt: skip
     of_text = replace(Measured(DRAFT, found.rule), text=SERVED_TEXT if known else HELD_OUT, prompts=served.prompts)
@@ -220,7 +220,7 @@ def _measured(
             replace(
                 served, way=TARGET, tokens=sum(answer.tokens for answer in asked.plain), gamma=0, tau=1.0, tau_ci=None,
                 accepted_per_drafted=None, tokens_per_second=speed.plain, speed_up=1.0, speed_up_ci=None,
-                how={"tokens_per_second": "served"},
+                how={"tokens_per_second": "served"}, **waits(asked.plain),
             )
         )  # fmt: skip
     if known:

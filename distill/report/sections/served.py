@@ -1,5 +1,6 @@
 """Section on a serving engine: its measurements compared with replay (`understudy readback`)."""
 
+from distill.report.measured import waits_table
 from distill.report.section import Made, section
 from distill.report.table import Cell, Column, Table
 from distill.report.view import View
@@ -36,7 +37,7 @@ def served_tables(record: ServedRecord) -> list[Table]:
     for name in ("served", "replay"):
         known = record.survival.get(name, [])[:places]
         survival.add(name, *known, *[None] * (places - len(known)))
-    return [figures, survival]
+    return [figures, survival, *([table] if (table := waits_table(record.measured)).cells else [])]
 
 
 def served_lines(record: ServedRecord) -> list[str]:

@@ -21,9 +21,10 @@ from distill.cli import app
 from distill.commands.options import ReadbackOptions
 from distill.commands.readback.asking import Asked
 from distill.commands.readback.causes import acceptance_causes
-from distill.commands.readback.comparison import Counted, Replayer, pace, served_texts
+from distill.commands.readback.comparison import Counted, Replayer, pace, served_texts, waits
 from distill.commands.readback.readback import readback_command
 from distill.report.page import report_command
+from distill.report.sections.served import served_tables
 from distill.run.frozen_text import FrozenText
 from distill.run.served_record import ServedRecord, load_served
 from speculative.decoder.responses import DecodeSettings
@@ -254,6 +255,7 @@ def test_the_served_speed_up_is_of_the_same_engine_without_the_draft(make: Calla
     assert own.speed_up_ci[0] < own.speed_up < own.speed_up_ci[1]
     assert own.tokens_per_second == pytest.approx(own.speed_up * alone.tokens_per_second)
     assert sum(1 for _ in (run / "served-plain.jsonl").open()) == 10
+    assert {name for row in (own, alone) for name in row.first_token_ms} == {"p50", "p90", "p99"}
 
 
 def test_speeds_are_pooled_over_prompts() -> None:
@@ -265,6 +267,33 @@ def test_speeds_are_pooled_over_prompts() -> None:
     found = pace(own, plain)
     assert (found.tokens_per_second, found.latency, found.speed_up, found.plain) == (40 / 3, 1.5, (40 / 3) / 5, 5)
     assert pace(own, []).speed_up is None
+
+
+def test_waits_are_those_of_the_stream(make: Callable[..., Engine], run: Path) -> None:
+    """The server pauses after each of three events, two of which come behind the first token; the rows say what the file says."""
+    found = read(make(pause=0.02), run, prompts=4)
+    rows = [json.loads(line) for line in (run / "served.jsonl").read_text().splitlines()]
+    assert all(0.0 < row["first_seconds"] < row["seconds"] for row in rows)
+    (choice,) = rows[0]["response"]["choices"]
+    assert len(choice["token_ids"]) == rows[0]["response"]["usage"]["completion_tokens"]
+    firsts = [1e3 * row["first_seconds"] for row in rows]
+    assert found.served.first_token_ms["p50"] == pytest.approx(np.percentile(firsts, 50))
+    own = [(row, row["response"]["usage"]["completion_tokens"]) for row in rows]
+    per_token = [1e3 * (row["seconds"] - row["first_seconds"]) / (tokens - 1) for row, tokens in own if tokens > 1]
+    assert found.served.per_token_ms["p90"] == pytest.approx(np.percentile(per_token, 90))
+    titles = {table.title: table for table in served_tables(found)}
+    assert titles["p50 / p90 / p99"].texts()[0][:2] == ["draft", "1"]
+
+
+def test_waits_by_hand_and_none_without_a_stream() -> None:
+    answers = [
+        Answer("", None, "", False, last, None, tokens, {}, first)
+        for first, last, tokens in ((0.1, 0.5, 5), (0.3, 0.3, 1))
+    ]
+    found = waits(answers)
+    assert found["first_token_ms"] == pytest.approx({"p50": 200.0, "p90": 280.0, "p99": 298.0})
+    assert found["per_token_ms"] == pytest.approx({"p50": 100.0, "p90": 100.0, "p99": 100.0})
+    assert set(waits([Answer("", None, "", False, 1.0, None, 5, {})]).values()) == {None}
 
 
 def test_the_command_for_ci_and_the_report(make: Callable[..., Engine], run: Path, tmp_path: Path) -> None:
