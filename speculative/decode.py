@@ -308,8 +308,7 @@ class _Call:
 
     def _one_block(self, loop: BlockLoop) -> tuple[list[Event], list[int]]:
         """Run one block. Returns the events of its rows and the rows that are free because their response ended."""
-        policy = self.policy
-        began, recorded = time.perf_counter(), loop.timing.recording_calls
+        policy, began, recorded = self.policy, time.perf_counter(), loop.timing.recording_calls
         outcome = loop.run_block(policy.choose(loop.active_R), policy.stop_below)
         seconds = time.perf_counter() - began if loop.timing.recording_calls == recorded else None
         policy.record(
