@@ -29,8 +29,8 @@ def log_result(accelerator: Any, result: Result) -> None:
     bands = {}
     for key in ("alpha", "tau"):
         ends = [(one.step, getattr(one, key), getattr(one, f"{key}_ci")) for one in result.verdict.checkpoints]
-        if rows := [(step, value, *both) for step, value, both in ends if both]:
-            steps, *lines = zip(*rows, strict=True)
+        if points := [(step, value, *both) for step, value, both in ends if both]:
+            steps, *lines = zip(*points, strict=True)
             title = f"{key} by replay, 95 % interval"
             bands[f"bands/{key}"] = wandb.plot.line_series(steps, lines, [key, "low", "high"], title, "step")
     run.log({PAGE: page} | known | bands)
