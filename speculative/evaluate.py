@@ -263,7 +263,7 @@ def live_check(sums: Sequence[LiveSums]) -> LiveCheck:
 
 def _has_law(settings: DecodeSettings) -> bool:
     """Whether replay can predict blocks at these settings."""
-    return settings.active_rules is None and settings.tree is None
+    return settings.active_rules is None and settings.tree is None and settings.lossy is None
 
 
 def judge(

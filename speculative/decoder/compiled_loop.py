@@ -14,6 +14,7 @@ from speculative.decoder.responses import BlockOutcome
 from speculative.drafters.drafter import ModelDrafter, Proposal
 from speculative.engine.cached_model import CachedModel
 from speculative.engine.compiled.model import CompiledModel, address_of, bits_of, check
+from speculative.rules.lossy import Lossy
 
 NOBODY, MODEL, GIVEN = range(3)  # source of the proposal, as in block.cpp
 
@@ -28,7 +29,8 @@ class CompiledLoop(BlockLoop):
         """See `BlockLoop`: the same outcome, to rounding."""
         gamma = self.settings.gamma if gamma is None else gamma
         target, drafter = _compiled(self.target), self.drafter
-        token_by_token = self._rules is None and self.settings.tree is None and self.settings.rule != "block"
+        settings, lossy_greedy = self.settings, self.settings.lossy is not None and self.settings.sampling.greedy
+        token_by_token = not (self._rules or settings.tree or settings.rule == "block" or lossy_greedy)
         told_more = self._keep_probs or (drafter is not None and drafter.observes)
         if target is None or not token_by_token or told_more or not self.active_R.any():
             return super().run_block(gamma, stop_below)
@@ -88,7 +90,7 @@ class _Request:
         self.made_for, self._arrays = made_for, arrays
         self._proposal: Any = None
         gamma, threads, addresses = made_for[:3]
-        rows, sampling = len(loop.lengths_R), loop.settings.sampling
+        rows, sampling, lossy = len(loop.lengths_R), loop.settings.sampling, loop.settings.lossy or Lossy()
         self._sampled = not sampling.greedy
         self._seats_R = np.zeros(rows, dtype=np.int64)
         self._accepted_R, self._drafted_RG = np.zeros(rows, np.int64), np.zeros((rows, gamma), np.int64)
@@ -113,8 +115,8 @@ class _Request:
             "accepted": address_of(self._accepted_R), "drafted": address_of(self._drafted_RG),
             "ids": address_of(self._ids_RG1), "log_probs": address_of(self._log_probs_RG1),
             "overlap": address_of(self._overlap_R), "peaks": address_of(peaks_R), "draft_peaks": address_of(draft_peaks_R),
-            "seconds": address_of(self.seconds), "temperature": bits_of(sampling.temperature),
-            "top_p": bits_of(sampling.top_p), "min_p": bits_of(sampling.min_p), "top_k": sampling.top_k,
+            "seconds": address_of(self.seconds), "lenience": bits_of(lossy.lenience), "epsilon": bits_of(lossy.epsilon),
+            **{name: bits_of(getattr(sampling, name)) for name in ("temperature", "top_p", "min_p")}, "top_k": sampling.top_k,
         }  # fmt: skip
         self._numbers = np.array(list(fields.values()), dtype=np.int64)
         self.address = address_of(self._numbers)

@@ -4,6 +4,7 @@ Shapes: R rows, G drafted tokens (with a tree its depth), G1 = G + 1, V vocabula
 U uniforms per place.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -47,13 +48,15 @@ def decide(
             walked = verify_tree_greedy(proposal.tree, target_ids, proposal.ids_RG)
             drafted_RD = _path_ids(proposal.ids_RG, walked.path_BD)
             return Decision(peaks, walked.accepted_B, walked.next_ids_B, drafted_RD, path_RD=walked.path_BD)
+        if settings.lossy is not None:
+            target_ids[:, :-1] = settings.lossy.greedy_ids(logits[:, :-1], target_ids[:, :-1], proposal.ids_RG)
         greedy = verify_greedy(target_ids, proposal.ids_RG, _counts_on(proposal, logits.device))
         return Decision(peaks, greedy.accepted_B, greedy.next_ids_B, proposal.ids_RG)
     target_probs = logits_to_probs(logits, settings.sampling)
     if proposal.tree is not None:
         return _decide_tree(proposal.tree, target_probs, proposal, uniforms_RGU)
     width = proposal.ids_RG.shape[1]
-    rule = verify_block if settings.rule == "block" else verify
+    rule = verify_block if settings.rule == "block" else partial(verify, lossy=settings.lossy)
     verified = rule(
         target_probs,
         proposal.ids_RG,

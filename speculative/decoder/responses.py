@@ -15,6 +15,7 @@ import torch
 
 from speculative.decoder.text import TextStream
 from speculative.errors import UserError
+from speculative.rules.lossy import Lossy
 from speculative.rules.processors import LogitsRules
 from speculative.rules.rule import Rule
 from speculative.rules.sampling import GREEDY, SamplingSettings
@@ -33,7 +34,7 @@ class DecodeSettings:
 
     fit_context: shorten a response's budget to the context that its prompt leaves, instead of refusing the prompt.
     tree: a token tree instead of a chain; gamma is then the tree's depth. rules: changes to the logits of both
-    models. stop: strings that end a response (needs a tokenizer). min_tokens: no end token before this many tokens.
+    models. stop: strings that end a response (needs a tokenizer). min_tokens: no end token before this many tokens. lossy: see `Lossy`.
 
     Raises UserError for a value outside its range and for a rule that contradicts the temperature or the tree.
     """
@@ -49,6 +50,7 @@ class DecodeSettings:
     stop: tuple[str, ...] = ()
     min_tokens: int = 0
     fit_context: bool = False
+    lossy: Lossy | None = None
 
     def __post_init__(self) -> None:
         for name in ("gamma", "max_tokens", "min_tokens", "seed"):
@@ -69,6 +71,8 @@ class DecodeSettings:
         draft_settings_for(self.rule, self.sampling)
         if self.rule == "block" and self.sampling.greedy:
             raise UserError("rule = 'block' needs sampling: at temperature 0 use rule 'greedy'")
+        if self.lossy and (self.tree or (not self.sampling.greedy and self.lossy.rule(self.rule) != self.rule)):
+            raise UserError(f"{self.lossy} does not support token trees or rule {self.rule!r}: set it to None")
         if self.tree is not None:
             if self.gamma not in (0, self.tree.depth):
                 raise UserError(

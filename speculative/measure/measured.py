@@ -12,7 +12,7 @@ from pydantic import PlainSerializer
 
 from speculative.decoder.responses import DecodeSettings
 from speculative.drafters.drafter import Drafter
-from speculative.measure.intervals import Interval
+from speculative.measure.intervals import Interval, interval
 from speculative.rules.tree import TokenTree
 
 Waits = dict[str, float]  # milliseconds by name
@@ -38,6 +38,7 @@ class Way:
     each response at the setting that is best on the other half, in blocks at this gamma. Speeds use fitted_N. ngrams: (longest,
     shortest) n-gram looked up. then_gamma, behind: gamma and way of the draft used after a lookup finds nothing. found: share of the
     blocks proposed without a model; None where a model always proposes. tuned_on: the text that gamma and sizes were chosen on.
+    changes: other decode settings, such as `lossy`. price: fields of `Measured` that say what a lossy way costs.
     """
 
     name: str
@@ -51,6 +52,8 @@ class Way:
     found: float | None = None
     tuned_on: str = "the judged prompts, by replay"
     tree: TokenTree | None = None
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    price: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def calls_N(self) -> np.ndarray | None:
@@ -58,8 +61,8 @@ class Way:
         return self.blocks_N if self.fitted_N is None else self.fitted_N
 
     def settings(self, base: DecodeSettings) -> DecodeSettings:
-        """Decode settings of this way: its own gamma and tree, everything else as in `base`."""
-        return replace(base, gamma=self.gamma, tree=self.tree)
+        """Decode settings of this way: its own gamma, tree and changes, everything else as in `base`."""
+        return replace(base, gamma=self.gamma, tree=self.tree, **self.changes)
 
 
 @dataclass(frozen=True)
@@ -99,6 +102,9 @@ class Measured:
     then_gamma: Annotated[int | None, "gamma of the draft used when the lookup finds nothing"] = None
     behind: Annotated[str | None, "the way of that draft"] = None
     tuned_on: Annotated[str | None, "text that gamma and n-gram sizes were chosen on"] = None
+    total_variation: Annotated[float | None, "LOSSY: from the target's law, at a drafted token, by replay"] = None
+    total_variation_ci: Annotated[Interval | None, "its interval"] = None
+    differing: Annotated[float | None, "LOSSY: share of responses that differ at temperature 0"] = None
 
     @property
     def certain(self) -> bool:
@@ -107,9 +113,12 @@ class Measured:
 
     @property
     def sizes(self) -> str:
-        """N-gram sizes of a lookup and gamma of the draft after it, in words; empty where nothing is looked up."""
+        """N-gram sizes of a lookup and gamma of the draft after it, or what a lossy way costs, in words; else empty."""
         if self.ngrams is None:
-            return ""
+            if self.total_variation is None or self.total_variation_ci is None or self.differing is None:
+                return ""
+            distance = f"{self.total_variation:.3f} {interval(self.total_variation_ci, '.3f')}"
+            return f"total variation {distance}, {100 * self.differing:.0f} % of responses differ at temperature 0"
         longest, shortest = self.ngrams
         lengths = f"{longest}" if longest == shortest else f"{shortest} to {longest}"
         return f"n-grams of {lengths}" + (f", then {self.then_gamma} by the draft" if self.then_gamma else "")

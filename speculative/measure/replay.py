@@ -25,6 +25,7 @@ If the draft takes its argmax, the text alone decides, as before.
 Shapes: N responses, T positions (padded), K gammas, J offsets of a block, J1 = kept tokens of a block, 0..max gamma.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -33,6 +34,7 @@ from pydantic import Field
 
 from speculative.measure.record import Record
 from speculative.measure.token_scores import TokenScores
+from speculative.rules.lossy import Lossy
 from speculative.rules.rule import draft_draws
 from speculative.rules.sampling import SamplingSettings
 
@@ -50,12 +52,13 @@ class TextCosts(NamedTuple):
     costs_T, stops_T are tables (T, J) by start and offset for a parallel draft; see `TokenScores.by_start`.
     stops_T: a block that keeps this token drafts no further, whatever its gamma (a confidence stop); None = nowhere.
     sure_T: tokens kept of a block that starts at this token if a drafter without a model proposes it (`baseline_replay`);
-    -1 if the draft proposes. None = the draft proposes everywhere.
+    -1 if the draft proposes. None = the draft proposes everywhere. lossy: costs of weights, which may exceed 1 (`lossy_texts`).
     """
 
     costs_T: np.ndarray
     stops_T: np.ndarray | None = None
     sure_T: np.ndarray | None = None
+    lossy: bool = False
 
 
 class Blocks(NamedTuple):
@@ -93,6 +96,20 @@ def texts_of(
     return texts
 
 
+def lossy_texts(scores: Sequence[TokenScores], lossy: Lossy) -> list[TextCosts]:
+    """Costs -log(kept / target) of scored responses of the target under lenience, if the draft samples; see `speculative.rules.lossy`.
+
+    The mean of the weights kept / target is the acceptance rate, the mean of what exceeds 1 the total variation, the mean product of j
+    weights P(j drafted tokens are kept). A token that is not kept has the rest, 1 - kept / target: blocks start in the target's contexts.
+    """
+    texts = []
+    for own in scores:
+        own = own if own.by_start is None else own.by_start
+        log_bounds = own.log_target_probs + math.log(lossy.lenience)
+        texts.append(TextCosts(own.log_target_probs - np.minimum(own.log_draft_probs, log_bounds), lossy=True))
+    return texts
+
+
 def texts_kept(accept_probs: Sequence[np.ndarray]) -> list[TextCosts]:
     """Costs of tokens that are kept independently with these probabilities: (T,), or (T, J) by start and offset for a parallel draft."""
     with np.errstate(divide="ignore"):
@@ -118,6 +135,7 @@ class _Group(NamedTuple):
     gammas_K: np.ndarray
     sure_gammas_K: np.ndarray
     width: int
+    lossy: bool
 
     @property
     def starts(self) -> range:
@@ -156,7 +174,8 @@ def _groups(texts: Sequence[TextCosts], gammas: Sequence[int], sure_gammas: Sequ
             if sure_TN is not None and text.sure_T is not None:
                 sure_TN[: len(text.sure_T), column] = text.sure_T
         lengths_N = np.array([len(texts[row].costs_T) for row in rows])
-        yield _Group(rows, costs, stops, sure_TN, lengths_N, np.array(gammas), np.array(sure_gammas), width)
+        both = np.array(gammas), np.array(sure_gammas)
+        yield _Group(rows, costs, stops, sure_TN, lengths_N, *both, width, texts[0].lossy)
 
 
 def _steps_JN(table: np.ndarray, start: int, width: int) -> np.ndarray:
@@ -170,9 +189,11 @@ def _kept_NJ1(group: _Group, start: int) -> np.ndarray:
     if group.stops is not None and group.width > 1:
         steps_JN = steps_JN.copy()
         steps_JN[1:] += _steps_JN(group.stops, start, group.width - 1)
-    highest_JN = np.maximum.accumulate(steps_JN.cumsum(0), axis=0)
+    highest_JN = steps_JN.cumsum(0)
+    if not group.lossy:
+        highest_JN = np.maximum(np.maximum.accumulate(highest_JN, axis=0), 0.0)
     kept_J1N = np.ones((group.width + 1, steps_JN.shape[1]))
-    np.exp(-np.maximum(highest_JN, 0.0), out=kept_J1N[1:])
+    np.exp(-highest_JN, out=kept_J1N[1:])
     return kept_J1N.T
 
 

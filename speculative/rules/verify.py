@@ -17,6 +17,7 @@ import torch
 from torch.nn.functional import pad
 
 from speculative.errors import UserError
+from speculative.rules.lossy import Lossy
 from speculative.rules.rule import RULES, draft_draws
 from speculative.rules.sampling import GREEDY, SamplingSettings, sample
 
@@ -72,6 +73,7 @@ def verify(
     coins_BG: torch.Tensor,
     residual_uniforms_BG1: torch.Tensor,
     drafted_B: torch.Tensor | None = None,
+    lossy: Lossy | None = None,
 ) -> Verified:
     """Speculative sampling, 2211.17192 Algorithm 1, for every rule: greedy choices are one-hot rows.
 
@@ -80,20 +82,22 @@ def verify(
     probability of 0 is never accepted, whatever the coin. `residual_uniforms_BG1[:, j]` draws the token that replaces
     a rejected j, or the bonus token at j = G. G may be 0: plain sampling from the target. `drafted_B`: how many of the
     G tokens are real in each row, the bonus token following the last of them; None = all. It may depend on committed
-    text and on the tokens it keeps, never on a discarded token.
+    text and on the tokens it keeps, never on a discarded token. `lossy`: tests against its bounds; epsilon needs a draft that takes its argmax.
     """
     gamma = draft_ids_BG.shape[1]
     rows_B = torch.arange(draft_ids_BG.shape[0], device=draft_ids_BG.device)
     drafted_BG1 = draft_ids_BG.unsqueeze(-1)
-    target_prob_BG = target_probs_BG1V[:, :gamma].gather(-1, drafted_BG1).squeeze(-1)
+    target_prob_BG = bounds_BG = target_probs_BG1V[:, :gamma].gather(-1, drafted_BG1).squeeze(-1)
+    if lossy is not None:
+        bounds_BG = lossy.bounds(target_prob_BG, lambda: torch.special.entr(target_probs_BG1V[:, :gamma]).sum(-1))
     if draft_probs_BGV is None:
-        passes_BG = coins_BG < target_prob_BG
-        accept_probs_BG = target_prob_BG.clamp_max(1.0)
+        passes_BG = coins_BG < bounds_BG
+        accept_probs_BG = bounds_BG.clamp_max(1.0)
         overlap_BG = target_prob_BG
     else:
         draft_prob_BG = draft_probs_BGV.gather(-1, drafted_BG1).squeeze(-1)
-        passes_BG = coins_BG * draft_prob_BG < target_prob_BG
-        accept_probs_BG = accept_probability(target_prob_BG, draft_prob_BG)
+        passes_BG = coins_BG * draft_prob_BG < bounds_BG
+        accept_probs_BG = accept_probability(bounds_BG, draft_prob_BG)
         overlap_BG = torch.minimum(target_probs_BG1V[:, :gamma], draft_probs_BGV).sum(-1)
 
     if drafted_B is not None:
@@ -106,9 +110,10 @@ def verify(
         reached_B = accepted_B.clamp_max(gamma - 1)
         rejected_B1 = (accepted_B < (gamma if drafted_B is None else drafted_B)).unsqueeze(-1)
         if draft_probs_BGV is None:
-            # The rejected candidate had all of the draft's mass, so the residual is the target without it.
+            # The rejected candidate had all of the draft's mass, so the residual is the target without its bound: without it, if lossless.
             rejected_ids_B1 = draft_ids_BG[rows_B, reached_B].unsqueeze(-1)
-            left_B1 = next_probs_BV.gather(-1, rejected_ids_B1) * ~rejected_B1
+            taken_B1 = bounds_BG[rows_B, reached_B].unsqueeze(-1) * rejected_B1
+            left_B1 = (next_probs_BV.gather(-1, rejected_ids_B1) - taken_B1).clamp_min(0.0)
             residual_BV = next_probs_BV.scatter(-1, rejected_ids_B1, left_B1)
             next_probs_BV = torch.where(residual_BV.sum(-1, keepdim=True) > 0, residual_BV, next_probs_BV)
         else:

@@ -99,7 +99,7 @@ def drawn_prompts(
     rng = np.random.default_rng(seed)
     beyond_G = _beyond(scores, rule, gamma)
     rows = []
-    for domain, score, (costs_T, _, _) in zip(domains, scores, texts_of(scores, rule), strict=True):
+    for domain, score, (costs_T, *_) in zip(domains, scores, texts_of(scores, rule), strict=True):
         start = blocks = kept = 0
         while start < len(score):
             own_G = (costs_T[start] if costs_T.ndim == 2 else costs_T[start:])[: min(gamma, len(score) - start)]

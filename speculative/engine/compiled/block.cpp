@@ -31,6 +31,7 @@ struct Block {
     int64_t *accepted, *drafted, *ids;                  // (R); (R, G); (R, G1): accepted ids, then the target's own
     double *log_probs, *overlap, *peaks, *draft_peaks;  // (R, G1); (R); (R); (R): the last two are NaN or infinite if a logit is
     double *seconds;                                    // draft, verify, accept
+    double lenience, epsilon;  // 1 and 0 if lossless
     Sampling sampling;
 };
 
@@ -129,6 +130,12 @@ static long accept_greedy(const Work &b, long row, const float *logits, long cou
     }
 }
 
+static double typical(const float *target, long V, double epsilon) {
+    double entropy = 0.0;  // 2401.10774
+    for (long v = 0; v < V; v++) entropy -= target[v] > 0.0f ? target[v] * std::log(target[v]) : 0.0f;
+    return std::min(epsilon, std::sqrt(epsilon) * std::exp(-entropy));
+}
+
 // Speculative sampling (2211.17192, Algorithm 1), position by position: no probability is computed after the first rejection.
 static long accept_sampled(const Work &b, long row, long k, float *logits, long count, long &next) {
     long V = b.vocabulary;
@@ -144,13 +151,14 @@ static long accept_sampled(const Work &b, long row, long k, float *logits, long 
         if (place < count) {
             double target_prob = target[id], draft_prob = one_hot ? 1.0 : own[id];
             b.overlap[row] += one_hot ? target[id] : overlap(target, own, V);
-            if (uniforms[COIN] * draft_prob < target_prob) {
+            double bound = b.epsilon > 0.0 ? target_prob > typical(target, V, b.epsilon) : b.lenience * target_prob;
+            if (uniforms[COIN] * draft_prob < bound) {
                 b.log_probs[row * (b.gamma + 1) + place] = std::log(target_prob);
                 continue;
             }
         }
         std::vector<float> residual(target, target + V);
-        if (place < count) {
+        if (place < count && b.epsilon == 0.0) {
             bool left = false;
             for (long v = 0; v < V; v++) {
                 residual[v] = one_hot ? (v == id ? 0.0f : target[v]) : std::max(target[v] - own[v], 0.0f);
