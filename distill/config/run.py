@@ -56,6 +56,8 @@ IMPOSSIBLE: tuple[Impossible, ...] = (  # Checked in this order; the first match
      "judge.load: each number of concurrent requests may be listed once"),
     (lambda c: (c.judge.load or c.judge.latency_ms) and c.judge.live == "never",
      "judge.load and judge.latency_ms are timed by decoding; set judge.live: checkpoint or end"),
+    (lambda c: (c.judge.lenience or c.judge.typical) and (c.serving.temperature == 0 or c.judge.live == "never"),
+     "judge.lenience and judge.typical time sampled text; set serving.temperature above 0 and judge.live: checkpoint or end"),
     (lambda c: c.serving.batch_size > c.serving.shard_size,
      "serving.batch_size is above serving.shard_size, but each shard is decoded on its own; raise shard_size too"),
     (lambda c: c.serving.temperature == 0 and c.serving.samples_per_prompt > 1,

@@ -392,6 +392,12 @@ class JudgeConfig(Section):
     ways: tuple[Literal["token tree", "early exit", "lookahead"], ...] = ()
     """more ways to decode that the verdict times, besides the drafts, prompt lookup, past responses and lookup +
     draft; their tau is counted live"""
+    lenience: tuple[Annotated[float, Field(ge=1)], ...] = ()
+    """LOSSY ways to time: a drafted token is kept with min(1, lenience * target / draft); docs/verdict.md"""
+    typical: tuple[Annotated[float, Field(gt=0, lt=1)], ...] = ()
+    """LOSSY ways to time: typical acceptance (Medusa) with these epsilons, e.g. [0.09]"""
+    allow_lossy: bool = False
+    """whether the verdict may say to run a LOSSY way"""
 
 
 Quantization = Literal["int8", "int8-dynamic", "fp8"]

@@ -247,7 +247,7 @@ def _where(evidence: Evidence) -> list[WhereRow]:
         return []
     timed = evidence.contest.timed
     assert isinstance(timed, Standings)
-    steps = {name: timed.steps_N(name) for name in (TARGET, *(one.name for one in evidence.contest.ways))}
+    steps = {name: timed.steps_N(name) for name in (TARGET, *(one.name for one in evidence.contest.eligible))}
     return where_each_helps(evidence.question.frozen, steps)
 
 

@@ -76,20 +76,25 @@ class Contest:
         interval = self.against(name, other)[1]
         return interval is not None and interval[0] > 1.0
 
+    @property
+    def eligible(self) -> list[Way]:
+        """The ways that may be run: lossy ones only with judge.allow_lossy."""
+        return [one for one in self.ways if self.question.judge.allow_lossy or "lossy" not in one.changes]
+
     def to_run(self) -> str:
         """The way to run: the fastest of those certainly faster than the target alone, or the target alone if there is none.
 
         Lookup before the draft is chosen only if it is certainly faster than every other way by TOGETHER_WORTHWHILE, or if no other
         way is certainly faster than the target alone.
         """
-        certain = [one.name for one in self.ways if self.beats(one.name)]
+        certain = [one.name for one in self.eligible if self.beats(one.name)]
         alone = [name for name in certain if name != TOGETHER]
         if TOGETHER in certain and (not alone or self._worthwhile()):
             return TOGETHER
         return max(alone, key=lambda name: self.speed(name).speed_up, default=TARGET)
 
     def _worthwhile(self) -> bool:
-        others = [one.name for one in self.ways if one.name != TOGETHER]
+        others = [one.name for one in self.eligible if one.name != TOGETHER]
         return all(
             self.beats(TOGETHER, other) and self.against(TOGETHER, other)[0] >= TOGETHER_WORTHWHILE for other in others
         )
@@ -120,7 +125,7 @@ class Contest:
                     alone, way=way.name, gamma=way.gamma, alpha=alpha, alpha_ci=alpha_ci, tau=float(said_P.sum() / blocks_P.sum()),
                     tau_ci=ratio_interval(said_P, blocks_P, confidence), tokens_per_second=speed.tokens_per_second,
                     speed_up=speed.speed_up, speed_up_ci=speed.interval, how=how, ngrams=way.ngrams, then_gamma=way.then_gamma,
-                    behind=way.behind, tuned_on=way.tuned_on,
+                    behind=way.behind, tuned_on=way.tuned_on, **way.price,
                 )
             )  # fmt: skip
         return [replace(row, **seen) if (seen := self.clocked.get(row.way)) else row for row in found]

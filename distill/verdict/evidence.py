@@ -107,7 +107,8 @@ def gather(
             )  # fmt: skip
         judged[one.name] = record.model_copy(update={"step": one.step})
     ways, best = ways_of(question, target.model, field), candidates[-1].name
-    picked = [best, TOGETHER, *(one.name for one in field.others), *question.judge.ways]
+    lossy = [one.name for one in ways if "lossy" in one.changes]
+    picked = [best, TOGETHER, *(one.name for one in field.others), *question.judge.ways, *lossy]
     with cpu_threads(question.judge.speed_threads):
         contest = with_clock(hold(question, target.model, ways, best, picked), target.model, best)
         loads = held_at_loads(question, target.model, field, contest)
@@ -153,6 +154,7 @@ def held_at_loads(question: Question, target: PreTrainedModel, field: Field, fir
             draft_way(question, best.name, best.draft.drafter, own[best.name], at_load, gammas[:of_one]),
             *free_ways(question, target, own[behind.name], behind, at_load, gammas),
             *live_ways(question.judge.ways, target, best.draft.drafter),
+            *(one for one in first.ways if "lossy" in one.changes),
         ]
         held, left_out = hold_at_load(question, target, ways, at_load.batch_size, first)
         warnings += left_out

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from distill.config.sections import JudgeConfig
 from distill.run.verdict_record import WAYS
 from distill.verdict.question import Question
+from speculative.decode import decode
 from speculative.decoder.responses import DecodeSettings
 from speculative.drafters.cascade import Cascade
 from speculative.drafters.draft import Draft, drafts_of
@@ -26,7 +27,8 @@ from speculative.drafters.lookup import PromptLookup
 from speculative.drafters.registry import Parts, make_drafter, registered
 from speculative.drafters.retrieval import Datastore, Retrieval
 from speculative.engine.models import max_positions, vocab_rows
-from speculative.evaluate import HeldoutResponse
+from speculative.evaluate import HeldoutResponse, one_per_prompt
+from speculative.explain.target_view import choice_bounds
 from speculative.measure.baseline_replay import (
     cross_fitted,
     found_blocks,
@@ -37,9 +39,19 @@ from speculative.measure.baseline_replay import (
 )
 from speculative.measure.cost import TIMED_BLOCKS, StepCosts, best_gamma, first_near_best, measure_costs
 from speculative.measure.measured import LOOKUP, PAST, TOGETHER, Way
-from speculative.measure.replay import Blocks, expected_blocks_of, texts_of
+from speculative.measure.metrics import ratio_with_interval
+from speculative.measure.replay import (
+    Blocks,
+    TextCosts,
+    expected_blocks,
+    expected_blocks_of,
+    lossy_texts,
+    texts_kept,
+    texts_of,
+)
 from speculative.measure.token_scores import TokenScores, score_tokens, scored_gammas
-from speculative.rules.rule import Rule
+from speculative.rules.lossy import Lossy
+from speculative.rules.rule import Rule, draft_draws
 
 # Share of judge.speed_seconds for the steps of each pair of shapes.
 COSTS_SHARE = 1 / 6
@@ -122,7 +134,7 @@ def _predicted(scores: Sequence[TokenScores], law: str, costs: StepCosts) -> flo
 
 
 def ways_of(question: Question, target: PreTrainedModel, field: Field) -> list[Way]:
-    """Every draft, prompt lookup, past responses if there are any, lookup before the draft, and the ways listed in judge.ways.
+    """Every draft, prompt lookup, past responses if there are any, lookup before the draft, the ways listed in judge.ways, and lossy ones.
 
     The draft after the lookup is the variant of the draft in question that needs the fewest target steps.
     """
@@ -139,7 +151,8 @@ def ways_of(question: Question, target: PreTrainedModel, field: Field) -> list[W
 
     behind = min((best, *field.others), key=steps)
     free = free_ways(question, target, own[behind.name], behind, field.costs[behind.name])
-    return [*found.values(), *free, *live_ways(question.judge.ways, target, best.draft.drafter)]
+    lossy = lossy_ways(question, target, best, own[best.name], field.costs[best.name])
+    return [*found.values(), *free, *live_ways(question.judge.ways, target, best.draft.drafter), *lossy]
 
 
 def free_ways(
@@ -214,11 +227,11 @@ def cpu_threads(count: int | None) -> Iterator[None]:
 
 def draft_way(
     question: Question, name: str, drafter: Callable[[], Drafter], scores: Sequence[TokenScores], costs: StepCosts,
-    gammas: Sequence[int] | None = None,
+    gammas: Sequence[int] | None = None, texts: Sequence[TextCosts] | None = None,
 ) -> Way:  # fmt: skip
-    """A draft at the smallest gamma whose predicted speed-up is nearly the highest, 1 or more."""
+    """A draft at the smallest gamma, 1 or more, whose predicted speed-up is nearly the highest. texts: its costs by another law."""
     gammas = scored_gammas(scores, gammas or timed_gammas(costs))
-    blocks_NK = expected_blocks_of(scores, question.law, gammas)
+    blocks_NK = expected_blocks(texts or texts_of(scores, question.law), gammas).others_NK
     prices_K = np.array([costs.block_price(gamma) for gamma in gammas])
     best = first_near_best(blocks_NK.sum(0) * prices_K)
     fitted = cross_fitted(blocks_NK * prices_K, question.keys) / prices_K[best] if question.cross_fits else None
@@ -285,6 +298,35 @@ def live_ways(asked: Sequence[str], target: PreTrainedModel, drafter: Callable[[
         )
         for name in dict.fromkeys(asked)
     ]  # fmt: skip
+
+
+def lossy_ways(
+    question: Question, target: PreTrainedModel, best: Candidate, scores: Sequence[TokenScores], costs: StepCosts
+) -> list[Way]:
+    """The ways of judge.lenience and judge.typical. Replay chooses gamma; tau is counted live, in contexts that the way itself writes.
+    Price: total variation by replay (of a block's first token), share of held-out prompts that are answered otherwise at temperature 0.
+    """
+    judging, frozen, ways = question.judge, question.frozen, []
+    rules = [*map(Lossy, judging.lenience), *(Lossy(epsilon=own) for own in judging.typical)]
+    greedy, asked = question.settings.under("greedy", 0), [(one.key, one.prompt_ids) for one in one_per_prompt(frozen)]
+    own = decode(target, None, asked, greedy, batch_size=judging.batch_size)[0] if rules else []
+    for lossy in dict.fromkeys(rules):
+        changes: dict[str, Any] = {"lossy": lossy, "rule": lossy.rule(question.rule)}
+        if draft_draws(changes["rule"]):
+            texts = lossy_texts(scores, lossy)
+            excess = [np.expm1(np.maximum(-np.atleast_2d(one.costs_T.T)[0], 0.0)) for one in texts]
+        else:
+            seen = choice_bounds(target, frozen, [one.choice_ids for one in scores], lossy, question.settings.sampling)
+            texts, excess = texts_kept([own[:, 0] for own in seen]), [own[:, 1] for own in seen]
+        way = draft_way(question, f"{best.name}, LOSSY {lossy}", best.draft.drafter, scores, costs, texts=texts)
+        excess_N = np.array([own.sum() for own in excess])
+        distance, ends = ratio_with_interval(excess_N, question.tokens_N, question.keys, question.confidence(True))
+        lenient = replace(greedy, gamma=way.gamma, lossy=lossy)
+        ours, _ = decode(target, best.draft.drafter(), asked, lenient, batch_size=judging.batch_size)
+        differing = np.mean([one.response_ids != two.response_ids for one, two in zip(ours, own, strict=True)])
+        price = {"total_variation": distance, "total_variation_ci": ends, "differing": float(differing)}
+        ways.append(replace(way, blocks_N=None, fitted_N=None, changes=changes, price=price))
+    return ways
 
 
 def timed_gammas(costs: StepCosts) -> range:

@@ -113,6 +113,8 @@ def _fast(contest: Contest, draft: str) -> str:
 def _beside(contest: Contest, name: str, draft: str) -> str:
     speed, subject = contest.speed(name), capitalised(shown(name))
     gives = f"gives {speed.speed_up:.2f}x{_ends(speed.interval)}."
+    if contest[name].price:
+        return f"{subject} {gives} Its text is not the target's."
     if name not in FREE:
         return f"{subject} {gives}"
     apart = contest.beats(draft, name) or contest.beats(name, draft)

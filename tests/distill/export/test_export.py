@@ -217,6 +217,22 @@ def test_the_pages_name_what_counts(exported, target_dir):
     assert page.count("\n") < 110
 
 
+def test_a_lossy_way_is_called_lossy_on_every_page(tmp_path, student_dir, target_dir):
+    price = {"total_variation": 0.05, "total_variation_ci": (0.04, 0.06), "differing": 0.25}
+    lossy = timed("draft, LOSSY lenience 2", 3, **price)
+    for number, run in enumerate((DRAFT, lossy.way)):
+        verdict = make_verdict([timed(DRAFT, 3), lossy], run=run)
+        found = export(student_dir, target_dir, tmp_path / str(number), verdict=verdict, curves=CURVES)
+        page = (found.path / "SERVING.md").read_text()
+        assert "**LOSSY**, so its text is not the target's, and no command below does it" in page
+        assert "total variation 0.050 at a drafted token, and 25 % of responses differ" in page
+        for text in (page, (found.path / "README.md").read_text(), (found.path / "serving.json").read_text()):
+            lines = [line for line in text.splitlines() if "lenience" in line]
+            assert lines
+            assert all("LOSSY" in line for line in lines)
+    assert "Fastest configuration by number of concurrent requests: 1: draft, LOSSY lenience 2." in page
+
+
 def test_the_transformers_code_runs(exported, target_dir, capsys, monkeypatch):
     monkeypatch.setenv("DRAFT", str(exported.path))
     monkeypatch.setenv("TARGET", str(target_dir))

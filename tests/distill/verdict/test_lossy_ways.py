@@ -1,0 +1,216 @@
+"""LOSSY ways in a contest: what they cost is measured, they are not recommended unless allowed, and the word is wherever they are shown."""
+
+import io
+import itertools
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from function_heads import write_heads
+from rich.console import Console
+from tiny_models import perturbed, prompts_of, tiny_model
+
+from distill.commands.evaluate.evaluate import evaluate
+from distill.config.load import load_config
+from distill.config.sections import JudgeConfig
+from distill.models.load import load_model, load_tokenizer
+from distill.report.measured import load_table, ways_tables
+from distill.report.page import report_command
+from distill.verdict.contest import Contest, hold
+from distill.verdict.evidence import Evidence, Loads
+from distill.verdict.field import Candidate, Field, ways_of
+from distill.verdict.question import Question
+from distill.verdict.verdict import verdict_of
+from speculative.decode import decode
+from speculative.decoder.responses import DecodeSettings
+from speculative.drafters.draft import Draft
+from speculative.drafters.drafter import ModelDrafter
+from speculative.errors import UserError
+from speculative.evaluate import frozen_responses, judge_frozen
+from speculative.explain.target_view import choice_bounds
+from speculative.measure.cost import StepCosts
+from speculative.measure.intervals import Interval
+from speculative.measure.measured import DRAFT as BEST
+from speculative.measure.measured import TARGET as ALONE
+from speculative.measure.metrics import ratio_with_interval
+from speculative.measure.race import Speed
+from speculative.measure.replay import expected_blocks, expected_blocks_of, lossy_texts, texts_kept
+from speculative.measure.token_scores import score_tokens
+from speculative.rules.lossy import Lossy
+from speculative.rules.sampling import SamplingSettings
+
+TARGET = tiny_model()
+DRAFT = perturbed(TARGET, 0.05)
+SETTINGS = DecodeSettings(SamplingSettings(1.0), 3, "sample", max_tokens=24)
+COSTS = StepCosts(0.010, {1: 0.002, 4: 0.008, 6: 0.012}, {1: 0.011, 4: 0.012, 6: 0.013}, 1, 32)
+LENIENT, TYPICAL = "draft, LOSSY lenience 2", "draft, LOSSY typical acceptance 0.09"
+
+
+class Told:
+    """Speeds as given: an interval of 1 % around each."""
+
+    def __init__(self, speeds: dict[str, float]) -> None:
+        self.speeds = {ALONE: 1.0, **speeds}
+
+    def against(self, name: str, other: str, confidence: float = 0.95) -> tuple[float, Interval | None]:
+        ratio = self.speeds[name] / self.speeds[other]
+        return ratio, (0.99 * ratio, 1.01 * ratio)
+
+    def speed(self, name: str, confidence: float = 0.95) -> Speed:
+        return Speed(100.0 * self.speeds[name], *self.against(name, ALONE), 8)
+
+
+@pytest.fixture(scope="module")
+def asked():
+    """(question with two lossy ways, field of one draft)."""
+    frozen = frozen_responses(TARGET, prompts_of([6, 9, 5, 7, 8, 6, 4, 5]), SETTINGS, "made up")
+    judging = JudgeConfig(speed_seconds=1e-6, speed_prompts=8, lenience=(2.0,), typical=(0.09,))
+    scores = {"sample": {BEST: score_tokens(DRAFT, frozen, SETTINGS.sampling, confidence=True)}}
+    field = Field(candidates=(Candidate(BEST, "", 0, Draft(DRAFT)),), scores=scores, costs={BEST: COSTS})
+    return Question(judging, SETTINGS, {"sample": frozen}), field
+
+
+@pytest.fixture(scope="module")
+def held(asked):
+    question, field = asked
+    return hold(question, TARGET, ways_of(question, TARGET, field), BEST)
+
+
+def with_speeds(contest: Contest, allow: bool, concurrency: int = 1) -> Contest:
+    """The same contest, where the lossy ways are certainly the fastest."""
+    speeds = {one.name: 1.1 for one in contest.ways} | {BEST: 1.5, LENIENT: 1.8, TYPICAL: 1.7}
+    question = replace(contest.question, judge=contest.question.judge.model_copy(update={"allow_lossy": allow}))
+    return replace(contest, question=question, timed=Told(speeds), concurrency=concurrency)
+
+
+def verdict_with(asked, contest: Contest):
+    question, field = asked
+    judged = {
+        BEST: judge_frozen(field.candidates[0].draft, question.frozen, SETTINGS, scores=field.scores["sample"][BEST])
+    }
+    loads = Loads((replace(contest, concurrency=4),))
+    evidence = Evidence(**vars(field), question=contest.question, judged=judged, contest=contest, loads=loads)
+    return verdict_of(evidence, checkpoints=[judged[BEST]], self_checks={})
+
+
+def test_a_lossy_way_is_timed_with_its_price(asked, held):
+    rows = {one.way: one for one in held.rows(asked[1].scores["sample"])}
+    for name in (LENIENT, TYPICAL):
+        row = rows[name]
+        assert row.tokens_per_second > 0
+        assert row.how == {"tau": "live", "speed_up": "timed"}
+        assert row.tau == pytest.approx(np.divide(*np.sum(list(held.counted[name].values()), axis=0)))
+        assert 0 < row.total_variation < 1
+        assert row.total_variation_ci[0] <= row.total_variation <= row.total_variation_ci[1]
+        assert 0 <= row.differing <= 1
+    assert rows[BEST].total_variation is None
+    assert rows[LENIENT].tau > rows[BEST].tau * 0.9, "lenience keeps more, up to chance"
+    lossless = asked[0].frozen
+    settings = replace(held[LENIENT].settings(SETTINGS.under("greedy", 0)), rule="greedy")
+    for name, rule in ((LENIENT, Lossy(2.0)), (TYPICAL, Lossy(epsilon=0.09))):
+        ours, theirs = (
+            decode(TARGET, drafter, [(one.key, one.prompt_ids) for one in lossless], own)[0]
+            for drafter, own in (
+                (ModelDrafter(DRAFT), replace(settings, gamma=held[name].gamma, lossy=rule)),
+                (None, replace(settings, gamma=0, lossy=None)),
+            )
+        )
+        differ = [one.response_ids != two.response_ids for one, two in zip(ours, theirs, strict=True)]
+        assert rows[name].differing == pytest.approx(np.mean(differ))
+
+
+def test_the_fastest_way_is_not_recommended_if_it_is_lossy_unless_that_is_allowed(held):
+    assert with_speeds(held, allow=False).to_run() == BEST
+    assert with_speeds(held, allow=True).to_run() == LENIENT
+
+
+@pytest.mark.parametrize("allow", [False, True])
+def test_the_word_is_in_every_table_and_sentence_that_shows_one(asked, held, allow):
+    verdict = verdict_with(asked, with_speeds(held, allow))
+    assert set(verdict.run.values()) == {LENIENT if allow else BEST}
+    assert ("LOSSY" in verdict.headline) is allow
+    told = [fact for fact in verdict.facts if "lenience" in fact or "typical" in fact]
+    about = [fact for fact in told if "Its text is not the target's" in fact]
+    assert len(about) == 2
+    assert all("LOSSY" in fact for fact in told)
+    price = verdict.row(LENIENT).sizes
+    assert f"total variation {verdict.row(LENIENT).total_variation:.3f}" in price
+    console = Console(width=400, record=True, file=io.StringIO())
+    for table in (*ways_tables(verdict), load_table(verdict)):
+        console.print(table)
+        shown = table.markdown()
+        for line in shown.splitlines():
+            assert ("lenience" in line or "typical" in line) <= ("LOSSY" in line), line
+    screen = console.export_text()
+    assert screen.count("LOSSY") >= 4
+    assert price in ways_tables(verdict)[0].markdown()
+    assert json.loads(json.dumps(verdict.record()))["measured"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        (["judge.lenience=[0.5]"], "judge.lenience"),
+        (["judge.typical=[1.0]"], "judge.typical"),
+        (["judge.lenience=[2.0]", "serving.temperature=0"], "judge.lenience"),
+        (["judge.typical=[0.1]", "judge.live=never"], "judge.live"),
+        (["judge.allow_lossy=1", "judge.lenience=[2.0]"], "judge.allow_lossy"),
+    ],
+)
+def test_a_setting_without_sense_is_refused(tiny_config, changes, told):
+    with pytest.raises(UserError, match=told) as refused:
+        load_config(tiny_config, changes)
+    assert "\n" not in str(refused.value)
+    assert load_config(tiny_config, ["judge.lenience=[1.5, 2.0]", "judge.allow_lossy=true"]).judge.allow_lossy
+
+
+def test_replay_agrees_with_live_decoding_on_the_embedded_target(tmp_path):
+    """Of the same prompts: tau by replay of the target's text lies in the interval of tau counted in the lossy way's own text."""
+    target, tokenizer = load_model("target", "embedded"), load_tokenizer("embedded")
+    draft = perturbed(target, 0.012)
+    write_heads(tmp_path / "heads.jsonl", ["random", "statistics", "shutil", "csv"], 32)
+    heads = [json.loads(line)["prompt"] for line in (tmp_path / "heads.jsonl").read_text().splitlines()]
+    prompts = [(str(number), tokenizer(head).input_ids[-60:]) for number, head in enumerate(heads)]
+    settings = DecodeSettings(SamplingSettings(1.0), 3, "sample", max_tokens=24)
+    frozen = frozen_responses(target, prompts, settings, "stdlib")
+    scores = score_tokens(draft, frozen, settings.sampling)
+    tokens_N, keys = np.array([len(one) for one in scores]), [one.prompt for one in frozen]
+    found = {None: expected_blocks_of(scores, "sample", (3,))[:, 0]}
+    for lossy in (Lossy(1.5), Lossy(2.5)):
+        found[lossy] = expected_blocks(lossy_texts(scores, lossy), (3,)).others_NK[:, 0]
+    typical = Lossy(epsilon=0.09)
+    seen = choice_bounds(target, frozen, [one.choice_ids for one in scores], typical, settings.sampling)
+    found[typical] = expected_blocks(texts_kept([own[:, 0] for own in seen]), (3,)).others_NK[:, 0]
+    taus = []
+    for lossy, blocks_N in found.items():
+        rule = "sample" if lossy is None else lossy.rule("sample")
+        responses, _ = decode(target, ModelDrafter(draft), prompts, replace(settings, rule=rule, lossy=lossy, seed=1))
+        said_N, live_N = (
+            np.array(own) for own in zip(*((len(one.response_ids), one.blocks) for one in responses), strict=True)
+        )
+        live, live_ci = ratio_with_interval(said_N, live_N, keys)
+        replayed, replayed_ci = ratio_with_interval(tokens_N, blocks_N, keys)
+        assert live_ci[0] <= replayed_ci[1], (lossy, live, live_ci, replayed, replayed_ci)
+        assert replayed_ci[0] <= live_ci[1], (lossy, live, live_ci, replayed, replayed_ci)
+        taus.append((live, replayed))
+    for before, after in itertools.pairwise(taus[:3]):
+        assert after[0] > before[0]
+        assert after[1] > before[1]
+
+
+def test_an_evaluation_has_the_rows_at_every_load_and_its_report_the_word(tiny_config, tiny_run, tmp_path):
+    config = load_config(tiny_config, ["judge.lenience=[2.0]", "judge.typical=[0.09]", "judge.load=[2]"])
+    result = evaluate(config, str(tiny_run), [2], "sample")
+    names = ("draft, LOSSY lenience 2", "draft, LOSSY typical acceptance 0.09")
+    for concurrency in (1, 2):
+        for name in names:
+            row = result.verdict.row(name, concurrency)
+            assert row is not None
+            assert row.speed_up is not None
+            assert row.total_variation == result.verdict.row(name).total_variation
+        assert "LOSSY" not in result.verdict.to_run(concurrency)
+    out = tmp_path / "result.json"
+    out.write_text(json.dumps(result.record()))
+    page = report_command(out).html.read_text()
+    assert page.count("LOSSY lenience 2") == page.count("lenience 2") >= 3
