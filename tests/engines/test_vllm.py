@@ -3,31 +3,24 @@
 `make engines` builds it (CPU, x86-64). Started as a user starts it, by `understudy serve`; two starts, one after the other.
 """
 
-import contextlib
 import json
-import os
 import re
 import shutil
-import signal
-import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
-from function_heads import write_heads
-from processes import free_port
+from engine_process import ROOT, Server, serving
 from tiny_training import tiny_tokenizer
 
 from data.responses.engine_client import EngineClient
-from distill import train
 from distill.commands.drift.drift import drift_command
 from distill.commands.export import export_run
 from distill.commands.options import DriftOptions, ExportOptions, ReadbackOptions
@@ -39,7 +32,6 @@ from distill.run.served_record import ServedRecord
 from speculative.errors import UserError
 from speculative.measure.replay import WORRYING_Z
 
-ROOT = Path(__file__).resolve().parents[2]
 BUILT = ROOT / ".venv-vllm" / "ready"
 pytestmark = [
     pytest.mark.engine,
@@ -50,69 +42,13 @@ GAMMA = 3
 # float32 and no compiled graphs: greedy text is the run's own token for token. The CPU platform wants model runner V1.
 FLAGS = ["--enforce-eager", "--dtype", "float32", "--per-request-spec-decode-metrics", "detailed"]
 ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_USE_V2_MODEL_RUNNER": "0", "VLLM_LOG_STATS_INTERVAL": "1"}
-CONFIG = """
-name: pair
-output: {folder}/runs
-target: {{path: embedded, dtype: float32}}
-student: {{init: carved, layers: [0, 1, 2, 3, 4, 5, 6, 7, 9, 10, 12, 13, 14]}}   # without training half as good as the whole
-data:
-  train: [{{path: {folder}/train.jsonl, domain: stdlib}}]
-  heldout: [{{path: {folder}/heldout.jsonl, domain: stdlib}}]
-  template: {{mode: plain}}
-  max_prompt_tokens: 80
-serving: {{temperature: 0.8, top_p: 0.95, max_tokens: 40, batch_size: 40}}
-optim: {{lr: 1.0e-4}}
-train: {{steps: 2, batch_size: 8, micro_batch_size: 8}}
-judge: {{every: 2, prompts: 40, gamma: 3, batch_size: 40, live: end}}
-"""
 
 
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run on the embedded target with its draft exported."""
-    folder = tmp_path_factory.mktemp("engine")
-    write_heads(folder / "train.jsonl", ["ast"], 16)
-    write_heads(folder / "heldout.jsonl", ["random", "statistics", "shutil", "csv"], 40)
-    config = folder / "pair.yaml"
-    config.write_text(CONFIG.format(folder=folder))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train, "conclude", lambda *_: None)  # the verdict takes longer than all before it
-        assert train.main([str(config)]) == 0
-    run = folder / "runs" / "pair"
-    export_run(ExportOptions(run, run / EXPORT))
-    return run
-
-
-@dataclass(frozen=True)
-class Server:
-    """A running engine; `log`: what it printed."""
-
-    url: str
-    log: Path
-
-
-@contextlib.contextmanager
-def served(run: Path, as_exported: bool = False, **speculative: str) -> Iterator[Server]:
+def served(run: Path, as_exported: bool = False, **speculative: str) -> AbstractContextManager[Server]:
     """The engine under `understudy serve`, gone at the end; as_exported: by the printed command, untouched."""
-    port, log = free_port(), run / f"vllm-{len(speculative)}.log"
     method = {"method": "draft_model", "model": str(run / EXPORT), "num_speculative_tokens": GAMMA}
     flags = FLAGS if as_exported else [*FLAGS, "--speculative-config", json.dumps(method | speculative)]
-    command = [sys.executable, "-P", "-m", "distill.cli", "serve", str(run), "--port", str(port), "--log", str(log)]
-    process = subprocess.Popen(
-        [*command, "--", *flags], cwd=ROOT, env=os.environ | ENVIRONMENT, stdout=subprocess.PIPE, text=True
-    )
-    try:
-        assert process.stdout is not None
-        told = process.stdout.readline()
-        assert told.startswith("vLLM answers at"), log.read_text() if log.exists() else told
-        engine = psutil.Process(process.pid).children(recursive=True)
-        yield Server(f"http://127.0.0.1:{port}", log)
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 0
-        assert not psutil.wait_procs(engine, timeout=5)[1]
-    finally:
-        process.kill()
-        process.wait()
+    return serving(run, ["--log", str(run / f"vllm-{len(speculative)}.log"), "--", *flags], "vLLM", ENVIRONMENT)
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,43 @@
+"""An engine as a user starts it, by `understudy serve`."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+from processes import free_port
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True)
+class Server:
+    """A running engine; `log`: what it printed."""
+
+    url: str
+    log: Path
+
+
+@contextlib.contextmanager
+def serving(run: Path, words: Sequence[str], name: str, environment: Mapping[str, str]) -> Iterator[Server]:
+    """The engine under `understudy serve`; it and its children are gone at the end. words: begin with --log FILE. name: as it is told."""
+    port, log = free_port(), Path(words[1])
+    command = [sys.executable, "-P", "-m", "distill.cli", "serve", str(run), "--port", str(port), *words]
+    process = subprocess.Popen(command, cwd=ROOT, env=os.environ | environment, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        told = process.stdout.readline()
+        assert told.startswith(f"{name} answers at"), log.read_text() if log.exists() else told
+        engine = psutil.Process(process.pid).children(recursive=True)
+        yield Server(f"http://127.0.0.1:{port}", log)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+        assert not psutil.wait_procs(engine, timeout=5)[1]
+    finally:
+        process.kill()
+        process.wait()
