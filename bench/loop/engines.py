@@ -32,7 +32,7 @@ def engine_of(asked: str) -> str:
     """
     if asked not in ("auto", "stub", "vllm"):
         raise UserError(f"--engine {asked}: give auto, vllm or stub")
-    installed = (BUILT / "vllm").exists() or shutil.which("vllm") is not None
+    installed = (BUILT / ".venv-vllm" / "bin" / "vllm").exists() or shutil.which("vllm") is not None
     if asked == "vllm" and not installed:
         raise UserError("--engine vllm: not installed; run `make engines` (vLLM for CPUs), or give --engine stub")
     return "vllm" if installed and asked != "stub" else "stub"

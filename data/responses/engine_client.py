@@ -22,6 +22,7 @@ ENGINES = {
     "llamacpp": "llama.cpp",
     "llama.cpp": "llama.cpp",
     "tensorrt_llm": "tensorrt-llm",
+    "openvino": "openvino",
 }
 # Where an engine states its version: path, key, and the engine that has this path.
 _VERSIONS = (

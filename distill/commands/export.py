@@ -4,8 +4,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from distill.commands.options import CheckExportOptions, ExportOptions
+from distill.commands.options import CheckExportOptions, ExportOptions, ServeOptions
 from distill.commands.output import check_known
+from distill.commands.serve import convert
 from distill.config.command_line import CheckPairOptions
 from distill.config.layout import ADAPTER, CONFIG, RAW, run_of
 from distill.config.load import load_trusted
@@ -48,6 +49,8 @@ def export_run(options: ExportOptions) -> ExportReport:
     config = load_trusted(run / CONFIG, options.trust_remote_code)
     if "wandb" in config.tracking.trackers:
         log_draft(run, config, report.path)
+    if options.engine:
+        convert(ServeOptions(options.to, engine=options.engine, target=facts.target, port=0))
     return report
 
 

@@ -129,6 +129,7 @@ class ExportOptions:
     ] = ""
     push_dataset: Annotated[str, option("upload prompts and responses as hub dataset ORG/NAME")] = ""
     dry_run: Annotated[bool, option("with --push-dataset: write RUN/dataset, but upload nothing", "--dry-run")] = False
+    engine: Annotated[str, option("also convert target and draft to this engine's own format: openvino")] = ""
     trust_remote_code: TrustRemoteCode = False
 
 
@@ -153,21 +154,22 @@ class CheckExportOptions:
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """Start vLLM with the target and the draft.
+    """Start an engine with the target and the draft.
 
     understudy serve runs/demo --port 8000 -- --enforce-eager --dtype float32
 
-    Runs the command of SERVING.md in the foreground; vLLM must be installed. Ctrl-C ends it.
+    Runs vLLM with the command of SERVING.md, or OpenVINO GenAI behind a server of ours, in the foreground; the engine must be
+    installed. Ctrl-C ends it.
     """
 
     run: Annotated[Path, argument("run folder that has an export, or an exported directory")]
     words: Annotated[list[str] | None, argument("more flags for the engine, given after --")] = None
-    engine: Annotated[str, option("engine to start: vllm")] = "vllm"
+    engine: Annotated[str, option("engine to start: vllm or openvino")] = "vllm"
     target: Annotated[str, option("target: directory or hub id; default: the run's, or the hub id in the export")] = ""
     host: Annotated[str, option("address to listen on")] = "127.0.0.1"
     port: Annotated[int, option("port to listen on", min=1024, max=65535)] = 8000
     alone: Annotated[bool, option("serve the target without the draft, to compare", "--alone")] = False
-    log: Annotated[Path | None, option("file for the engine's output; default: vllm.log next to the export")] = None
+    log: Annotated[Path | None, option("file for the engine's output; default: ENGINE.log next to the export")] = None
 
 
 @dataclass(frozen=True)

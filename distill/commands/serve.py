@@ -24,17 +24,15 @@ from data.responses.engine_http import answers, is_loopback
 from distill.commands.options import ServeOptions
 from distill.config.layout import CONFIG, EXPORT, SERVING_FILE, SERVING_FORMAT, run_of
 from distill.config.load import load_config
-from distill.export.engine import check, check_directory_name
+from distill.export.engine import Engine, Service, check, check_directory_name, known_engines, server_command
 from distill.export.facts import EngineFacts
 from distill.export.pair import check_pair
 from distill.faults import Interrupted
 from distill.models.load import resolve
 from speculative.errors import UserError
 
-ENGINES = {"vllm": ("vLLM", "vllm")}  # option value -> (name in serving.json, program)
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
-# Where `make engines` installs vLLM.
-BUILT = Path(__file__).resolve().parents[2] / ".venv-vllm" / "bin"
+BUILT = Path(__file__).resolve().parents[2]  # where `make engines` makes environments
 TOLD_LINES = 12  # log lines printed when an engine exits on its own
 GRACE_SECONDS = 15.0  # for an engine to exit after a signal, before it is killed
 POLL_SECONDS = 0.5
@@ -58,7 +56,7 @@ def serve(options: ServeOptions) -> int:
     directory, facts = _read_export(options.run)
     name, words = engine_words(options, directory, facts)
     _check_files(name, words, directory)
-    keyed = "VLLM_API_KEY" in os.environ or any(word.startswith("--api-key") for word in words)
+    keyed = _known(options.engine)[1].key_variable in os.environ or any(word.startswith("--api-key") for word in words)
     listening(options.host, options.port, keyed).close()  # fail now and not after minutes of loading
     log = options.log or directory.parent / f"{options.engine}.log"
     console = Console(stderr=True)
@@ -85,27 +83,55 @@ def engine_words(options: ServeOptions, directory: Path, facts: EngineFacts) -> 
     Raises:
         UserError: the engine is unknown, refuses the pair or is not installed, or the target is not found.
     """
-    if options.engine not in ENGINES:
-        raise UserError(f"--engine {options.engine}: serve cannot start this engine; known: {', '.join(ENGINES)}")
-    name, program_name = ENGINES[options.engine]
+    engine, service = _known(options.engine)
     check_directory_name(directory)
-    engine = check(name, facts)
-    if not engine.ok:
-        raise UserError(f"{directory / SERVING_FILE}: {name} does not support this pair: {'; '.join(engine.reasons)}")
-    places = {"$DRAFT": str(directory), "$TARGET": _target(options, directory, facts.target)}
-    words = shlex.split(engine.command)
+    verdict = check(engine.name, facts)
+    if not verdict.ok:
+        raise UserError(
+            f"{directory / SERVING_FILE}: {engine.name} does not support this pair: {'; '.join(verdict.reasons)}"
+        )
+    target = _target(options, directory, facts.target)
+    places = {"$DRAFT": str(directory), "$TARGET": target, "$SERVER": str(service.script)}
+    words = shlex.split(server_command(engine, facts))
     for variable, place in places.items():
         words = [word.replace(variable, place) for word in words]
-    if options.alone:
-        at = words.index("--speculative-config")
+    for option in service.draft_options if options.alone else ():
+        at = words.index(option)
         del words[at : at + 2]
-    path = os.pathsep.join([os.environ.get("PATH", ""), str(Path(sys.executable).parent), str(BUILT)])
-    program = shutil.which(program_name, path=path)
+    words[0] = str(program_of(engine, service).with_name(words[0]))
+    return engine.name, [*words, "--host", options.host, "--port", str(options.port), *(options.words or [])]
+
+
+def convert(options: ServeOptions) -> None:
+    """Convert target and draft for an engine with its own model format: its server does that, and without a port nothing else.
+
+    Raises:
+        UserError: as `engine_words`; the engine reads the export itself; the conversion failed.
+    """
+    if _known(options.engine)[1].script is None:
+        raise UserError(f"--engine {options.engine}: this engine reads the export itself; leave --engine out")
+    name, words = engine_words(options, *_read_export(options.run))
+    if status := subprocess.run(words, check=False, preexec_fn=_die_with_us).returncode:
+        raise UserError(f"{name}: the conversion ended with status {status}; why is said above")
+
+
+def _known(option: str) -> tuple[Engine, Service]:
+    """Return the engine that --engine names, and how it is started."""
+    found = {one.service.option: (one, one.service) for one in known_engines().values() if one.service is not None}
+    if option not in found:
+        raise UserError(f"--engine {option}: this engine cannot be started; known: {', '.join(found)}")
+    return found[option]
+
+
+def program_of(engine: Engine, service: Service) -> Path:
+    """Return the place of an engine's program. Raises UserError if it is not installed."""
+    places = (os.environ.get("PATH", ""), Path(sys.executable).parent, BUILT / service.built / "bin")
+    program = shutil.which(service.program, path=os.pathsep.join(map(str, places)))
     if program is None:
         raise UserError(
-            f"{name} is not installed: no program `{program_name}` in PATH; install it, or run `make engines` for CPUs"
+            f"{engine.name} is not installed: no program `{service.program}` in PATH; install it, or run `make engines` for CPUs"
         )
-    return name, [program, *words[1:], "--host", options.host, "--port", str(options.port), *(options.words or [])]
+    return Path(program)
 
 
 def _target(options: ServeOptions, directory: Path, name: str) -> str:

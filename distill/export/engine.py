@@ -50,6 +50,18 @@ def _nothing(facts: EngineFacts) -> list[str]:
 
 
 @dataclass(frozen=True)
+class Service:
+    """How `understudy serve` starts an engine. The words are those of the template's macro `server`, or of `command` without one."""
+
+    option: str  # value of --engine
+    program: str  # looked for in PATH, in our own environment and in `built`; the words run beside it
+    built: str  # the environment that `make engines` makes
+    draft_options: tuple[str, ...]  # options with a value that `--alone` leaves out
+    script: Path | None = None  # $SERVER in the words
+    key_variable: str = ""  # environment variable of the engine's API key
+
+
+@dataclass(frozen=True)
 class Engine:
     """An engine: its template, refusals and acceptance rule. `version`: the version whose source was read."""
 
@@ -66,6 +78,7 @@ class Engine:
     one_pass: bool = False  # serves drafts that propose a block in one forward pass
     reads_gguf: bool = False
     notes: Callable[[EngineFacts], list[str]] = field(default=_nothing)  # what it serves, but not as measured
+    service: Service | None = None  # None: `understudy serve` cannot start it
 
 
 _REGISTERED: dict[str, Engine] = {}
@@ -88,11 +101,7 @@ def check(name: str, facts: EngineFacts) -> EngineVerdict:
     """Judge one engine. A refused pair gets a command too, since the reasons say what to fix first."""
     assert facts.gamma >= 1
     engine = known_engines()[name]
-    if facts.one_pass is not None:
-        if engine.one_pass:
-            facts = replace(facts, gamma=facts.one_pass.gamma, taus=facts.one_pass.taus)
-        else:
-            facts = replace(facts, one_pass=None, gamma_by_load=())
+    facts = _facts_of(engine, facts)
     reasons = [*_vocabulary_reasons(engine, facts), *engine.refusals(facts)]
     rule = "greedy" if facts.sampling is not None and facts.sampling.greedy else engine.rule(facts)
     page: Any = environment().get_template(engine.template).make_module({"facts": facts})
@@ -107,6 +116,21 @@ def check(name: str, facts: EngineFacts) -> EngineVerdict:
         language=engine.language,
         notes=lines_of(str(page.notes())),
     )
+
+
+def server_command(engine: Engine, facts: EngineFacts) -> str:
+    """Return the shell text that `understudy serve` starts; it uses $DRAFT, $TARGET and $SERVER."""
+    page: Any = environment().get_template(engine.template).make_module({"facts": _facts_of(engine, facts)})
+    return str(getattr(page, "server", page.command)()).strip()
+
+
+def _facts_of(engine: Engine, facts: EngineFacts) -> EngineFacts:
+    """Return the facts for the way of drafting that the engine has."""
+    if facts.one_pass is None:
+        return facts
+    if engine.one_pass:
+        return replace(facts, gamma=facts.one_pass.gamma, taus=facts.one_pass.taus)
+    return replace(facts, one_pass=None, gamma_by_load=())
 
 
 def check_all(facts: EngineFacts) -> list[EngineVerdict]:

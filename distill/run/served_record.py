@@ -95,6 +95,7 @@ class ServedRecord(Record):
             "vllm": "vLLM",
             "sglang": "SGLang",
             "tensorrt-llm": "TensorRT-LLM",
+            "openvino": "OpenVINO GenAI",
             "unknown": "an unknown engine",
         }
         return f"{names.get(self.engine, self.engine)} {self.version}".strip()

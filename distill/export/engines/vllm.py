@@ -1,6 +1,6 @@
 """vLLM: its refusals, and the rule that the command selects."""
 
-from distill.export.engine import Engine, register, rerouted_word
+from distill.export.engine import Engine, Service, register, rerouted_word
 from distill.export.facts import EngineFacts
 
 # Head sizes of v1/attention/backends/cpu_attn.py; on GPUs flash_attn.py takes multiples of 8.
@@ -45,4 +45,5 @@ def _rule(facts: EngineFacts) -> str:
     return "sample" if facts.sampled_drafts_win else "greedy-draft"
 
 
-register(Engine("vLLM", "0.32", "vllm.j2", 1, _rule, _refusals, notes=_notes, one_pass=True))
+_SERVICE = Service("vllm", "vllm", ".venv-vllm", ("--speculative-config",), key_variable="VLLM_API_KEY")
+register(Engine("vLLM", "0.32", "vllm.j2", 1, _rule, _refusals, notes=_notes, one_pass=True, service=_SERVICE))

@@ -70,9 +70,9 @@ def speculative_config(facts):
 
 
 def test_every_engine_takes_a_good_pair():
-    verdicts = check_all(GOOD)
+    verdicts = check_all(replace(GOOD, sampling=GREEDY))
     assert [verdict.engine for verdict in verdicts] == list(known_engines())
-    assert set(known_engines()) == {"vLLM", "SGLang", "llama.cpp", "transformers", "TensorRT-LLM"}
+    assert set(known_engines()) == {"vLLM", "SGLang", "llama.cpp", "transformers", "TensorRT-LLM", "OpenVINO GenAI"}
     for verdict in verdicts:
         assert verdict.ok
         assert verdict.reasons == []
@@ -108,6 +108,17 @@ def test_vllm_drafts_as_replay_says_is_accepted_more_and_both_taus_stand_there()
     greedy = replace(GOOD, sampling=GREEDY, taus={"greedy": 2.58})
     assert speculative_config(greedy) == drawn
     assert not any("draft_sample_method" in note and "tau" in note for note in check("vLLM", greedy).notes)
+
+
+def test_openvino_takes_what_it_keeps_the_distribution_of():
+    greedy = replace(GOOD, sampling=GREEDY, taus={"greedy": 2.58})
+    verdict = check("OpenVINO GenAI", greedy)
+    assert (verdict.ok, verdict.rule, "tau 2.58 at gamma 5" in verdict.rule_note) == (True, "greedy", True)
+    assert "num_assistant_tokens=5" in verdict.command
+    assert check("OpenVINO GenAI", GOOD).reasons == [
+        "at temperature > 0 its speculation does not keep the target's distribution; set serving.temperature to 0"
+    ]
+    assert "8-bit" in check("OpenVINO GenAI", replace(greedy, draft_quantised=True)).reasons[0]
 
 
 def test_vllms_traps_are_named():

@@ -170,7 +170,7 @@ def test_serving_json(exported, target_dir, tokenizer):
     assert serving["gamma_source"] == "the fastest measured at one request at a time"
     assert serving["measured"] == json.loads(json.dumps([row.record() for row in make_verdict().measured]))
     assert serving["run"] == {"1": DRAFT}
-    assert list(serving["engines"]) == ["vLLM", "SGLang", "llama.cpp", "transformers", "TensorRT-LLM"]
+    assert list(serving["engines"]) == ["vLLM", "SGLang", "llama.cpp", "transformers", "TensorRT-LLM", "OpenVINO GenAI"]
     for engine in serving["engines"].values():
         assert engine["ok"], engine["reasons"]
         predicted = {"sample": "2.80", "greedy-draft": "2.25"}[engine["rule"]]

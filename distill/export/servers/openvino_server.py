@@ -1,0 +1,197 @@
+"""OpenVINO GenAI as a server with vLLM's /v1/completions and its counts of drafts, at temperature 0. It runs in the engine's environment.
+
+    python openvino_server.py TARGET --draft DRAFT --store DIR --gamma 3 --draft-weights int8 --port 8000
+
+Models are converted into the store if they have changed. A request joins the running batch at its next step.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import threading
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.metadata import version
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import numpy as np
+import openvino as ov
+import openvino_genai as genai
+
+WEIGHTS = ("fp32", "fp16", "int8", "int4")
+# With these, greedy text is that of a float32 run. By default the CPU may round more: products, cache, inputs of 8-bit layers.
+EXACT = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": "0"}
+REFUSED = ("stream", "stop", "logprobs", "prompt_logprobs", "logit_bias", "echo", "suffix", "min_tokens")
+
+
+def converted(model: str, to: Path, weights: str) -> str:
+    """Return the directory of a model in OpenVINO's format. It is converted unless that was done from the same files."""
+    files = [one.stat() for one in sorted(Path(model).glob("*")) if one.suffix in (".json", ".safetensors")]
+    source, record = json.dumps([model, *([one.st_size, one.st_mtime_ns] for one in files)]), to / "source.json"
+    if not record.is_file() or record.read_text(encoding="utf-8") != source:
+        print(f"converting {model} to {weights} in {to}", flush=True)
+        words = [str(Path(sys.executable).with_name("optimum-cli")), "export", "openvino", "--weight-format", weights]
+        subprocess.run([*words, "--task", "text-generation-with-past", "--model", model, str(to)], check=True)
+        record.write_text(source, encoding="utf-8")
+    return str(to)
+
+
+@dataclass
+class Request:
+    """A request and its response. kept_B: tokens of each call of the target; the first is the prefill."""
+
+    prompt_ids: list[int]
+    max_tokens: int
+    end_ids: set[int]
+    ids: list[int] = field(default_factory=list)
+    kept_B: list[int] = field(default_factory=list)
+    ended: bool = False
+    done: threading.Event = field(default_factory=threading.Event)
+
+    def take(self, ids: list[int]) -> None:
+        """Add the tokens of a call, up to an end token."""
+        end = next((place for place, token in enumerate(ids, 1) if token in self.end_ids), None)
+        self.ended, self.ids = end is not None, self.ids + ids[:end]
+        self.kept_B.append(len(ids))
+
+    def counts(self, gamma: int) -> dict[str, Any]:
+        """Return vLLM's counts. Near max_tokens the engine drafts less: it leaves room for the target's own token."""
+        left_B = [self.max_tokens - sum(self.kept_B[:place]) for place in range(1, len(self.kept_B))]
+        drafted_B, accepted_B = [min(gamma, left - 1) for left in left_B], [kept - 1 for kept in self.kept_B[1:]]
+        sums = {"num_accepted_draft_tokens": sum(accepted_B), "num_draft_tokens": sum(drafted_B)}
+        sums |= {"num_spec_steps": len(left_B), "num_spec_tokens": gamma}
+        return {**sums, "per_step_accepted": accepted_B, "per_step_drafted": drafted_B}
+
+
+class Engine:
+    """The pipeline. gamma: 0 without a draft."""
+
+    def __init__(self, target: str, draft: str | None, gamma: int, options: dict[str, Any]) -> None:
+        models = {} if draft is None else {"draft_model": genai.draft_model(draft, "CPU", **options)}
+        self.pipeline = genai.ContinuousBatchingPipeline(target, genai.SchedulerConfig(), "CPU", options | models)
+        self.tokenizer, self.gamma = self.pipeline.get_tokenizer(), 0 if draft is None else gamma
+        files = [Path(target, name) for name in ("config.json", "generation_config.json")]
+        config = {key: value for one in files if one.is_file() for key, value in json.loads(one.read_text()).items()}
+        self.rows, self.context = int(config["vocab_size"]), int(config["max_position_embeddings"])
+        ends = config.get("eos_token_id")
+        self.end_ids = {ends} if isinstance(ends, int) else set(ends or ())
+        self.waiting: SimpleQueue[Request] = SimpleQueue()
+
+    def request_of(self, body: dict[str, Any]) -> Request:
+        """Read a request. Raises ValueError for what is not supported."""
+        asked = [name for name in REFUSED if body.get(name)] + ["n > 1"] * (body.get("n", 1) != 1)
+        if asked or body.get("temperature", 1.0) != 0:
+            raise ValueError(f"{', '.join(asked) or 'temperature other than 0'}: not supported by this server")
+        ids, most = body.get("prompt"), int(body.get("max_tokens") or 16)
+        if isinstance(ids, str):
+            special = bool(body.get("add_special_tokens", True))
+            ids = self.tokenizer.encode(ids, add_special_tokens=special).input_ids.data[0].tolist()
+        if not isinstance(ids, list) or not ids or any(type(one) is not int or not 0 <= one < self.rows for one in ids):
+            raise ValueError(f"prompt: give a text or a list of token ids below {self.rows}")
+        if len(ids) + most > self.context:
+            raise ValueError(f"{len(ids)} tokens and max_tokens {most}: the context has {self.context} tokens")
+        return Request(ids, most, set() if body.get("ignore_eos") else {*self.end_ids, *body.get("stop_token_ids", ())})
+
+    def run(self) -> None:
+        """Decode what arrives, for ever."""
+        running: dict[int, tuple[Request, Any]] = {}
+        number = 0
+        while True:
+            while not running or not self.waiting.empty():
+                request, number = self.waiting.get(), number + 1
+                config = genai.GenerationConfig(max_new_tokens=request.max_tokens, ignore_eos=True)
+                # A drafted end token would end the block, and gamma would vary. `Request.take` ends the response instead.
+                config.eos_token_id, config.stop_token_ids = self.rows, {self.rows}
+                if self.gamma:
+                    config.num_assistant_tokens = self.gamma
+                prompt = ov.Tensor(np.array([request.prompt_ids], dtype=np.int64))
+                running[number] = request, self.pipeline.add_request(number, prompt, config)
+            self.pipeline.step()
+            for key, (request, handle) in list(running.items()):
+                while handle.can_read() and not request.ended:
+                    for output in handle.read().values():
+                        request.take(list(output.generated_ids))
+                if request.ended:
+                    handle.stop()
+                if request.ended or len(request.ids) >= request.max_tokens:
+                    del running[key]
+                    request.done.set()
+
+
+class Handler(BaseHTTPRequestHandler):
+    """The pages of a server."""
+
+    engine: Engine
+    name: str
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *_: Any) -> None: ...
+
+    def _reply(self, status: int, body: dict[str, Any]) -> None:
+        content = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def do_GET(self) -> None:
+        models = [{"id": self.name, "object": "model", "owned_by": "openvino", "created": 0}]
+        pages: dict[str, Any] = {
+            "/health": {},
+            "/version": {"version": version("openvino-genai")},
+            "/v1/models": {"data": models},
+        }
+        self._reply(200 if self.path in pages else 404, pages.get(self.path, {"error": {"message": "no such page"}}))
+
+    def do_POST(self) -> None:
+        content = self.rfile.read(int(self.headers["Content-Length"]))
+        try:
+            if self.path != "/v1/completions":
+                raise ValueError(f"{self.path}: this server has /v1/completions only")
+            body = json.loads(content)
+            request = self.engine.request_of(body)
+        except (ValueError, TypeError, AttributeError) as error:
+            return self._reply(400, {"error": {"message": str(error), "code": 400}})
+        self.engine.waiting.put(request)
+        request.done.wait()
+        text = self.engine.tokenizer.decode(request.ids, skip_special_tokens=body.get("skip_special_tokens", True))
+        choice = {"index": 0, "text": text, "finish_reason": "stop" if request.ended else "length"}
+        if body.get("return_token_ids"):
+            choice |= {"token_ids": request.ids, "prompt_token_ids": request.prompt_ids}
+        counts = {"speculative_decoding": request.counts(self.engine.gamma)} if self.engine.gamma else {}
+        usage = {"prompt_tokens": len(request.prompt_ids), "completion_tokens": len(request.ids)}
+        said = {"object": "text_completion", "model": self.name, "choices": [choice], "usage": usage, "metrics": counts}
+        return self._reply(200, said)
+
+
+def main() -> None:
+    """Convert what has changed, load it, and answer until a signal arrives or the engine fails."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("target")
+    parser.add_argument("--store", required=True, type=Path)
+    parser.add_argument("--draft")
+    parser.add_argument("--gamma", type=int, default=4)
+    parser.add_argument("--weights", choices=WEIGHTS, default="fp32")
+    parser.add_argument("--draft-weights", choices=WEIGHTS, default="fp32")
+    parser.add_argument(
+        "--hint", action="append", default=[], help="NAME=VALUE of an engine property, such as INFERENCE_NUM_THREADS=2"
+    )
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=0, help="0: convert only")
+    given = parser.parse_args()
+    target = converted(given.target, given.store / f"target-{given.weights}", given.weights)
+    draft = given.draft and converted(given.draft, given.store / f"draft-{given.draft_weights}", given.draft_weights)
+    if given.port:
+        engine = Engine(target, draft, given.gamma, EXACT | dict(one.split("=", 1) for one in given.hint))
+        Handler.engine, Handler.name = engine, given.target
+        server = ThreadingHTTPServer((given.host, given.port), Handler)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        engine.run()
+
+
+if __name__ == "__main__":
+    main()
