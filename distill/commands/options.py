@@ -158,8 +158,7 @@ class ServeOptions:
 
     understudy serve runs/demo --port 8000 -- --enforce-eager --dtype float32
 
-    Runs vLLM with the command of SERVING.md, or OpenVINO GenAI behind a server of ours, in the foreground; the engine must be
-    installed. Ctrl-C ends it.
+    Runs vLLM by SERVING.md's command, or OpenVINO GenAI behind our server, in the foreground; it must be installed. Ctrl-C ends it.
     """
 
     run: Annotated[Path, argument("run folder that has an export, or an exported directory")]
