@@ -222,7 +222,10 @@ def _by_response(rows: list[ServedBlocks], asked: Asked) -> Counted:
     if any(row.accepted_B for row in rows):
         gamma = max(max(row.drafted_B, default=0) for row in rows)
         survival, rate = served_shares(rows, gamma)
-        short = sum(sum(one < gamma for one in row.drafted_B[:-1]) for row in rows)
+        # An engine may leave room for the target's own token: that a block cannot use the rest of its draft does not change it.
+        short = sum(
+            sum(drafted < min(gamma, row.tokens - start - 1) for start, drafted, _ in row.inside()[:-1]) for row in rows
+        )
         varies = f"{short:,} of {blocks:,} blocks inside responses draft fewer than {gamma} tokens" if short else ""
         broken = sum(not row.whole for row in rows)
         if broken:
