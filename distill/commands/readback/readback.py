@@ -124,7 +124,7 @@ def _gammas(options: ReadbackOptions, frozen: FrozenText, verdict: Verdict | Non
         return (options.gamma,)
     plans = [gamma_plan(verdict, way) for way in (drafts_by(verdict)[draft.drafting], DRAFT)] if verdict else []
     judged = verdict.gamma if verdict else frozen.config.judge.gamma
-    ranges = [one for plan in plans for one in plan.by_load]
+    ranges = plans[0].by_load if plans else ()
     at_load = [gamma for first, last, gamma in ranges if first <= options.concurrency <= last]
     gammas = *at_load, *(plan.gamma for plan in plans), max(1, judged), *(gamma for _, _, gamma in ranges)
     return tuple(dict.fromkeys(gamma for gamma in gammas if gamma))
@@ -207,7 +207,7 @@ def _measured(
         DRAFT, found.rule, options.concurrency, SERVED_TEXT, len(asked.answers), tokens, counted.gamma, tau=counted.tau,
         tau_ci=tau_interval(counted, shown.tau, shown.tau_ci), accepted_per_drafted=counted.accepted_per_drafted,
         tokens_per_second=speed.tokens_per_second, speed_up=speed.speed_up, speed_up_ci=speed.speed_up_ci, **waits(asked.answers),
-        how=dict.fromkeys(("tau", "accepted_per_drafted", "tokens_per_second", "speed_up"), "served"),
+        how=dict.fromkeys(("tau", "accepted_per_drafted", "tokens_per_second", "speed_up", "first_token_ms", "per_token_ms"), "served"),
     )  # fmt: skip
     of_text = replace(Measured(DRAFT, found.rule), text=SERVED_TEXT if known else HELD_OUT, prompts=served.prompts)
     predicted = replace(
@@ -220,7 +220,7 @@ def _measured(
             replace(
                 served, way=TARGET, tokens=sum(answer.tokens for answer in asked.plain), gamma=0, tau=1.0, tau_ci=None,
                 accepted_per_drafted=None, tokens_per_second=speed.plain, speed_up=1.0, speed_up_ci=None,
-                how={"tokens_per_second": "served"}, **waits(asked.plain),
+                how=dict.fromkeys(("tokens_per_second", "first_token_ms", "per_token_ms"), "served"), **waits(asked.plain),
             )
         )  # fmt: skip
     if known:
