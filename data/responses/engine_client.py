@@ -113,7 +113,7 @@ class EngineClient(EndpointTarget):
             self._as_text = True
             return self.ask(prompt_ids, settings, key)
         seconds, content = time.perf_counter() - start, response.content
-        first = None if content.lstrip().startswith(b"{") else response.extensions["first_part"] - start
+        first = None if content.lstrip().startswith(b"{") else response.extensions.get("first_part", start) - start
         whole = json.loads if first is None else _joined
         return self._ask(lambda: self.read(whole(content), settings, key, seconds, first))
 
@@ -175,6 +175,8 @@ def _joined(stream: bytes) -> dict[str, Any]:
     """A streamed answer as if it were not: texts and token ids joined, of every other key the last value."""
     lines = [line[5:].strip() for line in stream.splitlines() if line.startswith(b"data:")]
     events = [json.loads(line) for line in lines if line != b"[DONE]"]
+    if broken := [event["error"] for event in events if event.get("error")]:
+        raise ValueError(f"its stream ended with {broken[0]}")
     parts = [part for event in events for part in event.get("choices") or ()]
     body, choice = ({k: v for one in of for k, v in one.items() if v is not None} for of in (events, parts))
     if "token_ids" in choice:

@@ -99,8 +99,24 @@ def test_answers_of_many_threads_stay_whole_and_damaged_lines_cost_themselves_on
     lines = path.read_text().splitlines()
     assert sorted(json.loads(line)["key"] for line in lines) == sorted(text.key for text in texts)
     lines[3], lines[5], lines[7] = lines[3][:9], "7", '{"key": "x"}'
+    lines[9] = json.dumps({name: value for name, value in json.loads(lines[9]).items() if name != "first_seconds"})
     path.write_text("\n".join(lines))
     assert len(AnswerFile(path, client, resume=True)) == 61  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("sent", "said"),
+    [
+        (b"", "usage"),
+        (b'data: {"choices": [{"text": "a", "token_ids": [1]}]}\n\ndata: {"error": {"message": "out of memory"}}\n\n', "out of memory"),
+    ],
+)  # fmt: skip
+def test_a_stream_that_breaks_off_is_no_answer(sent: bytes, said: str) -> None:
+    client = engine_client.EngineClient("http://127.0.0.1:9", None, 100)
+    response = SimpleNamespace(content=sent, extensions={"first_part": 1.0} if sent else {})
+    client._response = lambda *_, **__: response  # type: ignore[method-assign]
+    with pytest.raises(UserError, match=said):
+        client.ask([1], DecodeSettings(max_tokens=4), "a")
 
 
 def test_ctrl_c_says_what_goes_on(make: Callable[..., Engine], run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
