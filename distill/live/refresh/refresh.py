@@ -184,10 +184,10 @@ class _Refresh:
             parent=self.version, version=self.folder.name.rpartition("-")[2], asked=asked,
             started=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), reasons=Reasons(), outcome=None,
         )  # fmt: skip
-        other = [key for key, value in asked.items() if self.state.asked[key] != value]
+        other = [key for key, value in asked.items() if self.state.asked.get(key) != value]
         if other and (self.folder / CHECKPOINTS).exists():
             raise UserError(
-                f"{self.folder}: a refresh with {other[0]} {self.state.asked[other[0]]} (not {asked[other[0]]}) has already begun to train "
+                f"{self.folder}: a refresh with {other[0]} {self.state.asked.get(other[0])} (not {asked[other[0]]}) has already begun to train "
                 "there; give the same value, or delete the folder"
             )
         if other:
