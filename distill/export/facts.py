@@ -1,6 +1,7 @@
 """Facts of a run that an export needs, and facts of a target and its exported draft that the engine checks need."""
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -241,6 +242,7 @@ def _shape(config: Any) -> Shape:
     heads = getattr(text, "num_attention_heads", None) or 1
     size = getattr(text, "head_dim", None) or (getattr(text, "hidden_size", None) or 0) // heads
     kv_heads, width = getattr(text, "num_key_value_heads", None) or heads, getattr(text, "intermediate_size", None) or 0
+    width = math.gcd(*width) if isinstance(width, list | tuple) else width  # Gemma 3n: one width a layer
     return (size, heads, kv_heads, width, None if getattr(text, "tie_word_embeddings", True) else text.model_type)
 
 

@@ -20,7 +20,7 @@ def _refusals(facts: EngineFacts) -> list[str]:
         )
     parts = facts.tensor_parallel
     for side, (size, heads, kv_heads, width, _) in facts.shapes.items():
-        if size % 8 and size not in CPU_HEADS:
+        if size % 8:
             reasons.append(
                 f"config.json: head_dim {size} in the {side}; it has no attention kernel for it; use another model"
             )

@@ -9,9 +9,11 @@ import torch
 from gguf_file import write_gguf
 from test_export import make_tokenizer
 from tiny_models import tiny_model
+from transformers import Gemma3nTextConfig, LlamaConfig
 from typer.testing import CliRunner
 
 from distill import cli
+from distill.export.facts import _shape
 from distill.export.gguf import read_gguf
 from distill.export.pair import check_pair
 from distill.models.target import load_target_side
@@ -34,6 +36,12 @@ def edit(folder, name, change):
     tree = json.loads((folder / name).read_text())
     change(tree)
     (folder / name).write_text(json.dumps(tree))
+
+
+def test_the_width_of_a_model_with_one_a_layer_is_their_divisor():
+    config = Gemma3nTextConfig(num_hidden_layers=2, intermediate_size=[64, 96])
+    assert _shape(config)[3] == 32
+    assert _shape(LlamaConfig(intermediate_size=96))[3] == 96
 
 
 class Finding(NamedTuple):
