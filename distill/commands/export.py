@@ -23,6 +23,8 @@ from speculative.errors import UserError
 
 def export(options: ExportOptions) -> None:
     """Export, and print which engines support the pair."""
+    if options.dry_run and not options.push_dataset:
+        raise UserError("--dry-run: it is for --push-dataset only, and the export would be written; remove it")
     print("\n".join(export_lines(export_run(options))))
     if options.push_dataset:
         folder = publish_responses(options.run, options.push_dataset, upload=not options.dry_run)

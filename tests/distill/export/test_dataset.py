@@ -83,3 +83,9 @@ def test_a_hub_that_refuses_is_one_line(
         monkeypatch.setattr(huggingface_hub, "HfApi", lambda: api)
     with pytest.raises(UserError, match=r"--push-dataset org/answers: .* is written, but not uploaded"):
         publish_responses(tiny_run, "org/answers")
+
+
+def test_a_dry_run_of_an_export_writes_nothing(tiny_run: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="--dry-run"):
+        export(ExportOptions(tiny_run, tmp_path / "out", dry_run=True))
+    assert not (tmp_path / "out").exists()
