@@ -164,9 +164,13 @@ def log_draft(folder: Path, config: RunConfig, exported: Path) -> None:
     """Log an exported draft to the run of a folder, as an artifact of type model. A judged draft gets alias `best` and its verdict.
 
     Raises:
-        UserError: wandb cannot be reached. The export is kept.
+        UserError: wandb is not installed or cannot be reached. The export is kept.
     """
-    import wandb
+    try:
+        import wandb
+    except ImportError as error:
+        told = "wandb is not installed; run `pip install wandb` and export again, or ignore this"
+        raise UserError(f"{exported}: exported, but not logged to wandb: {told}") from error
 
     judged = (exported / VERDICT).exists()
     verdict = json.loads((exported / VERDICT).read_text(encoding="utf-8")) if judged else {}

@@ -23,10 +23,12 @@ from distill.training.tracking import (
     Metrics,
     flat_config,
     judged_scalars,
+    log_draft,
     notes_of,
     start_trackers,
     tracked,
 )
+from speculative.errors import UserError
 
 
 def metrics_in(folder: Path, **options: Any) -> Metrics:
@@ -171,6 +173,12 @@ def test_tensorboard_gets_the_run(tmp_path: Path) -> None:
         reader.Reload()
         tags |= set(reader.Tags()["scalars"])
     assert {"train/loss", "train/alpha", "judge/score", "speed/tokens_per_second"} <= tags
+
+
+def test_an_export_where_wandb_is_missing_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(UserError, match=r"exported, but not logged to wandb: wandb is not installed"):
+        log_draft(tmp_path, run_config(tmp_path), tmp_path / "out")
 
 
 def test_wandb_runs_offline_without_a_login(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
