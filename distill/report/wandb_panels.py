@@ -14,10 +14,12 @@ PAGE, TABLES = "report/page", ("report/ways", "report/waits", "report/stages")
 
 def log_result(accelerator: Any, result: Result) -> None:
     """Log page, tables, and alpha and tau over checkpoints between the ends of their intervals to wandb, if it is a tracker."""
-    run = wandb_run(accelerator)
-    if run is None:
+    found = [tracker.tracker for tracker in accelerator.trackers if tracker.name == "wandb"]
+    if not (found and accelerator.is_main_process):
         return
     import wandb
+
+    run = found[0]
 
     # inject=True would add a style sheet from wandb's servers to a page that needs no network.
     page = wandb.Html(render_page(result), inject=False, data_is_not_path=True)
@@ -35,9 +37,3 @@ def log_result(accelerator: Any, result: Result) -> None:
             bands[f"bands/{key}"] = wandb.plot.line_series(steps, lines, [key, "low", "high"], title, "step")
     run.log({PAGE: page} | known | bands)
     run.summary.update({"report/outcome": result.verdict.outcome, "report/headline": result.verdict.headline})
-
-
-def wandb_run(accelerator: Any) -> Any:
-    """The wandb run of an Accelerator on its main process, or None."""
-    found = [tracker.tracker for tracker in accelerator.trackers if tracker.name == "wandb"]
-    return found[0] if found and accelerator.is_main_process else None
