@@ -111,6 +111,7 @@ class Contest:
         for way in self.ways:
             speed, confidence = self.speed(way.name), self.confidence(way.name)
             how: dict[str, How] = {"tau": "live", "speed_up": "timed"}
+            how |= {"total_variation": "replay", "differing": "live"} if way.price else {}
             if way.blocks_N is None:
                 said_P, blocks_P = np.array(list(self.counted[way.name].values()), dtype=np.float64).T
             else:
@@ -128,7 +129,12 @@ class Contest:
                     behind=way.behind, tuned_on=way.tuned_on, **way.price,
                 )
             )  # fmt: skip
-        return [replace(row, **seen) if (seen := self.clocked.get(row.way)) else row for row in found]
+        return [
+            replace(row, **seen, how=row.how | {key: "timed" for key, waits in seen.items() if waits})
+            if (seen := self.clocked.get(row.way))
+            else row
+            for row in found
+        ]
 
 
 def with_clock(contest: Contest, target: PreTrainedModel, about: str) -> Contest:

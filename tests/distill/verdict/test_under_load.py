@@ -77,6 +77,7 @@ def test_every_way_has_a_row_at_every_load(judged) -> None:
         clocked = [one for one in rows if one.first_token_ms]
         assert {one.way for one in clocked} == {TARGET, DRAFT, found.run[str(concurrency)]}
         for row in clocked:
+            assert row.how["first_token_ms"] == row.how["per_token_ms"] == row.how["stages_ms"] == "timed"
             for waits in (row.first_token_ms, row.per_token_ms):
                 assert list(waits) == ["p50", "p90", "p99"]
                 assert 0.0 < waits["p50"] <= waits["p90"] <= waits["p99"]
