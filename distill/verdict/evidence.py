@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from transformers import PreTrainedModel
@@ -110,8 +110,9 @@ def gather(
     lossy = [one.name for one in ways if "lossy" in one.changes]
     picked = [best, TOGETHER, *(one.name for one in field.others), *question.judge.ways, *lossy]
     with cpu_threads(question.judge.speed_threads):
-        contest = with_clock(hold(question, target.model, ways, best, picked), target.model, best)
+        contest, unclocked = _with_waits(hold(question, target.model, ways, best, picked), target.model, best)
         loads = held_at_loads(question, target.model, field, contest)
+        loads = replace(loads, warnings=(*unclocked, *loads.warnings))
     return Evidence(**vars(field), question=question, judged=judged, responses=responses, contest=contest, loads=loads)
 
 
@@ -158,17 +159,24 @@ def held_at_loads(question: Question, target: PreTrainedModel, field: Field, fir
         ]
         held, left_out = hold_at_load(question, target, ways, at_load.batch_size, first)
         warnings += left_out
-        try:
-            held = held and with_clock(held, target, best.name)
-        except UserError as error:
-            warnings.append(f"latency at judge.load {at_load.batch_size} was not measured: {error}")
-        contests += [held] if held is not None else []
+        if held is not None:
+            held, unclocked = _with_waits(held, target, best.name)
+            warnings += unclocked
+            contests.append(held)
     measured = {
         one.concurrency: one.speed(best.name).speed_up / roofline.speed_up(one.concurrency, gamma, taus[gamma])
         for one in (first, *contests)
         if best.name in one and (gamma := one[best.name].gamma) in taus
     }
     return Loads(tuple(contests), LoadCurve(roofline, taus, measured), tuple(warnings))
+
+
+def _with_waits(contest: Contest, target: PreTrainedModel, about: str) -> tuple[Contest, list[str]]:
+    """The contest with the waits of its requests, or as it is and a warning where they do not fit memory."""
+    try:
+        return with_clock(contest, target, about), []
+    except UserError as error:
+        return contest, [f"latency at {contest.concurrency} concurrent requests was not measured: {error}"]
 
 
 def _costs_at_loads(

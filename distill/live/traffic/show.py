@@ -76,7 +76,8 @@ def show_traffic(options: ShowOptions, console: Console) -> Shown:
         console.print_json(data=shown.model_dump())
         return shown
     lines = [f"{options.log}: {shown.requests:,} requests, {_moment(shown.since)} to {_moment(shown.until)} UTC"]
-    lines += [f"note: {warning}" for warning in shown.warnings] + ([found.sentence] if found is not None else [])
+    notes = dict.fromkeys([*shown.warnings, *(found.notes if found is not None else ())])
+    lines += [f"note: {note}" for note in notes] + ([found.sentence] if found is not None else [])
     rate = Column("accepted/drafted", ".3f")
     counts = [Column(name, ",") for name in ("requests", "tokens", "text")]
     columns: list[Column | str] = ["slice", "draft", *counts, rate, Column("first token", ",.0f", " ms")]

@@ -184,7 +184,7 @@ def test_a_way_or_a_load_that_does_not_fit_memory_is_a_warning(judged, monkeypat
     monkeypatch.setattr(contest, "clock", full)
     found = held_at_loads(evidence.question, target.model, field, evidence.contest)
     assert (len(found.contests), found.contests[0].clocked) == (1, {})
-    assert found.warnings[-1] == "latency at judge.load 3 was not measured: needs more"
+    assert found.warnings[-1] == "latency at 3 concurrent requests was not measured: needs more"
     monkeypatch.setattr(gathering, "check_memory", full)
     found = held_at_loads(evidence.question, target.model, field, evidence.contest)
     assert (found.contests, found.warnings) == ((), ("judge.load 3 was not measured: needs more",))
