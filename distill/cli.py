@@ -6,7 +6,7 @@ import sys
 import typer
 
 from distill.commands import options as of
-from distill.config.command_line import CheckPairOptions, RespondOptions, TrainOptions, lazy_command
+from distill.config.command_line import CheckPairOptions, RespondOptions, TimeOptions, TrainOptions, lazy_command
 from distill.faults import exit_status
 from distill.live.options import (
     ExportTrafficOptions,
@@ -35,6 +35,7 @@ COMMANDS = (
     ("check-export", SERVE, of.CheckExportOptions, "distill.commands.export:check_export"),
     ("check-pair", SERVE, CheckPairOptions, "distill.commands.export:check_pair_command"),
     ("serve", SERVE, of.ServeOptions, "distill.commands.serve:serve"),
+    ("time", SERVE, TimeOptions, "distill.commands.readback.clock:time_command"),
     ("generate", SERVE, of.GenerateOptions, "distill.commands.generate.generate:generate_command"),
     ("readback", WATCH, of.ReadbackOptions, "distill.commands.readback.readback:readback"),
     ("drift", WATCH, of.DriftOptions, "distill.commands.drift.drift:drift"),

@@ -8,13 +8,16 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
+import httpx2
+
 from data.responses.endpoint import Choice, EndpointTarget, request_of
 from data.responses.endpoint_keys import Endpoint, is_address, root_of
 from data.responses.engine_counts import CountsError, RequestCounts, read_counts
-from data.responses.engine_http import page_at
+from data.responses.engine_http import engine_http, page_at, within
 from data.responses.engine_metrics import PAGES, ServerCounts, counts_of, mean_length, parse_page
 from speculative.decoder.responses import DecodeSettings
 from speculative.errors import UserError
+from speculative.measure.engine_costs import Stream
 
 ENGINES = {
     "vllm": "vllm",
@@ -116,6 +119,33 @@ class EngineClient(EndpointTarget):
         first = None if content.lstrip().startswith(b"{") else response.extensions.get("first_part", start) - start
         whole = json.loads if first is None else _joined
         return self._ask(lambda: self.read(whole(content), settings, key, seconds, first))
+
+    def stream(self, prompt_ids: Sequence[int], settings: DecodeSettings) -> tuple[Stream, int]:
+        """Time the chunks of a response of exactly `max_tokens` tokens; also return gamma, 0 if the server reports no drafts.
+
+        Raises:
+            UserError: the server is gone or cannot answer, gives no token ids, or counts contradict themselves.
+        """
+        url, counts, seconds, tokens = self.endpoint.url, None, list[float](), list[int]()
+        body = request_of(settings, "time") | {"model": self.model, "prompt": list(prompt_ids), "ignore_eos": True}
+        body |= {"stop_token_ids": [], "stream": True, "stream_options": {"include_usage": True}}
+        http = engine_http(url, self.key, timeout=self.endpoint.timeout)
+        http.event_hooks = http.event_hooks | {"response": []}  # It would wait for the whole answer.
+        try:
+            with http, within(60, url, http.close), http.stream("POST", f"{url}/completions", json=body) as reply:
+                for line in reply.raise_for_status().iter_lines():
+                    part = json.loads(line.removeprefix("data: ")) if line.startswith("data: {") else {}
+                    counts = read_counts(part) or counts
+                    if ids := _ids_in((part.get("choices") or [{}])[0]):
+                        seconds.append(time.perf_counter())
+                        tokens.append(len(ids))
+            if sum(tokens) != settings.max_tokens:
+                raise ValueError(f"{sum(tokens)} token ids in a stream of {settings.max_tokens} tokens")
+        except (httpx2.HTTPError, ValueError, LookupError, TypeError, AttributeError) as error:
+            raise UserError(f"{url}: {self.no_completion.format(said=' '.join(str(error).split())[:200])}") from error
+        if counts is None or not counts.blocks:
+            return Stream(seconds, tokens, sum(tokens) - 1), 0
+        return Stream(seconds, tokens, counts.blocks), counts.gamma or round((counts.drafted or 0) / counts.blocks)
 
     def read(
         self, body: dict[str, Any], settings: DecodeSettings, key: str, seconds: float, first: float | None = None

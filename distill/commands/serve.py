@@ -14,6 +14,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -39,10 +40,11 @@ POLL_SECONDS = 0.5
 _SET_PDEATHSIG = 1  # PR_SET_PDEATHSIG of Linux's prctl
 
 
-class _Ended(Exception):
+class _Ended(Interrupted):
     """A signal asked us to stop; `number` is passed on to the engine."""
 
     def __init__(self, number: int) -> None:
+        super().__init__("the engine was stopped")
         self.number = number
 
 
@@ -73,6 +75,19 @@ def serve(options: ServeOptions) -> int:
             raise Interrupted(f"{name} was stopped while it was starting; its log is {log}") from None
     print(f"{name} stopped; its log is {log}")
     return 0
+
+
+@contextlib.contextmanager
+def started(options: ServeOptions, gamma: int) -> Iterator[str]:
+    """Serve with ``gamma`` drafted tokens at every load while the block lasts; yields the URL. Raises as `serve`, also later."""
+    directory, facts = _read_export(options.run)
+    one_pass = facts.one_pass and facts.one_pass._replace(gamma=gamma)
+    name, words = engine_words(options, directory, replace(facts, gamma=gamma, gamma_by_load=(), one_pass=one_pass))
+    log = directory.parent / f"{options.engine}.log"
+    listening(options.host, options.port, True).close()
+    with _running(words, log) as engine:
+        _wait(engine, name, options, log, Console(stderr=True))
+        yield _url(options.host, options.port)
 
 
 def engine_words(options: ServeOptions, directory: Path, facts: EngineFacts) -> tuple[str, list[str]]:

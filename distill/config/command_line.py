@@ -126,6 +126,26 @@ class CheckPairOptions:
     trust_remote_code: TrustRemoteCode = False
 
 
+@dataclass(frozen=True)
+class TimeOptions:
+    """Measure step times in the serving engine.
+
+    understudy time runs/demo --load 1,4,16 -- --enforce-eager --dtype float32
+
+    Starts vLLM without the draft and with each --gamma, or asks running engines. Prints and writes c, v and the predicted speed-ups.
+    """
+
+    run: Annotated[Path, argument("run folder; to start vLLM it needs an export")]
+    words: Annotated[list[str] | None, argument("more flags for vLLM, given after --")] = None
+    plain: Annotated[str, option("URL of a running engine without the draft")] = ""
+    url: Annotated[list[str] | None, option("URL of one with the draft; repeatable, with other gammas")] = None
+    load: Annotated[str, option("concurrent requests, two numbers or more")] = "1,4,16"
+    gamma: Annotated[str, option("drafted tokens per block of vLLM, two numbers or more")] = "1,3,6"
+    repeats: Annotated[int, option("waves of requests at each load and gamma", min=2)] = 5
+    port: Annotated[int, option("port for vLLM", min=1024, max=65535)] = 8000
+    out: Annotated[Path | None, option("file to write; default: engine_costs.json in the run")] = None
+
+
 def command_of(program: Callable[[Any], int | None]) -> Callable[..., None]:
     """Wrap a program, whose one parameter is a dataclass, as a typer command.
 

@@ -16,6 +16,7 @@ runs/NAME/config.yaml             the resolved config
          self_checks.json         checks that ran before anything was measured
          best                     link to the best checkpoint
          served.json, served.jsonl  what `understudy readback` measured in an engine, and that engine's answers
+         engine_costs.json         step times of that engine (`understudy time`)
          result.json, proposals.parquet, report.html, report.json
          verdict.json, plot.png   verdict.json is written last: a run that has it is finished
          dataset/                 what `understudy export --push-dataset` uploads
@@ -41,7 +42,7 @@ STATE, PROGRESS, JUDGEMENT, PROVENANCE = "state", "progress.json", "judgement.js
 JUDGING = "judging"
 SELF_CHECKS = "self_checks.json"
 RESULT, PROPOSALS, REPORT, VERDICT, PLOT = "result.json", "proposals.parquet", "report.html", "verdict.json", "plot.png"
-READBACK, ANSWERS = "served.json", "served.jsonl"
+READBACK, ANSWERS, ENGINE_COSTS = "served.json", "served.jsonl", "engine_costs.json"
 GREEDY_ANSWERS, PLAIN_ANSWERS = "served-greedy.jsonl", "served-plain.jsonl"
 EXPORT = "export"
 SERVING_FILE, SERVING_FORMAT = "serving.json", "understudy-serving"  # Of any exported directory.

@@ -16,7 +16,7 @@ from speculative.measure.intervals import Interval, interval
 from speculative.rules.tree import TokenTree
 
 Waits = dict[str, float]  # milliseconds by name
-How = Literal["live", "replay", "timed", "predicted", "served"]
+How = Literal["live", "replay", "timed", "predicted", "predicted (engine)", "served"]
 
 # Names of ways, on screen and in files.
 TARGET = "target alone"

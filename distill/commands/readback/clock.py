@@ -1,0 +1,115 @@
+"""`understudy time`: c and v(gamma) of a serving engine by concurrent requests, and the speed-ups that they predict."""
+
+import contextlib
+import functools
+import platform
+from collections import defaultdict
+from collections.abc import Generator
+from concurrent.futures import ThreadPoolExecutor
+from statistics import median
+
+import torch
+from rich.console import Console
+
+from data.files import write_json
+from data.responses.endpoint_keys import root_of
+from data.responses.engine_client import EngineClient
+from distill.commands.options import ServeOptions
+from distill.commands.output import check_writable
+from distill.commands.serve import started
+from distill.config.command_line import TimeOptions
+from distill.config.layout import ENGINE_COSTS
+from distill.report.table import Cell, Column, Table
+from distill.run.frozen_text import load_frozen_text
+from distill.run.responses import decode_settings
+from distill.run.verdict_record import Verdict, load_verdict
+from speculative.errors import UserError
+from speculative.measure.engine_costs import EngineCosts, ratios_of, step_costs, wave_seconds
+
+COUNTS = ["--per-request-spec-decode-metrics", "detailed"]  # vLLM: counts in each answer
+
+
+def time_command(options: TimeOptions) -> int:
+    """Time the engines, write engine_costs.json and print its table.
+
+    Raises:
+        UserError: an option out of range, no verdict in the run, no server, or a server with a draft that reports no counts.
+    """
+    loads, gammas = _numbers("--load", options.load), _numbers("--gamma", options.gamma)
+    if bool(options.plain) != bool(options.url):
+        raise UserError("--plain, --url: give an engine without the draft and two or more with it, or neither")
+    verdict, frozen = load_verdict(options.run), load_frozen_text(options.run)
+    out = options.out or options.run / ENGINE_COSTS
+    check_writable("--out", out)
+    settings = decode_settings(frozen.config.serving, 0, frozen.target)
+    waves, name = defaultdict[tuple[int, int], list[float]](list), ""
+    with contextlib.closing(_engines(options, gammas)) as engines:
+        for urls in engines:
+            clients = [EngineClient(url, frozen.target.tokenizer, frozen.target.facts.vocab_rows) for url in urls]
+            for client in clients:
+                client.identify()
+                name = f"{client.engine} {client.version}".strip()
+            for repeat in range(-1, options.repeats):  # The first wave at each load is not timed.
+                for load, client in ((load, one) for load in loads for one in clients):
+                    texts = [frozen.responses[(repeat * load + row) % len(frozen.responses)] for row in range(load)]
+                    ask = functools.partial(client.stream, settings=settings)
+                    with ThreadPoolExecutor(load) as pool:
+                        found = list(pool.map(ask, [one.prompt_ids for one in texts]))
+                    gamma = max(gamma for _, gamma in found)
+                    if bool(gamma) != urls[client.endpoint.url]:
+                        told = (
+                            "drafts too; start it without the draft"
+                            if gamma
+                            else "reports no drafts (docs/readback.md)"
+                        )
+                        raise UserError(f"{client.endpoint.url}: {told}")
+                    if repeat >= 0:
+                        waves[load, gamma].append(wave_seconds([stream for stream, _ in found]))
+    if len({gamma for _, gamma in waves}) < 3:
+        raise UserError("--url: give two or more engines that draft different numbers of tokens")
+    one_pass = verdict.drafts[-1].drafting == "parallel"
+    each = [step_costs({cell: of[row] for cell, of in waves.items()}, one_pass) for row in range(options.repeats)]
+    costs = step_costs({cell: median(of) for cell, of in waves.items()}, one_pass)
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
+    result = EngineCosts(
+        format=1, engine=name, device=options.plain or device, flags=options.words or [], costs=costs,
+        ratios={one.batch_size: ratios_of(one, repeats) for one, *repeats in zip(costs, *each, strict=True)},
+    )  # fmt: skip
+    write_json(out, result.record())
+    _print(result, verdict)
+    return 0
+
+
+def _numbers(name: str, text: str) -> list[int]:
+    parts = set(text.split(","))
+    if len(parts) < 2 or not all(part.isdecimal() and 0 < int(part) <= 1024 for part in parts):
+        raise UserError(f"{name} {text}: give two or more numbers from 1 to 1024, such as 1,4")
+    return sorted(map(int, parts))
+
+
+def _engines(options: TimeOptions, gammas: list[int]) -> Generator[dict[str, bool], None, None]:
+    """URLs of engines that run at the same time, and whether each drafts: all running ones, or in turn those that we start."""
+    if options.plain:
+        yield {f"{root_of(url)}/v1": url != options.plain for url in (options.plain, *(options.url or []))}
+        return
+    for gamma in (0, *gammas):
+        words = [*(options.words or []), *(COUNTS if gamma else ())]
+        with started(ServeOptions(options.run, words, port=options.port, alone=not gamma), max(1, gamma)) as url:
+            yield {f"{url}/v1": gamma > 0}
+
+
+def _print(result: EngineCosts, verdict: Verdict) -> None:
+    """Print costs and predicted speed-ups by load, and from which load plain decoding is faster."""
+    gammas, rows = list(result.costs[0].verify_seconds), result.rows(verdict.replay, verdict.rule)
+    each = [Column(f"{what} {gamma}", ".2f", unit) for what, unit in (("v", ""), ("gamma", "x")) for gamma in gammas]
+    heads = Column("load", "d"), Column("step", ".2f", " ms"), Column("c", ".3f")
+    table = Table([*heads, *each, Column("run gamma", "d")])
+    for costs, (load, ratios) in zip(result.costs, result.ratios.items(), strict=True):
+        *own, run = (row for row in rows if row.concurrency == load)
+        c, speeds = Cell(ratios["c"][0], ratios["c"][1:]), [Cell(one.speed_up, one.speed_up_ci) for one in own]
+        v = (costs.verify_ratio(gamma) for gamma in gammas)
+        table.add(load, costs.target_seconds * 1e3, c, *v, *speeds, run.gamma)
+    wins = result.plain_wins_from(verdict.replay)
+    ends = f"plain decoding is faster {f'from {wins} requests on' if wins else 'at no load up to 4096'}"
+    title = f"{result.engine}: plain step, c, v(gamma), and speed-up at each gamma, predicted (engine)"
+    Console(highlight=False).print(title, table, ends, sep="\n")

@@ -1,0 +1,107 @@
+"""The engine's clock: c and v(gamma) of a serving engine from streamed responses, and the speed-ups that they predict.
+
+A wave is a number of requests sent at once. From the last first token to the first end all of them decode, so this time has a full
+batch and no prefill. Shapes: W requests of a wave, C chunks of a stream, R repeats.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from statistics import stdev
+from typing import ClassVar, Literal, NamedTuple
+
+import numpy as np
+from pydantic import Field
+from scipy import special
+
+from speculative.errors import UserError
+from speculative.measure.cost import StepCosts, gamma_to_run, predicted_speed_ups
+from speculative.measure.load import LoadCurve, fit_line, fit_roofline
+from speculative.measure.measured import DRAFT, How, Measured
+from speculative.measure.record import Record
+
+Ratios = dict[str, tuple[float, float, float]]  # value, and the ends of its interval
+
+
+class Stream(NamedTuple):
+    """A streamed response: its chunks of tokens with their times, and target calls after the first token."""
+
+    seconds_C: Sequence[float]
+    tokens_C: Sequence[int]
+    blocks: float
+
+
+def wave_seconds(streams_W: Sequence[Stream]) -> float:
+    """Seconds of a block in a wave; of a step without a draft.
+
+    Raises:
+        UserError: its requests were never decoded at the same time.
+    """
+    start, end, blocks = max(one.seconds_C[0] for one in streams_W), min(one.seconds_C[-1] for one in streams_W), 0.0
+    for one in streams_W:
+        first, last = (int(np.searchsorted(one.seconds_C, second, "right")) for second in (start, end))
+        blocks += sum(one.tokens_C[first:last]) * one.blocks / max(1, sum(one.tokens_C) - one.tokens_C[0])
+    if end <= start or not blocks:
+        raise UserError(f"--load {len(streams_W)}: the engine does not decode so many requests at once; lower it")
+    return len(streams_W) * (end - start) / blocks
+
+
+class EngineCosts(Record):
+    """engine_costs.json: step times of a serving engine at each number of concurrent requests, medians over repeats."""
+
+    FORMAT: ClassVar[int | None] = 1
+    format: Literal[1] = Field(1, description="format of this file")
+    engine: str = Field(description="name and version")
+    device: str = Field(description="kind of this machine's processor, or the engine's URL")
+    flags: list[str] = Field(description="flags that it was started with; empty: it was running")
+    costs: list[StepCosts] = Field(description="seconds by load (batch_size); only the split of blocks is fitted")
+    ratios: dict[int, Ratios] = Field(description="by load: c, v and blocks in plain steps, with 95 % intervals")
+
+    def rows(self, taus: Mapping[int, float], rule: str) -> list[Measured]:
+        """The draft at each load: at each measured gamma, then at the gamma to run (0: plain decoding), from taus by replay."""
+        found, how = [], dict[str, How](tau="replay", speed_up="predicted (engine)")
+        for one in self.costs:
+            speed_ups = predicted_speed_ups(one.timed(taus), one)
+            for gamma in (*one.verify_seconds, gamma_to_run(speed_ups)[0]):
+                _, low, high = self.ratios[one.batch_size].get(f"block {gamma}", (1.0, 0.0, 0.0))
+                row = Measured(DRAFT, rule, one.batch_size, gamma=gamma, tau=taus[gamma], how=how)
+                ends = (taus[gamma] / high, taus[gamma] / low) if low else None
+                found.append(replace(row, speed_up=speed_ups[gamma] if gamma else 1.0, speed_up_ci=ends))
+        return found
+
+    def plain_wins_from(self, taus: Mapping[int, float]) -> int | None:
+        """The load from which plain decoding is faster, by lines through all steps; None: not up to `load.MOST_LOAD`."""
+        timed = {gamma: tau for gamma, tau in self.costs[0].timed(taus).items() if gamma}
+        lines = LoadCurve(fit_roofline(self.costs), timed)
+        best = {one.batch_size: max(predicted_speed_ups(timed, one).values()) for one in self.costs}
+        return replace(lines, measured_over_predicted={n: best[n] / lines.speed_up(n) for n in best}).plain_wins_from()
+
+
+def step_costs(seconds: Mapping[tuple[int, int], float], parallel: bool) -> list[StepCosts]:
+    """Costs at each load, from seconds of a block by (load, gamma); gamma 0: a plain step.
+
+    What each drafted token adds to a block is a draft step and a wider target call; the line through the plain steps of all loads tells
+    the latter. A block in one pass has one draft call: what a block of gamma 0 would take beyond a plain step.
+    """
+    loads, gammas = (sorted({cell[place] for cell in seconds}) for place in range(2))
+    line, found = fit_line(loads, [seconds[load, 0] for load in loads]), []
+    for load in loads:
+        step, blocks = seconds[load, 0], {gamma: seconds[load, gamma] for gamma in gammas[1:]}
+        slope, start = np.polyfit(gammas[1:], list(blocks.values()), 1).tolist()
+        draft = max(1e-6 * step, start - step if parallel else slope - line.per_token * load)
+        drafts = {gamma: draft * (1 if parallel else gamma) for gamma in blocks}
+        verify = {gamma: block - drafts[gamma] for gamma, block in blocks.items()}
+        found.append(StepCosts(step, drafts, verify, load, context=0, parallel=parallel))
+    return found
+
+
+def ratios_of(costs: StepCosts, repeats_R: Sequence[StepCosts]) -> Ratios:
+    """`c`, `v GAMMA` and `block GAMMA`, with Student's intervals of medians over the repeats."""
+
+    def of(one: StepCosts) -> dict[str, float]:
+        each = {"v": one.verify_ratio, "block": one.block_price}
+        return {"c": one.cost_ratio} | {f"{name} {gamma}": get(gamma) for gamma in one.verify_seconds for name, get in each.items()}  # fmt: skip
+
+    reach = float(special.stdtrit(len(repeats_R) - 1, 0.975)) * math.sqrt(math.pi / 2.0 / len(repeats_R))
+    halves = {name: reach * stdev(of(one)[name] for one in repeats_R) for name in of(costs)}
+    return {name: (value, max(0.0, value - halves[name]), value + halves[name]) for name, value in of(costs).items()}

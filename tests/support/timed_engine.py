@@ -1,0 +1,63 @@
+"""An engine in vLLM's protocol whose step costs are known: it decodes nothing, waits, and streams `accepted` + 1 tokens a block."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+
+@dataclass
+class TimedEngine:
+    """gamma 0: without a draft. counts: whether a stream tells its blocks. with_ids: whether it tells token ids."""
+
+    gamma: int
+    accepted: int = 0
+    fixed: float = 0.004
+    per_token: float = 0.0002
+    draft: float = 0.001
+    counts: bool = True
+    with_ids: bool = True
+    running: int = 0
+
+    def app(self) -> Starlette:
+        answers = Route("/v1/completions", self.complete, methods=["POST"])
+        return Starlette(routes=[answers, Route("/v1/models", self.models), Route("/version", self.version)])
+
+    async def models(self, _: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [{"id": "timed", "owned_by": "vllm"}]})
+
+    async def version(self, _: Request) -> Response:
+        return JSONResponse({"version": "0.32.0"})
+
+    async def complete(self, request: Request) -> Response:
+        body = json.loads(await request.body())
+        if not body.get("stream"):
+            return JSONResponse({"choices": [{"text": "", "finish_reason": "length"}]})
+        assert body["ignore_eos"]
+        return StreamingResponse(self.stream(body["max_tokens"]), media_type="text/event-stream")
+
+    async def stream(self, most: int) -> AsyncIterator[str]:
+        self.running += 1
+        said, blocks = 0, -1
+        while said < most:
+            await asyncio.sleep(self.fixed + self.per_token * self.running * (self.gamma + 1) + self.gamma * self.draft)
+            ids = [5] * min(most - said, self.accepted + 1 if said else 1)
+            said, blocks = said + len(ids), blocks + 1
+            choice: dict[str, Any] = {"index": 0, "text": "x"} | ({"token_ids": ids} if self.with_ids else {})
+            yield f"data: {json.dumps({'choices': [choice]})}\n\n"
+        self.running -= 1
+        stats = {
+            "num_spec_steps": blocks, "num_accepted_draft_tokens": blocks * self.accepted,
+            "num_draft_tokens": blocks * self.gamma, "num_spec_tokens": self.gamma,
+        }  # fmt: skip
+        if self.gamma and self.counts:
+            yield f"data: {json.dumps({'choices': [], 'metrics': {'speculative_decoding': stats}})}\n\n"
+        yield "data: [DONE]\n\n"
