@@ -129,10 +129,10 @@ class EngineClient(EndpointTarget):
         url, counts, seconds, tokens = self.endpoint.url, None, list[float](), list[int]()
         body = request_of(settings, "time") | {"model": self.model, "prompt": list(prompt_ids), "ignore_eos": True}
         body |= {"stop_token_ids": [], "stream": True, "stream_options": {"include_usage": True}}
-        http = engine_http(url, self.key, timeout=self.endpoint.timeout)
+        http = engine_http(url, self.key, timeout=(most := self.endpoint.timeout))
         http.event_hooks = http.event_hooks | {"response": []}  # It would wait for the whole answer.
         try:
-            with http, within(60, url, http.close), http.stream("POST", f"{url}/completions", json=body) as reply:
+            with http, within(most, url, http.close), http.stream("POST", f"{url}/completions", json=body) as reply:
                 for line in reply.raise_for_status().iter_lines():
                     part = json.loads(line.removeprefix("data: ")) if line.startswith("data: {") else {}
                     counts = read_counts(part) or counts
