@@ -104,7 +104,57 @@ def test_the_command_is_made_from_the_facts_and_not_read(options: ServeOptions) 
     assert alone[2:] == ["some/target", *end]
 
 
-from distill.commands.serve import convert, engine_words, listening, serve, started
+def test_openvino_runs_behind_our_server_in_its_own_environment(tmp_path: Path, options: ServeOptions) -> None:
+    converter = tmp_path / "bin" / "optimum-cli"
+    converter.write_text("#!/bin/sh\n")
+    converter.chmod(0o755)
+    sampled = replace(options, engine="openvino")
+    directory = write_export(tmp_path / "greedy", sampling={"temperature": 0.0})
+    words = words_of(replace(sampled, run=directory, words=["--draft-weights", "int8"]))
+    assert (words[0], Path(words[1]).name, words[2]) == (
+        str(converter.with_name("python")),
+        "openvino_server.py",
+        "some/target",
+    )
+    assert words[3:5] == ["--store", f"{directory}-openvino"]
+    # It drafts token by token: the gamma of that way.
+    assert words[5:9] == ["--draft", str(directory), "--gamma", "5"]
+    assert words[9:] == ["--host", "127.0.0.1", "--port", str(options.port), "--draft-weights", "int8"]
+    assert words_of(replace(sampled, run=directory, alone=True))[5] == "--host"
+    (directory / "serving.json").write_text(
+        json.dumps({"format": SERVING_FORMAT, "facts": FACTS | {"sampling": {"temperature": 0.7}}})
+    )
+    with pytest.raises(UserError, match="OpenVINO GenAI does not support this pair: at temperature > 0"):
+        words_of(replace(sampled, run=directory))
+
+
+def test_only_an_engine_with_a_format_of_its_own_converts(options: ServeOptions) -> None:
+    with pytest.raises(UserError, match="--engine vllm: this engine reads the export itself"):
+        convert(options)
+    with pytest.raises(UserError, match=r"--engine ollama.*known: vllm, openvino"):
+        convert(replace(options, engine="ollama"))
+
+
+def test_a_conversion_that_fails_is_told(tmp_path: Path, options: ServeOptions) -> None:
+    for name, text in (("optimum-cli", ""), ("python", "#!/bin/sh\nexit 3\n")):
+        (tmp_path / "bin" / name).write_text(text)
+        (tmp_path / "bin" / name).chmod(0o755)
+    directory = write_export(tmp_path / "greedy", sampling={"temperature": 0.0})
+    with pytest.raises(UserError, match="OpenVINO GenAI: the conversion ended with status 3"):
+        convert(replace(options, run=directory, engine="openvino", port=0))
+
+
+def test_an_engine_is_started_at_another_gamma_and_ends_with_the_block(options: ServeOptions) -> None:
+    """As `understudy time` starts it: the same words at every load, and nothing is left of it."""
+    with started(options, 7) as url:
+        with urllib.request.urlopen(url, timeout=5) as reply:
+            words = json.loads(reply.read())
+        engine = psutil.Process().children(recursive=True)
+    config = json.loads(words[words.index("--speculative-config") + 1])
+    assert config["num_speculative_tokens"] == 7
+    assert "num_speculative_tokens_per_batch_size" not in config
+    assert engine
+    assert not psutil.wait_procs(engine, timeout=5)[1]
 
 
 EVIL = "3 --trust-remote-code --middleware evil.mod"
