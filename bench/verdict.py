@@ -1,7 +1,7 @@
 """Repeat the verdict of one draft on one machine: how much do conclusions and numbers vary?
 
     python bench/verdict.py runs/demo --times 10 --out bench/results/verdict.json
-    python bench/verdict.py runs/demo --times 5 --fresh --out bench/results/verdict_fresh.json     # each in a process of its own
+    python bench/verdict.py runs/demo --times 5 --fresh --out bench/results/verdict_fresh_demo_cpu.json     # each in a process of its own
 
 Each judgement repeats all timings: step costs, best gamma, the contest at batch 1. The text, the draft and its acceptance
 are the same, so all differences come from timing. `inside`: judgements whose interval contains the mean of all; `spread`: standard
