@@ -154,7 +154,7 @@ class CheckExportOptions:
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """Start an engine with the target and the draft.
+    """Start an engine with target and draft.
 
     understudy serve runs/demo --port 8000 -- --enforce-eager --dtype float32
 

@@ -124,17 +124,20 @@ class BlockLoop:
         # In order of rows, so that a full batch is prefilled as one batch of all rows.
         rows.sort()
         self.target.prefill(self.tokens_RC, rows, self.lengths_R[rows] - 1)
-        self._prefilled(began)
         if not self.draft_waits:
-            self.read_prompts(rows)
+            self._admit_draft(rows)
+        self._prefilled(began)
 
     @in_step_mode
     def read_prompts(self, rows: Sequence[int]) -> None:
         """Prefill the draft for these rows."""
         began = time.perf_counter()
+        self._admit_draft(rows)
+        self._prefilled(began)
+
+    def _admit_draft(self, rows: Sequence[int]) -> None:
         if self.drafter is not None and rows:
             self.drafter.admit(sorted(rows), self.tokens_RC, self.lengths_R)
-        self._prefilled(began)
 
     def _prefilled(self, began: float) -> None:
         if self._device.type == "cuda":

@@ -292,7 +292,7 @@ ALIASES = b"name: m\na: &a [x, x]\nb: &b [*a, *a]\nc: [*b, *b]\n"
 
 def _exports(_: Path) -> Made:
     facts = EngineFacts(
-        "some/target", "export", 5, 8, 8, None, None, True, True, True, False, draft_context=64, taus={"sample": 2.5}
+        "some/target", "export", 5, 8, 8, None, None, True, True, draft_context=64, taus={"sample": 2.5}
     )
     return {
         "serving.json": json.dumps(

@@ -26,7 +26,7 @@ from distill.commands.export import export_run
 from distill.commands.options import DriftOptions, ExportOptions, ReadbackOptions
 from distill.commands.readback.readback import readback_command
 from distill.config.layout import ANSWERS, BEST_LINK, EXPORT, HELDOUT_GREEDY, RESPONSES, STUDENT
-from distill.export.facts import GAMMA_WITHOUT_VERDICT
+from distill.export.load_table import GAMMA_WITHOUT_VERDICT
 from distill.models.load import EMBEDDED_FOLDER, load_tokenizer
 from distill.run.served_record import ServedRecord
 from speculative.errors import UserError

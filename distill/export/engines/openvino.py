@@ -5,13 +5,12 @@ Its `validate_candidate` compares the draft's probability of one token with the 
 
 from pathlib import Path
 
-from distill.export import servers
 from distill.export.engine import Engine, Service, register
 from distill.export.facts import EngineFacts
 
 _SAMPLES = "at temperature > 0 its speculation does not keep the target's distribution; set serving.temperature to 0"
 _QUANTISED = "its converter does not read 8-bit weights; export with --quantize none"
-_SCRIPT = Path(servers.__path__[0]) / "openvino_server.py"
+_SCRIPT = Path(__file__).with_name("servers") / "openvino_server.py"
 
 
 def _refusals(facts: EngineFacts) -> list[str]:

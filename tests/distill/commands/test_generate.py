@@ -91,7 +91,7 @@ def test_numbers_go_to_standard_error_with_replays_prediction_beside_live_tau(
     assert f"draft, gamma 3: tau {numbers['tau']:.2f}" in result.stderr
     check = numbers["replay_check"]
     assert f"; replay {30 / check['predicted_blocks']:.2f}, z {check['z']:+.1f}" in result.stderr
-    assert set(numbers["seconds"]) == {"prefill", "draft", "verify", "accept", "recording", "host", "total"}
+    assert set(numbers["seconds"]) == {"prefill", "draft", "verify", "accept", "block", "recording", "host", "total"}
     assert set(numbers["latency"]["first_token"]) == {"p50", "p90", "p99"}
     assert numbers["tokens"] == 30
     assert numbers["peak_bytes"] > 0

@@ -239,8 +239,8 @@ def test_a_decoder_that_accepts_everything_changes_the_score(pair, monkeypatch, 
     """The check can fail: of a draft that says nothing but digits, everything is accepted."""
     honest = decision.verify
 
-    def gullible(target_probs, ids, draft_probs, coins, uniforms, drafted):
-        return honest(target_probs, ids.fill_(20), None, coins.fill_(-1.0), uniforms, drafted)
+    def gullible(target_probs, ids, draft_probs, coins, uniforms, drafted, **lossy):
+        return honest(target_probs, ids.fill_(20), None, coins.fill_(-1.0), uniforms, drafted, **lossy)
 
     monkeypatch.setattr(decision, "verify", gullible)
     found = task_scores(asked_of(pair, samples=2), f"{__file__}:share_of_twenty")

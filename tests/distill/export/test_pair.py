@@ -21,7 +21,7 @@ from distill.models.vocabulary import tokens_by_id
 from speculative.errors import UserError
 
 VLLM, SGLANG, LLAMA_CPP = "vLLM 0.32", "SGLang 0.5", "llama.cpp v0.5.0"
-ALL = {VLLM, SGLANG, LLAMA_CPP, "transformers 5", "TensorRT-LLM 1.3"}
+ALL = {VLLM, SGLANG, LLAMA_CPP, "transformers 5", "TensorRT-LLM 1.3", "OpenVINO GenAI 2026.4.1"}
 ROWS = len(make_tokenizer()) + 2
 
 

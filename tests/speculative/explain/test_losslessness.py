@@ -80,8 +80,8 @@ def too_much(extra):
     """Accepts every drafted token with a probability higher by `extra` than the rule's."""
     honest = verify_module.verify
 
-    def verify(target_probs, ids, draft_probs, coins, uniforms, drafted):
-        return honest(target_probs, ids, draft_probs, (coins - extra).clamp_min(0.0), uniforms, drafted)
+    def verify(target_probs, ids, draft_probs, coins, uniforms, drafted, **lossy):
+        return honest(target_probs, ids, draft_probs, (coins - extra).clamp_min(0.0), uniforms, drafted, **lossy)
 
     return verify
 

@@ -78,7 +78,7 @@ def test_beyond_the_noise_is_a_warning_and_beyond_three_times_a_stop(
 ) -> None:
     """A rule that thinks the target a tenth less likely rejects about a tenth of its own tokens."""
     verify = decision.verify
-    monkeypatch.setattr(decision, "verify", lambda target, *others: verify(0.9 * target, *others))
+    monkeypatch.setattr(decision, "verify", lambda target, *others, **lossy: verify(0.9 * target, *others, **lossy))
     monkeypatch.setattr(module, "measure_noise", lambda *_: Noise(overlap, 1e-4))
     settings = DecodeSettings(SamplingSettings(1.0), 3, "sample", max_tokens=32)
     if said is None:
