@@ -1,4 +1,4 @@
-"""An engine in vLLM's protocol that says the same whoever asks, and does what the request's `user` tells it; it knows who left."""
+"""An engine in vLLM's protocol that answers every client alike, and does what the request's `user` tells it; it knows who left."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def test_an_engine_that_does_as_it_should_agrees(make: Callable[..., Engine], ru
     found = read(engine, run, rule="greedy" if rule == "greedy" else "auto")
     assert (found.agrees, found.causes, found.served.rule, found.greedy.same) == (True, [], rule, True)
     assert (found.engine, found.version, found.served.gamma, found.served.prompts) == ("vllm", "0.32.0", GAMMA, 10)
-    # The server's own sums: tokens behind the prefill's over calls. Greedy blocks are known exactly, whoever draws.
+    # The server's own sums: tokens behind the prefill's over calls. Greedy blocks are known exactly, with sampled and argmax drafts.
     assert found.served.tau == pytest.approx((found.served.tokens - 10) / (engine.made_blocks(rule == "greedy")))
     if rule == "sample":
         assert abs(found.z) < 4

@@ -82,12 +82,15 @@ def place(tmp_path: Path, tiny_run: Path, responses: list[TrafficRecord]) -> Pat
 @pytest.fixture
 def trained(monkeypatch: pytest.MonkeyPatch, without_figures: None) -> list[str]:
     """Trainings run in this process; their names in order."""
+    from tiny_training import forget_accelerators
+
     from distill import train
 
     names: list[str] = []
 
     def train_here(config: RunConfig, arguments: list[str], log: Path, command: list[str]) -> None:
         names.append(config.name)
+        forget_accelerators()  # A test before this one may have left a state of another precision.
         if train.main(arguments):
             raise TrainingFailed("see above")
 

@@ -1,4 +1,4 @@
-"""Evidence is gathered with one pass of each draft over the frozen text, whoever asks for its numbers."""
+"""Evidence is gathered with one pass of each draft over the frozen text, for every part that uses its numbers."""
 
 import functools
 from collections import Counter

@@ -1,4 +1,4 @@
-"""A block in compiled code gives what the same block gives in Python: texts, counts, probabilities, whoever proposes."""
+"""A block in compiled code gives what the same block gives in Python: texts, counts, probabilities, with every drafter."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Every rule through the whole decoder: the target's text, whoever proposes, however rows come and go.
+"""Every rule through the whole decoder: the target's text, with every drafter, however rows come and go.
 
 Two-layer random models in float32 on one CPU thread: near-ties do not occur with these seeds, so equality is exact.
 """

@@ -1,4 +1,4 @@
-"""Whoever drafts, the text is the target's: greedy text is plain text, sampled text has its law and ignores the batch."""
+"""With every drafter the text is the target's: greedy text is plain text, sampled text has its law and ignores the batch."""
 
 import numpy as np
 import pytest

@@ -150,7 +150,7 @@ def test_steps_run_in_inference_mode_and_what_a_model_refreshes_there_can_be_tra
     prompts = prompts_of([5, 9, 2])
     settings = DecodeSettings(GREEDY, 3, "greedy", max_tokens=12)
     responses, _ = decode(target, ModelDrafter(draft), prompts, settings)
-    assert all(inference[-8:])  # whoever looks at a model before it is decoded may do so as it likes
+    assert all(inference[-8:])  # outside decoding a model may be used in any mode
     assert texts(responses) == generated(target, prompts, 12)
     for model in (target, draft):
         model.get_input_embeddings().register_forward_hook(lambda _, __, embedded, scale=model.scale: embedded * scale)
