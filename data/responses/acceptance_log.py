@@ -1,17 +1,12 @@
 """Read acceptance per request or per interval from the logs of servers.
 
-    jsonl       {"accepted": 131, "drafted": 300} per request; optional "blocks", "domain", "time". Or records of an engine: its
-                responses, one per line or under "response" with "domain"; its request files; records of AIPerf (`engine_counts`)
-    csv         the same columns under a header
-    vllm        the engine's lines `SpecDecoding metrics: ... Accepted: 131 tokens, Drafted: 300 tokens, ...`, one per interval
-    llama.cpp   the server's lines `draft acceptance = 0.57576 (  171 accepted /   297 generated), mean len =  2.92`, one per
-                request (older builds: `draft acceptance rate = ...`, without the mean length)
-    proposals   Understudy's proposal log, parquet (`understudy generate --log`)
-
-All but the last may be gzipped. Other lines of an engine's log are ignored.
+EXPECTED has the formats. jsonl: per request; or records of an engine: its responses, one per line or under "response" with "domain",
+its request files, records of AIPerf (`engine_counts`). vllm: one line per interval. llama.cpp: one line per request; older builds
+write `draft acceptance rate = ...`, without the mean length. All but proposals may be gzipped. Other lines of an engine's log are ignored.
 """
 
 import csv
+import functools
 import gzip
 import io
 import json
@@ -25,10 +20,9 @@ from typing import Any, BinaryIO, cast
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from data.responses.engine_counts import CountsError, read_counts
+from data.responses.engine_counts import read_counts
 from speculative.errors import UserError
 
-FORMATS = ("jsonl", "csv", "vllm", "llama.cpp", "proposals")
 EXPECTED = {
     "jsonl": '{"accepted": 131, "drafted": 300} on each line, optional "blocks", "domain", "time"; or an engine\'s response',
     "csv": "a header line with accepted,drafted and optional blocks,domain,time",
@@ -36,14 +30,18 @@ EXPECTED = {
     "llama.cpp": "`draft acceptance = 0.57 ( 171 accepted / 297 generated)` lines",
     "proposals": "the parquet file of `understudy generate --log`",
 }
-_VLLM, _LLAMA = "SpecDecoding metrics:", re.compile(r"draft acceptance(?: rate)? =")
-_VLLM_COUNTS = re.compile(r"Accepted: (\d+) tokens, Drafted: (\d+) tokens")
-_VLLM_LENGTH = re.compile(r"Mean acceptance length: (\d+\.\d+)")
-_VLLM_PLACES = re.compile(r"Per-position acceptance rate: ([\d., ]+?)(?:, [A-Z]|$)")
-_VLLM_TIME = re.compile(r"\b(\d\d-\d\d \d\d:\d\d:\d\d)\b")
-_LLAMA_COUNTS = re.compile(r"\(\s*(\d+) accepted /\s*(\d+) generated\)")
-_LLAMA_LENGTH = re.compile(r"mean (?:acceptance length|len) =\s*(\d+\.\d+)")
-_LLAMA_TIME = re.compile(r"(?:^|\s)(\d+\.\d\d\.\d{3}\.\d{3}) ")
+# Patterns of an engine's line: what marks it, its counts, its mean length (printed to two places), its time.
+_ENGINES = {
+    "vllm": (
+        re.compile("SpecDecoding metrics:"), re.compile(r"Accepted: (\d+) tokens, Drafted: (\d+) tokens"),
+        re.compile(r"Mean acceptance length: (\d+\.\d+)"), re.compile(r"\b(\d\d-\d\d \d\d:\d\d:\d\d)\b"),
+    ),
+    "llama.cpp": (
+        re.compile(r"draft acceptance(?: rate)? ="), re.compile(r"\(\s*(\d+) accepted /\s*(\d+) generated\)"),
+        re.compile(r"mean (?:acceptance length|len) =\s*(\d+\.\d+)"), re.compile(r"(?:^|\s)(\d+\.\d\d\.\d{3}\.\d{3}) "),
+    ),
+}  # fmt: skip
+_POSITIONS = re.compile(r"Per-position acceptance rate: ([\d., ]+?)(?:, [A-Z]|$)")
 _MOST = 1 << 31  # Maximum tokens of one record.
 _SNIFFED_LINES = 20000  # An engine prints much while it starts.
 
@@ -78,10 +76,6 @@ class AcceptanceLog:
         return sum(drafted for drafted, _ in told) / sum(blocks for _, blocks in told) if told else None
 
 
-class _DamagedError(ValueError):
-    """A line that does not have its format; the message says why."""
-
-
 _Row = Mapping[str, Any]  # accepted, drafted, optional blocks, domain, time; not checked yet.
 
 
@@ -94,8 +88,8 @@ def read_acceptance_log(path: Path, format: str = "auto") -> AcceptanceLog:
     Raises:
         UserError: no such file, unknown format, a damaged line (with its number), accepted > drafted, or no records.
     """
-    if format not in ("auto", *FORMATS):
-        raise UserError(f"--format {format}: choose one of auto, {', '.join(FORMATS)}")
+    if format not in ("auto", *EXPECTED):
+        raise UserError(f"--format {format}: choose one of auto, {', '.join(EXPECTED)}")
     if not path.is_file():
         raise UserError(f"--log {path}: no such file")
     chosen = _format_of(path) if format == "auto" else format
@@ -134,10 +128,8 @@ def _format_of(path: Path) -> str | None:
         return "jsonl"
     first = True
     for number, line, _ in _lines(path, []):
-        if _VLLM in line:
-            return "vllm"
-        if _LLAMA.search(line):
-            return "llama.cpp"
+        if found := next((name for name, (mark, *_) in _ENGINES.items() if mark.search(line)), None):
+            return found
         if first and line.strip():
             first = False
             if line.lstrip().startswith("{"):
@@ -168,21 +160,15 @@ def _lines(path: Path, warnings: list[str]) -> Iterator[tuple[int, str, bool]]:
 
 def _text_rows(path: Path, format: str, warnings: list[str]) -> Iterator[_Row]:
     """Checked rows of a text log."""
-    parse: Callable[[str], _Row | None] = {"jsonl": _json_row, "vllm": _vllm_row, "llama.cpp": _llama_row}.get(
-        format, _CsvRows()
-    )
+    own: dict[str, Callable[[str], _Row | None]] = {"jsonl": _json_row, "csv": _CsvRows()}
+    parse = own.get(format, functools.partial(_engine_line, format))
     for number, line, whole in _lines(path, warnings):
         if not line.strip():
             continue
         try:
-            row = parse(line)
-            if row is not None:
+            if (row := parse(line)) is not None:
                 _check(row)
-        except (
-            ValueError,
-            RecursionError,
-            OverflowError,
-        ) as error:  # Also a number with too many digits, or nesting too deep.
+        except (ValueError, RecursionError, OverflowError) as error:  # Also too many digits, or nesting too deep.
             if whole:
                 raise UserError(f"{path}:{number}: {error}; expected {EXPECTED[format]}") from None
             warnings.append(f"{path}:{number}: the last line is incomplete and skipped")
@@ -195,14 +181,14 @@ def _check(row: _Row) -> None:
     for key in ("accepted", "drafted", "blocks"):
         value = row.get(key)
         if (type(value) is not int or not 0 <= value < _MOST) and not (key == "blocks" and value is None):
-            raise _DamagedError(f'"{key}" is {"missing" if key not in row else json.dumps(value)}, not a whole number')
+            raise ValueError(f'"{key}" is {"missing" if key not in row else json.dumps(value)}, not a whole number')
     accepted, drafted, name = row["accepted"], row["drafted"], row.get("domain")
     if accepted > drafted:
-        raise _DamagedError(f"accepted {accepted} of only {drafted} drafted tokens")
+        raise ValueError(f"accepted {accepted} of only {drafted} drafted tokens")
     if row.get("blocks") == 0 and drafted:
-        raise _DamagedError(f"{drafted} drafted tokens in 0 blocks")
+        raise ValueError(f"{drafted} drafted tokens in 0 blocks")
     if name is not None and not isinstance(name, str):
-        raise _DamagedError(f'"domain" is {json.dumps(name)}, not text')
+        raise ValueError(f'"domain" is {json.dumps(name)}, not text')
 
 
 def _json_row(line: str) -> _Row:
@@ -211,20 +197,16 @@ def _json_row(line: str) -> _Row:
     except ValueError:
         row = None
     if not isinstance(row, dict):
-        raise _DamagedError("not a JSON object")
+        raise ValueError("not a JSON object")
     return row if "accepted" in row or "drafted" in row else _engine_row(row)
 
 
 def _engine_row(row: _Row) -> _Row:
     """Convert a record of an engine to a row; a record without drafts has no drafted tokens."""
     response = row["response"] if isinstance(row.get("response"), dict) else row
-    try:
-        counts = read_counts(response)
-    except CountsError as error:
-        raise _DamagedError(str(error)) from None
-    if counts is None:
+    if (counts := read_counts(response)) is None:
         if "choices" not in response and "meta_info" not in response:
-            raise _DamagedError('"accepted" is missing, and this is not a record of a known engine')
+            raise ValueError('"accepted" is missing, and this is not a record of a known engine')
         return {"accepted": 0, "drafted": 0, "domain": row.get("domain")}
     time = row.get("time", response.get("created"))
     found = {"accepted": counts.accepted, "drafted": counts.drafted, "blocks": counts.blocks, "time": time}
@@ -241,14 +223,14 @@ class _CsvRows:
         try:
             cells = [cell.strip() for cell in next(csv.reader([line], strict=True), [])]
         except csv.Error:
-            raise _DamagedError("not a csv line") from None
+            raise ValueError("not a csv line") from None
         if self.columns is None:
             if not {"accepted", "drafted"} <= set(cells):
-                raise _DamagedError("the header lacks accepted and drafted")
+                raise ValueError("the header lacks accepted and drafted")
             self.columns = cells
             return None
         if len(cells) != len(self.columns):
-            raise _DamagedError(f"{len(cells)} cells under {len(self.columns)} columns")
+            raise ValueError(f"{len(cells)} cells under {len(self.columns)} columns")
         row: dict[str, Any] = {name: cell or None for name, cell in zip(self.columns, cells, strict=True)}
         for name in ("accepted", "drafted", "blocks"):
             if re.fullmatch(r"\d+", row.get(name) or "", re.ASCII):
@@ -256,38 +238,22 @@ class _CsvRows:
         return row
 
 
-def _vllm_row(line: str) -> _Row | None:
-    """Blocks are drafted / positions if that agrees with the mean acceptance length (printed to two places); else from that length."""
-    if _VLLM not in line:
+def _engine_line(format: str, line: str) -> _Row | None:
+    """Blocks are drafted / positions if that agrees with the mean length 1 + accepted / blocks; else they follow from that length."""
+    mark, *patterns = _ENGINES[format]
+    if (marked := mark.search(line)) is None:
         return None
-    counts = _VLLM_COUNTS.search(line)
+    counts, length, time, positions = (pattern.search(line) for pattern in (*patterns, _POSITIONS))
     if counts is None:
-        raise _DamagedError("a SpecDecoding metrics line without counts")
+        raise ValueError(f"a line with {marked[0]} and no counts")
     accepted, drafted = int(counts[1]), int(counts[2])
-    length, places, time = _VLLM_LENGTH.search(line), _VLLM_PLACES.search(line), _VLLM_TIME.search(line)
     blocks = None
-    if places is not None and drafted:
-        blocks = max(1, round(drafted / len(places[1].split(","))))
+    if positions is not None and drafted:
+        blocks = max(1, round(drafted / len(positions[1].split(","))))
     if length is not None and (blocks is None or abs(1 + accepted / blocks - float(length[1])) > 0.006):
-        blocks = _blocks_from(accepted, float(length[1]))
+        more = float(length[1]) - 1
+        blocks = max(1, round(accepted / more)) if more > 0 and accepted else None
     return {"accepted": accepted, "drafted": drafted, "blocks": blocks, "time": time and time[1]}
-
-
-def _llama_row(line: str) -> _Row | None:
-    if not _LLAMA.search(line):
-        return None
-    counts = _LLAMA_COUNTS.search(line)
-    if counts is None:
-        raise _DamagedError("a draft acceptance line without counts")
-    accepted, drafted = int(counts[1]), int(counts[2])
-    length, time = _LLAMA_LENGTH.search(line), _LLAMA_TIME.search(line)
-    blocks = _blocks_from(accepted, float(length[1])) if length is not None else None
-    return {"accepted": accepted, "drafted": drafted, "blocks": blocks, "time": time and time[1]}
-
-
-def _blocks_from(accepted: int, mean_length: float) -> int | None:
-    """Blocks from the mean length 1 + accepted / blocks, which is printed to two places."""
-    return max(1, round(accepted / (mean_length - 1))) if mean_length > 1 and accepted else None
 
 
 def _proposals(path: Path) -> Iterator[_Row]:
