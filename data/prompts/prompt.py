@@ -11,10 +11,16 @@ Turn = dict[str, Any]  # role, content, and other fields that the chat template 
 Turns = tuple[Turn, ...]
 
 
-class PromptSource(BaseModel):
-    """One source of prompts. The fields are keys of a config."""
+class Section(BaseModel):
+    """A frozen section of a config. An unknown key or a wrong type is an error."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
+
+class PromptSource(Section):
+    """One source of prompts. The fields are keys of a config."""
 
     path: str = Field(
         description="file, directory, glob, `datasets` hub id, or `stdlib` (built-in Python prompts); an .arrow file of a run's prompts/ "
@@ -46,10 +52,8 @@ class PromptSource(BaseModel):
     )
 
 
-class Template(BaseModel):
+class Template(Section):
     """How a prompt becomes tokens. The fields are keys of a config."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     mode: Literal["auto", "chat", "plain"] = Field(
         "auto", description="chat = use the target's chat template; plain = do not; auto = chat if there is one"

@@ -6,15 +6,14 @@ import re
 import urllib.parse
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
+from data.prompts.prompt import Section
 from speculative.errors import UserError
 
 
-class Endpoint(BaseModel):
+class Endpoint(Section):
     """The target at an OpenAI-compatible server (vLLM; SGLang gives responses only). The fields are keys of a config."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     url: str = Field(description="address of the server, including /v1")
     api: Literal["completions", "chat"] = Field(

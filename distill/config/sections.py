@@ -5,9 +5,9 @@ import types
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, Field
 
-from data.prompts.prompt import PromptSource, Template
+from data.prompts.prompt import PromptSource, Section, Template
 from speculative.rules.rule import Rule
 
 if TYPE_CHECKING:
@@ -29,14 +29,6 @@ def _known_objective(name: str) -> str:
 
 
 LossName = Annotated[str, AfterValidator(_known_objective)]
-
-
-class Section(BaseModel):
-    """A frozen section of the config. An unknown key or a wrong type is an error."""
-
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
-    )
 
 
 def section_in(annotation: Any) -> type[Section] | None:
@@ -107,14 +99,6 @@ class StudentConfig(Section):
     """recompute activations in the backward pass; uses less memory and more time"""
 
 
-class SourceConfig(PromptSource, Section):
-    """One source of prompts."""
-
-
-class TemplateConfig(Template, Section):
-    """How a prompt becomes tokens."""
-
-
 class MixConfig(Section):
     """Share of each kind of sequence in a step; shares are scaled to sum to one."""
 
@@ -163,14 +147,14 @@ class RolloutConfig(Section):
 class DataConfig(Section):
     """Prompts to train on and to judge with."""
 
-    train: tuple[SourceConfig, ...] = ()
+    train: tuple[PromptSource, ...] = ()
     """sources of training prompts"""
-    heldout: tuple[SourceConfig, ...] = ()
+    heldout: tuple[PromptSource, ...] = ()
     """sources of held-out prompts; empty = split from train"""
     heldout_count: int | None = Field(None, ge=2)
     """prompts to hold out of `train` when `heldout` is empty, at most a fifth of all; null = 256. judge.prompts
     of them are judged"""
-    template: TemplateConfig = TemplateConfig()
+    template: Template = Template()
     responses: Literal["target", "reference"] = "target"
     """target: train on the target's own responses, which is right for acceptance; reference: on the dataset's
     answers (reference_column)"""
@@ -187,7 +171,7 @@ class DataConfig(Section):
     """generate more training prompts, e.g. {count: 1000}"""
     mix: MixConfig = MixConfig()
     rollouts: RolloutConfig = RolloutConfig()
-    text: tuple[SourceConfig, ...] = ()
+    text: tuple[PromptSource, ...] = ()
     """sources of general text for mix.text"""
     text_window: int = Field(256, ge=8)
     """tokens per window of general text"""
@@ -386,7 +370,7 @@ class JudgeConfig(Section):
     """CPU threads while speed is measured, the same for all; null = torch's default"""
     load: tuple[Annotated[int, Field(ge=1)], ...] = ()
     """numbers of concurrent requests at which decoding is timed with and without the draft; empty = not measured"""
-    latency_ms: dict[Literal["first_token", "per_token"], Annotated[float, Field(gt=0)]] = {}
+    latency_ms: dict[Literal["first_token", "per_token"], Annotated[float, Field(gt=0)]] = Field({})
     """limits in milliseconds, e.g. {first_token: 300, per_token: 30}: the verdict says the largest of the loads 1 and
     `load` at which the p90 of both waits is within them, with and without the draft"""
     ways: tuple[Literal["token tree", "early exit", "lookahead"], ...] = ()

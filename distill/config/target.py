@@ -4,12 +4,8 @@ from typing import Literal
 
 from pydantic import Field
 
+from data.prompts.prompt import Section
 from data.responses.endpoint_keys import Endpoint
-from distill.config.sections import Section
-
-
-class EndpointConfig(Endpoint, Section):
-    """The target at an OpenAI-compatible server (vLLM; SGLang gives responses only)."""
 
 
 class OtherTargetConfig(Section):
@@ -38,7 +34,7 @@ class TargetConfig(Section):
     shard: bool = False
     """shard the target over the ranks during training (torch's fully_shard). The main process loads the whole target
     to decode at a checkpoint and for the verdict; with judge.live: end only for the verdict, after training has freed its memory"""
-    endpoint: EndpointConfig | None = None
+    endpoint: Endpoint | None = None
     """a server that answers and scores in place of local weights; `path` names the same model"""
     others: tuple[OtherTargetConfig, ...] = ()
     """train one draft for several targets: the other targets, each from the store of its own run (signal.source:

@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 
 from data.files import MANIFEST, Manifest, read_manifest, write_manifest
-from data.prompts.prompt import PromptRow, Template
+from data.prompts.prompt import PromptRow, PromptSource, Template
 from data.prompts.sources import format_of, load_source, source_state
 from data.prompts.split import content_hash, deduplicate, held_out, remove_overlap, split_groups
 from data.prompts.template import check_lengths, render_prompt, render_reference, template_fingerprint
 from data.responses.rendered import SCHEMA, RenderedPrompt, StoredPrompts, write_prompts
 from distill.config.layout import CHECKPOINTS, PROMPTS
-from distill.config.sections import DataConfig, SourceConfig
+from distill.config.sections import DataConfig
 from distill.models.load import tokenizer_fingerprint
 from distill.run.run import Run
 from speculative.decoder.responses import Prompt
@@ -103,7 +103,7 @@ def load_prompts(
         return _read(Path(passing), heldout_prompts)
 
 
-def rows_of(sources: Sequence[SourceConfig], bad_rows: list[UserError] | None = None) -> tuple[list[PromptRow], int]:
+def rows_of(sources: Sequence[PromptSource], bad_rows: list[UserError] | None = None) -> tuple[list[PromptRow], int]:
     """(prompts of the sources without repeats, number of repeats). With ``bad_rows``, errors of unusable rows are added to it."""
     return deduplicate([row for source in sources for row in load_source(source, bad_rows=bad_rows)])
 
@@ -278,7 +278,7 @@ def asked_rows(
     columns = {"prompt_column": prompt_column or None, "messages_column": messages_column or None}
     # A file with an unknown suffix is read as plain lines.
     plain = Path(path).is_file() and format_of(Path(path)) is None
-    source = SourceConfig(path=path, system=system or None, format="txt" if plain else "auto", **columns)  # type: ignore[arg-type]
+    source = PromptSource(path=path, system=system or None, format="txt" if plain else "auto", **columns)  # type: ignore[arg-type]
     if label:
         # No such column, or an error that the second attempt reports.
         with contextlib.suppress(UserError):

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from refusals import refused
 
+from data.prompts.prompt import PromptSource
 from distill.config.load import dump_config, load_config, parse_config
 from distill.config.run import RunConfig
-from distill.config.sections import SourceConfig
 from speculative.measure.metrics import CURVE_GAMMAS
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
@@ -268,7 +268,7 @@ def test_overrides_reach_every_depth_and_win(tmp_path: Path) -> None:
 
 def test_an_override_replaces_a_list_item_or_the_whole_list(tmp_path: Path) -> None:
     path = write(tmp_path, MINIMAL)
-    assert load_config(path, ["data.train.0={path: a.jsonl}"]).data.train == (SourceConfig(path="a.jsonl"),)
+    assert load_config(path, ["data.train.0={path: a.jsonl}"]).data.train == (PromptSource(path="a.jsonl"),)
     assert len(load_config(path, ["data.train=[{path: a}, {path: b}]"]).data.train) == 2
 
 
