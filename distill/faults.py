@@ -5,6 +5,7 @@ import errno
 import json
 import logging
 import os
+import signal
 import sys
 import threading
 import time
@@ -44,6 +45,32 @@ _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, err
 
 class Interrupted(Exception):
     """The user ended a run. The message says what is kept."""
+
+
+class Interrupt:
+    """Ctrl-C or SIGTERM sets a flag that the loop reads between steps. The second signal stops at once."""
+
+    def __init__(self) -> None:
+        """Install the signal handlers until `restore`."""
+        self.requested = False
+        self._previous = {number: signal.signal(number, self._handle) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def _handle(self, number: int, frame: Any) -> None:
+        if self.requested:
+            raise KeyboardInterrupt
+        self.requested = True
+        if os.environ.get("RANK", "0") == "0":
+            launched = "; the launcher kills all processes after 30 s, and an unfinished judgement is made on resume"
+            limit = launched if "TORCHELASTIC_RUN_ID" in os.environ else ""
+            print(
+                f"\nstopping after this step, with a checkpoint; press Ctrl-C again to stop at once{limit}",
+                file=sys.stderr,
+            )
+
+    def restore(self) -> None:
+        """Restore the earlier handlers."""
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
 
 
 def explain(error: BaseException) -> tuple[str, int] | None:

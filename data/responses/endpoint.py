@@ -20,7 +20,7 @@ from data.responses.endpoint_keys import Endpoint
 from data.responses.engine_http import engine_http, within
 from data.responses.prompt_logprobs import read_topk
 from data.responses.rendered import RenderedPrompt
-from data.responses.respond import ResponseBar, ResponsePlan, row_of
+from data.responses.respond import ProgressBar, ResponsePlan, row_of
 from data.responses.served import TEXTS, TOP, recognise
 from data.responses.store import Row, Store
 from data.signals.signal import TopKSignal
@@ -144,7 +144,7 @@ class EndpointTarget:
             return row_of(prompt, sample, self._answer(prompt, settings, f"{prompt.prompt_id}:{sample}"))
 
         label, done = f"{store.folder.name} responses", total - sum(wanted.values())
-        with ResponseBar(label, total, done, show and plan.rank == 0) as progress:
+        with ProgressBar(label, total, done, show and plan.rank == 0) as progress:
             for (shard, number), row in self.each(work, ((shard, job) for shard, jobs in lacking for job in jobs)):
                 progress.count(len(row.log_target_probs))
                 answers[shard][number] = row
@@ -175,7 +175,7 @@ class EndpointTarget:
         def work(index: int) -> TopKSignal:
             return self.score(rows[index].prompt_ids, rows[index].response_ids, k)
 
-        with ResponseBar("teacher signal", mine, mine - len(missing), show and rank == 0) as progress:
+        with ProgressBar("teacher signal", mine, mine - len(missing), show and rank == 0) as progress:
             for index, signal in self.each(work, missing):
                 store.write({index: signal})
                 progress.count(len(signal.log_tail_R))

@@ -82,7 +82,7 @@ def respond(
     """
     lacking, total = plan.share(store)
     done = total - sum(len(numbers) for _, numbers in lacking)
-    with ResponseBar(f"{store.folder.name} responses", total, done, show and plan.rank == 0) as bar:
+    with ProgressBar(f"{store.folder.name} responses", total, done, show and plan.rank == 0) as bar:
         for shard, numbers in lacking:
             jobs = [plan.job(number) for number in numbers]
             keyed = [(f"{prompt.prompt_id}:{sample}", prompt.prompt_ids) for prompt, sample in jobs]
@@ -127,26 +127,26 @@ def store_references(store: Store, manifest: Manifest, plan: ResponsePlan, max_t
         store.write_shard(shard, rows)
 
 
-class ResponseBar(Progress):
-    """A progress line: finished responses, tokens/s of this start, remaining time."""
+class ProgressBar(Progress):
+    """A progress line: what is finished, tokens/s of this start or other facts, remaining time."""
 
-    def __init__(self, label: str, total: int, done: int, show: bool) -> None:
+    def __init__(self, label: str, total: int, done: int, show: bool, stderr: bool = True) -> None:
+        """``stderr``: by default not on stdout, which may be JSON for a script."""
         columns = (
             TextColumn("[bold]{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(),
-            TextColumn("{task.fields[rate]}"), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(),
+            TextColumn("{task.fields[facts]}"), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(),
         )  # fmt: skip
-        # On stderr, because stdout may be JSON for a script.
         super().__init__(
-            *columns, console=Console(stderr=True), disable=not show or done == total, refresh_per_second=2
+            *columns, console=Console(stderr=stderr), disable=not show or done == total, refresh_per_second=2
         )
-        self.task = self.add_task(label, total=total, completed=done, rate="")
+        self.task = self.add_task(label, total=total, completed=done, facts="")
         self.counted = 0
 
     def count(self, tokens: int) -> None:
         """Count decoded tokens."""
         self.counted += tokens
         elapsed = self.tasks[0].elapsed or 0.0
-        self.update(self.task, rate=f"{self.counted / elapsed:,.0f} tok/s" if elapsed > 1.0 else "")
+        self.update(self.task, facts=f"{self.counted / elapsed:,.0f} tok/s" if elapsed > 1.0 else "")
 
     def store(self, responses: int) -> None:
         """Count stored responses."""

@@ -6,7 +6,7 @@ import numpy as np
 
 from data.batches.collate import Example, collate, pad_id_of
 from data.batches.examples import Examples, as_examples
-from data.responses.respond import ResponseBar
+from data.responses.respond import ProgressBar
 from data.signals.columns import RELATIVE_ERROR
 from data.signals.store import SignalFacts, SignalStore
 from distill.config.layout import RESPONSES, TRAINING, find_student
@@ -78,7 +78,7 @@ def fill(run: Run, store: SignalStore, target: Target, examples: Examples) -> No
     mine = [order[start : start + size] for start in range(0, len(order), size)][rank::ranks]
     if mine:
         teacher = CapturingTeacher(Teacher(target.model), store, config.loss.chunk_tokens)
-        with ResponseBar("teacher signal", sum(map(len, mine)), 0, show) as bar:
+        with ProgressBar("teacher signal", sum(map(len, mine)), 0, show) as bar:
             for indices in mine:
                 batch = collate([examples[index] for index in indices], pad_id_of(target.tokenizer), indices)
                 teacher.fill(batch.to(run.device))

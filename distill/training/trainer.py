@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from data.batches.collate import Batch
+from data.responses.respond import ProgressBar
 from distill.config.layout import ADAPTER, AVERAGED, PROGRESS, STATE, STUDENT, step_folder
-from distill.faults import Interrupted
+from distill.faults import Interrupt, Interrupted
 from distill.run import checkpoint
 from distill.run.run import Run
 from distill.training import sharding
 from distill.training.batches import BatchSource
-from distill.training.console import Interrupt, progress_line
 from distill.training.module import DraftModule
 from distill.training.optim import SpikeGuard, make_optimizers, make_schedules, weight_average
 from distill.training.profiling import FlopMeter, traced
@@ -134,9 +134,13 @@ class Trainer:
         try:
             if self._is_due():  # otherwise the run resumes from an interrupt's checkpoint
                 yield from self._held(self.save())
-            with progress_line(word, train.steps, self.progress.step, self.run.main) as show, trace as step_ended:
+            with (
+                ProgressBar(word, train.steps, self.progress.step, self.run.main, stderr=False) as bar,
+                trace as step_ended,
+            ):
                 while self.progress.step < train.steps:
-                    show(self.progress.step + 1, self._one_step())
+                    facts = self._one_step()
+                    bar.update(bar.task, completed=self.progress.step, facts=facts)
                     step_ended()
                     if not (stop := self._any_rank(interrupt.requested)) and self._is_due():
                         yield from self._held(self.save())
