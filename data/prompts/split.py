@@ -65,17 +65,14 @@ def deduplicate(rows: Sequence[PromptRow]) -> tuple[list[PromptRow], int]:
     Raises:
         UserError: several rows, all with the same prompt.
     """
-    exact_seen: set[str] = set()
-    normalised_seen: set[str] = set()
+    seen: set[str] = set()
     kept: list[PromptRow] = []
     for row in rows:
-        exact_key = content_hash(row)
-        # The program that rendered it chose how often a question may occur.
-        normalised_key = row.prompt_id or normalised_hash(row)
-        if exact_key not in exact_seen and normalised_key not in normalised_seen:
+        # The program that rendered a prompt chose how often a question may occur.
+        keys = {content_hash(row), row.prompt_id or normalised_hash(row)}
+        if seen.isdisjoint(keys):
             kept.append(row)
-        exact_seen.add(exact_key)
-        normalised_seen.add(normalised_key)
+        seen |= keys
     if len(kept) == 1 and len(rows) > 1:
         raise UserError(
             f"all prompts are duplicates: {len(rows)} rows, 1 unique (first at {rows[0].origin}); check which column "
