@@ -142,14 +142,6 @@ def other_key(found: Manifest, wanted: Manifest) -> str:
     return ""
 
 
-def _checksum_path(path: Path) -> Path:
-    return path.with_name(f"{path.stem.replace('shard', 'checksum')}.sha256")
-
-
-def _checksum_line(path: Path, digest: str) -> bytes:
-    return f"{digest}  {path.name}\n".encode()
-
-
 def _digest(manifest: Manifest) -> str:
     """SHA-256 of the content of a manifest; the order of keys does not matter."""
     content = {key: value for key, value in manifest.items() if key != CHECKSUM}

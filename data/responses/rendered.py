@@ -72,14 +72,9 @@ class StoredPrompts(Sequence[RenderedPrompt]):
     def __getitem__(self, number: int | slice) -> RenderedPrompt | list[RenderedPrompt]:
         if isinstance(number, slice):
             return [self[index] for index in range(*number.indices(len(self)))]
-        number = range(len(self))[number]
-        row = {name: self._table[name][number] for name in SCHEMA.names}
-        ids = {
-            name: tuple(row[name].values.to_pylist()) if row[name].is_valid else None
-            for name in ("prompt_ids", "reference_ids")
-        }
-        texts = {name: row[name].as_py() for name in ("prompt_id", "domain", "text", "turns", "group")}
-        return RenderedPrompt(prompt_ids=ids["prompt_ids"] or (), reference_ids=ids["reference_ids"], **texts)
+        (row,) = self._table.slice(range(len(self))[number], 1).to_pylist()
+        found: dict[str, Any] = {name: tuple(of) if isinstance(of, list) else of for name, of in row.items()}
+        return RenderedPrompt(**found)
 
     def write(self, path: Path, chosen_N: np.ndarray) -> None:
         """Write the prompts for which ``chosen_N`` (bool) is true to another file, atomically.
@@ -110,7 +105,7 @@ def write_prompts(path: Path, prompts: Iterable[RenderedPrompt]) -> str:
         while some := list(itertools.islice(coming, WRITTEN_AT_ONCE)):
             for prompt in some:
                 digest.update(_identity(prompt))
-            yield _table(some)
+            yield pa.Table.from_pylist(list(map(vars, some)), SCHEMA)
 
     _write(path, tables())
     return digest.hexdigest()[:16]
@@ -153,10 +148,3 @@ def prompt_lengths(prompts: Sequence[RenderedPrompt]) -> np.ndarray:
 def _identity(prompt: RenderedPrompt) -> bytes:
     content = (prompt.prompt_id, prompt.domain, prompt.prompt_ids, prompt.reference_ids)
     return json.dumps(content).encode() + b"\n"
-
-
-def _table(prompts: Sequence[RenderedPrompt]) -> pa.Table:
-    columns: list[Any] = [[getattr(prompt, name) for prompt in prompts] for name in SCHEMA.names]
-    return pa.Table.from_arrays(
-        [pa.array(values, kind) for values, kind in zip(columns, SCHEMA.types, strict=True)], schema=SCHEMA
-    )

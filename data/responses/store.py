@@ -12,10 +12,12 @@ number, so a store can grow when prompts are added.
 
 import functools
 import hashlib
+import operator
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import compress
 from pathlib import Path
 from typing import Any, overload
 
@@ -25,23 +27,14 @@ import pyarrow.compute as pc
 
 from data.batches.collate import Example
 from data.batches.examples import Examples, example_key
-from data.files import (
-    MANIFEST,
-    Manifest,
-    _checksum_line,
-    _checksum_path,
-    read_manifest,
-    require_manifest,
-    write_bytes,
-    write_manifest,
-    writing,
-)
+from data.files import MANIFEST, Manifest, read_manifest, require_manifest, write_bytes, write_manifest, writing
 from data.signals.columns import lists_of
 from speculative.errors import UserError
 
 INDEX = "index.arrow"
 MAPPED_SHARDS = 8  # Shards of the rows that were read last; older ones are unmapped to free memory.
 SCANNED_SHARDS = 256  # Shards mapped at once while all rows are listed.
+AGAIN = "delete it and give the same command again to make it again"
 # Facts of a row, then its tokens.
 FACTS = pa.schema(
     [
@@ -84,14 +77,12 @@ class Row:
     @property
     def prompt_ids(self) -> list[int]:
         """Ids before the first response token."""
-        return [
-            int(token) for token, is_response in zip(self.input_ids, self.loss_mask, strict=True) if not is_response
-        ]
+        return [int(token) for token in compress(self.input_ids, map(operator.not_, self.loss_mask))]
 
     @property
     def response_ids(self) -> list[int]:
         """Ids of the response."""
-        return [int(token) for token, is_response in zip(self.input_ids, self.loss_mask, strict=True) if is_response]
+        return [int(token) for token in compress(self.input_ids, self.loss_mask)]
 
     @property
     def key(self) -> int:
@@ -173,11 +164,7 @@ class Store:
             write_manifest(self.folder, manifest)
 
     def manifest(self) -> Manifest:
-        """The manifest.
-
-        Raises:
-            UserError: missing or damaged.
-        """
+        """The manifest; UserError if it is missing or damaged."""
         return read_manifest(self.folder)
 
     def shard_path(self, shard: int) -> Path:
@@ -193,9 +180,8 @@ class Store:
         path, table = self.shard_path(shard), _table_of(rows)
         if path.exists():
             names = "".join(f"{row.prompt_id}:{row.sample}\n" for row in rows)
-            path = path.with_stem(
-                f"{path.stem}-{hashlib.sha256(names.encode('utf-8', 'surrogatepass')).hexdigest()[:12]}"
-            )
+            digest = hashlib.sha256(names.encode("utf-8", "surrogatepass")).hexdigest()
+            path = path.with_stem(f"{path.stem}-{digest[:12]}")
         try:
             stream = pa.BufferOutputStream()
             with pa.ipc.new_file(stream, table.schema) as writer:
@@ -236,11 +222,7 @@ class Store:
         return sorted(self.folder.glob("shard-*.arrow"))
 
     def present(self, keys: pa.Array) -> np.ndarray:
-        """Which of these rows (see `row_keys`) exist, bool; checksums are not checked.
-
-        Raises:
-            UserError: a shard that cannot be read.
-        """
+        """Which of these rows (see `row_keys`) exist, bool; UserError for an unreadable shard; checksums are not checked."""
         there = self._listed()
         found = pc.is_in(keys, value_set=row_keys(there["prompt_id"], there["sample"]))
         return found.to_numpy(zero_copy_only=False)
@@ -288,7 +270,7 @@ class Store:
         with pa.memory_map(str(path)) as source:
             content = source.read_buffer()
         if len(content) < 32 or hashlib.sha256(content[:-32]).digest() != content[-32:].to_pybytes():
-            raise UserError(f"{path}: damaged; delete it and give the same command again to make it again")
+            raise UserError(f"{path}: damaged; {AGAIN}")
         return StoredRows(self.folder, pa.ipc.open_stream(content).read_all())
 
     def read(self) -> list[Row]:
@@ -352,9 +334,7 @@ def _mapped_table(path: Path) -> pa.Table:
             f"{path}: this shard is missing; give the same command again to make its responses again"
         ) from error
     except (OSError, pa.ArrowException) as error:
-        raise UserError(
-            f"{path}: damaged shard ({error}); delete it and give the same command again to make it again"
-        ) from error
+        raise UserError(f"{path}: damaged shard ({error}); {AGAIN}") from error
 
 
 def _facts_of(path: Path) -> pa.Table:
@@ -364,20 +344,22 @@ def _facts_of(path: Path) -> pa.Table:
 
 
 def _verify(path: Path) -> None:
+    checksum = _checksum_path(path)
     try:
-        if not _checksum_path(path).exists():
-            raise UserError(
-                f"{path}: its checksum {_checksum_path(path).name} is missing; delete the shard and give the same command again to make it again"
-            )
+        if not checksum.exists():
+            raise UserError(f"{path}: this shard has no checksum ({checksum.name}); {AGAIN}")
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
-        damaged = _checksum_path(path).read_bytes() != _checksum_line(path, digest)
+        damaged = checksum.read_bytes() != _checksum_line(path, digest)
     except OSError as error:
-        raise UserError(
-            f"{path}: damaged shard ({error}); delete it and give the same command again to make it again"
-        ) from error
+        raise UserError(f"{path}: damaged shard ({error}); {AGAIN}") from error
     if damaged:
-        raise UserError(
-            f"{path}: damaged shard (it does not match {_checksum_path(path).name}); delete it and give the same command again to "
-            "make it again"
-        )
+        raise UserError(f"{path}: damaged shard (it does not match {checksum.name}); {AGAIN}")
+
+
+def _checksum_path(path: Path) -> Path:
+    return path.with_name(f"{path.stem.replace('shard', 'checksum')}.sha256")
+
+
+def _checksum_line(path: Path, digest: str) -> bytes:
+    return f"{digest}  {path.name}\n".encode()
