@@ -82,10 +82,7 @@ def explain(error: BaseException) -> tuple[str, int] | None:
     if isinstance(error, KeyboardInterrupt):
         return "\ninterrupted: finished work is kept; give the same command again to continue", INTERRUPTED
     if isinstance(error, ModuleNotFoundError) and (module := (error.name or "").partition(".")[0]) in EXTRAS:
-        return (
-            f"understudy: {module} is not installed; `pip install 'understudy[{EXTRAS[module]}]'` brings it",
-            MISTAKE,
-        )
+        return f"understudy: {module} is not installed; `pip install 'understudy[{EXTRAS[module]}]'` brings it", MISTAKE
     # Imported late: `understudy --help` needs no torch.
     import torch
 
@@ -93,25 +90,22 @@ def explain(error: BaseException) -> tuple[str, int] | None:
 
     if isinstance(error, SelfCheckError):
         return f"understudy: self-check failed: {error}", FAILED_CHECK
+    first = next(iter(str(error).splitlines()), "")
     if isinstance(error, torch.OutOfMemoryError):
-        return (
-            f"understudy: out of memory ({str(error).splitlines()[0]}); lower train.micro_batch_size, loss.chunk_tokens, "
-            "serving.batch_size or judge.batch_size and give the same command again (finished responses are kept)",
-            MISTAKE,
+        said = (
+            f"out of memory ({first}); lower train.micro_batch_size, loss.chunk_tokens, "
+            "serving.batch_size or judge.batch_size and give the same command again (finished responses are kept)"
         )
-    if _is_dead_rank(error):
-        return (
-            "understudy: another rank failed or cannot be reached, so this one stops; see the error of that rank or the system log "
-            "(out of memory?); the same command continues from the last checkpoint, also with another number of ranks "
-            f"({str(error).splitlines()[0][:160]})",
-            MISTAKE,
+    elif _is_dead_rank(error):
+        said = (
+            "another rank failed or cannot be reached, so this one stops; see the error of that rank or the system log "
+            f"(out of memory?); the same command continues from the last checkpoint, also with another number of ranks ({first[:160]})"
         )
-    if isinstance(error, OSError) and error.errno in _DISK:
-        return (
-            f"understudy: {error.filename or 'what was being written'}: cannot be written ({error.strerror})",
-            MISTAKE,
-        )
-    return None
+    elif isinstance(error, OSError) and error.errno in _DISK:
+        said = f"{error.filename or 'what was being written'}: cannot be written ({error.strerror})"
+    else:
+        return None
+    return f"understudy: {said}", MISTAKE
 
 
 def _is_dead_rank(error: BaseException) -> bool:

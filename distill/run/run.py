@@ -76,26 +76,9 @@ class Run:
         self.accelerator = accelerator or new_accelerator()
         self.progress = progress or Progress()
         self._held: AcquireReturnProxy | None = None
-
-    @property
-    def main(self) -> bool:
-        """Whether this is the main process."""
-        return self.accelerator.is_main_process
-
-    @property
-    def rank(self) -> int:
-        """Rank of this process, 0 .. ranks - 1."""
-        return self.accelerator.process_index
-
-    @property
-    def ranks(self) -> int:
-        """Number of processes that share the run."""
-        return self.accelerator.num_processes
-
-    @property
-    def device(self) -> torch.device:
-        """Device of this process."""
-        return self.accelerator.device
+        # Of this process: whether it is the main one, its rank (0 .. ranks - 1) and its device. ranks: processes that share the run.
+        self.main, self.rank = self.accelerator.is_main_process, self.accelerator.process_index
+        self.ranks, self.device = self.accelerator.num_processes, self.accelerator.device
 
     def claim(self) -> None:
         """Lock the folder on the main process until the run or the process ends; see `claim_folder`."""
