@@ -83,11 +83,9 @@ def _signal(run: Run, rows: StoredRows, target: Target) -> SignalFacts:
 
 
 def command(options: RespondOptions) -> int:
-    """Let the target answer the prompts of CONFIG and store its responses in the run's folder.
+    """Let the target answer the prompts of CONFIG, and with --signal store its probabilities at every response token too.
 
-    With --signal its probabilities at every response token are stored too. topk: the k most probable tokens and the total of the
-    rest (signal.k). sampled: unbiased draws (signal.samples). Without --signal: what the config's signal.source needs.
-
+    topk: the k most probable tokens and the total of the rest (signal.k). sampled: unbiased draws (signal.samples).
     The same command continues an interrupted run. Exit status: 0 done, 2 a mistake of the user, 130 interrupted.
     """
     try:

@@ -147,10 +147,7 @@ class TimeOptions:
 
 
 def command_of(program: Callable[[Any], int | None]) -> Callable[..., None]:
-    """Wrap a program, whose one parameter is a dataclass, as a typer command.
-
-    Each field becomes an option. The number that the program returns is the exit status.
-    """
+    """Wrap a program as a typer command: each field of its parameter, a dataclass, is an option; what it returns is the exit status."""
     options = next(kind for name, kind in get_type_hints(program).items() if name != "return")
     return functools.wraps(program)(_command(options, lambda: program))
 
