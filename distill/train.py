@@ -28,14 +28,14 @@ from distill.models.target import Target
 from distill.run.answers import Answers, first_student
 from distill.run.checkpoint import keep_judgement, missed_checks, resume_point
 from distill.run.launcher import launch_if_asked
-from distill.run.responses import decode_settings
+from distill.run.responses import decode_settings, signal_manifest_of
 from distill.run.run import Run, new_accelerator
 from distill.run.session import check_instrument, run_prompts
 from distill.training.batches import check_packing, make_batches, make_objective, make_survival
 from distill.training.micro_batch import check_batches, chosen_micro_batch
 from distill.training.module import DraftModule
 from distill.training.sharding import launched_plugin, settle_launcher, settled_precision, sharded_teacher
-from distill.training.signal import check_signal, make_reference, make_teacher
+from distill.training.signal import make_reference, make_teacher
 from distill.training.teacher import CapturingTeacher, Teacher
 from distill.training.tracking import judged_scalars, start_trackers
 from distill.training.trainer import Checkpoint, Trainer
@@ -93,7 +93,8 @@ def distil(run: Run) -> None:
     # Report config and student errors before the long work of generating responses.
     pkgutil.resolve_name(CONCLUSION)
     refuse_impossible(config.student, target.side.config)
-    check_signal(config.signal, target.facts.vocab_rows)
+    if config.signal.source != "online":
+        signal_manifest_of(run, target.facts)
     require_served(
         config.judge.served, target, max(len(prompt.prompt_ids) for prompt in sets.heldout) + config.serving.max_tokens
     )
@@ -225,13 +226,9 @@ def conclude(answers: Answers, checks: dict[str, Any]) -> None:
 
 
 def command(options: TrainOptions) -> int:
-    """A run from config to verdict: `accelerate launch -m distill.train CONFIG key=value ...`.
+    """A run from config to verdict; `understudy train CONFIG` does the same, also in a project that has its own package `data`.
 
-    CONFIG is a YAML file such as configs/demo.yaml; overrides reach any key:
-    optim.lr=3e-4  loss.name=forward_kl  data.train.0.path=prompts.jsonl
-
-    `understudy train CONFIG` does the same, also in a project that has its own package `data`. To continue a killed run, give the same
-    command again. Exit status: 0 done, 1 failed self-check, 2 user error, 130 interrupted.
+    The same command continues a killed run. Exit status: 0 done, 1 failed self-check, 2 user error, 130 interrupted.
     """
     run: Run | None = None
     try:

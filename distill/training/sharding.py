@@ -163,13 +163,6 @@ def _rebuilt(module: DraftModule, state: dict[str, Any]) -> DraftModule:
     return DraftModule(fresh, module.objective)
 
 
-def whole_draft(accelerator: Accelerator, wrapped: Any, module: DraftModule) -> PreTrainedModel:
-    """An ordinary model with the current weights on every rank, adapters merged, for rollouts. All ranks call it together."""
-    full = full_module(accelerator, wrapped, module, everywhere=True)
-    assert full is not None
-    return full.exported()
-
-
 def load_state(accelerator: Accelerator, wrapped: Any, optimizers: Sequence[Any], folder: Path) -> None:
     """`accelerator.load_state` for any number of ranks, including one rank that reads a state written by FSDP2 ranks.
 

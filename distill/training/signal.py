@@ -48,14 +48,6 @@ def open_signal_store(
     return store
 
 
-def check_signal(signal: SignalConfig, vocab_rows: int) -> None:
-    """Raise UserError if signal.k is above the target's vocabulary size."""
-    if signal.source != "online" and signal.kind == "topk" and signal.k > vocab_rows:
-        raise UserError(
-            f"signal.k = {signal.k}: the target's vocabulary has {vocab_rows} tokens; set it to at most {vocab_rows}"
-        )
-
-
 def fill(run: Run, store: SignalStore, target: Target, examples: Examples) -> None:
     """Compute this rank's share of the missing signals, in micro-batches of similar length, the longest first.
 
@@ -70,9 +62,8 @@ def fill(run: Run, store: SignalStore, target: Target, examples: Examples) -> No
     if store.present().any():
         store.verify(rank=rank, ranks=ranks, show=show)
     run.wait()
-    missing = np.array(
-        run.seen(store.missing), dtype=np.int64
-    )  # one list for all ranks, so that the shares fit together
+    # One list for all ranks, so that the shares fit together.
+    missing = np.array(run.seen(store.missing), dtype=np.int64)
     size = config.train.micro_batch_size or FILLED_AT_ONCE
     order = missing[np.argsort(-examples.lengths_N[missing].astype(np.int64), kind="stable")].tolist()
     mine = [order[start : start + size] for start in range(0, len(order), size)][rank::ranks]

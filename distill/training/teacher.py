@@ -5,7 +5,6 @@ N draws of a row, S distinct ones among them.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from data.batches.collate import Batch
-from data.signals.signal import DenseSignal, SampledSignal, Signal, StoredSignal, TopKSignal, joined
+from data.signals.signal import DenseSignal, SampledSignal, StoredSignal, TopKSignal, joined
 from data.signals.store import SignalStore
 from distill.models.heads import SplitModel
 from speculative.errors import UserError
@@ -22,14 +21,6 @@ from speculative.rules.sampling import row_uniforms, sample_at
 Head = Callable[[Tensor], Tensor]
 CHUNK_BYTES = 64 << 20  # size of one float32 (C, V) tensor; about six of them exist at once
 FIRST_ROWS = 16  # rows of the first chunk, which shows the vocabulary size
-
-
-class TeacherSource(Protocol):
-    """Source of the target's distributions for a micro-batch."""
-
-    def signal(self, batch: Batch) -> Signal:
-        """The target's distributions at the rows of a micro-batch, on the micro-batch's device."""
-        ...
 
 
 class Teacher:
@@ -145,6 +136,10 @@ class StoredTeacher:
         return self.store.read(indices)
 
 
+# The source of the target's distributions for a micro-batch.
+TeacherSource = Teacher | StoredTeacher
+
+
 class JoinedTeacher(StoredTeacher):
     """Several targets, each with its store. The examples of the second are numbered after those of the first."""
 
@@ -164,7 +159,7 @@ class JoinedTeacher(StoredTeacher):
 class CapturingTeacher(StoredTeacher):
     """Ask the online teacher once per example and store the answer; later requests read the store."""
 
-    def __init__(self, teacher: TeacherSource, store: SignalStore, chunk: int | None = None) -> None:
+    def __init__(self, teacher: Teacher, store: SignalStore, chunk: int | None = None) -> None:
         """``store`` is open with repair; its manifest has the settings. ``chunk``: rows whose logits exist at once."""
         super().__init__(store)
         self.teacher, self.chunk = teacher, chunk
@@ -187,15 +182,14 @@ class CapturingTeacher(StoredTeacher):
         and a run killed between two examples and resumed stores the same bits as an uninterrupted one.
         """
         lacking = set(self.store.lacking(batch.indices))
-        count = len(lacking)
-        if not count:
+        if not lacking:
             return 0
         lengths = self.store.lengths(batch.indices)
         if sum(lengths) != batch.rows_R.numel():
             raise ValueError(
                 f"{batch.rows_R.numel()} rows, but examples {batch.indices} have {sum(lengths)} response tokens"
             )
-        made = self._made(self._online(batch), batch.indices, lengths)
+        made = self._made(self.teacher.signal(batch), batch.indices, lengths)
         ends = np.cumsum(lengths).tolist()
         # An example that occurs twice is written once.
         rows = {
@@ -207,13 +201,7 @@ class CapturingTeacher(StoredTeacher):
             if (signal.log_probs_RK if isinstance(signal, TopKSignal) else signal.log_probs_RS).isnan().any():
                 raise UserError(f"example {index}: the target's logits are not finite; try target.dtype: float32")
         self.store.write(rows)
-        return count
-
-    def _online(self, batch: Batch) -> DenseSignal:
-        signal = self.teacher.signal(batch)
-        if not isinstance(signal, DenseSignal):
-            raise ValueError(f"capturing needs an online teacher, not one that returns {type(signal).__name__}")
-        return signal
+        return len(lacking)
 
     def _made(self, dense: DenseSignal, indices: tuple[int, ...], lengths: list[int]) -> StoredSignal:
         """The signal of all rows, on the CPU."""

@@ -5,7 +5,6 @@ Legend: R response tokens of a micro-batch.
 
 import contextlib
 import dataclasses
-import functools
 import math
 import sys
 import time
@@ -181,8 +180,7 @@ class Trainer:
 
     def micro_batches(self, step: int) -> list[Batch]:
         """This rank's micro-batches of a step. They depend on the step and its stored rollouts only."""
-        draft = functools.partial(sharding.whole_draft, self.accelerator, self.wrapped, self.module)
-        return self.batches.micro_batches(step, draft)
+        return self.batches.micro_batches(step, lambda: self._drafts()["raw"].exported())
 
     def step(self, window: Sequence[Batch]) -> StepResult:
         """One optimizer step over this rank's micro-batches.
