@@ -31,22 +31,15 @@ def conversation_prompts(
         )
     turns = [_turn(turn, f"{origin}: turn {number} of {column!r}") for number, turn in enumerate(value, start=1)]
     roles = [turn["role"] for turn in turns]
-    # Places after a turn of another speaker, where the assistant speaks next or the conversation ends.
-    ends = [
-        end
-        for end in range(1, len(turns) + 1)
-        if roles[end - 1] != "assistant" and roles[end : end + 1] in ([], ["assistant"])
-    ]
-    ends = [end for end in ends if "user" in roles[:end]]
+    # Places after a turn of another speaker, where the assistant speaks next or the conversation ends, from the first user turn on.
+    asked = range(roles.index("user") + 1 if "user" in roles else len(turns) + 1, len(turns) + 1)
+    ends = [end for end in asked if roles[end - 1] != "assistant" and roles[end : end + 1] in ([], ["assistant"])]
     if not ends:
         raise UserError(f"{origin}: the conversation in {column!r} has no user turn to answer; remove the row")
     for number, turn in enumerate(turns[: ends[-1]], start=1):
         if not turn["content"].strip() and not turn.get("tool_calls"):
             raise UserError(f"{origin}: turn {number} of {column!r} is empty; fill it or remove the row")
-    if system is not None and roles[0] != "system":
-        head: Turns = ({"role": "system", "content": system},)
-    else:
-        head = ()
+    head: Turns = () if system is None or roles[0] == "system" else ({"role": "system", "content": system},)
     wanted = ends if every_turn else ends[-1:]
     return [
         (
@@ -64,12 +57,11 @@ def tools_of(value: Any, column: str, origin: str) -> Turns | None:
     Raises:
         UserError: not a list of objects, or nested too deep.
     """
-    if isinstance(value, str) and value.strip():
-        try:
-            value = json.loads(value)
-        except (ValueError, RecursionError) as error:
-            raise UserError(f"{origin}: column {column!r} is not JSON ({error}); fix or remove the row") from error
-    if not value or (isinstance(value, str) and not value.strip()):
+    try:
+        value = json.loads(value.strip() or "null") if isinstance(value, str) else value
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{origin}: column {column!r} is not JSON ({error}); fix or remove the row") from error
+    if not value:
         return None
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
         raise UserError(f"{origin}: column {column!r} contains a {type(value).__name__}; tools are a list of objects")

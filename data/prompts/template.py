@@ -17,7 +17,7 @@ from typing import Any, Literal
 import jinja2
 import jinja2.meta
 
-from data.prompts.prompt import PromptRow, Template, Turn, Turns
+from data.prompts.prompt import PromptRow, Template, Turn, Turns, last_question
 from speculative.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -68,8 +68,7 @@ def render_opening(row: PromptRow, tokenizer: Any, template: Template) -> list[i
         UserError: no chat template, one that refuses the row, or one that does not show the user turn.
     """
     turns = _turns(row)
-    last = max((number for number, turn in enumerate(turns) if turn["role"] == "user"), default=len(turns))
-    asked = (*turns[:last], {"role": "user", "content": WORD})
+    asked = (*turns[: last_question(turns)], {"role": "user", "content": WORD})
     text = _apply(row, asked, tokenizer, template, tokenize=False, add_generation_prompt=False)
     opening, word, _ = text.rpartition(WORD)
     if not word:
@@ -129,11 +128,7 @@ def loss_mask(prompt_length: int, total_length: int) -> list[bool]:
 
 
 def check_learnable(rows: int, tokens: int, learned: int, where: str) -> None:
-    """Refuse rows without any response token. `learned`: number of response tokens among `tokens`.
-
-    Raises:
-        UserError: there is none. Single rows may have none.
-    """
+    """Raise UserError if none of ``tokens`` is a response token (``learned``: their number). Single rows may have none."""
     if learned == 0:
         raise UserError(
             f"{where}: {rows} rows with {tokens} tokens have no response token, because every response is empty or cut; "

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from data.prompts.prompt import PromptRow, Template
+from data.prompts.prompt import PromptRow, Template, last_question
 from data.prompts.split import content_hash, normalised_hash, split_groups
 from data.prompts.template import render_opening
 from data.responses.rendered import RenderedPrompt
@@ -129,11 +129,6 @@ def mixed_rows(own: Sequence[PromptRow], seed: int) -> Callable[[int], tuple[lis
     return candidates
 
 
-def _last_question(row: PromptRow) -> int:
-    turns = row.messages or ()
-    return max((number for number, turn in enumerate(turns) if turn["role"] == "user"), default=len(turns))
-
-
 def _questions(row: PromptRow) -> list[str]:
     if row.text is not None:
         return [row.text]
@@ -149,5 +144,4 @@ def _asking(row: PromptRow, question: str) -> PromptRow:
     row = replace(row, reference=None, origin="synthetic")
     if row.messages is None:
         return replace(row, text=question)
-    before = row.messages[: _last_question(row)]
-    return replace(row, messages=(*before, {"role": "user", "content": question}))
+    return replace(row, messages=(*row.messages[: last_question(row.messages)], {"role": "user", "content": question}))
