@@ -7,7 +7,7 @@ attention across such restarts if it gets neither an attention mask nor a cache.
 everywhere. Each padded position is then a sequence of its own, fits any table of positions, and is never used for a prediction.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -80,11 +80,13 @@ class Batch:
 
     def to(self, device: torch.device) -> "Batch":
         """The same micro-batch on another device."""
-        held = {one.name: getattr(self, one.name) for one in fields(self)}
-        moved: dict[str, Any] = {
-            name: value.to(device, non_blocking=True) for name, value in held.items() if isinstance(value, Tensor)
-        }
-        return replace(self, **moved)
+        return each_tensor(self, lambda tensor: tensor.to(device, non_blocking=True))
+
+
+def each_tensor(held: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """A dataclass with each of its tensors changed."""
+    values = {one.name: getattr(held, one.name) for one in fields(held)}
+    return replace(held, **{name: change(value) for name, value in values.items() if isinstance(value, Tensor)})
 
 
 def pad_id_of(tokenizer: PreTrainedTokenizerBase) -> int:

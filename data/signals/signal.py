@@ -11,6 +11,8 @@ from typing import Any, Self, TypeVar
 import torch
 from torch import Tensor
 
+from data.batches.collate import each_tensor
+
 
 @dataclass(frozen=True)
 class _Rows:
@@ -18,15 +20,11 @@ class _Rows:
 
     def rows(self, chosen: slice | Tensor) -> Self:
         """A subset of the rows."""
-        return self._each(lambda tensor: tensor[chosen])
+        return each_tensor(self, lambda tensor: tensor[chosen])
 
     def to(self, device: torch.device) -> Self:
         """The same signal on another device; a head is not moved."""
-        return self._each(lambda tensor: tensor.to(device))
-
-    def _each(self, change: Callable[[Tensor], Tensor]) -> Self:
-        held = {one.name: getattr(self, one.name) for one in fields(self)}
-        return replace(self, **{name: change(value) for name, value in held.items() if isinstance(value, Tensor)})
+        return each_tensor(self, lambda tensor: tensor.to(device))
 
 
 @dataclass(frozen=True)
