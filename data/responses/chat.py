@@ -53,11 +53,7 @@ class ChatTarget(EndpointTarget):
         }
 
     def check(self) -> None:
-        """Check which model answers. Whether its chat template gives the same prompts is checked at each response.
-
-        Raises:
-            UserError: as `model`; another model than the recorded one.
-        """
+        """Check which model answers; its chat template is checked at each response. Raises UserError as `EndpointTarget.check`."""
         self._recognise()
 
     def _next_token(self, text: str) -> dict[str, float]:
@@ -132,11 +128,7 @@ class ChatTarget(EndpointTarget):
         return self._ask(call, options["top_logprobs"])
 
     def _before_shard(self, store: Store, rows: Sequence[Row]) -> None:
-        """Write the signal of a shard's responses before the shard, so that every stored shard has its signal.
-
-        Raises:
-            UserError: disk full or folder not writable.
-        """
+        """Write the signal of a shard's responses before the shard, so that every stored shard has its signal."""
         if self.kept is None:
             return
         signals = SignalStore(store.folder)

@@ -103,13 +103,18 @@ class EngineClient(EndpointTarget):
             UserError: the server is gone or cannot answer, tokens are outside the vocabulary, or counts contradict themselves.
         """
         options = request_of(settings, key) | _EXTRAS.get(self.engine, {})
-        if self._as_text:  # The text already contains the special tokens.
+        if self._as_text:  # For an engine that refuses ids. The text already contains the special tokens.
             options |= {"add_special_tokens": False}
         import openai
 
         start = time.perf_counter()
         try:
-            response = self._response(self._prompt(prompt_ids), **options)
+            prompt = (
+                self.tokenizer.decode(list(prompt_ids), skip_special_tokens=False)
+                if self._as_text
+                else list(prompt_ids)
+            )
+            response = self._response(prompt, **options)
         except UserError as error:
             if self._as_text or not isinstance(error.__cause__, openai.BadRequestError):
                 raise
@@ -157,8 +162,7 @@ class EngineClient(EndpointTarget):
         """
         choice = body["choices"][0]
         finished = choice.get("finish_reason") == "stop"
-        ids = _ids_in(choice)
-        if ids is not None:
+        if (ids := _ids_in(choice)) is not None:
             ids = self._ended(ids, choice, settings.eos_ids)
         tokens = len(ids) if ids is not None else int(body["usage"]["completion_tokens"])
         if not tokens:
@@ -193,12 +197,6 @@ class EngineClient(EndpointTarget):
         gone = isinstance(error, openai.APIConnectionError)
         what = f"no server answers ({error.__cause__ or said})" if gone else f"{type(error).__name__}: {said}"
         return f"{self.endpoint.url}: {what}"
-
-    def _prompt(self, prompt_ids: Sequence[int]) -> Any:
-        """Return the prompt as token ids, or as text for an engine that refuses ids."""
-        if not self._as_text:
-            return list(prompt_ids)
-        return self.tokenizer.decode(list(prompt_ids), skip_special_tokens=False)
 
 
 def _joined(stream: bytes) -> dict[str, Any]:

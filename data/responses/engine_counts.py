@@ -127,9 +127,8 @@ def _read(form: _Format, stats: Any, where: str) -> RequestCounts:
 
     accepted = whole(form.accepted)
     histogram = counts("acceptance_histogram", "spec_correct_drafts_histogram", "spec_accept_histogram")
-    if (
-        histogram and form.engine == "sglang"
-    ):  # In all versions the histogram counts drafts; in some versions the sums do not.
+    # In all versions of SGLang the histogram counts drafts; in some versions the sums do not.
+    if histogram and form.engine == "sglang":
         accepted = sum(j * count for j, count in enumerate(histogram))
     engine = str(_at(stats, "engine") or form.engine) if form.engine == "aiperf" else form.engine
     gamma = whole(("num_spec_tokens",)) if _at(stats, "num_spec_tokens") is not None else None
@@ -156,9 +155,8 @@ def _counts(values: Any, where: str) -> tuple[int, ...]:
     if isinstance(values, Mapping):
         if any(not str(place).isdecimal() or len(str(place)) > 4 or int(place) > 4096 for place in values):
             raise CountsError(f"{where} has the positions {', '.join(map(str, values))[:60]}, not whole numbers")
-        values = [
-            values.get(str(place), values.get(place, 0)) for place in range(1 + max(map(int, values), default=-1))
-        ]
+        counts = {int(place): count for place, count in values.items()}
+        values = [counts.get(place, 0) for place in range(1 + max(counts, default=-1))]
     if values is None:
         return ()
     if not isinstance(values, list | tuple) or any(type(value) is not int or value < 0 for value in values):
