@@ -31,7 +31,6 @@ def base_of_adapter(student_dir: Path) -> str | None:
 
     Raises:
         UserError: the adapter's config has no base.
-
     """
     adapter_file = student_dir / ADAPTER_FILE
     if not adapter_file.is_file():
@@ -90,21 +89,16 @@ def cast_copy(model: PreTrainedModel, dtypes: Sequence[torch.dtype], device: tor
     """Return a copy for inference on a device, with weights rounded to each dtype in turn; it keeps the last."""
     rounded = copy.deepcopy(model)
     for dtype in dtypes:
-        # Weights only: rounding the rotary frequencies, which are computed and not saved, would change the model.
         cast_weights(rounded, dtype)
     rounded.to(device)  # type: ignore[arg-type]
     return rounded.requires_grad_(False).eval()
 
 
 def cast_weights(model: Any, dtype: torch.dtype) -> None:
-    """Cast parameters in place.
-
-    Buffers keep their dtype, as in `from_pretrained(dtype=...)`. `model.to(dtype)` would also round the rotary frequencies,
-    so the model in memory would differ from the one that loads.
+    """Cast parameters in place, not buffers, as `from_pretrained(dtype=...)`: `model.to(dtype)` would round the rotary frequencies too.
 
     Raises:
         UserError: a weight overflows in `dtype`.
-
     """
     for name, parameter in model.named_parameters():
         if not parameter.is_floating_point():

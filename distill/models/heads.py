@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, masking_utils
 
 from distill.loss.chunk_heads import OutputHead
+from speculative.engine.models import in_eval_mode
 from speculative.errors import UserError
 
 
@@ -49,10 +50,8 @@ class SplitModel:
             )
         text_config: Any = model.config.get_text_config()
         # Cohere multiplies by logit_scale, Granite divides by logits_scaling.
-        scale = float(getattr(text_config, "logit_scale", None) or 1.0) / float(
-            getattr(text_config, "logits_scaling", None) or 1.0
-        )
-        self.head = OutputHead(embeddings, scale, getattr(text_config, "final_logit_softcapping", None))
+        times, over = (float(getattr(text_config, name, None) or 1.0) for name in ("logit_scale", "logits_scaling"))
+        self.head = OutputHead(embeddings, times / over, getattr(text_config, "final_logit_softcapping", None))
         self._check()
 
     def hidden(self, input_ids_BT: Tensor, position_ids_BT: Tensor | None = None, attention: Any = None) -> Tensor:
@@ -68,15 +67,10 @@ class SplitModel:
         return hidden_BTD.to(input_ids_BT.device)
 
     def _check(self) -> None:
-        parameter = next(self.model.parameters())
-        probe_BT = (
-            torch.arange(8, device=parameter.device).unsqueeze(0) % self.model.config.get_text_config().vocab_size
-        )
-        training = self.model.training
-        self.model.eval()
-        with torch.no_grad():
+        vocabulary, device = self.model.config.get_text_config().vocab_size, next(self.model.parameters()).device
+        probe_BT = torch.arange(8, device=device).unsqueeze(0) % vocabulary
+        with torch.no_grad(), in_eval_mode(self.model):
             expected, split = self.model(input_ids=probe_BT, use_cache=False).logits, self.head(self.hidden(probe_BT))
-        self.model.train(training)
         if expected.shape != split.shape or not torch.allclose(expected.float(), split.float(), rtol=1e-2, atol=1e-2):
             raise UserError(
                 f"{type(self.model).__name__}: body and head do not give the model's logits; its final step is unknown here, so use another architecture"

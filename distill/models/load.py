@@ -86,11 +86,11 @@ def load_pretrained(what: str, path: str, load: Any, **options: Any) -> Any:
     (disable_progress_bar if looks_local else enable_progress_bar)()
     try:
         return load(local, **options)
+    except (KeyboardInterrupt, SystemExit):
+        raise
     except (
         BaseException
     ) as error:  # The tokenizers library raises nothing more specific, and its panics are not Exceptions.
-        if isinstance(error, KeyboardInterrupt | SystemExit):
-            raise
         reason = reason_of(error)
         if looks_local:
             raise UserError(f"{what} {path!r}: cannot be loaded: {reason}") from error

@@ -36,7 +36,7 @@ def make_student(
     config: StudentConfig,
     target: PreTrainedModel,
     tokenizer: Any,
-    calibration: Sequence[Sequence[int]] | None = None,
+    calibration: Sequence[Sequence[int]] = (),
     *,
     seed: int = 0,
     temperature: float = 1.0,
@@ -46,8 +46,6 @@ def make_student(
     """Make the draft before training: float32, with the target's vocabulary; a peft model if LoRA is configured.
 
     Args:
-        config: the run's `student` section.
-        target: the target model, which is not changed.
         tokenizer: the target's.
         calibration: token ids of texts as the target will see them; `layers: auto` and `intermediate_size` measure on them.
         seed: of random weights. temperature: the server's, at which layers are compared; at 0 they are compared at 1.
@@ -58,7 +56,6 @@ def make_student(
     Raises:
         UserError: layers that the target lacks, a vocabulary that cannot agree, or an impossible architecture or pair of keys.
         ValueError: a measurement is needed and there is no calibration.
-
     """
     notes = {} if notes is None else notes
     refuse_impossible(config)
@@ -111,35 +108,25 @@ def refuse_impossible(student: StudentConfig, target_config: Any = None) -> None
 def _carved(
     config: StudentConfig,
     target: PreTrainedModel,
-    calibration: Sequence[Sequence[int]] | None,
+    calibration: Sequence[Sequence[int]],
     temperature: float,
     notes: dict[str, Any],
 ) -> PreTrainedModel:
-    layers: Sequence[int] | None = notes["layers"]["layers"] if "layers" in notes else None
-    measures = (config.layers == "auto" and layers is None) or config.intermediate_size is not None
-    if measures and calibration is None:
-        raise ValueError("student.layers: auto and student.intermediate_size are measured on text: pass calibration")
-    if config.layers != "auto":
-        layers = config.layers
-    elif layers is None:
+    if config.layers == "auto" and "layers" not in notes:
         # At temperature 0 compare at 1: the overlap says more than whether the argmax is equal.
         settings = SamplingSettings(temperature=temperature or 1.0)
-        choice = choose_layers(target, config.depth, calibration or (), settings=settings)
-        notes["layers"] = asdict(choice)
-        layers = choice.layers
+        notes["layers"] = asdict(choose_layers(target, config.depth, calibration, settings=settings))
+    layers: Sequence[int] = notes["layers"]["layers"] if config.layers == "auto" else config.layers
     student = carve(target, layers)
     if config.intermediate_size is None:
         return student
     # Score the kept layers as the draft runs them, since their inputs differ from those in the whole target.
     with layers_only(target, layers):
-        scores = channel_scores(target, calibration or ())
+        scores = channel_scores(target, calibration)
     trimmed = trim_mlps(student, config.intermediate_size, scores)
     sums = [(scores_F.sum(), scores_F.topk(config.intermediate_size).values.sum()) for scores_F in scores]
-    notes["intermediate_size"] = {
-        "channels": config.intermediate_size,
-        "of": len(scores[0]),
-        "activity_kept": [float(kept / total) for total, kept in sums],
-    }
+    kept = [float(part / total) for total, part in sums]
+    notes["intermediate_size"] = {"channels": config.intermediate_size, "of": len(scores[0]), "activity_kept": kept}
     return trimmed
 
 

@@ -123,13 +123,12 @@ def _special_pieces(target_tokenizer: Any, donor_tokenizer: Any) -> dict[int, tu
 def _longest(text: bytes, donor_ids: dict[bytes, int]) -> tuple[int, ...]:
     """Return donor tokens that spell the bytes, longest first; empty if a byte has no token."""
     found: list[int] = []
-    start = 0
-    while start < len(text):
-        end = next((end for end in range(len(text), start, -1) if text[start:end] in donor_ids), None)
-        if end is None:
+    while text:
+        size = next((size for size in range(len(text), 0, -1) if text[:size] in donor_ids), None)
+        if size is None:
             return ()
-        found.append(donor_ids[text[start:end]])
-        start = end
+        found.append(donor_ids[text[:size]])
+        text = text[size:]
     return tuple(found)
 
 
@@ -159,14 +158,10 @@ def transplant_vocabulary(donor: PreTrainedModel, donor_tokenizer: Any, target_t
     A token in both vocabularies keeps the donor's row and logit. Another token gets the mean of the rows that spell it
     (`match_tokens`). Tied weights stay tied. Parameters are replaced: build the optimizer afterwards.
 
-    Args:
-        donor: a causal LM on the CPU.
-        donor_tokenizer, target_tokenizer: `transformers` tokenizers.
-        rows: rows of the target's embedding; rows after its tokens become the mean row.
+    ``donor``: a causal LM on the CPU. ``rows``: of the target's embedding; rows after its tokens become the mean row.
 
     Raises:
         UserError: the two tokenizers have no token in common.
-
     """
     match = match_tokens(target_tokenizer, donor_tokenizer)
     if not match.exact:

@@ -21,8 +21,6 @@ UNTIED_IN_ENGINES = ("llama", "mistral", "qwen2", "qwen3", "granite")
 ROLES = ("bos", "eos", "pad", "unk")
 
 TokenDifference = tuple[int, str | None, str | None]  # id, string in the target, string in the draft (None: no token)
-
-
 LONGEST_VALUE = 120  # characters of a shown value
 
 
@@ -112,13 +110,7 @@ def shown(value: Any) -> str:
 def compare_vocabularies(
     target_tokenizer: Any, target_rows: int, draft_tokenizer: Any, draft_rows: int
 ) -> VocabularyAgreement:
-    """Compare the two vocabularies id by id.
-
-    Args:
-        target_tokenizer, draft_tokenizer: `transformers` tokenizers.
-        target_rows, draft_rows: rows of each model's embedding (see `vocabulary_rows`).
-
-    """
+    """Compare the vocabularies of two `transformers` tokenizers id by id. Rows: of each model's embedding (see `vocabulary_rows`)."""
     target_tokens, draft_tokens = tokens_by_id(target_tokenizer), tokens_by_id(draft_tokenizer)
     token_rows = min(max(target_tokens, default=-1) + 1, target_rows)
     rowless = tuple(i for i in sorted(target_tokens) if draft_rows <= i < target_rows)
@@ -130,11 +122,9 @@ def compare_vocabularies(
         return agreement("refuse", f"token id {difference[0]} is {_sides(*difference[1:])}")
     # Special tokens without a role, such as image tokens, are not text, so they may get a made-up row.
     unused = special_ids(target_tokenizer) - {getattr(target_tokenizer, f"{role}_token_id", None) for role in ROLES}
-    missing = next((i for i in rowless if i not in unused), None)
-    if missing is not None:
-        detail = f"token id {missing} is {_quoted(target_tokens[missing])} and the draft has only {draft_rows} rows"
+    if needed := [i for i in rowless if i not in unused]:
+        detail = f"token id {needed[0]} is {_quoted(target_tokens[needed[0]])} and the draft has only {draft_rows} rows"
         return agreement("refuse", detail)
-
     repairs = [f"{_quoted(target_tokens[i])} is special and gets a made-up row" for i in rowless]
     if draft_rows != target_rows:
         how = "padded" if draft_rows < target_rows else "trimmed"
@@ -160,8 +150,7 @@ def refuse_rowless(found: VocabularyAgreement, tokenizer: Any, texts: Iterable[S
     """Raise `UserError` if a text (token ids) uses a special token that has no row of its own in the draft."""
     rowless = set(found.rowless)
     for ids in texts if rowless else ():
-        used = rowless.intersection(ids)
-        if used:
+        if used := rowless.intersection(ids):
             token = _quoted(tokens_by_id(tokenizer).get(min(used)))
             raise UserError(
                 f"draft and target do not share a vocabulary: a prompt (or its end) uses {token}, and the draft has only "
@@ -178,15 +167,10 @@ def repair_rows(model: Any, rows: int, token_rows: int) -> None:
     precision the rounding of the mean counts only where all logits are equal to within that rounding.)
     Tied weights stay tied. Parameters are replaced: build the optimizer afterwards.
 
-    Args:
-        model: a `transformers` causal LM.
-        rows: the target's rows.
-        token_rows: rows 0 .. token_rows-1 hold tokens (`VocabularyAgreement.token_rows`). Rows after them do not enter
-            the mean.
+    ``token_rows``: see `VocabularyAgreement`; rows after them do not enter the mean.
 
     Raises:
         UserError: a row that holds a token would be trimmed.
-
     """
     old_rows = model.get_input_embeddings().weight.shape[0]
     real_rows = min(token_rows, old_rows)
@@ -200,7 +184,8 @@ def repair_rows(model: Any, rows: int, token_rows: int) -> None:
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         # transformers initialises new rows at random; the fork keeps this out of the run's random state.
         matrices = row_tensors(model)
-        means = [tensor[:real_rows].mean(dim=0, dtype=_wide(tensor)) for tensor in matrices]
+        wide = [torch.promote_types(tensor.dtype, torch.float32) for tensor in matrices]
+        means = [tensor[:real_rows].mean(dim=0, dtype=dtype) for tensor, dtype in zip(matrices, wide, strict=True)]
         model.resize_token_embeddings(rows, mean_resizing=False)
         for tensor, mean in zip(row_tensors(model), means, strict=True):
             assert tensor.shape[0] == rows
@@ -252,10 +237,6 @@ def row_tensors(model: Any) -> list[torch.Tensor]:
         if getattr(head, "bias", None) is not None:
             tensors.append(head.bias)  # type: ignore[arg-type]
     return tensors
-
-
-def _wide(tensor: torch.Tensor) -> torch.dtype:
-    return torch.promote_types(tensor.dtype, torch.float32)
 
 
 def _role_differences(target_tokenizer: Any, draft_tokenizer: Any, target_tokens: dict[int, str]) -> list[str]:

@@ -120,7 +120,7 @@ def first_student(answers: Answers) -> Any:
 
     def made(notes: dict[str, Any]) -> Any:
         return make_student(
-            config.student, source, target.tokenizer, texts or None, seed=config.seed,
+            config.student, source, target.tokenizer, texts, seed=config.seed,
             temperature=config.serving.temperature, notes=notes, texts=_Texts(target.facts.eos_ids, answers.sets),
         )  # fmt: skip
 
