@@ -20,8 +20,9 @@ LOG_FLOOR = -32.0
 ZERO_CODE = 65535  # probability 0; lower codes are -32/65534 apart
 RELATIVE_ERROR = 2.5e-4  # half a step, 16/65534 = 2.442e-4, and float32's rounding of the logarithm, 2e-6
 _LOG_OF_CODE = np.append(np.arange(ZERO_CODE) * (LOG_FLOOR / (ZERO_CODE - 1)), -np.inf).astype(np.float32)
+MAX_SAMPLES = 255  # counts and numbers of distinct ids are bytes
 _ENTRIES = {"ids": pa.uint16(), "ids_above": pa.uint8(), "log_probs": pa.uint16()}
-# Columns of a row, which holds one example; each value is a list. A signal has at most 255 samples, so counts of ids are bytes.
+# Columns of a row, which holds one example; each value is a list.
 COLUMNS = {
     "topk": {**_ENTRIES, "log_tail": pa.float32()},
     "sampled": {"distinct": pa.uint8(), **_ENTRIES, "counts": pa.uint8(), "entropy": pa.float32()},

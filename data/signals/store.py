@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.progress import track
 
 from data.files import other_key, write_all, writing
-from data.signals.columns import COLUMNS, decode, encode, lists_of
+from data.signals.columns import COLUMNS, MAX_SAMPLES, decode, encode, lists_of
 from data.signals.signal import StoredSignal, TopKSignal, joined
 from speculative.errors import UserError
 
@@ -92,12 +92,14 @@ def signal_manifest(
     """The settings that identify a signal: kind, k or samples, the loss's temperature, target, seed of draws, with prompts or not.
 
     Raises:
-        UserError: more entries than the vocabulary has tokens.
+        UserError: more entries than the vocabulary has tokens, more samples than a byte can count.
     """
     if kind == "topk" and entries > vocab_rows:
         raise UserError(
             f"signal.k = {entries}: the target's vocabulary has {vocab_rows} tokens; set it to at most {vocab_rows}"
         )
+    if kind == "sampled" and not 1 <= entries <= MAX_SAMPLES:
+        raise UserError(f"signal.samples = {entries}: set it to 1 to {MAX_SAMPLES}")
     manifest: SignalManifest = {
         "format": FORMAT, "kind": kind, "k" if kind == "topk" else "samples": entries, "temperature": temperature,
         "vocab_rows": vocab_rows, "target": target, "target_dtype": target_dtype,
