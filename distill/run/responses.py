@@ -102,12 +102,8 @@ class RunStores:
         """(training prompts followed by synthetic ones, one line about how many were made, kept and left out). All ranks must call it.
 
         Synthetic prompts are made from training prompts and are never near a held-out one. The target's text is kept in the run's
-        folder and everything else follows from it, so a killed run makes the same prompts.
-
-        Args:
-            own: training prompts.
-            tokenizer: the one that renders the run's prompts.
-            context: maximum tokens of prompt and response.
+        folder and everything else follows from it, so a killed run makes the same prompts. ``tokenizer``: the one that renders the
+        run's prompts. ``context``: maximum tokens of prompt and response.
 
         Raises:
             UserError: magpie without a chat template, mix with prompts that share no words.
@@ -124,10 +120,17 @@ class RunStores:
         if asked.method == "mix":
             candidates = mixed_rows(rows, config.seed)
         else:
-            candidates = sampled_rows(
-                rows, tokenizer, lambda openings, samples: self.user_turns(openings, samples, asked.temperature, asked.max_tokens),
-                self.settings.eos_ids, config.seed, template,
+            settings = replace(
+                self.settings, sampling=SamplingSettings(asked.temperature), rule="sample", max_tokens=asked.max_tokens,
+                seed=self.settings.seed + 3,
             )  # fmt: skip
+
+            def user_turns(openings: Sequence[RenderedPrompt], samples: int) -> list[tuple[str, list[int]]]:
+                """What the target writes after each opening, stored like its responses."""
+                made = self._make(USER_TURNS, openings, settings, samples, select=False)
+                return [(row.prompt_id, row.response_ids) for row in made]
+
+            candidates = sampled_rows(rows, tokenizer, user_turns, self.settings.eos_ids, config.seed, template)
         most = min(context - self.serving.max_tokens, config.data.max_prompt_tokens or context)
 
         def ids(row: PromptRow) -> list[int]:
@@ -141,16 +144,6 @@ class RunStores:
             write_json(folder / f"{SYNTHETIC}.json", record)
             self.run.say(told)
         return [*own, *prompts], told
-
-    def user_turns(
-        self, openings: Sequence[RenderedPrompt], samples: int, temperature: float, max_tokens: int
-    ) -> list[tuple[str, list[int]]]:
-        """(prompt id, ids) of what the target writes after each opening, `samples` times; stored like its responses."""
-        settings = replace(
-            self.settings, sampling=SamplingSettings(temperature), rule="sample", max_tokens=max_tokens, seed=self.settings.seed + 3
-        )  # fmt: skip
-        rows = self._make(USER_TURNS, openings, settings, samples, select=False)
-        return [(row.prompt_id, row.response_ids) for row in rows]
 
     def heldout(self, prompts: Sequence[RenderedPrompt], rule: Rule, *, select: bool = False) -> list[HeldoutResponse]:
         """Frozen held-out responses for a rule: greedy ones for `greedy`, else at the serving settings.
