@@ -98,8 +98,7 @@ class _Texts:
     sets: PromptSets
 
     def __iter__(self) -> Iterator[Sequence[int]]:
-        prompts = chain(self.sets.train, self.sets.heldout)
-        return chain([self.ends], (prompt.prompt_ids for prompt in prompts))
+        return chain([self.ends], (prompt.prompt_ids for prompt in chain(self.sets.train, self.sets.heldout)))
 
 
 def first_student(answers: Answers) -> Any:
@@ -124,15 +123,15 @@ def first_student(answers: Answers) -> Any:
             temperature=config.serving.temperature, notes=notes, texts=_Texts(target.facts.eos_ids, answers.sets),
         )  # fmt: skip
 
+    def measured(notes: dict[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in notes.items() if name == "layers"}
+
     student, notes = None, dict[str, Any]()
     if run.main:
-        if path.exists():
-            notes = {
-                name: value for name, value in json.loads(path.read_text(encoding="utf-8")).items() if name == "layers"
-            }
+        notes = measured(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else {}
         student = made(notes)
         if notes and not path.exists():
             write_json(path, notes)
             run.say(f"student: {path} lists what was measured and chosen")
-    notes = run.seen(lambda: {name: value for name, value in notes.items() if name == "layers"})
+    notes = run.seen(lambda: measured(notes))
     return student if student is not None else made(notes)

@@ -110,17 +110,13 @@ def rows_of(sources: Sequence[PromptSource], bad_rows: list[UserError] | None = 
 
 def _made_with(data: DataConfig, tokenizer: Any, context_length: int, max_tokens: int) -> Manifest:
     """Everything that affects the prompts of a run, except the number that is judged, as plain JSON values."""
-    return json.loads(
-        json.dumps(
-            {
-                "format": [CACHE_FORMAT, *SCHEMA.names], "context_length": context_length, "max_tokens": max_tokens,
-                "tokenizer": tokenizer_fingerprint(tokenizer),
-                "template": template_fingerprint(tokenizer, data.template)[:16],
-                "data": data.model_dump(mode="json", exclude={"mix", "rollouts", "text", "text_window", "synthetic"}),
-                "sources": [source_state(source) for source in (*data.train, *data.heldout)],
-            }
-        )
-    )  # fmt: skip
+    known = {
+        "format": [CACHE_FORMAT, *SCHEMA.names], "context_length": context_length, "max_tokens": max_tokens,
+        "tokenizer": tokenizer_fingerprint(tokenizer), "template": template_fingerprint(tokenizer, data.template)[:16],
+        "data": data.model_dump(mode="json", exclude={"mix", "rollouts", "text", "text_window", "synthetic"}),
+        "sources": [source_state(source) for source in (*data.train, *data.heldout)],
+    }  # fmt: skip
+    return json.loads(json.dumps(known))
 
 
 def _is_kept(folder: Path, made_with: Manifest, heldout_prompts: int) -> bool:
@@ -159,11 +155,8 @@ def _drawn_from(made_with: Manifest) -> Manifest:
     """What decides which prompts a run may hold out and their ids. The state of the training sources is not part of it."""
     data = made_with["data"]
     told = {name: made_with[name] for name in ("format", "tokenizer", "template")}
-    return told | {
-        "train": data["train"],
-        "heldout": data["heldout"],
-        "files": made_with["sources"][len(data["train"]) :],
-    }
+    files = made_with["sources"][len(data["train"]) :]
+    return told | {"train": data["train"], "heldout": data["heldout"], "files": files}
 
 
 def _digests(folder: Path) -> dict[str, str]:
@@ -225,10 +218,8 @@ def _make(data: DataConfig, tokenizer: Any, folder: Path, made_with: Manifest, h
 
 def _asked_heldout(rows: Sequence[PromptRow], render: "_Renderer", count: int) -> list[RenderedPrompt]:
     """The first held-out prompts by hash that fit. Rows after the last one needed are not rendered."""
-    fitting = (
-        prompt for row in sorted(rows, key=content_hash) if (prompt := render(row, with_reference=False)) is not None
-    )
-    found = list(itertools.islice(fitting, count))
+    rendered = (render(row, with_reference=False) for row in sorted(rows, key=content_hash))
+    found = list(itertools.islice(filter(None, rendered), count))
     _require_some(bool(found), "heldout", render)
     return found
 
@@ -255,12 +246,8 @@ def _refuse_untold(run: Path) -> None:
 
 def _refuse_others(folder: Path, fingerprints: list[str]) -> None:
     """Raise UserError if a run with checkpoints has other prompts than at its start."""
-    run = folder.parent
-    if (
-        (run / CHECKPOINTS).exists()
-        and (folder / MANIFEST).exists()
-        and read_manifest(folder)["fingerprints"] != fingerprints
-    ):
+    run, known = folder.parent, (folder / MANIFEST).exists()
+    if (run / CHECKPOINTS).exists() and known and read_manifest(folder)["fingerprints"] != fingerprints:
         raise UserError(
             f"{run}: the prompts differ from those that its checkpoints were trained and judged on; choose another name=... "
             "(copy responses/ there to make only missing ones), or delete its checkpoints/"
@@ -364,12 +351,5 @@ def as_rendered(
     said = row.messages or ({"role": "user", "content": row.text},)
     turns = {"messages": said} | ({"tools": row.tools} if row.tools else {})
     as_turns = json.dumps(turns) if row.messages or row.tools else ""
-    return RenderedPrompt(
-        content_hash(row), row.domain, tuple(prompt_ids), _text_of(row), reference_ids, as_turns, group
-    )
-
-
-def _text_of(row: PromptRow) -> str:
-    if row.text is not None:
-        return row.text
-    return str(row.messages[-1].get("content", "")) if row.messages else ""
+    text, ids = row.text if row.text is not None else str(said[-1].get("content", "")), tuple(prompt_ids)
+    return RenderedPrompt(content_hash(row), row.domain, ids, text, reference_ids, as_turns, group)
