@@ -92,12 +92,8 @@ def chosen_micro_batch(
 
 def trial_batch(size: int, longest: int, module: DraftModule) -> Batch:
     """A batch of `size` rows of the maximum length where every token but the first is learnt: the worst case for memory."""
-    ids, learnt, survival = (
-        np.arange(longest) % module.inner.config.get_text_config().vocab_size,
-        np.arange(longest) > 0,
-        module.survival,
-    )
-    depths = None
+    ids, learnt = np.arange(longest) % module.inner.config.get_text_config().vocab_size, np.arange(longest) > 0
+    survival, depths = module.survival, None
     if survival is not None:
         depths = drawn_depths(np.random.default_rng(0), learnt, len(survival.kept_J), survival.retain)
     return collate([Example(ids, learnt, depths=depths)] * size, 0)

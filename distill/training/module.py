@@ -42,9 +42,7 @@ class DraftModule(nn.Module):
     def __init__(self, student: nn.Module, objective: Objective, survival: Survival | None = None) -> None:
         """``student`` is a causal LM, or a peft model around one. ``survival``: for a parallel draft, whose config has a mask token."""
         super().__init__()
-        self.student = student
-        self.objective = objective
-        self.survival = survival
+        self.student, self.objective, self.survival = student, objective, survival
         self.clock: StageClock | None = None
         # A peft model wraps a causal LM whose layers carry the adapters in place.
         adapted: Any = student

@@ -144,7 +144,11 @@ class Trainer:
                     if not (stop := self._any_rank(interrupt.requested)) and self._is_due():
                         yield from self._held(self.save())
                         stop = self._any_rank(interrupt.requested)
-                    if not self._is_due() and self._is_looked_at():
+                    if (
+                        not self._is_due()
+                        and (every := self.config.judge.dial_every)
+                        and self.progress.step % every == 0
+                    ):
                         yield from self._held(None)
                     if stop:
                         folder = self.save()  # Not judged first: a launcher waits 30 s.
@@ -207,7 +211,11 @@ class Trainer:
         mean_loss, mean_overlap, mean_slack = (total / max(tokens, 1) for total in totals)
         grad_norm = norms / accelerator.num_processes
         if not (math.isfinite(mean_loss) and math.isfinite(grad_norm)):
-            self._refuse_update(mean_loss, grad_norm)
+            self.wrapped.zero_grad(set_to_none=True)
+            raise NotFinite(
+                f"step {self.progress.step + 1}: loss {mean_loss:g}, gradient norm {grad_norm:g}; stopped before the update; {checkpoint.last_good(self.run.folder)}; "
+                f"start another run (set name) with a lower optim.lr (now {float(self.schedulers[0].base_lrs[0]):g})"
+            )
         # Some optimizers keep their learning rate as a tensor.
         lr, skipped = float(self.schedulers[0].get_last_lr()[0]), self.spikes.is_spike(grad_norm)
         if self.survival is not None:
@@ -274,21 +282,14 @@ class Trainer:
                 f"{checkpoint.last_good(self.run.folder)}; start another run (set name) with a lower optim.lr or a higher optim.spike_factor (now {self.spikes.factor:g})"
             )
 
-    def _refuse_update(self, loss: float, grad_norm: float) -> None:
-        self.wrapped.zero_grad(set_to_none=True)
-        raise NotFinite(
-            f"step {self.progress.step + 1}: loss {loss:g}, gradient norm {grad_norm:g}; stopped before the update; "
-            f"{checkpoint.last_good(self.run.folder)}; start another run (set name) with a lower optim.lr (now {float(self.schedulers[0].base_lrs[0]):g})"
-        )
-
     def _record(self, result: StepResult, elapsed: float) -> str:
         """Write the metrics of a step; returns the text for the progress line."""
         device, ranks = self.accelerator.device, self.accelerator.num_processes
         values: dict[str, Any] = {"loss": result.loss}
         if self.teacher is not None:
-            values["alpha_train"] = result.alpha
-        if self.teacher is not None and result.alpha_slack:
-            values["alpha_slack"] = result.alpha_slack
+            values |= {"alpha_train": result.alpha} | (
+                {"alpha_slack": result.alpha_slack} if result.alpha_slack else {}
+            )
         values |= {name: getattr(result, name) for name in ("lr", "grad_norm", "tokens")}
         values |= {"tokens_seen": self.progress.tokens_seen, "tokens_per_second": round(result.tokens / elapsed, 1)}
         if self.survival is not None:
@@ -314,10 +315,6 @@ class Trainer:
     def _is_due(self) -> bool:
         return self.progress.step % self.config.judge.every == 0 or self.progress.step == self.config.train.steps
 
-    def _is_looked_at(self) -> bool:
-        every = self.config.judge.dial_every
-        return bool(every) and self.progress.step % every == 0
-
     def save(self) -> Path:
         """Write the checkpoint of this step unless it exists; returns its folder."""
         folder = step_folder(self.run.folder, self.progress.step)
@@ -325,9 +322,8 @@ class Trainer:
             return folder
         drafts = self._drafts(everywhere=False)
         # Adapters are merged into a copy, so every checkpoint holds an ordinary model.
-        students: dict[str, Any] = {
-            {"raw": STUDENT, "ema": AVERAGED}[name]: draft.exported() for name, draft in drafts.items()
-        }
+        folders = {"raw": STUDENT, "ema": AVERAGED}
+        students: dict[str, Any] = {folders[name]: draft.exported() for name, draft in drafts.items()}
         if drafts and self.progress.step and (adapter := drafts["raw"].adapter()) is not None:
             students[ADAPTER] = adapter
         checkpoint.save_checkpoint(self.run, students, self.tokenizer, self.provenance)
