@@ -68,14 +68,10 @@ class Rollouts:
     """Generate and read the generations of a run. Each rank generates its own shards."""
 
     def __init__(self, run: Run, target: PreTrainedModel, tokenizer: Any, prompts: Sequence[RenderedPrompt]) -> None:
-        """Nothing is read or written here."""
         self.run, self.config, self.target = run, run.config, target
         self.prompts, self.folder = prompts, run.folder / ROLLOUTS
-        self.identity = {
-            "format": ROLLOUT_FORMAT,
-            "target": model_fingerprint(target),
-            "tokenizer": tokenizer_fingerprint(tokenizer),
-        }
+        fingerprints = {"target": model_fingerprint(target), "tokenizer": tokenizer_fingerprint(tokenizer)}
+        self.identity = {"format": ROLLOUT_FORMAT, **fingerprints}
 
     @property
     def longest(self) -> int:
@@ -144,7 +140,7 @@ class Rollouts:
 
         # Only the main process looks, before any rank writes: gathering the draft needs all ranks or none.
         if self.run.seen(lacking):
-            self._make(kind, store, plan, settings, self._as_served(draft()))
+            self._make(kind, store, plan, settings, draft())
         self.run.wait()
         self.run.await_seen(lambda: bool(store.present(keys).all()), store.folder)
         if lost := int((~store.present(keys)).sum()):
@@ -153,21 +149,16 @@ class Rollouts:
             )
         return store.read(), store
 
-    def _as_served(self, draft: PreTrainedModel) -> PreTrainedModel:
-        """The draft in the dtype it is served in; the draft itself if it already has that dtype."""
-        target = self.target
-        return draft if draft.dtype == target.dtype else cast_copy(draft, (target.dtype,), target.device)
-
     def _make(
         self, kind: Kind, store: Store, plan: ResponsePlan, settings: DecodeSettings, draft: PreTrainedModel
     ) -> None:
-        batch_size = self.config.serving.batch_size
-        if kind != "speculative":
-            return respond(store, plan, draft, settings, batch_size=batch_size, show=False)
-        respond(
-            store, plan, self.target, settings, batch_size=batch_size, show=False, drafter=ModelDrafter(draft),
-            companion=write_rejected,
-        )  # fmt: skip
+        target = self.target
+        how: dict[str, Any] = {"batch_size": self.config.serving.batch_size, "show": False}
+        if draft.dtype != target.dtype:  # in which it is served
+            draft = cast_copy(draft, (target.dtype,), target.device)
+        if kind == "student":
+            return respond(store, plan, draft, settings, **how)
+        respond(store, plan, target, settings, drafter=ModelDrafter(draft), companion=write_rejected, **how)
 
     def _delete_old(self, kind: Kind, generation: int) -> None:
         """Delete generations older than the previous one that a resume from the last checkpoint cannot need."""
