@@ -150,7 +150,9 @@ class BatchSource:
                 self._hold(name, generation, made(generation, draft))
             _, examples = self._held[name]
             chosen = self.mixture.chosen(name, step, examples.lengths_N).tolist()
-            taught = [self._weighted(name, examples[number]) for number in chosen]
+            taught = [examples[number] for number in chosen]
+            if self.config.loss.weighting.name == "position" and name != "text":
+                taught = [position_weighted(example, self.config.loss.weighting.half_life) for example in taught]
             numbered = enumerate(taught, len(documents))
             documents += [self._thinned(self._in_blocks(one, step, place), step, place) for place, one in numbered]
             first = self._first.get(name)
@@ -184,12 +186,6 @@ class BatchSource:
         drawn = np.random.default_rng((self.config.seed, step, place, 1)).random(len(example.loss_mask)) < share
         return replace(example, drawn=example.loss_mask | drawn, prompt_weight=example.prompt_weight / share)
 
-    def _weighted(self, name: str, example: Example) -> Example:
-        weighting = self.config.loss.weighting
-        if weighting.name != "position" or name == "text":
-            return example
-        return position_weighted(example, weighting.half_life)
-
 
 def check_packing(split: SplitModel) -> None:
     """Compare hidden states of packed sequences with those of each sequence alone, and with other neighbours in the row.
@@ -203,9 +199,8 @@ def check_packing(split: SplitModel) -> None:
     cuts = [(0, 7), (7, 16), (16, 18), (18, 22), (22, 36)]  # the first three make a row of 18, the last two another
     first = np.zeros(36, dtype=bool)
     first[[*range(7), *range(18, 22)]] = True
-    other_ids = np.where(
-        first, (ids + 5) % vocabulary, ids
-    )  # the first sequence of each row differs, the ones after it are the same
+    # The first sequence of each row differs, the ones after it are the same.
+    other_ids = np.where(first, (ids + 5) % vocabulary, ids)
     attention = getattr(split.model.config, "_attn_implementation", None)
     name, fix = f"{type(split.model).__name__} (attention: {attention})", "set train.packing to null"
 
@@ -272,22 +267,16 @@ def make_batches(
                 f"data.text_window = {data.text_window}: the models accept {context} tokens; set it to at most {context}"
             )
         text = text_examples(data.text, tokenizer, data.text_window)
-    if mask_token is not None:
-        for sequences in (examples, text or (), *(own for _, own in others)):
-            _refuse_token(mask_token, sequences)
-    source = BatchSource(run, examples, pad_id_of(tokenizer), rollouts, text, others)
-    if isinstance(teacher, StoredTeacher) and config.signal.source != "capture":
-        source.read_ahead = teacher.read_ahead
-    return source
-
-
-def _refuse_token(mask_token: int, sequences: Examples | Sequence[Example]) -> None:
-    for number in range(len(sequences)):
-        if mask_token in sequences[number].input_ids:
+    for sequences in (examples, text or (), *(own for _, own in others)) if mask_token is not None else ():
+        if any(mask_token in sequences[number].input_ids for number in range(len(sequences))):
             raise UserError(
                 f"student.parallel.mask_token: a training sequence contains token {mask_token}, which is the mask token; "
                 "give an id that occurs in no text"
             )
+    source = BatchSource(run, examples, pad_id_of(tokenizer), rollouts, text, others)
+    if isinstance(teacher, StoredTeacher) and config.signal.source != "capture":
+        source.read_ahead = teacher.read_ahead
+    return source
 
 
 def make_objective(config: RunConfig) -> Objective:

@@ -46,7 +46,11 @@ def make_optimizers(module: nn.Module, optim: OptimConfig) -> list[torch.optim.O
         UserError: adamw8bit without torchao.
     """
     lr = optim.lr if optim.lr is not None else default_lr(module)
-    matrices, tables, vectors = parameter_groups(module)
+    named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
+    in_tables = {id(m.weight) for m in module.modules() if isinstance(m, nn.Embedding)}
+    in_tables |= {id(parameter) for name, parameter in named if "lm_head" in name or "embed" in name}
+    matrices = [p for _, p in named if p.dim() >= 2 and id(p) not in in_tables]
+    tables, vectors = [p for _, p in named if p.dim() >= 2 and id(p) in in_tables], [p for _, p in named if p.dim() < 2]
     table_decay = optim.weight_decay if optim.embedding_weight_decay is None else optim.embedding_weight_decay
     # Muon takes matrices only; stacked experts and convolutions use AdamW.
     orthogonal = [p for p in matrices if p.dim() == 2] if optim.name == "muon" else []
@@ -110,15 +114,6 @@ def _orthogonal(matrix: torch.Tensor, coefficients: tuple[float, float, float], 
     return (wide if matrix.shape[0] <= matrix.shape[1] else wide.T).to(matrix.dtype)
 
 
-def parameter_groups(module: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter], list[nn.Parameter]]:
-    """(matrices of the layers, embeddings and head, vectors) among the trainable parameters."""
-    named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
-    tables = {id(m.weight) for m in module.modules() if isinstance(m, nn.Embedding)}
-    tables |= {id(parameter) for name, parameter in named if "lm_head" in name or "embed" in name}
-    matrices = [p for _, p in named if p.dim() >= 2 and id(p) not in tables]
-    return (matrices, [p for _, p in named if p.dim() >= 2 and id(p) in tables], [p for _, p in named if p.dim() < 2])
-
-
 def _adamw(groups: list[dict[str, Any]], lr: float, optim: OptimConfig) -> torch.optim.Optimizer:
     if optim.name == "adamw8bit":
         try:
@@ -156,10 +151,8 @@ class SpikeGuard:
     def is_spike(self, norm: float) -> bool:
         """Whether the norm is a spike. Other norms are added to the history."""
         spike = bool(self.factor) and len(self.norms) >= SPIKE_LEAST and norm > self.factor * self.median()
-        if spike:
-            self.skipped_in_a_row += 1
-        else:
-            self.skipped_in_a_row = 0
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if spike else 0
+        if not spike:
             self.norms.append(norm)
         return spike
 

@@ -55,11 +55,8 @@ class Metrics:
     """Append JSON lines on the main process. After a resume, lines past the resumed step are removed first."""
 
     def __init__(self, folder: Path, accelerator: Accelerator, log_every: int, has_trackers: bool) -> None:
-        """Nothing is written here."""
-        self.path = folder / METRICS
-        self.accelerator = accelerator
-        self.log_every = log_every
-        self.has_trackers = has_trackers
+        self.path, self.accelerator = folder / METRICS, accelerator
+        self.log_every, self.has_trackers = log_every, has_trackers
 
     def cut_after(self, step: int) -> None:
         """Remove the lines that will be written again: those of later steps and the judgement of this one."""
@@ -148,7 +145,13 @@ def start_trackers(
     }
     accelerator.init_trackers(project, config=flat_config(config), init_kwargs=options)
     if with_wandb:
-        define_panels(accelerator.get_tracker("wandb", unwrap=True))
+        # Every section is plotted over the training step.
+        run = accelerator.get_tracker("wandb", unwrap=True)
+        run.define_metric(STEP, hidden=True)
+        for section in SECTIONS:
+            run.define_metric(f"{section}/*", step_metric=STEP)
+        for metric, summary in SUMMARIES.items():
+            run.define_metric(metric, step_metric=STEP, summary=summary)
 
 
 def wandb_options(folder: Path, name: str) -> dict[str, Any]:
@@ -189,15 +192,6 @@ def _wandb_id(path: Path) -> str:
     if not path.exists() or not list_steps(path.parent):  # without a checkpoint nothing is resumed
         write_bytes(path, f"{secrets.token_hex(8)}\n".encode())
     return path.read_text(encoding="utf-8").strip()
-
-
-def define_panels(run: Any) -> None:
-    """Define in wandb that every section is plotted over the training step, and which extreme the summary keeps."""
-    run.define_metric(STEP, hidden=True)
-    for section in SECTIONS:
-        run.define_metric(f"{section}/*", step_metric=STEP)
-    for metric, summary in SUMMARIES.items():
-        run.define_metric(metric, step_metric=STEP, summary=summary)
 
 
 def flat_config(tree: Mapping[str, Any], prefix: str = "") -> dict[str, int | float | str | bool]:
