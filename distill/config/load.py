@@ -56,23 +56,18 @@ def _set(tree: dict[str, Any], assignment: str) -> None:
         value = yaml.load(text, YamlLoader)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise UserError(f"override {assignment!r}: the value is not YAML ({str(error).splitlines()[0]})") from error
-    *parents, leaf = key.split(".")
+    parts = key.split(".")
     node: Any = tree
-    for depth, part in enumerate(parents):
-        if isinstance(node, list) and part.isdigit() and int(part) < len(node):
-            node = node[int(part)]
-            continue
-        if not isinstance(node, dict):
-            raise UserError(f"override {assignment!r}: {'.'.join(parents[:depth])} has no keys below it")
-        if node.get(part) is None:
+    for depth, part in enumerate(parts):
+        in_list = isinstance(node, list) and part.isdigit() and int(part) < len(node)
+        if not in_list and not isinstance(node, dict):
+            raise UserError(f"override {assignment!r}: {'.'.join(parts[:depth])} has no keys below it")
+        place: Any = int(part) if in_list else part
+        if depth == len(parts) - 1:
+            node[place] = value
+        elif not in_list and node.get(part) is None:
             node[part] = {}
-        node = node[part]
-    if isinstance(node, list) and leaf.isdigit() and int(leaf) < len(node):
-        node[int(leaf)] = value
-    elif isinstance(node, dict):
-        node[leaf] = value
-    else:
-        raise UserError(f"override {assignment!r}: {'.'.join(parents)} has no keys below it")
+        node = node[place]
 
 
 def _tuples(value: Any) -> Any:
@@ -132,9 +127,8 @@ def read_yaml(path: Path) -> dict[str, Any]:
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         where = f" line {mark.line + 1}" if mark else ""
-        raise UserError(
-            f"{path}:{where} is not YAML: {str(getattr(error, 'problem', error)).splitlines()[0]}"
-        ) from error
+        said = str(getattr(error, "problem", error)).splitlines()[0]
+        raise UserError(f"{path}:{where} is not YAML: {said}") from error
     if not isinstance(tree, dict):
         raise UserError(f"{path}: expected `key: value` lines, found {type(tree).__name__}")
     return tree
@@ -150,17 +144,14 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     _drop_retired(tree)
     for assignment in overrides:
         _set(tree, assignment)
-    origin = (
-        str(path) if not overrides else f"{path} (with {len(overrides)} override{'s' if len(overrides) > 1 else ''})"
-    )
-    return parse_config(tree, origin)
+    count = f" (with {len(overrides)} override{'s' if len(overrides) > 1 else ''})" if overrides else ""
+    return parse_config(tree, f"{path}{count}")
 
 
 def load_trusted(path: str | Path, trusted: bool, overrides: Sequence[str] = ()) -> RunConfig:
     """Like `load_config`, for commands that load models of a config which somebody else may have written.
 
-    Args:
-        trusted: the command line allows code that comes with the weights.
+    ``trusted``: the command line allows code that comes with the weights.
 
     Raises:
         UserError: see `load_config`; the file asks for such code and the command line does not allow it.
@@ -176,12 +167,9 @@ def load_trusted(path: str | Path, trusted: bool, overrides: Sequence[str] = ())
 
 # Keys without effect that the config of a run's folder may still have, at values that ask for nothing.
 RETIRED = {
-    "student.tokenizer": None,
-    "train.window": None,
-    "judge.corpus_windows": 64,
-    "student.lora.dropout": 0.0,
+    "student.tokenizer": None, "train.window": None, "judge.corpus_windows": 64, "student.lora.dropout": 0.0,
     "optim.spike_factor": None,
-}
+}  # fmt: skip
 
 
 def _drop_retired(tree: dict[str, Any]) -> None:
@@ -195,16 +183,16 @@ def _drop_retired(tree: dict[str, Any]) -> None:
 
 
 def parse_config(tree: dict[str, Any], origin: str) -> RunConfig:
+    """`parse_section` of a whole config."""
+    return parse_section(RunConfig, tree, origin)
+
+
+def parse_section(kind: type[Checked], tree: dict[str, Any], origin: str) -> Checked:
     """Validate a tree of plain values; errors start with ``origin``.
 
     Raises:
         UserError: unknown key, wrong type, impossible combination.
     """
-    return parse_section(RunConfig, tree, origin)
-
-
-def parse_section(kind: type[Checked], tree: dict[str, Any], origin: str) -> Checked:
-    """Like `parse_config`, for any section."""
     try:
         return kind.model_validate(_tuples(tree))
     except RecursionError as error:
