@@ -76,9 +76,8 @@ def chunked_loss(
     sweep = _Sweep(objective, signal, labels_R, weights_R, wants_gradient)
     loss = _ChunkedLoss.apply(sweep, student.head, student.hidden_RD, *parameters)
     if length is not None:
-        loss = loss + (
-            length.to(loss.dtype) - loss.detach()
-        )  # the gradient comes from the weights, the value is the accepted length
+        # The gradient comes from the weights, the value is the accepted length.
+        loss = loss + (length.to(loss.dtype) - loss.detach())
     return Scored(loss, *(measured or sweep.found)[1:])
 
 
@@ -133,9 +132,7 @@ def refuse_impossible(objective: Objective, signal: Signal | None, reference: De
     """Raise ValueError for an objective that does not work with the signal, or a weighting without its signal or reference."""
     names = set(objective.weights)
     if ACCEPTED_LENGTH in names and (len(names) > 1 or objective.weighting != "none"):
-        raise ValueError(
-            f"objective {ACCEPTED_LENGTH} weighs rows itself; it cannot be combined with another objective or weighting"
-        )
+        raise ValueError(f"objective {ACCEPTED_LENGTH} weighs rows itself; give no other objective or weighting")
     for served, why in (
         (losses.OBJECTIVES.keys(), "is unknown"),
         (losses.WITHOUT_TARGET if signal is None else names, "needs a target, and there is none"),
@@ -229,7 +226,10 @@ class _Sweep:
         objective, device = self.objective, self.labels_R.device
         chunk = objective.chunk_tokens or chunk_rows(head.vocabulary, head.dtype, device)
         target = frozen_head_of(self.signal) if isinstance(self.signal, DenseSignal) else None
-        block = min(chunk, _block_rows(head.vocabulary, device, dense=target is not None))
+        cpu = device.type == "cpu"
+        most = GPU_BLOCK if not cpu else CPU_BLOCK if target is not None else 4 * CPU_BLOCK
+        # On a CPU one share per thread, because a softmax is parallel over rows.
+        block = min(chunk, max(1, most // (head.vocabulary * 4)) * (torch.get_num_threads() if cpu else 1))
         dtype = torch.promote_types(head.dtype, torch.float32)
         # Allocated first, because small tensors between the blocks' memory would fragment it.
         self.found = Rows(*(torch.zeros(self.labels_R.numel(), dtype=dtype, device=device) for _ in Rows._fields))
@@ -253,10 +253,3 @@ class _Sweep:
                 head.take(chosen, into_CV)
             del logits_CV, into_CV, against
         return self.found
-
-
-def _block_rows(vocabulary: int, device: torch.device, dense: bool) -> int:
-    if device.type == "cpu":
-        # One share per thread, because a softmax is parallel over rows.
-        return max(1, (CPU_BLOCK if dense else 4 * CPU_BLOCK) // (vocabulary * 4)) * torch.get_num_threads()
-    return max(1, GPU_BLOCK // (vocabulary * 4))

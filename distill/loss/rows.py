@@ -216,9 +216,7 @@ def _compiled() -> Callable[..., tuple[Rows, Tensor | None]]:
             except (torch._dynamo.exc.TorchDynamoException, torch._inductor.exc.CppCompileError) as error:
                 usable = False
                 reason = str(error).strip().splitlines()[0][:200]
-                warnings.warn(
-                    f"torch.compile cannot compile the loss; running without compilation: {reason}", stacklevel=2
-                )
+                warnings.warn(f"torch.compile cannot compile the loss, which runs uncompiled: {reason}", stacklevel=2)
         return _differentiated(arguments, wants_gradient)
 
     return call
@@ -226,6 +224,6 @@ def _compiled() -> Callable[..., tuple[Rows, Tensor | None]]:
 
 def part_of(rows: Any, chosen: slice | Tensor) -> Any:
     """A subset of the rows of a tensor or a signal; None for None."""
-    if rows is None or isinstance(rows, Tensor):
-        return None if rows is None else rows[chosen]
-    return rows.rows(chosen)
+    if rows is None:
+        return None
+    return rows[chosen] if isinstance(rows, Tensor) else rows.rows(chosen)
