@@ -127,7 +127,7 @@ class Trainer:
             NotFinite: before the update; the message has the last good checkpoint.
             Interrupted: Ctrl-C, after a checkpoint was written.
         """
-        interrupt, train = Interrupt(), self.config.train
+        interrupt, train, dial = Interrupt(), self.config.train, self.config.judge.dial_every
         word = "distil" if self.teacher else "train"
         trace = traced(self.run.folder, train.profile_steps, self.accelerator.device, self.run.main)
         try:
@@ -144,11 +144,7 @@ class Trainer:
                     if not (stop := self._any_rank(interrupt.requested)) and self._is_due():
                         yield from self._held(self.save())
                         stop = self._any_rank(interrupt.requested)
-                    if (
-                        not self._is_due()
-                        and (every := self.config.judge.dial_every)
-                        and self.progress.step % every == 0
-                    ):
+                    if dial and self.progress.step % dial == 0 and not self._is_due():
                         yield from self._held(None)
                     if stop:
                         folder = self.save()  # Not judged first: a launcher waits 30 s.
@@ -287,9 +283,9 @@ class Trainer:
         device, ranks = self.accelerator.device, self.accelerator.num_processes
         values: dict[str, Any] = {"loss": result.loss}
         if self.teacher is not None:
-            values |= {"alpha_train": result.alpha} | (
-                {"alpha_slack": result.alpha_slack} if result.alpha_slack else {}
-            )
+            values["alpha_train"] = result.alpha
+            if result.alpha_slack:
+                values["alpha_slack"] = result.alpha_slack
         values |= {name: getattr(result, name) for name in ("lr", "grad_norm", "tokens")}
         values |= {"tokens_seen": self.progress.tokens_seen, "tokens_per_second": round(result.tokens / elapsed, 1)}
         if self.survival is not None:
