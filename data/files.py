@@ -110,11 +110,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a store, without its checksum, which is checked.
-
-    Raises:
-        UserError: missing or damaged.
-    """
+    """The manifest of a store, without its checksum, which is checked; UserError if it is missing or damaged."""
     path = folder / MANIFEST
     try:
         found = json.loads(path.read_text(encoding="utf-8"))

@@ -103,11 +103,7 @@ def collate(examples: Sequence[Example], pad_id: int, indices: Sequence[int] = (
 def collate_packed(
     rows: Sequence[Sequence[Example]], pad_id: int, row_tokens: int, indices: Sequence[int] = ()
 ) -> Batch:
-    """Make a micro-batch with several sequences per row, separated by their position ids.
-
-    Raises:
-        ValueError: the sequences of a row have more than `row_tokens` tokens.
-    """
+    """Make a micro-batch with several sequences per row, separated by position ids; ValueError for a row above `row_tokens`."""
     longest = max((sum(len(example.input_ids) for example in row) for row in rows), default=1)
     if longest > row_tokens:
         raise ValueError(f"a row has {longest} tokens, more than {row_tokens}")

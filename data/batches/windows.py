@@ -19,11 +19,7 @@ def cut_windows(documents: Sequence[Sequence[int]], window: int, eos_id: int) ->
 
 
 def documents_of(source: PromptSource) -> list[str]:
-    """Texts of a source: the standard library's corpus, or the prompt column of any other.
-
-    Raises:
-        UserError: no text in it.
-    """
+    """Texts of a source: the standard library's corpus, or the prompt column of any other; UserError for chat messages."""
     if source.path == STDLIB:
         return stdlib.corpus_documents(heldout=source.split == "heldout")
     rows = load_source(source)
@@ -34,11 +30,7 @@ def documents_of(source: PromptSource) -> list[str]:
 
 
 def text_examples(sources: Sequence[PromptSource], tokenizer: PreTrainedTokenizerBase, window: int) -> list[Example]:
-    """Windows of all documents of the sources. Every token of a window but the first is predicted.
-
-    Raises:
-        UserError: no text, or less text than one window.
-    """
+    """Windows of all documents; every token of one but the first is predicted. UserError: no text, or less than one window."""
     documents = [ids for source in sources for ids in tokenizer(documents_of(source), verbose=False)["input_ids"]]
     windows = cut_windows(documents, window, tokenizer.eos_token_id)
     if not len(windows):

@@ -52,11 +52,7 @@ def conversation_prompts(
 
 
 def tools_of(value: Any, column: str, origin: str) -> Turns | None:
-    """Tool definitions for a chat template, from a list or its JSON; None if there are none.
-
-    Raises:
-        UserError: not a list of objects, or nested too deep.
-    """
+    """Tool definitions for a chat template, from a list or its JSON; None if there are none; UserError if they are not objects."""
     try:
         value = json.loads(value.strip() or "null") if isinstance(value, str) else value
     except (ValueError, RecursionError) as error:

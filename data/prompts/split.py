@@ -107,11 +107,7 @@ def held_out(prompt_ids: Sequence[str], heldout_count: int, groups: Sequence[str
 
 
 def remove_overlap(train: Sequence[PromptRow], heldout: Sequence[PromptRow]) -> tuple[list[PromptRow], int]:
-    """(training prompts without those whose group, see `split_groups`, is also held out, number of removed prompts).
-
-    Raises:
-        UserError: no training prompt is left.
-    """
+    """(training prompts whose group, see `split_groups`, is not held out; number of removed ones). UserError if none is left."""
     groups = split_groups([*heldout, *train], normalised=True)
     held = set(groups[: len(heldout)])
     kept = [row for row, group in zip(train, groups[len(heldout) :], strict=True) if group not in held]

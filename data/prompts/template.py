@@ -143,11 +143,7 @@ def check_lengths(
     max_new_tokens: int,
     too_long: Literal["error", "drop"],
 ) -> bool:
-    """Whether prompt and response fit the target's context; False = leave out the row.
-
-    Raises:
-        UserError: it does not fit and ``too_long`` is ``error``, or no prompt could fit.
-    """
+    """Whether prompt and response fit the target's context. If not: False (`too_long` drop), or UserError, as when no prompt could fit."""
     if max_new_tokens >= context_length:
         raise UserError(
             f"serving.max_tokens = {max_new_tokens} leaves no space for a prompt in the context of {context_length} "

@@ -225,11 +225,7 @@ class EndpointTarget:
         return TopKSignal(*map(torch.from_numpy, found))
 
     def _ended(self, ids: list[int], choice: Choice, eos_ids: Sequence[int]) -> list[int]:
-        """Ids of a response, with the end token added if the server left it out.
-
-        Raises:
-            UserError: it is unknown which of several end tokens ended it; a token of another vocabulary.
-        """
+        """Ids of a response, with a left-out end token added; UserError if it is unknown which one, or for another vocabulary."""
         if choice.get("finish_reason") == "stop" and (not ids or ids[-1] not in eos_ids):
             said = choice.get("stop_reason", choice.get("matched_stop"))
             if said not in eos_ids and len(eos_ids) != 1:

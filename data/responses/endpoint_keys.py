@@ -39,11 +39,7 @@ def is_address(url: str) -> bool:
 
 
 def key_in(variable: str) -> str:
-    """The API key in the environment variable that ``--api-key-env`` names; empty if it names none.
-
-    Raises:
-        UserError: the variable is empty.
-    """
+    """The API key in the variable that ``--api-key-env`` names; empty if it names none; UserError if the variable is empty."""
     if variable and not os.environ.get(variable):
         raise UserError(f"--api-key-env {variable}: the variable is empty; export it with the API key")
     return os.environ[variable] if variable else ""

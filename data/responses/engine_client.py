@@ -155,11 +155,7 @@ class EngineClient(EndpointTarget):
     def read(
         self, body: dict[str, Any], settings: DecodeSettings, key: str, seconds: float, first: float | None = None
     ) -> Answer:
-        """Parse a server's JSON answer.
-
-        Raises:
-            UserError: tokens are outside the vocabulary, or counts contradict themselves.
-        """
+        """Parse a server's JSON answer; UserError for tokens outside the vocabulary or counts that contradict themselves."""
         choice = body["choices"][0]
         finished = choice.get("finish_reason") == "stop"
         if (ids := _ids_in(choice)) is not None:
@@ -222,11 +218,7 @@ def _ids_in(choice: Choice) -> list[int] | None:
 
 
 def counters_of(root: str, key: str = "") -> ServerCounts | None:
-    """Read a server's draft counters; None if it has none.
-
-    Raises:
-        UserError: counters that contradict themselves.
-    """
+    """Read a server's draft counters; None if it has none; UserError if they contradict themselves."""
     for path in PAGES:
         page = _page(root + path, key)
         try:

@@ -94,11 +94,7 @@ _FORMATS = (
 
 
 def read_counts(answer: Any) -> RequestCounts | None:
-    """Read the counts of an answer (JSON of a response, or a line of a request file); None if it reports no drafts.
-
-    Raises:
-        CountsError: counts that contradict themselves.
-    """
+    """The counts of an answer (JSON of a response, or a line of a request file); None without drafts; CountsError if they contradict."""
     choices = _at(answer, "choices")
     tops = (answer, choices[0] if isinstance(choices, list) and choices else None)
     for form in _FORMATS:

@@ -63,11 +63,7 @@ def engine_http(
 
 @contextlib.contextmanager
 def within(seconds: float, url: str, close: Callable[[], None]) -> Iterator[None]:
-    """Close a client after ``seconds`` in total: its own limit is per read, and a server may send one byte at a time.
-
-    Raises:
-        UserError: the time is up.
-    """
+    """Close a client after ``seconds`` in total, with a UserError: its own limit is per read, and a server may send byte by byte."""
     start, timer = time.monotonic(), threading.Timer(seconds, close)
     timer.daemon = True
     timer.start()

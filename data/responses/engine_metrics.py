@@ -118,11 +118,7 @@ def _sglang(page: Page) -> ServerCounts | None:
 
 
 def difference(before: ServerCounts, after: ServerCounts) -> ServerCounts:
-    """Return the counts between two scrapes.
-
-    Raises:
-        CountsError: a counter fell or restarted, so the server was restarted; or another engine answers.
-    """
+    """Return the counts between two scrapes; CountsError if a counter fell or restarted, or another engine answers."""
     if before.engine != after.engine:
         raise CountsError(f"{before.engine} answered first, then {after.engine}")
 

@@ -77,11 +77,7 @@ class StoredPrompts(Sequence[RenderedPrompt]):
         return RenderedPrompt(**found)
 
     def write(self, path: Path, chosen_N: np.ndarray) -> None:
-        """Write the prompts for which ``chosen_N`` (bool) is true to another file, atomically.
-
-        Raises:
-            UserError: disk full or folder not writable.
-        """
+        """Write the prompts for which ``chosen_N`` (bool) is true to another file, atomically; UserError if the disk is full."""
         batches = self._table.to_batches()
         ends = np.cumsum([len(batch) for batch in batches])
         masks = np.split(chosen_N, ends[:-1]) if batches else []

@@ -151,11 +151,7 @@ class Store:
         self.folder = folder
 
     def open(self, manifest: Manifest) -> None:
-        """Create the store, or accept an existing one with the same manifest.
-
-        Raises:
-            UserError: the manifest differs (the message has the first difference), or the folder cannot be written.
-        """
+        """Create the store or accept one with this manifest; UserError with the first key that differs, or for a disk that is full."""
         if (self.folder / MANIFEST).exists():
             remedy = "give the run another name, or delete that folder to make its responses again"
             return require_manifest(self.folder, manifest, remedy)
@@ -172,11 +168,7 @@ class Store:
         return self.folder / f"shard-{shard:05d}.arrow"
 
     def write_shard(self, shard: int, rows: Sequence[Row]) -> None:
-        """Write one shard atomically. If the number is taken, the name also has a hash of the rows' keys.
-
-        Raises:
-            UserError: disk full or folder not writable.
-        """
+        """Write a shard atomically; if its number is taken, named with a hash of the rows' keys too. UserError if the disk is full."""
         path, table = self.shard_path(shard), _table_of(rows)
         if path.exists():
             names = "".join(f"{row.prompt_id}:{row.sample}\n" for row in rows)
@@ -245,11 +237,7 @@ class Store:
         return StoredRows(self.folder, listed.combine_chunks())
 
     def select(self, keys: pa.Array, domains: Sequence[str]) -> None:
-        """Store the `chosen` rows as those that `rows` reads.
-
-        Raises:
-            UserError: see `chosen`; disk full.
-        """
+        """Store the `chosen` rows as those that `rows` reads; UserError as there, or if the disk is full."""
         listed, stream = self.chosen(keys, domains).listed, pa.BufferOutputStream()
         with pa.ipc.new_stream(stream, LISTED) as writer:
             writer.write_table(listed)
@@ -274,20 +262,12 @@ class Store:
         return StoredRows(self.folder, pa.ipc.open_stream(content).read_all())
 
     def read(self) -> list[Row]:
-        """Like `rows`, in memory and with all checksums checked.
-
-        Raises:
-            UserError: a shard that is damaged or cannot be read, or has no checksum.
-        """
+        """Like `rows`, in memory and with all checksums checked; UserError for a shard that is damaged or has no checksum."""
         self.verify()
         return list(self.rows())
 
     def verify(self) -> None:
-        """Compare every shard with its checksum.
-
-        Raises:
-            UserError: a shard that is damaged or cannot be read, or has no checksum.
-        """
+        """Compare every shard with its checksum; UserError for one that is damaged, cannot be read or has none."""
         with ThreadPoolExecutor() as pool:
             list(pool.map(_verify, self.shards()))
 

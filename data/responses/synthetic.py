@@ -73,11 +73,7 @@ def sampled_rows(
     seed: int,
     template: Template,
 ) -> Callable[[int], tuple[list[PromptRow], Counter[str]]]:
-    """Candidates by `magpie`. A turn that does not end with one of `end_ids` is too long.
-
-    Raises:
-        UserError: the tokenizer has no chat template.
-    """
+    """Candidates by `magpie`. A turn that does not end with one of `end_ids` is too long. UserError without a chat template."""
     rows = random.Random(seed).sample(list(own), len(own))
     openings: dict[tuple[int, ...], PromptRow] = {}
     for row in rows:
@@ -101,11 +97,7 @@ def sampled_rows(
 
 
 def mixed_rows(own: Sequence[PromptRow], seed: int) -> Callable[[int], tuple[list[PromptRow], Counter[str]]]:
-    """Candidates by `mix`.
-
-    Raises:
-        UserError: no two prompts share two neighbouring words.
-    """
+    """Candidates by `mix`; UserError if no two prompts share two neighbouring words."""
     words = [re.findall(r"\S+\s*", "".join(_questions(row)[-1:])) for row in own]
     places: dict[tuple[str, str], list[tuple[int, int]]] = defaultdict(list)
     for number, text in enumerate(words):

@@ -198,11 +198,7 @@ class SignalStore:
         return self._without(indices)
 
     def write(self, signals: Mapping[int, StoredSignal]) -> None:
-        """Store rows of examples (CPU tensors) in one message. They replace earlier rows of these examples.
-
-        Raises:
-            UserError: disk full or folder not writable.
-        """
+        """Store rows of examples (CPU tensors) in one message, instead of their earlier rows; UserError if the disk is full."""
         parts = [self._row(index, signal) for index, signal in signals.items()]
         arrays = [pa.array([part[name] for part in parts], kind) for name, kind in [*_FACTS, ("crc", pa.uint32())]]
         arrays += [lists_of([part[name] for part in parts]) for name in COLUMNS[self.kind]]
@@ -226,11 +222,7 @@ class SignalStore:
         return joined(signals or [decode(self._nothing, 0, self._entries, self._vocab_rows)])
 
     def verify(self, *, rank: int = 0, ranks: int = 1, show: bool = False) -> None:
-        """Read every existing row once; each of several ranks reads its share.
-
-        Raises:
-            UserError: a damaged row. With repair its file is deleted instead, with a line on stderr.
-        """
+        """Read every existing row once, each rank its share. A damaged row is a UserError; with repair its file is deleted, with a line."""
         numbers = range(rank, len(self._lengths), ranks)
         # On stderr, because stdout can be JSON for a script.
         for index in track(numbers, "checking the signal", console=Console(stderr=True), disable=not show):

@@ -110,11 +110,7 @@ def config_file(path: Path) -> Path:
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """The `key: value` lines of a YAML file (`config_file`).
-
-    Raises:
-        UserError: unreadable, or something else than such lines.
-    """
+    """The `key: value` lines of a YAML file (`config_file`); UserError if it is unreadable or something else."""
     try:
         text = config_file(path).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -188,11 +184,7 @@ def parse_config(tree: dict[str, Any], origin: str) -> RunConfig:
 
 
 def parse_section(kind: type[Checked], tree: dict[str, Any], origin: str) -> Checked:
-    """Validate a tree of plain values; errors start with ``origin``.
-
-    Raises:
-        UserError: unknown key, wrong type, impossible combination.
-    """
+    """Validate a tree of plain values. UserError, starting with ``origin``: unknown key, wrong type, impossible combination."""
     try:
         return kind.model_validate(_tuples(tree))
     except RecursionError as error:

@@ -41,11 +41,7 @@ class LayerChoice:
 
 
 def layer_list(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
-    """Return (name in the model, module list) of the layers: the first list as long as the config's depth.
-
-    Raises:
-        UserError: there is no such list.
-    """
+    """Return (name in the model, module list) of the layers: the first list as long as the config's depth; UserError without one."""
     depth = model.config.get_text_config().num_hidden_layers
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) == depth:
@@ -103,11 +99,7 @@ def layers_only(model: PreTrainedModel, kept: Sequence[int]) -> Iterator[None]:
 
 
 def sample_sequences(sequences: Sequence[Sequence[int]], tokens: int, length: int) -> list[list[int]]:
-    """Return about `tokens` tokens of text: evenly spread sequences, each cut to its first `length` tokens.
-
-    Raises:
-        ValueError: no sequence has two tokens.
-    """
+    """About `tokens` tokens of text: evenly spread sequences, each cut to `length` tokens; ValueError if none has two tokens."""
     usable = [list(sequence[:length]) for sequence in sequences if len(sequence) > 1]
     if not usable:
         raise ValueError("layers and channels are chosen on text; give sequences of at least two tokens")

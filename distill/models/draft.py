@@ -27,11 +27,7 @@ ADAPTER_FILE = "adapter_config.json"
 
 
 def base_of_adapter(student_dir: Path) -> str | None:
-    """Return the base model of an adapter directory; None if `student_dir` is not an adapter.
-
-    Raises:
-        UserError: the adapter's config has no base.
-    """
+    """Return the base model of an adapter directory; None if it is not an adapter; UserError if its config has no base."""
     adapter_file = student_dir / ADAPTER_FILE
     if not adapter_file.is_file():
         return None
@@ -44,22 +40,14 @@ def base_of_adapter(student_dir: Path) -> str | None:
 
 
 def load_draft(path: str, target: Target) -> PreTrainedModel:
-    """Load a draft from a run, checkpoint, model directory, peft directory or hub id, and check its vocabulary.
-
-    Raises:
-        UserError: not found, or another vocabulary than the target's.
-    """
+    """Load a draft from a run, checkpoint, model or peft directory, or hub id; UserError if not found or of another vocabulary."""
     draft, agreement = read_draft(path, target)
     require_agreement(agreement)
     return draft
 
 
 def read_draft(path: str, target: Target) -> tuple[PreTrainedModel, VocabularyAgreement]:
-    """Return (draft, agreement of its vocabulary with the target's); padded rows are repaired if nothing else differs.
-
-    Raises:
-        UserError: not found.
-    """
+    """(draft, agreement of its vocabulary with the target's); padded rows are repaired if no token differs. UserError: not found."""
     name, rows = find_student(path), target.facts.vocab_rows
     base = base_of_adapter(Path(name))
     draft = as_served(load_model("draft", name), target.device) if base is None else _adapted(name, base)

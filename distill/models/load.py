@@ -64,11 +64,7 @@ def refusing(what: str) -> Iterator[None]:
 
 
 def find_model(what: str, path: str, needed: str = "config.json") -> bool:
-    """Whether a path is local and not a hub id.
-
-    Raises:
-        UserError: it is local, but there is no directory with the `needed` file.
-    """
+    """Whether a path is local and not a hub id; UserError for a local one without a directory that has the `needed` file."""
     local = resolve(path)
     looks_local = local.startswith((".", "/", "~")) or Path(local).exists()
     if looks_local and not (Path(local) / needed).exists():
@@ -176,11 +172,7 @@ def _refuse_offloaded(what: str, path: str, model: Any) -> None:
 def load_tokenizer(
     path: str, *, revision: str | None = None, trust_remote_code: bool = False
 ) -> PreTrainedTokenizerBase:
-    """Load a tokenizer from a directory, hub id or `embedded`.
-
-    Raises:
-        UserError: not found, not loadable, or hub not reachable.
-    """
+    """Load a tokenizer from a directory, hub id or `embedded`; UserError if it cannot be loaded or the hub not reached."""
     return load_pretrained(
         "tokenizer", path, AutoTokenizer.from_pretrained, revision=revision, trust_remote_code=trust_remote_code
     )

@@ -16,11 +16,7 @@ KERNEL_STEP = 64
 
 
 def require_quantizer(how: str | None) -> None:
-    """Refuse 8-bit weights without their library, before the long work starts.
-
-    Raises:
-        UserError: compressed-tensors is not installed.
-    """
+    """Raise UserError for 8-bit weights without compressed-tensors, before the long work starts."""
     if how is not None and find_spec("compressed_tensors") is None:
         raise UserError(
             f"--quantize {how} needs compressed-tensors; `pip install 'understudy[quantize]'`, or set export.quantize to null"

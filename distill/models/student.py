@@ -156,11 +156,7 @@ def _pretrained(
 
 
 def context_of(student: StudentConfig) -> int | None:
-    """Return the context length of a draft from its config alone; None if it is the target's.
-
-    Raises:
-        UserError: no readable config at student.path, or an unknown model type.
-    """
+    """The context length of a draft by its config alone; None if it is the target's. UserError: no readable config or unknown type."""
     if student.init == "pretrained":
         config = load_pretrained(
             "student.path", str(student.path), AutoConfig.from_pretrained, revision=student.revision
@@ -216,11 +212,7 @@ def extend_context(config: PretrainedConfig, positions: int | None) -> None:
 def from_architecture(
     architecture: dict[str, Any], tokenizer: PreTrainedTokenizerBase, vocab_rows: int, seed: int
 ) -> PreTrainedModel:
-    """Make a draft with random weights; vocabulary and special ids are the tokenizer's.
-
-    Raises:
-        UserError: no or unknown `model_type`, or an unknown or impossible field.
-    """
+    """Make a draft with random weights and the tokenizer's vocabulary; UserError for an unknown `model_type` or impossible field."""
     ids = {f"{role}_token_id": getattr(tokenizer, f"{role}_token_id") for role in ("bos", "eos", "pad")}
     config = _architecture_config(architecture, vocab_size=vocab_rows, **ids)
     with refusing("student.architecture"), torch.random.fork_rng(devices=[]):

@@ -74,11 +74,7 @@ class Target:
 
     @property
     def model(self) -> PreTrainedModel:
-        """The target on its device, loaded if it is not in memory.
-
-        Raises:
-            UserError: not found, not loadable, or hub not reachable.
-        """
+        """The target on its device, loaded if it is not in memory; UserError if it cannot be loaded."""
         if self.config.endpoint is not None:
             raise UserError(
                 f"target.endpoint: the weights of {self.config.path} are on a server, but this step needs them here; leave target.endpoint out"

@@ -141,11 +141,7 @@ def point_best(run: Path, step: int) -> None:
 
 
 def load_judgements(run: Path) -> list[Judgement]:
-    """The record of every judged checkpoint, step 0 first.
-
-    Raises:
-        UserError: the run has none, one is damaged, or the one of step 0, the undistilled draft, is missing.
-    """
+    """The record of every judged checkpoint, step 0 (the undistilled draft) first; UserError if that one is missing or one is damaged."""
     records, remedy = [], f"delete {run / CHECKPOINTS} and start the run's command again: the responses are kept"
     for step in list_steps(run):
         path = step_folder(run, step) / JUDGEMENT

@@ -36,11 +36,7 @@ class FrozenText:
     manifest: dict[str, Any]
 
     def draft(self, path: str) -> PreTrainedModel:
-        """Load a draft (run, checkpoint, directory, hub id) as it would be served with this target, with its vocabulary checked.
-
-        Raises:
-            UserError: it is missing or has another vocabulary.
-        """
+        """Load a draft (run, checkpoint, directory, hub id) as served with this target; UserError if missing or of another vocabulary."""
         return as_exported(load_draft(path, self.target), self.target)
 
 

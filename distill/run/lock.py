@@ -43,11 +43,7 @@ def hold(folder: Path) -> AcquireReturnProxy:
 
 @contextlib.contextmanager
 def held_for(path: Path) -> Iterator[None]:
-    """Lock the run whose folder contains a path while it is written; a path outside of runs needs no lock.
-
-    Raises:
-        UserError: see `hold`.
-    """
+    """Lock the run whose folder contains a path while it is written (see `hold`); a path outside of runs needs no lock."""
     with contextlib.ExitStack() as held:
         for folder in path.resolve().parents:
             if (folder / CONFIG).is_file() and (folder / PROMPTS).is_dir():

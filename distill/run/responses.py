@@ -46,11 +46,7 @@ def decode_settings(serving: ServingConfig, seed: int, target: Target) -> Decode
 
 
 def signal_manifest_of(run: Run, facts: TargetFacts) -> SignalManifest:
-    """The manifest of the run's stored probabilities.
-
-    Raises:
-        UserError: signal.k is above the vocabulary, or signal.samples is too large to count.
-    """
+    """The manifest of the run's stored probabilities; UserError for a signal.k or signal.samples that is too large."""
     config, signal = run.config, run.config.signal
     return signal_manifest(
         signal.kind, signal.k if signal.kind == "topk" else signal.samples, temperature=config.loss.temperature,
@@ -162,11 +158,7 @@ class RunStores:
         return {rule: self.heldout(prompts, rule, select=True) for rule in dict.fromkeys(rules)}
 
     def past(self, rule: Rule) -> Sequence[Row]:
-        """Stored responses to the training prompts; none if they were made with other settings than the rule needs.
-
-        Raises:
-            UserError: the store is damaged.
-        """
+        """Stored responses to the training prompts; none if the rule needs other settings than theirs; UserError if damaged."""
         store, settings = Store(self.folder / TRAINING), self.settings
         if not (store.folder / MANIFEST).exists() or (rule == "greedy") != settings.sampling.greedy:
             return []
@@ -209,11 +201,7 @@ class RunStores:
         return self._in_order(store, plan, select)
 
     def _found(self, store: Store, manifest: Manifest, plan: ResponsePlan) -> StoredRows:
-        """The plan's rows as an earlier program stored them.
-
-        Raises:
-            UserError: some are missing, or were made with other settings.
-        """
+        """The plan's rows as an earlier program stored them; UserError if some are missing or were made with other settings."""
         there = (store.folder / MANIFEST).exists()
         if there:
             store.open(manifest)

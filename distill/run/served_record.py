@@ -102,10 +102,6 @@ class ServedRecord(Record):
 
 
 def load_served(run: Path) -> ServedRecord | None:
-    """served.json of a run; None if there was no readback.
-
-    Raises:
-        UserError: damaged, or a key is missing or has an invalid value.
-    """
+    """served.json of a run; None if there was no readback; UserError if it is damaged or has an invalid value."""
     path = run / READBACK
     return ServedRecord.read(path, "make it again with `understudy readback`") if path.is_file() else None

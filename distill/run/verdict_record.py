@@ -146,10 +146,6 @@ def drafting_to_serve(verdict: Verdict | None, parallel: bool) -> Drafting:
 
 
 def load_verdict(run: Path) -> Verdict:
-    """verdict.json of a finished run.
-
-    Raises:
-        UserError: not there or damaged, or a key is missing or of another type; the message gives the key.
-    """
+    """verdict.json of a finished run; UserError if it is not there or damaged, or a key is missing or of another type."""
     unfinished = "not there: the run is not finished; start its command again"
     return Verdict.read(run / VERDICT, "delete it, and start the run's command again", unfinished)

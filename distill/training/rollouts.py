@@ -177,11 +177,7 @@ def rejected_path(shard: Path) -> Path:
 
 
 def write_rejected(shard: Path, responses: Sequence[Response]) -> None:
-    """Write which response tokens of a shard replaced a rejected draft token. The write is atomic.
-
-    Raises:
-        UserError: disk full or folder not writable.
-    """
+    """Write, atomically, which response tokens of a shard replaced a rejected draft token; UserError if the disk is full."""
     masks = [np.isin(np.arange(len(r.response_ids)), rejected_positions(r)) for r in responses]
     path = rejected_path(shard)
     content = io.BytesIO()
@@ -191,11 +187,7 @@ def write_rejected(shard: Path, responses: Sequence[Response]) -> None:
 
 
 def read_rejected(shard: Path) -> list[np.ndarray]:
-    """One boolean array per response of a shard.
-
-    Raises:
-        UserError: missing or damaged.
-    """
+    """One boolean array per response of a shard; UserError if they are missing or damaged."""
     path = rejected_path(shard)
     try:
         with np.load(path, allow_pickle=False) as arrays:

@@ -56,11 +56,7 @@ def settled_precision(wanted: str) -> tuple[str, str | None]:
 
 
 def launched_plugin() -> FullyShardedDataParallelPlugin | None:
-    """The launcher's FSDP2 settings for `Accelerator(fsdp_plugin=...)`; None if the launcher does not ask for FSDP.
-
-    Raises:
-        UserError: a setting that would change what is trained.
-    """
+    """The launcher's FSDP2 settings; None if it does not ask for FSDP; UserError for a setting that would change what is trained."""
     if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() != "true":
         return None
     plugin = FullyShardedDataParallelPlugin()

@@ -117,11 +117,7 @@ def make_teacher(
 
 
 def make_reference(path: str | None, target: Target) -> Teacher | None:
-    """Load the reference draft of loss.weighting: selected.
-
-    Raises:
-        UserError: not found, or with another vocabulary.
-    """
+    """Load the reference draft of loss.weighting: selected; UserError if it is not found or has another vocabulary."""
     if path is None:
         return None
     name = find_student(path)

@@ -124,11 +124,7 @@ class StoredTeacher:
         self._read = {batch.indices: self._stored(batch.indices) for batch in windows}
 
     def signal(self, batch: Batch) -> StoredSignal:
-        """The stored distributions at the rows of a micro-batch, on its device.
-
-        Raises:
-            UserError: an example whose signal is missing or damaged.
-        """
+        """The stored distributions at the rows of a micro-batch, on its device; UserError if one is missing or damaged."""
         signal = self._read.pop(batch.indices, None)
         return (signal or self._stored(batch.indices)).to(batch.rows_R.device)
 

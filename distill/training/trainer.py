@@ -260,11 +260,7 @@ class Trainer:
             self.module.objective = dataclasses.replace(self.module.objective, weights=weights)
 
     def _note_skip(self, grad_norm: float) -> None:
-        """Print that an update was skipped.
-
-        Raises:
-            NotFinite: `MOST_SKIPS` updates in a row were skipped.
-        """
+        """Print that an update was skipped; raise NotFinite after `MOST_SKIPS` of them in a row."""
         step, median = self.progress.step + 1, self.spikes.median()
         if self.run.main:
             print(
