@@ -29,13 +29,7 @@ def writing(place: str | Path, left: str = "") -> Iterator[None]:
 
 @contextlib.contextmanager
 def locked(path: Path, busy: str = "") -> Iterator[None]:
-    """Hold the lock of a file; the system releases it when the process ends.
-
-    busy: error message if another process holds it; empty: wait for it.
-
-    Raises:
-        UserError: another process holds it, or the file cannot be written.
-    """
+    """Hold the lock of a file; the system releases it when the process ends. If another process holds it: wait, or UserError ``busy``."""
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         file = path.open("a")

@@ -17,10 +17,7 @@ from data.batches.packing import batches_per_epoch, plan_epoch
 
 @dataclass(frozen=True)
 class Pool:
-    """One kind of sequences. `share` is relative to the other pools' shares.
-
-    `every`: number of steps that use one generation; None = the pool never changes.
-    """
+    """One kind of sequences. `share`: relative to the other pools'. `every`: steps that use one generation; None = it never changes."""
 
     name: str
     share: float

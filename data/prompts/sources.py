@@ -112,10 +112,7 @@ def _limited(rows: Iterable[PromptRow], limit: int | None) -> list[PromptRow]:
 
 
 def source_state(source: PromptSource) -> list[Any]:
-    """State to detect changed files of a source without reading them: names, sizes and times, or the Python version.
-
-    A hub dataset counts as unchanged.
-    """
+    """Names, sizes and times of the files of a source, which show a change, or the Python version. Empty for a hub id."""
     if source.path == STDLIB:
         return [sys.version]
     return [[str(path), path.stat().st_size, path.stat().st_mtime_ns] for path in _files(source.path)]

@@ -21,10 +21,7 @@ MEANINGFUL = frozenset("#%&*@\\/_-")
 
 
 def content_hash(row: PromptRow) -> str:
-    """The id of a prompt: 16 hex digits of the SHA-256 of its exact text or messages (canonical JSON) and tools.
-
-    A prompt that was rendered earlier keeps its id.
-    """
+    """The id of a prompt: 16 hex digits of the SHA-256 of its exact text or messages and tools; kept if it was rendered earlier."""
     return row.prompt_id or _with_tools(row, row.text if row.text is not None else _canonical(row.messages))
 
 
@@ -60,10 +57,7 @@ def split_groups(rows: Sequence[PromptRow], normalised: bool = False) -> list[st
 def deduplicate(rows: Sequence[PromptRow]) -> tuple[list[PromptRow], int]:
     """(rows without exact and near-equal repeats, in order, the first of each kept; number of repeats).
 
-    Prompts that were rendered earlier are compared by id.
-
-    Raises:
-        UserError: several rows, all with the same prompt.
+    Prompts that were rendered earlier are compared by id. UserError if several rows all have the same prompt.
     """
     seen: set[str] = set()
     kept: list[PromptRow] = []

@@ -46,10 +46,7 @@ def is_heldout(module: str) -> bool:
 
 
 def modules(heldout: bool) -> Iterator[tuple[str, str]]:
-    """(path under the library, source text) of each module of one side, in sorted order.
-
-    Files that are not UTF-8 or do not parse with the running interpreter are left out.
-    """
+    """(path under the library, source text) of each module of one side, sorted, without files that are not UTF-8 or do not parse."""
     for name, source in _sources(heldout):
         try:
             ast.parse(source)

@@ -48,10 +48,7 @@ _SNIFFED_LINES = 20000  # An engine prints much while it starts.
 
 @dataclass(frozen=True)
 class AcceptanceRecord:
-    """Drafted and accepted tokens of one request or interval.
-
-    order: from 0, as logged. blocks: target calls with drafted tokens; None if the log does not say.
-    """
+    """Tokens of one request or interval. order: from 0, as logged. blocks: target calls with drafted tokens; None if not logged."""
 
     order: int
     drafted: int

@@ -27,10 +27,7 @@ from speculative.rules.sampling import SamplingSettings
 
 
 class ChatTarget(EndpointTarget):
-    """Like `EndpointTarget`, with chat messages.
-
-    With `kept` (a `signal_manifest` of kind topk) the k most probable tokens at each response token are stored as its signal.
-    """
+    """Like `EndpointTarget`, with chat messages. `kept`: a `signal_manifest` of kind topk, to store the k most probable tokens."""
 
     def __init__(self, *of_endpoint: Any, token_bytes: Callable[[], Mapping[int, bytes]]) -> None:
         """``token_bytes``: the text of each id of the target's vocabulary, without special tokens."""

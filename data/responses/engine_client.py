@@ -170,12 +170,9 @@ class EngineClient(EndpointTarget):
         return Answer(key, ids, str(choice.get("text") or ""), finished, seconds, counts, tokens, body, first)
 
     def scrape(self, settle: bool = False) -> ServerCounts | None:
-        """Read the server's counters; None if it has none for drafts.
+        """Read the server's counters; None if it has none for drafts; UserError if they contradict themselves.
 
         ``settle``: wait until they stop changing, since an engine may update them after its answer.
-
-        Raises:
-            UserError: counters that contradict themselves.
         """
         found, waited = counters_of(self.root, self.key), 0.0
         while settle and found is not None and waited < _LONGEST_SETTLING:

@@ -108,10 +108,7 @@ def row_of(prompt: RenderedPrompt, sample: int, response: Response) -> Row:
 def store_references(store: Store, manifest: Manifest, plan: ResponsePlan, max_tokens: int) -> None:
     """Store the dataset's answers, cut at `max_tokens`. Other reference answers in the store are deleted.
 
-    The target does not run, so its probabilities of these tokens are unknown.
-
-    Raises:
-        UserError: the store holds responses of a target; disk full.
+    The target's probabilities of these tokens are unknown. UserError: the store holds responses of a target, or the disk is full.
     """
     found = store.manifest() if (store.folder / MANIFEST).exists() else manifest
     if found != manifest and found.get("responses") == manifest["responses"]:

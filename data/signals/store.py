@@ -211,12 +211,9 @@ class SignalStore:
         self._take_in(Path(file.name))
 
     def read(self, indices: Sequence[int]) -> StoredSignal:
-        """Rows of these examples, concatenated in this order, on the CPU. Every checksum is verified.
+        """Rows of these examples, concatenated in this order, on the CPU; safe to call from several threads.
 
-        Safe to call from several threads.
-
-        Raises:
-            UserError: an example is missing or damaged; the message has the file and the number.
+        Every checksum is verified; UserError, with file and number, for an example that is missing or damaged.
         """
         signals = [self._load(index) for index in indices]
         return joined(signals or [decode(self._nothing, 0, self._entries, self._vocab_rows)])

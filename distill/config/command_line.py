@@ -153,10 +153,7 @@ def command_of(program: Callable[[Any], int | None]) -> Callable[..., None]:
 
 
 def lazy_command(options: type, place: str) -> Callable[..., None]:
-    """Like `command_of`, for a function ``module:name`` that is imported when the command runs.
-
-    The help is the docstring of the dataclass. A function with a parameter `console` gets a rich Console.
-    """
+    """Like `command_of`, for ``module:name``, imported when it runs; its parameter `console` gets a rich Console."""
 
     def program() -> Callable[[Any], Any]:
         function = pkgutil.resolve_name(place)

@@ -20,10 +20,7 @@ SHIPPED = Path(__file__).parent / "shipped"
 
 
 class YamlLoader(yaml.SafeLoader):
-    """A YAML loader with YAML 1.2 floats, because PyYAML reads `1e-4` as a string, and with a limit on aliases.
-
-    Nested aliases can expand to more than memory holds.
-    """
+    """Reads YAML 1.2 floats (PyYAML takes `1e-4` for a string) and few aliases: nested ones can expand to more than memory holds."""
 
     _aliases = 0
 
@@ -147,10 +144,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 def load_trusted(path: str | Path, trusted: bool, overrides: Sequence[str] = ()) -> RunConfig:
     """Like `load_config`, for commands that load models of a config which somebody else may have written.
 
-    ``trusted``: the command line allows code that comes with the weights.
-
-    Raises:
-        UserError: see `load_config`; the file asks for such code and the command line does not allow it.
+    UserError: the file asks for code that comes with the weights, and the command line does not allow it (``trusted``).
     """
     config = load_config(path, overrides)
     said = trusted or any(one.startswith("target.trust_remote_code=") for one in overrides)

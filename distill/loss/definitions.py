@@ -143,10 +143,7 @@ def tv(pair: Pair, objective: Objective) -> Tensor:
 
 @registered
 def neg_log_alpha(pair: Pair, objective: Objective) -> Tensor:
-    """-log sum_e min(target, student) (LK losses, arXiv 2602.23881). (N,)
-
-    Computed in log space, so that an overlap too small for float32 still has a gradient.
-    """
+    """-log sum_e min(target, student) (LK losses, arXiv 2602.23881), in log space: a tiny overlap still has a gradient. (N,)"""
     return -torch.minimum(pair.target.log_probs_NE, pair.student.log_probs_NE).logsumexp(-1)
 
 
@@ -213,10 +210,7 @@ def entropy_weight(entropy: Tensor) -> Tensor:
 
 
 def selected_rows(student_losses_N: Tensor, reference_losses_N: Tensor, keep: float) -> Tensor:
-    """Rows of the ceil(keep x N) largest student - reference losses, rising (AdaSPEC, arXiv 2510.19779). (n,)
-
-    Of rows with equal differences the first are taken.
-    """
+    """Rows of the ceil(keep x N) largest student - reference losses, of equal ones the first; rising (AdaSPEC, arXiv 2510.19779). (n,)"""
     count = math.ceil(keep * student_losses_N.numel())
     order_N = (student_losses_N - reference_losses_N).argsort(descending=True, stable=True)
     return order_N[:count].sort().values

@@ -65,10 +65,7 @@ def per_layer_fields(config: Any) -> dict[str, list[Any]]:
 
 @contextmanager
 def layers_only(model: PreTrainedModel, kept: Sequence[int]) -> Iterator[None]:
-    """Inside the context the model has only the kept layers, in that order, and computes like a draft carved from them.
-
-    Nothing is copied. Use it only for forward passes without a cache.
-    """
+    """Inside, the model has only the kept layers, in that order, and computes without a cache like a draft carved from them; no copies."""
     name, layers = layer_list(model)
     parent = model.get_submodule(name.rpartition(".")[0])
     leaf = name.rpartition(".")[2]

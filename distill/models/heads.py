@@ -34,10 +34,7 @@ def _rows_known(packed: bool) -> Iterator[None]:
 
 
 class SplitModel:
-    """Body and head of a causal LM, checked once against the model's own forward.
-
-    Not a module: it references the model and has no parameters of its own.
-    """
+    """Body and head of a causal LM, checked once against its own forward. Not a module: it has no parameters of its own."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         """Raises `UserError` if body and head together do not give the model's logits."""

@@ -42,13 +42,9 @@ def give_mask_token(
 
 
 def free_token(tokenizer: Any, rows: int, texts: Iterable[Sequence[int]]) -> int:
-    """Return the first row without a token; else the lowest special token that no text uses; else the last unused token, whose own
-    embedding the draft then loses.
+    """The first row without a token, else the lowest special token that no text uses, else the last unused token, which the draft loses.
 
-    No row is added, since engines need equal rows in draft and target.
-
-    Raises:
-        UserError: no id is free.
+    No row is added, since engines need equal rows in draft and target. UserError if no id is free.
     """
     strings = tokens_by_id(tokenizer)
     empty = next((row for row in range(rows) if row not in strings), None)

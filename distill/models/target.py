@@ -56,12 +56,9 @@ class Target:
     def __init__(
         self, config: TargetConfig, device: torch.device, run: Path | None = None, what: str = "target.path"
     ) -> None:
-        """Read the tokenizer, and facts stored in ``run`` if they have the same path, revision and dtype.
+        """Read the tokenizer, and facts stored in ``run`` if they have the same path, revision and dtype; UserError without a tokenizer.
 
         ``what``: the path's name in errors.
-
-        Raises:
-            UserError: there is no tokenizer.
         """
         self.config, self.device, self._what = config, device, what
         find_model(what, config.path)
@@ -248,12 +245,7 @@ class TargetSide:
 def load_target_side(
     target: str, trust_remote_code: bool = False, revision: str | None = None, tokenizer: Any = None, what: str = "target"
 ) -> TargetSide:  # fmt: skip
-    """Load config, tokenizer (unless given) and generation config of the target. what: its name in errors.
-
-    Raises:
-        UserError: the directory or hub id cannot be read.
-
-    """
+    """Load config, tokenizer (unless given) and generation config of the target; UserError if they cannot be read. what: in errors."""
     name = resolve(target)
     name = str(Path(name).resolve()) if Path(name).is_dir() else name
     how: dict[str, Any] = {"trust_remote_code": trust_remote_code, "revision": revision}

@@ -33,10 +33,7 @@ def _has_causal_lm(config: Any) -> bool:
 
 
 def text_only(model: PreTrainedModel) -> Any:
-    """Return the model's text model and head as a causal LM, without copying; the model itself if it is one or has none.
-
-    The rest (vision tower, projector) is freed with the given model.
-    """
+    """The model's text model and head as a causal LM, sharing its weights; the model itself if it is one or has none."""
     text_config = model.config.get_text_config(decoder=True)
     if text_config is model.config:
         return model

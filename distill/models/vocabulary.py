@@ -194,12 +194,9 @@ def repair_rows(model: Any, rows: int, token_rows: int) -> None:
 
 
 def untie_for_adapters(model: Any, adapted: Sequence[str] | str) -> bool:
-    """Give a tied head its own weights if an adapter targets it or the embedding. Return whether it did.
+    """Give a tied head its own weights if an adapter (names as in peft) targets it or the embedding. Return whether it did.
 
-    An adapter merged into one of two tied tables would change the other too. ``adapted``: module names as in peft.
-
-    Raises:
-        UserError: serving engines always load this architecture's head as tied.
+    Merged into one of two tied tables, it would change the other too. UserError: engines always load this head as tied.
     """
     config, tables = model.config.get_text_config(), (model.get_input_embeddings(), model.get_output_embeddings())
     names = [f".{name}" for name, module in model.named_modules() if module in tables]

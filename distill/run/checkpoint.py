@@ -38,10 +38,7 @@ def last_resumable(run: Path) -> int | None:
 def save_checkpoint(run: Run, students: dict[str, Any], tokenizer: Any, provenance: Mapping[str, Any]) -> Path:
     """Write students, optimizer, scheduler, every rank's RNG and progress under a temporary name, then rename.
 
-    All ranks must call it. ``students``: causal LMs by folder name; only the main process uses them.
-
-    Raises:
-        UserError: disk full or folder not writable; earlier checkpoints are untouched.
+    All ranks call it; ``students``, causal LMs by folder name, matter on the main one. UserError: disk full; earlier ones are untouched.
     """
     # Accelerate logs at each save that tied weights are stored once, which is intended.
     logging.getLogger("accelerate").setLevel(logging.ERROR)

@@ -22,10 +22,7 @@ from speculative.rules.sampling import SamplingSettings
 
 @dataclass(frozen=True)
 class FrozenText:
-    """Held-out responses of a run.
-
-    `sampling`: how the target sampled them. `target`: tokenizer and facts; its weights load on first use.
-    """
+    """Held-out responses of a run, how the target sampled them, and its tokenizer and facts; its weights load on first use."""
 
     run: Path
     config: RunConfig

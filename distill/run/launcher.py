@@ -17,12 +17,9 @@ ONE_PROCESS = ("NO", False, "MULTI_CPU")  # An unquoted NO is false in YAML.
 
 
 def launch_if_asked(options: LaunchOptions, module: str, *arguments: str) -> None:
-    """Replace this process by `accelerate launch -m module arguments`, so that signals, output and exit status are the launcher's.
+    """Replace this process by `accelerate launch -m module arguments`; signals, output and exit status are then the launcher's.
 
-    Return if only one process is wanted.
-
-    Raises:
-        UserError: the launcher's file cannot be read, is invalid or starts one process; or a launcher started this process.
+    Return if one process is wanted. UserError: an unreadable or invalid file, one for one process, or a launcher started this one.
     """
     if not options.config_file and (options.num_processes or 1) == 1:
         return

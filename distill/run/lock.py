@@ -19,10 +19,7 @@ from speculative.errors import UserError
 def hold(folder: Path) -> AcquireReturnProxy:
     """Lock a run's folder until the end of a `with` or of the process; the folder is made if it is missing.
 
-    A process may hold the lock several times. The system releases it when the process is killed.
-
-    Raises:
-        UserError: another process holds it (the message says which), or the folder cannot be written.
+    A process may hold it several times. UserError: another process holds it (the message says which), or it cannot be written.
     """
     with writing(folder, "; write elsewhere, a run by output=FOLDER"):
         folder.mkdir(parents=True, exist_ok=True)

@@ -114,10 +114,7 @@ def open_others(
 def require_unchanged(run: Run, told: Sequence[Mapping[str, Any]]) -> None:
     """Refuse to continue from a checkpoint that was trained on other responses of the other targets; scores would not be comparable.
 
-    ``told``: `OtherTarget.told` of each. Only the main process calls it.
-
-    Raises:
-        UserError: their responses have changed, or the checkpoint does not say what it was trained on.
+    ``told``: `OtherTarget.told` of each; on the main process only. UserError: they have changed, or the checkpoint does not say.
     """
     checkpoint = resume_point(run.folder)[1]
     if checkpoint is None:

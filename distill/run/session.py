@@ -49,12 +49,9 @@ def dated_tokenizer(target: Target, folder: Path, run: Run | None = None) -> Any
 
 
 def run_prompts(run: Run, target: Target, heldout: int | None = None) -> tuple[int, Any, PromptSets]:
-    """(maximum tokens of prompt and response, the tokenizer that renders prompts, the prompts) of a run. All ranks must call it.
+    """(most tokens of prompt and response, the tokenizer that renders prompts, the prompts) of a run. All ranks must call it.
 
-    ``heldout``: number of held-out prompts; None = judge.prompts.
-
-    Raises:
-        UserError: see `run_context` and `load_prompts`.
+    ``heldout``: number of held-out prompts; None = judge.prompts. UserError: see `run_context` and `load_prompts`.
     """
     config = run.config
     context = run_context(config.student, config.data.context_length, target.facts.context_length)
@@ -91,11 +88,9 @@ class Pair:
 
 
 def open_pair(config: RunConfig, path: str, prompts: int, rule: Rule = "greedy") -> Pair:
-    """Open a config's target, a draft for it (run, checkpoint, directory, hub id) and its first held-out prompts by content hash.
+    """Open a config's target, a draft for it and its first held-out prompts by content hash.
 
-    Raises:
-        UserError: a rule that contradicts the temperature, a target at a server, a draft that is missing or has another
-            vocabulary, no prompts.
+    UserError: a rule against the temperature, a target at a server, a draft that is missing or of another vocabulary, no prompts.
     """
     if rule != "greedy" and config.serving.temperature == 0:
         raise UserError(f"--rule {rule} samples from the target, but serving.temperature is 0; use --rule greedy")

@@ -87,9 +87,7 @@ def peak_flops(device_name: str, dtype: torch.dtype | str) -> float | None:
 
 
 class _Products(TorchDispatchMode):
-    """Sum the FLOPs of every operation in torch's table. torch's own counter fails on a loss that takes gradients
-    chunk by chunk.
-    """
+    """Sum the FLOPs of every operation in torch's table; its own counter fails on a loss that takes gradients chunk by chunk."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -89,13 +89,9 @@ class Rollouts:
         return [row.example() for row in rows]
 
     def speculative(self, generation: int, draft: Draft) -> list[Example]:
-        """The target's responses decoded with the draft at the serving settings.
+        """The target's responses decoded with the draft at the serving settings; their text has the distribution of the target alone.
 
-        Their text has the distribution of the target alone. Positions where a draft token was rejected have weight
-        `data.rollouts.rejected_weight`, all others 1.
-
-        Raises:
-            UserError: disk full; a store of other settings; a damaged shard.
+        Positions where a draft token was rejected have weight `data.rollouts.rejected_weight`, all others 1. UserError: as `student`.
         """
         rows, store = self._generation("speculative", generation, draft)
         rejected = [mask for path in store.shards() for mask in read_rejected(path)]

@@ -82,12 +82,9 @@ def launched_plugin() -> FullyShardedDataParallelPlugin | None:
 def settle_launcher(
     accelerator: Accelerator, optim: OptimConfig, plugin: FullyShardedDataParallelPlugin | None
 ) -> None:
-    """Check the launcher's settings. ``plugin``: the result of `launched_plugin`.
+    """Check the launcher's settings; UserError for a launch or optimizer that does not work. ``plugin``: from `launched_plugin`.
 
-    Accelerate turns FSDP on for accelerators only and silently ignores it on CPU ranks. FSDP runs there too, so it is turned on here.
-
-    Raises:
-        UserError: an unsupported kind of launch, or an optimizer that does not work with FSDP.
+    Accelerate silently ignores FSDP on CPU ranks. FSDP runs there too, so it is turned on here.
     """
     kind = accelerator.distributed_type
     if kind not in (*PLAIN, DistributedType.FSDP):

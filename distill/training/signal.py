@@ -51,10 +51,7 @@ def open_signal_store(
 def fill(run: Run, store: SignalStore, target: Target, examples: Examples) -> None:
     """Compute this rank's share of the missing signals, in micro-batches of similar length, the longest first.
 
-    Existing signals are verified first, a share per rank. The target is not loaded if nothing is missing.
-
-    Raises:
-        UserError: disk full; a target whose distributions are not finite.
+    Existing ones are verified first. The target is loaded only if some are missing. UserError: disk full, or logits that are not finite.
     """
     config = run.config
     examples = examples.with_prompts(config.loss.prompt_weight)
@@ -96,10 +93,7 @@ def make_teacher(
 ) -> TeacherSource | None:
     """The target itself, its store, or the target asked once per sequence; None if no objective needs a target.
 
-    With `others`, the stores of all targets one after the other.
-
-    Raises:
-        UserError: a store that is missing, incomplete, damaged or made with other settings.
+    With `others`, the stores of all targets one after the other. UserError: a store that is not complete, or of other settings.
     """
     config = run.config
     if config.only_ce:

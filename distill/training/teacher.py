@@ -55,10 +55,7 @@ def topk_signal(
 ) -> TopKSignal:
     """The k most probable tokens of softmax(head(hidden) / temperature), most probable first, and the log of the rest's mass.
 
-    The rest is summed directly instead of as 1 - sum, so a small tail keeps its precision. On the device of ``hidden_RD``.
-
-    Raises:
-        ValueError: k above the vocabulary.
+    The rest is summed directly, so a small tail keeps its precision. On the device of ``hidden_RD``. ValueError: k above the vocabulary.
     """
     parts = []
     for _, logits_CV in _logits_in_chunks(head, hidden_RD, temperature, chunk):
@@ -161,12 +158,9 @@ class CapturingTeacher(StoredTeacher):
         self.teacher, self.chunk = teacher, chunk
 
     def signal(self, batch: Batch) -> StoredSignal:
-        """The distributions at the rows of a micro-batch, read from the store with its rounding, on the micro-batch's device.
+        """The stored distributions at the rows of a micro-batch; a row trains the same in the step that captured it and later.
 
-        A row therefore trains the same whether it was captured in this step or in an earlier epoch.
-
-        Raises:
-            UserError: disk full; the target's distribution is not finite.
+        UserError if the disk is full or the target's distribution is not finite.
         """
         self.fill(batch)
         return super().signal(batch)

@@ -121,14 +121,9 @@ def tracked(step: int, values: Mapping[str, Any]) -> dict[str, float]:
 def start_trackers(
     accelerator: Accelerator, trackers: tuple[str, ...], project: str, name: str, config: Mapping[str, Any]
 ) -> None:
-    """Start Accelerate's trackers. wandb runs offline without a login. Its panels are defined per section.
+    """Start Accelerate's trackers, with ``name``, the run's, in ``project``; wandb runs offline without a login.
 
-    Args:
-        project, name: the tracker's project, and the run's name in it.
-        config: a tree of plain values; trackers get the leaves under dotted names.
-
-    Raises:
-        UserError: a tracker whose package is not installed.
+    ``config``: a tree of plain values; trackers get the leaves under dotted names. UserError for a tracker that is not installed.
     """
     if not trackers:
         return
