@@ -47,12 +47,8 @@ def settled_precision(wanted: str) -> tuple[str, str | None]:
     if wanted == "native":
         has_bf16 |= torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     precision = wanted if wanted in ("no", "bf16") else "bf16" if has_bf16 or asked == "bf16" else "no"
-    if asked in ("no", precision):
-        return precision, None
-    return (
-        precision,
-        f"the launcher asks for mixed_precision {asked}, but train.mixed_precision is {wanted}; using {precision}",
-    )
+    said = f"the launcher asks for mixed_precision {asked}, but train.mixed_precision is {wanted}; using {precision}"
+    return precision, None if asked in ("no", precision) else said
 
 
 def launched_plugin() -> FullyShardedDataParallelPlugin | None:
@@ -60,19 +56,14 @@ def launched_plugin() -> FullyShardedDataParallelPlugin | None:
     if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() != "true":
         return None
     plugin = FullyShardedDataParallelPlugin()
-    for refused, words in (
-        (plugin.fsdp_version != 2, "the launcher asks for FSDP 1; set fsdp_version: 2 (configs/accelerate/fsdp2.yaml)"),
-        (
-            plugin.cpu_ram_efficient_loading,
-            "fsdp_cpu_ram_efficient_loading: true leaves the target without weights on all ranks but one; set it to false",
-        ),
-        (
-            plugin.activation_checkpointing,
-            "fsdp_activation_checkpointing: set it to false and student.gradient_checkpointing: true in the run's config",
-        ),
-    ):
-        if refused:
-            raise UserError(words)
+    if plugin.fsdp_version != 2:
+        raise UserError("the launcher asks for FSDP 1; set fsdp_version: 2 (configs/accelerate/fsdp2.yaml)")
+    if plugin.cpu_ram_efficient_loading:
+        said = "leaves the target without weights on all ranks but one; set it to false"
+        raise UserError(f"fsdp_cpu_ram_efficient_loading: true {said}")
+    if plugin.activation_checkpointing:
+        said = "set it to false and student.gradient_checkpointing: true in the run's config"
+        raise UserError(f"fsdp_activation_checkpointing: {said}")
     # Accelerate's own policy rounds the loss and the reduced gradients to bfloat16. Here weights and sums stay float32 and
     # autocast sets the precision of products, so a sharded step gives the same result.
     plugin.mixed_precision_policy = MixedPrecisionPolicy()
