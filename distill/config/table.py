@@ -4,7 +4,6 @@
 """
 
 from pydantic.fields import FieldInfo
-from pydantic_core import PydanticUndefined
 
 from distill.config.run import RunConfig
 from distill.config.sections import Section, section_in
@@ -53,12 +52,7 @@ def _rows(section: type[Section], prefix: str, seen: dict[type[Section], str]) -
 
 
 def _default(field: FieldInfo) -> str:
-    if field.default_factory is not None:
-        value = field.default_factory()  # type: ignore[call-arg]
-    elif field.default is PydanticUndefined:
+    if field.is_required():
         return "required"
-    else:
-        value = field.default
-    if value is None:
-        return "null"
-    return f"`{list(value) if isinstance(value, tuple) else value}`"
+    value = field.get_default(call_default_factory=True, validated_data={})
+    return "null" if value is None else f"`{list(value) if isinstance(value, tuple) else value}`"
