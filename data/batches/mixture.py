@@ -12,7 +12,7 @@ from math import floor
 
 import numpy as np
 
-from data.batches.packing import batches_per_epoch, plan_epoch
+from data.batches.packing import Lengths, batches_per_epoch, plan_epoch
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Mixture:
         every = self.pools[name].every
         return 0 if every is None else step // every
 
-    def chosen(self, name: str, step: int, lengths: Sequence[int] | np.ndarray) -> np.ndarray:
+    def chosen(self, name: str, step: int, lengths: Lengths) -> np.ndarray:
         """Numbers of a pool's examples in a step. `lengths`: of all examples in this step's generation."""
         pool, generation = self.pools[name], self.generation(name, step)
         first = generation * (pool.every or 0)
@@ -89,9 +89,7 @@ class Mixture:
             start += taken
         return np.concatenate(parts)
 
-    def _epoch(
-        self, pool: Pool, generation: int, epoch: int, size: int, lengths: Sequence[int] | np.ndarray
-    ) -> np.ndarray:
+    def _epoch(self, pool: Pool, generation: int, epoch: int, size: int, lengths: Lengths) -> np.ndarray:
         """All numbers of an epoch in order. The latest epoch of each pool is cached."""
         key = (generation, epoch, len(lengths))
         if pool.name not in self._plans or self._plans[pool.name][0] != key:

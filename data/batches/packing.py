@@ -11,11 +11,10 @@ import numpy as np
 # Number of batches sorted by length together. More batches mean less padding and a less random order; 16 keeps padding under 10 % on
 # real responses (see tests/tokens/test_packing.py).
 POOL_BATCHES = 16
+Lengths = Sequence[int] | np.ndarray
 
 
-def plan_epoch(
-    lengths: Sequence[int] | np.ndarray, batch_size: int, seed: int | Sequence[int], epoch: int
-) -> list[np.ndarray]:
+def plan_epoch(lengths: Lengths, batch_size: int, seed: int | Sequence[int], epoch: int) -> list[np.ndarray]:
     """The batches of one epoch: index arrays of `batch_size`, each sorted by falling length.
 
     Sequences of similar length share a batch. An epoch drops the remainder, which differs each epoch. A set smaller than a
@@ -54,7 +53,7 @@ def micro_batches(batch: np.ndarray, micro_batch_size: int, rank: int, ranks: in
     return list(batch.reshape(-1, micro_batch_size)[rank::ranks])
 
 
-def pack(lengths: Sequence[int] | np.ndarray, row_tokens: int) -> list[list[int]]:
+def pack(lengths: Lengths, row_tokens: int) -> list[list[int]]:
     """Pack sequences into rows of at most `row_tokens` tokens by first-fit decreasing: at most 11/9 of the minimum number of rows + 1.
 
     Each row lists positions in `lengths`, the longest first; equal lengths keep their order. Raises ValueError for a sequence
@@ -77,7 +76,7 @@ def pack(lengths: Sequence[int] | np.ndarray, row_tokens: int) -> list[list[int]
 
 
 def packed_micro_batches(
-    lengths: Sequence[int] | np.ndarray, row_tokens: int, micro_batch_size: int, rank: int, ranks: int
+    lengths: Lengths, row_tokens: int, micro_batch_size: int, rank: int, ranks: int
 ) -> list[list[list[int]]]:
     """This rank's share of a packed batch: micro-batches of at most `micro_batch_size` rows of positions in `lengths`.
 
