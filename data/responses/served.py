@@ -26,19 +26,15 @@ def difference(before: Says, now: Says) -> float:
     for old, new in zip(before, now, strict=True):
         for token in {**old, **new} if old and new else ():
             said, other = (old, new) if token in old else (new, old)
-            gaps.append(
-                abs(said[token] - other[token]) if token in other else max(0.0, said[token] - min(other.values()))
-            )
+            apart = said[token] - other.get(token, min(other.values()))
+            gaps.append(abs(apart) if token in other else max(0.0, apart))
     return sum(gaps) / max(len(gaps), 1)
 
 
 def recognise(path: Path, now: dict[str, Any], url: str) -> None:
     """Record which model answers, or refuse another model than the one that answered before.
 
-    Args:
-        path: the record.
-        now: {model, root, next: `Says`}; `root` is where the server says that it found the weights.
-        url: of the server, for the message.
+    ``path``: the record. ``now``: {model, root, next: `Says`}; `root` is where the server says that it found the weights.
 
     Raises:
         UserError: another model; a record that cannot be read or written.

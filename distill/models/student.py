@@ -138,10 +138,9 @@ def _pretrained(
     texts: Iterable[Sequence[int]],
 ) -> PreTrainedModel:
     path, revision, rows = str(config.path), config.revision, vocabulary_rows(target.config)
-    change = (
-        functools.partial(extend_context, positions=max_positions(target.config)) if config.extend_context else None
-    )
-    student = load_model("student.path", path, dtype=torch.float32, revision=revision, change=change)
+    stretch = functools.partial(extend_context, positions=max_positions(target.config))
+    change = stretch if config.extend_context else None
+    student = load_model("student.path", path, revision=revision, change=change)
     own_tokenizer = load_tokenizer(path, revision=revision)
     own_rows = vocabulary_rows(student.config)
     agreement = compare_vocabularies(tokenizer, rows, own_tokenizer, own_rows)
@@ -158,10 +157,8 @@ def _pretrained(
 def context_of(student: StudentConfig) -> int | None:
     """The context length of a draft by its config alone; None if it is the target's. UserError: no readable config or unknown type."""
     if student.init == "pretrained":
-        config = load_pretrained(
-            "student.path", str(student.path), AutoConfig.from_pretrained, revision=student.revision
-        )
-        return max_positions(config)
+        read, path = AutoConfig.from_pretrained, str(student.path)
+        return max_positions(load_pretrained("student.path", path, read, revision=student.revision))
     if student.init == "config":
         return max_positions(_architecture_config(student.architecture or {}))
     return None

@@ -224,8 +224,7 @@ def claim_folder(config: RunConfig) -> None:
             if config.loss.weighting.name == "selected":
                 may.discard("train.micro_batch_size")  # It selects tokens within a micro-batch.
             old_tree, new_tree = load_config(path).model_dump(mode="json"), config.model_dump(mode="json")
-            difference = _first_difference(old_tree, new_tree, may)
-            if difference is not None:
+            if difference := _first_difference(old_tree, new_tree, may):
                 key, old, new = difference
                 # Runs of version 0.1 have no prompts/, and their responses have another format.
                 copied = " (its responses may be copied there)" if (folder / PROMPTS / MANIFEST).exists() else ""
@@ -243,16 +242,14 @@ def claim_folder(config: RunConfig) -> None:
         write_bytes(path, text.encode())
     except OSError as error:
         raise UserError(
-            f"{folder}: cannot be written ({error.strerror}); set output=... to a writable folder"
+            f"{folder}: cannot be written ({error.strerror}); set output=FOLDER to a writable one"
         ) from error
 
 
 def _first_difference(old: Any, new: Any, may: set[str], key: str = "") -> tuple[str, str, str] | None:
     """(dotted key, old value, new value) of the first difference between two trees; keys in ``may`` are ignored."""
     if isinstance(old, dict) and isinstance(new, dict):
-        for name in (*old, *(name for name in new if name not in old)):
-            found = _first_difference(old.get(name), new.get(name), may, f"{key}.{name}".lstrip("."))
-            if found is not None:
-                return found
-        return None
+        below = ((name, f"{key}.{name}".lstrip(".")) for name in {**old, **new})
+        found = (_first_difference(old.get(name), new.get(name), may, inner) for name, inner in below)
+        return next(filter(None, found), None)
     return None if old == new or key in may else (key, json.dumps(old), json.dumps(new))
