@@ -242,7 +242,7 @@ def claim_folder(config: RunConfig) -> None:
         write_bytes(path, text.encode())
     except OSError as error:
         raise UserError(
-            f"{folder}: cannot be written ({error.strerror}); set output=FOLDER to a writable one"
+            f"{folder}: cannot be written ({error.strerror}); set output=... to a writable folder"
         ) from error
 
 
