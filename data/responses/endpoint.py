@@ -329,9 +329,8 @@ class EndpointTarget:
         limit = re.search(r"logprobs.*(?:max allowed|maximum)\D*(\d+)", said)
         if k is not None and limit:
             return f"{url}: returns at most {limit.group(1)} {'prompt_logprobs' if 'prompt' in said else 'top_logprobs'}; start it with --max-logprobs {k}, or lower signal.k"
-        if re.search(r"context length|max_model_len|maximum model length", said) and isinstance(
-            error, openai.BadRequestError
-        ):
+        too_long = re.search(r"context length|max_model_len|maximum model length", said)
+        if isinstance(error, openai.BadRequestError) and too_long:
             return f"{url}: a text is too long for the server ({said}); set data.context_length below its limit"
         status = getattr(error, "status_code", None)
         return f"{url}: {status or type(error).__name__}: {said}; {stays}"

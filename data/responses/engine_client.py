@@ -103,17 +103,14 @@ class EngineClient(EndpointTarget):
             UserError: the server is gone or cannot answer, tokens are outside the vocabulary, or counts contradict themselves.
         """
         options = request_of(settings, key) | _EXTRAS.get(self.engine, {})
+        prompt: Any = list(prompt_ids)
         if self._as_text:  # For an engine that refuses ids. The text already contains the special tokens.
+            prompt = self.tokenizer.decode(prompt, skip_special_tokens=False)
             options |= {"add_special_tokens": False}
         import openai
 
         start = time.perf_counter()
         try:
-            prompt = (
-                self.tokenizer.decode(list(prompt_ids), skip_special_tokens=False)
-                if self._as_text
-                else list(prompt_ids)
-            )
             response = self._response(prompt, **options)
         except UserError as error:
             if self._as_text or not isinstance(error.__cause__, openai.BadRequestError):
