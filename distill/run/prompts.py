@@ -351,5 +351,5 @@ def as_rendered(
     said = row.messages or ({"role": "user", "content": row.text},)
     turns = {"messages": said} | ({"tools": row.tools} if row.tools else {})
     as_turns = json.dumps(turns) if row.messages or row.tools else ""
-    text, ids = row.text if row.text is not None else str(said[-1].get("content", "")), tuple(prompt_ids)
+    text, ids = row.text if row.text is not None else str(said[-1].get("content") or ""), tuple(prompt_ids)
     return RenderedPrompt(content_hash(row), row.domain, ids, text, reference_ids, as_turns, group)
