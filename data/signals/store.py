@@ -109,7 +109,10 @@ def signal_manifest(
 
 
 class SignalStore:
-    """The teacher's signals for N examples with U distinct keys, in the folder of their token store."""
+    """The teacher's signals for N examples with U distinct keys, in the folder of their token store.
+
+    `lengths_N`, `keys_N`: response tokens and key of each example, once it is open.
+    """
 
     def __init__(self, folder: Path) -> None:
         """Nothing is read or written here."""
@@ -133,9 +136,9 @@ class SignalStore:
             rank: rank of the files that this process writes.
             repair: delete damaged files, with a line on stderr, and count their examples as missing, instead of raising an error.
         """
-        self._lengths = np.asarray(lengths, dtype=np.int64)
-        self._keys = np.asarray(np.arange(len(self._lengths)) if keys is None else keys, dtype=np.uint64)
-        self._known_U, self._place_N = np.unique(self._keys, return_inverse=True)
+        self.lengths_N = np.asarray(lengths, dtype=np.int64)
+        self.keys_N = np.asarray(np.arange(len(self.lengths_N)) if keys is None else keys, dtype=np.uint64)
+        self._known_U, self._place_N = np.unique(self.keys_N, return_inverse=True)
         self._found_U = np.zeros(len(self._known_U), _FOUND)
         self._found_U["file"] = -1
         self.manifest = manifest
@@ -171,14 +174,6 @@ class SignalStore:
             self._writer.close()
             self._writer = None
         self._mapped.cache_clear()
-
-    def lengths(self, indices: Sequence[int]) -> list[int]:
-        """Response tokens of these examples."""
-        return self._lengths[list(indices)].tolist()
-
-    def keys(self, indices: Sequence[int]) -> list[int]:
-        """Keys of these examples."""
-        return self._keys[list(indices)].tolist()
 
     def present(self) -> np.ndarray:
         """Which examples have a row, bool. The rows are not read."""
@@ -220,7 +215,7 @@ class SignalStore:
 
     def verify(self, *, rank: int = 0, ranks: int = 1, show: bool = False) -> None:
         """Read every existing row once, each rank its share. A damaged row is a UserError; with repair its file is deleted, with a line."""
-        numbers = range(rank, len(self._lengths), ranks)
+        numbers = range(rank, len(self.lengths_N), ranks)
         # On stderr, because stdout can be JSON for a script.
         for index in track(numbers, "checking the signal", console=Console(stderr=True), disable=not show):
             self._sound(index, read=True)
@@ -228,7 +223,7 @@ class SignalStore:
     def facts(self) -> SignalFacts:
         """Facts about the examples that have a row."""
         present = self.present()
-        rows, tokens = self._found_U[self._place_N[present]], int(self._lengths[present].sum())
+        rows, tokens = self._found_U[self._place_N[present]], int(self.lengths_N[present].sum())
         own = [file for file in self._files.values() if file.schema is not None]
         return SignalFacts(
             self.kind,
@@ -245,14 +240,14 @@ class SignalStore:
 
     def _row(self, index: int, signal: StoredSignal) -> Mapping[str, Any]:
         rows = signal.ids_RK if isinstance(signal, TopKSignal) else signal.ids_RS
-        if len(rows) != self._lengths[index] or isinstance(signal, TopKSignal) != (self.kind == "topk"):
-            raise ValueError(f"example {index} has {self._lengths[index]} tokens of kind {self.kind}, not these")
+        if len(rows) != self.lengths_N[index] or isinstance(signal, TopKSignal) != (self.kind == "topk"):
+            raise ValueError(f"example {index} has {self.lengths_N[index]} tokens of kind {self.kind}, not these")
         if isinstance(signal, TopKSignal):
             figures = signal.log_tail_R.double().exp()
         else:
             figures = (signal.weights_RS > 0).sum(-1).double()
         row: dict[str, Any] = {
-            "key": int(self._keys[index]), "tokens": len(rows), "figure_sum": float(figures.sum()),
+            "key": int(self.keys_N[index]), "tokens": len(rows), "figure_sum": float(figures.sum()),
             "figure_max": float(max(figures.tolist(), default=0.0)), **encode(signal, self._entries, self._vocab_rows),
         }  # fmt: skip
         return {**row, "crc": self._crc(row)}
@@ -349,9 +344,9 @@ class SignalStore:
             place = int(found["row"])
             row = {name: batch[name][place].as_py() for name in (*dict(_FACTS), "crc")}
             row |= {name: _values(batch[name], place) for name in COLUMNS[self.kind]}
-            if row["crc"] != self._crc(row) or row["key"] != self._keys[index]:
+            if row["crc"] != self._crc(row) or row["key"] != self.keys_N[index]:
                 raise ValueError("another checksum")
-            return decode(row, int(self._lengths[index]), self._entries, self._vocab_rows)
+            return decode(row, int(self.lengths_N[index]), self._entries, self._vocab_rows)
         except _ODD as error:
             fault = f"a row cannot be read ({' '.join(str(error).split())[:80]}) (example {index})"
             raise _Damaged(path, fault, self.again) from error

@@ -174,7 +174,7 @@ class CapturingTeacher(StoredTeacher):
         lacking = set(self.store.lacking(batch.indices))
         if not lacking:
             return 0
-        lengths = self.store.lengths(batch.indices)
+        lengths = self.store.lengths_N[list(batch.indices)].tolist()
         if sum(lengths) != batch.rows_R.numel():
             raise ValueError(
                 f"{batch.rows_R.numel()} rows, but examples {batch.indices} have {sum(lengths)} response tokens"
@@ -201,7 +201,7 @@ class CapturingTeacher(StoredTeacher):
         if settings["kind"] == "topk":
             signal = topk_signal(head, hidden_RD, int(settings["k"]), temperature, self.chunk)
         else:
-            keys, seed = self.store.keys(indices), int(settings["seed"])
+            keys, seed = self.store.keys_N[list(indices)].tolist(), int(settings["seed"])
             uniforms = [draw_uniforms(seed, key, length) for key, length in zip(keys, lengths, strict=True)]
             samples = int(settings["samples"])
             signal = sampled_signal(head, hidden_RD, samples, torch.cat(uniforms), temperature, self.chunk)
