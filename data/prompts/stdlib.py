@@ -48,11 +48,9 @@ def is_heldout(module: str) -> bool:
 def modules(heldout: bool) -> Iterator[tuple[str, str]]:
     """(path under the library, source text) of each module of one side, sorted, without files that are not UTF-8 or do not parse."""
     for name, source in _sources(heldout):
-        try:
+        with contextlib.suppress(SyntaxError):
             ast.parse(source)
-        except SyntaxError:
-            continue
-        yield name, source
+            yield name, source
 
 
 def _sources(heldout: bool) -> Iterator[tuple[str, str]]:
@@ -105,15 +103,12 @@ def functions(source: str) -> Iterator[tuple[str, str]]:
 
 def function_head_rows(heldout: bool) -> list[tuple[str, str]]:
     """(module path, function head) of each documented function of one side, in module order, without exact repeats."""
-    seen: set[str] = set()
-    rows = []
+    modules_of: dict[str, str] = {}
     for name, source in _sources(heldout):
         with contextlib.suppress(SyntaxError):
             for head, _ in functions(source):
-                if head not in seen:
-                    seen.add(head)
-                    rows.append((name, head))
-    return rows
+                modules_of.setdefault(head, name)
+    return [(name, head) for head, name in modules_of.items()]
 
 
 def corpus_documents(heldout: bool) -> list[str]:
