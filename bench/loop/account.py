@@ -50,14 +50,11 @@ def account(traffic: Path, clients: Clients, result: LoopResult, seconds: float)
     lost = [name for name, ids in clients.whole.items() if name not in records or records[name].response_ids != ids]
     lines = Counter(from_line(line).id for path in log_files(traffic) for line in path.read_bytes().splitlines())
     doubled = sum(max(0, count - clients.attempts[name]) for name, count in lines.items())
-    first, second = counted(log.records, "v0001"), counted(log.records, "v0002")
+    second = counted(log.records, "v0002")
     found: dict[str, Any] = {
         "engine": result.engine, "seconds": seconds, "requests": len(clients.whole),
-        "acceptance": {
-            "before": _rate([record for record in first if record.time < result.shifted_at]),
-            "shifted": _rate([record for record in first if record.time >= result.shifted_at]),
-            "after": _rate([record for record in second if record.time >= result.recovered_at]),
-        },
+        "acceptance": rates_around(traffic, result)
+        | {"after": _rate([record for record in second if record.time >= result.recovered_at])},
         "alarm_after_requests": result.alarm_after_requests, "alarm_within": result.alarm_within,
         "records_lost": len(lost), "records_doubled": doubled, "kills": result.kills, "rolled_back": result.rolled_back,
         "constrained": sum(record.constrained for record in log.records),
@@ -65,6 +62,15 @@ def account(traffic: Path, clients: Clients, result: LoopResult, seconds: float)
         "asked_again": sum(count > 1 for count in clients.attempts.values()), "events": result.events,
     }  # fmt: skip
     return found | {"failures": _failures(found, clients)}
+
+
+def rates_around(traffic: Path, result: LoopResult) -> dict[str, float | None]:
+    """Accepted / drafted of the first draft {before, shifted}: before the shift and after it."""
+    first = counted(read_traffic(traffic).records, "v0001")
+    return {
+        "before": _rate([record for record in first if record.time < result.shifted_at]),
+        "shifted": _rate([record for record in first if record.time >= result.shifted_at]),
+    }
 
 
 def _rate(records: Sequence[TrafficRecord]) -> float | None:

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -35,7 +35,7 @@ from distill.live.rollout.rollout import TAKEN_BACK
 from distill.live.traffic.reader import read_traffic
 from distill.live.versions import remove_read_only
 from distill.run.run import claim_folder
-from loop.account import LoopResult, account, alarm_behind
+from loop.account import LoopResult, account, alarm_behind, rates_around
 from loop.clients import Clients
 from loop.engines import CONSTRAINTS, ENVIRONMENT, engine_of, engine_words
 from loop.family import Family, kill
@@ -45,7 +45,15 @@ from loop.versions import shuffled_version
 from result_file import write_result
 from speculative.errors import UserError
 
-RUN, DRAFTS, TRAFFIC, RESULT, PICTURE, LOCK = "run", "drafts", "traffic", "loop.json", "loop.png", ".lock"
+RUN, DRAFTS, TRAFFIC, RESULT, ALARMS, PICTURE, LOCK = (
+    "run",
+    "drafts",
+    "traffic",
+    "loop.json",
+    "alarms.json",
+    "loop.png",
+    ".lock",
+)
 CONFIG = "configs/loop.yaml"
 FIRST, SECOND, TARGET = "v0001", "v0002", "target"
 ALARM_WITHIN = 150  # requests after the shift; a later alarm is a failure
@@ -66,6 +74,9 @@ class LoopOptions:
     )
     to: Annotated[Path, typer.Option(help="output folder")] = Path("runs/loop")
     fast: Annotated[bool, typer.Option("--fast", help="less than half of the requests after the shift")] = False
+    alarms: Annotated[
+        int, typer.Option(min=0, help="only up to the alarm, so many times, with other traffic each time")
+    ] = 0
 
 
 @dataclass(frozen=True)
@@ -89,10 +100,11 @@ class Plan:
 class LoopDemo:
     """One loop; `run` executes all stages."""
 
-    def __init__(self, options: LoopOptions, config: RunConfig, engine: str, family: Family) -> None:
-        self.options, self.config, self.engine, self.family = options, config, engine, family
+    def __init__(self, options: LoopOptions, config: RunConfig, engine: str, family: Family, turn: int = 0) -> None:
+        """``turn``: among several loops; each has its own order of prompts and its own log."""
+        self.options, self.config, self.engine, self.family, self.turn = options, config, engine, family, turn
         self.to, self.plan = options.to, Plan(shifted=150, after=80) if options.fast else Plan()
-        self.traffic, self.drafts = self.to / TRAFFIC, self.to / DRAFTS
+        self.traffic, self.drafts = self.to / (f"{TRAFFIC}-{turn}" if turn else TRAFFIC), self.to / DRAFTS
         self.ports = dict(zip(("engine", "plain", "gateway"), _free_ports(3), strict=True))
         self.alive: dict[str, subprocess.Popen[bytes]] = {}
         self.result = LoopResult(engine, ALARM_WITHIN)
@@ -113,13 +125,34 @@ class LoopDemo:
         self._first_draft()
         self.began = time.time()
         self._serve()
-        self._before()
+        if self._before():
+            raise UserError(f"{self.traffic}: the alarm rang before the traffic shifted")
         self._shift()
+        self._more_shifted()
         self._refresh()
         self._rollout()
         self._bad_version()
         self.clients.pause(self._check)
         self.note("end")
+
+    def run_to_alarm(self) -> dict[str, Any]:
+        """Only up to the alarm. Returns {turn, false_alarm, alarm_after_requests, seconds, acceptance: {before, shifted}}.
+
+        Raises:
+            UserError: a program failed, or the alarm does not ring.
+        """
+        self._first_draft()
+        self.began = time.time()
+        self._serve()
+        rang = self._before()
+        self._shift()
+        self.clients.pause(self._check)
+        for name in list(self.alive):
+            kill(self.alive.pop(name))
+        return {
+            "turn": self.turn, "false_alarm": rang, "alarm_after_requests": self.result.alarm_after_requests,
+            "seconds": time.time() - self.began, "acceptance": rates_around(self.traffic, self.result),
+        }  # fmt: skip
 
     def note(self, event: str) -> None:
         """Record an event for the picture and print it."""
@@ -145,10 +178,10 @@ class LoopDemo:
         self._start_gateway()
         self.note(f"{self.engine} serves {FIRST}")
 
-    def _before(self) -> None:
-        """Traffic of the draft's own domain. The gateway is killed halfway, and a short overload follows."""
+    def _before(self) -> bool:
+        """Traffic of the draft's own domain; returns whether the alarm rang. The gateway is killed halfway, and a short overload follows."""
         clients, plan = self.clients, self.plan
-        clients.prompts, clients.at_once = traffic_prompts(self.config), plan.at_once
+        clients.prompts, clients.at_once = traffic_prompts(self.config, self.turn), plan.at_once
         clients.wait(plan.before // 2, self._check)
         with self._killed("gateway"):
             self._start_gateway()
@@ -158,13 +191,12 @@ class LoopDemo:
         clients.at_once = plan.at_once
         clients.wait(plan.before // 4, self._check)
         clients.pause(self._check)
-        if any(part.alarms for part in self._alarm().slices):
-            raise UserError(f"{self.traffic}: the alarm rang before the traffic shifted")
+        return any(part.alarms for part in self._alarm().slices)
 
     def _shift(self) -> None:
-        """Traffic of another domain. The engine is killed, and the alarm is checked repeatedly."""
+        """Traffic of another domain until the alarm rings; it is checked repeatedly."""
         clients, plan, rung = self.clients, self.plan, False
-        clients.prompts, clients.at_once = shifted_prompts(self.config, self.options.shifted), plan.at_once
+        clients.prompts, clients.at_once = shifted_prompts(self.config, self.options.shifted, self.turn), plan.at_once
         self.result.shifted_at = time.time()
         self.note("the traffic shifts")
         begun = len(clients.whole)
@@ -175,10 +207,14 @@ class LoopDemo:
             if len(clients.whole) - begun > 2 * ALARM_WITHIN:
                 raise UserError(f"{self.traffic}: no alarm within {2 * ALARM_WITHIN} requests after the shift")
         self.note(f"the alarm rings, {self.result.alarm_after_requests} requests later")
+
+    def _more_shifted(self) -> None:
+        """More of the shifted traffic, for the refresh. The engine is killed."""
         with self._killed("engine"):
             self.alive["engine"] = self._start_engine("engine")
             self._answering("engine")
-        clients.wait(max(1, plan.shifted - (len(clients.whole) - begun)), self._check)
+        served = sum(record.time >= self.result.shifted_at for record in read_traffic(self.traffic).records)
+        self.clients.wait(max(1, self.plan.shifted - served), self._check)
 
     def _refresh(self) -> None:
         """Retrain the draft while traffic continues. The trainer is killed once."""
@@ -332,6 +368,8 @@ def loop_demo(options: LoopOptions) -> int:
     busy = f"{options.to}: another loop is running there; wait for it, or give another --to"
     with locked(options.to / LOCK, busy), terminated_as_interrupted(), Family(options.to) as family:
         clear_folder(options.to)
+        if options.alarms:
+            return _alarms(options, config, engine, family)
         demo = LoopDemo(options, config, engine, family)
         demo.run()
         found = account(demo.traffic, demo.clients, demo.result, time.time() - demo.started)
@@ -342,6 +380,21 @@ def loop_demo(options: LoopOptions) -> int:
         print(f"understudy: {line}", file=sys.stderr)
     print(f"{options.to / RESULT}, {options.to / PICTURE}")
     return 1 if found["failures"] else 0
+
+
+def _alarms(options: LoopOptions, config: RunConfig, engine: str, family: Family) -> int:
+    """Several loops up to the alarm; writes alarms.json after each. Returns 1 if one rang before the shift or too late."""
+    loops: list[dict[str, Any]] = []
+    while len(loops) < options.alarms:
+        loops.append(LoopDemo(options, config, engine, family, turn=len(loops)).run_to_alarm())
+        with writing(options.to):
+            write_result(options.to / ALARMS, {"engine": engine, "alarm_within": ALARM_WITHIN, "loops": loops})
+        print(f"loop {len(loops)} of {options.alarms}: {loops[-1]}", flush=True)
+    wrong = [loop for loop in loops if loop["false_alarm"] or loop["alarm_after_requests"] > ALARM_WITHIN]
+    print(
+        f"{len(wrong)} of {len(loops)} loops rang before the shift or later than {ALARM_WITHIN} requests: {options.to / ALARMS}"
+    )
+    return 1 if wrong else 0
 
 
 def clear_folder(to: Path) -> None:

@@ -14,18 +14,20 @@ from distill.models.load import load_tokenizer
 from distill.run.prompts import asked_rows, rows_of
 
 
-def traffic_prompts(config: RunConfig) -> list[list[int]]:
+def traffic_prompts(config: RunConfig, turn: int = 0) -> list[list[int]]:
     """Token ids of the run's held-out sources in random order: in the library's order, neighbours would be of one module.
+
+    ``turn``: each loop of several has another order.
 
     Raises:
         UserError: see `load_source` and `render_prompt`.
     """
     asked = _rendered(config, rows_of(config.data.heldout or config.data.train)[0])
-    random.Random(config.seed).shuffle(asked)
+    random.Random(config.seed + turn).shuffle(asked)
     return asked
 
 
-def shifted_prompts(config: RunConfig, path: str) -> list[list[int]]:
+def shifted_prompts(config: RunConfig, path: str, turn: int = 0) -> list[list[int]]:
     """Prompts of a file, or of the default domain.
 
     Raises:
@@ -34,7 +36,7 @@ def shifted_prompts(config: RunConfig, path: str) -> list[list[int]]:
     if path:
         return _rendered(config, asked_rows(path)[0])
     heads = unit_test_heads()
-    random.Random(config.seed).shuffle(heads)
+    random.Random(config.seed + turn).shuffle(heads)
     rows = [PromptRow(head, None, None, "tests", f"tests:{number}") for number, head in enumerate(heads)]
     return _rendered(config, rows)
 
