@@ -83,7 +83,7 @@ explore: setup   ## the property tests with examples that no run had before; for
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not device and not engine and not loop and not ranks" --hypothesis-profile explore
 
 prove: setup     ## the statistical claims with simulations of full size (make test runs them small)
-	UNDERSTUDY_PROVE=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m simulation
+	UNDERSTUDY_PROVE=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --timeout 7200 -o faulthandler_timeout=0 -m simulation
 
 bench: setup     ## the numbers in README and docs; writes bench/results/
 	$(BIN)/python bench/pipeline.py --out bench/results/pipeline.json

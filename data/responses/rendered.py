@@ -29,13 +29,15 @@ SCHEMA = pa.schema(
     ]
 )
 
+REVIEWED = SCHEMA.append(pa.field("review", pa.string()))  # of exported traffic
+
 
 @dataclass(frozen=True)
 class RenderedPrompt:
     """A prompt as the target sees it. `reference_ids`: the dataset's answer, if a column is mapped.
 
     `turns`: JSON of {messages, tools} of a conversation, for a server that applies the chat template itself.
-    `group`: equal for prompts that must be on the same side of a split.
+    `group`: equal for prompts that must be on the same side of a split. `review`: what a person said of its response.
     """
 
     prompt_id: str
@@ -45,6 +47,7 @@ class RenderedPrompt:
     reference_ids: tuple[int, ...] | None = None
     turns: str = ""
     group: str = ""
+    review: str = ""
 
     def row(self) -> PromptRow:
         """The prompt before it was rendered."""
@@ -81,15 +84,16 @@ class StoredPrompts(Sequence[RenderedPrompt]):
         batches = self._table.to_batches()
         ends = np.cumsum([len(batch) for batch in batches])
         masks = np.split(chosen_N, ends[:-1]) if batches else []
-        _write(path, (pa.table(batch.filter(pa.array(mask))) for batch, mask in zip(batches, masks, strict=True)))
+        tables = (pa.table(batch.filter(pa.array(mask))) for batch, mask in zip(batches, masks, strict=True))
+        _write(path, tables, self._table.schema)
 
     def column(self, name: str) -> pa.ChunkedArray:
         """A column of SCHEMA."""
         return self._table[name]
 
 
-def write_prompts(path: Path, prompts: Iterable[RenderedPrompt]) -> str:
-    """Write prompts to a file atomically, with few of them in memory, and return their fingerprint.
+def write_prompts(path: Path, prompts: Iterable[RenderedPrompt], schema: pa.Schema = SCHEMA) -> str:
+    """Write prompts to a file atomically, with few of them in memory, and return their fingerprint. ``schema``: or REVIEWED.
 
     Raises:
         UserError: disk full or folder not writable; also errors of the iterable.
@@ -101,19 +105,19 @@ def write_prompts(path: Path, prompts: Iterable[RenderedPrompt]) -> str:
         while some := list(itertools.islice(coming, WRITTEN_AT_ONCE)):
             for prompt in some:
                 digest.update(_identity(prompt))
-            yield pa.Table.from_pylist(list(map(vars, some)), SCHEMA)
+            yield pa.Table.from_pylist(list(map(vars, some)), schema)
 
-    _write(path, tables())
+    _write(path, tables(), schema)
     return digest.hexdigest()[:16]
 
 
-def _write(path: Path, tables: Iterable[pa.Table]) -> None:
+def _write(path: Path, tables: Iterable[pa.Table], schema: pa.Schema) -> None:
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         with (
             replacing(path) as temporary,
             pa.OSFile(str(temporary), "wb") as sink,
-            pa.ipc.new_file(sink, SCHEMA) as writer,
+            pa.ipc.new_file(sink, schema) as writer,
         ):
             for table in tables:
                 writer.write_table(table)

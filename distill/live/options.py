@@ -110,6 +110,27 @@ class ExportTrafficOptions:
 
 
 @dataclass(frozen=True)
+class ReviewOptions:
+    """Show the costliest requests, and note what you say of them.
+
+    understudy traffic review traffic/ --tokenizer models/target
+
+    understudy traffic review traffic/ --as ignore --id 4f1c2a --id 77b0de
+
+    An export leaves out what you `ignore`; `good` and `bad` stand in its column `review`.
+    """
+
+    log: Log
+    say: Annotated[str, typer.Option("--as", help="what you say of the requests --id: good, bad or ignore")] = ""
+    id: Annotated[list[str] | None, typer.Option(help="request that you reviewed; repeatable")] = None
+    most: Annotated[int, typer.Option(help="number of requests to show", min=1)] = 20
+    tokenizer: Annotated[Path | None, typer.Option(help="model directory whose tokenizer shows text, where kept")] = (
+        None
+    )
+    as_json: Annotated[bool, typer.Option("--json", help="print as JSON")] = False
+
+
+@dataclass(frozen=True)
 class ForgetOptions:
     """Erase requests from a log and its exports.
 

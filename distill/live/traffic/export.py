@@ -4,6 +4,7 @@ import os
 import shutil
 import time
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,7 +14,7 @@ from rich.console import Console
 
 from data.files import MANIFEST, Manifest, read_manifest, write_manifest, writing
 from data.prompts.template import loss_mask
-from data.responses.rendered import RenderedPrompt, StoredPrompts, write_prompts
+from data.responses.rendered import REVIEWED, RenderedPrompt, StoredPrompts, write_prompts
 from data.responses.store import Row, Store
 from distill.config.layout import CONFIG, PROMPTS, TRAINING
 from distill.config.layout import RESPONSES as RUN_RESPONSES
@@ -30,6 +31,7 @@ from distill.live.traffic.exported import (
 )
 from distill.live.traffic.reader import read_traffic
 from distill.live.traffic.record import TrafficRecord, forgotten_hashes, priority, read_salt
+from distill.live.traffic.review import read_reviews
 from distill.live.traffic.selection import Wanted, capped, fault_of, groups_of, near_hash, split_by_time
 from distill.models.target import Target
 from distill.models.vocabulary import vocabulary_rows
@@ -126,7 +128,12 @@ def export_traffic(options: ExportTrafficOptions) -> Exported:
         known.made_with["context_length"] - serving.max_tokens, known.config.data.max_prompt_tokens or 1 << 30
     )
     wanted = Wanted(known.manifest["sampling"], versions, longest, known.vocab_rows, options.assume_sampling)
-    faults = [fault_of(record, wanted) for record in traffic.records]
+    reviews = read_reviews(log)
+    ignored = {one for one, said in reviews.items() if said == "ignore"}
+    faults = [
+        "you ignore them" if row_id(salt, record.id) in ignored else fault_of(record, wanted)
+        for record in traffic.records
+    ]
     left_out = Counter(fault for fault in faults if fault)
     usable = [record for record, fault in zip(traffic.records, faults, strict=True) if not fault]
     texts = [known.tokenizer.decode(record.prompt_ids) for record in usable]
@@ -155,7 +162,7 @@ def export_traffic(options: ExportTrafficOptions) -> Exported:
         left_out=dict(left_out.most_common()), warnings=traffic.warnings,
     )  # fmt: skip
     note_export(log, to, time.time(), len(train) + len(heldout))  # first, so that what a killed export leaves is listed
-    _write(to, known, salt, (train, heldout), made, forgotten)
+    _write(to, known, salt, (train, heldout), made, forgotten, reviews)
     return made
 
 
@@ -190,7 +197,13 @@ def _too_few(log: Path, requests: int, train: int, latest: int, left_out: Counte
 
 
 def _write(
-    to: Path, known: _Run, salt: bytes, sides: tuple[list[_Found], list[_Found]], made: Exported, forgotten: set[str]
+    to: Path,
+    known: _Run,
+    salt: bytes,
+    sides: tuple[list[_Found], list[_Found]],
+    made: Exported,
+    forgotten: set[str],
+    reviews: Mapping[str, str],
 ) -> None:
     """Write the folder atomically, readable only by its owner. ``forgotten``: the hashes before the log was read."""
     partial = partial_of(to)
@@ -200,7 +213,7 @@ def _write(
         with writing(to):
             partial.mkdir(parents=True)
             for name, side in zip(PROMPT_FILES, sides, strict=True):
-                write_prompts(partial / name, (_prompt(salt, one) for one in side))
+                write_prompts(partial / name, (_prompt(salt, one, reviews) for one in side), REVIEWED)
             write_rows(Store(partial / RESPONSES), known.manifest, [_row(salt, one.record, known) for one in sides[0]])
             write_manifest(partial / PROMPTS, {"made_with": known.made_with, "traffic": made.record()})
             if forgotten_hashes(Path(made.log)) == forgotten:
@@ -215,10 +228,11 @@ def _write(
         raise UserError(f"{made.log}: requests were forgotten during the export; run the command again")
 
 
-def _prompt(salt: bytes, one: _Found) -> RenderedPrompt:
+def _prompt(salt: bytes, one: _Found, reviews: Mapping[str, str]) -> RenderedPrompt:
     record = one.record
     name = row_id(salt, record.id)
-    return RenderedPrompt(name, record.slice, record.prompt_ids or (), one.text, group=f"traffic{one.group}")
+    said, group = reviews.get(name, ""), f"traffic{one.group}"
+    return RenderedPrompt(name, record.slice, record.prompt_ids or (), one.text, group=group, review=said)
 
 
 def _row(salt: bytes, record: TrafficRecord, known: _Run) -> Row:
