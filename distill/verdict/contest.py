@@ -85,9 +85,13 @@ class Contest:
         """The way to run: the fastest of those certainly faster than the target alone, or the target alone if there is none.
 
         Lookup before the draft is chosen only if it is certainly faster than every other way by TOGETHER_WORTHWHILE, or if no other
-        way is certainly faster than the target alone.
+        way is certainly faster than the target alone. A policy is chosen only if it is certainly faster than every fixed way.
         """
-        certain = [one.name for one in self.eligible if self.beats(one.name)]
+        fixed = [one.name for one in self.eligible if one.policy is None]
+        certain = [
+            one.name for one in self.eligible
+            if self.beats(one.name) and (one.policy is None or all(self.beats(one.name, name) for name in fixed))
+        ]  # fmt: skip
         alone = [name for name in certain if name != TOGETHER]
         if TOGETHER in certain and (not alone or self._worthwhile()):
             return TOGETHER
@@ -98,6 +102,11 @@ class Contest:
         return all(
             self.beats(TOGETHER, other) and self.against(TOGETHER, other)[0] >= TOGETHER_WORTHWHILE for other in others
         )
+
+    def best_fixed(self) -> str:
+        """The fastest way without a policy, the target alone among them."""
+        fixed = [one.name for one in self.eligible if one.policy is None]
+        return max((TARGET, *fixed), key=lambda name: self.speed(name).speed_up)
 
     def rows(self, scores: Mapping[str, Sequence[TokenScores]]) -> list[Measured]:
         """Rows of the target alone and of every way. scores: of the drafts, by way."""

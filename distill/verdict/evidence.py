@@ -154,7 +154,8 @@ def held_at_loads(question: Question, target: PreTrainedModel, field: Field, fir
         ways = [
             draft_way(question, best.name, best.draft.drafter, own[best.name], at_load, gammas[:of_one]),
             *free_ways(question, target, own[behind.name], behind, at_load, gammas),
-            *live_ways(question.judge.ways, target, best.draft.drafter),
+            # Blocks at a load are priced at one gamma, so a policy is not timed there.
+            *(one for one in live_ways(question.judge.ways, target, best.draft.drafter) if one.policy is None),
             *(one for one in first.ways if "lossy" in one.changes),
         ]
         held, left_out = hold_at_load(question, target, ways, at_load.batch_size, first)

@@ -61,6 +61,8 @@ MOST_PAST = 10_000
 TUNED_ON = 256
 # Gamma of ways that replay cannot predict, and so cannot choose a gamma for.
 FEW = 4
+# Largest gamma that a policy may choose.
+MOST = 8
 
 
 @dataclass(frozen=True)
@@ -290,14 +292,13 @@ def past_way(question: Question, target: PreTrainedModel, costs: StepCosts, gamm
 
 def live_ways(asked: Sequence[str], target: PreTrainedModel, drafter: Callable[[], Drafter]) -> list[Way]:
     """The ways listed in judge.ways. Replay cannot predict them, so they are counted live at one setting. drafter: of the draft model."""
-    parts, known = Parts(target, drafter), registered()
-    return [
-        Way(
-            name, functools.partial(make_drafter, name, parts), tree.depth if (tree := known[name].tree) else FEW,
-            tree=tree, tuned_on="nothing",
-        )
-        for name in dict.fromkeys(asked)
-    ]  # fmt: skip
+    parts, ways = Parts(target, drafter), []
+    for name in dict.fromkeys(asked):
+        own = registered()[name]
+        gamma = own.tree.depth if own.tree else MOST if own.policy else FEW
+        policy, make = own.policy(gamma) if own.policy else None, functools.partial(make_drafter, name, parts)
+        ways.append(Way(name, make, gamma, tree=own.tree, policy=policy, tuned_on="nothing"))
+    return ways
 
 
 def lossy_ways(

@@ -113,6 +113,13 @@ def _fast(contest: Contest, draft: str) -> str:
 def _beside(contest: Contest, name: str, draft: str) -> str:
     speed, subject = contest.speed(name), capitalised(shown(name))
     gives = f"gives {speed.speed_up:.2f}x{_ends(speed.interval)}."
+    if contest[name].policy is not None:
+        best = contest.best_fixed()
+        ratio, ends = contest.against(name, best)
+        wins = contest.beats(name, best)
+        return f"{subject} {gives} {ratio:.2f}x{_ends(ends)} as fast as {shown(best)}" + (
+            ", the best fixed way." if wins else ", the best fixed way: not certainly faster, so not advised."
+        )
     if contest[name].price:
         return f"{subject} {gives} Its text is not the target's."
     if name not in FREE:

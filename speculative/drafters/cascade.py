@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from speculative.drafters.drafter import Ask, Drafter, Proposal, Seats
+from speculative.drafters.gamma import AdaptiveGamma
 from speculative.drafters.lookup import PromptLookup
 from speculative.drafters.registry import Parts, registers
 from speculative.errors import UserError
@@ -133,5 +134,6 @@ def _mixed(early: Proposal, late: Proposal, taken_K: torch.Tensor) -> tuple[torc
 
 
 @registers("lookup + draft")
+@registers("adaptive lookup + draft", policy=AdaptiveGamma)
 def _lookup_then_draft(parts: Parts) -> Drafter:
     return Cascade(PromptLookup(*(parts.ngrams or (3, 2))), parts.drafter(), then_gamma=parts.then_gamma)

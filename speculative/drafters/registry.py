@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedModel
 
 from speculative.drafters.drafter import Drafter
+from speculative.drafters.gamma import GammaPolicy
 from speculative.errors import UserError
 from speculative.rules.tree import TokenTree
 
@@ -39,20 +40,25 @@ Make = Callable[[Parts], Drafter]
 
 
 class Registered(NamedTuple):
-    """A function that makes a drafter, and its token tree if it does not draft chains."""
+    """A function that makes a drafter, its token tree if it does not draft chains, and what makes its policy for a largest gamma, if not
+    every block has the same.
+    """
 
     make: Make
     tree: TokenTree | None = None
+    policy: Callable[[int], GammaPolicy] | None = None
 
 
 _REGISTERED: dict[str, Registered] = {}
 
 
-def registers(name: str, tree: TokenTree | None = None) -> Callable[[Make], Make]:
+def registers(
+    name: str, tree: TokenTree | None = None, policy: Callable[[int], GammaPolicy] | None = None
+) -> Callable[[Make], Make]:
     """Decorator: register the function that makes the drafter of this name."""
 
     def kept(make: Make) -> Make:
-        _REGISTERED[name] = Registered(make, tree)
+        _REGISTERED[name] = Registered(make, tree, policy)
         return make
 
     return kept

@@ -349,7 +349,7 @@ def clock(
         most = seconds / (CLOCK_TURNS * len(ways)) if turn >= 0 or target.device.type == "cuda" else 0.0
         for way in ways[:: 1 if turn % 2 else -1]:
             responses, timing = found[way.name] if turn >= 0 else ([], Timing())
-            how = Options(batch_size=load, timing=timing, in_order=True, draft_reads_late=True)
+            how = Options(batch_size=load, timing=timing, in_order=True, draft_reads_late=True, policy=way.policy)
             stop, seen, running = time.perf_counter() + most, dict[int, Response](), count
             stream = generate(target, way.drafter and way.drafter(), requests, way.settings(settings), **how)
             with contextlib.closing(stream):

@@ -12,6 +12,7 @@ from pydantic import PlainSerializer
 
 from speculative.decoder.responses import DecodeSettings
 from speculative.drafters.drafter import Drafter
+from speculative.drafters.gamma import GammaPolicy
 from speculative.measure.intervals import Interval, interval
 from speculative.rules.tree import TokenTree
 
@@ -23,7 +24,7 @@ TARGET = "target alone"
 UNDISTILLED, SERVED, DRAFT = "undistilled draft", "served draft", "draft"
 BY_TOKEN, BY_BLOCK = "draft, token by token", "draft, one pass a block"
 LOOKUP, PAST, TOGETHER = "prompt lookup", "past responses", "lookup + draft"
-TREE, EARLY_EXIT, LOOKAHEAD = "token tree", "early exit", "lookahead"
+TREE, EARLY_EXIT, LOOKAHEAD, ADAPTIVE = "token tree", "early exit", "lookahead", "adaptive lookup + draft"
 # The `text` of a row about all held-out text; other rows are about a domain or another target.
 HELD_OUT = "held-out"
 
@@ -38,6 +39,7 @@ class Way:
     each response at the setting that is best on the other half, in blocks at this gamma. Speeds use fitted_N. ngrams: (longest,
     shortest) n-gram looked up. then_gamma, behind: gamma and way of the draft used after a lookup finds nothing. found: share of the
     blocks proposed without a model; None where a model always proposes. tuned_on: the text that gamma and sizes were chosen on.
+    policy: chooses gamma before each block, up to `gamma`, and goes on learning from one response to the next; None: always `gamma`.
     changes: other decode settings, such as `lossy`. price: fields of `Measured` that say what a lossy way costs.
     """
 
@@ -52,6 +54,7 @@ class Way:
     found: float | None = None
     tuned_on: str = "the judged prompts, by replay"
     tree: TokenTree | None = None
+    policy: GammaPolicy | None = None
     changes: Mapping[str, Any] = field(default_factory=dict)
     price: Mapping[str, Any] = field(default_factory=dict)
 

@@ -54,10 +54,13 @@ def test_a_review_shows_the_costliest_first_with_text_where_it_is_kept(tmp_path:
     log = write_log(tmp_path, [record_of(0, accepted=9), kept, record_of(2, accepted=1).without_text()])
     first, second = json.loads(reviewed(ReviewOptions(log, tokenizer=tiny_target, as_json=True)))
     assert (first["id"], first["lost"], first["review"]) == (kept.id, pytest.approx(10 / 3), "")
-    assert first["prompt"] and first["response"] and second["prompt"] == second["response"] == ""
+    assert first["prompt"]
+    assert first["response"]
+    assert second["prompt"] == second["response"] == ""
     assert len(json.loads(reviewed(ReviewOptions(log, most=1, as_json=True)))) == 1
     shown = reviewed(ReviewOptions(log))
-    assert shown.index(kept.id) < shown.index("request-0002") and "response" not in shown
+    assert shown.index(kept.id) < shown.index("request-0002")
+    assert "response" not in shown
 
 
 def test_what_a_person_says_is_kept_without_ids_and_can_be_changed(tmp_path: Path) -> None:
@@ -66,7 +69,8 @@ def test_what_a_person_says_is_kept_without_ids_and_can_be_changed(tmp_path: Pat
     assert "request-0001: good" not in reviewed(ReviewOptions(log, say="good", id=["request-0001"]))
     told = {one["id"]: one["review"] for one in json.loads(reviewed(ReviewOptions(log, as_json=True)))}
     assert told == {"request-0000": "bad", "request-0001": "good"}
-    assert "request" not in (log / REVIEWS).read_text() and stat.S_IMODE((log / REVIEWS).stat().st_mode) == 0o600
+    assert "request" not in (log / REVIEWS).read_text()
+    assert stat.S_IMODE((log / REVIEWS).stat().st_mode) == 0o600
 
 
 def test_an_export_leaves_out_what_is_ignored_and_has_the_rest_as_a_column(tmp_path: Path, own_run: Path) -> None:
@@ -77,7 +81,9 @@ def test_an_export_leaves_out_what_is_ignored_and_has_the_rest_as_a_column(tmp_p
     made = export_traffic(ExportTrafficOptions(log, own_run, tmp_path / "may", heldout=4))
     assert (made.train, made.heldout, made.left_out) == (55, 4, {"you ignore them": 1})
     salt = read_salt(log)
-    train, heldout = ({one.prompt_id: one.review for one in StoredPrompts(tmp_path / "may" / name)} for name in PROMPT_FILES)
+    train, heldout = (
+        {one.prompt_id: one.review for one in StoredPrompts(tmp_path / "may" / name)} for name in PROMPT_FILES
+    )
     assert row_id(salt, records[3].id) not in train
     assert {name for name, said in train.items() if said} == {row_id(salt, records[5].id)}
     assert heldout[row_id(salt, records[-1].id)] == "bad"

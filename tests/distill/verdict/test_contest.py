@@ -11,14 +11,16 @@ from distill.verdict import question as asking
 from distill.verdict.contest import hold, worth_timing
 from distill.verdict.field import Candidate, Field, ways_of
 from distill.verdict.question import Question
+from distill.verdict.sentence import _beside
 from speculative.decode import decode
 from speculative.decoder.responses import DecodeSettings, Response
 from speculative.drafters.draft import Draft
+from speculative.drafters.gamma import AdaptiveGamma
 from speculative.evaluate import frozen_responses
 from speculative.measure.baseline_replay import cross_fitted
 from speculative.measure.cost import StepCosts
+from speculative.measure.measured import ADAPTIVE, LOOKUP, PAST, TOGETHER, Way
 from speculative.measure.measured import DRAFT as BEST
-from speculative.measure.measured import LOOKUP, PAST, TOGETHER
 from speculative.measure.measured import TARGET as ALONE
 from speculative.measure.race import Lap, Standings
 from speculative.measure.replay import expected_blocks_of
@@ -104,6 +106,21 @@ def standings_of(speed_ups, prompts, noise):
                 0.0, seconds, Response("", [], response_ids=[0] * 10, blocks=5)
             )
     return Standings(laps, range(50), np.full(50, 10), {name: np.full(50, 5.0) for name in speed_ups}, 6)
+
+
+@pytest.mark.parametrize(("speed_up", "wins"), [(1.5, False), (1.8, True)])
+def test_a_policy_is_advised_only_where_it_certainly_beats_every_fixed_way(pair, speed_up, wins):
+    question, _ = asked(pair)
+    policy = Way(ADAPTIVE, gamma=8, policy=AdaptiveGamma(8))
+    contest = hold(question, TARGET, ways(pair), BEST)
+    speeds = standings_of({BEST: 1.5, LOOKUP: 0.9, PAST: 0.9, TOGETHER: 1.2, ADAPTIVE: speed_up}, 40, 0.05)
+    contest = replace(contest, ways=(*contest.ways, policy), timed=speeds)
+    assert contest.to_run() == (ADAPTIVE if wins else BEST)
+    assert contest.best_fixed() == BEST
+    said = _beside(contest, ADAPTIVE, BEST)
+    assert said.startswith("Adaptive lookup + draft gives ")
+    assert "as fast as the draft, the best fixed way" in said
+    assert ("not advised" in said) is not wins
 
 
 def test_who_certainly_loses_is_timed_no_further_but_the_question_is_until_it_is_known():

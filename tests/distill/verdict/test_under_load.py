@@ -34,7 +34,7 @@ from speculative.measure.baseline_replay import (
     tuned_lookup,
 )
 from speculative.measure.load import DRAFTED, FOUND, PLAIN, FullBatch, kind_shares
-from speculative.measure.measured import DRAFT, EARLY_EXIT, LOOKAHEAD, LOOKUP, PAST, TARGET, TOGETHER, TREE
+from speculative.measure.measured import ADAPTIVE, DRAFT, EARLY_EXIT, LOOKAHEAD, LOOKUP, PAST, TARGET, TOGETHER, TREE
 from speculative.measure.replay import texts_of
 
 LIVE = [TREE, EARLY_EXIT, LOOKAHEAD]
@@ -44,7 +44,9 @@ LIVE = [TREE, EARLY_EXIT, LOOKAHEAD]
 def judged(tiny_config: Path):
     """(target, field, evidence with judge.load 1 and 3 and every way that replay has no law for)."""
     limits = "judge.latency_ms={first_token: 100000, per_token: 50000}"
-    config = load_config(tiny_config, ["judge.load=[3, 1]", f"judge.ways={LIVE}", "judge.speed_prompts=8", limits])
+    config = load_config(
+        tiny_config, ["judge.load=[3, 1]", f"judge.ways={[*LIVE, ADAPTIVE]}", "judge.speed_prompts=8", limits]
+    )
     target = Target(config.target, torch.device("cpu"))
     prompts = [(f"key{index}", [5 + index, 9, 11 + index]) for index in range(8)]
     settings = decode_settings(config.serving, config.seed, target)
@@ -63,14 +65,16 @@ def test_every_way_has_a_row_at_every_load(judged) -> None:
     assert found.concurrencies == [1, 3]
     for concurrency in (1, 3):
         rows = [one for one in found.measured if one.concurrency == concurrency and one.speed_up is not None]
-        assert [one.way for one in rows] == [TARGET, DRAFT, LOOKUP, TOGETHER, *LIVE]
+        assert [one.way for one in rows] == [
+            TARGET, DRAFT, LOOKUP, TOGETHER, *LIVE, *([ADAPTIVE] if concurrency == 1 else []),
+        ]  # fmt: skip
         alone = rows[0]
         for row in rows[1:]:
             assert (row.gamma or 0) >= 1
             assert row.speed_up_ci is not None
             assert row.speed_up_ci[0] <= row.speed_up <= row.speed_up_ci[1]
             assert row.tokens_per_second == pytest.approx(row.speed_up * alone.tokens_per_second)
-            assert row.how["tau"] == ("live" if row.way in LIVE else "replay")
+            assert row.how["tau"] == ("live" if row.way in (*LIVE, ADAPTIVE) else "replay")
             assert 1.0 <= row.tau <= row.gamma + 1
             assert (row.alpha is None) == (row.way != DRAFT)
         assert found.run[str(concurrency)] in [one.way for one in rows]

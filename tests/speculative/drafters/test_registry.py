@@ -14,6 +14,7 @@ from speculative.rules.sampling import GREEDY
 TARGET = tiny_model(num_hidden_layers=3)
 PARTS = Parts(TARGET, Draft(perturbed(TARGET)).drafter, Datastore.build([[1, 2, 3, 4]], VOCAB), ngrams=(3, 2))
 WAYS = {"draft", "token tree", "prompt lookup", "past responses", "lookup + draft", "early exit", "lookahead"}
+WAYS |= {"adaptive lookup + draft"}
 
 
 def test_every_way_is_registered() -> None:
@@ -22,10 +23,11 @@ def test_every_way_is_registered() -> None:
 
 @pytest.mark.parametrize("name", sorted(WAYS))
 def test_each_decodes_the_targets_text(name: str) -> None:
-    tree = registered()[name].tree
-    settings = DecodeSettings(GREEDY, 3, "greedy", max_tokens=12, tree=tree)
-    prompts = prompts_of([5, 9])
-    assert texts(decode(TARGET, make_drafter(name, PARTS), prompts, settings)[0]) == generated(TARGET, prompts, 12)
+    own = registered()[name]
+    settings = DecodeSettings(GREEDY, 3, "greedy", max_tokens=12, tree=own.tree)
+    policy, prompts = own.policy(3) if own.policy else None, prompts_of([5, 9])
+    found = decode(TARGET, make_drafter(name, PARTS), prompts, settings, policy=policy)[0]
+    assert texts(found) == generated(TARGET, prompts, 12)
 
 
 @pytest.mark.parametrize(
@@ -34,7 +36,7 @@ def test_each_decodes_the_targets_text(name: str) -> None:
         ("draft", "needs a draft model"),
         ("lookup + draft", "needs a draft model"),
         ("past responses", "needs a datastore"),
-        ("beam", "unknown drafter 'beam': must be one of draft, early exit, lookahead, "),
+        ("beam", "unknown drafter 'beam': must be one of adaptive lookup + draft, draft, early exit, "),
     ],
 )
 def test_what_is_missing_is_said_in_one_line(name: str, said: str) -> None:
