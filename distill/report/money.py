@@ -1,9 +1,9 @@
-"""Cost of tokens and responses with the draft and without: price of an hour / tokens of an hour. Pure: a result in, numbers out."""
+"""Cost of tokens and responses with the draft and without: price of an hour / tokens of an hour. Pure: a verdict in, numbers out."""
 
 import math
 from dataclasses import dataclass
 
-from distill.run.result import Result
+from distill.run.verdict_record import Verdict
 from speculative.errors import UserError
 from speculative.measure.measured import TARGET
 
@@ -60,9 +60,8 @@ def parse_prices(text: str) -> Prices | None:
     return Prices(prices[0], prices[-1])
 
 
-def price_rows(result: Result, prices: Prices) -> list[PriceRow]:
+def price_rows(verdict: Verdict, prices: Prices) -> list[PriceRow]:
     """One row per measured load, one request first; empty where nothing was timed."""
-    verdict = result.verdict
     pairs = [
         (load, verdict.row(TARGET, load), verdict.row(verdict.drafts[-1].way, load)) for load in verdict.concurrencies
     ]
@@ -71,7 +70,7 @@ def price_rows(result: Result, prices: Prices) -> list[PriceRow]:
         for load, alone, drafted in pairs
         if alone and drafted and alone.tokens_per_second and drafted.tokens_per_second
     ]
-    spent, tokens = run_price(result, prices), verdict.tokens / max(1, verdict.prompts)
+    spent, tokens = run_price(verdict, prices), verdict.tokens / max(1, verdict.prompts)
     rows = []
     for concurrency, plain, faster in rates:
         token_alone = prices.alone / SECONDS_AN_HOUR / plain
@@ -90,11 +89,11 @@ def price_rows(result: Result, prices: Prices) -> list[PriceRow]:
     return rows
 
 
-def run_price(result: Result, prices: Prices) -> float:
+def run_price(verdict: Verdict, prices: Prices) -> float:
     """Cost of the run's own time at the price without a draft; 0 where the time is not known."""
-    return run_hours(result) * prices.alone
+    return run_hours(verdict) * prices.alone
 
 
-def run_hours(result: Result) -> float:
+def run_hours(verdict: Verdict) -> float:
     """Hours of all stages; `train/...` are parts of one stage and are not added again."""
-    return sum(seconds for stage, seconds in result.verdict.seconds.items() if "/" not in stage) / SECONDS_AN_HOUR
+    return sum(seconds for stage, seconds in verdict.seconds.items() if "/" not in stage) / SECONDS_AN_HOUR

@@ -101,7 +101,7 @@ def summary_of(result: Result, files: ReportFiles | None = None, prices: Prices 
         "checks": result.verdict.self_checks,
         "commit": result.provenance.get("commit"),
         "files": {"html": files.html.name} if files else {},
-        **({"money": [asdict(row) for row in price_rows(result, prices)]} if prices else {}),
+        **({"money": [asdict(row) for row in price_rows(result.verdict, prices)]} if prices else {}),
     }
 
 

@@ -22,13 +22,16 @@ _LONGEST_NAME = 96
 
 
 class SweepFile(Section):
-    """A sweep file. `overrides` maps dotted config keys to values, `grid` to lists of values."""
+    """A sweep file. `overrides` maps dotted config keys to values, `grid` to lists of values. `price_per_hour`: of the device, for the price
+    of tokens.
+    """
 
     base: str
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     grid: dict[str, tuple[Any, ...]] = Field(min_length=1)
     overrides: dict[str, Any] = Field(default_factory=dict)
     metric: Literal["alpha", "tau", "speed_up"] = "tau"
+    price_per_hour: float | None = Field(None, gt=0)
 
     @field_validator("grid")
     @classmethod

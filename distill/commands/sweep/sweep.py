@@ -2,6 +2,7 @@
 
 output/NAME/logs/RUN.log      what each training run printed
             sweep.json        trials and rows, rewritten after each trial
+            frontier.png      size against speed, if runs were timed
 output/NAME-COMBINATION/      the runs, as `distill.train` makes them
 
 The state of a run is in its own folder, and the verdict is written last. So a killed sweep continues where it stopped, and the killed
@@ -22,6 +23,7 @@ from rich.console import Console
 
 from data.files import MANIFEST, write_json
 from distill.commands.options import SweepOptions
+from distill.commands.sweep.frontier import frontier_table, plot_frontier, points_of, recommended
 from distill.commands.sweep.plan import SweepFile, Trial, finished, plan
 from distill.commands.sweep.table import FIGURES, Row, measured_of, summarise, sweep_table
 from distill.commands.training_process import TrainingFailed, running_twin, terminated_as_interrupted, train_apart
@@ -69,6 +71,12 @@ def run_sweep(options: SweepOptions, console: Console | None = None) -> list[Row
             finally:
                 rows = _report(folder, sweep, trials, errors)
     console.print(sweep_table(sweep, rows))
+    points = points_of(rows, trials, sweep.price_per_hour)
+    if (found := recommended(points)) is not None:
+        console.print(frontier_table(points))
+        console.print(found[1], highlight=False, markup=False, soft_wrap=True)
+        plot_frontier(folder / "frontier.png", points, found[0])
+        console.print(f"written to {folder}/frontier.png", highlight=False)
     for name, why in errors.items():
         console.print(f"failed: {name}: {why}", style="red", markup=False, soft_wrap=True)
     console.print(f"written to {folder}/sweep.json", highlight=False)
@@ -91,7 +99,7 @@ def _train(sweep: SweepFile, trials: Sequence[Trial], trial: Trial, command: Seq
     started = time.perf_counter()
     with console.status(f"training, log in {log}"):
         train_apart(trial.config, [sweep.base, *trial.overrides], log, command, group=sweep.name)
-    row = Row({}, [], 1, 0, measured_of(trial))
+    row = Row({}, [], [], 1, 0, measured_of(trial))
     found = [f"{name} {figure.value:.3f}" for name in FIGURES if (figure := row.figure(name)) is not None]
     console.print(f"    {', '.join(found)}, {(time.perf_counter() - started) / 60:.1f} min", highlight=False)
 
@@ -101,7 +109,8 @@ def _report(folder: Path, sweep: SweepFile, trials: Sequence[Trial], errors: dic
     found = {trial.config.name: measured_of(trial) for trial in trials if finished(trial)}
     rows = summarise(sweep, trials, found)
     told = [vars(row) | {"measured": [one.record() for one in row.measured]} for row in rows]
-    result = {"format": 2, **sweep.model_dump(mode="json"), "rows": told, "failed": errors}
+    points = [vars(point) for point in points_of(rows, trials, sweep.price_per_hour)]
+    result = {"format": 2, **sweep.model_dump(mode="json"), "rows": told, "points": points, "failed": errors}
     write_json(folder / "sweep.json", result)
     return rows
 

@@ -30,6 +30,7 @@ class Row:
 
     values: dict[str, object]
     runs: list[str]
+    finished: list[str]
     seeds: int
     missing: int
     measured: list[Measured]
@@ -84,14 +85,16 @@ def _note(own: Cell | None, best: Cell) -> str:
 
 
 def _row(members: Sequence[Trial], found: Mapping[str, Sequence[Measured]]) -> Row:
-    done = [found[trial.config.name] for trial in members if trial.config.name in found]
+    finished = [trial.config.name for trial in members if trial.config.name in found]
+    done = [found[name] for name in finished]
     sides = [[rows[side] for rows in done if len(rows) > side] for side in (0, 1)]
     values = {key: value for key, value in members[0].values.items() if key != SEED}
-    means = [_mean(rows) for rows in sides if rows]
-    return Row(values, [trial.config.name for trial in members], len(done), len(members) - len(done), means)
+    means = [mean_of(rows) for rows in sides if rows]
+    return Row(values, [trial.config.name for trial in members], finished, len(done), len(members) - len(done), means)
 
 
-def _mean(rows: Sequence[Measured]) -> Measured:
+def mean_of(rows: Sequence[Measured]) -> Measured:
+    """The draft's figures as means over runs, with Student's interval; those of a single run unchanged."""
     if len(rows) == 1:
         return rows[0]
     found: dict[str, Any] = {}

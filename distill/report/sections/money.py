@@ -20,7 +20,7 @@ def money(view: View) -> Made:
 
 def money_lines(result: Result, prices: Prices) -> list[str]:
     """The assumptions of the table, and the break-even speed-up."""
-    rows = price_rows(result, prices)
+    rows = price_rows(result.verdict, prices)
     if not rows:
         return ["Nothing was timed here, so the cost of a token is not known."]
     same = prices.alone == prices.with_draft
@@ -29,7 +29,7 @@ def money_lines(result: Result, prices: Prices) -> list[str]:
         f"{prices.break_even:.2f}x. A response has {result.verdict.tokens / max(1, result.verdict.prompts):.0f} tokens "
         "on average. Idle time is not counted."
     ]  # fmt: skip
-    spent, first = run_price(result, prices), rows[0]
+    spent, first = run_price(result.verdict, prices), rows[0]
     if spent:
         requests = "one request at a time" if first.concurrency == 1 else f"{first.concurrency} requests at once"
         repaid = (
@@ -37,13 +37,15 @@ def money_lines(result: Result, prices: Prices) -> list[str]:
             if first.repaid_tokens is None
             else f"It is repaid after {first.repaid_tokens:,.0f} tokens at {requests}"
         )
-        lines.append(f"The run took {run_hours(result):.2f} hours and cost {spent:.2f} at that price. {repaid}.")
+        lines.append(
+            f"The run took {run_hours(result.verdict):.2f} hours and cost {spent:.2f} at that price. {repaid}."
+        )
     return lines
 
 
 def money_table(result: Result, prices: Prices) -> Table | None:
     """Cost by number of concurrent requests; None where nothing was timed."""
-    rows = price_rows(result, prices)
+    rows = price_rows(result.verdict, prices)
     table = Table(
         [
             Column("concurrent requests", ","), Column("a million tokens, alone", ",.2f"), Column("with the draft", ",.2f"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import json
 import math
 import os
@@ -26,6 +27,7 @@ from scipy import stats
 
 from distill import train
 from distill.commands.options import SweepOptions
+from distill.commands.sweep.frontier import Point, marked, recommended
 from distill.commands.sweep.plan import Trial, finished, plan
 from distill.commands.sweep.sweep import run_sweep, share_stores
 from distill.commands.sweep.table import Row, summarise, sweep_table, t_interval
@@ -82,7 +84,14 @@ row = {"way": "DRAFT", "rule": "sample", "gamma": 3, "how": {}}
 judged = row | {"alpha": alpha, "alpha_ci": ci(alpha, 0.02), "tau": 4 * alpha, "tau_ci": ci(4 * alpha, 0.1)}
 timed = row | {"gamma": 2, "speed_up": 2 * alpha, "speed_up_ci": ci(2 * alpha, 0.3)}
 told = {"format": 2, "version": "0.2.0", "rule": "sample", "gamma": 3, "prompts": 8, "tokens": 99, "outcome": "no_speed", "headline": "No."}
-(folder / "verdict.json").write_text(json.dumps(told | {"drafts": [{"way": "DRAFT"}], "measured": [judged, timed]}))
+alone = {"way": "target alone", "rule": "sample", "gamma": 0, "how": {}, "speed_up": 1.0, "tokens_per_second": 100.0}
+timed["tokens_per_second"] = 100.0 * timed["speed_up"]
+at_8 = timed | {"concurrency": 8, "speed_up": alpha, "speed_up_ci": None}
+weights = folder / "best" / "student"
+weights.mkdir(parents=True, exist_ok=True)
+(weights / "model.safetensors").write_bytes(bytes(5000 if alpha > 0.75 else 2000))
+told |= {"seconds": {"train": 1800.0, "train/forward": 900.0, "respond": 1800.0}, "run": {"1": "draft", "8": "draft"}}
+(folder / "verdict.json").write_text(json.dumps(told | {"drafts": [{"way": "DRAFT"}], "measured": [judged, timed, at_8, alone]}))
 """
 
 
@@ -375,6 +384,50 @@ def test_what_cannot_be_told_from_the_best_is_marked(tmp_path: Path) -> None:
     assert "within noise of the best" in said
     assert "0 of 3" in said
     assert "picked out of 3;" in " ".join(said.split())
+
+
+def test_a_sweep_ends_in_a_frontier_of_size_and_speed(tmp_path: Path) -> None:
+    path, launcher = lab(tmp_path, grid={"loss.name": ["tv", "jsd", "forward_kl"]}, price_per_hour=3.6)
+    _, said = run(path, launcher)
+    told = json.loads((tmp_path / "runs/s/sweep.json").read_text())["points"]
+    assert [(one["values"]["loss.name"], one["bytes"], one["frontier"]) for one in told] == [
+        ("forward_kl", 2000, True),
+        ("tv", 5000, True),
+        ("jsd", 5000, False),
+    ]
+    first = told[0]
+    assert first["speed_ups"] == {"1": [1.2, pytest.approx([0.9, 1.5])], "8": [0.6, None]}
+    assert first["hours"] == pytest.approx(1.0)
+    assert first["million"] == pytest.approx(1e6 * 3.6 / 3600 / 120)
+    assert "Recommended: name forward_kl: 1.20x" in said
+    assert "not certainly slower than the fastest (name tv, 1.60x)" in said
+    assert (tmp_path / "runs/s/frontier.png").read_bytes().startswith(b"\x89PNG")
+
+
+@given(st.lists(st.tuples(st.integers(1, 5), st.integers(1, 5)), min_size=1, max_size=12))
+def test_the_frontier_is_what_no_other_point_beats(pairs: list[tuple[int, int]]) -> None:
+    points = [Point({}, None, None, None, {1: (float(speed), None)}, size, 0.0, None) for size, speed in pairs]
+    found = [one for one in marked(points) if one.frontier]
+    for point in points:
+        assert any(one.bytes <= point.bytes and one.speed_up >= point.speed_up for one in found)
+    # Along the frontier, larger drafts are faster.
+    sizes = sorted({(one.bytes, one.speed_up) for one in found})
+    assert all(small[0] < large[0] and small[1] < large[1] for small, large in itertools.pairwise(sizes))
+
+
+def test_the_recommended_draft_is_the_smallest_that_may_be_the_fastest() -> None:
+    def point(size: int, speed: float, half: float) -> Point:
+        return Point({"k": size}, None, None, None, {1: (speed, (speed - half, speed + half))}, size, 0.0, None)
+
+    points = marked([point(1, 1.0, 0.1), point(2, 1.4, 0.15), point(4, 1.6, 0.1)])
+    found = recommended(points)
+    assert found is not None
+    assert found[0].bytes == 2
+    sure = recommended(marked([point(1, 1.0, 0.01), point(2, 1.4, 0.01), point(4, 1.6, 0.01)]))
+    assert sure is not None
+    assert sure[0].bytes == 4
+    assert "the smallest draft that is the fastest" in sure[1]
+    assert recommended([]) is None
 
 
 def test_one_seed_has_the_judges_interval(tmp_path: Path) -> None:

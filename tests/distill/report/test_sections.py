@@ -262,7 +262,7 @@ def priced(tree: dict[str, Any]) -> dict[str, Any]:
 
 def test_money_by_hand(result: dict[str, Any]) -> None:
     own = typed(priced(result))
-    alone, loaded = price_rows(own, Prices(3.6, 3.6))
+    alone, loaded = price_rows(own.verdict, Prices(3.6, 3.6))
     # 3.6 an hour is 0.001 a second: 100 tokens/s are 10 a million, 150 are 6.67; 50 tokens are 0.0005.
     assert (alone.million_alone, alone.million_with_draft) == pytest.approx((10.0, 20 / 3))
     assert (alone.response_alone, alone.response_with_draft) == pytest.approx((5e-4, 1e-3 / 3))
@@ -271,7 +271,7 @@ def test_money_by_hand(result: dict[str, Any]) -> None:
     assert loaded.repaid_tokens is None, "a token costs more with the draft there"
     assert "It is repaid after 1,080,000 tokens" in money_lines(own, Prices(3.6, 3.6))[1]
     two = Prices(3.6, 7.2)
-    assert price_rows(own, two)[0].million_with_draft == pytest.approx(40 / 3)
+    assert price_rows(own.verdict, two)[0].million_with_draft == pytest.approx(40 / 3)
     assert "breaks even at 2.00x" in money_lines(own, two)[0]
     assert "never repaid at one request at a time" in money_lines(own, two)[1]
     assert summary_of(own, prices=two)["money"][0]["million_alone"] == pytest.approx(10.0)
