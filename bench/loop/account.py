@@ -39,11 +39,12 @@ def counted(records: Sequence[TrafficRecord], version: str) -> list[TrafficRecor
 
 
 def account(traffic: Path, clients: Clients, result: LoopResult, seconds: float) -> dict[str, Any]:
-    """loop.json: {engine, seconds, requests, acceptance: {before, shifted, after}, alarm_after_requests, alarm_within, records_lost,
+    """loop.json: {engine, seconds, requests, acceptance: {before, shifted, after}, tokens_per_second, saved_seconds, alarm_after_requests, alarm_within, records_lost,
     records_doubled, kills, rolled_back, constrained, shed, asked_again, events, failures}.
 
     records_lost: complete responses without a record, or with a record of different text. records_doubled: lines beyond one per time
     that a request was sent, and ids that were never sent. acceptance: accepted / drafted, without constrained requests.
+    tokens_per_second: of a request, by draft version, `plain` at the beginning. saved_seconds: of the clients' waiting, against `plain`.
     """
     log = read_traffic(traffic)
     records = {record.id: record for record in log.records}
@@ -55,6 +56,7 @@ def account(traffic: Path, clients: Clients, result: LoopResult, seconds: float)
         "engine": result.engine, "seconds": seconds, "requests": len(clients.whole),
         "acceptance": rates_around(traffic, result)
         | {"after": _rate([record for record in second if record.time >= result.recovered_at])},
+        **saved(log.records),
         "alarm_after_requests": result.alarm_after_requests, "alarm_within": result.alarm_within,
         "records_lost": len(lost), "records_doubled": doubled, "kills": result.kills, "rolled_back": result.rolled_back,
         "constrained": sum(record.constrained for record in log.records),
@@ -71,6 +73,18 @@ def rates_around(traffic: Path, result: LoopResult) -> dict[str, float | None]:
         "before": _rate([record for record in first if record.time < result.shifted_at]),
         "shifted": _rate([record for record in first if record.time >= result.shifted_at]),
     }
+
+
+def saved(records: Sequence[TrafficRecord]) -> dict[str, Any]:
+    """{tokens_per_second: by version, saved_seconds: by version}. The overload, which a server without a draft answers, is left out."""
+    rates, found = {}, {}
+    for version in dict.fromkeys(record.draft_version for record in records if record.draft_version != "none"):
+        own = [one for one in records if one.draft_version == version and one.response_tokens and one.total_s]
+        rates[version] = sum(one.response_tokens or 0 for one in own) / sum(one.total_s or 0.0 for one in own)
+        if version != "plain" and "plain" in rates:
+            tokens, seconds = (sum(getattr(one, name) or 0 for one in own) for name in ("response_tokens", "total_s"))
+            found[version] = tokens / rates["plain"] - seconds
+    return {"tokens_per_second": rates, "saved_seconds": found}
 
 
 def _rate(records: Sequence[TrafficRecord]) -> float | None:

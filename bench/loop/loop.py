@@ -55,7 +55,7 @@ RUN, DRAFTS, TRAFFIC, RESULT, ALARMS, PICTURE, LOCK = (
     ".lock",
 )
 CONFIG = "configs/loop.yaml"
-FIRST, SECOND, TARGET = "v0001", "v0002", "target"
+FIRST, SECOND, TARGET, PLAIN = "v0001", "v0002", "target", "plain"
 ALARM_WITHIN = 150  # requests after the shift; a later alarm is a failure
 START_SECONDS = 600.0
 
@@ -83,13 +83,14 @@ class LoopOptions:
 class Plan:
     """Numbers of requests: before the shift, after it until the refresh, with the new draft, at once, and at once during the overload.
 
-    before: the alarm's baseline, and more in which it must not ring.
+    plain: served by the target alone, to compare speeds with. before: the alarm's baseline, and more in which it must not ring.
     """
 
+    plain: int = 60
     before: int = 260
     shifted: int = 360
     after: int = 200
-    at_once: int = 8
+    at_once: int = 2
     rush: int = 32
 
     @property
@@ -175,13 +176,19 @@ class LoopDemo:
             self.alive[name] = self._start_engine(name)
         for name in ("engine", "plain"):
             self._answering(name)
-        self._start_gateway()
-        self.note(f"{self.engine} serves {FIRST}")
+        self._start_gateway(drafting=False)
+        self.note(f"{self.engine} serves the target alone")
 
     def _before(self) -> bool:
-        """Traffic of the draft's own domain; returns whether the alarm rang. The gateway is killed halfway, and a short overload follows."""
+        """Traffic of the draft's own domain, first without a draft; returns whether the alarm rang. The gateway is killed, and killed again
+        halfway, and a short overload follows.
+        """
         clients, plan = self.clients, self.plan
         clients.prompts, clients.at_once = traffic_prompts(self.config, self.turn), plan.at_once
+        clients.wait(plan.plain, self._check)
+        with self._killed("gateway"):
+            self._start_gateway()
+        self.note(f"{FIRST} serves")
         clients.wait(plan.before // 2, self._check)
         with self._killed("gateway"):
             self._start_gateway()
@@ -284,12 +291,15 @@ class LoopDemo:
         log, exported = str(self.to / f"vllm-{name}.log"), str((self.drafts / FIRST).resolve())
         return engine_words(self.engine, self.config, draft, port, log, exported)
 
-    def _start_gateway(self) -> None:
+    def _start_gateway(self, drafting: bool = True) -> None:
         words = [
-            "gateway", "--engine", self._url("engine"), "--draft-version", FIRST, "--target-version", TARGET, "--log",
-            str(self.traffic), "--text", "--port", str(self.ports["gateway"]),
-            "--plain-engine", self._url("plain"), "--shed-above", str(self.plan.shed_above),
+            "gateway", "--target-version", TARGET, "--log", str(self.traffic), "--text", "--port", str(self.ports["gateway"]),
         ]  # fmt: skip
+        if drafting:
+            words += ["--engine", self._url("engine"), "--draft-version", FIRST]
+            words += ["--plain-engine", self._url("plain"), "--shed-above", str(self.plan.shed_above)]
+        else:
+            words += ["--engine", self._url("plain"), "--draft-version", PLAIN]
         self.alive["gateway"] = self._start(*words)
         self._answering("gateway")
 

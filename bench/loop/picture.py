@@ -1,4 +1,4 @@
-"""Plot of a loop's served acceptance over time, with its events."""
+"""Plot of a loop's served acceptance and tokens per second over time, with its events."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,6 +8,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from distill.live.traffic.reader import read_traffic
+from distill.live.traffic.record import TrafficRecord
 from distill.report.plot import write_figure
 from loop.account import LoopResult, counted
 from speculative.measure.intervals import ratio_interval
@@ -17,10 +18,13 @@ BIN_REQUESTS, MOST_POINTS = 20, 40  # of a line
 
 def plot_loop(path: Path, traffic: Path, result: LoopResult, began: float) -> None:
     """Plot one line per draft version, each point with the 95 % interval of some requests of one domain; events are numbered lines."""
-    figure = Figure(figsize=(12, 4.4), layout="constrained")
-    axis, beside = figure.subplots(1, 2, width_ratios=(3, 1))
+    figure = Figure(figsize=(12, 6.4), layout="constrained")
+    (axis, beside), (below, empty) = figure.subplots(2, 2, width_ratios=(3, 1), height_ratios=(3, 2), sharex="col")
+    empty.axis("off")
     records = read_traffic(traffic).records
     for version in dict.fromkeys(record.draft_version for record in records):
+        if version != "none":  # the overload
+            _plot_speed(below, [one for one in records if one.draft_version == version], began)
         own = counted(records, version)
         size = max(BIN_REQUESTS, len(own) // MOST_POINTS)
         sides = ([one for one in own if (one.time < result.shifted_at) == before] for before in (True, False))
@@ -35,11 +39,29 @@ def plot_loop(path: Path, traffic: Path, result: LoopResult, began: float) -> No
         low, high = zip(*(ratio_interval(accepted, drafted) for accepted, drafted in counts), strict=True)
         axis.fill_between(times, low, high, alpha=0.2, color=line.get_color())
     _write_events(axis, beside, result.events)
-    axis.set(xlabel="seconds", ylabel="accepted / drafted, served", ylim=(0, None))
+    axis.set(ylabel="accepted / drafted, served", ylim=(0, None))
+    below.set(xlabel="seconds", ylabel="tokens per second of a request", ylim=(0, None))
+    below.grid(alpha=0.3)
+    below.legend(fontsize=8, loc="lower left")
     axis.set_title(f"The closed loop, engine: {result.engine}", pad=16)
     axis.legend(fontsize=8, loc="upper left")
     axis.grid(alpha=0.3)
     write_figure(figure, path)
+
+
+def _plot_speed(axis: Any, own: Sequence[TrafficRecord], began: float) -> None:
+    """Tokens per second of requests, BIN_REQUESTS of them a point."""
+    told = [one for one in own if one.response_tokens and one.total_s]
+    bins = [told[start : start + BIN_REQUESTS] for start in range(0, len(told), BIN_REQUESTS)]
+    rates = [sum(one.response_tokens or 0 for one in part) / sum(one.total_s or 0.0 for one in part) for part in bins]
+    times = [float(np.mean([one.time for one in part])) - began for part in bins]
+    axis.plot(
+        times,
+        rates,
+        marker="o",
+        markersize=3,
+        label="target alone" if own[0].draft_version == "plain" else own[0].draft_version,
+    )
 
 
 def _write_events(axis: Any, beside: Any, events: Sequence[tuple[float, str]]) -> None:
