@@ -19,7 +19,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from data.prompts.conversation import conversation_prompts, tools_of
+from data.prompts.conversation import QUESTION_COLUMNS, conversation_prompts, first_question, tools_of
 from data.prompts.lines import Rows, csv_rows, json_rows, one_line, text_rows
 from data.prompts.prompt import PromptRow, PromptSource, rendered_row
 from data.prompts.split import content_hash
@@ -72,8 +72,8 @@ def load_source(
     for ``stdlib`` the split is ``train`` or ``heldout``. A ``format`` other than ``auto`` means that the path is local.
 
     Without a prompt or messages column, a column with a common name is used if there is exactly one, or if one of them is
-    ``preferred``. ``system`` becomes the first turn of every conversation without one, and turns a plain prompt into a
-    conversation. ``domain`` is the label of all rows (default: the file stem, folder name or last part of the hub id);
+    ``preferred``. Of questions of Spec-Bench and SPEED-Bench, the first of ``turns`` is the prompt and ``category`` the domain.
+    ``system`` becomes the first turn of every conversation without one, and turns a plain prompt into a conversation. ``domain`` is the label of all rows (default: the file stem, folder name or last part of the hub id);
     ``domain_column`` has priority. ``limit`` takes rows by content hash, so that they come from the whole source. With
     ``bad_rows``, unusable rows are left out and their errors are added to it; if all rows are unusable, the first error is raised.
 
@@ -276,6 +276,11 @@ def _table_rows(
     if set(table.columns) >= RENDERED and not (source.prompt_column or source.messages_column):
         yield from _rendered_rows(table, source)
         return
+    questions = set(table.columns) >= QUESTION_COLUMNS
+    if questions and not (source.prompt_column or source.messages_column):
+        log.info("%s: a benchmark's questions: a prompt is the first turn, a domain the category", table.name)
+        label = source.domain_column or (None if source.domain else "category")
+        source = source.model_copy(update={"prompt_column": "turns", "domain_column": label})
     prompt, messages = _content_columns(table, source, preferred)
     named, tools = source.reference_column, source.tools_column
     if tools is None and messages and TOOLS_NAME in table.columns:
@@ -297,9 +302,8 @@ def _table_rows(
                 found = [PromptRow(None, turns, reference or own, label, at) for turns, own, at in asked]
             else:
                 assert prompt is not None
-                found = [
-                    prompt_row(_filled(values.get(prompt), prompt, origin), reference, label, origin, source.system)
-                ]
+                text = first_question(values.get(prompt), origin) if questions else values.get(prompt)
+                found = [prompt_row(_filled(text, prompt, origin), reference, label, origin, source.system)]
             given = tools_of(values.get(tools), tools, origin) if tools else None
         except UserError as error:
             if bad_rows is None:

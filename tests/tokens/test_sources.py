@@ -490,3 +490,44 @@ def test_a_parquet_file_damaged_behind_its_first_rows_is_one_line(tmp_path):
     content[middle - 2000 : middle + 2000] = bytes(4000)
     path.write_bytes(content)
     assert "cannot be read" in refusal(path=str(path))
+
+
+# Questions of our own in the columns of the two benchmarks.
+SPEC_BENCH = [
+    {"question_id": 1, "category": "writing", "turns": ["Write a haiku about rain.", "Now about snow."]},
+    {"question_id": 2, "category": "math_reasoning", "turns": ["What is 6 * 7?"], "reference": ["42"]},
+]
+SPEED_BENCH = [
+    {
+        "question_id": f"q{row['question_id']}", "category": row["category"], "sub_category": "x", "turns": row["turns"],
+        "source": "own", "src_id": "0", "difficulty": "easy", "multiturn": len(row["turns"]) > 1,
+    }
+    for row in SPEC_BENCH
+]  # fmt: skip
+
+
+def test_questions_of_benchmarks_are_prompts_and_their_categories_domains(tmp_path):
+    spec = write(tmp_path / "question.jsonl", SPEC_BENCH)
+    datasets.Dataset.from_list(SPEED_BENCH).to_parquet(str(tmp_path / "qualitative" / "test.parquet"))
+    speed = {"path": str(tmp_path / "qualitative"), "split": "test"}
+    for keys in ({"path": spec}, speed, {"path": spec, "prompt_column": "turns", "domain_column": "category"}):
+        found = load(**keys)
+        # The second turn of a question follows an answer that only the target can write.
+        assert [row.text for row in found] == [row["turns"][0] for row in SPEC_BENCH]
+        assert [row.domain for row in found] == ["writing", "math_reasoning"]
+    assert {row.domain for row in load(path=spec, domain="all")} == {"all"}
+    (first, _) = load(path=spec, system="Be brief.")
+    assert [turn["role"] for turn in first.messages] == ["system", "user"]
+    # Elsewhere a list of strings is still no prompt.
+    lists = write(tmp_path / "lists.jsonl", [{"turns": ["a", "b"]}])
+    assert "contains a list, not a string" in refusal(path=lists, prompt_column="turns")
+
+
+def test_a_question_that_was_not_filled_in_is_refused(tmp_path):
+    row = {**SPEED_BENCH[0], "turns": ["THE REST IS FETCHED BY SPECDEC_BENCH\n\nSummarise: {article}"]}
+    path = write(tmp_path / "test.jsonl", [row, *SPEED_BENCH[1:]])
+    assert "test.jsonl:1: the question is a placeholder; fill the dataset with prepare_data.py" in refusal(path=path)
+    bad: list[UserError] = []
+    assert len(load_source(PromptSource(path=path), bad_rows=bad)) == len(bad) == 1
+    empty = write(tmp_path / "empty.jsonl", [{**SPEC_BENCH[0], "turns": []}])
+    assert "empty.jsonl:1: column 'turns' contains a list" in refusal(path=empty)
