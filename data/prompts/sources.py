@@ -161,14 +161,15 @@ def _open(source: PromptSource) -> tuple[Iterator[_Table], str]:
         if not (files := _files(path)):
             raise UserError(f"{path}: the pattern matches no file; check the folder and the suffix")
         return _file_tables(files, source.format, split), files[0].resolve().parent.name
-    if source.format != "auto" or not _looks_like_hub_id(path):
+    if source.format != "auto" or not looks_like_hub_id(path):
         folder = local.parent
         there = f"in {folder.resolve()}{_near_files(local)}" if folder.is_dir() else f"nor a folder {folder}"
         raise UserError(f"{local}: no such file {there}; check the path")
     return iter([_hub_table(source)]), path.split("/")[-1]
 
 
-def _looks_like_hub_id(path: str) -> bool:
+def looks_like_hub_id(path: str) -> bool:
+    """Whether a path is written like a dataset of the hub."""
     # "OpenHermes-2.5" is a hub id and "prompts.jsnl" a misspelt file: a file suffix has only letters.
     shaped_as_id = re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", path) is not None
     return shaped_as_id and re.search(r"\.[A-Za-z]{2,7}$|\.gz$", path) is None

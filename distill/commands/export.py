@@ -11,10 +11,11 @@ from distill.config.command_line import CheckPairOptions
 from distill.config.layout import ADAPTER, CONFIG, RAW, run_of
 from distill.config.load import load_trusted
 from distill.export.check import OutsideCheck, outside_check
-from distill.export.dataset import publish_responses
 from distill.export.engine import known_engines
 from distill.export.export import ExportReport, export_draft
 from distill.export.facts import read_run
+from distill.export.hub.dataset import write_responses
+from distill.export.hub.upload import check_repository, upload
 from distill.export.pair import check_pair
 from distill.run.session import open_pair
 from distill.training.tracking import log_draft
@@ -22,15 +23,23 @@ from speculative.errors import UserError
 
 
 def export(options: ExportOptions) -> None:
-    """Export, and print which engines support the pair."""
-    if options.dry_run and not options.push_dataset:
-        raise UserError("--dry-run: it is for --push-dataset only, and the export would be written; remove it")
-    print("\n".join(export_lines(export_run(options))))
-    if options.push_dataset:
-        folder = publish_responses(options.run, options.push_dataset, upload=not options.dry_run)
-        print(
-            f"{'written, not uploaded' if options.dry_run else 'uploaded'}: {folder} as dataset {options.push_dataset}"
-        )
+    """Export, print which engines support the pair, and upload what was asked for.
+
+    Raises:
+        UserError: a repository's name, the login or the hub; see also `export_run`.
+    """
+    asked = {"--push": options.push, "--push-dataset": options.push_dataset}
+    asked = {option: repository for option, repository in asked.items() if repository}
+    if options.dry_run and not asked:
+        raise UserError("--dry-run: it is for --push and --push-dataset, and the export would be written; remove it")
+    for option, repository in asked.items():
+        check_repository(option, repository, login=not options.dry_run)
+    report = export_run(options)
+    print("\n".join(export_lines(report)))
+    for option, repository in asked.items():
+        kind: Any = "model" if option == "--push" else "dataset"
+        folder = report.path if option == "--push" else write_responses(options.run)
+        print(*upload(option, repository, folder, kind, dry_run=options.dry_run), sep="\n")
 
 
 def export_run(options: ExportOptions) -> ExportReport:

@@ -54,6 +54,7 @@ class ShowRunOptions:
     """
 
     run: RunFolder
+    profile: Annotated[Path | None, option("another draft's speculation_profile.json, to show beside the run's")] = None
     trust_remote_code: TrustRemoteCode = False
 
 
@@ -121,14 +122,13 @@ class ExportOptions:
     overwrite: Annotated[bool, option("replace an earlier export in that directory")] = False
     adapter: Annotated[bool, option("also write the LoRA adapter, for peft, to DIR/adapter", "--adapter")] = False
     quantize: Annotated[
-        str,
-        option(
-            "store linear layers and head in 8 bits: int8, int8-dynamic (activations too; the kind vLLM runs on CPUs), fp8 or none; "
-            "default: the run's export.quantize"
-        ),
+        str, option("8-bit linear layers: int8, int8-dynamic (runs in vLLM on CPUs), fp8, none; default: the run's key")
     ] = ""
+    push: Annotated[str, option("upload the export as hub model ORG/NAME, private if it is new")] = ""
     push_dataset: Annotated[str, option("upload prompts and responses as hub dataset ORG/NAME")] = ""
-    dry_run: Annotated[bool, option("with --push-dataset: write RUN/dataset, but upload nothing", "--dry-run")] = False
+    dry_run: Annotated[
+        bool, option("write what would be uploaded and list its files, but upload nothing", "--dry-run")
+    ] = False
     engine: Annotated[str, option("also convert target and draft to this engine's own format: openvino")] = ""
     trust_remote_code: TrustRemoteCode = False
 

@@ -7,9 +7,10 @@ import json
 import shlex
 from typing import Any
 
-import yaml
+from huggingface_hub import ModelCardData
 
 from distill.export.engine import environment, places
+from distill.export.hub.results import index_of
 from distill.export.load_table import load_words
 from distill.models.load import EMBEDDED, without_folders
 from distill.report.measured import ways_tables
@@ -44,7 +45,7 @@ def model_card(serving: dict[str, Any], verdict: Verdict | None, provenance: dic
             serving=serving,
             verdict=verdict,
             facts=facts,
-            front=_front_matter(serving["target"]["name"], facts, data),
+            front=_front_matter(serving, verdict, facts, data),
             data=data,
             tables=[table.markdown() for table in ways_tables(verdict)] if verdict else [],
             no_gain=NO_GAIN.format(gamma=serving["gamma"]),
@@ -77,16 +78,14 @@ def _place(target: str) -> str:
     return shlex.quote(target) + ("" if "/" in target else "  # change to the target's directory on this machine")
 
 
-def _front_matter(target: str, facts: dict[str, Any], data: list[str]) -> str:
-    fields: dict[str, Any] = {
-        "library_name": "transformers",
-        "pipeline_tag": "text-generation",
-        "tags": ["speculative-decoding", "draft-model", "understudy"],
-        "base_model": facts["base"] or target,
-        "target_model": target,
-        "license": facts["license"] or "other",
-    }
-    return yaml.safe_dump(fields | ({"datasets": data} if data else {}), sort_keys=False, allow_unicode=True)
+def _front_matter(serving: dict[str, Any], verdict: Verdict | None, facts: dict[str, Any], data: list[str]) -> str:
+    target = serving["target"]["name"]
+    card = ModelCardData(
+        library_name="transformers", pipeline_tag="text-generation", tags=["speculative-decoding", "draft-model", "understudy"],
+        base_model=facts["base"] or target, target_model=target, license=facts["license"] or "other", datasets=data or None,
+        model_name=serving["draft"]["name"], eval_results=(verdict and index_of(verdict, facts.get("heldout") or [])) or None,
+    )  # fmt: skip
+    return f"{card.to_yaml()}\n"
 
 
 def _short(value: Any) -> Any:

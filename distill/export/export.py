@@ -19,6 +19,8 @@ from distill.export.card import NO_GAIN, NOT_MEASURED, model_card, serving_page
 from distill.export.destination import appearing_directory, check_destination
 from distill.export.engine import EngineVerdict, check_all, others
 from distill.export.facts import RunFacts, gather_facts, ways_to_serve
+from distill.export.hub.profile import SPECULATION_PROFILE, profile_of
+from distill.export.hub.results import EVAL_RESULTS, results_file
 from distill.export.merge import load_merged_student
 from distill.export.pair import pair_notes
 from distill.export.quantize import quantize_draft
@@ -26,7 +28,6 @@ from distill.models.draft import ADAPTER_FILE, base_of_adapter, cast_weights
 from distill.models.load import public_name, resolve, saved_dtype, without_folders
 from distill.models.target import TargetSide, load_target_side
 from distill.models.vocabulary import VocabularyAgreement, tokenizer_differences, vocabulary_rows
-from distill.run.verdict_record import Verdict
 from speculative.errors import UserError
 from speculative.measure.measured import HELD_OUT
 from speculative.rules.sampling import SamplingSettings
@@ -113,7 +114,7 @@ def export_draft(
                 "facts": asdict(told), "engines": {engine.engine: asdict(engine) for engine in engines}, "other_engines": others(facts),
                 "warnings": warnings, "checks": checks,
             }  # fmt: skip
-            files = _write_pages(working, serving, verdict, run.provenance)
+            files = _write_pages(working, serving, run)
     except (OSError, SafetensorError) as error:
         raise UserError(f"cannot write {path}: {error}; free space there or choose another directory") from error
     return ExportReport(
@@ -181,18 +182,25 @@ def _warnings(gamma: int, gain: bool | None, quantize: str | None) -> list[str]:
     return warnings
 
 
-def _write_pages(
-    working: Path, serving: dict[str, Any], verdict: Verdict | None, provenance: dict[str, Any] | None
-) -> list[str]:
-    """Write pages and records; return the sorted names of all files in the directory."""
+def _write_pages(working: Path, serving: dict[str, Any], run: RunFacts) -> list[str]:
+    """Write pages and records; return the sorted names of all entries of the directory."""
+    verdict, provenance = run.verdict, run.provenance
     texts = {"SERVING.md": serving_page(serving), "README.md": model_card(serving, verdict, provenance)}
+    names = (serving["gamma"], serving["target"]["name"], serving["draft"]["name"])
+    profile = profile_of(verdict, *names, (provenance or {}).get("heldout") or [])
+    texts[SPECULATION_PROFILE] = json.dumps(profile.record(), indent=2) + "\n"
     if verdict is not None:
+        if run.benchmark and (results := results_file(verdict, run.benchmark, names[1])):
+            texts[EVAL_RESULTS] = results
         texts[VERDICT] = without_folders(json.dumps(verdict.record(), indent=2, default=str)) + "\n"
     if provenance is not None:
         texts[PROVENANCE] = json.dumps(provenance, indent=2, default=str) + "\n"
-    files = sorted({entry.name for entry in working.iterdir()} | texts.keys() | {SERVING_FILE})
+    files = sorted(
+        {entry.name for entry in working.iterdir()} | {name.split("/")[0] for name in texts} | {SERVING_FILE}
+    )
     texts[SERVING_FILE] = json.dumps({**serving, "files": files}, indent=2) + "\n"
     for name, text in texts.items():
+        (working / name).parent.mkdir(exist_ok=True)
         (working / name).write_text(text, encoding="utf-8")
     return files
 

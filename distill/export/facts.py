@@ -7,10 +7,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from huggingface_hub import EvalResultEntry
+
 from distill.config.layout import BEST_LINK, CONFIG, PROVENANCE, RESULT, STUDENT, VERDICT, run_of, step_folder
 from distill.config.load import dump_config, load_trusted
 from distill.config.sections import Quantization
 from distill.export.gguf import pre_tokenizer_name
+from distill.export.hub.results import benchmark_of
 from distill.export.load_table import GammaPlan, LoadRange, drafts_by, gamma_plan
 from distill.models.load import public_name, saved_dtype, without_folders
 from distill.models.quantized import quantization_of
@@ -51,6 +54,7 @@ class RunFacts:
     revision: str | None = None
     trust_remote_code: bool = False
     quantize: Quantization | None = None
+    benchmark: EvalResultEntry | None = None  # names the dataset that all held-out prompts come from
 
 
 def read_run(path: Path, trusted: bool = False) -> RunFacts:
@@ -73,12 +77,13 @@ def read_run(path: Path, trusted: bool = False) -> RunFacts:
     provenance = Record.read(folder / PROVENANCE, "start the run's command again").record()
     data = [source.path for source in config.data.train]
     base = config.student.path and public_name(config.student.path)
-    provenance |= {"data": data, "config": dump_config(config), "base": base}
+    judged = [source.path for source in config.data.heldout] or data
+    provenance |= {"data": data, "heldout": judged, "config": dump_config(config), "base": base}
     provenance = json.loads(without_folders(json.dumps(provenance)))
-    where = config.target
+    where, benchmark = config.target, benchmark_of(config.data.heldout)
     return RunFacts(
         folder / STUDENT, where.path, verdict, curves, provenance, config.serving.sampling, where.revision,
-        where.trust_remote_code, config.export.quantize,
+        where.trust_remote_code, config.export.quantize, benchmark,
     )  # fmt: skip
 
 

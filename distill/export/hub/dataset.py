@@ -1,4 +1,4 @@
-"""A run's prompts and responses as a dataset: two parquet files and a card in the run's folder, uploaded to the hub on request."""
+"""A run's prompts and responses as a dataset: two parquet files and a card in the run's folder."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,7 +8,7 @@ from data.responses.store import Store
 from distill.config.layout import CONFIG, HELDOUT, RESPONSES, TRAINING, best_student, run_of
 from distill.config.load import load_config
 from distill.export.destination import appearing_directory
-from distill.models.load import load_tokenizer, public_name, refusing
+from distill.models.load import load_tokenizer, public_name
 
 KEPT = ("log_target_probs", "prompt_id", "sample", "domain", "finished")
 CARD = """---
@@ -27,14 +27,13 @@ the target's probability of each response token at these settings. The licences 
 """
 
 
-def publish_responses(path: Path, repository: str, *, upload: bool = True) -> Path:
-    """Write the folder `dataset` of a run and upload it as a dataset of the hub, private if it is new. Returns the folder.
+def write_responses(path: Path) -> Path:
+    """Write the folder `dataset` of a run and return it.
 
     Raises:
-        UserError: responses are missing or damaged, the folder cannot be written, or the hub refuses.
+        UserError: responses are missing or damaged, or the folder cannot be written.
     """
     from datasets import IterableDataset
-    from huggingface_hub import HfApi
 
     run = run_of(path) or path
     config, tokenizer, counts = load_config(run / CONFIG), load_tokenizer(str(best_student(run))), {}
@@ -51,9 +50,4 @@ def publish_responses(path: Path, repository: str, *, upload: bool = True) -> Pa
             IterableDataset.from_generator(records, gen_kwargs={"name": name}).to_parquet(working / f"{split}.parquet")
         card = CARD.format(target=public_name(config.target.path), sampling=config.serving.sampling.as_dict(), **counts)
         (working / "README.md").write_text(card, encoding="utf-8")
-    if upload:
-        told = f"--push-dataset {repository}: {run / 'dataset'} is written, but not uploaded; see `hf auth login`"
-        with refusing(told):
-            HfApi().create_repo(repository, repo_type="dataset", private=True, exist_ok=True)
-            HfApi().upload_folder(repo_id=repository, repo_type="dataset", folder_path=run / "dataset")
     return run / "dataset"

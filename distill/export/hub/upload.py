@@ -1,0 +1,67 @@
+"""Upload a folder to the Hugging Face hub. Errors are one line; a wrong name and a missing login are found before anything is made."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import huggingface_hub
+from httpx2 import HTTPError
+from huggingface_hub.errors import HFValidationError, LocalTokenNotFoundError
+from huggingface_hub.utils import validate_repo_id
+
+from distill.models.load import reason_of
+from speculative.errors import UserError
+
+
+def check_repository(option: str, repository: str, *, login: bool = True) -> None:
+    """Check the name of a repository, and with ``login`` that the hub knows who asks.
+
+    Raises:
+        UserError: no ORG/NAME, nobody is logged in, or the hub cannot be reached.
+    """
+    with _explained(option, repository, "nothing is written"):
+        validate_repo_id(repository)
+        if "/" not in repository:
+            raise HFValidationError("no /")
+        if login:
+            huggingface_hub.HfApi().whoami()
+
+
+def upload(
+    option: str, repository: str, folder: Path, kind: Literal["model", "dataset"], *, dry_run: bool
+) -> list[str]:
+    """Upload a folder to a repository, private if it is new, and say so in a line. ``dry_run``: list its files, upload nothing.
+
+    Raises:
+        UserError: the hub refuses or cannot be reached.
+    """
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    sizes = [path.stat().st_size for path in files]
+    told = f"{len(files)} files, {sum(sizes):,} bytes: {folder} as {kind} {repository}"
+    if dry_run:
+        listed = [f"{size:>16,}  {path.relative_to(folder)}" for path, size in zip(files, sizes, strict=True)]
+        return [*listed, f"written, not uploaded: {told}"]
+    with _explained(option, repository, f"{folder} is written, but not uploaded"):
+        huggingface_hub.HfApi().create_repo(repository, repo_type=kind, private=True, exist_ok=True)
+        huggingface_hub.HfApi().upload_folder(repo_id=repository, repo_type=kind, folder_path=folder)
+    return [f"uploaded: {told}"]
+
+
+@contextmanager
+def _explained(option: str, repository: str, done: str) -> Iterator[None]:
+    """Turn the hub's errors into one line with a fix. ``done``: what is true nevertheless."""
+    try:
+        yield
+    except (HTTPError, OSError, ValueError) as error:
+        response: Any = getattr(error, "response", None)
+        status = response is not None and response.status_code
+        if isinstance(error, HFValidationError):
+            fix = "not a name of the hub; give ORG/NAME of letters, digits, -, _ and ."
+        elif isinstance(error, LocalTokenNotFoundError) or status == 401:
+            fix = "not logged in, or the token is not valid; run `hf auth login`"
+        elif status in (403, 404) and response.url.path.endswith("/repos/create"):
+            fix = f"no user or organisation {repository.split('/')[0]} that you may write to; check the name and the token's rights"
+        else:
+            fix = reason_of(error)
+        raise UserError(f"{option} {repository}: {fix} ({done})") from error
