@@ -165,7 +165,6 @@ class Gateway:
             watch.cancel()
             self.exchanges.discard(exchange)
             self.metrics.requests.labels(arm.name, exchange.status or 0).inc()
-            self.metrics.total.labels(arm.name).observe(time.perf_counter() - began)
 
     async def _relay(self, exchange: Exchange) -> None:
         """Stream the engine's response; read the next piece after the client took the last one."""
@@ -190,7 +189,8 @@ class Gateway:
             async for piece in response.pieces:
                 if exchange.first_token_s is None:
                     exchange.first_token_s = round(time.perf_counter() - exchange.began, 6)
-                    self.metrics.first_token.labels(arm.name).observe(exchange.first_token_s)
+                    if tap is not None and tap.stream:
+                        self.metrics.first_token.labels(arm.name).observe(exchange.first_token_s)
                 if tap is not None:
                     tap.feed(piece)
                 if left is not None:
@@ -202,6 +202,8 @@ class Gateway:
                 exchange.sending, exchange.moved = False, time.perf_counter()
             await self._record(exchange)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+        if response.status == 200 and scope["path"] in PATHS:
+            self.metrics.total.labels(arm.name).observe(time.perf_counter() - exchange.began)
 
     def _tap(self, exchange: Exchange, status: int, headers: Mapping[bytes, bytes]) -> None:
         """Attach a reader of the response, unless it is not text of a target."""

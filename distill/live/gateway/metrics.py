@@ -1,11 +1,14 @@
-"""The gateway's Prometheus metrics. Label values are bounded, so clients cannot create series without limit."""
+"""The gateway's Prometheus metrics. Label values are bounded, so clients cannot create series without limit.
+
+A metric that means the same as one of vLLM has vLLM's name; the others begin with `understudy_`.
+"""
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from distill.live.traffic.record import TrafficRecord
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
-_BY_DRAFT = ("arm", "draft_version", "slice")
+_BY_DRAFT = ("arm", "draft_version", "slice", "constrained")
 
 
 class Metrics:
@@ -15,10 +18,13 @@ class Metrics:
         self.registry = registry = CollectorRegistry()
 
         def counter(name: str, says: str, labels: tuple[str, ...] = ()) -> Counter:
-            return Counter(f"understudy_{name}", says, labels, registry=registry)
+            return Counter(name if ":" in name else f"understudy_{name}", says, labels, registry=registry)
 
         def histogram(name: str, says: str) -> Histogram:
-            return Histogram(f"understudy_{name}_seconds", says, ("arm",), buckets=_SECONDS, registry=registry)
+            return Histogram(f"vllm:{name}_seconds", says, ("arm",), buckets=_SECONDS, registry=registry)
+
+        def drafts(name: str, says: str, *more: str) -> Counter:
+            return counter(f"vllm:spec_decode_num_{name}", says, (*_BY_DRAFT, *more))
 
         self.in_flight = Gauge("understudy_in_flight", "Requests being answered", registry=registry)
         self.logging = Gauge("understudy_logging", "1 while records can be written", registry=registry)
@@ -30,23 +36,29 @@ class Metrics:
         self.records_failed = counter("records_failed", "Records that were not on disk when the response ended")
         self.unhandled = counter("unhandled", "Requests ended by a bug in the gateway, by exception type", ("kind",))
         self.odd_counts = counter("counts_refused", "Responses with inconsistent draft counts", ("arm",))
-        self.tokens = counter("tokens", "Tokens", ("arm", "kind"))
-        self.accepted = counter("served_accepted_tokens", "Drafted tokens that were accepted", _BY_DRAFT)
-        self.drafted = counter("served_drafted_tokens", "Drafted tokens", _BY_DRAFT)
-        self.blocks = counter("served_blocks", "Target calls that verified a draft", _BY_DRAFT)
-        self.first_token = histogram("first_token", "Seconds until the first bytes of a response")
-        self.total = histogram("request", "Seconds until the end of a response")
+        self.prompt = counter("vllm:prompt_tokens", "Tokens of prompts", ("arm",))
+        self.response = counter("vllm:generation_tokens", "Tokens of responses", ("arm",))
+        self.blocks = drafts("drafts", "Target calls that verified a draft")
+        self.drafted = drafts("draft_tokens", "Drafted tokens")
+        self.accepted = drafts("accepted_tokens", "Drafted tokens that were accepted")
+        self.accepted_at = drafts(
+            "accepted_tokens_per_pos", "Accepted tokens by place in the block, from 0", "position"
+        )
+        self.first_token = histogram("time_to_first_token", "Seconds until the first bytes of a stream")
+        self.total = histogram("e2e_request_latency", "Seconds until the end of an answered completion request")
 
     def count(self, record: TrafficRecord) -> None:
-        """Count a record. Constrained responses count as tokens, not for acceptance."""
+        """Count a record. Draft counts of constrained responses have a label of their own."""
         self.records.labels(record.arm, record.finish).inc()
-        for kind, tokens in (("prompt", record.prompt_tokens), ("response", record.response_tokens)):
-            self.tokens.labels(record.arm, kind).inc(tokens or 0)
-        if record.drafted is not None and not record.constrained:
-            labels = record.arm, record.draft_version, record.slice
+        self.prompt.labels(record.arm).inc(record.prompt_tokens or 0)
+        self.response.labels(record.arm).inc(record.response_tokens or 0)
+        if record.drafted is not None:
+            labels = record.arm, record.draft_version, record.slice, str(record.constrained).lower()
             self.accepted.labels(*labels).inc(record.accepted or 0)
             self.drafted.labels(*labels).inc(record.drafted)
             self.blocks.labels(*labels).inc(record.blocks or 0)
+            for place in range(max(record.accepted_B, default=0)):
+                self.accepted_at.labels(*labels, place).inc(sum(kept > place for kept in record.accepted_B))
 
     def page(self) -> bytes:
         """The page in Prometheus' text format."""

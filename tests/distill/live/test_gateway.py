@@ -19,7 +19,7 @@ from processes import until
 from running_app import running_app
 from scripted_engine import ACCEPTED, DRAFTED, IDS, ScriptedEngine
 
-from data.responses.engine_metrics import parse_page
+from data.responses.engine_metrics import counts_of, parse_page
 from distill.live.arms import ARMS, Arm, Arms, write_arms
 from distill.live.gateway import app as gateway_app
 from distill.live.gateway import limits
@@ -257,11 +257,28 @@ def test_metrics_tell_served_acceptance_by_draft_and_slice(direct: str, tmp_path
         assert HTTP.get(f"{url}/metrics").status_code == 401
         assert HTTP.get(f"{url}/health").status_code == 200
         page = parse_page(HTTP.get(f"{url}/metrics", headers={"authorization": "Bearer k"}).text)
-    accepted = {labels["slice"]: value for labels, value in page["understudy_served_accepted_tokens"]}
-    assert accepted == {"sql": 6, "chat": 3}
-    assert {labels["draft_version"] for labels, _ in page["understudy_served_drafted_tokens"]} == {"v0001"}
+    drafts = {name: f"vllm:spec_decode_num_{name}" for name in ("drafts", "draft_tokens", "accepted_tokens")}
+    found = {
+        name: {(labels["slice"], labels["constrained"]): value for labels, value in page[metric]}
+        for name, metric in drafts.items()
+    }
+    kinds = {("sql", "false"): 2, ("chat", "false"): 1, ("all", "true"): 1}
+    assert found["accepted_tokens"] == {kind: 3 * count for kind, count in kinds.items()}
+    assert found["draft_tokens"] == {kind: 6 * count for kind, count in kinds.items()}
+    assert found["drafts"] == {kind: 2 * count for kind, count in kinds.items()}
+    places = [(labels["position"], value) for labels, value in page["vllm:spec_decode_num_accepted_tokens_per_pos"]]
+    assert sorted(places) == [("0", 2), ("0", 2), ("0", 4), ("1", 1), ("1", 1), ("1", 2)]
+    assert {labels["draft_version"] for labels, _ in page[drafts["drafts"]]} == {"v0001"}
     assert sum(value for _, value in page["understudy_requests"]) == 5
-    assert {labels["kind"]: value for labels, value in page["understudy_tokens"]} == {"prompt": 12, "response": 24}
+    assert [page[f"vllm:{kind}_tokens"] for kind in ("prompt", "generation")] == [
+        [({"arm": "a"}, 12)],
+        [({"arm": "a"}, 24)],
+    ]
+    # What reads an engine's page reads the gateway's too.
+    counts = counts_of(page)
+    assert counts is not None
+    assert (counts.engine, counts.accepted, counts.drafted, counts.blocks, counts.tokens) == ("vllm", 12, 24, 8, 24)
+    assert counts.accepted_G == (8, 4)
     assert [record.constrained for record in records(tmp_path)].count(True) == 1
 
 
@@ -380,3 +397,17 @@ def test_flags_become_arms_and_those_of_a_rollout_win(tmp_path: Path, capsys: py
     assert parse_sampling("temperature=0.7,top_k=20") == {"temperature": 0.7, "top_k": 20}
     with pytest.raises(UserError, match="--sampling heat=1"):
         parse_sampling("heat=1")
+
+
+def test_waits_are_those_of_streams_and_of_answered_completions(direct: str, tmp_path: Path) -> None:
+    with running_gateway(tmp_path, direct) as url:
+        post(url, PROMPT)
+        for _ in range(2):
+            post(url, {**PROMPT, "stream": True})
+        for refused in ("400", "500"):
+            post(url, {**PROMPT, "user": refused})
+        HTTP.get(f"{url}/v1/models")
+        page = parse_page(HTTP.get(f"{url}/metrics").text)
+    # The first bytes of a response that comes whole are its last ones.
+    assert page["vllm:time_to_first_token_seconds_count"] == [({"arm": "a"}, 2)]
+    assert page["vllm:e2e_request_latency_seconds_count"] == [({"arm": "a"}, 3)]
