@@ -73,7 +73,8 @@ def load_source(
 
     Without a prompt or messages column, a column with a common name is used if there is exactly one, or if one of them is
     ``preferred``. Of questions of Spec-Bench and SPEED-Bench, the first of ``turns`` is the prompt and ``category`` the domain.
-    ``system`` becomes the first turn of every conversation without one, and turns a plain prompt into a conversation. ``domain`` is the label of all rows (default: the file stem, folder name or last part of the hub id);
+    ``system`` becomes the first turn of every conversation without one, and turns a plain prompt into a conversation.
+    ``domain`` is the label of all rows (default: the file stem, folder name or last part of the hub id);
     ``domain_column`` has priority. ``limit`` takes rows by content hash, so that they come from the whole source. With
     ``bad_rows``, unusable rows are left out and their errors are added to it; if all rows are unusable, the first error is raised.
 

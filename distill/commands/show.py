@@ -24,11 +24,7 @@ from speculative.drafters.draft import Draft
 
 
 def show(options: ShowRunOptions) -> None:
-    """Run `show_run`; with a profile, print it beside the run's own instead.
-
-    Raises:
-        UserError: see `show_run` and `read_profile`.
-    """
+    """Run `show_run`; with a profile, print it beside the run's own instead. Raises UserError as they do."""
     if options.profile is None:
         show_run(options.run, options.trust_remote_code)
         return
@@ -38,8 +34,8 @@ def show(options: ShowRunOptions) -> None:
 
 def profiles_table(own: SpeculationProfile, other: SpeculationProfile, name: str) -> Table:
     """Rates of two drafts by position, then mean tokens of a block, over all and by domain."""
-    asked = [f"{key} {value}" for key, value in (other.measurement_conditions or {}).items() if value is not None]
-    told = [other.method or "method not recorded", *(asked if other.measured else ["not measured"])]
+    told = [other.method or "method not recorded", *([] if other.measured else ["not measured"])]
+    told += [f"{key} {value}" for key, value in (other.measurement_conditions or {}).items() if value is not None]
     columns = [Column(f"{rate}{of}", ".3f") for of in ("", ", other") for rate in ("conditional", "marginal")]
     table = Table(
         ["position", *columns], title="The run's draft and another", caption=f"other: {name}, {', '.join(told)}"

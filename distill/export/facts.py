@@ -77,8 +77,12 @@ def read_run(path: Path, trusted: bool = False) -> RunFacts:
     provenance = Record.read(folder / PROVENANCE, "start the run's command again").record()
     data = [source.path for source in config.data.train]
     base = config.student.path and public_name(config.student.path)
-    judged = [source.path for source in config.data.heldout] or data
-    provenance |= {"data": data, "heldout": judged, "config": dump_config(config), "base": base}
+    provenance |= {
+        "data": data,
+        "heldout": [one.path for one in config.data.heldout] or data,
+        "config": dump_config(config),
+        "base": base,
+    }
     provenance = json.loads(without_folders(json.dumps(provenance)))
     where, benchmark = config.target, benchmark_of(config.data.heldout)
     return RunFacts(

@@ -61,20 +61,17 @@ def read_profile(path: Path) -> SpeculationProfile:
         UserError: not there, another schema, rates that contradict themselves, or a key that is missing or has an invalid value.
     """
     path = path / SPECULATION_PROFILE if path.is_dir() else path
-    found = SpeculationProfile.read(path, "correct it or measure again")
-    if found.schema_version.partition(".")[0] != SCHEMA.partition(".")[0]:
-        raise UserError(f"{path}: schema_version is {found.schema_version}; this version of understudy reads {SCHEMA}")
-    if fault := found.fault():
+    found, known = SpeculationProfile.read(path, "correct it or measure again"), SCHEMA.partition(".")[0]
+    odd = found.schema_version.partition(".")[0] != known and f"schema_version is {found.schema_version}, not {known}.x"
+    if fault := odd or found.fault():
         raise UserError(f"{path}: {fault}; measure again")
     return found
 
 
 def profile_of(verdict: Verdict | None, gamma: int, target: str, draft: str, data: list[str]) -> SpeculationProfile:
     """The profile of a run's judged draft; without a verdict, one that says so. gamma: of a draft that was not measured."""
-    keys: dict[str, Any] = {
-        "schema_version": SCHEMA, "measured": verdict is not None, "method": "draft_model", "draft_checkpoint": {"id": draft},
-        "target_model": {"id": target}, "num_speculative_tokens": verdict.gamma if verdict else gamma,
-    }  # fmt: skip
+    keys: dict[str, Any] = {"schema_version": SCHEMA, "measured": verdict is not None, "method": "draft_model"}
+    keys |= {"draft_checkpoint": {"id": draft}, "target_model": {"id": target}, "num_speculative_tokens": gamma}
     if verdict is None:
         return SpeculationProfile(**keys)
     own, block = verdict.drafts[-1], verdict.rule == "block"
@@ -82,10 +79,9 @@ def profile_of(verdict: Verdict | None, gamma: int, target: str, draft: str, dat
     # Block verification decides about tokens jointly, so rates by position would not describe it.
     rates = _rates(verdict.survival) if verdict.survival and not block else Acceptance()
     mean = rates.mean_accept_length or (row.tau if row else None)
-    judged = next((one for one in verdict.checkpoints if one.step == own.step), None)
-    domains = judged.domains if judged and not block else {}
+    domains = next((one.domains for one in verdict.checkpoints if one.step == own.step and not block), {})
     keys |= rates.record() | {
-        "mean_accept_length": mean, "verification_method": "block" if block else "longest_prefix",
+        "num_speculative_tokens": verdict.gamma, "mean_accept_length": mean, "verification_method": "block" if block else "longest_prefix",
         "accept_length_model": "measured_per_k" if block or own.drafting == "parallel" else "chain_analytic",
         "accept_length_by_k": {str(verdict.gamma): mean}, "block_size": None, "acceptance_length_histogram": None,
         "max_supported_k": verdict.gamma if own.drafting == "parallel" else max(verdict.replay, default=verdict.gamma),

@@ -21,9 +21,7 @@ def check_repository(option: str, repository: str, *, login: bool = True) -> Non
         UserError: no ORG/NAME, nobody is logged in, or the hub cannot be reached.
     """
     with _explained(option, repository, "nothing is written"):
-        validate_repo_id(repository)
-        if "/" not in repository:
-            raise HFValidationError("no /")
+        validate_repo_id(repository if "/" in repository else "/")
         if login:
             huggingface_hub.HfApi().whoami()
 
@@ -54,13 +52,13 @@ def _explained(option: str, repository: str, done: str) -> Iterator[None]:
     try:
         yield
     except (HTTPError, OSError, ValueError) as error:
-        response: Any = getattr(error, "response", None)
-        status = response is not None and response.status_code
+        answer: Any = getattr(error, "response", None)
+        status, url = (0, "") if answer is None else (answer.status_code, str(answer.url))
         if isinstance(error, HFValidationError):
             fix = "not a name of the hub; give ORG/NAME of letters, digits, -, _ and ."
         elif isinstance(error, LocalTokenNotFoundError) or status == 401:
             fix = "not logged in, or the token is not valid; run `hf auth login`"
-        elif status in (403, 404) and response.url.path.endswith("/repos/create"):
+        elif status in (403, 404) and url.endswith("/repos/create"):
             fix = f"no user or organisation {repository.split('/')[0]} that you may write to; check the name and the token's rights"
         else:
             fix = reason_of(error)

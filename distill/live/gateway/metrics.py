@@ -1,7 +1,4 @@
-"""The gateway's Prometheus metrics. Label values are bounded, so clients cannot create series without limit.
-
-A metric that means the same as one of vLLM has vLLM's name; the others begin with `understudy_`.
-"""
+"""The gateway's Prometheus metrics, named as vLLM's if they mean the same. Label values are bounded, so clients add few series."""
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -9,6 +6,7 @@ from distill.live.traffic.record import TrafficRecord
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _BY_DRAFT = ("arm", "draft_version", "slice", "constrained")
+_DRAFTS = "vllm:spec_decode_num_"
 
 
 class Metrics:
@@ -23,9 +21,6 @@ class Metrics:
         def histogram(name: str, says: str) -> Histogram:
             return Histogram(f"vllm:{name}_seconds", says, ("arm",), buckets=_SECONDS, registry=registry)
 
-        def drafts(name: str, says: str, *more: str) -> Counter:
-            return counter(f"vllm:spec_decode_num_{name}", says, (*_BY_DRAFT, *more))
-
         self.in_flight = Gauge("understudy_in_flight", "Requests being answered", registry=registry)
         self.logging = Gauge("understudy_logging", "1 while records can be written", registry=registry)
         self.requests = counter("requests", "Requests by the status that the client got", ("arm", "status"))
@@ -38,12 +33,10 @@ class Metrics:
         self.odd_counts = counter("counts_refused", "Responses with inconsistent draft counts", ("arm",))
         self.prompt = counter("vllm:prompt_tokens", "Tokens of prompts", ("arm",))
         self.response = counter("vllm:generation_tokens", "Tokens of responses", ("arm",))
-        self.blocks = drafts("drafts", "Target calls that verified a draft")
-        self.drafted = drafts("draft_tokens", "Drafted tokens")
-        self.accepted = drafts("accepted_tokens", "Drafted tokens that were accepted")
-        self.accepted_at = drafts(
-            "accepted_tokens_per_pos", "Accepted tokens by place in the block, from 0", "position"
-        )
+        self.blocks = counter(f"{_DRAFTS}drafts", "Target calls that verified a draft", _BY_DRAFT)
+        self.drafted = counter(f"{_DRAFTS}draft_tokens", "Drafted tokens", _BY_DRAFT)
+        self.accepted = counter(f"{_DRAFTS}accepted_tokens", "Accepted tokens", _BY_DRAFT)
+        self.accepted_at = counter(f"{_DRAFTS}accepted_tokens_per_pos", "The same by place", (*_BY_DRAFT, "position"))
         self.first_token = histogram("time_to_first_token", "Seconds until the first bytes of a stream")
         self.total = histogram("e2e_request_latency", "Seconds until the end of an answered completion request")
 

@@ -99,7 +99,7 @@ def test_a_profile_of_another_producer_reads_and_writes_back_unchanged(tmp_path:
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ({"schema_version": "2.0"}, "schema_version is 2.0; this version of understudy reads 1.0"),
+        ({"schema_version": "2.0"}, "schema_version is 2.0, not 1.x; measure again"),
         ({"num_speculative_tokens": None}, "key num_speculative_tokens has an invalid value"),
         ({"marginal_accept_rates": [0.8, 1.7, 0.3]}, r"key marginal_accept_rates\[1\] has an invalid value"),
         ({"marginal_accept_rates": [0.6, 0.8, 0.3]}, "marginal_accept_rates increase; measure again"),
