@@ -228,10 +228,7 @@ def decode_live(
     settings: DecodeSettings,
     batch_size: int,
 ) -> list[LiveSums]:
-    """Decode these prompts with the draft and replay the text that comes out.
-
-    Raises UserError for everything that `decode` refuses.
-    """
+    """Decode these prompts with the draft and replay the text that comes out. Raises UserError for everything that `decode` refuses."""
     asked = [(one.key, one.prompt_ids) for one in prompts]
     responses, _ = decode(target, draft.drafter(), asked, settings, batch_size=batch_size)
     found = [

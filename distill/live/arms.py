@@ -37,8 +37,7 @@ class Arm:
 class Arms:
     """All engines. by: origin of the arms, `flags` or `rollout NAME vN`.
 
-    Raises:
-        UserError: shares that do not add up to 1, a duplicate name, or no address; the message names the arm and its key.
+    Raises UserError: shares that do not add up to 1, a duplicate name, or no address; the message names the arm and its key.
     """
 
     by: str
@@ -82,11 +81,7 @@ def _exponential(name: str, conversation: bytes, key: bytes) -> float:
 
 
 def read_arms(path: Path) -> Arms:
-    """The arms of a file.
-
-    Raises:
-        UserError: missing, damaged, an unknown key, or invalid arms; the message names file and key.
-    """
+    """The arms of a file. Raises UserError: missing, damaged, an unknown key, or invalid arms; the message names file and key."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         return Arms(str(found["by"]), tuple(_arm(arm) for arm in found["arms"]))

@@ -85,8 +85,7 @@ def publish(
         provenance: data_window, traffic, approved_by and further keys; see `Version`.
         name: version number reserved for this run; what a killed call left of it is completed.
 
-    Raises:
-        UserError: the run has no draft yet, the number belongs to another run, a write failed, or see `export_draft`.
+    Raises UserError: the run has no draft yet, the number belongs to another run, a write failed, or see `export_draft`.
     """
     # Imported here so that reading or moving versions does not import torch.
     from distill.export.export import export_draft
@@ -114,11 +113,7 @@ def publish(
 
 
 def make_current(drafts: Path, name: str, by: str) -> None:
-    """Make ``name`` the served version; `current` is replaced atomically.
-
-    Raises:
-        UserError: no such version, or the disk refuses.
-    """
+    """Make ``name`` the served version; `current` is replaced atomically. Raises UserError: no such version, or the disk refuses."""
     read_version(drafts / name)
     with locked(drafts / _LOCK), writing(drafts / CURRENT):
         temporary = drafts / f".{CURRENT}.tmp"
@@ -133,8 +128,7 @@ def make_current(drafts: Path, name: str, by: str) -> None:
 def reject(drafts: Path, name: str, by: str) -> None:
     """Record that a version was tried and taken back, so that a refresh does not wait for it.
 
-    Raises:
-        UserError: no such version, or the disk refuses.
+    Raises UserError: no such version, or the disk refuses.
     """
     read_version(drafts / name)
     with locked(drafts / _LOCK):

@@ -41,11 +41,7 @@ class PriceRow:
 
 
 def parse_prices(text: str) -> Prices | None:
-    """The prices of `--price-per-hour 2.49` or `2.49,4.98`; None for "".
-
-    Raises:
-        UserError: not one or two numbers above 0.
-    """
+    """The prices of `--price-per-hour 2.49` or `2.49,4.98`; None for "". Raises UserError: not one or two numbers above 0."""
     if not text:
         return None
     try:

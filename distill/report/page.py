@@ -57,8 +57,8 @@ def report_command(
         given: step times of other hardware for the second speed-up curve; default the measured ones.
         prices: of an hour, to show the cost of tokens and responses.
 
-    Raises:
-        UserError: no result, or one that cannot be read; `to` is not an .html file, cannot be written, or belongs to a run that is in use.
+    Raises UserError: no result, or one that cannot be read; `to` is not an .html file, cannot be written, or belongs to a run that is in
+    use.
     """
     path = source / RESULT if source.is_dir() or not source.suffix else source
     result = load_result(path).model_copy(update={"served": load_served(path.parent)})
@@ -79,8 +79,7 @@ def report_command(
 def given_times(t_target: str = "", t_draft: str = "") -> GivenTimes | None:
     """The times of `--t-target 25ms --t-draft 3ms`, None when neither is given.
 
-    Raises:
-        UserError: only one of them is given, or it is not a duration.
+    Raises UserError: only one of them is given, or it is not a duration.
     """
     if not t_target and not t_draft:
         return None

@@ -55,10 +55,7 @@ def upload(array: np.ndarray, device: torch.device) -> torch.Tensor:
 
 
 class CachedModel:
-    """A causal LM with its RaggedCache.
-
-    Raises UserError (through `check_decodable`) for an unsupported model.
-    """
+    """A causal LM with its RaggedCache. Raises UserError (through `check_decodable`) for an unsupported model."""
 
     def __init__(
         self,

@@ -177,10 +177,7 @@ def _is_recurrent(model: PreTrainedModel) -> bool:
 
 
 def state_name(model: PreTrainedModel) -> str:
-    """Name of a recurrent model's state, as argument and output of its forward.
-
-    Raises UserError if both differ (older code).
-    """
+    """Name of a recurrent model's state, as argument and output of its forward. Raises UserError if both differ (older code)."""
     for name in ("past_key_values", "cache_params"):
         if name in forward_parameters(model):
             return name
@@ -285,10 +282,7 @@ MASK_TOKEN_KEYS = ("pard_token", "ptd_token_id")
 
 
 def mask_token_of(config: PretrainedConfig) -> int | None:
-    """The mask token id of a parallel draft; None if the config has none.
-
-    Raises UserError for a value that is no row of the embedding.
-    """
+    """The mask token id of a parallel draft; None if the config has none. Raises UserError for a value that is no row of the embedding."""
     for key in MASK_TOKEN_KEYS:
         token = getattr(config, key, None)
         if token is None:

@@ -49,11 +49,7 @@ class TextLaw:
 def text_law(
     target: PreTrainedModel, texts: Sequence[StoredText], settings: SamplingSettings, seed: int = 0
 ) -> TextLaw:
-    """Both tests of these texts under sampling settings that are not greedy.
-
-    Raises:
-        UserError: the target returns NaN.
-    """
+    """Both tests of these texts under sampling settings that are not greedy. Raises UserError: the target returns NaN."""
     assert not settings.greedy, "nothing is sampled at temperature 0"
 
     def columns(logits_RV: torch.Tensor, token_ids_R: torch.Tensor) -> torch.Tensor:

@@ -135,11 +135,7 @@ class Speed:
 
 
 class Standings:
-    """Results of a race for all held-out prompts.
-
-    Raises:
-        ValueError: a way was timed on no prompt.
-    """
+    """Results of a race for all held-out prompts. Raises ValueError: a way was timed on no prompt."""
 
     def __init__(
         self,

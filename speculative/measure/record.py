@@ -38,8 +38,7 @@ class Record(BaseModel):
     def read(cls, path: Path, remedy: str, absent: str = "not there") -> Self:
         """The record that a JSON file holds.
 
-        Raises:
-            UserError: missing, not readable, damaged (NaN is not valid JSON), or a key is missing or has an invalid value.
+        Raises UserError: missing, not readable, damaged (NaN is not valid JSON), or a key is missing or has an invalid value.
         """
         try:
             tree = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse_constant)

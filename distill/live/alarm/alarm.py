@@ -90,8 +90,7 @@ def alarm(
         drop: the fall in accepted/drafted to detect quickly.
         burn_in: requests of a slice that are its baseline.
 
-    Raises:
-        UserError: an option out of its range, or no request of that version with counts.
+    Raises UserError: an option out of its range, or no request of that version with counts.
     """
     if not 0 < false_alarms <= 0.5:
         raise UserError(f"--false-alarms {false_alarms}: give a probability between 0 and 0.5, e.g. 0.01")

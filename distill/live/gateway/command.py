@@ -27,8 +27,7 @@ _OWN_FILES = 64
 def gateway(options: GatewayOptions) -> None:
     """Serve until SIGINT or SIGTERM; responses in flight get _GRACE_SECONDS to end.
 
-    Raises:
-        UserError: invalid options, a log directory in use, a port in use.
+    Raises UserError: invalid options, a log directory in use, a port in use.
     """
     os.umask(0o077)
     flags, key = arms_of(options), key_in(options.api_key_env) or None
@@ -62,8 +61,7 @@ def configured(gateway: Gateway, clients: int) -> uvicorn.Config:
 def arms_of(options: GatewayOptions) -> Arms:
     """The arms of the flags: a, b, .. in order, `plain` for the engine without a draft. The first arm gets the rest of the shares.
 
-    Raises:
-        UserError: shares or versions that do not fit the engines.
+    Raises UserError: shares or versions that do not fit the engines.
     """
     engines, shares, versions = options.engine, options.share or [], options.draft_version or []
     if len(engines) > len(_NAMES) or len(shares) != len(engines) - 1:

@@ -50,8 +50,7 @@ class Exchange:
     def record(self, finish: str, salt: bytes) -> TrafficRecord:
         """The record. Inconsistent counts are left out and set ``tap.odd_counts``. Call after ``tap.end``.
 
-        Raises:
-            ValueError: the record is invalid even without counts.
+        Raises ValueError: the record is invalid even without counts.
         """
         asked, arm, tap = self.asked, self.arm, self.tap
         known: dict[str, Any] = {

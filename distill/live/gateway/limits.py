@@ -119,9 +119,7 @@ class Bodies:
     async def read(self, headers: dict[bytes, bytes], receive: Any) -> bytes:
         """Read a whole body; call ``release`` when it is no longer needed.
 
-        Raises:
-            Refused: too large, too slow, or too many bodies at once.
-            ConnectionError: the client left.
+        Raises Refused: too large, too slow, or too many bodies at once. Raises ConnectionError: the client left.
         """
         told = headers.get(b"content-length", b"0")
         if not told.isdigit() or int(told) > self.most:

@@ -102,10 +102,8 @@ class Upstream:
         """Send a request for ``target`` under ``root``; the response's body is read later. If it is not read to the end, the connection is
         closed, which aborts the request at the engine.
 
-        Raises:
-            OSError: the engine cannot be reached.
-            h11.LocalProtocolError: the request is not valid HTTP.
-            h11.RemoteProtocolError: the engine does not answer, or not with HTTP.
+        Raises OSError: the engine cannot be reached. Raises h11.LocalProtocolError: the request is not valid HTTP. Raises
+        h11.RemoteProtocolError: the engine does not answer, or not with HTTP.
         """
         url = urlsplit(root)
         sent = [(b"host", url.netloc.encode()), *headers]

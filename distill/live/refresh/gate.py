@@ -50,8 +50,7 @@ def judge_gate(
         looks: number of judged checkpoints that the best was picked from.
         parallel: both drafts draft a block in one pass.
 
-    Raises:
-        UserError: there is no text, or a draft cannot be judged on it.
+    Raises UserError: there is no text, or a draft cannot be judged on it.
     """
     text = load_frozen_text(run, trusted=True)
     prefix = PARALLEL if parallel else ""

@@ -34,8 +34,7 @@ _PROBE = {
 def run_config(run: Path, trusted: bool = True) -> RunConfig:
     """The config of a run. ``trusted``: see `load_trusted`.
 
-    Raises:
-        UserError: no run, or one that trains on the dataset's responses, which traffic does not have.
+    Raises UserError: no run, or one that trains on the dataset's responses, which traffic does not have.
     """
     if not (run / layout.CONFIG).is_file():
         raise UserError(f"{run}: no config.yaml there; give the folder of a run, e.g. runs/demo")
@@ -67,8 +66,7 @@ def write_training(home: Path, student: Path, export: Path, folder: Path, share:
     """Write the training's config with this share of new prompts and return its path. It has as many epochs as `home`; fewer prompts
     mean fewer steps. ``asked``: the user's overrides.
 
-    Raises:
-        UserError: an invalid override, or the prompts of `home` are missing.
+    Raises UserError: an invalid override, or the prompts of `home` are missing.
     """
     config, (old_train, old_heldout), (new_train, new_heldout) = run_config(home), _prompts(home), _prompts(export)
     if not old_train.exists() or not old_heldout.exists():
@@ -90,8 +88,7 @@ def write_training(home: Path, student: Path, export: Path, folder: Path, share:
 def write_probe(home: Path, student: Path, export: Path, folder: Path, steps: int, asked: Sequence[str]) -> Path:
     """Write the probe's config and return its path: ``steps`` on the traffic alone, judged on its later part.
 
-    Raises:
-        UserError: an invalid override.
+    Raises UserError: an invalid override.
     """
     train, heldout = _prompts(export)
     keys = _PROBE | {
@@ -120,8 +117,7 @@ def _write(path: Path, home: Path, student: Path, folder: Path, keys: dict[str, 
 def adopt_stores(folder: Path, homes: Sequence[Path]) -> None:
     """Link the stored responses of other runs with the same settings into a run, so that it decodes only what is missing.
 
-    Raises:
-        UserError: other settings, a damaged store, a folder in use, or a failed write.
+    Raises UserError: other settings, a damaged store, a folder in use, or a failed write.
     """
     with hold(folder):
         for home in homes:

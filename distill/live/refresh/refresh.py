@@ -58,9 +58,8 @@ ASKED = (
 def refresh_command(options: RefreshOptions, console: Console) -> int:
     """Run a refresh, or resume a killed one; return the exit status.
 
-    Raises:
-        UserError: an option out of range, a run without a verdict, unusable traffic, or a folder in use.
-        Interrupted: Ctrl-C during training, which stopped with a checkpoint.
+    Raises UserError: an option out of range, a run without a verdict, unusable traffic, or a folder in use. Raises Interrupted: Ctrl-C
+    during training, which stopped with a checkpoint.
     """
     _check(options)
     name = run_config(options.run, options.trust_remote_code).name

@@ -98,8 +98,7 @@ def refresh_folder(
 
     ``stem``: its path without the new version's name. Yields None if a version is waiting for its rollout.
 
-    Raises:
-        UserError: another refresh is running there, or the unfinished one belongs to another version than the served one.
+    Raises UserError: another refresh is running there, or the unfinished one belongs to another version than the served one.
     """
     if options.dry_run:
         with tempfile.TemporaryDirectory(prefix="understudy-refresh-") as passing:

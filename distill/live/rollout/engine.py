@@ -71,8 +71,7 @@ def last_line(log: Path) -> str:
 def engine_words(command: str, draft: Path, port: int) -> list[str]:
     """The words of --engine-command. They may contain JSON, so only {draft} and {port} are replaced.
 
-    Raises:
-        UserError: no command, or one without {draft} or {port}.
+    Raises UserError: no command, or one without {draft} or {port}.
     """
     try:
         words = shlex.split(command)

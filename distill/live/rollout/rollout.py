@@ -39,10 +39,9 @@ _UNHEEDED = (
 def rollout(options: RolloutOptions) -> int:
     """Put a version into service or take it back, or resume an interrupted rollout; return the exit status.
 
-    Raises:
-        UserError: no such version, an unfinished rollout of another version, no gateway on the log directory or one that
-            ignores arms.json, an engine that does not start, a port in use, an option out of range.
-        Interrupted: Ctrl-C; both engines stay as they are.
+    Raises UserError: no such version, an unfinished rollout of another version, no gateway on the log directory or one that ignores
+    arms.json, an engine that does not start, a port in use, an option out of range. Raises Interrupted: Ctrl-C; both engines stay as they
+    are.
     """
     states.check_options(options)
     if not options.drafts.is_dir() and (named := Path("drafts") / options.drafts).is_dir():

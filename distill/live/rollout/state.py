@@ -158,8 +158,7 @@ def begin(options: RolloutOptions, version: Version, last: State | None) -> Stat
 def opened(options: RolloutOptions, version: Version) -> State:
     """The state of an unfinished rollout, or the first state of a new one.
 
-    Raises:
-        UserError: an unfinished rollout of another version or log, no gateway, nothing to take back; see also `begin`.
+    Raises UserError: an unfinished rollout of another version or log, no gateway, nothing to take back; see also `begin`.
     """
     state = read_state(options.drafts)
     if state is not None and state.stage not in ENDS:

@@ -113,8 +113,7 @@ def _quotas(words: list[str] | None) -> dict[str, int]:
 def export_traffic(options: ExportTrafficOptions) -> Exported:
     """Make the export folder.
 
-    Raises:
-        UserError: no log, a forged line, an unusable run, nothing left to train on or hold out, or an existing folder.
+    Raises UserError: no log, a forged line, an unusable run, nothing left to train on or hold out, or an existing folder.
     """
     log, to, quotas = options.log, options.to, _quotas(options.quota)
     salt, known, forgotten = read_salt(log), _read_run(options.run, options.trust_remote_code), forgotten_hashes(log)

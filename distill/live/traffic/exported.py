@@ -67,8 +67,7 @@ def note_export(directory: Path, folder: Path, made: float, rows: int) -> None:
 def note_use(folder: Path, run: Path) -> None:
     """Record in an export's log that a run holds copies of its rows.
 
-    Raises:
-        UserError: no export in ``folder``; the log's list cannot be written.
+    Raises UserError: no export in ``folder``; the log's list cannot be written.
     """
     try:
         log = Path(read_manifest(folder / "prompts")["traffic"]["log"])
@@ -79,11 +78,7 @@ def note_use(folder: Path, run: Path) -> None:
 
 
 def drop_export(directory: Path, folder: Path) -> None:
-    """Delete an export that no run uses, and its entry in the list.
-
-    Raises:
-        UserError: the list is damaged, or cannot be written.
-    """
+    """Delete an export that no run uses, and its entry in the list. Raises UserError: the list is damaged, or cannot be written."""
     shutil.rmtree(folder, ignore_errors=True)
     _write(directory, folder, None)
 
@@ -110,8 +105,7 @@ def write_rows(store: Store, manifest: Mapping[str, Any], rows: Sequence[Row]) -
 def forget_exported(folder: Path, row_ids: set[str]) -> int:
     """Remove rows, prompts and responses, from an existing export; return the number of prompts removed.
 
-    Raises:
-        UserError: a file of the export is damaged, or cannot be written.
+    Raises UserError: a file of the export is damaged, or cannot be written.
     """
     found = 0
     for path in (folder / name for name in PROMPT_FILES):

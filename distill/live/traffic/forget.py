@@ -33,8 +33,7 @@ _FEWEST_IDS = 2  # shorter prompts are not searched for, because every text may 
 def forget_command(options: ForgetOptions, console: Console) -> int:
     """Forget, and print what stays and where copies may be; exit status 1 if an id was not found.
 
-    Raises:
-        UserError: no log there; a file that is damaged or cannot be written.
+    Raises UserError: no log there; a file that is damaged or cannot be written.
     """
     said, unknown = forget(options.log, options.ids)
     said += [f"{one}: no request with this id in the log or its exports" for one in unknown]
@@ -48,8 +47,7 @@ def forget(directory: Path, ids: Sequence[str]) -> tuple[list[str], list[str]]:
 
     The log is rewritten last, so that a killed call can be repeated.
 
-    Raises:
-        UserError: the directory cannot be read or written; a file of an export is damaged.
+    Raises UserError: the directory cannot be read or written; a file of an export is damaged.
     """
     salt = read_salt(directory)
     own = {row_id(salt, one): one for one in ids}

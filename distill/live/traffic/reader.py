@@ -56,8 +56,7 @@ class LogTail:
     def read(self) -> Iterator[TrafficRecord]:
         """New records. Those of a rewritten file are repeated.
 
-        Raises:
-            UserError: a damaged or forged line; the message names file, line and field.
+        Raises UserError: a damaged or forged line; the message names file, line and field.
         """
         files, self.torn = log_files(self.directory), ""
         for path in files:
@@ -101,8 +100,7 @@ def read_traffic(directory: Path) -> TrafficLog:
 
     The last line of the last file may be incomplete, because the gateway may be writing it. It is left out with a warning.
 
-    Raises:
-        UserError: no log, or a damaged or forged line; the message names file, line and field.
+    Raises UserError: no log, or a damaged or forged line; the message names file, line and field.
     """
     if not log_files(directory):
         raise UserError(f"{directory}: no traffic log (log-00001.jsonl) there; give the gateway's --log directory")

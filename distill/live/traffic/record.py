@@ -61,8 +61,7 @@ class TrafficRecord:
     response_ids: only if text is kept. accepted, drafted, blocks: as counted by the engine. first_token_s, total_s: since arrival.
     constrained: a grammar, a bias or a penalty shaped the text.
 
-    Raises:
-        ValueError: an inconsistent record (pydantic's ValidationError).
+    Raises ValueError: an inconsistent record (pydantic's ValidationError).
     """
 
     id: Word
@@ -167,8 +166,7 @@ def read_salt(directory: Path) -> bytes:
 def make_directory(directory: Path) -> None:
     """Make a directory that only its owner can read. An existing one keeps its mode, because the log's files are private anyway.
 
-    Raises:
-        UserError: it belongs to another user and others can read it, or it cannot be made.
+    Raises UserError: it belongs to another user and others can read it, or it cannot be made.
     """
     with writing(directory):
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -183,8 +181,7 @@ def make_directory(directory: Path) -> None:
 def prepare_directory(directory: Path) -> bytes:
     """Make a log directory with its own secret if needed; return the secret. Not for concurrent use.
 
-    Raises:
-        UserError: it cannot be written, or see `make_directory`.
+    Raises UserError: it cannot be written, or see `make_directory`.
     """
     make_directory(directory)
     with writing(directory):

@@ -55,8 +55,7 @@ def sweep(
     A slice keeps the text of the ``reservoir`` records (None: all) with the smallest keyed hashes, a reproducible random sample. ``now``:
     Unix seconds. ``trust_clock``: sweep even if the clock jumped.
 
-    Raises:
-        UserError: the clock has jumped, or the directory cannot be read or written.
+    Raises UserError: the clock has jumped, or the directory cannot be read or written.
     """
     salt, oldest, newest = read_salt(directory), now - retention_days * DAY, -math.inf
     seen: dict[str, set[str]] = defaultdict(set)
@@ -119,8 +118,7 @@ def record_in(line: bytes) -> TrafficRecord | None:
 def rewrite(directory: Path, changed: Callable[[bytes], bytes]) -> int:
     """Replace every line of a log with ``changed(line)``, empty to delete it; return the number of changed lines.
 
-    Raises:
-        UserError: disk full or directory not writable. Each file is then either old or new.
+    Raises UserError: disk full or directory not writable. Each file is then either old or new.
     """
     done: set[Path] = set()
     count = 0

@@ -58,11 +58,7 @@ class Shown(Record):
 
 
 def show_traffic(options: ShowOptions, console: Console) -> Shown:
-    """Print tables or JSON, and draw the plot if asked.
-
-    Raises:
-        UserError: no log, a forged line, or the plot cannot be written.
-    """
+    """Print tables or JSON, and draw the plot if asked. Raises UserError: no log, a forged line, or the plot cannot be written."""
     check_plot(options.plot)
     log = read_traffic(options.log)
     told = [record.draft_version for record in log.records if accepts(record)]

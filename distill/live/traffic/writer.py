@@ -74,8 +74,7 @@ class LogWriter:
         """``sample_size``: texts kept per slice; None: all. Sweeps run at the start, after each ``file_bytes`` and every hour. With
         ``trust_clock`` the first one runs even if the clock jumped.
 
-        Raises:
-            UserError: another gateway writes here, the directory is another user's and readable by others, or it cannot be written.
+        Raises UserError: another gateway writes here, the directory is another user's and readable by others, or it cannot be written.
         """
         self.directory, self.text, self.file_bytes, self.retention_days = directory, text, file_bytes, retention_days
         self.samples = Samples(sample_size)
