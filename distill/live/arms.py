@@ -35,9 +35,8 @@ class Arm:
 
 @dataclass(frozen=True)
 class Arms:
-    """All engines. by: origin of the arms, `flags` or `rollout NAME vN`.
-
-    Raises UserError: shares that do not add up to 1, a duplicate name, or no address; the message names the arm and its key.
+    """All engines. by: origin of the arms, `flags` or `rollout NAME vN`. Raises UserError, naming arm and key, for shares that do not add
+    up to 1, a duplicate name or no address.
     """
 
     by: str

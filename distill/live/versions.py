@@ -75,16 +75,10 @@ def current_version(drafts: Path) -> Version | None:
     return read_version(link) if link.is_symlink() else None
 
 
-def publish(
-    run: Path, drafts: Path, provenance: Mapping[str, Any], *, parent: str | None = None, name: str | None = None
-) -> Version:
-    """Export a run's best draft as the next version, read-only.
+def publish(run: Path, drafts: Path, provenance: Mapping[str, Any], *, parent: str | None = None, name: str) -> Version:
+    """Export a run's best draft as a version, read-only; what a killed call left of it is completed.
 
-    Args:
-        run: its folder, or one of its checkpoints.
-        provenance: data_window, traffic, approved_by and further keys; see `Version`.
-        name: version number reserved for this run; what a killed call left of it is completed.
-
+    run: its folder, or one of its checkpoints. provenance: data_window, traffic, approved_by and further keys; see `Version`.
     Raises UserError: the run has no draft yet, the number belongs to another run, a write failed, or see `export_draft`.
     """
     # Imported here so that reading or moving versions does not import torch.
@@ -93,7 +87,6 @@ def publish(
 
     facts = read_run(run, trusted=True)
     with locked(drafts / _LOCK):
-        name = name or next_name(drafts)
         folder = drafts / name
         if not folder.exists():
             verdict = facts.verdict
@@ -126,10 +119,7 @@ def make_current(drafts: Path, name: str, by: str) -> None:
 
 
 def reject(drafts: Path, name: str, by: str) -> None:
-    """Record that a version was tried and taken back, so that a refresh does not wait for it.
-
-    Raises UserError: no such version, or the disk refuses.
-    """
+    """Record that a version was tried and taken back, so that a refresh does not wait for it. Raises UserError as `make_current`."""
     read_version(drafts / name)
     with locked(drafts / _LOCK):
         _append(drafts, name, "rejected", by)

@@ -1,8 +1,6 @@
-"""Compares served acceptance of a draft version, request by request and slice by slice, with its own first served requests.
-
-The run's held-out prompts are no baseline for this: users ask for other things, in an order and more than once. Whether an engine accepts
-what the run predicts is the question of `understudy readback`. The false alarm rate covers all slices of one call (Bonferroni). An alarm
-says that acceptance on this traffic has fallen, but not why.
+"""Compares served acceptance of a draft version, request by request and slice by slice, with its own first served requests: the run's
+held-out prompts are no baseline, because users ask for other things, in an order and more than once (`understudy readback` asks whether an
+engine accepts what the run predicts). The false alarm rate covers all slices of one call (Bonferroni). An alarm does not say why.
 """
 
 import math
@@ -86,10 +84,7 @@ def alarm(
 ) -> Alarm:
     """Test whether served acceptance of a version has fallen below that of its first requests.
 
-    Args:
-        drop: the fall in accepted/drafted to detect quickly.
-        burn_in: requests of a slice that are its baseline.
-
+    drop: the fall in accepted/drafted to detect quickly. burn_in: requests of a slice that are its baseline.
     Raises UserError: an option out of its range, or no request of that version with counts.
     """
     if not 0 < false_alarms <= 0.5:

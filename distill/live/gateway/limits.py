@@ -34,9 +34,8 @@ class Limits:
 
 
 class BoundedProtocol(H11Protocol):
-    """uvicorn's protocol with limits on connections and, for each unfinished request, on seconds and bytes.
-
-    A request finds it as `connection` in its state.
+    """uvicorn's protocol with limits on connections and on seconds and bytes of each unfinished request, which finds it as `connection` in
+    its state.
     """
 
     def __init__(self, limits: Limits, app_state: dict[str, Any], **others: Any) -> None:

@@ -7,9 +7,8 @@ from typing import Any
 from data.responses.engine_counts import RequestCounts, read_counts
 
 MOST_BYTES = 8 << 20  # of a JSON response, or of one line of a stream; larger ones are not read
-_NOTHING = (
-    b'"finish_reason":null'  # Quotes inside text are escaped, so this is the key. Such an event has only text and ids.
-)
+# Quotes inside text are escaped, so this is the key. Such an event has only text and ids.
+_NOTHING = b'"finish_reason":null'
 _LAST_EVENTS = 4  # Counts are in one of the last events: vLLM's with usage, llama.cpp's with the finish reason.
 
 
@@ -72,8 +71,7 @@ class Tap:
             self.ended = True
             return
         try:
-            event = json.loads(text)
-            self._read(event)
+            self._read(json.loads(text))
         except (ValueError, TypeError, AttributeError, LookupError, RecursionError):
             self.readable = False
 

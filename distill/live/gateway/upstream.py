@@ -144,8 +144,7 @@ class Upstream:
             for until, connection in connections:
                 if until <= now:
                     connection.writer.close()
-            connections[:] = [
-                one for one in connections if one[0] > now
-            ]  # the same list: `_connection` may be looking at it
+            # The same list: `_connection` may be looking at it.
+            connections[:] = [one for one in connections if one[0] > now]
             if not connections:
                 del self._idle[root]

@@ -43,13 +43,8 @@ def judge_gate(
 ) -> Gate:
     """Compare the best draft of a run with the served one on the run's held-out text.
 
-    Args:
-        served: run, checkpoint or directory of the served draft.
-        old_keys: held-out prompts that the served draft was judged on; all others are new.
-        margin: alpha that an old slice may lose.
-        looks: number of judged checkpoints that the best was picked from.
-        parallel: both drafts draft a block in one pass.
-
+    served: run, checkpoint or directory of the served draft. old_keys: held-out prompts that it was judged on; all others are new. margin:
+    alpha that an old slice may lose. looks: judged checkpoints that the best was picked from. parallel: both draft a block in one pass.
     Raises UserError: there is no text, or a draft cannot be judged on it.
     """
     text = load_frozen_text(run, trusted=True)

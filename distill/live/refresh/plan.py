@@ -32,9 +32,8 @@ _PROBE = {
 
 
 def run_config(run: Path, trusted: bool = True) -> RunConfig:
-    """The config of a run. ``trusted``: see `load_trusted`.
-
-    Raises UserError: no run, or one that trains on the dataset's responses, which traffic does not have.
+    """The config of a run. ``trusted``: see `load_trusted`. Raises UserError: no run, or one trained on the dataset's responses, which
+    traffic lacks.
     """
     if not (run / layout.CONFIG).is_file():
         raise UserError(f"{run}: no config.yaml there; give the folder of a run, e.g. runs/demo")
@@ -63,10 +62,9 @@ def mixed(old: int, new: int, share: float) -> tuple[int, int]:
 
 
 def write_training(home: Path, student: Path, export: Path, folder: Path, share: float, asked: Sequence[str]) -> Path:
-    """Write the training's config with this share of new prompts and return its path. It has as many epochs as `home`; fewer prompts
-    mean fewer steps. ``asked``: the user's overrides.
-
-    Raises UserError: an invalid override, or the prompts of `home` are missing.
+    """Write the training's config with this share of new prompts and return its path. It has as many epochs as `home`; fewer prompts mean
+    fewer
+    steps. ``asked``: the user's overrides. Raises UserError: an invalid one, or the prompts of `home` are missing.
     """
     config, (old_train, old_heldout), (new_train, new_heldout) = run_config(home), _prompts(home), _prompts(export)
     if not old_train.exists() or not old_heldout.exists():
@@ -86,9 +84,8 @@ def write_training(home: Path, student: Path, export: Path, folder: Path, share:
 
 
 def write_probe(home: Path, student: Path, export: Path, folder: Path, steps: int, asked: Sequence[str]) -> Path:
-    """Write the probe's config and return its path: ``steps`` on the traffic alone, judged on its later part.
-
-    Raises UserError: an invalid override.
+    """Write the probe's config and return its path: ``steps`` on the traffic alone, judged on its later part. Raises UserError: an invalid
+    override.
     """
     train, heldout = _prompts(export)
     keys = _PROBE | {

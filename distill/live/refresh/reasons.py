@@ -65,9 +65,8 @@ class Payback(Reason):
 
 
 def own_words(home: Path, export: Path) -> OwnText:
-    """Check a sample of the responses with one forward pass of the target: are they the target's own text?
-
-    Engines round differently, so only text that is far from the target's distribution fails.
+    """Check a sample of the responses with one forward pass: are they the target's own text? Engines round differently, so only text far
+    from it fails.
     """
     config, store = load_config(home / CONFIG), Store(export / RESPONSES / TRAINING)
     rows = store.rows()
@@ -92,9 +91,8 @@ def own_words(home: Path, export: Path) -> OwnText:
 
 
 def headroom(probe: Verdict, steps: int) -> Headroom:
-    """The gain of a few steps on one part of the traffic, judged by replay on a later part, paired by prompt.
-
-    ``probe``: verdict of a run whose step 0 is the served draft.
+    """The gain of a few steps on one part of the traffic, judged by replay on a later part, paired by prompt. ``probe``: verdict of a run
+    whose step 0 is the served draft.
     """
     baseline, effects, seconds = probe.judged(UNDISTILLED), probe.gain, probe.seconds.get("train", 0.0)
     if baseline is None or effects is None or baseline.alpha is None or baseline.tau is None:
@@ -114,15 +112,13 @@ def headroom(probe: Verdict, steps: int) -> Headroom:
 def payback(
     costs: Costs | None, records: Sequence[TrafficRecord], tau: float, tau_gain: float, seconds: float, days: float
 ) -> Payback:
-    """GPU-hours per day that the gain saves at this load, against those of the training.
+    """GPU-hours per day that the gain saves at this load, against those of the training. A token takes (gamma c + v) / tau target steps,
+    shared by
+    the requests in flight.
 
-    A token takes (gamma c + v) / tau target steps, shared by the requests in flight.
-
-    Args:
-        records: requests that this draft served.
-        tau, tau_gain: tokens per target call of the served draft, and the probe's gain.
-        seconds: of the training, summed over devices.
-        days: limit until it is paid back.
+    records: requests that this draft served. tau, tau_gain: tokens per target call of the served draft, and the probe's gain. seconds: of
+    the
+    training, summed over devices. days: limit until it is paid back.
     """
     told = [record for record in records if record.response_tokens and record.drafted and record.blocks]
     if costs is None or not told:

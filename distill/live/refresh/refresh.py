@@ -4,8 +4,6 @@ runs/NAME-refresh-v0002/refresh.json   reasons, decision, gate and outcome, whic
                         traffic/       the export of the log
                         probe/         the run that measures headroom, deleted at the end
                         refresh.yaml   the training's config; the folder is that run
-
-Exit status: 0 published or not needed; 1 the gate keeps the old draft, or training failed; 2 a mistake.
 """
 
 import datetime

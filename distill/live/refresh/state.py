@@ -94,11 +94,10 @@ def _outcome(folder: Path) -> str | None:
 def refresh_folder(
     options: RefreshOptions, stem: Path, drafts: Path, version: str, console: Console
 ) -> Iterator[Path | None]:
-    """The locked folder of this refresh: an unfinished one, a new one, or a temporary one for a dry run.
-
-    ``stem``: its path without the new version's name. Yields None if a version is waiting for its rollout.
-
-    Raises UserError: another refresh is running there, or the unfinished one belongs to another version than the served one.
+    """The locked folder of this refresh: an unfinished one, a new one, or a temporary one for a dry run. None if a version waits for its
+    rollout.
+    ``stem``: its path without the new version's name. Raises UserError: another refresh is running there, or the unfinished one belongs to
+    another version than the served one.
     """
     if options.dry_run:
         with tempfile.TemporaryDirectory(prefix="understudy-refresh-") as passing:

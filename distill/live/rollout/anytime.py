@@ -91,9 +91,8 @@ def difference_of(new: Estimate, old: Estimate) -> Estimate:
 
 
 def anytime_interval(estimate: Estimate, level: float, scale: float = SCALE) -> tuple[Numbers, Numbers]:
-    """(low, high) that hold the truth at all times at once with probability 1 - `level`, two-sided; infinite with too few requests.
-
-    scale: standard deviation of the expected differences.
+    """(low, high) that hold the truth at all times at once with probability 1 - `level`, two-sided; infinite with too few requests. scale:
+    standard deviation of the expected differences.
     """
     half = boundary(estimate.variance, level, scale)
     return estimate.value - half, estimate.value + half
@@ -126,10 +125,9 @@ def requests_to_see(difference: float, spread: float, share: float, level: float
 
 
 def evidence_of_more(successes: Numbers, trials: Numbers, rate: float) -> Numbers:
-    """Evidence (a test martingale) that trials succeed more often than `rate`; it reaches 1 / level by chance with probability at most `level`.
-
-    The likelihood ratio against `rate`, mixed uniformly over all higher rates. It is exact, also for zero successes.
-    rate: in (0, 1).
+    """Evidence (a test martingale) that trials succeed more often than `rate`, in (0, 1); it reaches 1 / level by chance with probability
+    at most
+    `level`. The likelihood ratio against `rate`, mixed uniformly over all higher rates. It is exact, also for zero successes.
     """
     failures = np.asarray(trials) - np.asarray(successes)
     beyond = special.betaincc(successes + 1.0, failures + 1.0, rate)

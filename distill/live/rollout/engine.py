@@ -1,6 +1,5 @@
-"""The engine that a rollout starts. It keeps running after the rollout, and is found again after a kill.
-
-Processes are found by a mark in their environment, which their children inherit.
+"""The engine that a rollout starts. It keeps running after the rollout, and is found again after a kill by a mark in its environment,
+which its children inherit.
 """
 
 import contextlib
@@ -69,9 +68,8 @@ def last_line(log: Path) -> str:
 
 
 def engine_words(command: str, draft: Path, port: int) -> list[str]:
-    """The words of --engine-command. They may contain JSON, so only {draft} and {port} are replaced.
-
-    Raises UserError: no command, or one without {draft} or {port}.
+    """The words of --engine-command, which may hold JSON: only {draft} and {port} are replaced. Raises UserError: no command, or one
+    without these.
     """
     try:
         words = shlex.split(command)
@@ -118,10 +116,7 @@ def find_engine(engine: Engine) -> psutil.Process | None:
 
 
 def stop_engine(engine: Engine, drain: float) -> None:
-    """Stop an engine and its children after its last connection closes or after ``drain`` seconds.
-
-    Children of an engine that exited by itself are stopped too.
-    """
+    """Stop an engine and its children, also of one that exited by itself, after its last connection closes or after ``drain`` seconds."""
     if (process := find_engine(engine)) is not None:
         _until(lambda: not alive(process) or not _connected(process, engine.port), drain)
         with contextlib.suppress(psutil.Error):

@@ -126,15 +126,10 @@ class Tally:
     def served(self) -> Served:
         """Sums over all N conversations."""
         sums_NK = np.array(list(self._talks.values()), dtype=np.float64).reshape(-1, 5)
-        return Served(
-            len(self._seen) - self._left,
-            len(sums_NK),
-            int(np.count_nonzero(sums_NK[:, 4])),
-            self._drafted / self._blocks if self._blocks else None,
-            sums_of(sums_NK[:, 0], sums_NK[:, 1]),
-            sums_of(sums_NK[:, 2], sums_NK[:, 3]),
-            self._left,
-        )
+        requests, errors = len(self._seen) - self._left, int(np.count_nonzero(sums_NK[:, 4]))
+        gamma = self._drafted / self._blocks if self._blocks else None
+        acceptance, latency = (sums_of(sums_NK[:, one], sums_NK[:, one + 1]) for one in (0, 2))
+        return Served(requests, len(sums_NK), errors, gamma, acceptance, latency, self._left)
 
 
 def compare(new: Served, old: Served, law: Law) -> Decision:

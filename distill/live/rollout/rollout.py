@@ -1,10 +1,7 @@
 """`understudy rollout`: the new version's engine gets a share of the traffic, then all of it or none.
 
-Engines share no way to swap a draft, so the new version gets its own engine. arms.json in the gateway's log directory is the only
-control. Each stage is stored before its first action, and each action may be repeated, so a killed rollout resumes when the command is
-run again.
-
-Exit status: 0 the new version serves, 3 it was taken back, 2 a mistake.
+Engines share no way to swap a draft, so the new version gets its own engine. arms.json in the gateway's log directory is the only control.
+Each stage is stored before its first action, and each action may be repeated, so a killed rollout resumes.
 """
 
 import contextlib
@@ -31,9 +28,7 @@ TAKEN_BACK = 3  # exit status
 SILENT_POLLS = 3  # an engine that fails this number of checks in a row is treated as dead
 TOLD_SECONDS = 10.0
 HEED_SECONDS = 5.0  # within which a gateway must have read arms.json
-_UNHEEDED = (
-    1e-6  # if it is less likely than this that no conversation reached the new engine, the gateway ignores arms.json
-)
+_UNHEEDED = 1e-6  # less likely than this: that no conversation reached the new engine though arms.json was read
 
 
 def rollout(options: RolloutOptions) -> int:
@@ -150,18 +145,15 @@ class Rollout:
             if time.monotonic() < heeds:
                 unheeded = old.conversations
             elif not new.requests + new.left:
-                self._check_heeded(old.conversations - unheeded)
+                missed = old.conversations - unheeded
+                if missed * math.log1p(-self.state.share) < math.log(_UNHEEDED):
+                    raise UserError(
+                        f"{self.arms_file}: the gateway ignores it: none of {missed:,} conversations reached the new engine. "
+                        "Is `understudy gateway` running with this --log?"
+                    )
             return compare(new, old, law)
 
         self._look(judge, "watching")
-
-    def _check_heeded(self, missed: int) -> None:
-        """Raises UserError if it is very unlikely that all these conversations missed the new engine."""
-        if missed * math.log1p(-self.state.share) < math.log(_UNHEEDED):
-            raise UserError(
-                f"{self.arms_file}: the gateway ignores it: none of {missed:,} conversations reached the new engine. Is "
-                "`understudy gateway` running with this --log?"
-            )
 
     def _watch(self) -> None:
         self._direct(1.0)
@@ -173,7 +165,7 @@ class Rollout:
         log, url, silent, left = Path(self.state.log), self.state.engine.url, 0, 0
         tail = LogTail(log, self.state.place or end_of(log))
         mine, others = Tally(), Tally()
-        tallies = {**dict.fromkeys(self._old_arms(), others), self.state.version: mine}
+        tallies = {arm.name: others for arm in self.state.before.arms if arm.drafts} | {self.state.version: mine}
         while True:
             for record in tail.read():
                 if record.arm in tallies:
@@ -249,9 +241,6 @@ class Rollout:
         if changed := read_arms(self.arms_file) != arms:
             write_arms(self.arms_file, arms)
         return changed
-
-    def _old_arms(self) -> set[str]:
-        return {arm.name for arm in self.state.before.arms if arm.drafts}
 
     def _has_died(self) -> bool:
         return bool(self.state.engine.mark) and engines.find_engine(self.state.engine) is None

@@ -97,25 +97,6 @@ def asked_version(options: RolloutOptions) -> Version:
     return read_version(options.drafts / options.version)
 
 
-def check_same(state: State, options: RolloutOptions) -> None:
-    """Raises UserError if the unfinished rollout is of another version or log, or no gateway is running."""
-    if state.version != options.version:
-        what = f"the rollout of {state.version} is not finished ({state.stage})"
-        raise UserError(f"{options.drafts / STATE}: {what}; run it again, or with --back")
-    if Path(state.log) != options.log.resolve():
-        raise UserError(
-            f"--log {options.log}: {state.version} is being rolled out with --log {state.log}; give that one"
-        )
-    if not options.back:
-        check_gateway(options.log)
-
-
-def check_gateway(log: Path) -> None:
-    """Raises UserError if no gateway is running."""
-    if not gateway_runs(log):
-        raise UserError(f"--log {log}: no gateway is running on it; start `understudy gateway --log {log} ...` first")
-
-
 def gateway_runs(log: Path) -> bool:
     """Whether a gateway holds the log directory's lock."""
     with contextlib.suppress(FileNotFoundError), (log / LOCK).open("rb") as lock:
@@ -134,12 +115,30 @@ def arms_before(log: Path) -> Arms:
     return before
 
 
-def begin(options: RolloutOptions, version: Version, last: State | None) -> State:
-    """Store the first state of a rollout. Raises UserError: no gateway, the version is already served, a port in use."""
-    check_gateway(options.log)
-    before = arms_before(options.log)
+def opened(options: RolloutOptions, version: Version) -> State:
+    """The state of an unfinished rollout, or the stored first state of a new one.
+
+    Raises UserError: an unfinished rollout of another version or log, no gateway, nothing to take back, the version is already served, a
+    port in use.
+    """
+    last, log = read_state(options.drafts), options.log
+    unfinished = last if last is not None and last.stage not in ENDS else None
+    if unfinished is None and options.back:
+        raise UserError(f"--back: no rollout of {options.drafts} is in progress")
+    if unfinished is not None and unfinished.version != options.version:
+        what = f"the rollout of {unfinished.version} is not finished ({unfinished.stage})"
+        raise UserError(f"{options.drafts / STATE}: {what}; run it again, or with --back")
+    if unfinished is not None and Path(unfinished.log) != log.resolve():
+        with_log = f"is being rolled out with --log {unfinished.log}; give that one"
+        raise UserError(f"--log {log}: {unfinished.version} {with_log}")
+    if not options.back and not gateway_runs(log):
+        raise UserError(f"--log {log}: no gateway is running on it; start `understudy gateway --log {log} ...` first")
+    if unfinished is not None:
+        print(f"resuming: {unfinished.version} was in stage {unfinished.stage}", flush=True)
+        return unfinished
+    before = arms_before(log)
     if any(version.name in (arm.name, arm.draft_version) and arm.share for arm in before.arms):
-        raise UserError(f"{options.log / ARMS}: {version.name} is already served")
+        raise UserError(f"{log / ARMS}: {version.name} is already served")
     port = 0 if options.engine_url else free_port(options.port)
     mark = "" if options.engine_url else uuid.uuid4().hex
     engine = Engine(url=root_of(options.engine_url) or f"http://127.0.0.1:{port}", port=port, mark=mark)
@@ -148,23 +147,8 @@ def begin(options: RolloutOptions, version: Version, last: State | None) -> Stat
         started = last.engine if last.engine.mark else None
         earlier = started if last.stage == "done" else last.before_engine
     state = State(
-        version=version.name, log=str(options.log.resolve()), stage="starting", share=options.share, engine=engine, before=before,
+        version=version.name, log=str(log.resolve()), stage="starting", share=options.share, engine=engine, before=before,
         before_engine=earlier, since=time.time(),
     )  # fmt: skip
     state.write(options.drafts)
     return state
-
-
-def opened(options: RolloutOptions, version: Version) -> State:
-    """The state of an unfinished rollout, or the first state of a new one.
-
-    Raises UserError: an unfinished rollout of another version or log, no gateway, nothing to take back; see also `begin`.
-    """
-    state = read_state(options.drafts)
-    if state is not None and state.stage not in ENDS:
-        check_same(state, options)
-        print(f"resuming: {state.version} was in stage {state.stage}", flush=True)
-        return state
-    if options.back:
-        raise UserError(f"--back: no rollout of {options.drafts} is in progress")
-    return begin(options, version, state)

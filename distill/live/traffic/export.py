@@ -21,14 +21,7 @@ from distill.config.layout import RESPONSES as RUN_RESPONSES
 from distill.config.load import load_trusted
 from distill.config.run import RunConfig
 from distill.live.options import ExportTrafficOptions
-from distill.live.traffic.exported import (
-    PROMPT_FILES,
-    RESPONSES,
-    note_export,
-    partial_of,
-    row_id,
-    write_rows,
-)
+from distill.live.traffic.exported import PROMPT_FILES, RESPONSES, note_export, partial_of, row_id, write_rows
 from distill.live.traffic.reader import read_traffic
 from distill.live.traffic.record import TrafficRecord, forgotten_hashes, priority, read_salt
 from distill.live.traffic.review import read_reviews
@@ -66,6 +59,11 @@ class _Found(NamedTuple):
     text: str
     near: str
     group: int
+
+    def prompt(self, salt: bytes, reviews: Mapping[str, str]) -> RenderedPrompt:
+        name, ids = row_id(salt, self.record.id), self.record.prompt_ids or ()
+        said, group = reviews.get(name, ""), f"traffic{self.group}"
+        return RenderedPrompt(name, self.record.slice, ids, self.text, group=group, review=said)
 
 
 class Exported(Record):
@@ -148,7 +146,11 @@ def export_traffic(options: ExportTrafficOptions) -> Exported:
     kept, more = capped(past, groups, slices, order, options.alike, quotas)
     left_out = +(left_out + more)
     if not kept or len(latest) < 2:
-        raise UserError(_too_few(log, len(traffic.records), len(kept), len(latest), left_out))
+        reasons = "; ".join(f"{count:,} {why}" for why, count in left_out.most_common())
+        raise UserError(
+            f"{log}: too few requests: of {len(traffic.records):,}, {len(kept)} are left to train on and {len(latest)} to hold out (from the "
+            f"latest fifth at most). Left out: {reasons or 'none'}; log more with --text, or see --target-version and --assume-sampling"
+        )
     train, heldout = ([mine[number] for number in numbers] for numbers in (kept, latest))
     made = Exported(
         log=str(log.resolve()), run=str(options.run), folder=str(to), requests=len(traffic.records), train=len(train),
@@ -187,14 +189,6 @@ def _read_run(run: Path, trusted: bool) -> _Run:
     return _Run(run, config, {key: made_with[key] for key in MADE_WITH}, manifest, target.tokenizer, rows)
 
 
-def _too_few(log: Path, requests: int, train: int, latest: int, left_out: Counter[str]) -> str:
-    reasons = "; ".join(f"{count:,} {why}" for why, count in left_out.most_common())
-    return (
-        f"{log}: too few requests: of {requests:,}, {train} are left to train on and {latest} to hold out (from the latest fifth at most). "
-        f"Left out: {reasons or 'none'}; log more with --text, or see --target-version and --assume-sampling"
-    )
-
-
 def _write(
     to: Path,
     known: _Run,
@@ -212,7 +206,7 @@ def _write(
         with writing(to):
             partial.mkdir(parents=True)
             for name, side in zip(PROMPT_FILES, sides, strict=True):
-                write_prompts(partial / name, (_prompt(salt, one, reviews) for one in side), REVIEWED)
+                write_prompts(partial / name, (one.prompt(salt, reviews) for one in side), REVIEWED)
             write_rows(Store(partial / RESPONSES), known.manifest, [_row(salt, one.record, known) for one in sides[0]])
             write_manifest(partial / PROMPTS, {"made_with": known.made_with, "traffic": made.record()})
             if forgotten_hashes(Path(made.log)) == forgotten:
@@ -225,13 +219,6 @@ def _write(
         os.umask(before)
     if not to.exists():
         raise UserError(f"{made.log}: requests were forgotten during the export; run the command again")
-
-
-def _prompt(salt: bytes, one: _Found, reviews: Mapping[str, str]) -> RenderedPrompt:
-    record = one.record
-    name = row_id(salt, record.id)
-    said, group = reviews.get(name, ""), f"traffic{one.group}"
-    return RenderedPrompt(name, record.slice, record.prompt_ids or (), one.text, group=group, review=said)
 
 
 def _row(salt: bytes, record: TrafficRecord, known: _Run) -> Row:

@@ -65,9 +65,8 @@ def note_export(directory: Path, folder: Path, made: float, rows: int) -> None:
 
 
 def note_use(folder: Path, run: Path) -> None:
-    """Record in an export's log that a run holds copies of its rows.
-
-    Raises UserError: no export in ``folder``; the log's list cannot be written.
+    """Record in an export's log that a run holds copies of its rows. Raises UserError: no export in ``folder``; the list cannot be
+    written.
     """
     try:
         log = Path(read_manifest(folder / "prompts")["traffic"]["log"])
@@ -103,9 +102,8 @@ def write_rows(store: Store, manifest: Mapping[str, Any], rows: Sequence[Row]) -
 
 
 def forget_exported(folder: Path, row_ids: set[str]) -> int:
-    """Remove rows, prompts and responses, from an existing export; return the number of prompts removed.
-
-    Raises UserError: a file of the export is damaged, or cannot be written.
+    """Remove rows from an existing export; return the number of prompts removed. Raises UserError: a file is damaged, or cannot be
+    written.
     """
     found = 0
     for path in (folder / name for name in PROMPT_FILES):

@@ -31,10 +31,7 @@ _FEWEST_IDS = 2  # shorter prompts are not searched for, because every text may 
 
 
 def forget_command(options: ForgetOptions, console: Console) -> int:
-    """Forget, and print what stays and where copies may be; exit status 1 if an id was not found.
-
-    Raises UserError: no log there; a file that is damaged or cannot be written.
-    """
+    """Forget, and print what stays and where copies may be; exit status 1 if an id was not found. Raises UserError as `forget`."""
     said, unknown = forget(options.log, options.ids)
     said += [f"{one}: no request with this id in the log or its exports" for one in unknown]
     for line in said:
@@ -43,11 +40,9 @@ def forget_command(options: ForgetOptions, console: Console) -> int:
 
 
 def forget(directory: Path, ids: Sequence[str]) -> tuple[list[str], list[str]]:
-    """(lines about what was removed and what stays, ids that were not found).
-
-    The log is rewritten last, so that a killed call can be repeated.
-
-    Raises UserError: the directory cannot be read or written; a file of an export is damaged.
+    """(lines about what was removed and what stays, ids that were not found). The log is rewritten last, so that a killed call can be
+    repeated.
+    Raises UserError: no log there, a directory that cannot be read or written, a file of an export that is damaged.
     """
     salt = read_salt(directory)
     own = {row_id(salt, one): one for one in ids}

@@ -41,9 +41,8 @@ def end_of(directory: Path) -> Place:
 
 
 class LogTail:
-    """Follows a growing log. A file that was rewritten meanwhile (retention, forget) is read again from its start.
-
-    It keeps only the number of lines that it read.
+    """Follows a growing log, keeping only the number of lines read. A file that was rewritten (retention, forget) is read again from its
+    start.
     """
 
     def __init__(self, directory: Path, after: Place = ("", 0)) -> None:
@@ -96,11 +95,9 @@ class LogTail:
 
 
 def read_traffic(directory: Path) -> TrafficLog:
-    """The records of a log directory. If an id occurs more than once, its last line counts.
-
-    The last line of the last file may be incomplete, because the gateway may be writing it. It is left out with a warning.
-
-    Raises UserError: no log, or a damaged or forged line; the message names file, line and field.
+    """The records of a log directory. If an id occurs more than once, its last line counts. An incomplete last line, which the gateway may
+    be
+    writing, is left out with a warning. Raises UserError: no log, or a damaged or forged line; the message names file, line and field.
     """
     if not log_files(directory):
         raise UserError(f"{directory}: no traffic log (log-00001.jsonl) there; give the gateway's --log directory")

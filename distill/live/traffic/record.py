@@ -179,9 +179,8 @@ def make_directory(directory: Path) -> None:
 
 
 def prepare_directory(directory: Path) -> bytes:
-    """Make a log directory with its own secret if needed; return the secret. Not for concurrent use.
-
-    Raises UserError: it cannot be written, or see `make_directory`.
+    """Make a log directory with its own secret if needed; return the secret. Not for concurrent use. Raises UserError: it cannot be
+    written, or see `make_directory`.
     """
     make_directory(directory)
     with writing(directory):

@@ -1,6 +1,5 @@
-"""Retention: a log keeps the text of a sample of recent requests.
-
-Files are rewritten under the lock that each append takes, so a gateway may be running.
+"""Retention: a log keeps the text of a sample of recent requests. A gateway may run: files are rewritten under the lock that each append
+takes.
 """
 
 import contextlib
@@ -10,7 +9,6 @@ import math
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from data.files import write_bytes, writing
@@ -31,14 +29,6 @@ DAY, HOUR = 86400.0, 3600.0
 _WITHOUT_TEXT = b'"prompt_ids":null,"response_ids":null'
 
 
-@dataclass(frozen=True)
-class Swept:
-    """scrubbed: number of records that lost their text. kept: priorities of records with text, by slice."""
-
-    scrubbed: int
-    kept: dict[str, list[str]]
-
-
 @contextlib.contextmanager
 def write_lock(directory: Path) -> Iterator[None]:
     """Lock held while a log is appended to or rewritten."""
@@ -49,8 +39,8 @@ def write_lock(directory: Path) -> Iterator[None]:
 
 def sweep(
     directory: Path, retention_days: float, reservoir: int | None, now: float, trust_clock: bool = False
-) -> Swept:
-    """Remove the text of records that are too old or not in their slice's sample.
+) -> tuple[int, dict[str, list[str]]]:
+    """Remove the text of records that are too old or not in their slice's sample: (their number, priorities that are left, by slice).
 
     A slice keeps the text of the ``reservoir`` records (None: all) with the smallest keyed hashes, a reproducible random sample. ``now``:
     Unix seconds. ``trust_clock``: sweep even if the clock jumped.
@@ -78,10 +68,10 @@ def sweep(
             return line
         return to_line(record.without_text())
 
-    done = Swept(rewrite(directory, scrubbed), kept)
+    changed = rewrite(directory, scrubbed)
     with writing(directory / SWEPT):
         write_bytes(directory / SWEPT, b"%d\n" % now, 0o600)
-    return done
+    return changed, kept
 
 
 def _check_clock(directory: Path, newest: float, retention_days: float, now: float) -> None:

@@ -18,9 +18,8 @@ LATEST = 5  # held-out requests come from the last fifth at most
 
 @dataclass(frozen=True)
 class Wanted:
-    """Conditions for a response to be a sample that a run may train on.
-
-    sampling: the run's temperature, top_k, top_p and min_p. assume_sampling: treat unknown settings as these.
+    """Conditions for a response that a run may train on. sampling: the run's temperature, top_k, top_p and min_p; assume_sampling: also
+    where unknown.
     """
 
     sampling: Mapping[str, float | int]

@@ -62,9 +62,8 @@ class Samples:
 
 
 class LogWriter:
-    """The only writer of a log directory. `append` may be called from any thread.
-
-    dropped: records lost because the queue was full. writing: whether the last write succeeded.
+    """The only writer of a log directory; any thread may `append`. dropped: records lost because the queue was full. writing: the last
+    write succeeded.
     """
 
     def __init__(
@@ -129,7 +128,7 @@ class LogWriter:
         while not ended:
             try:
                 now = min(time.time(), self._began[0] + time.monotonic() - self._began[1])
-                kept = sweep(self.directory, self.retention_days, self.samples.size, now, self._trust_clock).kept
+                _, kept = sweep(self.directory, self.retention_days, self.samples.size, now, self._trust_clock)
                 self._trust_clock = False
                 self.samples.reset(kept)
                 if not self.text and not any(kept.values()):

@@ -75,21 +75,21 @@ def test_a_sweep_keeps_the_text_of_a_recent_sample(tmp_path: Path) -> None:
     old, damaged = [record_of(50, time=80 * DAY)], b"damaged\n"
     log = write_log(tmp_path / "log", [*old, *recent[:10], damaged], [*recent[10:], *rare])
     salt = read_salt(log)
-    swept = sweep(log, 7, 4, now)
-    assert swept.scrubbed == 1 + 16
+    scrubbed, left = sweep(log, 7, 4, now)
+    assert scrubbed == 1 + 16
     lines = [line for path in sorted(log.glob("log-*")) for line in path.read_bytes().splitlines(keepends=True)]
     assert lines.pop(11) == damaged
     kept = {record.id for record in map(from_line, lines) if record.prompt_ids is not None}
     smallest = sorted(recent, key=lambda record: priority(salt, record.id))[:4]
     assert kept == {record.id for record in (*smallest, *rare)}
-    assert swept.kept == {"code": [priority(salt, one.id) for one in smallest], "rare": [priority(salt, rare[0].id)]}
+    assert left == {"code": [priority(salt, one.id) for one in smallest], "rare": [priority(salt, rare[0].id)]}
     texts = {record.id: record for record in (*old, *recent, *rare)}
     for record in map(from_line, lines):
         text = {"prompt_ids": record.prompt_ids, "response_ids": record.response_ids}
         assert dataclasses.replace(texts[record.id], **text) == record, "nothing else has changed"
     assert all(stat.S_IMODE(path.stat().st_mode) == 0o600 for path in log.iterdir())
-    assert sweep(log, 7, None, now).scrubbed == 0
-    assert sweep(log, 7, 0, now + 1).scrubbed == 5
+    assert sweep(log, 7, None, now)[0] == 0
+    assert sweep(log, 7, 0, now + 1)[0] == 5
 
 
 @pytest.mark.parametrize(("days", "swept"), [(400.0, False), (400.0, True), (-2.0, False), (-2.0, True)])
@@ -97,7 +97,7 @@ def test_a_clock_that_jumped_erases_nothing_unless_it_is_trusted(tmp_path: Path,
     now, records = 1000 * DAY, [record_of(number, time=(990 + number) * DAY) for number in range(10)]
     log = write_log(tmp_path, records)
     if swept:
-        assert sweep(log, 30, None, now).scrubbed == 0
+        assert sweep(log, 30, None, now)[0] == 0
         with (log / "log-00001.jsonl").open("ab") as file:  # as a gateway writes with this clock
             file.write(to_line(record_of(99, time=now + days * DAY)))
     before = (log / "log-00001.jsonl").read_bytes()
@@ -105,9 +105,9 @@ def test_a_clock_that_jumped_erases_nothing_unless_it_is_trusted(tmp_path: Path,
     assert f"the clock says that {days if swept else days + 1:+,.1f} days have passed" in said
     assert (log / "log-00001.jsonl").read_bytes() == before
     if swept:
-        assert sweep(log, 30, None, now + 29 * DAY).scrubbed == 9 + (days < 0)
+        assert sweep(log, 30, None, now + 29 * DAY)[0] == 9 + (days < 0)
     else:
-        assert sweep(log, 30, None, now + days * DAY, trust_clock=True).scrubbed == (10 if days > 0 else 0)
+        assert sweep(log, 30, None, now + days * DAY, trust_clock=True)[0] == (10 if days > 0 else 0)
 
 
 def test_of_a_forgotten_request_not_a_byte_is_left(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ def test_a_run_becomes_a_version_that_loads_and_cannot_be_written(tiny_run: Path
     from transformers import AutoModelForCausalLM
 
     drafts = tmp_path / "drafts" / "tiny"
-    first = publish(tiny_run, drafts, {"approved_by": "Ann"})
+    first = publish(tiny_run, drafts, {"approved_by": "Ann"}, name="v0001")
     assert (first.name, first.parent, first.provenance["approved_by"]) == ("v0001", None, "Ann")
     assert first.provenance["run"] == str(tiny_run)
     assert first.provenance["target_fingerprint"]
@@ -35,7 +35,7 @@ def test_a_run_becomes_a_version_that_loads_and_cannot_be_written(tiny_run: Path
     assert str(tiny_run) not in (first.folder / "README.md").read_text()
     AutoModelForCausalLM.from_pretrained(first.folder)
     assert not [path for path in (first.folder, *first.folder.rglob("*")) if path.stat().st_mode & stat.S_IWUSR]
-    second = publish(tiny_run, drafts, {}, parent="v0001")
+    second = publish(tiny_run, drafts, {}, parent="v0001", name=next_name(drafts))
     assert (second.name, second.parent) == ("v0002", "v0001")
     # An export killed before its end is completed under its number; another run does not get it.
     second.folder.chmod(0o755)
@@ -53,7 +53,7 @@ def test_a_killed_export_leaves_no_version(tiny_run: Path, tmp_path: Path, monke
 
     monkeypatch.setattr("distill.export.export._write_pages", killed)
     with pytest.raises(KeyboardInterrupt):
-        publish(tiny_run, tmp_path, {})
+        publish(tiny_run, tmp_path, {}, name="v0001")
     assert list_versions(tmp_path) == history(tmp_path) == []
 
 
