@@ -159,10 +159,8 @@ def judge_frozen(
     *,
     scores: Sequence[TokenScores] | None = None,
 ) -> Judgement:
-    """The cheap part of `judge`: alpha and tau from one draft pass over frozen text, without the target in memory.
-
-    scores: of this draft on this text, if already known; then no model runs. Alpha is that of a block's first token. Replay covers
-    the gammas that were scored.
+    """The cheap part of `judge`: alpha (of a block's first token) and tau at the scored gammas from one draft pass over frozen text,
+    without the target in memory. scores: of this draft on this text, if already known; then no model runs.
     """
     require_text(heldout)
     return judge_sums(heldout, settings, replay_sums(draft, heldout, settings, scores=scores))
@@ -275,12 +273,10 @@ def judge(
 ) -> tuple[Judgement, list[Response]]:
     """Return (all numbers of one draft, responses of the live run): `judge_frozen`, and each held-out prompt decoded live once.
 
-    Adds {gamma, tau, tau_ci, accepted_per_drafted, accepted_per_tested, overlap, survival, live_tokens, blocks,
-    tokens_per_second (batched, prefill included), batch_size, replay_check: {predicted_blocks, live_blocks, z}}, the
-    live numbers also per domain. `replay_check` replays the text of the live run: |z| above 4 means a fault.
-    log: every drafted token of the live run. scores: as for `judge_frozen`.
-
-    Raises UserError when gamma is 0, for empty input, and for everything that `decode` refuses.
+    Adds {gamma, tau, tau_ci, accepted_per_drafted, accepted_per_tested, overlap, survival, live_tokens, blocks, tokens_per_second
+    (batched, prefill included), batch_size, replay_check}, the live numbers also per domain. `replay_check` replays the text of the live
+    run: |z| above 4 means a fault. log: every drafted token of the live run. scores: as for `judge_frozen`. Raises UserError when gamma is
+    0, for empty input, and for everything that `decode` refuses.
     """
     if settings.gamma < 1:
         raise UserError("gamma = 0: judging a draft needs at least one drafted token per block")

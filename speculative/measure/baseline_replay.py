@@ -25,9 +25,8 @@ NGRAM_SIZES = ((2, 1), (3, 1), (3, 2), (4, 2), (5, 3), (8, 4))
 
 
 def kept_by_lookup(text: StoredText, gamma: int, max_ngram: int = 3, min_ngram: int = 1) -> np.ndarray:
-    """(T,) number of kept tokens of a proposal of gamma tokens at each position; -1 if there is no proposal.
-
-    For a smaller gamma it is min(kept, gamma): `PromptLookup` finds as many tokens as requested, or none.
+    """(T,) number of kept tokens of a proposal of gamma tokens at each position; -1 if there is none. For a smaller gamma it is min(kept,
+    gamma): `PromptLookup` finds as many tokens as requested, or none.
     """
     index = RowIndex(min_ngram, max_ngram)
     index.read(list(text.prompt_ids))
@@ -46,9 +45,8 @@ def kept_by_lookup(text: StoredText, gamma: int, max_ngram: int = 3, min_ngram: 
 
 
 def kept_by_retrieval(text: StoredText, gamma: int, datastore: Datastore, min_found: int = 1) -> np.ndarray:
-    """(T,) as `kept_by_lookup`, of proposals from a datastore; also -1 if fewer than min(min_found, gamma) are found.
-
-    For a smaller gamma it is min(kept, gamma) as long as that is at least `min_found`.
+    """(T,) as `kept_by_lookup`, of proposals from a datastore; also -1 if fewer than min(min_found, gamma) are found. For a smaller gamma
+    it is min(kept, gamma) as long as that is at least `min_found`.
     """
     prompt, said = len(text.prompt_ids), np.asarray(text.response_ids, dtype=np.int64)
     if not len(said):
@@ -70,10 +68,9 @@ def found_blocks(
     drafted: Sequence[TextCosts] | None = None,
     then_gammas: Sequence[int] | None = None,
 ) -> Blocks:
-    """Blocks at each gamma of a drafter that keeps `kept` (T,) tokens of a text, and the blocks between them.
-
-    kept: of `kept_by_lookup` or `kept_by_retrieval`, at the largest of the gammas or beyond. drafted: texts of the second
-    drafter (`replay.texts_of`), which drafts then_gammas (K,), by default the same; None: between proposals the target decodes alone.
+    """Blocks at each gamma of a drafter that keeps `kept` (T,) tokens of a text (`kept_by_lookup`, `kept_by_retrieval`, at the largest
+    gamma or beyond), and the blocks between them. drafted: texts of the second drafter (`replay.texts_of`), which drafts then_gammas (K,),
+    by default the same; None: the target decodes alone there.
     """
     if drafted is None:
         drafted, then_gammas = [TextCosts(np.zeros(len(kept_T))) for kept_T in kept], [0] * len(gammas)
@@ -85,9 +82,8 @@ def found_steps(
     blocks: Blocks, gammas: Sequence[int], costs: StepCosts, then_gammas: Sequence[int] | None = None
 ) -> np.ndarray:
     """(N, K) target steps of these blocks: v(gamma) for a found one, gamma * c(gamma) + v(gamma) for a drafted one, 1 for a plain one.
-
-    then_gammas: of the drafted ones; None = plain. In a batch larger than 1, every block costs both: some row nearly always
-    needs the draft, which then drafts for all, and some row finds a proposal, which makes the call wide for all.
+    then_gammas: of the drafted ones; None = plain. In a batch larger than 1, every block costs both: some row nearly always needs the
+    draft, which then drafts for all, and some row finds a proposal, which makes the call wide for all.
     """
     then_gammas = then_gammas or [0] * len(gammas)
     found_K = np.array([costs.verify_ratio(gamma) for gamma in gammas])
@@ -102,9 +98,8 @@ def found_steps(
 class Tuned:
     """Prompt lookup, alone or before a draft, at the sizes and gamma of the highest predicted speed-up on some texts.
 
-    sizes: (longest, shortest) n-gram. then_gamma: of the draft after the lookup; None = no draft. tau: tokens per target call.
-    speed_up: tokens over target steps, may be below 1. blocks: (N, 1) of them. steps_N: target steps of each text.
-    tried_NC: target steps of every candidate, including this one.
+    sizes: (longest, shortest) n-gram. then_gamma: of the draft after the lookup; None = no draft. tau: tokens per target call. speed_up:
+    tokens over target steps. blocks: (N, 1). steps_N: target steps of each text. tried_NC: those of every candidate, including this one.
     """
 
     sizes: tuple[int, int]
@@ -123,11 +118,9 @@ def tuned_lookup(
     gammas: Sequence[int] = GAMMAS,
     drafted: Sequence[TextCosts] | None = None,
 ) -> Tuned:
-    """Prompt lookup at the n-gram sizes and the gamma that take the fewest target steps a token on these texts.
-
-    Choose on other texts than those it is judged on. Ties go to the first sizes and the smallest gamma. drafted: texts of a draft
-    after the lookup (`replay.texts_of`), with its own gamma that is not larger: looked-up tokens cost nothing to propose, so more
-    of them are worth a try.
+    """Prompt lookup at the n-gram sizes and the gamma that take the fewest target steps a token on these texts; ties go to the first sizes
+    and the smallest gamma. Choose on other texts than those it is judged on. drafted: texts of a draft after the lookup
+    (`replay.texts_of`), whose own gamma is not larger: looked-up tokens cost nothing to propose.
     """
     candidates = [(gamma, 0) for gamma in gammas]
     if drafted is not None:

@@ -37,10 +37,9 @@ MEDIAN_ERROR = 1.2533 * 1.4826
 class StepCosts:
     """Seconds measured inside the block loop at one batch size and context.
 
-    target_seconds: one block of plain decoding (a 1-token call). draft_seconds[gamma]: drafting gamma tokens.
-    verify_seconds[gamma]: a (gamma + 1)-token target call with its acceptance. spread: relative standard error of what a block
-    costs in target steps, at the gamma where it is largest; 0 where nothing was measured. parallel: a block is one draft
-    call, whose time hardly depends on gamma. steps: how the target's calls ran; empty if nothing was measured.
+    target_seconds: one block of plain decoding (a 1-token call). draft_seconds[gamma]: drafting gamma tokens. verify_seconds[gamma]: a
+    (gamma + 1)-token target call with its acceptance. spread: relative standard error of a block's cost in target steps, at the worst
+    gamma; 0: nothing was measured. parallel: a block is one draft call. steps: how the target's calls ran.
     """
 
     target_seconds: float
@@ -65,10 +64,9 @@ class StepCosts:
         return self.draft_step_seconds / self.target_seconds
 
     def cost_ratio_at(self, gamma: int) -> float:
-        """c of one token of a block of gamma, interpolated between the measured gammas and constant beyond them.
-
-        The first step of a block also reads tokens that the previous block left unread, so short blocks cost more per token. A parallel
-        draft's block is interpolated as a whole.
+        """c of one token of a block of gamma, interpolated between the measured gammas and constant beyond them: short blocks cost more
+        per token, because the first step also reads what the previous block left unread. A parallel draft's block is interpolated as a
+        whole.
         """
         gammas = sorted(self.draft_seconds)
         if self.parallel:
@@ -103,11 +101,10 @@ def given_costs(
     *,
     parallel: bool = False,
 ) -> StepCosts:
-    """Costs that were not measured here: one target step, one draft call and a verify call, in seconds.
+    """Costs that were not measured here: one target step, one draft call (parallel: of a whole block) and a verify call, in seconds.
 
-    A verify call is assumed to cost the same at every gamma up to `max_gamma`, by default as much as a 1-token call. This is
-    true if reading the weights dominates (a large model, few rows) and too optimistic otherwise. parallel: the draft call is a
-    whole block's. `context` 0: unknown.
+    A verify call is taken to cost the same at every gamma up to `max_gamma`, by default as much as a 1-token call: true if reading the
+    weights dominates (a large model, few rows), else too optimistic. `context` 0: unknown.
     """
     verify = target_seconds if verify_seconds is None else verify_seconds
     ends = (1, max_gamma)
@@ -149,9 +146,8 @@ def best_gamma(taus: Mapping[int, float], costs: StepCosts) -> tuple[int, float]
 
 
 def near_best_gammas(taus: Mapping[int, float], costs: StepCosts) -> tuple[int, int] | None:
-    """The gammas around the best one whose predicted speed-up is nearly its own, first and last; None when none pays.
-
-    Nearly: within a share `NEAR_BEST`; costs that are less certain than half of that widen it to twice their spread.
+    """The gammas around the best one whose predicted speed-up is within a share `NEAR_BEST`, or twice the spread of the costs if that is
+    more: first and last; None when none pays.
     """
     speed_ups = predicted_speed_ups(taus, costs)
     best, speed_up = best_gamma(taus, costs)
@@ -168,9 +164,8 @@ def near_best_gammas(taus: Mapping[int, float], costs: StepCosts) -> tuple[int, 
 
 
 def iid_tau(alpha: float, gamma: int) -> float:
-    """(1 - alpha^(gamma+1)) / (1 - alpha): tau if every token were accepted independently (2211.17192 equation 1).
-
-    Real acceptance is autocorrelated, so this overstates tau by 4-15 %: for planning, never for a measurement.
+    """(1 - alpha^(gamma+1)) / (1 - alpha): tau if every token were accepted independently (2211.17192 equation 1). Acceptance is
+    autocorrelated, so this overstates tau by 4-15 %: for planning, never for a measurement.
     """
     return float(sum(alpha**accepted for accepted in range(gamma + 1)))
 
@@ -210,16 +205,14 @@ def measure_costs(
     repeats: int = 3,
     seconds: float = 2.0,
 ) -> StepCosts:
-    """Time the stages of the real block loop on random tokens, repeatedly until the cost of a block is known.
+    """Time the stages of the real block loop on random tokens, until the cost of a block is known.
 
-    Gammas are interleaved in each repeat, from which a low quantile of the blocks is taken, over the plain step of the same
-    repeat: so a slow or disturbed machine changes both times, or few repeats. The costs are the medians of these ratios over the
-    repeats; there are at least ``repeats``, and more until the standard errors agree within AGREEMENT or ``seconds`` are spent.
-
-    A loop of draft steps alone would make the draft look up to 1.7x faster: in the block loop the target's weights evict
-    the draft's from the caches. settings: rule, sampling and seed. The context must leave room for `TIMED_BLOCKS` blocks in both models. Without a draft, proposals
-    are free, which gives the target's times for drafters without a model. A parallel draft also reads the accepted tokens in
-    its call. Few random tokens are accepted, so without static shapes its live blocks are wider by tau - 1 tokens.
+    Each repeat times all gammas in turn, each by a low quantile of its blocks over the plain step of the same repeat, so that a slow
+    machine changes both. The costs are medians over at least ``repeats``; more are made until their standard errors are within AGREEMENT
+    or ``seconds`` are spent. A loop of draft steps alone would make the draft look up to 1.7x faster: in the block loop the target's
+    weights evict it from the caches. settings: rule, sampling and seed. context: must leave room for `TIMED_BLOCKS` blocks in both models.
+    Without a draft, proposals are free, which gives the target's times. A parallel draft also reads the accepted tokens, of which there
+    are few here: without static shapes its live blocks are wider by tau - 1 tokens.
     """
     settings = settings or DecodeSettings()
     ids = np.random.default_rng(settings.seed).integers(0, vocab_rows(target), size=(batch_size, context))

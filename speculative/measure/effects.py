@@ -72,12 +72,8 @@ def paired_effects(
     gamma: int,
     looks: int = 1,
 ) -> Effects:
-    """What `ours` gains over `baseline` on the same text: in alpha, and in tau at `gamma`.
-
-    looks: judged checkpoints of which `ours` is the best; the intervals are then wider, so that all of them hold together with
-    95 % (`confidence_of`).
-
-    Raises ValueError for drafts that were not scored on the same text.
+    """What `ours` gains over `baseline` on the same text: in alpha, and in tau at `gamma`. looks: judged checkpoints of which `ours` is
+    the best, for `confidence_of`. Raises ValueError for drafts that were not scored on the same text.
     """
     if [len(text) for text in ours] != [len(text) for text in baseline]:
         raise ValueError("paired effects need the same text under both drafts")
@@ -112,10 +108,8 @@ def effects_of_calls(
     *,
     looks: int = 1,
 ) -> CallEffects:
-    """`effects_of_sums` if one of the two has no acceptance per token (prompt lookup, a cascade): gains in tau and speed-up.
-
-    ours, baseline: per response the target calls (N,) and the target steps including drafting (N,),
-    None if nothing was timed.
+    """`effects_of_sums` if one of the two has no acceptance per token (prompt lookup, a cascade): gains in tau and speed-up. ours,
+    baseline: per response the target calls (N,) and the target steps including drafting (N,), None if nothing was timed.
     """
     timed = ours[1] is not None and baseline[1] is not None
     columns = (tokens_N, ours[0], baseline[0], *((ours[1], baseline[1]) if timed else ()))
@@ -135,9 +129,8 @@ def _effects(
     names: tuple[str, ...],
     looks: int,
 ) -> dict[str, Any]:
-    """The gains by name, last the one in speed-up if there is one, each with its interval, and the data they use.
-
-    columns: tokens first; then, for two names, accepted and blocks of both, else calls of both.
+    """The gains by name, last the one in speed-up if there is one, each with its interval, and the data they use. columns: tokens first;
+    then, for two names, accepted and blocks of both, else calls of both.
     """
     corrected = confidence_of(looks)
     sums_PC = np.stack([sum_by_prompt(prompt_keys, np.asarray(values_N)) for values_N in columns], 1)
@@ -182,9 +175,8 @@ def certain_of(interval: Interval | None, prompts: int, confidence: float) -> Ce
 
 
 def fewest_prompts(confidence: float) -> int:
-    """Fewest prompts for a certain result: by chance, all of n differences have the same sign with probability 2^(1 - n).
-
-    A bootstrap of fewer prompts can never reach 0 if they agree, whatever the confidence.
+    """Fewest prompts for a certain result: n differences have the same sign by chance with probability 2^(1 - n), and a bootstrap never
+    reaches 0 if all agree.
     """
     return 1 + int(np.ceil(np.log2(1.0 / (1.0 - confidence)) - 1e-9))
 
@@ -254,10 +246,9 @@ def words(effects: Effects) -> str:
 def rough_detectable(
     accept_probs: Sequence[np.ndarray], prompt_keys: Sequence[Hashable], confidence: float = 0.95
 ) -> float | None:
-    """The gain in alpha that this held-out text can detect with 80 % power, estimated from one draft only.
-
-    An upper bound of `minimal_detectable`: the difference of two independent drafts has sqrt(2) times the standard error of
-    one, and two drafts on the same text differ less. None without spread or with fewer than `fewest_prompts` prompts.
+    """The gain in alpha that this text can detect with 80 % power, from one draft: an upper bound of `minimal_detectable`, because the
+    difference of two independent drafts has sqrt(2) times the standard error of one. None without spread or with fewer than
+    `fewest_prompts` prompts.
     """
     tokens_P = sum_by_prompt(prompt_keys, np.array([len(probs) for probs in accept_probs]))
     accepted_P = sum_by_prompt(prompt_keys, np.array([probs.sum() for probs in accept_probs]))

@@ -33,10 +33,9 @@ def sum_by_prompt(prompt_keys: Sequence[Hashable], values_N: np.ndarray) -> np.n
 
 
 def expanded_tail(confidence: float, prompts: int) -> float:
-    """Tail to leave at each end so that a bootstrap over few prompts has its nominal coverage; (1 - confidence) / 2 for many.
-
-    Resampling n values underestimates the spread by sqrt((n - 1) / n), and an estimated spread requires Student's t
-    (Hesterberg, arXiv 1411.5279, "expanded percentile"). Without it the coverage with 30 prompts is 92-93 % instead of 95 %.
+    """Tail to leave at each end so that a bootstrap over few prompts has its nominal coverage: resampling n values underestimates the
+    spread by sqrt((n - 1) / n), and an estimated spread requires Student's t (Hesterberg, arXiv 1411.5279). Without it, 30 prompts cover
+    92-93 %, not 95 %.
     """
     end = special.stdtrit(prompts - 1, (1.0 - confidence) / 2.0) * np.sqrt(prompts / (prompts - 1))
     return float(special.ndtr(end))
@@ -68,9 +67,8 @@ def intervals_of_sums(
 ) -> list[Interval]:
     """Bootstrap intervals over prompts of K numbers that are made of C sums: one draw of prompts serves them all.
 
-    numbers_of takes sums (..., C) to numbers (..., K). A resample is a count of each prompt, so its sums are one matrix
-    product. Bias-corrected and accelerated (Efron 1987), its ends widened for few prompts by `expanded_tail`;
-    percentile if BCa is undefined; the number twice for a single prompt, or if leaving out any prompt does not change it.
+    numbers_of takes sums (..., C) to numbers (..., K). Bias-corrected and accelerated (Efron 1987), the ends widened for few prompts by
+    `expanded_tail`; percentile if BCa is undefined; the number twice for a single prompt, or if leaving out any prompt does not change it.
     resamples: by default as many as the ends need, up to `MOST_RESAMPLES`.
     """
     sums_PC = np.asarray(sums_PC, dtype=np.float64)
@@ -107,10 +105,7 @@ def _resamples(prompts: int, resamples: int, seed: int) -> Iterator[np.ndarray]:
 
 
 def bca_levels(number: float, left_out_P: np.ndarray, drawn_R: np.ndarray, tail: float) -> tuple[float, float]:
-    """Which quantiles of the resamples are the two ends; `tail` and 1 - `tail` without bias and skew.
-
-    left_out_P: the number without each of the prompts. drawn_R: the number of each resample.
-    """
+    """Quantiles of the resamples at the two ends; `tail` and 1 - `tail` without bias and skew. left_out_P: number without each."""
     # Draws of the very same prompts count half; in another order their sums differ by rounding.
     apart_R = np.where(np.abs(drawn_R - number) < ROUNDING * max(1.0, abs(number)), 0.0, drawn_R - number)
     below = float(((apart_R < 0.0).mean() + (apart_R <= 0.0).mean()) / 2.0)

@@ -33,14 +33,13 @@ HELD_OUT = "held-out"
 class Way:
     """A way to decode, at its own best gamma.
 
-    drafter: makes a new drafter; None: the target alone. gamma: tokens proposed per block, 0: none. blocks_N: target calls that
-    replay expects for each held-out response; None where replay cannot predict them (token trees, early exit, lookahead), and they
-    are counted live. fitted_N: the same, cross-fitted where gamma and sizes were chosen on few of the same prompts: target calls of
-    each response at the setting that is best on the other half, in blocks at this gamma. Speeds use fitted_N. ngrams: (longest,
-    shortest) n-gram looked up. then_gamma, behind: gamma and way of the draft used after a lookup finds nothing. found: share of the
-    blocks proposed without a model; None where a model always proposes. tuned_on: the text that gamma and sizes were chosen on.
-    policy: chooses gamma before each block, up to `gamma`, and goes on learning from one response to the next; None: always `gamma`.
-    changes: other decode settings, such as `lossy`. price: fields of `Measured` that say what a lossy way costs.
+    drafter: makes a new drafter; None: the target alone. gamma: tokens proposed per block, 0: none. blocks_N: target calls that replay
+    expects for each held-out response; None where replay has no law (token trees, early exit, lookahead): counted live. fitted_N: the
+    same, cross-fitted where gamma and sizes were chosen on few of the same prompts: at the setting that is best on the other half; speeds
+    use it. ngrams: (longest, shortest) n-gram looked up. then_gamma, behind: gamma and way of the draft used after a lookup finds nothing.
+    found: share of the blocks proposed without a model; None where a model always proposes. tuned_on: the text that gamma and sizes were
+    chosen on. policy: chooses gamma before each block, up to `gamma`, and goes on learning from one response to the next; None: always
+    `gamma`. changes: other decode settings, such as `lossy`. price: fields of `Measured` that say what a lossy way costs.
     """
 
     name: str

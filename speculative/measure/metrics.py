@@ -58,10 +58,7 @@ def rule_curve(
     *,
     survival_gamma: int,
 ) -> Curve:
-    """The curve of text that this rule may replay; a parallel draft only at gammas it was scored for.
-
-    Raises UserError if there is no token to replay.
-    """
+    """The curve of text that this rule may replay; a parallel draft only at gammas it was scored for. Raises UserError without a token."""
     gammas = scored_gammas(scores, gammas)
     tokens_N = np.array([len(text) for text in scores])
     accepted_N = np.array([text.accept_probs(rule).sum() for text in scores])
@@ -95,9 +92,8 @@ def _curve(
 def alpha_with_interval(
     accept_probs: Sequence[np.ndarray], prompt_keys: Sequence[Hashable], confidence: float = 0.95
 ) -> tuple[float, Interval]:
-    """Acceptance rate alpha: mean acceptance probability over all positions of target-written text, and its interval.
-
-    `accept_probs` holds one array of per-token probabilities for each response (`token_scores.score_responses`).
+    """Acceptance rate alpha and its interval: the mean of per-token acceptance probabilities (an array for each response) of
+    target-written text.
     """
     sums_N, tokens_N = (np.array([of(probs) for probs in accept_probs]) for of in (np.sum, len))
     return ratio_with_interval(sums_N, tokens_N, prompt_keys, confidence)
@@ -121,13 +117,11 @@ def survival(accepted_counts: Sequence[int], gamma: int, drafted_counts: Sequenc
 class LiveNumbers(TypedDict):
     """Numbers of a live run at one gamma.
 
-    tau: emitted tokens per target call, bonus or corrected token included, with its interval. The last block of a
-    response counts as one call even where the end token or the budget cut it, as replay counts it.
-    accepted_per_drafted, accepted_per_tested, survival: from the *uncut* accepted counts of each block, so a budget
-    does not lower them; so the few drafted tokens after an end token are included. Where blocks drafted
-    different numbers, survival[j] is over the blocks that drafted at least j, NaN-free: 0 where none did.
-    overlap: mean sum_v min(target, draft) at the tested positions, the low-variance version of accepted_per_tested. Both
-    use only positions that blocks reach, which are harder than average, so neither is alpha.
+    tau: emitted tokens per target call, bonus or corrected token included. The last block of a response counts as one call even where it
+    was cut, as in replay. accepted_per_drafted, accepted_per_tested, survival: from the *uncut* accepted counts of each block, so a budget
+    does not lower them. survival[j] is over the blocks that drafted at least j, 0 where none did. overlap: mean sum_v min(target, draft)
+    at the tested positions, the low-variance accepted_per_tested. Both use only positions that blocks reach, which are harder than
+    average, so neither is alpha.
     """
 
     tau: float
@@ -182,11 +176,8 @@ class Latency(Record):
 
 
 def latency(responses: Sequence[Response]) -> Latency:
-    """Latency of responses that were decoded one at a time or together.
-
-    first_token: from the moment a prompt got its row (its prefill included) to its first tokens. between_commits: the
-    pauses a reader of the stream sees; a block's tokens arrive together. per_token: (last - first) / (n - 1) of each
-    response of n > 1 tokens. per_response: to its last tokens. Values that were not observed are not set.
+    """Latency of responses that were decoded one at a time or together; see the fields of `Latency`. Times begin when a prompt gets its
+    row, its prefill included. Values that were not observed are not set.
     """
     firsts = [response.commit_seconds[0] for response in responses if response.commit_seconds]
     pauses = [np.diff(response.commit_seconds) for response in responses if len(response.commit_seconds) > 1]

@@ -50,9 +50,8 @@ SMALL_SHARE = 0.1
 
 @dataclass(frozen=True)
 class Lap:
-    """One response of one way. Seconds: of reading the prompt, and of everything after it. sitting: number of the sitting.
-
-    Blocks that recorded a model call count with the average time of the others.
+    """One response of one way. Seconds: of reading the prompt, and of everything after it; blocks that recorded a call count as the
+    others' average.
     """
 
     prefill_seconds: float
@@ -123,9 +122,8 @@ def _lap(target: PreTrainedModel, way: Way, prompt: Prompt, settings: DecodeSett
 
 @dataclass(frozen=True)
 class Speed:
-    """Tokens per second of a way over all held-out prompts, and its ratio to the target alone.
-
-    interval: of the speed-up; None if too few prompts were timed. timed: number of timed prompts.
+    """Tokens per second of a way over all held-out prompts, its ratio to the target alone, the interval of that (None: too few timed
+    prompts), and the number of timed prompts.
     """
 
     tokens_per_second: float
@@ -168,10 +166,9 @@ class Standings:
         return Speed(alone * mean, mean, interval, len(self._laps[name]))
 
     def against(self, name: str, other: str, confidence: float = 0.95) -> tuple[float, Interval | None]:
-        """How many times the tokens per second of `other` a way has, and its interval; paired by prompt.
-
-        On the scale of logarithms, by linearising (the delta method): the variance over the texts and that over the timed
-        prompts or their sittings add up, and Student's t has the degrees of freedom of such a sum (Satterthwaite 1946).
+        """How many times the tokens per second of `other` a way has, and its interval; paired by prompt, on the scale of logarithms, by
+        linearising (the delta method): the variances over the texts and over the timed prompts or their sittings add up, and Student's t
+        has the degrees of freedom of such a sum (Satterthwaite 1946).
         """
         ratio = self._steps(other) / self._steps(name)
         if name == other:
@@ -233,9 +230,8 @@ class Standings:
         return float(self._steps_P(name).sum())
 
     def _variances(self, name: str, other: str, both: Sequence[str]) -> tuple[float, float, int]:
-        """Of the logarithm of `against`: (over the texts, over the timing, the degrees of freedom of the latter).
-
-        Over the timing: between the timed prompts, or between the sittings where that is more.
+        """Of the logarithm of `against`: (over the texts, over the timed prompts or their sittings if that is more, degrees of freedom of
+        the latter).
         """
         prompts = len(self._tokens_P)
         shares_P = self._steps_P(other) / self._steps(other) - self._steps_P(name) / self._steps(name)

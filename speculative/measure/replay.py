@@ -76,10 +76,8 @@ class Blocks(NamedTuple):
 def texts_of(
     scores: Sequence[TokenScores], rule: str, stop_below: float = 0.0, sure: Sequence[np.ndarray] | None = None
 ) -> list[TextCosts]:
-    """Costs of scored responses for the law of blocks. `greedy` and `greedy-draft` are equal here: argmax or nothing.
-
-    stop_below: the drafter ends a block after a token whose draft probability is below it; `GammaPolicy.stop_below`.
-    sure: `TextCosts.sure_T` of each, if another drafter proposes first.
+    """Costs of scored responses for the law of blocks; `greedy` and `greedy-draft` are equal here. stop_below: see `GammaPolicy`. sure:
+    `TextCosts.sure_T` of each, if another drafter proposes first.
     """
     takes_argmax, texts = not draft_draws(rule), []
     for place, own in enumerate(scores):
@@ -97,10 +95,9 @@ def texts_of(
 
 
 def lossy_texts(scores: Sequence[TokenScores], lossy: Lossy) -> list[TextCosts]:
-    """Costs -log(kept / target) of scored responses of the target under lenience, if the draft samples; see `speculative.rules.lossy`.
-
-    The mean of the weights kept / target is the acceptance rate, the mean of what exceeds 1 the total variation, the mean product of j
-    weights P(j drafted tokens are kept). A token that is not kept has the rest, 1 - kept / target: blocks start in the target's contexts.
+    """Costs -log(kept / target) of scored responses under lenience, if the draft samples; see `speculative.rules.lossy`. The mean of the
+    weights kept / target is the acceptance rate, the mean of what exceeds 1 the total variation, the mean product of j weights P(j drafted
+    tokens are kept). A token that is not kept has the rest, 1 - kept / target: blocks start in the target's contexts.
     """
     texts = []
     for own in scores:
@@ -144,9 +141,8 @@ class _Group(NamedTuple):
 
 
 def _groups(texts: Sequence[TextCosts], gammas: Sequence[int], sure_gammas: Sequence[int]) -> Iterator[_Group]:
-    """Responses of similar length together, few enough that a table (T, N, K) stays small.
-
-    Raises ValueError for a gamma beyond the offsets at which a parallel draft was scored.
+    """Responses of similar length together, so that a table (T, N, K) stays small. Raises ValueError for a gamma beyond a parallel draft's
+    scored offsets.
     """
     width = max((*gammas, *sure_gammas))
     scored = [text.costs_T.shape[1] for text in texts if text.costs_T.ndim == 2]
@@ -231,9 +227,8 @@ def _starts_TNK(group: _Group) -> np.ndarray:
 def expected_blocks(
     texts: Sequence[TextCosts], gammas: Iterable[int], sure_gammas: Iterable[int] | None = None
 ) -> Blocks:
-    """Expected blocks at each gamma, split into blocks proposed without a model (by `sure_T`) and the others.
-
-    sure_gammas: (K,) tokens proposed without a model for each of the draft's gammas; None = equal.
+    """Expected blocks at each gamma, of drafters without a model (by `sure_T`) and the others. sure_gammas: (K,) tokens that the former
+    propose; None = equal.
     """
     gammas = tuple(gammas)
     sure_gammas = gammas if sure_gammas is None else tuple(sure_gammas)
@@ -249,19 +244,16 @@ def expected_blocks(
 def expected_blocks_of(
     scores: Sequence[TokenScores], rule: str, gammas: Iterable[int] = GAMMAS, *, stop_below: float = 0.0
 ) -> np.ndarray:
-    """Expected target calls (N, K) that speculative decoding needs for each scored response, at each gamma, by any rule.
-
-    The expectation of sum_t P(a block starts at t) along the text, exact (no i.i.d. assumption); the last block counts
-    in full even though the text ends inside it. gamma 0 is plain decoding: a call per token.
-    stop_below: the drafter ends its block after a token of lower draft probability than this.
+    """Expected target calls (N, K) of each scored response, at each gamma, by any rule: sum_t P(a block starts at t), exact (no i.i.d.
+    assumption). The last block counts in full even though the text ends inside it. gamma 0 is plain decoding. stop_below: see
+    `GammaPolicy`.
     """
     return expected_blocks(texts_of(scores, rule, stop_below), gammas).others_NK
 
 
 def block_variance(texts: Sequence[TextCosts], gamma: int) -> np.ndarray:
-    """Variance (N,) of the blocks of each response given its text; 0 where every token is surely kept or surely not.
-
-    Computed from the end backwards: mean and mean square of the remaining blocks from a start at token t.
+    """Variance (N,) of the blocks of each response given its text, computed from the end backwards: mean and mean square of the remaining
+    blocks.
     """
     variance_N = np.zeros(len(texts))
     for group in _groups(texts, (gamma,), (gamma,)):
@@ -278,10 +270,8 @@ def block_variance(texts: Sequence[TextCosts], gamma: int) -> np.ndarray:
 
 
 def survival_of(scores: Sequence[TokenScores], rule: str, gamma: int) -> list[float]:
-    """P(the first j drafted tokens of a block are kept), j = 1..gamma, averaged over the blocks that replay expects.
-
-    Live decoding counts it over all blocks. Nothing is known about tokens after the end of a text, so a block whose
-    first j tokens reach beyond the end does not count for that j; 0 if none is left.
+    """P(the first j drafted tokens of a block are kept), j = 1..gamma, over the blocks that replay expects. A block whose first j tokens
+    reach beyond the end of a text does not count for that j; 0 if none is left.
     """
     return shares_of(*(sums_NJ.sum(0) for sums_NJ in survival_sums(scores, rule, gamma)))[0]
 
@@ -295,9 +285,8 @@ def shares_of(blocks_J: np.ndarray, kept_J: np.ndarray) -> tuple[list[float], fl
 def survival_sums(
     scores: Sequence[TokenScores], rule: str, gamma: int, *, spared: int = 0
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Expected blocks (N, J) whose first j drafted tokens lie within the text, j = 1..gamma, and those of them that keep all j.
-
-    spared: tokens at the end of a text that are never drafted: 1 where an engine leaves room for the target's own token.
+    """Expected blocks (N, J) whose first j drafted tokens lie within the text, j = 1..gamma, and those of them that keep all j. spared:
+    tokens at the end that are never drafted: 1 where an engine leaves room for the target's own.
     """
     blocks_NJ, kept_NJ = np.zeros((2, len(scores), gamma))
     for group in _groups(texts_of(scores, rule), (gamma,), (gamma,)):
@@ -358,10 +347,9 @@ def predicted_blocks(
 def agreement(
     predicted_N: Sequence[float] | np.ndarray, variance_N: Sequence[float] | np.ndarray, counted_N: Sequence[int]
 ) -> ReplayCheck:
-    """Compare the blocks that a live run counted for each response with their mean and variance by replay.
-
-    z is in standard deviations of the acceptance coins. Without randomness (greedy) it is 0 if both are equal within rounding, else
-    None. The check detects faults that only lower acceptance and leave the text correct, such as draft positions off by one.
+    """Compare the blocks that a live run counted for each response with their mean and variance by replay. z is in standard deviations of
+    the acceptance coins; without randomness (greedy) 0 if both are equal within rounding, else None. The check detects faults that only
+    lower acceptance and leave the text correct, such as draft positions off by one.
     """
     predicted, counted = float(np.sum(predicted_N)), int(np.sum(counted_N))
     deviation = float(np.sqrt(np.sum(variance_N)))

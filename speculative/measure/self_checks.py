@@ -108,9 +108,8 @@ class SelfCheckError(RuntimeError):
 
 
 class SpoiledDrafter(ModelDrafter):
-    """Proposes as its model does, but with a wrong id at every third position, so that every block length occurs.
-
-    Only for rules that draft greedily: any proposal is lossless there.
+    """Proposes as its model does, but with a wrong id at every third position, so that every block length occurs. Only for rules that
+    draft greedily: any proposal is lossless there.
     """
 
     def __init__(self, model: PreTrainedModel):
@@ -156,14 +155,13 @@ class Checked(TypedDict):
 def self_checks(
     target: PreTrainedModel, prompts: Sequence[Prompt], settings: DecodeSettings, *, batch_size: int = 8
 ) -> Checked:
-    """Run the self-checks on this target and these prompts.
+    """Run the self-checks on this target and these prompts, against the noise of its dtype on this text; `warnings` lists larger
+    deviations.
 
     1. The target as its own draft has alpha 1.000, by replay of its text and by live decoding.
     2. Speculative greedy tokens equal plain greedy tokens, with proposals that are often wrong.
-    Both are judged against the noise of the target's dtype, measured on this text; `warnings` lists larger deviations.
-    If `batch_size` rows of two full caches do not fit in memory, the number of rows is halved until they fit.
-
-    Raises SelfCheckError with one line if a deviation exceeds STOP_AT times the noise, UserError if one row does not fit.
+    The number of rows is halved until two full caches fit in memory. Raises SelfCheckError with one line if a deviation exceeds STOP_AT
+    times the noise, UserError if one row does not fit.
     """
     rule: Rule = "greedy" if settings.sampling.greedy else "sample"
     gamma = max(1, settings.gamma)
@@ -228,10 +226,8 @@ def _with_fewer_rows(run: Callable[[int], T], rows: int) -> tuple[T, int]:
 
 
 def _beside_noise(how: str, alpha: float, noise: Noise, dtype: torch.dtype, coins: int | None = None) -> list[str]:
-    """A warning if alpha differs from 1 by more than the noise; raises SelfCheckError if it is more than rounding.
-
-    coins: number of tested tokens in live decoding and greedy replay. With few, one chance rejection weighs more than the mean
-    error, so three standard deviations of such a count are added.
+    """A warning if alpha differs from 1 by more than the noise; raises SelfCheckError if it is more than rounding. coins: tested tokens;
+    with few, one chance rejection weighs more than the mean error, so three standard deviations of such a count are added.
     """
     allowed = STOP_AT * noise.overlap + (3 * (noise.overlap / coins) ** 0.5 if coins else 0.0)
     if not abs(alpha - 1.0) <= allowed:
@@ -249,9 +245,8 @@ def _beside_noise(how: str, alpha: float, noise: Noise, dtype: torch.dtype, coin
 
 
 def near_tie(target: PreTrainedModel, plain: Response, speculative: Response, noise: Noise | None = None) -> NearTie:
-    """The position where two greedy texts differ, and the gap; raises SelfCheckError if it is more than rounding.
-
-    noise: of the target on such text; by default the least noise of its dtype.
+    """The position where two greedy texts differ, and the gap; raises SelfCheckError if it is more than rounding. noise: by default the
+    least of the dtype.
     """
     pairs = zip(plain.response_ids, speculative.response_ids, strict=False)
     position = next((place for place, (one, other) in enumerate(pairs) if one != other), None)

@@ -46,16 +46,14 @@ class StoredText(Protocol):
 class TokenScores:
     """Results of one draft pass over the T stored tokens of a response, enough for every rule.
 
-    log_draft_probs: of the stored token, under the serving settings (-inf if the draft never proposes it); under greedy
-    settings the draft's own, at temperature 1.
-    log_target_probs: as stored, under the serving settings (0 when greedy).
-    matches: the draft's argmax is the stored token. choice_ids, choice_probs: that argmax and its probability in the
-    draft's own distribution, temperature 1 and nothing cut: the confidence of a draft that takes its argmax.
-    confidence_mass_TC: draft mass in each bin of `CONFIDENCE_EDGES` under the serving settings: how probable it is that a
-    sampled draft token has a probability in that bin. None unless asked for, and under greedy settings.
-    by_start: of a parallel draft, the same values except the mass, as tables (T, J): at [i, j] token i + j of the response, proposed at
-    offset j + 1 of the block that starts with token i, from x_<i and j masks alone. After the end of the text: a token that is always
-    kept. None: the proposal does not depend on the block (drafts that draft token by token).
+    log_draft_probs: of the stored token, under the serving settings (-inf if the draft never proposes it); under greedy settings the
+    draft's own, at temperature 1. log_target_probs: as stored, under the serving settings (0 when greedy). matches: the draft's argmax is
+    the stored token. choice_ids, choice_probs: that argmax and its probability in the draft's own distribution, temperature 1 and nothing
+    cut: the confidence of a draft that takes its argmax. confidence_mass_TC: draft mass in each bin of `CONFIDENCE_EDGES` under the
+    serving settings: how probable it is that a sampled draft token has a probability in that bin; None unless asked for, and under greedy
+    settings. by_start: of a parallel draft, the same values except the mass, as tables (T, J): at [i, j] token i + j of the response,
+    proposed at offset j + 1 of the block that starts with token i; a token that is always kept after the end of the text. None: it drafts
+    token by token.
     """
 
     log_draft_probs: np.ndarray
@@ -72,10 +70,9 @@ class TokenScores:
     def accept_probs(self, rule: str) -> np.ndarray:
         """Per token (T,) the probability that it is an accepted drafted token once a block reaches it.
 
-        Rule `sample`: min(1, draft / target), by maximal coupling; its mean over target-written text is an unbiased alpha
-        (= E sum_v min(target, draft), 2211.17192 Corollary 3.6). `greedy-draft`, `greedy`: 1 where the draft's argmax is the token. Rule
-        `block` judges whole blocks and has no such number per token: the number of `sample` is returned, whose mean is
-        also alpha.
+        Rule `sample`: min(1, draft / target), by maximal coupling; its mean over target-written text is an unbiased alpha (2211.17192
+        Corollary 3.6). `greedy-draft`, `greedy`: 1 where the draft's argmax is the token. `block` judges whole blocks: the number of
+        `sample`, whose mean is also alpha.
         """
         if draft_draws(rule):
             return np.exp(np.minimum(self.log_draft_probs - self.log_target_probs, 0.0))
@@ -98,11 +95,9 @@ def score_tokens(
 ) -> list[TokenScores]:
     """`TokenScores` of every text, in order, from one pass.
 
-    settings: how the texts were sampled. confidence: fill `confidence_mass_TC` too (a third more time). offsets: of a draft
-    that proposes in parallel, the largest gamma needed; fills `by_start`, which feeds `offsets` - 1 more tokens to the draft per
-    response token.
-
-    Raises UserError when the draft returns NaN or infinite logits, or if offsets are requested for a draft that is not parallel.
+    settings: how the texts were sampled. confidence: fill `confidence_mass_TC` too (a third more time). offsets: the largest gamma needed
+    of a parallel draft; fills `by_start`, which feeds `offsets` - 1 more tokens per response token. Raises UserError when the draft
+    returns NaN or infinite logits, or if offsets are requested for a draft that is not parallel.
     """
     own = SamplingSettings() if settings.greedy else settings
     bins = len(CONFIDENCE_EDGES)
@@ -165,9 +160,7 @@ def _in_tables(text: StoredText, own: TokenScores, values_TJK: np.ndarray) -> To
 def score_responses(
     draft: PreTrainedModel, texts: Sequence[StoredText], settings: SamplingSettings, rule: str = "sample"
 ) -> list[np.ndarray]:
-    """Acceptance probability of every stored response token under one rule, one float64 array per text, in order.
-
-    See `TokenScores.accept_probs`. Raises UserError when the draft returns NaN, and for a rule that contradicts the
+    """`TokenScores.accept_probs` of every text, in order. Raises UserError when the draft returns NaN, and for a rule that contradicts the
     temperature.
     """
     law = "greedy" if draft_settings_for(rule, settings).greedy else rule
@@ -181,9 +174,8 @@ def values_by_text(
     width: int,
     who: str,
 ) -> list[np.ndarray]:
-    """Values (T, K = width) per text, in order, from `values_of` (logits_RV, token_ids_R) -> (R, K) float64.
-
-    Raises UserError, with `who` as the name of the model, if it returns NaN or infinite logits.
+    """Values (T, K = width) per text, in order, from `values_of` (logits_RV, token_ids_R) -> (R, K) float64. Raises UserError, with `who`
+    as the name of the model, if it returns NaN or infinite logits.
     """
     found: list[np.ndarray] = [np.zeros((0, width)) for _ in texts]
     for batch in score_batches(texts, model):
@@ -247,9 +239,8 @@ def _finite_values(
 
 
 def score_batches(texts: Sequence[StoredText], model: PreTrainedModel) -> list[list[int]]:
-    """Indices of texts with a response, in the batches of one forward each: similar length, logits within LOGITS_PER_FORWARD.
-
-    A batch scored alone gives the same bits as among the others.
+    """Indices of texts with a response, in the batches of one forward each: similar length, logits within LOGITS_PER_FORWARD; alone, a
+    batch gives the same bits.
     """
     vocab_size = model.config.get_text_config(decoder=True).vocab_size
     order = sorted(
