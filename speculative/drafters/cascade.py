@@ -15,16 +15,14 @@ from speculative.rules.sampling import one_hot
 
 
 class Cascade(Drafter):
-    """Rows in which `first` finds at least `min_found` tokens use them; `then` drafts for the other rows.
+    """Rows in which `first` finds at least `min_found` tokens use them; `then` drafts for the other rows. Cascades can be nested.
 
-    Why it is lossless: the choice of the drafter depends on the committed text alone, and either drafter is lossless. A
-    choice that looks at sampled draft tokens which are then discarded would not be lossless: the next block uses the
-    uniforms of a position again (see `sampling.row_uniforms`), so the choice would depend on numbers that the draft is
-    still to be sampled with, and its tokens would not follow the probabilities given to the rule. So `first` must not
-    sample: this is refused before any of its tokens is committed.
+    Why it is lossless: the choice of the drafter depends on the committed text alone, and either drafter is lossless. A choice that looks
+    at sampled draft tokens which are then discarded would not be: the next block uses the uniforms of a position again (see
+    `sampling.row_uniforms`), so its tokens would not follow the probabilities given to the rule. So `first` must not sample: this is
+    refused before any of its tokens is committed.
 
-    `then` drafts for the whole batch as soon as one row needs it: at most `then_gamma` tokens (None = as many as `first`),
-    always a chain, even if the settings have a token tree. Cascades can be nested.
+    `then` drafts for the whole batch as soon as one row needs it: at most `then_gamma` tokens (None = as many as `first`), always a chain.
     """
 
     def __init__(self, first: Drafter, then: Drafter, min_found: int = 1, then_gamma: int | None = None):
@@ -104,10 +102,8 @@ class Cascade(Drafter):
         )
 
     def _call_back_strayed(self, ask: Ask) -> None:
-        """Correct `then` for rows that used `first`'s tokens while `then` drafted others.
-
-        A drafter trusts its memory up to the committed length. Here it is valid only up to the length at which `then`
-        drafted, so `then` gets that length once, before the present one.
+        """Correct `then` for rows that used `first`'s tokens while `then` drafted others: its memory is valid only up to the length at
+        which it drafted, so it gets that length once, before the present one.
         """
         if self._strayed_R.any():
             lengths_R = np.where(self._strayed_R, self._asked_lengths_R, ask.lengths_R)

@@ -23,16 +23,12 @@ DRAFTINGS: tuple[Drafting, ...] = get_args(Drafting)
 
 
 class ParallelDrafter(ModelDrafter):
-    """A causal LM that reads the tokens committed since the last block and gamma - 1 copies of its mask token.
+    """A causal LM that reads the tokens committed since the last block and gamma - 1 copies of its mask token. It always proposes a chain.
 
-    The logits at the last committed token propose the first token, those at mask k propose the token after it. Proposals do not
-    see each other. The next block overwrites the masks' entries in the cache. So each block reads up to gamma + 1 new tokens, and
-    its cost hardly depends on gamma. Any gamma works, also one the draft was not trained for.
-
-    A block may end after a doubtful token (`Ask.stop_below`), as with any draft: whether token k + 1 is proposed depends on
-    tokens 1..k, which are verified. This saves target positions, but no draft call.
-
-    If the settings have a token tree, it still proposes a chain.
+    The logits at the last committed token propose the first token, those at mask k propose the token after it; proposals do not see each
+    other. The next block overwrites the masks' entries in the cache. So each block reads up to gamma + 1 new tokens, and its cost hardly
+    depends on gamma, which may be one the draft was not trained for. A block may end after a doubtful token (`Ask.stop_below`): whether
+    token k + 1 is proposed depends on tokens 1..k, which are verified. This saves target positions, but no draft call.
     """
 
     source_names = ("parallel draft",)

@@ -34,11 +34,9 @@ class Seats:
 
 
 class Ask(NamedTuple):
-    """The request to a drafter before each block. Arrays are on the host; `tokens_RC` after `lengths_R` is scratch.
-
-    `uniforms_RGK`: the draft's uniforms by place in the block and candidate; None when nothing is sampled.
-    `stop_below`: stop once every row has a drafted token below this probability. `tree`: propose this tree of candidates if
-    supported (gamma is its depth); a chain is always allowed.
+    """The request to a drafter before each block. Arrays are on the host; `tokens_RC` after `lengths_R` is scratch. `uniforms_RGK`: the
+    draft's, by place in the block and candidate; None when nothing is sampled. `stop_below`: stop once every row has a drafted token below
+    this probability. `tree`: propose this tree of candidates if supported (gamma is its depth); a chain is always allowed.
     """
 
     tokens_RC: np.ndarray
@@ -56,11 +54,10 @@ class Ask(NamedTuple):
 class Proposal(NamedTuple):
     """The answer of a drafter, on the target's device.
 
-    ids_RG: drafted ids, at most gamma (none = plain decoding); with a tree, the nodes (R, N).
-    probs_RGV: the probabilities they were sampled from, None = one-hot. With a tree, row n (up to the last parent) is the
-    distribution of the children of node n.
-    counts_R: number of real ids per row, None = all. peaks_RG: one number per step, NaN or infinite if its logits are.
-    sources_R: index into the drafter's `source_names`, None = 0.
+    ids_RG: drafted ids, at most gamma (none = plain decoding); with a tree, the nodes (R, N). probs_RGV: the probabilities they were
+    sampled from, None = one-hot. With a tree, row n (up to the last parent) is the distribution of the children of node n. counts_R: real
+    ids per row, None = all. peaks_RG: one number per step, NaN or infinite if its logits are. sources_R: index into the drafter's
+    `source_names`, None = 0.
     """
 
     ids_RG: torch.Tensor
@@ -83,10 +80,8 @@ class Proposal(NamedTuple):
 
 
 class DeviceText(NamedTuple):
-    """The rows' texts on the device, from which a block can continue without the host.
-
-    tokens_RC: row r is tokens_RC[r, :lengths_R[r]], prompt included; it grows no longer than limits_R. uniforms_RLU: by response
-    position; None when nothing is sampled.
+    """The rows' texts on the device, from which a block can continue without the host. tokens_RC: row r is tokens_RC[r, :lengths_R[r]],
+    prompt included; it grows no longer than limits_R. uniforms_RLU: by response position; None when nothing is sampled.
     """
 
     tokens_RC: torch.Tensor
@@ -97,10 +92,9 @@ class DeviceText(NamedTuple):
 
 
 class Drafter(Protocol):
-    """The protocol of drafters, with defaults. One object serves one decode call after another.
-
-    `model` is None for drafters without weights of their own. `name` is used in messages. `observes`: `observe` is called.
-    `shares_cache`: it uses the target's cache, so it needs no memory of its own.
+    """The protocol of drafters, with defaults. One object serves one decode call after another. `model` is None for drafters without
+    weights of their own. `name` is used in messages. `observes`: `observe` is called. `shares_cache`: it uses the target's cache, so it
+    needs no memory of its own.
     """
 
     name: str
@@ -122,16 +116,13 @@ class Drafter(Protocol):
         return
 
     def propose(self, ask: Ask) -> Proposal:
-        """Draft at most `ask.gamma` tokens per row; called before every block, also with gamma 0.
-
-        Only the drafter's own state may change. State about tokens that were not committed must be corrected here; each call
-        gets all committed tokens.
+        """Draft at most `ask.gamma` tokens per row; called before every block, also with gamma 0. Only the drafter's own state may change.
+        State about tokens that were not committed must be corrected here; each call gets all committed tokens.
         """
 
     def observe(self, fed_ids_RG1: np.ndarray, predicted_ids_RG1: np.ndarray, accepted_R: np.ndarray) -> None:
-        """The tokens the target was fed in the last block (-1 after a row's own) and its most likely token after each.
-
-        Called only when `observes`.
+        """The tokens the target was fed in the last block (-1 after a row's own) and its most likely token after each; called only when
+        `observes`.
         """
         raise AssertionError(f"the {self.name} does not observe")
 
@@ -145,13 +136,10 @@ class Drafter(Protocol):
 
 
 class ModelDrafter(Drafter):
-    """A causal LM of its own with its own cache.
-
-    The cache holds all committed tokens except the last one, or except the last two after a fully accepted block, because
-    the last drafted token was never fed. Each block starts by feeding the missing tokens, so no block needs an extra call.
-    Between blocks only a length per row is kept.
-
-    `on_device`: `propose_on_device` proposes the same as `propose`. Each subclass must set it itself.
+    """A causal LM of its own with its own cache, which holds all committed tokens except the last one, or the last two after a fully
+    accepted block, because the last drafted token was never fed. Each block starts by feeding them, so no block needs an extra call.
+    Between blocks only a length per row is kept. `on_device`: `propose_on_device` proposes the same as `propose`. Each subclass must set
+    it itself.
     """
 
     source_names: tuple[str, ...] = ("draft",)
@@ -204,9 +192,8 @@ class ModelDrafter(Drafter):
         prefix: int,
         shortest: int,
     ) -> Proposal:
-        """`propose` for a chain, without the host, so that it can be captured.
-
-        prefix: positions that the calls read. shortest: tokens of the shortest text; 1 when it is not known to be `fewest`.
+        """`propose` for a chain, without the host, so that it can be captured. prefix: positions that the calls read. shortest: tokens of
+        the shortest text; 1 when it is not known to be `fewest`.
         """
         ids: list[torch.Tensor] = []
         probs: list[torch.Tensor] = []
@@ -251,10 +238,7 @@ class ModelDrafter(Drafter):
         return self._propose_chain(ask)
 
     def _catch_up(self, ask: Ask, masks: int = 0, mask_token: int = 0) -> torch.Tensor:
-        """Logits (R, 1 + masks, V) after the last committed token and after each of the mask tokens that follow it.
-
-        Feeds the part of the text that was not read yet.
-        """
+        """Feed the text that was not read yet. Logits (R, 1 + masks, V) after the last committed token and each mask token behind it."""
         lengths_R, fewest = ask.lengths_R, self.fewest(ask.gamma) if self.cached.runner.static else 1
         while True:
             missing = max(fewest, int((lengths_R - self.read_R)[ask.active_R].max(initial=1)))

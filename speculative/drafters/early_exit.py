@@ -18,10 +18,9 @@ from speculative.errors import UserError
 
 
 class EarlyExit(ModelDrafter):
-    """The target stopped after its first L layers, with its own final norm and head (2309.08168, without the tuning).
-
-    It has no weights and no cache of its own: the first layers write the same states for a drafted token as the verify
-    call, and all earlier states are already in the target's cache. So there is no prefill and no catch-up.
+    """The target stopped after its first L layers, with its own final norm and head (2309.08168, without the tuning). It has no weights
+    and no cache of its own: the first layers write the same states as the verify call, and all earlier states are in the target's cache.
+    So there is no prefill and no catch-up.
     """
 
     source_names: tuple[str, ...] = ("early exit",)
@@ -52,9 +51,8 @@ class EarlyExit(ModelDrafter):
 
 
 def first_layers(model: PreTrainedModel, count: int) -> PreTrainedModel:
-    """The same causal LM with only its first `count` layers; it shares all parameters with the model.
-
-    Raises UserError for a count outside 1 .. layers - 1 and for models whose stack of layers is not one ModuleList.
+    """The same causal LM with only its first `count` layers; it shares all parameters with the model. Raises UserError for a count outside
+    1 .. layers - 1 and for models whose stack of layers is not one ModuleList.
     """
     total = model.config.get_text_config(decoder=True).num_hidden_layers
     if not 1 <= count < total:

@@ -33,9 +33,8 @@ class GammaPolicy(Protocol):
     def record(
         self, width: int, active_R: np.ndarray, drafted_R: np.ndarray, accepted_R: np.ndarray, seconds: float | None
     ) -> None:
-        """Record a block that verified `width` drafted tokens (0 = plain): its time, and drafted and accepted tokens per row.
-
-        `seconds` is None for a block that does not count (a model call was compiled in it).
+        """Record a block that verified `width` drafted tokens (0 = plain): its time (None if a model call was compiled in it), and drafted
+        and accepted tokens per row.
         """
         return
 
@@ -96,21 +95,20 @@ class BlockSeconds:
 class AdaptiveGamma(GammaPolicy):
     """argmax over gamma of expected tokens per second, from running acceptance and the measured block times.
 
-    Expected tokens of a block are 1 + a_1 + a_1 a_2 + ... summed over the rows. a_j, the acceptance of the j-th drafted
-    token given the earlier ones, is counted over all requests: it rises with j, because texts have easy stretches. a_1 is
-    each row's own running rate, which starts at the rate of all requests.
+    Expected tokens of a block are 1 + a_1 + a_1 a_2 + ... summed over the rows. a_j, the acceptance of the j-th drafted token given the
+    earlier ones, is counted over all requests: it rises with j, because texts have easy stretches. a_1 is each row's own running rate,
+    which starts at that of all.
 
-    Seconds are medians of the blocks of that width at the present load (active rows, rounded up to a power of two). Each
-    load has its own seconds: more tokens per row are nearly free in a small batch and cost their own time in a full one. So
-    a full batch may be decoded plainly, and drafted for again as it empties. A new load is timed in about five blocks.
+    Seconds are medians of the blocks of that width at the present load (active rows, rounded up to a power of two): more tokens per row
+    are nearly free in a small batch and cost their own time in a full one. A new load is timed in about five blocks.
 
-    Gamma 0 is plain decoding. It is chosen if no gamma pays even with half a standard error more acceptance than observed.
-    After 16, 32, 64, ... plain blocks one short block is drafted to check again (after 16 if the last check was better than
-    expected). In the same way plain decoding is timed again while drafting pays only a little.
+    Gamma 0, plain decoding, is chosen if no gamma pays even with half a standard error more acceptance than observed. After 16, 32, 64,
+    ... plain blocks one short block is drafted to check again (after 16 if the last check was better than expected); plain decoding is
+    timed again in the same way while drafting pays only a little.
 
-    Only tested tokens count (those up to the first rejection): a choice that depends on discarded drafts would bias sampled
-    text. Under sampling the text still depends on the choices, because a drafted token uses other random numbers than a
-    plain one. So text is reproducible only with the same timings; its distribution never changes.
+    Only tested tokens count (those up to the first rejection): a choice that depends on discarded drafts would bias sampled text. A
+    drafted token uses other random numbers than a plain one, so sampled text is reproducible only with the same timings; its distribution
+    never changes.
     """
 
     MEMORY = 0.9  # Weight of a row's past after each block: about ten blocks.

@@ -81,12 +81,11 @@ class RowDrafter(Drafter, Generic[R]):
 class PromptLookup(RowDrafter["RowIndex"]):
     """Proposes what followed the longest n-gram that ends the text now, at its latest earlier occurrence.
 
-    The latest, because a text repeats recent text (a loop, a variable in scope) more than its beginning: 2 % to 6 % more
-    tokens per block than with the first occurrence on greedy code and sampled arithmetic at gamma 5. The index also needs
-    only one entry per n-gram, which is overwritten as the text grows.
+    The latest, because a text repeats recent text (a loop, a variable in scope) more than its beginning: 2 % to 6 % more tokens per block
+    than with the first occurrence on greedy code and sampled arithmetic at gamma 5. The index also needs only one entry per n-gram.
 
-    A continuation that reaches the end of the text continues with its own tokens, like an overlapping copy in LZ77: the
-    text repeats with that period. So a row finds gamma tokens or none.
+    A continuation that reaches the end of the text continues with its own tokens, like an overlapping copy in LZ77. So a row finds gamma
+    tokens or none.
     """
 
     name = "prompt lookup"
@@ -151,13 +150,11 @@ def _prompt_lookup(parts: Parts) -> Drafter:
 class JacobiPool(RowDrafter["_RowPool"]):
     """Proposes n-grams of the target's own predictions, pooled per row by their first token. Nothing is trained.
 
-    Each verify call also predicts tokens after its first rejection. A token fed there and the prediction after it are one
-    step of a Jacobi iteration: a likely pair, though not at this position. If the next fed token equals the prediction,
-    the n-gram continues. The latest n-gram of a token replaces the former one. N-grams of neighbouring predictions,
-    whatever was fed between them, are useless (1.10 tokens a block at gamma 5 on greedy code, compared with 2.27).
-
-    If the pool has no entry, the row's last predictions for these positions are fed again, then tokens of its prompt. They
-    are rarely accepted but fill the pool (1.98 tokens a block without them).
+    Each verify call also predicts tokens after its first rejection. A token fed there and the prediction after it are one step of a Jacobi
+    iteration: a likely pair, though not at this position. If the next fed token equals the prediction, the n-gram continues. The latest
+    n-gram of a token replaces the former one. N-grams of neighbouring predictions, whatever was fed between them, are useless (1.10 tokens
+    a block at gamma 5 on greedy code, compared with 2.27). If the pool has no entry, the row's last predictions for these positions are
+    fed again, then tokens of its prompt: rarely accepted, but they fill the pool (1.98 tokens a block without them).
     """
 
     name = "jacobi pool"

@@ -16,10 +16,9 @@ from speculative.rules.tree import TokenTree
 
 @dataclass(frozen=True)
 class Parts:
-    """Inputs for making a drafter. Each drafter takes what it needs; None selects its default.
-
-    draft: makes the drafter of a draft model. datastore: of past responses (`retrieval.Datastore`). layers: of an early exit.
-    ngrams: (longest, shortest) to look up. then_gamma: tokens that the draft proposes after a lookup.
+    """Inputs for making a drafter; None selects its default. draft: makes the drafter of a draft model. datastore: of past responses
+    (`retrieval.Datastore`). layers: of an early exit. ngrams: (longest, shortest) to look up. then_gamma: tokens that the draft proposes
+    after a lookup.
     """
 
     target: PreTrainedModel

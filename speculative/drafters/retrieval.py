@@ -34,12 +34,10 @@ MULTIPLIER = 0x9E3779B97F4A7C15
 class Datastore:
     """Past responses, and for each of their n-grams where its most frequent continuation begins.
 
-    tokens_N: int32, every response followed by END. hashes_M: uint64, sorted. starts_M: int32, indices of tokens_N.
-
-    "Most frequent" is decided token by token: the most frequent next token of all matches that agree so far, and among
-    equally frequent ones that of the earliest match. This is computed once, when the datastore is built, so that a look-up
-    is one search in a sorted array. An n-gram longer than `min_ngram` is stored only if its last n-1 tokens occur more than
-    once: otherwise the shorter match gives the same position.
+    tokens_N: int32, every response followed by END. hashes_M: uint64, sorted. starts_M: int32, indices of tokens_N. "Most frequent" is
+    decided token by token: the most frequent next token of all matches that agree so far, ties going to the earliest match. This is
+    computed once, so that a look-up is one search in a sorted array. An n-gram longer than `min_ngram` is stored only if its last n-1
+    tokens occur more than once: otherwise the shorter match gives the same position.
     """
 
     tokens_N: np.ndarray
@@ -53,11 +51,9 @@ class Datastore:
     def build(
         cls, responses: Iterable[Sequence[int]], vocab_size: int, *, min_ngram: int = 1, max_ngram: int = 4
     ) -> Datastore:
-        """Datastore of these token sequences; `vocab_size`: how many ids the target scores (`models.vocab_rows`).
-
-        Leave out the responses that decoding will be measured on: retrieving them would overstate acceptance.
-
-        Raises UserError for an empty range of sizes, an id outside the vocabulary, no token at all, too many tokens.
+        """Datastore of these token sequences; `vocab_size`: how many ids the target scores (`models.vocab_rows`). Leave out the responses
+        that decoding will be measured on: retrieving them would overstate acceptance. Raises UserError for an empty range of sizes, an id
+        outside the vocabulary, no token at all, too many tokens.
         """
         check_ngrams(min_ngram, max_ngram)
         parts = [np.asarray([*response, END], dtype=np.int64) for response in responses]
@@ -115,9 +111,8 @@ class Datastore:
         return cls(tokens_N, hashes_M, starts_M, *sizes)
 
     def continuations(self, tokens_RC: np.ndarray, lengths_R: np.ndarray, gamma: int) -> tuple[np.ndarray, np.ndarray]:
-        """Ids (R, gamma) that follow the longest stored n-gram at each text's end, and how many of them are real.
-
-        Cost: some twenty array operations for all rows together, whatever the size of the datastore.
+        """Ids (R, gamma) that follow the longest stored n-gram at each text's end, and how many of them are real: some twenty array
+        operations for all rows.
         """
         rows_R1 = np.arange(len(lengths_R))[:, None]
         back_K = np.arange(1, self.max_ngram + 1)
@@ -203,9 +198,8 @@ def _index(tokens_N: np.ndarray, vocab_size: int, min_ngram: int, max_ngram: int
 
 
 def _elect(tokens_N: np.ndarray, followers: np.ndarray, groups: np.ndarray, vocab_size: int) -> np.ndarray:
-    """For each group of equal n-grams the position that represents its most frequent continuation.
-
-    `followers` (ascending positions) and `groups` are parallel: positions that follow an n-gram, and the number of that n-gram.
+    """For each group of equal n-grams the position that represents its most frequent continuation. `followers` (ascending positions that
+    follow an n-gram) and `groups` (the number of that n-gram) are parallel.
     """
     elected = np.full(groups.max(initial=-1) + 1, len(tokens_N))
     np.minimum.at(elected, groups, followers)

@@ -1,9 +1,7 @@
-"""Rules that change logits before they become probabilities, for the target and the draft alike.
+"""Rules that change logits before they become probabilities. An acceptance rule compares the two models' final distributions, so it stays
+lossless only if both are changed by the same rule on the same text: a rule here is a function of logits and text, without state.
 
 Shapes: R rows, Q positions scored in one row, V vocabulary, C columns of the token buffer, E end tokens.
-
-An acceptance rule compares the two models' final distributions, so it stays lossless only if both are changed by the
-same rule on the same text. So a rule here is a function of logits and text, without state.
 """
 
 import inspect
@@ -20,10 +18,7 @@ from speculative.errors import UserError
 
 
 class _Constants(NamedTuple):
-    """Constants of the rules for one device and vocabulary; None if a rule is off.
-
-    ceiling_V: upper limit of each logit: -inf for forbidden tokens, +inf for the others.
-    """
+    """Constants of the rules for one device and vocabulary; None if off. ceiling_V: -inf for forbidden tokens, +inf for the others."""
 
     bias_V: torch.Tensor | None
     ceiling_V: torch.Tensor | None
@@ -32,8 +27,7 @@ class _Constants(NamedTuple):
 
 @dataclass(frozen=True)
 class LogitsRules:
-    """Changes to the logits in addition to the sampling settings. Applied in the order of the fields, which is the order
-    of transformers' `generate`, before temperature and truncation.
+    """Changes to the logits, in the order of the fields, which is that of transformers' `generate`, before temperature and truncation.
 
     repetition_penalty: logits of tokens in the text (prompt included) are divided by it when positive and multiplied
         when negative, once a token (1909.05858, section 4.1); 1 is off, below 1 encourages repetition.
@@ -97,11 +91,10 @@ class LogitsRules:
     ) -> torch.Tensor:
         """Logits (R, V) after the rules: a new tensor, float32 (float64 stays float64).
 
-        Row r's text is tokens_RC[r, :lengths_R[r]], of which the first prompt_lengths_R[r] are its prompt; the rest of
-        the row is scratch and may be anything. Lengths are at least 1. Several positions of a row at once:
-        logits (R, Q, V) with lengths (R, Q), position q of row r having the text tokens_RC[r, :lengths_RQ[r, q]]
-        (so a block's drafted tokens must be written after the committed ones). `tokens_RC` may be cut after the
-        longest text, which makes the penalty cheaper. All tensors are on one device; without `extra` nothing waits for it.
+        Row r's text is tokens_RC[r, :lengths_R[r]], of which the first prompt_lengths_R[r] are its prompt; the rest of the row may be
+        anything. Lengths are at least 1. Several positions of a row at once: logits (R, Q, V) with lengths (R, Q), position q of row r
+        having the text tokens_RC[r, :lengths_RQ[r, q]] (so drafted tokens must be written after the committed ones). `tokens_RC` may be
+        cut after the longest text, which makes the penalty cheaper. All tensors are on one device; without `extra` nothing waits for it.
         """
         dtype = torch.float64 if logits_RV.dtype == torch.float64 else torch.float32
         scores = logits_RV.to(dtype, copy=True, memory_format=torch.contiguous_format)

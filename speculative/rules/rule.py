@@ -12,9 +12,8 @@ def draft_draws(rule: str) -> bool:
 
 
 def rules_of_text(rule: str, probabilities: bool = True) -> tuple[Rule, ...]:
-    """The rules under which text of the target can be replayed: greedy text under `greedy` only.
-
-    probabilities: whether the probabilities of its tokens under the target's settings are known; a sampled draft needs them.
+    """The rules under which text of the target can be replayed: greedy text under `greedy` only. probabilities: whether those of its
+    tokens are known; a sampled draft needs them.
     """
     sampled: tuple[Rule, ...] = ("sample", "greedy-draft", "block") if probabilities else ("greedy-draft",)
     return ("greedy",) if rule == "greedy" else sampled

@@ -29,9 +29,8 @@ MASS_ROUNDING, PROB_ROUNDING = 3e-5, 1.0 - 1e-6
 
 @dataclass(frozen=True)
 class SamplingSettings:
-    """Sampling settings of the target. `temperature` 0 is greedy and ignores the other fields; `top_k` 0 is off.
-
-    Raises UserError for a value outside its range.
+    """Sampling settings of the target. `temperature` 0 is greedy and ignores the rest; `top_k` 0 is off. Raises UserError for a value out
+    of range.
     """
 
     temperature: float = 1.0
@@ -84,11 +83,9 @@ def most_likely_and_peak(scores_RV: torch.Tensor) -> tuple[torch.Tensor, torch.T
 
 
 def logits_to_probs(logits_RV: torch.Tensor, settings: SamplingSettings) -> torch.Tensor:
-    """Probabilities (*R, V) under the serving settings: float32, or float64 when the logits are float64.
-
-    Order and tie handling are those of transformers' warpers: temperature, top-k (ties of the k-th stay), top-p (the
-    smallest set whose mass reaches top_p), min-p (relative to the most likely token left), softmax. Greedy rows are
-    one-hot at the argmax.
+    """Probabilities (*R, V) under the serving settings: float32, or float64 when the logits are float64. Order and ties as in
+    transformers' warpers: temperature, top-k (ties of the k-th stay), top-p (the smallest set whose mass reaches top_p), min-p (relative
+    to the most likely token left), softmax. Greedy rows are one-hot at the argmax.
     """
     scores_RV = logits_RV if logits_RV.dtype == torch.float64 else logits_RV.float()
     if settings.greedy:
@@ -108,10 +105,9 @@ def logits_to_probs(logits_RV: torch.Tensor, settings: SamplingSettings) -> torc
 
 
 def nucleus(scores_RV: torch.Tensor, top_p: float) -> torch.Tensor:
-    """Scores (*R, V) with -inf outside the smallest set of tokens whose mass reaches `top_p`.
-
-    Avoids sorting the whole vocabulary: on a CPU with the same result as `nucleus_by_sorting`, on an accelerator with
-    `nucleus_by_search`, except for a single row, where a sort takes few kernels and is cheaper.
+    """Scores (*R, V) with -inf outside the smallest set of tokens whose mass reaches `top_p`, without sorting the vocabulary: on a CPU
+    with the result of `nucleus_by_sorting`, on an accelerator by `nucleus_by_search`, except for a single row, where a sort takes few
+    kernels.
     """
     if scores_RV.device.type != "cpu" and scores_RV.dtype == torch.float32 and scores_RV[..., 0].numel() > 1:
         return nucleus_by_search(scores_RV, top_p)
@@ -141,11 +137,10 @@ def nucleus_by_sorting(scores_RV: torch.Tensor, top_p: float) -> torch.Tensor:
 def nucleus_by_search(scores_RV: torch.Tensor, top_p: float) -> torch.Tensor:
     """`nucleus` of float32 scores on an accelerator, where a sort takes the rows one after another, ten kernels each.
 
-    A token's key is its probability's bit pattern, then its id: keys are all different and rise in the order of a stable
-    sort by probability. The least key that stays is found 12 bits at a time, from the mass below each of 4,096 keys: some
-    250 bytes a token and 45 kernels, however many rows. Masses are float64 sums, so the set is that of
-    `nucleus_by_sorting` unless the rounding of its float32 sum, or of scores to equal probabilities, decides. The most
-    likely token always stays. Fixed shapes, nothing read by the host.
+    A token's key is its probability's bit pattern, then its id: all different, in the order of a stable sort by probability. The least key
+    that stays is found 12 bits at a time, from the mass below each of 4,096 keys: some 250 bytes a token and 45 kernels, however many
+    rows. Masses are float64 sums, so the set is that of `nucleus_by_sorting` unless rounding decides. The most likely token always stays.
+    Fixed shapes, nothing read by the host.
     """
     vocab, rows = scores_RV.shape[-1], scores_RV.shape[:-1]
     probs_RWC = _in_columns(scores_RV.detach().softmax(-1), LANES)
@@ -170,9 +165,8 @@ def nucleus_by_search(scores_RV: torch.Tensor, top_p: float) -> torch.Tensor:
 
 
 def _least_of_nucleus(probs_V: np.ndarray, total: float, top_p: float) -> float:
-    """The smallest probability in a row's nucleus; 0.0 where only `nucleus_by_sorting` can tell.
-
-    That is where the next smaller one is as large, or a sum is so close to the border that its rounding decides.
+    """The smallest probability in a row's nucleus; 0.0 where only `nucleus_by_sorting` can tell: the next smaller one is as large, or a
+    sum is so close to the border that its rounding decides.
     """
     border = 1.0 - top_p
     # Tokens of at most border / V together have at most the border's mass: all go, and need no order.
@@ -196,10 +190,9 @@ def sample(probs_RV: torch.Tensor, uniforms_R: torch.Tensor) -> torch.Tensor:
 
 
 def sample_at(probs_RV: torch.Tensor, points_RN: torch.Tensor) -> torch.Tensor:
-    """Ids (*R, N): at each of a row's points in [0, 1) the first token whose cumulative probability exceeds it.
-
-    Rows need not sum to one (they are scaled by their mass). A token of probability 0 is never returned as long as the
-    row has any mass. The sum runs in float64: in float32 it is off by more than the tail of a large vocabulary.
+    """Ids (*R, N): at each of a row's points in [0, 1) the first token whose cumulative probability exceeds it. Rows are scaled by their
+    mass; a token of probability 0 is never returned if there is any. The sum runs in float64: in float32 it is off by more than the tail
+    of a large vocabulary.
     """
     if probs_RV.device.type != "cpu":
         return sample_by_pieces(probs_RV, points_RN)
@@ -271,11 +264,10 @@ def _search_rows(cumulative_RV: torch.Tensor, points_RN: torch.Tensor) -> torch.
 def row_uniforms(seed: int, key: str, length: int, columns: int = 3, purpose: str = "") -> torch.Tensor:
     """Uniforms (L, columns) in float64 for one response; by default draft draw, acceptance coin, residual or bonus draw.
 
-    They depend on (seed, key, purpose) and the position only, so a response is the same whatever batch it is decoded
-    in, and a longer stream begins with the shorter one. Reusing the numbers of a position after its drafted token was
-    discarded is lossless for token-wise rules: the text committed up to position t is a function of the uniforms up to
-    t, so the uniforms after t are independent of it. Block verification uses all coins of a block, so each block gets a
-    row of another purpose that is used only once.
+    They depend on (seed, key, purpose) and the position only, so a response is the same whatever batch it is decoded in, and a longer
+    stream begins with the shorter one. Reusing the numbers of a position after its drafted token was discarded is lossless for token-wise
+    rules: the text committed up to position t is a function of the uniforms up to t. Block verification uses all coins of a block, so each
+    block gets a row of another purpose that is used only once.
     """
     name = f"{seed}\x00{key}" + (f"\x00{purpose}" if purpose else "")
     digest = hashlib.blake2b(name.encode(), digest_size=16).digest()

@@ -1,14 +1,12 @@
-"""Token trees: their shape, how the candidates of their nodes are chosen, and the rule that decides which path the target keeps.
-Pure functions; randomness is passed in.
+"""Token trees: their shape, the candidates of their nodes, and the rule that decides which path the target keeps. Pure; randomness is
+passed in.
 
-Both rules read from the root down and from the first sibling to the last, so what is kept down to depth d is a function
-of the drafts and coins down to d: numbers of deeper positions may be used again in the next block (see `row_uniforms`).
+Both rules read from the root down and from the first sibling to the last, so what is kept down to depth d is a function of the drafts and
+coins down to d: numbers of deeper positions may be used again in the next block (see `row_uniforms`). All nodes are judged at once, as if
+each were reached, and then the path is read: a few large operations instead of a small one for each sibling of each depth.
 
-All nodes are judged at once, as if each were reached, and then the path is read: a few large operations instead of a small
-one for each sibling of each depth.
-
-Shapes: B rows (R: any leading dimensions), N nodes (root not counted), N1 = N + 1, M the first nodes, as many as have draft
-rows, I nodes with children, D depth, D1 = D + 1, K candidates per node, V vocabulary.
+Shapes: B rows (R: any leading dimensions), N nodes (root not counted), N1 = N + 1, M the first nodes, as many as have draft rows, I nodes
+with children, D depth, D1 = D + 1, K candidates per node, V vocabulary.
 """
 
 from __future__ import annotations
@@ -52,10 +50,8 @@ class TreeTensors(NamedTuple):
 
 @dataclass(frozen=True)
 class TokenTree:
-    """A static tree of drafted tokens. Node 0 is the root, the last committed token; parents[i] belongs to node i + 1.
-
-    Nodes are numbered level by level, and siblings in the order in which they are drawn and tested. Raises UserError
-    for anything else.
+    """A static tree of drafted tokens. Node 0 is the root, the last committed token; parents[i] belongs to node i + 1. Nodes are numbered
+    level by level, and siblings in the order in which they are drawn and tested. Raises UserError for anything else.
     """
 
     parents: tuple[int, ...]
@@ -72,9 +68,8 @@ class TokenTree:
 
     @classmethod
     def from_branching(cls, branching: Sequence[int]) -> TokenTree:
-        """Every node of depth d has `branching[d]` children: (3, 2, 1) has 3 + 6 + 6 nodes, (1,) * gamma is a chain.
-
-        Raises UserError for an empty shape, a number below 1 and a tree beyond MAX_NODES.
+        """Every node of depth d has `branching[d]` children: (3, 2, 1) has 3 + 6 + 6 nodes, (1,) * gamma is a chain. Raises UserError for
+        an empty shape, a number below 1 and a tree beyond MAX_NODES.
         """
         shape = tuple(branching)
         if not shape or any(not isinstance(count, int) or count < 1 for count in shape):
@@ -178,10 +173,8 @@ def _tensors(tree: TokenTree, device: torch.device) -> TreeTensors:
 
 
 def draw_children(draft_probs_RV: torch.Tensor, count: int, uniforms_RK: torch.Tensor) -> torch.Tensor:
-    """Draw `count` candidates (*R, K) from each row by inverse transform, one uniform in [0, 1) each.
-
-    The second comes from the row without the first, and so on; once a row has fewer tokens with mass than children,
-    what follows is a token that cannot be drawn, which `verify_tree` takes for no candidate.
+    """Draw `count` candidates (*R, K) from each row without replacement by inverse transform, one uniform in [0, 1) each. Once a row has
+    fewer tokens with mass than children, what follows is a token that cannot be drawn, which `verify_tree` takes for no candidate.
     Different nodes of one depth may share their uniforms: at most one of them is on the path that is kept.
     """
     ids, draft_probs_RV = [], draft_probs_RV.clone()
@@ -202,10 +195,9 @@ def top_children(logits_RV: torch.Tensor, count: int) -> torch.Tensor:
 class VerifiedTree(NamedTuple):
     """Outcome of one tree.
 
-    accepted_B: how many drafted tokens are kept, 0..D. path_BD: their nodes by depth, 0 after accepted_B. next_ids_B:
-    the token that follows them. overlap_BD: at the path's node of depth d, sum_v min(target, draft) for drawn
-    candidates, the target's mass on all candidates together for fixed ones. accept_probs_BDK: probability, given the
-    candidates, that the walk goes on from there to the k-th of them; its sum over k is the probability to go on at all.
+    accepted_B: how many drafted tokens are kept, 0..D. path_BD: their nodes by depth, 0 after accepted_B. next_ids_B: the token that
+    follows them. overlap_BD: at the path's node of depth d, sum_v min(target, draft) for drawn candidates, the target's mass on all
+    candidates for fixed ones. accept_probs_BDK: probability, given the candidates, that the walk goes on from there to the k-th of them.
     Both are 0 at depths that were not reached.
     """
 
@@ -226,19 +218,18 @@ def verify_tree(
 ) -> VerifiedTree:
     """Multi-candidate speculative sampling (SpecInfer, 2305.09781) of candidates drawn without replacement (2401.06706).
 
-    target_probs_BN1V[:, n] is the target's row after node n, draft_probs_BMV[:, n] the row that n's children were
-    drawn from by `draw_children`. Leaves at the end have no children, so M may be anything from the number of the last
-    parent + 1 up to N1. At a node, the first child passes as in `verify`; when it fails, the target is replaced by the
-    normalised residual max(target - draft, 0), the draft by its row without that child, renormalised, and the next
-    child is tested. When all fail, the last residual gives the next token.
+    target_probs_BN1V[:, n] is the target's row after node n, draft_probs_BMV[:, n] the row that n's children were drawn from by
+    `draw_children`; M may be anything from the number of the last parent + 1 up to N1. At a node, the first child passes as in `verify`;
+    when it fails, the target is replaced by the normalised residual max(target - draft, 0), the draft by its row without that child,
+    renormalised, and the next child is tested. When all fail, the last residual gives the next token.
 
-    None for the draft: the children are fixed candidates (the draft's most likely tokens, say). A draw from the target
-    is followed if it is among the children; it is made with the coin of the first sibling alone, and completed by the
-    residual uniform when it is none of them.
+    None for the draft: the children are fixed candidates (the draft's most likely tokens, say). A draw from the target is followed if it
+    is among the children; it is made with the coin of the first sibling alone, and completed by the residual uniform when it is none of
+    them.
 
-    coins_BDK[:, d, k] is the coin of sibling k at depth d; residual_uniforms_BD1[:, a] draws the token after a kept
-    tokens. Candidates of target probability 0 never pass, whatever the coin; those of draft probability 0 and those
-    that repeat a sibling count as absent. A chain gives what `verify` gives.
+    coins_BDK[:, d, k] is the coin of sibling k at depth d; residual_uniforms_BD1[:, a] draws the token after a kept tokens. Candidates of
+    target probability 0 never pass, whatever the coin; those of draft probability 0 and repeats count as absent. A chain gives what
+    `verify` gives.
     """
     tensors = tree.on(node_ids_BN.device)
     ids_BIK = node_ids_BN[:, tensors.children_IK - 1]
@@ -274,9 +265,8 @@ def verify_tree(
 
 
 def verify_tree_greedy(tree: TokenTree, target_ids_BN1: torch.Tensor, node_ids_BN: torch.Tensor) -> VerifiedTree:
-    """`verify_tree` at temperature 0, from the target's argmax after every node, without rows of V.
-
-    Of equal siblings the one that leads deepest is taken; the text is the same.
+    """`verify_tree` at temperature 0, from the target's argmax after every node, without rows of V. Of equal siblings the one that leads
+    deepest is taken.
     """
     tensors = tree.on(node_ids_BN.device)
     stop_B = _deepest(tensors, target_ids_BN1[:, tensors.parents_N] == node_ids_BN)
@@ -291,10 +281,9 @@ def verify_tree_greedy(tree: TokenTree, target_ids_BN1: torch.Tensor, node_ids_B
 
 
 class _Judged(NamedTuple):
-    """All families of the tree, whether reached or not.
-
-    passes_BIK: which children pass; the first of them is followed. accept_probs_BIK: probability that it is this one.
-    residual_BIV: unnormalised row of the next token where all fail; None where it is the target's without the children.
+    """All families of the tree, whether reached or not. passes_BIK: which children pass; the first of them is followed. accept_probs_BIK:
+    probability that it is this one. residual_BIV: unnormalised row of the next token where all fail; None where it is the target's without
+    the children.
     """
 
     passes_BIK: torch.Tensor

@@ -1,12 +1,9 @@
 """The rules that decide which drafted tokens the target keeps. Pure functions; randomness is passed in.
 
-Speculative sampling (`verify`) tests each token on its own. Block verification (`verify_block`, arXiv 2403.10444) accepts or cuts
-the drafted block as a whole: it carries the ratio target / draft along the block, so that no rule which is lossless for every pair
-emits more tokens a block in expectation.
-
-The uniforms of a block that is verified as a whole must be its own. How much is kept depends on every drafted token and every
-coin of the block, also on those after the cut, so a later block that reused one of these numbers (draft draw or coin) would be
-biased. `verify` and `verify_tree` read from left to right, so they may reuse numbers.
+Speculative sampling (`verify`) tests each token on its own. Block verification (`verify_block`, arXiv 2403.10444) carries the ratio target
+/ draft along the block and cuts it as a whole, so that no rule which is lossless for every pair emits more tokens a block in expectation.
+Then how much is kept depends on every drafted token and every coin of the block, also after the cut: its uniforms must be its own, because
+a later block that reused one would be biased. `verify` and `verify_tree` read from left to right, so they may reuse numbers.
 
 Shapes: B rows, G drafted tokens (gamma), G1 = G + 1, V vocabulary.
 """
@@ -23,10 +20,8 @@ from speculative.rules.sampling import GREEDY, SamplingSettings, sample
 
 
 class Verified(NamedTuple):
-    """Outcome of one block.
-
-    accepted_B: how many drafted tokens are kept, 0..G. next_ids_B: the token that follows them (correction or bonus).
-    accept_probs_BG: probability that the drafted token passes, were it reached. overlap_BG: sum_v min(target, draft).
+    """Outcome of one block. accepted_B: how many drafted tokens are kept, 0..G. next_ids_B: the token that follows them (correction or
+    bonus). accept_probs_BG: probability that the drafted token passes, were it reached. overlap_BG: sum_v min(target, draft).
     """
 
     accepted_B: torch.Tensor
@@ -36,10 +31,8 @@ class Verified(NamedTuple):
 
 
 def draft_settings_for(rule: str, settings: SamplingSettings) -> SamplingSettings:
-    """Settings the draft samples under: the target's for `sample` and `block`, argmax for the greedy rules.
-
-    Raises UserError for an unknown rule, and for rule `greedy` with a temperature above 0 (the target would sample:
-    that is `greedy-draft`).
+    """Settings the draft samples under: the target's for `sample` and `block`, argmax for the greedy rules. Raises UserError for an
+    unknown rule, and for rule `greedy` with a temperature above 0 (the target would sample: that is `greedy-draft`).
     """
     if rule not in RULES:
         raise UserError(f"rule = {rule!r}: must be one of {', '.join(RULES)}")
@@ -57,10 +50,8 @@ def accept_probability(target_prob: torch.Tensor, draft_prob: torch.Tensor) -> t
 
 
 def residual_probs(target_probs_BV: torch.Tensor, draft_probs_BV: torch.Tensor) -> torch.Tensor:
-    """Unnormalised max(target - draft, 0), the distribution of the correction; 2211.17192 Algorithm 1.
-
-    Where nothing is left (target = draft up to rounding, so a rejection has probability 0 in exact arithmetic) the
-    target's own row is returned.
+    """Unnormalised max(target - draft, 0), the distribution of the correction; 2211.17192 Algorithm 1. Where nothing is left (target =
+    draft up to rounding) the target's own row is returned.
     """
     residual_BV = (target_probs_BV - draft_probs_BV).clamp_min(0.0)
     return torch.where(residual_BV.sum(-1, keepdim=True) > 0, residual_BV, target_probs_BV)
@@ -151,15 +142,11 @@ def verify_block(
 ) -> Verified:
     """Keep the longest prefix whose coin passes; 2403.10444 Algorithm 2. Same arguments and result as `verify`.
 
-    With weight_0 = 1 and weight_i = min(1, weight_(i-1) * target(x_i) / draft(x_i)), a prefix of i tokens passes when
-    its coin is under accept_probs_BG[:, i - 1], the paper's h_i: weight_G for the whole block, and otherwise
-    left / (left + 1 - weight_i) with left = sum_v max(weight_i * target - draft, 0) at the position after it. The
-    token after the longest passing prefix comes from that residual, not from the token-wise one, or from the target's
-    row after a whole block. A prefix of target probability 0 has h = 0 and never passes, whatever the coin.
-
-    `draft_probs_BGV` must be the probabilities the ids were drawn from; None means one-hot rows at `draft_ids_BG`.
-    `drafted_B` (int64, 0..G): how many of the G tokens are real in each row, the bonus token following the last of
-    them; None = all. It may depend on the tokens it keeps, never on a discarded token. G may be 0.
+    With weight_0 = 1 and weight_i = min(1, weight_(i-1) * target(x_i) / draft(x_i)), a prefix of i tokens passes when its coin is under
+    accept_probs_BG[:, i - 1], the paper's h_i: weight_G for the whole block, and otherwise left / (left + 1 - weight_i) with left = sum_v
+    max(weight_i * target - draft, 0) at the position after it. The token after the longest passing prefix comes from that residual, not
+    from the token-wise one, or from the target's row after a whole block. A prefix of target probability 0 has h = 0 and never passes,
+    whatever the coin.
     """
     gamma = draft_ids_BG.shape[1]
     device = draft_ids_BG.device
