@@ -1,7 +1,6 @@
-"""Public decoding functions: `generate` streams events, `decode` returns all responses. `block_loop` and `verify` keep it lossless.
-
-A decode call has a fixed number of rows. A row whose response ended takes the next waiting prompt at once, so a long
-response never holds up the batch. When no prompt waits, finished rows are dropped.
+"""Public decoding functions: `generate` streams events, `decode` returns all responses. A decode call has a fixed number of rows. A row
+whose response ended takes the next waiting prompt at once, so a long response never holds up the batch. When no prompt waits, finished
+rows are dropped.
 """
 
 import time
@@ -49,10 +48,9 @@ CommitHook = Callable[[int, list[int]], None]
 
 @dataclass(frozen=True)
 class Event:
-    """Tokens of prompt number `index` that were just committed; the last event of a response says why it ended.
-
-    `text`: the text that the tokens add (with a tokenizer). Streamed text is never changed afterwards. An event after the
-    gate or a stop string may have no tokens. `response` grows with the events and is complete with the last one.
+    """Tokens of prompt number `index` that were just committed; the last event of a response says why it ended. `text`: what the tokens
+    add (with a tokenizer); streamed text is never changed. An event after the gate or a stop string may have no tokens. `response` grows
+    and is complete with the last event.
     """
 
     index: int
@@ -123,9 +121,8 @@ def decode(
     on_commit: CommitHook | None = None,
     **options: Unpack[Options],
 ) -> tuple[list[Response], Timing]:
-    """Return all responses, in the order of the prompts, and the timing. Collects the events of `generate`.
-
-    `on_commit(index, token_ids)` is called with the tokens each block adds to prompt number `index`.
+    """Return all responses, in the order of the prompts, and the timing. `on_commit(index, token_ids)` is called with the tokens each
+    block adds to prompt number `index`.
     """
     timing = options["timing"] = options.get("timing") or Timing()
     responses: list[Response | None] = [None] * len(prompts)

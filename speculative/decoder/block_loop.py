@@ -1,12 +1,11 @@
 """A batch of rows decoded one block at a time: draft, verify in one target call, commit. Plain decoding is gamma 0.
 
-Shapes: R rows of the batch, G drafted tokens of this block, G1 = G + 1, V vocabulary, C columns of the token buffer,
-L response positions, U uniforms per position, N nodes of a token tree, D its depth.
+Shapes: R rows of the batch, G drafted tokens of this block, G1 = G + 1, V vocabulary, C columns of the token buffer, L response positions,
+U uniforms per position, N nodes of a token tree, D its depth.
 
-The committed text is on the host: row r is tokens_RC[r, :lengths_R[r]], prompt included. At the start of a block the
-target's cache holds all of it except the last token, which is the first token of the verify call. So a block needs
-gamma + 1 target positions, the prompt's logits are never computed, and a rollback only leaves a length unchanged. The
-host reads the device once per block.
+The committed text is on the host: row r is tokens_RC[r, :lengths_R[r]], prompt included. At the start of a block the target's cache holds
+all of it except the last token, which is the first token of the verify call. So a block needs gamma + 1 target positions, the prompt's
+logits are never computed, and a rollback only leaves a length unchanged. The host reads the device once per block.
 """
 
 import math
@@ -103,9 +102,8 @@ class BlockLoop:
 
     @in_step_mode
     def admit(self, rows: Sequence[int], prompts: Sequence[Prompt], budgets: Sequence[int] | None = None) -> None:
-        """Assign these prompts to these rows, replacing their former requests, and prefill both models.
-
-        budgets: maximum tokens of each response; None = max_tokens.
+        """Assign these prompts to these rows, replacing their former requests, and prefill both models. budgets: of each response; None =
+        max_tokens.
         """
         began = time.perf_counter()
         rows = list(rows)

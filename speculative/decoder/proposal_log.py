@@ -37,13 +37,10 @@ FLUSH_ROWS = 16384  # Takes tens of milliseconds to write; more would delay stre
 
 
 class ProposalLog:
-    """Context manager that writes one log.
-
-    The file has a temporary name until the end of the `with` block, however it ends. An interrupted run
-    leaves a readable file with the rows added so far; a killed process leaves none (an older file of that name stays).
-    `flush_rows`: tokens kept in memory before they are written as one row group.
-
-    Raises UserError on entering when the file cannot be written, and later when the disk is full.
+    """Context manager that writes one log, under a temporary name until the end of the `with` block, however it ends: an interrupted run
+    leaves a readable file with the rows added so far; a killed process leaves none (an older file of that name stays). `flush_rows`:
+    tokens kept in memory before they are written as one row group. Raises UserError on entering when the file cannot be written, and later
+    when the disk is full.
     """
 
     def __init__(self, path: str | Path, flush_rows: int = FLUSH_ROWS):
@@ -81,13 +78,10 @@ class ProposalLog:
         draft_probs: np.ndarray | None,
         source: str,
     ) -> None:
-        """Log one block of one response: `drafted` ids (G,), of which the first `accepted` were kept.
-
-        `prompt`: its key. `block`: number of the block in the response. `position`: response position of the first
-        drafted token. `target_probs`, `draft_probs` (G,): of the drafted tokens, as the rule used them; None if it used
-        none. `source`: name of the drafter. The arrays are copied. G may be 0.
-
-        Raises UserError for more than 128 drafted tokens and when the disk is full.
+        """Log one block of one response: `drafted` ids (G,), of which the first `accepted` were kept; G may be 0. `prompt`: its key.
+        `block`: number of the block in the response. `position`: response position of the first drafted token. `target_probs`,
+        `draft_probs` (G,): of the drafted tokens, as the rule used them; None if it used none. `source`: name of the drafter. Raises
+        UserError for more than 128 drafted tokens and when the disk is full.
         """
         assert self._writer is not None, "add() outside the with block"
         count = len(drafted)

@@ -30,11 +30,10 @@ FinishReason = Literal["end", "stop", "length", "gate"]
 
 @dataclass(frozen=True)
 class DecodeSettings:
-    """How to decode. `gamma` 0 is plain decoding; `eos_ids` end a response and are part of it.
-
-    fit_context: shorten a response's budget to the context that its prompt leaves, instead of refusing the prompt.
-    tree: a token tree instead of a chain; gamma is then the tree's depth. rules: changes to the logits of both
-    models. stop: strings that end a response (needs a tokenizer). min_tokens: no end token before this many tokens. lossy: see `Lossy`.
+    """How to decode. `gamma` 0 is plain decoding; `eos_ids` end a response and are part of it. fit_context: shorten a response's budget to
+    the context that its prompt leaves, instead of refusing the prompt. tree: a token tree instead of a chain; gamma is then its depth.
+    rules: changes to the logits of both models. stop: strings that end a response (needs a tokenizer). min_tokens: no end token before
+    this many tokens. lossy: see `Lossy`.
 
     Raises UserError for a value outside its range and for a rule that contradicts the temperature or the tree.
     """
@@ -109,14 +108,11 @@ class GateRecord(NamedTuple):
 class Response:
     """One decoded response and what happened to the drafted tokens in it.
 
-    budget: maximum number of tokens.
-    log_target_probs: log target probability of each token under the sampling settings (0.0 when greedy, NaN for a
-    token from the gate).
-    drafted_counts, accepted_counts: per block, *before* the end token or the budget cut the last block.
-    proposed_mask: per response token, 1 for an accepted drafted token, 0 for the target's own.
-    tested, overlap_sum: positions at which a drafted token was tested, and sum_v min(target, draft) over them.
-    commit_seconds: when each block was committed, from the moment the prompt got its row; commit_sizes: its tokens.
-    text: decoded, cut before a stop string; None when no tokenizer was given.
+    budget: maximum number of tokens. log_target_probs: log target probability of each token under the sampling settings (0.0 when greedy,
+    NaN for a token from the gate). drafted_counts, accepted_counts: per block, *before* the end token or the budget cut the last block.
+    proposed_mask: per response token, 1 for an accepted drafted token, 0 for the target's own. tested, overlap_sum: positions at which a
+    drafted token was tested, and sum_v min(target, draft) over them. commit_seconds: when each block was committed, from the moment the
+    prompt got its row; commit_sizes: its tokens. text: decoded, cut before a stop string; None when no tokenizer was given.
     """
 
     key: str
@@ -146,13 +142,11 @@ class Response:
 
 @dataclass
 class Timing:
-    """Seconds by stage, summed over blocks. `host_seconds` is the rest, including the time that the reader of a
-    stream spends between events.
+    """Seconds by stage, summed over blocks. `host_seconds` is the rest, including the time that the reader of a stream spends between
+    events. On CUDA these are device times (events); they include host time while the device waits for the host.
 
-    recording: blocks in which a model call was compiled or captured; they count in no other stage.
-    draft, verify: the models' calls with their sampling; accept: the rule and the transfer to the host. block: blocks that ran
-    as one launch; they count in no other stage. On CUDA these are device times (events); they include host
-    time while the device waits for the host.
+    recording: blocks in which a model call was compiled or captured, block: those that ran as one launch; they count in no other stage.
+    draft, verify: the models' calls with their sampling; accept: the rule and the transfer to the host.
     """
 
     prefill_seconds: float = 0.0
@@ -173,10 +167,8 @@ class Timing:
 
 
 class StageClock:
-    """Adds the time since the last `mark` (or the start) to a stage.
-
-    Uses CUDA events, so nothing waits, and the wall clock on a CPU. With `exact` every mark waits for the device and reads
-    the wall clock.
+    """Adds the time since the last `mark` (or the start) to a stage: by CUDA events, so nothing waits, or the wall clock on a CPU. With
+    `exact` every mark waits for the device and reads the wall clock.
     """
 
     def __init__(self, device: torch.device, exact: bool = False) -> None:
@@ -222,11 +214,9 @@ class StageClock:
 
 
 class BlockOutcome(NamedTuple):
-    """One block on the host. Only the first accepted + 1 entries of a row of `ids_RG1` and `log_probs_RG1` count.
-
-    rows_R: whether the row was active; the entries of other rows are meaningless. drafted_counts_R: number of real drafted
-    ids. sources_R: index of the drafter. Probabilities of the drafted ids are set if they were requested; log_probs_RG1 is
-    None for greedy rules.
+    """One block on the host. Only the first accepted + 1 entries of a row of `ids_RG1` and `log_probs_RG1` count. rows_R: whether the row
+    was active; the entries of other rows are meaningless. drafted_counts_R: number of real drafted ids. sources_R: index of the drafter.
+    Probabilities of the drafted ids are set if they were requested; log_probs_RG1 is None for greedy rules.
     """
 
     rows_R: np.ndarray
@@ -259,9 +249,8 @@ def append_block(
     gate: CommitGate | None,
     known_ids: int,
 ) -> tuple[list[int], str]:
-    """Append a block token by token: the gate first, then end tokens, stop strings and the budget, as in plain decoding.
-
-    Returns the appended ids and the text that became stable. `known_ids`: number of ids that a gate may answer.
+    """Append a block token by token: the gate first, then end tokens, stop strings and the budget, as in plain decoding. Returns the
+    appended ids and the text that became stable. `known_ids`: number of ids that a gate may answer.
     """
     accepted, drafted = int(outcome.accepted_R[row]), int(outcome.drafted_counts_R[row])
     response.blocks += 1

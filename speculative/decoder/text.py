@@ -30,11 +30,10 @@ class Pushed(NamedTuple):
 class TextStream:
     """The text of one response, token by token.
 
-    The response ends with the first token after which its text contains a stop string, and its text is cut before the
-    earliest stop string in it (the first given of those that start there). The texts of all `push` calls and of `finish`
-    add up to the final `text`: streamed text never changes. So bytes of an unfinished character are held back, and also an
-    end of the text that may become a stop string. With a decoder whose text may change anywhere (`whole` above) everything
-    is held back.
+    The response ends with the first token after which its text contains a stop string, and its text is cut before the earliest one in it
+    (the first given of those that start there). The texts of all `push` calls and of `finish` add up to the final `text`: streamed text
+    never changes. So bytes of an unfinished character are held back, an end of the text that may become a stop string, and everything with
+    a decoder whose text may change anywhere.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str] = ()):

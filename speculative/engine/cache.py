@@ -101,11 +101,9 @@ class RaggedLayer(CacheLayerMixin):
 
 
 class RaggedCache(Cache):
-    """Static key/value memory of `rows` rows and `capacity` positions; every row has its own length.
-
-    The cache holds no lengths: the caller says where each call writes. So a rollback means writing at an earlier position,
-    and a row is recycled by writing a prompt from position 0 on. The first call allocates the buffers, in the dtype and on
-    the device of its states.
+    """Static key/value memory of `rows` rows and `capacity` positions. The cache holds no lengths: the caller says where each call writes.
+    So a rollback means writing at an earlier position, and a row is recycled by writing a prompt from position 0 on. The first call
+    allocates the buffers, in the dtype and on the device of its states.
     """
 
     def __init__(self, layer_count: int, rows: int, capacity: int):
@@ -135,10 +133,8 @@ class RaggedCache(Cache):
         shared_start: int | None = None,
         rows_K: torch.Tensor | None = None,
     ) -> None:
-        """Announce a call that writes at `positions_KQ` and lets attention read positions 0 .. prefix-1.
-
-        `shared_start`: set when every row writes consecutively from this position on (a slice is then enough).
-        `rows_K`: only these rows take part; None = all.
+        """Announce a call that writes at `positions_KQ` and lets attention read positions 0 .. prefix-1. `shared_start`: set when every
+        row writes consecutively from this position on (a slice is then enough). `rows_K`: only these rows take part; None = all.
         """
         place = self.place
         assert prefix <= place.capacity, (prefix, place.capacity)

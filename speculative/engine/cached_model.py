@@ -39,10 +39,7 @@ FEWEST_PREFILL_TOKENS = 64  # Give up on out of memory only if even this few tok
 def open_model(
     model: PreTrainedModel, name: str, rows: int, capacity: int, runner: str
 ) -> "CachedModel | RecurrentModel":
-    """Return the model with a cache for `rows` texts of at most `capacity` tokens.
-
-    Raises UserError (through `check_decodable`) for an unsupported model.
-    """
+    """Return the model with a cache for `rows` texts of at most `capacity` tokens. Raises UserError as `check_decodable`."""
     check_decodable(model, name)
     if is_recurrent(model):
         return RecurrentModel(model, name, rows, capacity)
@@ -98,10 +95,9 @@ class CachedModel:
         rows: Sequence[int] | None = None,
         once: bool = False,
     ) -> torch.Tensor:
-        """Logits (K, logits_kept, V) after the last `logits_kept` of Q tokens, written from each row's start on.
-
-        `starts_K` is on the host, so the device is not read. `rows`: only these take part; None = all, in order.
-        `once`: a shape that is unlikely to be used again, so it is not recorded.
+        """Logits (K, logits_kept, V) after the last `logits_kept` of Q tokens, written from each row's start on. `starts_K` is on the
+        host, so the device is not read. `rows`: only these take part; None = all, in order. `once`: a shape that is unlikely to be used
+        again, so it is not recorded.
         """
         if self.compiled is not None:
             return self.compiled(ids_KQ, starts_K, logits_kept, rows)
@@ -132,10 +128,9 @@ class CachedModel:
         return self._call(ids_KQ, positions_KQ, masks, logits_kept)
 
     def feed_tree(self, ids_RN1: torch.Tensor, starts_R: np.ndarray, tree: TokenTree) -> torch.Tensor:
-        """Logits (R, N1, V) after every node of a token tree whose root is at each row's start.
-
-        Node n is written to slot start + n and has position start + depth(n). It sees the text before the root and its
-        own ancestors. `commit_path` moves the accepted nodes to their positions in the text.
+        """Logits (R, N1, V) after every node of a token tree whose root is at each row's start. Node n is written to slot start + n and
+        has position start + depth(n). It sees the text before the root and its own ancestors. `commit_path` moves the accepted nodes to
+        their positions in the text.
         """
         if self.compiled is not None:
             return self.compiled(ids_RN1, starts_R, tree.size + 1, tree=tree)
@@ -167,12 +162,9 @@ class CachedModel:
         self.cache.move(starts_R1 + path_RD, starts_R1 + places_D)
 
     def prefill(self, tokens_RC: np.ndarray, rows: Sequence[int], lengths_K: np.ndarray) -> None:
-        """Read the first `lengths_K` tokens of these rows, rows of similar length together, a bounded number at a time.
-
-        Padding is written too and is harmless: only later positions see it, and it is overwritten before they are used.
-        If memory runs out, calls get smaller.
-
-        Raises TooLittleMemory when even the smallest call does not fit.
+        """Read the first `lengths_K` tokens of these rows, rows of similar length together, in calls that get smaller if memory runs out.
+        Padding is written too: only later positions see it, and it is overwritten before they are used. Raises TooLittleMemory when even
+        the smallest call does not fit.
         """
         for group in _similar_lengths(lengths_K, self.prefill_tokens):
             longest = int(lengths_K[group].max())
@@ -268,10 +260,8 @@ class CachedModel:
         return zeros.masked_fill_(~visible_KQP, self._hidden).unsqueeze(1)
 
     def _shared_masks(self, start: int, query_length: int) -> list[torch.Tensor] | None:
-        """`_masks` for rows that all start at `start`, with a prefix that ends with the last token. Returns views, without copies.
-
-        None if one token sees everything, or if these tokens are the whole text: the model then uses its own path
-        without a mask.
+        """`_masks` for rows that all start at `start`, with a prefix that ends with the last token, as views. None if one token sees
+        everything, or if these tokens are the whole text: the model then uses its own path without a mask.
         """
         if (query_length == 1 or start == 0) and self._windows == [None]:
             return None

@@ -1,16 +1,13 @@
 """Faster calls of a transformers model on a cache: grouped-query attention without copies, and layers compiled one by one.
 
-With a mask, transformers' scaled dot product attention copies the keys and values of the whole prefix for every query head of a
-group. Here the heads of a group become further query tokens of their key/value head, so only the mask, which has no head and no
-width, is repeated.
+With a mask, transformers' scaled dot product attention copies the keys and values of the whole prefix for every query head of a group.
+Here the heads of a group become further query tokens of their key/value head, so only the mask, which has no head and no width, is
+repeated. Not used, because they cannot be tested without a CUDA device: `torch.nn.attention.varlen` (CUDA and half precision only; it
+reads our (R, H, C, D) buffers in place only as pages of a whole row) and `flex_attention` (a compiled kernel and a block mask per shape).
+cuDNN makes a plan for every new shape: on CUDA it is left out.
 
-Not used, because they cannot be tested without a CUDA device: `torch.nn.attention.varlen` (per-row lengths by
-`seqused_k` and no mask, but CUDA and half precision only, and it reads our (R, H, C, D) buffers in place only as pages of
-a whole row) and `flex_attention` (a compiled kernel and a block mask per shape; without `torch.compile` it computes all
-scores). cuDNN makes a plan for every new shape: on CUDA it is left out.
-
-Compiled layers: one compilation per shape serves all layers. A captured graph skips the compiler's checks, and compiling a deep
-model as a whole takes minutes. On a CPU plain decoders run in `engine/compiled` instead.
+Compiled layers: one compilation per shape serves all layers. A captured graph skips the compiler's checks, and compiling a deep model as a
+whole takes minutes. On a CPU plain decoders run in `engine/compiled` instead.
 
 Shapes: R rows, K rows of one call, V vocabulary, H query heads, N key/value heads, G = H / N, Q query tokens, P prefix, D head width.
 """
@@ -55,10 +52,9 @@ def grouped_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention (R, Q, H, D) of queries (R, H, Q, D) over keys and values (R, N, P, D); equals `sdpa_attention_forward` to rounding.
-
-    Calls that function if folding is impossible or unnecessary, or if there is more than queries, keys, values and one
-    additive mask (R, 1, Q, P) for all heads.
+    """Attention (R, Q, H, D) of queries (R, H, Q, D) over keys and values (R, N, P, D); equals `sdpa_attention_forward` to rounding, and
+    calls it if folding is impossible or unnecessary, or if there is more than queries, keys, values and one additive mask (R, 1, Q, P) for
+    all heads.
     """
     heads, queries, width = query.shape[1:]
     groups = heads // key.shape[1]
@@ -98,9 +94,8 @@ AttentionMaskInterface.register(GROUPED, sdpa_mask)
 
 @contextmanager
 def grouped_queries(model: PreTrainedModel, device: torch.device) -> Iterator[None]:
-    """Context manager: the model (on this device) uses `grouped_attention` instead of `sdpa`; restored at the end.
-
-    A model with its own attention, or one that checks for the name `sdpa`, is not changed.
+    """Context manager: the model (on this device) uses `grouped_attention` instead of `sdpa`, unless it has its own attention or checks
+    for that name.
     """
     switched = [config for config in _switchable(model) if config._attn_implementation == "sdpa"]
     try:
@@ -156,10 +151,7 @@ class _LayersCache:
 
 @contextmanager
 def compiled_layers(model: PreTrainedModel) -> Iterator[None]:
-    """Context manager: each layer of the model runs compiled, on a RaggedCache; restored at the end.
-
-    A model whose layers are not in one list is not changed.
-    """
+    """Context manager: each layer of the model runs compiled, on a RaggedCache. A model whose layers are not in one list is not changed."""
     stacks = layer_stacks(model)
     layers = list(model.get_submodule(stacks[0]).children()) if len(stacks) == 1 else []
     before = [vars(layer).get("_compiled_call_impl") for layer in layers]

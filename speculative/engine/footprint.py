@@ -34,9 +34,8 @@ class Capacity:
 
 
 def footprint(model: PreTrainedModel, dtype: torch.dtype, context: int) -> Footprint:
-    """Footprint of a model served in this dtype. Weights that are not floating-point numbers (quantised) keep their own size.
-
-    Raises UserError: its layers keep a state other than keys and values.
+    """Footprint of a model served in this dtype; weights that are not floating-point numbers (quantised) keep their own size. Raises
+    UserError as `cache_bytes_per_request`.
     """
     sizes = (
         weight.numel() * (dtype.itemsize if weight.is_floating_point() and weight.itemsize > 1 else weight.itemsize)
@@ -46,11 +45,9 @@ def footprint(model: PreTrainedModel, dtype: torch.dtype, context: int) -> Footp
 
 
 def cache_bytes_per_request(model: PreTrainedModel, dtype: torch.dtype, context: int) -> int:
-    """Keys and values of `context` tokens in every layer (`memory.cache_entry`); a sliding-window layer counts at most its window.
-
-    A compressed cache (multi-head latent attention) counts as in engines: one latent and one rotary key per token.
-
-    Raises UserError: a layer keeps a state other than keys and values.
+    """Keys and values of `context` tokens in every layer (`memory.cache_entry`); a sliding-window layer counts at most its window, and a
+    compressed cache (multi-head latent attention) one latent and one rotary key per token. Raises UserError: a layer keeps a state other
+    than keys and values.
     """
     if is_recurrent(model):
         raise UserError(f"{type(model).__name__} has no key/value cache: the memory of its states cannot be estimated")

@@ -27,9 +27,8 @@ MOST_IDLE = (
 
 
 class Memory:
-    """A model's state between calls: its cache and the recordings made on this cache.
-
-    It holds no reference to the model, so that an unused model can be freed together with its memory.
+    """A model's cache and the recordings made on it, between calls. It holds no reference to the model, so that an unused model can be
+    freed with it.
     """
 
     def __init__(self, cache: RaggedCache, runner: str, device: torch.device, made_for: Any = None) -> None:
@@ -114,10 +113,8 @@ def _fitting(model: PreTrainedModel, rows: int, capacity: int, runner: str) -> M
 
 
 def _fingerprint(model: nn.Module) -> Any:
-    """The state a recording depends on: weight addresses, active adapters, autocast, attention function.
-
-    Also inference mode: buffers created in it can be written only in it. Weights that change in place, as in training, are
-    read again by every replay, so their values do not matter.
+    """The state a recording depends on: weight addresses, active adapters, autocast, attention function, and inference mode, whose buffers
+    can be written only in it. Weights that change in place, as in training, are read again by every replay.
     """
     places = [(tensor.data_ptr(), tensor.dtype) for tensor in (*model.parameters(), *model.buffers())]
     adapters = [
@@ -222,9 +219,8 @@ def check_memory(
     query_length: int,
     shared_cache: bool = False,
 ) -> None:
-    """Refuse before anything is allocated. Raises TooLittleMemory: "needs X GB, Y free: lower batch or max_tokens".
-
-    `shared_cache`: the draft writes into the target's.
+    """Refuse before anything is allocated. Raises TooLittleMemory: "needs X GB, Y free: lower batch or max_tokens". `shared_cache`: the
+    draft writes into the target's.
     """
     capacity = capacity if target.device.type == "cpu" else whole_steps(capacity)
     models = [target] if draft is None else [target, draft]

@@ -1,8 +1,6 @@
-"""Checks of a model before decoding (rollback, context, vocabulary), and helpers for parallel drafts, which propose a whole block
-in one forward pass (2504.18583): their mask token, and scoring many blocks in one pass.
-
-A parallel draft reads a text whose last token is at position s, followed by copies of one mask token at the next positions. The
-logits at s predict token s + 1 (offset 1), those at the mask of position s + k - 1 predict token s + k (offset k).
+"""Checks of a model before decoding (rollback, context, vocabulary), and helpers for parallel drafts, which propose a whole block in one
+forward pass (2504.18583): a text whose last token is at position s is followed by copies of a mask token. The logits at s predict token s
++ 1 (offset 1), those at the mask of position s + k - 1 token s + k (offset k).
 
 Shapes: B texts, T positions of a text (padded on the right), L columns of the pass, N masks.
 """
@@ -29,10 +27,9 @@ from speculative.errors import UserError
 
 
 def max_positions(config: PretrainedConfig) -> int | None:
-    """Longest sequence that a model of this config can be decoded at, or None if the config does not say.
-
-    Position codes that change with the longest text of a call (LongRoPE of Phi-3, dynamic scaling) would make a row
-    depend on its neighbours and on its future: such a model is decoded up to the length at which they change.
+    """Longest sequence that a model of this config can be decoded at, or None if the config does not say. Position codes that change with
+    the longest text of a call (LongRoPE of Phi-3, dynamic scaling) would make a row depend on its neighbours and on its future: the limit
+    is the length at which they change.
     """
     config = config.get_text_config(decoder=True)
     value = getattr(config, "max_position_embeddings", None)
@@ -105,9 +102,8 @@ def _layer_kinds(config: PretrainedConfig) -> set[str]:
 
 
 def attention_windows(model: PreTrainedModel) -> list[int | None]:
-    """Per layer, how many positions back it sees (itself included); None for all of them.
-
-    Raises UserError for a layer that is neither full nor sliding-window attention.
+    """Per layer, how many positions back it sees (itself included); None for all. Raises UserError for a layer that is neither full nor
+    sliding-window.
     """
     config = model.config.get_text_config(decoder=True)
     told = tuple(str(getattr(config, name, None)) for name in ("layer_types", "sliding_window", "attention_layers"))
@@ -133,9 +129,8 @@ def attention_windows(model: PreTrainedModel) -> list[int | None]:
 
 
 def window_kinds(model: PreTrainedModel, name: str, longest: int | None = None) -> list[int | None]:
-    """`attention_windows`, each kind once, full attention (None) first. A window of at least `longest` positions counts as full attention.
-
-    Raises UserError naming the model for windows of several sizes.
+    """`attention_windows`, each kind once, full attention (None) first; a window of at least `longest` positions counts as full. Raises
+    UserError naming the model for windows of several sizes.
     """
     windows = {
         window if window and (longest is None or window < longest) else None for window in attention_windows(model)
@@ -187,12 +182,9 @@ def state_name(model: PreTrainedModel) -> str:
 
 
 def check_decodable(model: PreTrainedModel, name: str) -> None:
-    """Refuse a model that cannot be rolled back, or whose rows cannot differ in length.
-
-    Sliding-window layers are supported: their keys are kept in full and the window is in the mask.
-
-    Raises UserError naming the model: encoder-decoder, ALiBi, layers with masks of their own, attention kernels that do not
-    take a 4-D mask.
+    """Refuse a model that cannot be rolled back, or whose rows cannot differ in length; keys of sliding-window layers are kept in full,
+    the window is in the mask. Raises UserError naming the model: encoder-decoder, ALiBi, layers with masks of their own, attention kernels
+    that do not take a 4-D mask.
     """
     config = model.config.get_text_config(decoder=True)
     who = f"{name} ({type(model).__name__})"
@@ -233,10 +225,8 @@ def all_modules(model: nn.Module) -> list[nn.Module]:
 
 
 def without_autograd(runner: str, *models: PreTrainedModel | None) -> Callable[[], AbstractContextManager[Any]]:
-    """The cheapest way to run these models without gradients: inference mode where it is safe, else `no_grad`.
-
-    Inference mode saves the version counters and view bookkeeping of every operation, which matters for a small model. It is
-    not safe for compiled or recorded calls, nor for weights of a tensor subclass (quantised, distributed).
+    """The cheapest way to run these models without gradients. Inference mode saves the bookkeeping of every operation, which matters for a
+    small model. It is not safe for compiled or recorded calls, nor for weights of a tensor subclass (quantised, distributed): `no_grad`.
     """
     plain = all(
         type(parameter.data) is torch.Tensor
@@ -251,9 +241,8 @@ def without_autograd(runner: str, *models: PreTrainedModel | None) -> Callable[[
 
 @contextmanager
 def in_eval_mode(*models: PreTrainedModel | None) -> Iterator[None]:
-    """Eval mode; every module's own mode is restored at the end (models may share modules).
-
-    Buffers that a forward wrote in inference mode become ordinary tensors again at the end, because training may follow.
+    """Eval mode; every module's own mode is restored at the end (models may share modules), and buffers that a forward wrote in inference
+    mode become ordinary tensors again, because training may follow.
     """
     modules = [module for model in models if model is not None for module in all_modules(model)]
     training = [module for module in modules if module.training]
@@ -295,11 +284,9 @@ def mask_token_of(config: PretrainedConfig) -> int | None:
 
 
 class MaskedPass(NamedTuple):
-    """A pass over texts followed by the masks of many blocks: columns 0..T-1 are the text, the others are masks.
-
-    input_ids_BL, position_ids_BL. attention: the `attention_mask` argument, additive (B, 1, L, L) in the model's dtype, or one
-    per kind of layer. Mask n: columns_N[n] of text texts_N[n]; its logits predict token starts_N[n] +
-    offsets_N[n]. Offset 1 of start s is column s.
+    """A pass over texts followed by the masks of many blocks: columns 0..T-1 are the text, the others are masks. attention: the
+    `attention_mask` argument, additive (B, 1, L, L) in the model's dtype, or one per kind of layer. Mask n: columns_N[n] of text
+    texts_N[n]; its logits predict token starts_N[n] + offsets_N[n]. Offset 1 of start s is column s.
     """
 
     input_ids_BL: torch.Tensor
@@ -324,13 +311,10 @@ class MaskedPass(NamedTuple):
 def masked_pass(model: PreTrainedModel, ids_BT: torch.Tensor, depths_BT: torch.Tensor, mask_token: int) -> MaskedPass:
     """Build the pass that scores each requested block as if the text ended at its start.
 
-    depths_BT: at each position s that starts a block, its largest offset: masks 1..depth-1 are fed, where mask k has
-    position s + k and sees the text up to s and the earlier masks of its own start. 0 or 1 needs no mask. Text sees only text, so
-    its logits equal those of a pass without masks.
-
-    Memory and time of the attention grow with L^2, L = T + the largest number of masks of a text.
-
-    Raises UserError (through `check_parallel`) for an unsupported model.
+    depths_BT: at each position s that starts a block, its largest offset: masks 1..depth-1 are fed, where mask k has position s + k and
+    sees the text up to s and the earlier masks of its own start. 0 or 1 needs no mask. Text sees only text, so its logits equal those of a
+    pass without masks. Memory and time of the attention grow with L^2, L = T + the largest number of masks of a text. Raises UserError as
+    `check_parallel`.
     """
     windows = check_parallel(model)
     device, (texts, length) = ids_BT.device, ids_BT.shape
@@ -364,10 +348,8 @@ def masked_pass(model: PreTrainedModel, ids_BT: torch.Tensor, depths_BT: torch.T
 
 
 def check_parallel(model: PreTrainedModel) -> list[int | None]:
-    """The windows of the model's layers, each kind once, full attention (None) first.
-
-    Raises UserError for a model that cannot score many blocks in one pass: recurrent layers, layers with masks of their
-    own, attention that takes no 4-D mask, windows of several sizes.
+    """`window_kinds` of the model. Raises UserError for one that cannot score many blocks in one pass: recurrent layers, layers with masks
+    of their own, attention that takes no 4-D mask, windows of several sizes.
     """
     check_decodable(model, "parallel draft")
     if is_recurrent(model):

@@ -1,7 +1,6 @@
-"""A causal LM with recurrent layers (state space, linear attention) with the interface of `CachedModel`.
-
-A recurrent state cannot be cut back. A rejected token is undone by restoring a copy of an earlier state and reading the committed
-text again, row by row. This is correct, but slower than an engine that keeps the state of every drafted token.
+"""A causal LM with recurrent layers (state space, linear attention) with the interface of `CachedModel`. A recurrent state cannot be cut
+back: a rejected token is undone by restoring a copy of an earlier state and reading the committed text again, row by row. This is correct,
+but slower than an engine that keeps the state of every drafted token.
 
 Shapes: R rows, K rows of one call, Q query tokens, C capacity (positions a row can hold), V vocabulary.
 """

@@ -27,11 +27,9 @@ T = TypeVar("T")
 
 
 class Runner:
-    """Runs `function(*tensors, *constants)` eagerly; the reference for the other runners.
-
-    static: the same shapes must mean the same work. prefixes: number of prefix lengths between a length and its double; more
-    waste less. recordings: number of calls so far that were compiled or captured first, which takes seconds and does not count
-    as decoding.
+    """Runs `function(*tensors, *constants)` eagerly; the reference for the other runners. static: the same shapes must mean the same work.
+    prefixes: number of prefix lengths between a length and its double; more waste less. recordings: calls so far that were compiled or
+    captured first, which takes seconds.
     """
 
     static = False
@@ -53,11 +51,9 @@ class Recording(NamedTuple):
 
 
 class GraphRunner(Runner):
-    """CUDA graphs, one per shape: the whole call becomes one launch, its inputs are copied into fixed memory.
-
-    A capture is compared with its eager call before it is used. A model that cannot be captured (its forward reads a value
-    from the device) runs eagerly, with one warning. Its capture is never started, because torch's allocator does not recover
-    from a failed one.
+    """CUDA graphs, one per shape: the whole call becomes one launch, its inputs are copied into fixed memory. A capture is compared with
+    its eager call before it is used. A model that cannot be captured (its forward reads a value from the device) runs eagerly, with one
+    warning; its capture is never started, because torch's allocator does not recover from a failed one.
     """
 
     static = True
@@ -95,10 +91,9 @@ class GraphRunner(Runner):
     def launch(
         self, key: Any, function: Callable[[], T], state: tuple[torch.Tensor, ...], checked: Callable[[T], torch.Tensor]
     ) -> T:
-        """Result of `function`, which uses only tensors with fixed addresses: one launch, no copy.
-
-        The next launch of this key overwrites the result. `state`: tensors that the function changes; they are restored
-        between the calls that verify a recording. `checked`: the part of the result that must agree.
+        """Result of `function`, which uses only tensors with fixed addresses: one launch, no copy; the next launch of this key overwrites
+        it. `state`: tensors that the function changes; they are restored between the calls that verify a recording. `checked`: the part of
+        the result that must agree.
         """
         if not self._usable:
             return function()

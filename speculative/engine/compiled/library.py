@@ -1,7 +1,5 @@
-"""Builds the C++ files of this folder into a shared library with the local compiler when first needed, and keeps it on disk.
-
-One library serves all models, shapes and dtypes, so each machine builds each version of this code once, in a few seconds. It is
-stored in `$XDG_CACHE_HOME/understudy` (`~/.cache/understudy`) with its checksum; a damaged file is built again.
+"""Builds the C++ files of this folder with the local compiler when first needed: one library for all models, shapes and dtypes, in a few
+seconds. It is kept in `$XDG_CACHE_HOME/understudy` (`~/.cache/understudy`) with its checksum; a damaged file is built again.
 """
 
 import ctypes

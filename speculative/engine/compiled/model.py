@@ -184,9 +184,8 @@ def _weights_of(model: PreTrainedModel) -> tuple[_Weights, list[torch.Tensor]]:
 
 
 class CompiledModel:
-    """A model's weights and a cache's buffers by address. Created for each decode call, because weights may have moved.
-
-    Logits and activations are float32 for weights of any dtype.
+    """A model's weights and a cache's buffers by address, for one decode call, because weights may have moved. Logits and activations are
+    float32.
     """
 
     def __init__(self, loaded: ctypes.CDLL, model: PreTrainedModel, cache: RaggedCache):
