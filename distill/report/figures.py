@@ -35,10 +35,7 @@ SETTINGS: dict[Any, Any] = {
 
 
 def figures_of(view: View) -> dict[str, str]:
-    """{name: data URI} of every figure this result has data for.
-
-    Names: steps_alpha, steps_tau, survival, tau, speed, given, calibration.
-    """
+    """{name: data URI} of every figure this result has data for: steps_alpha, steps_tau, survival, tau, speed, given, calibration."""
     result, drawn = view.result, dict[str, str]()
     if len(result.verdict.checkpoints) > 1:
         for key in ("alpha", "tau"):
@@ -91,9 +88,8 @@ def _draw(name: str, plot: Any, *data: Any) -> str:
 
 
 def plot_steps(axis: Any, steps: Sequence[Any], key: str, best: int | None, style: Mapping[str, Any]) -> None:
-    """alpha or tau over the steps of judged checkpoints, the first as a line where it is step 0, the best with its value.
-
-    steps: records with `step` and `key`, and its interval under `KEY_ci`.
+    """alpha or tau over the steps of judged checkpoints, the first as a line where it is step 0, the best with its value. steps: records
+    with `step`, `key` and its interval under `KEY_ci`.
     """
     first, at = steps[0], [step.step for step in steps]
     if first.step == 0:

@@ -26,10 +26,8 @@ class Prices:
 
 @dataclass(frozen=True)
 class PriceRow:
-    """Cost per million tokens and per response at one number of concurrent requests, without the draft and with it.
-
-    repaid_tokens: tokens served with the draft until the savings equal the cost of the run; None if nothing is saved or the
-    run's time is not known.
+    """Cost per million tokens and per response at one number of concurrent requests, without the draft and with it. repaid_tokens: tokens
+    served with the draft until the savings equal the cost of the run; None if nothing is saved or the run's time is not known.
     """
 
     concurrency: int

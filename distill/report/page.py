@@ -1,8 +1,6 @@
-"""`understudy report RUN`: result.json as one HTML file that needs no network, with a small JSON file for CI.
-
-The page is distill/report/templates/report.html.j2 with the sections registered in distill/report/sections, and with style and script
-inlined. Text of models and prompts is untrusted: jinja2 escapes it, and a content security policy allows only the page's own script
-and no network requests.
+"""`understudy report RUN`: result.json as one HTML file that needs no network, with a small JSON file for CI. The page is
+templates/report.html.j2 with the registered sections, style and script inlined. Text of models and prompts is untrusted: jinja2 escapes
+it, and a content security policy allows only the page's own script and no network requests.
 """
 
 import base64
@@ -49,16 +47,10 @@ class ReportFiles:
 def report_command(
     source: Path, to: Path | None = None, given: GivenTimes | None = None, prices: Prices | None = None
 ) -> ReportFiles:
-    """Write the report of a run: FILE.html, and FILE.json in the same folder.
-
-    Args:
-        source: a run's folder with `result.json`, or such a file.
-        to: the HTML file; default `report.html` next to the result.
-        given: step times of other hardware for the second speed-up curve; default the measured ones.
-        prices: of an hour, to show the cost of tokens and responses.
-
-    Raises UserError: no result, or one that cannot be read; `to` is not an .html file, cannot be written, or belongs to a run that is in
-    use.
+    """Write the report of a run: FILE.html, and FILE.json in the same folder. source: a run's folder with `result.json`, or such a file.
+    to: the HTML file; default `report.html` next to the result. given: step times of other hardware for the second speed-up curve; default
+    the measured ones. prices: of an hour, to show the cost of tokens and responses. Raises UserError: no result, or one that cannot be
+    read; `to` is not an .html file, cannot be written, or belongs to a run that is in use.
     """
     path = source / RESULT if source.is_dir() or not source.suffix else source
     result = load_result(path).model_copy(update={"served": load_served(path.parent)})
@@ -77,9 +69,8 @@ def report_command(
 
 
 def given_times(t_target: str = "", t_draft: str = "") -> GivenTimes | None:
-    """The times of `--t-target 25ms --t-draft 3ms`, None when neither is given.
-
-    Raises UserError: only one of them is given, or it is not a duration.
+    """The times of `--t-target 25ms --t-draft 3ms`, None when neither is given. Raises UserError: only one is given, or it is not a
+    duration.
     """
     if not t_target and not t_draft:
         return None

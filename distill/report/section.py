@@ -1,6 +1,5 @@
-"""Parts of a report's sections and their registry. A new section is a registered function in a file of distill/report/sections.
-
-Pure: a view of a result in; paragraphs, tables and pieces with a template of their own out.
+"""Parts of a report's sections and their registry. A new section is a registered pure function in a file of distill/report/sections: a
+view of a result in; paragraphs, tables and pieces with a template of their own out.
 """
 
 from collections.abc import Callable, Sequence

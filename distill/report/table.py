@@ -22,9 +22,7 @@ WIDEST_NOTE = 16  # width to which a note is wrapped
 
 @dataclass(frozen=True)
 class Column:
-    """A heading, and the format of the values under it.
-
-    form: a Python format (`.3f`, `+.3f`, `,`, `.0%`); empty for left-aligned text.
+    """A heading, and the format of the values under it. form: a Python format (`.3f`, `+.3f`, `,`, `.0%`); empty for left-aligned text.
     unit: text after each number: `x`, ` ms`.
     """
 
@@ -47,10 +45,8 @@ class Column:
 
 @dataclass(frozen=True)
 class Cell:
-    """One entry: a value and its decorations.
-
-    ci: the value's interval. note: small second line, after the interval. mark: a highlighted word. bar and tick: lengths in 0..1
-    drawn on the page. code: text of a model, unchanged.
+    """One entry. ci: the value's interval. note: small second line, after the interval. mark: a highlighted word. bar and tick: lengths in
+    0..1 drawn on the page. code: text of a model, unchanged.
     """
 
     value: Any

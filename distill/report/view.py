@@ -23,10 +23,7 @@ OUTCOMES: dict[Outcome, str] = {
 
 @dataclass(frozen=True)
 class GivenTimes:
-    """Step times in seconds for which a speed-up is predicted.
-
-    verify_extra: how much each drafted token lengthens the target's call.
-
+    """Step times in seconds for which a speed-up is predicted. verify_extra: how much each drafted token lengthens the target's call.
     source: "given", "measured" or "example".
     """
 

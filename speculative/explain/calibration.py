@@ -61,17 +61,14 @@ def calibration(
 ) -> Calibration:
     """The reliability curve of a draft's confidence in the token it drafts; `stop_below` is left open.
 
-    Rules that draft the argmax: confidence is the argmax's probability, and a draft whose probabilities hold lies on the
-    diagonal. Rules that sample: the probability of the sampled token under the serving settings; acceptance is then
-    min(1, target / draft), so a draft equal to the target is accepted at every confidence. Mean confidence of a bin is
-    exact there from 0.5 up, where a bin has room for one token of the vocabulary; below it is the bin's mass over the
-    number of tokens that fit it best, and in the lowest bin that of the accepted tokens.
+    Rules that draft the argmax: confidence is the argmax's probability, and a draft whose probabilities hold lies on the diagonal. Rules
+    that sample: the probability of the sampled token under the serving settings; acceptance is then min(1, target / draft), so a draft
+    equal to the target is accepted at every confidence. Mean confidence of a bin is exact there from 0.5 up, where a bin has room for one
+    token; below it is the bin's mass over the number of tokens that fit it best, and in the lowest bin that of the accepted tokens.
 
     Bins in which nothing is drafted are left out. accepted: how probable it is that a drafted token of the bin is accepted once a block
-    reaches it, cut at 1, which importance weights can pass by chance. Where all are accepted, or none, its interval is that of
-    a binomial with a trial for each prompt, or each drafted token if those are fewer; None for a single prompt.
-
-    Raises ValueError for sampled drafting when the scores lack `confidence_mass_TC`.
+    reaches it, cut at 1. Where all are accepted, or none, its interval is that of a binomial with a trial for each prompt, or each drafted
+    token if those are fewer; None for a single prompt. Raises ValueError for sampled drafting when the scores lack `confidence_mass_TC`.
     """
     drafted_PC, accepted_PC, confidences_C = by_prompt(texts, scores, rule)
     total = float(drafted_PC.sum())
@@ -102,17 +99,13 @@ def stop_below(
 ) -> tuple[float | None, str]:
     """(threshold for the decoder's confidence stop, one sentence): drafting ends after a token of lower probability.
 
-    A further drafted token costs cost_ratio + verify_slope target steps, (v(gamma) - v(0)) / gamma being the slope of the
-    verify call. speed_up is the predicted one at the pair's best gamma, 1 or less where no gamma pays: a target step is worth
-    that many tokens, and never less than the one of plain decoding. The drafted token brings the chance that the token before
-    it is accepted and it is too, measured on the text by the bin of the token before. The threshold is the upper edge of the
-    highest of the bins, counted from the lowest, after which a token does not pay. Bins of fewer than ENOUGH drafted tokens are
-    skipped. 0.0: a further token always pays. None: it never pays, so gamma 1 is as good as any stop, or no drafting if no gamma
-    pays; the sentence says which. Two effects are not counted, because they work in opposite directions: rejection of the
-    block's earlier tokens, and the gain of a second further token.
-    parallel: the draft proposes a block in one call, so a further token costs verify_slope only and is proposed without seeing the others.
-
-    Raises ValueError for sampled drafting when the scores lack `confidence_mass_TC`.
+    A further drafted token costs cost_ratio (0 if parallel: a block is one call) + verify_slope target steps, the slope being (v(gamma) -
+    v(0)) / gamma. speed_up is the predicted one at the pair's best gamma: a target step is worth that many tokens, and at least one. The
+    drafted token brings the chance that the token before it is accepted and it is too, measured by the bin of the token before. The
+    threshold is the upper edge of the highest of the bins, counted from the lowest, after which a token does not pay; bins of fewer than
+    ENOUGH drafted tokens are skipped. 0.0: a further token always pays. None: it never pays; the sentence says what to do. Two opposite
+    effects are not counted: rejection of the block's earlier tokens, and the gain of a second further token. Raises ValueError for sampled
+    drafting when the scores lack `confidence_mass_TC`.
     """
     drafted_C, both_C = np.zeros(BINS), np.zeros(BINS)
     for own in scores:

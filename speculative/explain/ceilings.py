@@ -55,9 +55,8 @@ WORTH_DISTILLING: tuple[DecisionWord, ...] = ("already_pays", "needs_distillatio
 
 @dataclass(frozen=True)
 class TargetPeaks:
-    """The target's own choice at each of the T stored tokens of a text, under the serving settings.
-
-    peaks: its largest probability (1 where it is served greedily). matches: its argmax is the stored token.
+    """The target's choice at each of the T stored tokens, under the serving settings. peaks: its largest probability (1 if greedy).
+    matches: its argmax is the token.
     """
 
     peaks: np.ndarray
@@ -75,11 +74,9 @@ def ceiling_gammas(costs: StepCosts) -> range:
 
 
 def target_peaks(target: PreTrainedModel, texts: Sequence[StoredText], settings: SamplingSettings) -> list[TargetPeaks]:
-    """`TargetPeaks` of every text, from one target pass.
-
-    A draft that takes its argmax has that token accepted with the target's probability of it, so it can have no more
-    than the largest one: the mean of `peaks` bounds alpha under rule `greedy-draft`, and `matches` replayed give that
-    draft's tau. Raises UserError when the target returns NaN or infinite logits.
+    """`TargetPeaks` of every text, from one target pass. A draft that takes its argmax has that token accepted with the target's
+    probability of it: the mean of `peaks` bounds alpha under rule `greedy-draft`, and `matches` replayed give that draft's tau. Raises
+    UserError when the target returns NaN or infinite logits.
     """
     found = []
     for text, (ids_T1, probs_T1) in zip(texts, top_tokens(target, texts, 1, settings), strict=True):
@@ -115,9 +112,8 @@ def hopeless_because(costs: StepCosts) -> HopelessReason | None:
 
 
 def advice(costs: StepCosts) -> tuple[Culprit, str] | None:
-    """(the part that costs too much, a sentence with the reason and the fix); None unless the pair is hopeless.
-
-    A part is to blame where the pair would not be hopeless if that part were free: c = 0, or v = 1.
+    """(the part that costs too much, a sentence with the reason and the fix); None unless the pair is hopeless. A part is to blame where
+    the pair would not be hopeless if that part were free: c = 0, or v = 1.
     """
     reason = hopeless_because(costs)
     if reason is None:
@@ -151,11 +147,9 @@ def advice(costs: StepCosts) -> tuple[Culprit, str] | None:
 def decide(
     costs: StepCosts, now: float, reachable: float, baseline: float, together: tuple[float, float] = (1.0, 1.0)
 ) -> DecisionWord:
-    """Decide what to do with a draft, from its speed-ups over the target alone.
-
-    now: the present draft, at its best gamma. reachable: with `closed_share` of the gap to its ceiling closed. baseline: of a
-    drafter without training (prompt lookup); 1 if there is none. together: now and reachable with the lookup before the
-    draft; the draft pays if that adds `GAIN_WORTHWHILE` to the baseline. The thresholds are the constants above.
+    """Decide what to do with a draft, from its speed-ups over the target alone: now, at its best gamma; reachable, with `closed_share` of
+    the gap to its ceiling closed; together, both with prompt lookup before it. baseline: of a drafter without training; 1 if there is
+    none. The thresholds are the constants above.
     """
     if hopeless_because(costs) is not None:
         return "hopeless"
@@ -226,9 +220,8 @@ class Outlook:
 def lookup_outlook(
     texts: Sequence[StoredText], prompt_keys: Sequence[Hashable], gammas: Sequence[int], costs: StepCosts, row: Measured
 ) -> tuple[Measured, float, float]:
-    """(prompt lookup at its best n-gram sizes and gamma, share of the tokens where it proposes, and where it is right).
-
-    Sizes and gamma are chosen on the same texts, which is acceptable for a baseline with few choices. row: the text and the load.
+    """(prompt lookup at its best n-gram sizes and gamma, share of the tokens where it proposes, and where it is right). row: the text and
+    the load. Chosen on the same texts, which is acceptable for a baseline with few choices.
     """
     tuned = tuned_lookup(texts, costs, gammas)
     kept_T = np.concatenate([kept_by_lookup(text, tuned.gamma, *tuned.sizes) for text in texts])
@@ -245,11 +238,10 @@ def draft_outlook(
     baseline: float = 1.0,
     texts: Sequence[StoredText] | None = None,
 ) -> Outlook:
-    """The outlook of a draft under a rule: now, after distilling, at its ceiling, and the decision.
-
-    row: the draft's name as the way, the rule, the text and the load. baseline: speed-up of a drafter without training.
-    texts: the scored texts; with them, prompt lookup before the draft is predicted too. Speed-ups and their intervals take the step
-    times as exact. Of a parallel draft, at the gammas it was scored for, `distilled` closes that share at every offset of a block.
+    """The outlook of a draft under a rule: now, after distilling, at its ceiling, and the decision. row: the draft's name as the way, the
+    rule, the text and the load. baseline: speed-up of a drafter without training. texts: the scored texts; with them, prompt lookup before
+    the draft is predicted too. Speed-ups and their intervals take the step times as exact. Of a parallel draft, `distilled` closes that
+    share at every offset of a block.
     """
     rule = row.rule
     gammas = scored_gammas(scores, range(1, max(costs.verify_seconds) + 1))

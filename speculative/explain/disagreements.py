@@ -64,13 +64,10 @@ def disagreements(
     seconds_per_block: float | None = None,
     count: int = 40,
 ) -> list[Disagreement]:
-    """Places where the draft's most probable token is not the one the target said, grouped by these two tokens.
-
-    The most expensive first: of the `count` groups that reject the most probability mass sum (1 - a), by their actual cost
-    at `gamma`.
-
-    tau_if_agreed is of the whole text, with only this group corrected. Costs do not add up: a position after another rejection
-    costs less than it seems. The example and its context are of the position that rejects most.
+    """Places where the draft's most probable token is not the one the target said, grouped by these two tokens: the `count` groups that
+    reject the most probability mass sum (1 - a), the most expensive at `gamma` first. tau_if_agreed is of the whole text, with only this
+    group corrected. Costs do not add up: a position after another rejection costs less than it seems. The example and its context are of
+    the position that rejects most.
 
     Under rule `block` a is that of `sample`, and being right means giving the token the target's own probability.
     """

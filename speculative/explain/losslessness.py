@@ -171,10 +171,8 @@ Places = list[tuple[np.ndarray, np.ndarray]]
 
 
 def token_places(target: PreTrainedModel, texts: Sequence[Response], sampling: SamplingSettings) -> Places:
-    """Per text (likelier_T, own_T): the target's mass on tokens likelier than each token, and on it (ties included).
-
-    By plain forwards of the target over the whole texts; 0 own mass: the target cannot produce the token. Raises
-    UserError when the target returns NaN.
+    """Per text (likelier_T, own_T): the target's mass on tokens likelier than each token, and on it (ties included), by plain forwards
+    over the whole texts; 0 own mass: the target cannot produce the token. Raises UserError when the target returns NaN.
     """
 
     def places(logits_RV: torch.Tensor, token_ids_R: torch.Tensor) -> torch.Tensor:
@@ -193,10 +191,8 @@ def masses(probs_RV: torch.Tensor, token_ids_R: torch.Tensor) -> list[torch.Tens
 
 
 def uniformity(places: Places, seed: int) -> Uniformity:
-    """Whether `likelier + U x own` of all tokens is uniform.
-
-    Under a true sampler the numbers are independent and uniform, in whatever text and order (Rosenblatt 1952). With few
-    tokens there are fewer bins; with fewer than two bins the p-value is 1.
+    """Whether `likelier + U x own` of all tokens is uniform: under a true sampler the numbers are independent and uniform, in whatever
+    text and order (Rosenblatt 1952). With few tokens there are fewer bins; with fewer than two bins the p-value is 1.
     """
     likelier_N, own_N = (np.concatenate([text[side] for text in places]) for side in (0, 1))
     bins = min(BINS, len(own_N) // LEAST_PER_BIN)
@@ -211,11 +207,10 @@ def uniformity(places: Places, seed: int) -> Uniformity:
 def text_features(
     prompts_N: Sequence[int], ids: Sequence[Sequence[int]], places: Sequence[np.ndarray]
 ) -> dict[str, sparse.csr_matrix]:
-    """Features (N, D) of each statistic; the statistic is the squared length of the sum with minus the sum without the draft.
-
-    first tokens: the prompt and the first 1, 2, ..., 8 tokens, one feature per beginning. words: counts of each token
-    over all prompts, scaled as in a chi-square. likelihood: the same for where its tokens lie in the target's
-    distributions (`token_places`, bins of the middle of the token's mass). length: tokens of the response.
+    """Features (N, D) of each statistic; the statistic is the squared length of the sum with minus the sum without the draft. first
+    tokens: the prompt and the first 1, 2, ..., 8 tokens, one feature per beginning. words: counts of each token over all prompts, scaled
+    as in a chi-square. likelihood: the same for where its tokens lie in the target's distributions (`token_places`, bins of the middle of
+    the token's mass). length: tokens of the response.
     """
     beginnings = [
         [(prompt, *text[:length]) for length in range(1, min(PREFIX, len(text)) + 1)]
@@ -250,10 +245,8 @@ def _by_frequency(counts_ND: sparse.csr_matrix) -> sparse.csr_matrix:
 def permutation_test(
     features: Mapping[str, sparse.csr_matrix], groups: int, *, permutations: int = PERMUTATIONS, seed: int = 0
 ) -> Permutation:
-    """Are the first halves of all groups of rows distributed as the second halves?
-
-    The rows of each of `groups` equally large groups are adjacent; labels are exchanged within groups only. A feature's
-    p-value is that of a gamma with the first two moments of the relabelled statistics; that of the smallest is by relabelling,
+    """Are the first halves of all groups of adjacent rows distributed as the second halves? Labels are exchanged within `groups` only. A
+    feature's p-value is that of a gamma with the first two moments of the relabelled statistics; that of the smallest is by relabelling,
     so the approximation costs no validity.
     """
     rows = next(iter(features.values())).shape[0]
@@ -345,10 +338,9 @@ def losslessness(
     permutations: int = PERMUTATIONS,
     control: bool = True,
 ) -> Lossless:
-    """Run all tests of this file on one pair under one rule; at temperature 0 only the greedy test.
-
-    control: the same tests of the target at `CONTROL` times the temperature, without a draft: it shows whether a fault of that
-    size would be detected with as many samples. It adds half as much decoding.
+    """Run all tests of this file on one pair under one rule; at temperature 0 only the greedy test. control: the same tests of the target
+    at `CONTROL` times the temperature, without a draft: whether as many samples would detect a fault of that size. It adds half as much
+    decoding.
 
     Raises UserError when gamma is 0, for fewer than two samples, and for everything that `decode` refuses.
     """

@@ -40,11 +40,9 @@ def rate_change(
 ) -> RateChange:
     """The later requests' rate minus that of the judged ones; the interval includes the error of both.
 
-    Args:
-        label_N: of each later request, as a row of ``members_SP``: which judged requests it is compared with.
-        sums: a later record is the sum of many requests, as an engine's log line is.
-
-    Raises ValueError: fewer than FEWEST_REQUESTS judged requests in all or for a label, or nothing drafted.
+    label_N: of each later request, as a row of ``members_SP``: which judged requests it is compared with. sums: a later record is the sum
+    of many requests, as an engine's log line is. Raises ValueError: fewer than FEWEST_REQUESTS judged requests in all or for a label, or
+    nothing drafted.
     """
     later_2N, judged_2P = np.asarray(later_2N, np.float64), np.asarray(judged_2P, np.float64)
     if members_SP.sum(1).min() < FEWEST_REQUESTS or (later_2N[1] <= 0).any() or (judged_2P[1] <= 0).any():

@@ -33,11 +33,9 @@ class Repeats(NamedTuple):
 
 
 def repeats(texts: Sequence[StoredText], ngram: int = REPEATED_NGRAM) -> Repeats:
-    """Count the repeated and looping tokens of each response.
-
-    Repeated: inside a sequence of `ngram` tokens that also occurs earlier in prompt or response. Looping: in a stretch that
-    repeats with a period p of at most `LONGEST_PERIOD` tokens, x[t] == x[t - p], for two more periods and at least 16
-    tokens of the response; the first period is not counted. Time is proportional to the tokens (and its logarithm).
+    """Count the repeated and looping tokens of each response. Repeated: inside a sequence of `ngram` tokens that also occurs earlier in
+    prompt or response. Looping: in a stretch that repeats with a period p of at most `LONGEST_PERIOD` tokens, x[t] == x[t - p], for two
+    more periods and at least 16 tokens of the response; the first period is not counted.
     """
     # All texts one after the other: token, whose it is, and whether it is of the response.
     parts = [np.asarray([*text.prompt_ids, *text.response_ids], dtype=np.int64) for text in texts]

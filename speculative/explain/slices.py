@@ -79,14 +79,11 @@ def slice_tables(
 ) -> list[SliceTable]:
     """One table per dimension; slices without a token are left out.
 
-    scores: by draft, one `TokenScores` per text. pieces: of each text (`token_class.token_pieces`); None leaves token classes
-    out. entropies: of the target at each token, in nats (`target_view.target_entropies`); None slices sampled text by the
-    surprisal of its tokens instead.
-
-    Intervals resample prompts (BCa, `intervals.ratio_interval`). Each interval of alpha stands alone; those of the gains of one
-    dimension hold together with `confidence` (Bonferroni over its rows). Slices by what was said (token class, surprisal)
-    describe text: which of these tokens came from the draft. Under rule `block` alpha is that of `sample`. Gains are of `best` over
-    the undistilled draft, on the same tokens. Intervals are None for a single prompt.
+    scores: by draft, one `TokenScores` per text. pieces: of each text (`token_class.token_pieces`); None leaves token classes out.
+    entropies: of the target at each token, in nats (`target_view.target_entropies`); None slices sampled text by the surprisal of its
+    tokens instead, which, as token class, describes text. Intervals resample prompts (`intervals.ratio_interval`); those of the gains (of
+    `best` over the undistilled draft) of one dimension hold together with `confidence` (Bonferroni over its rows); None for a single
+    prompt. Under rule `block` alpha is that of `sample`.
 
     Raises ValueError when `best` is not scored or something is not of the same text.
     """

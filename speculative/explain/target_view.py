@@ -15,11 +15,8 @@ from speculative.rules.sampling import SamplingSettings, logits_to_probs
 
 
 def target_entropies(target: PreTrainedModel, texts: Sequence[StoredText]) -> list[np.ndarray]:
-    """Entropy (T,) in nats of the target's own distribution, temperature 1 and nothing cut, before each response token.
-
-    One forward per batch. A token with logit minus infinity (a padded vocabulary row) adds 0.
-
-    Raises UserError when the model returns NaN or infinite logits.
+    """Entropy (T,) in nats of the target's own distribution, temperature 1 and nothing cut, before each response token. A token with logit
+    minus infinity (a padded vocabulary row) adds 0. Raises UserError when the model returns NaN or infinite logits.
     """
 
     def entropy(logits_RV: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
@@ -48,12 +45,9 @@ def choice_bounds(
 def top_tokens(
     model: PreTrainedModel, texts: Sequence[StoredText], count: int = 5, sampling: SamplingSettings | None = None
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-    """The `count` most probable tokens before each response token: (ids (T, K) int64, probabilities (T, K)) per text.
-
-    Most probable first; K = count, or the whole vocabulary when that is smaller. Probabilities are at temperature 1;
-    with sampling settings that are not greedy they are under those, 0 for tokens they cut.
-
-    Raises UserError when the model returns NaN or infinite logits.
+    """The `count` most probable tokens before each response token: (ids (T, K) int64, probabilities (T, K)) per text, most probable first;
+    K = count, or the whole vocabulary when that is smaller. Probabilities are at temperature 1; with sampling settings that are not greedy
+    under those, 0 for tokens they cut. Raises UserError when the model returns NaN or infinite logits.
     """
     settings = SamplingSettings() if sampling is None or sampling.greedy else sampling
     width = min(count, model.config.get_text_config(decoder=True).vocab_size)

@@ -53,13 +53,11 @@ def token_text(tokenizer: PreTrainedTokenizerBase, token_id: int) -> str:
 
 
 def token_classes(pieces: Sequence[str]) -> list[str]:
-    """The class, one of `CLASSES`, of each piece of one response, given in order: what a piece is depends on its past.
-
-    special: adds no text (the end token and its like). whitespace: nothing but spaces, line breaks, indents. digits: a
-    number or a part of one. identifier: letters, `_` or `.` inside a code name, which is a run of names joined by `.`,
-    one with `_` in it, or one in camel case. word start, word continuation: other letters, by what is before the first
-    of them. punctuation: only punctuation marks and mathematical or currency signs. other: the rest (emoji, parts of a
-    character, undecodable bytes).
+    """The class, one of `CLASSES`, of each piece of one response, given in order: what a piece is depends on its past. special: adds no
+    text (the end token and its like). whitespace: nothing but spaces, line breaks, indents. digits: a number or a part of one. identifier:
+    letters, `_` or `.` inside a code name, which is a run of names joined by `.`, one with `_` in it, or one in camel case. word start,
+    word continuation: other letters, by what is before the first of them. punctuation: only punctuation marks and mathematical or currency
+    signs. other: the rest (emoji, parts of a character, undecodable bytes).
     """
     text = "".join(pieces)
     in_name = bytearray(len(text))

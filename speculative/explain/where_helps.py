@@ -39,14 +39,13 @@ class WhereRow(Record):
 def where_each_helps(
     texts: Sequence[SlicedText], steps: Mapping[str, Sequence[float] | np.ndarray], confidence: float = 0.95
 ) -> list[WhereRow]:
-    """Speed-ups over the target alone of several ways to decode, by domain and by how much a response repeats (`repetition.repeats`).
+    """Speed-ups over the target alone of several ways to decode, by domain and by how much a response repeats (`repetition.repeats`); each
+    dimension's rows partition the responses that have a token.
 
-    Each dimension's rows partition the responses; responses without a token are left out. steps: by way, the seconds that each
-    response takes, over the seconds of one plain step of the target (`race.Standings.steps_N`); of the target alone one a token
-    where they are not given. Speed-ups come to that of the whole. Intervals are None for a single prompt. The fastest way is certain
-    where it leads every other one in paired resamples of the prompts, in all rows of the dimension together (Bonferroni).
-
-    Raises ValueError for a way that was not given one number a response.
+    steps: by way, the seconds that each response takes, over the seconds of one plain step of the target (`race.Standings.steps_N`); of
+    the target alone one a token where they are not given. Intervals are None for a single prompt. The fastest way is certain where it
+    leads every other one in paired resamples of the prompts, in all rows of the dimension together (Bonferroni). Raises ValueError for a
+    way that was not given one number a response.
     """
     found = repeats(texts)
     columns = {name: np.asarray(own, dtype=np.float64) for name, own in steps.items() if name != TARGET}

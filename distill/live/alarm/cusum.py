@@ -109,10 +109,9 @@ def correlation_of(residuals_BP: np.ndarray) -> np.ndarray:
 def pool_of(accepted_P: np.ndarray, drafted_P: np.ndarray, gamma: float) -> Pool:
     """The pool of baseline requests that drafted about `gamma` tokens a block.
 
-    Within a request the variance is that of its blocks (`block_variance_per_token`). The remaining variance between requests is their
-    difficulty; it grows with drafted^2 and is estimated by the method of moments.
-
-    Raises ValueError for fewer than FEWEST_REQUESTS requests, one without drafted tokens, or accepted beyond drafted.
+    Within a request the variance is that of its blocks (`block_variance_per_token`). The rest, between requests, is their difficulty; it
+    grows with drafted^2 and is estimated by the method of moments. Raises ValueError for fewer than FEWEST_REQUESTS requests, one without
+    drafted tokens, or accepted beyond drafted.
     """
     accepted_P, drafted_P = np.asarray(accepted_P, dtype=np.float64), np.asarray(drafted_P, dtype=np.float64)
     if len(accepted_P) != len(drafted_P) or len(accepted_P) < FEWEST_REQUESTS:
@@ -207,12 +206,11 @@ def _thresholds(pool: Pool, drafted_N: np.ndarray, charts: Sequence[Chart], stre
 def chart_for(pool: Pool, drafted_N: np.ndarray, level: float, drop: float, seed: int = 0) -> Chart:
     """The chart that an unchanged stream crosses with probability `level` in HORIZON requests, or twice, four times ... as many if longer.
 
-    So a look at a growing stream does not change the threshold until its length doubles. The requests to come are taken to be like these.
-    The threshold is simulated with the pool's residuals and includes the error of the baseline; otherwise a long stream would detect that
-    the estimated rate is not the true one (Gandy and Kvaloy 2013, arXiv 1111.4180). The allowance is half the drop, or more if that
-    error would raise the sum: of a few values, the one that detects the drop first. Neither depends on what the stream accepted.
-
-    Raises ValueError for a level outside (0, 1), a drop that is not positive, or no request.
+    So a look at a growing stream does not change the threshold until its length doubles. The threshold is simulated with the pool's
+    residuals and includes the error of the baseline; otherwise a long stream would detect that the estimated rate is not the true one
+    (Gandy and Kvaloy 2013, arXiv 1111.4180). The allowance is half the drop, or more if that error would raise the sum: of a few values,
+    the one that detects the drop first. Neither depends on what the stream accepted. Raises ValueError for a level outside (0, 1), a drop
+    that is not positive, or no request.
     """
     if not 0 < level < 1 or not drop > 0 or len(drafted_N) == 0:
         raise ValueError(f"level {level}, drop {drop}, {len(drafted_N)} requests")

@@ -44,9 +44,8 @@ def run_config(run: Path, trusted: bool = True) -> RunConfig:
 
 
 def student_of(version: Version | None, run: Path) -> Path:
-    """The unrounded weights that a version was exported from; the version itself if its run is missing.
-
-    ``run``: the run of the first version at its present path; ``version``: None for a draft that was never published.
+    """The unrounded weights that a version was exported from; the version itself if its run is missing. ``run``: that of the first
+    version, at its present path; ``version``: None for a draft that was never published.
     """
     home = run if version is None or version.parent is None else Path(version.provenance["run"])
     own = layout.best_student(home)
@@ -63,8 +62,7 @@ def mixed(old: int, new: int, share: float) -> tuple[int, int]:
 
 def write_training(home: Path, student: Path, export: Path, folder: Path, share: float, asked: Sequence[str]) -> Path:
     """Write the training's config with this share of new prompts and return its path. It has as many epochs as `home`; fewer prompts mean
-    fewer
-    steps. ``asked``: the user's overrides. Raises UserError: an invalid one, or the prompts of `home` are missing.
+    fewer steps. ``asked``: the user's overrides. Raises UserError: an invalid one, or the prompts of `home` are missing.
     """
     config, (old_train, old_heldout), (new_train, new_heldout) = run_config(home), _prompts(home), _prompts(export)
     if not old_train.exists() or not old_heldout.exists():
@@ -112,9 +110,8 @@ def _write(path: Path, home: Path, student: Path, folder: Path, keys: dict[str, 
 
 
 def adopt_stores(folder: Path, homes: Sequence[Path]) -> None:
-    """Link the stored responses of other runs with the same settings into a run, so that it decodes only what is missing.
-
-    Raises UserError: other settings, a damaged store, a folder in use, or a failed write.
+    """Link the stored responses of other runs with the same settings into a run, so that it decodes only what is missing. Raises
+    UserError: other settings, a damaged store, a folder in use, or a failed write.
     """
     with hold(folder):
         for home in homes:

@@ -113,12 +113,10 @@ def payback(
     costs: Costs | None, records: Sequence[TrafficRecord], tau: float, tau_gain: float, seconds: float, days: float
 ) -> Payback:
     """GPU-hours per day that the gain saves at this load, against those of the training. A token takes (gamma c + v) / tau target steps,
-    shared by
-    the requests in flight.
+    shared by the requests in flight.
 
     records: requests that this draft served. tau, tau_gain: tokens per target call of the served draft, and the probe's gain. seconds: of
-    the
-    training, summed over devices. days: limit until it is paid back.
+    the training, summed over devices. days: limit until it is paid back.
     """
     told = [record for record in records if record.response_tokens and record.drafted and record.blocks]
     if costs is None or not told:

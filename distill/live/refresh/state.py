@@ -95,9 +95,8 @@ def refresh_folder(
     options: RefreshOptions, stem: Path, drafts: Path, version: str, console: Console
 ) -> Iterator[Path | None]:
     """The locked folder of this refresh: an unfinished one, a new one, or a temporary one for a dry run. None if a version waits for its
-    rollout.
-    ``stem``: its path without the new version's name. Raises UserError: another refresh is running there, or the unfinished one belongs to
-    another version than the served one.
+    rollout. ``stem``: its path without the new version's name. Raises UserError: another refresh is running there, or the unfinished one
+    belongs to another version than the served one.
     """
     if options.dry_run:
         with tempfile.TemporaryDirectory(prefix="understudy-refresh-") as passing:

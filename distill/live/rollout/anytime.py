@@ -110,10 +110,9 @@ def boundary(variance: Numbers, level: float, scale: float = SCALE) -> Numbers:
 
 
 def requests_to_see(difference: float, spread: float, share: float, level: float, power: float = 0.9) -> int:
-    """Requests of both arms together after which a difference is certain with probability at least `power`.
-
-    spread: standard deviation of a request's residual, in units of the rate (sqrt(variance x requests) of an arm). share:
-    of the new arm, in (0, 1). The chance of being certain earlier is ignored.
+    """Requests of both arms together after which a difference is certain with probability at least `power`; an earlier certainty is
+    ignored. spread: standard deviation of a request's residual, in units of the rate (sqrt(variance x requests) of an arm). share: of the
+    new arm, in (0, 1).
     """
 
     def short(log_variance: float) -> float:
@@ -126,8 +125,7 @@ def requests_to_see(difference: float, spread: float, share: float, level: float
 
 def evidence_of_more(successes: Numbers, trials: Numbers, rate: float) -> Numbers:
     """Evidence (a test martingale) that trials succeed more often than `rate`, in (0, 1); it reaches 1 / level by chance with probability
-    at most
-    `level`. The likelihood ratio against `rate`, mixed uniformly over all higher rates. It is exact, also for zero successes.
+    at most `level`. The likelihood ratio against `rate`, mixed uniformly over all higher rates. It is exact, also for zero successes.
     """
     failures = np.asarray(trials) - np.asarray(successes)
     beyond = special.betaincc(successes + 1.0, failures + 1.0, rate)

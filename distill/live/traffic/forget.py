@@ -41,8 +41,7 @@ def forget_command(options: ForgetOptions, console: Console) -> int:
 
 def forget(directory: Path, ids: Sequence[str]) -> tuple[list[str], list[str]]:
     """(lines about what was removed and what stays, ids that were not found). The log is rewritten last, so that a killed call can be
-    repeated.
-    Raises UserError: no log there, a directory that cannot be read or written, a file of an export that is damaged.
+    repeated. Raises UserError: no log there, a directory that cannot be read or written, a file of an export that is damaged.
     """
     salt = read_salt(directory)
     own = {row_id(salt, one): one for one in ids}

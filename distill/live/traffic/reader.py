@@ -96,8 +96,7 @@ class LogTail:
 
 def read_traffic(directory: Path) -> TrafficLog:
     """The records of a log directory. If an id occurs more than once, its last line counts. An incomplete last line, which the gateway may
-    be
-    writing, is left out with a warning. Raises UserError: no log, or a damaged or forged line; the message names file, line and field.
+    be writing, is left out with a warning. Raises UserError: no log, or a damaged or forged line; the message names file, line and field.
     """
     if not log_files(directory):
         raise UserError(f"{directory}: no traffic log (log-00001.jsonl) there; give the gateway's --log directory")

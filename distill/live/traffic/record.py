@@ -164,9 +164,8 @@ def read_salt(directory: Path) -> bytes:
 
 
 def make_directory(directory: Path) -> None:
-    """Make a directory that only its owner can read. An existing one keeps its mode, because the log's files are private anyway.
-
-    Raises UserError: it belongs to another user and others can read it, or it cannot be made.
+    """Make a directory that only its owner can read. An existing one keeps its mode, because the log's files are private anyway. Raises
+    UserError: it belongs to another user and others can read it, or it cannot be made.
     """
     with writing(directory):
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)

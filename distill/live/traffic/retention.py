@@ -75,9 +75,8 @@ def sweep(
 
 
 def _check_clock(directory: Path, newest: float, retention_days: float, now: float) -> None:
-    """Raises UserError if the clock stepped back, or so far forward that all text would be erased at once.
-
-    Compared with the last sweep, or with the newest text before the first sweep: a wrong clock also writes wrong times into records.
+    """Raises UserError if the clock stepped back, or so far forward that all text would be erased at once, since the last sweep, or since
+    the newest text before the first sweep: a wrong clock also writes wrong times into records.
     """
     last = newest
     with contextlib.suppress(OSError, ValueError):
@@ -106,9 +105,8 @@ def record_in(line: bytes) -> TrafficRecord | None:
 
 
 def rewrite(directory: Path, changed: Callable[[bytes], bytes]) -> int:
-    """Replace every line of a log with ``changed(line)``, empty to delete it; return the number of changed lines.
-
-    Raises UserError: disk full or directory not writable. Each file is then either old or new.
+    """Replace every line of a log with ``changed(line)``, empty to delete it; return the number of changed lines. Raises UserError: disk
+    full or directory not writable. Each file is then either old or new.
     """
     done: set[Path] = set()
     count = 0

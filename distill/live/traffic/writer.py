@@ -70,10 +70,9 @@ class LogWriter:
         self, directory: Path, text: bool = False, sample_size: int | None = None, retention_days: float = 30.0,
         file_bytes: int = 64 << 20, trust_clock: bool = False,
     ) -> None:  # fmt: skip
-        """``sample_size``: texts kept per slice; None: all. Sweeps run at the start, after each ``file_bytes`` and every hour. With
-        ``trust_clock`` the first one runs even if the clock jumped.
-
-        Raises UserError: another gateway writes here, the directory is another user's and readable by others, or it cannot be written.
+        """``sample_size``: texts kept per slice; None: all. Sweeps run at the start, after each ``file_bytes`` and every hour, the first
+        one with ``trust_clock`` also if the clock jumped. Raises UserError: another gateway writes here, the directory is another user's
+        and readable by others, or it cannot be written.
         """
         self.directory, self.text, self.file_bytes, self.retention_days = directory, text, file_bytes, retention_days
         self.samples = Samples(sample_size)
