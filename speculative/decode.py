@@ -344,19 +344,12 @@ class _Call:
 
 
 def _log_block(log: ProposalLog, loop: BlockLoop, outcome: BlockOutcome, row: int, response: Response) -> None:
-    count = int(outcome.drafted_counts_R[row])
+    count, accepted = int(outcome.drafted_counts_R[row]), int(outcome.accepted_R[row])
     if count == 0:
         return
-    target_probs, draft_probs = outcome.target_probs_RG, outcome.draft_probs_RG
+    both = outcome.target_probs_RG, outcome.draft_probs_RG
+    target_probs, draft_probs = (None if own_RG is None else own_RG[row, :count] for own_RG in both)
+    ids, position = outcome.drafted_ids_RG[row, :count], len(response.response_ids)
     names = loop.drafter.source_names if loop.drafter is not None else ("",)
     source = names[0 if outcome.sources_R is None else int(outcome.sources_R[row])]
-    log.add(
-        response.key,
-        response.blocks,
-        len(response.response_ids),
-        outcome.drafted_ids_RG[row, :count],
-        int(outcome.accepted_R[row]),
-        None if target_probs is None else target_probs[row, :count],
-        None if draft_probs is None else draft_probs[row, :count],
-        source,
-    )
+    log.add(response.key, response.blocks, position, ids, accepted, target_probs, draft_probs, source)

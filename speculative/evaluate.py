@@ -229,9 +229,7 @@ def decode_live(
     """Decode these prompts with the draft and replay the text that comes out. Raises UserError for everything that `decode` refuses."""
     asked = [(one.key, one.prompt_ids) for one in prompts]
     responses, _ = decode(target, draft.drafter(), asked, settings, batch_size=batch_size)
-    found = [
-        LiveSums(one.key, len(one.response_ids), one.blocks, one.drafted, one.accepted) for one in responses
-    ]  # fmt: skip
+    found = [LiveSums(one.key, len(one.response_ids), one.blocks, one.drafted, one.accepted) for one in responses]
     if _has_law(settings):
         own = score_tokens(draft.model, responses, settings.sampling, offsets=draft.offsets(settings.gamma, 1))
         predicted_N, variance_N = predicted_blocks(own, law_of(settings.rule, settings.sampling), settings.gamma)

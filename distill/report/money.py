@@ -56,30 +56,15 @@ def parse_prices(text: str) -> Prices | None:
 
 def price_rows(verdict: Verdict, prices: Prices) -> list[PriceRow]:
     """One row per measured load, one request first; empty where nothing was timed."""
-    pairs = [
-        (load, verdict.row(TARGET, load), verdict.row(verdict.drafts[-1].way, load)) for load in verdict.concurrencies
-    ]
-    rates = [
-        (load, alone.tokens_per_second, drafted.tokens_per_second)
-        for load, alone, drafted in pairs
-        if alone and drafted and alone.tokens_per_second and drafted.tokens_per_second
-    ]
+    rows = list[PriceRow]()
     spent, tokens = run_price(verdict, prices), verdict.tokens / max(1, verdict.prompts)
-    rows = []
-    for concurrency, plain, faster in rates:
-        token_alone = prices.alone / SECONDS_AN_HOUR / plain
-        token_with_draft = prices.with_draft / SECONDS_AN_HOUR / faster
-        saved = token_alone - token_with_draft
-        rows.append(
-            PriceRow(
-                concurrency=concurrency,
-                million_alone=MILLION * token_alone,
-                million_with_draft=MILLION * token_with_draft,
-                response_alone=tokens * token_alone,
-                response_with_draft=tokens * token_with_draft,
-                repaid_tokens=spent / saved if spent and saved > 0 else None,
-            )
-        )
+    for load in verdict.concurrencies:
+        pair = verdict.row(TARGET, load), verdict.row(verdict.drafts[-1].way, load)
+        plain, faster = (row.tokens_per_second if row else None for row in pair)
+        if plain and faster:
+            alone, drafted = prices.alone / SECONDS_AN_HOUR / plain, prices.with_draft / SECONDS_AN_HOUR / faster
+            repaid = spent / (alone - drafted) if spent and alone > drafted else None
+            rows.append(PriceRow(load, MILLION * alone, MILLION * drafted, tokens * alone, tokens * drafted, repaid))
     return rows
 
 

@@ -107,27 +107,19 @@ def render_page(result: Result, given: GivenTimes | None = None, prices: Prices 
     """The HTML page of a result."""
     view = View(result, given or measured_times(result), prices)
     view = replace(view, figures=figures_of(view))
+    loader, strict = jinja2.FileSystemLoader(TEMPLATES), jinja2.StrictUndefined
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(TEMPLATES),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
+        loader=loader, autoescape=True, undefined=strict, trim_blocks=True, lstrip_blocks=True
     )
     environment.filters["token_text"] = token_text
-    script = (TEMPLATES / "report.js").read_text(encoding="utf-8")
-    shown = made_sections(view)
+    script, style = ((TEMPLATES / name).read_text(encoding="utf-8") for name in ("report.js", "report.css"))
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    shown, verdict = made_sections(view), result.verdict
     return environment.get_template("report.html.j2").render(
-        result=result,
-        verdict=result.verdict,
-        outcome=OUTCOMES[result.verdict.outcome],
-        sections=shown,
-        links=[one for one, _ in shown if one.nav],
-        curve_data=_curve_data(view),
-        style=Markup((TEMPLATES / "report.css").read_text(encoding="utf-8")),
-        script=Markup(script),
-        script_digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
-    )
+        result=result, verdict=verdict, outcome=OUTCOMES[verdict.outcome], sections=shown,
+        links=[one for one, _ in shown if one.nav], curve_data=_curve_data(view), style=Markup(style),
+        script=Markup(script), script_digest=digest,
+    )  # fmt: skip
 
 
 def _curve_data(view: View) -> dict[str, object]:

@@ -24,6 +24,7 @@ from speculative.measure.replay import agreement_words
 
 ACCEPTED_STYLE = "green"
 OWN_STYLE = "bold yellow"
+PROMPT_LINES = 6
 
 
 def print_money(console: Console, result: Result, prices: Prices) -> None:
@@ -55,10 +56,10 @@ def judgement_table(title: str, judgement: Judgement) -> Table:
     return table
 
 
-def marked_completion(tokenizer: Any, response: Response, prompt_lines: int = 6) -> Panel:
+def marked_completion(tokenizer: Any, response: Response) -> Panel:
     """A completion with accepted draft tokens in one colour and the target's own tokens in another."""
     prompt = tokenizer.decode(response.prompt_ids, skip_special_tokens=True).rstrip("\n").splitlines()
-    shown = prompt if len(prompt) <= prompt_lines else [*prompt[: prompt_lines - 1], "    ..."]
+    shown = prompt if len(prompt) <= PROMPT_LINES else [*prompt[: PROMPT_LINES - 1], "    ..."]
     text = Text("\n".join(shown) + "\n", style="dim")
     # A character split over several tokens is shown with the token that completes it.
     for piece, accepted in zip(token_pieces(tokenizer, response.response_ids), response.proposed_mask, strict=True):

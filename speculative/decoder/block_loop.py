@@ -221,20 +221,9 @@ class BlockLoop:
         draft_uniforms = None
         if uniforms is not None and gamma > 0:
             draft_uniforms = columns(uniforms[:, :gamma], DRAFT_UNIFORM, 3)
-        return self.drafter.propose(
-            Ask(
-                self.tokens_RC,
-                self.lengths_R,
-                self.prompt_lengths_R,
-                self.active_R,
-                gamma,
-                self._draft_sampling,
-                draft_uniforms,
-                self._rules,
-                stop_below,
-                self.settings.tree if gamma > 0 else None,
-            )
-        )
+        text = self.tokens_RC, self.lengths_R, self.prompt_lengths_R, self.active_R
+        sampling, rules, tree = self._draft_sampling, self._rules, self.settings.tree if gamma > 0 else None
+        return self.drafter.propose(Ask(*text, gamma, sampling, draft_uniforms, rules, stop_below, tree))
 
     def _uniform_table(self, key: str) -> np.ndarray:
         """Uniforms (L, U) of a response: three per position, plus two per further candidate; with `block`, all of a block."""
@@ -343,18 +332,8 @@ def outcome_of(host: dict[str, np.ndarray], rows_R: np.ndarray, counts_R: np.nda
         overlap_sums_R = (host["overlap"] * tested_RG).sum(1)
     else:
         overlap_sums_R = accepted_R.astype(np.float64)  # One-hot rows overlap exactly where they are accepted.
-    return BlockOutcome(
-        rows_R,
-        accepted_R,
-        ids_RG1,
-        host.get("log_probs"),
-        overlap_sums_R,
-        counts_R,
-        None,
-        drafted_RG,
-        host.get("target_probs"),
-        host.get("draft_probs"),
-    )
+    log_probs, *probs = map(host.get, ("log_probs", "target_probs", "draft_probs"))
+    return BlockOutcome(rows_R, accepted_R, ids_RG1, log_probs, overlap_sums_R, counts_R, None, drafted_RG, *probs)
 
 
 def _to_host(wanted: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:

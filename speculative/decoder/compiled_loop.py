@@ -138,18 +138,12 @@ class _Request:
 
     def outcome(self, active_R: np.ndarray, proposal: Proposal | None) -> BlockOutcome:
         """Outcome of the block that was just run, as copies that the next block does not change."""
+        log_probs_RG1 = self._log_probs_RG1.copy() if self._sampled else None
+        counts_R, sources_R = (None, None) if proposal is None else (proposal.counts_R, proposal.sources_R)
         return BlockOutcome(
-            active_R.copy(),
-            self._accepted_R.copy(),
-            self._ids_RG1.copy(),
-            self._log_probs_RG1.copy() if self._sampled else None,
-            self._overlap_R.copy(),
-            self._counts_R if proposal is None or proposal.counts_R is None else proposal.counts_R,
-            None if proposal is None else proposal.sources_R,
-            self._drafted_RG.copy(),
-            None,
-            None,
-        )
+            active_R.copy(), self._accepted_R.copy(), self._ids_RG1.copy(), log_probs_RG1, self._overlap_R.copy(),
+            self._counts_R if counts_R is None else counts_R, sources_R, self._drafted_RG.copy(), None, None,
+        )  # fmt: skip
 
 
 def _compiled(cached: Any) -> CompiledModel | None:

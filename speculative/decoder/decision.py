@@ -66,20 +66,15 @@ def decide(
         _counts_on(proposal, logits.device),
     )
     # Softmax makes the whole row NaN when one logit is NaN or infinite: one column is enough.
-    decision = Decision(
-        target_probs[..., 0],
-        verified.accepted_B,
-        verified.next_ids_B,
-        proposal.ids_RG,
-        overlap_RG=verified.overlap_BG.double(),
-    )
+    accepted, next_ids, _, overlap = verified
+    decision = Decision(target_probs[..., 0], accepted, next_ids, proposal.ids_RG, overlap_RG=overlap.double())
     return decision._replace(log_probs_RG1=_log_probs(target_probs, decision.ids_RG1))
 
 
 def _decide_tree(
     tree: TokenTree, target_probs_RN1V: torch.Tensor, proposal: Proposal, uniforms_RGU: torch.Tensor
 ) -> Decision:
-    verified = verify_tree(
+    accepted_R, path_RD, next_ids_R, overlap_RD, _ = verify_tree(
         tree,
         target_probs_RN1V,
         proposal.ids_RG,
@@ -87,15 +82,9 @@ def _decide_tree(
         columns(uniforms_RGU[:, : tree.depth], ACCEPTANCE_COIN, 4),
         uniforms_RGU[:, : tree.depth + 1, RESIDUAL_UNIFORM],
     )
-    decision = Decision(
-        target_probs_RN1V[..., 0],
-        verified.accepted_B,
-        verified.next_ids_B,
-        _path_ids(proposal.ids_RG, verified.path_BD),
-        overlap_RG=verified.overlap_BD.double(),
-        path_RD=verified.path_BD,
-    )
-    nodes_RD1 = torch.nn.functional.pad(verified.path_BD, (1, 0))
+    ids_RD, peaks_RN1 = _path_ids(proposal.ids_RG, path_RD), target_probs_RN1V[..., 0]
+    decision = Decision(peaks_RN1, accepted_R, next_ids_R, ids_RD, None, overlap_RD.double(), path_RD)
+    nodes_RD1 = torch.nn.functional.pad(path_RD, (1, 0))
     rows_RD1V = target_probs_RN1V.gather(1, nodes_RD1.unsqueeze(-1).expand(-1, -1, target_probs_RN1V.shape[-1]))
     return decision._replace(log_probs_RG1=_log_probs(rows_RD1V, decision.ids_RG1))
 

@@ -175,9 +175,8 @@ class DeviceLoop(BlockLoop):
         stop, fewest = int(furthest_R[self.active_R].max()) + gamma, 1
         if isinstance(self.drafter, ModelDrafter):
             fewest = self.drafter.fewest(gamma)
-            stop = max(
-                stop, fewest + gamma
-            )  # A text shorter than the tokens a block reads is read from its first token.
+            # A text shorter than the tokens a block reads is read from its first token.
+            stop = max(stop, fewest + gamma)
         shortest = fewest if int(self.lengths_R[self.active_R].min()) >= fewest else 1
         runner, prefixes = self._blocks.runner, self._prefixes(stop)
         recorded, stage = runner.recordings, "verify" if self._exact_stages else "block"
@@ -195,7 +194,7 @@ class DeviceLoop(BlockLoop):
             (stage, prefixes, shortest),
             lambda: self._verify(proposal or self._draft(prefixes, shortest), prefixes),
             (self._text.tokens_RC, self._text.lengths_R),
-            _checked_logits,
+            lambda block: block.checked_RN,
         )
         host = _on_the_way(block)
         clock.mark(stage)
@@ -296,10 +295,6 @@ def open_loop(
 def _on_the_way(block: _Block) -> torch.Tensor:
     """The block's numbers on the host once the clock's next mark is reached: an asynchronous copy into pinned memory."""
     return block.packed.to("cpu", non_blocking=True, copy=True)
-
-
-def _checked_logits(block: _Block) -> torch.Tensor:
-    return block.checked_RN
 
 
 def _checked_peaks(proposal: Proposal) -> torch.Tensor:

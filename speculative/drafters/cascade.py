@@ -92,14 +92,9 @@ class Cascade(Drafter):
         if not taken_R.any():
             return late._replace(sources_R=late_sources_R)
         self._strayed_R, self._asked_lengths_R = taken_R, ask.lengths_R.copy()
-        ids_RG, probs_RGV = _mixed(early, late, taken_K)
-        return Proposal(
-            ids_RG,
-            probs_RGV,
-            counts_R=np.where(taken_R, found_R, late.real_R),
-            peaks_RG=late.peaks_RG,
-            sources_R=np.where(taken_R, early.proposers_R, late_sources_R),
-        )
+        counts_R = np.where(taken_R, found_R, late.real_R)
+        sources_R = np.where(taken_R, early.proposers_R, late_sources_R)
+        return Proposal(*_mixed(early, late, taken_K), counts_R, late.peaks_RG, sources_R)
 
     def _call_back_strayed(self, ask: Ask) -> None:
         """Correct `then` for rows that used `first`'s tokens while `then` drafted others: its memory is valid only up to the length at

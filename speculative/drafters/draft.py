@@ -34,16 +34,16 @@ class ParallelDrafter(ModelDrafter):
     source_names = ("parallel draft",)
     on_device = True
 
-    def __init__(self, model: PreTrainedModel, name: str = "parallel draft"):
+    def __init__(self, model: PreTrainedModel):
         """Raises UserError if the model's config has no mask token, and for a model that does not support masks."""
         mask_token = mask_token_of(model.config)
         if mask_token is None:
             raise UserError(
-                f"{name}: its config.json has no mask token (pard_token), so it was not trained for parallel drafting: "
+                "parallel draft: its config.json has no mask token (pard_token), so it was not trained for parallel drafting: "
                 "draft token by token, or train a draft with student.parallel"
             )
         check_parallel(model)
-        super().__init__(model, name)
+        super().__init__(model, "parallel draft")
         self.mask_token = mask_token
         self._columns = 0
 

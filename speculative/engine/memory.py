@@ -21,9 +21,7 @@ from speculative.engine.recurrent_model import recurrent_bytes
 from speculative.engine.runners import RECORDED, GraphRunner, Runner, make_runner
 from speculative.errors import TooLittleMemory, UserError
 
-MOST_IDLE = (
-    4  # per model: calls that alternate between a few shapes, as the loads of a verdict do, reuse each shape's memory
-)
+MOST_IDLE = 4  # per model: calls that alternate between a few shapes, as the loads of a verdict do, reuse their memory
 
 
 class Memory:
@@ -117,15 +115,9 @@ def _fingerprint(model: nn.Module) -> Any:
     can be written only in it. Weights that change in place, as in training, are read again by every replay.
     """
     places = [(tensor.data_ptr(), tensor.dtype) for tensor in (*model.parameters(), *model.buffers())]
-    adapters = [
-        (
-            str(getattr(module, "active_adapters", "")),
-            module.disable_adapters,
-            str(getattr(module, "merged_adapters", "")),
-        )
-        for module in model.modules()
-        if hasattr(module, "disable_adapters")
-    ]
+    told = ("active_adapters", "disable_adapters", "merged_adapters")
+    adapted = (module for module in model.modules() if hasattr(module, "disable_adapters"))
+    adapters = [[str(getattr(module, name, "")) for name in told] for module in adapted]
     modes = (
         getattr(getattr(model, "config", None), "_attn_implementation", None),
         torch.is_autocast_enabled("cuda"),
@@ -181,10 +173,8 @@ def cache_bytes(model: PreTrainedModel, rows: int, capacity: int) -> int:
 
 def block_bytes(model: PreTrainedModel, rows: int, query_length: int) -> int:
     """Bytes of one verify call's logits and probabilities, an upper bound."""
-    vocab, on_cpu = vocab_rows(model), model.device.type == "cpu"
-    return (
-        rows * query_length * (vocab * LOGIT_BYTES if on_cpu else vocab * SEARCHED_LOGIT_BYTES + SEARCHED_PLACE_BYTES)
-    )
+    logit, place = (LOGIT_BYTES, 0) if model.device.type == "cpu" else (SEARCHED_LOGIT_BYTES, SEARCHED_PLACE_BYTES)
+    return rows * query_length * (vocab_rows(model) * logit + place)
 
 
 def free_bytes(device: torch.device) -> int | None:

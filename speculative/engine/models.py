@@ -89,11 +89,8 @@ def check_same_vocabulary(target: PreTrainedModel, draft: PreTrainedModel) -> No
 
 
 # Asking transformers takes as long as a small model's forward, so the answer is cached with the config values it depends on.
-_known_windows: weakref.WeakKeyDictionary[PreTrainedModel, tuple[tuple[str, ...], list[int | None]]] = (
-    weakref.WeakKeyDictionary()
-)
-
-
+KnownWindows = tuple[tuple[str, ...], list[int | None]]
+_known_windows: weakref.WeakKeyDictionary[PreTrainedModel, KnownWindows] = weakref.WeakKeyDictionary()
 OWN_MASKS = ("chunked_attention", "local")
 
 

@@ -18,9 +18,7 @@ RUNNERS = ("auto", EAGER, COMPILED, GRAPHED)
 COMPILED_GRAPH = "compiled graph"  # `compile` on CUDA: graphs of calls with compiled layers.
 RECORDED = (GRAPHED, COMPILED_GRAPH)
 UNRECORDED = (EAGER, COMPILED)  # Any shapes; rows may be dropped.
-GRAPH_TOLERANCE = (
-    0.05  # Relative to the largest logit: kernels may round differently under capture; real faults are larger.
-)
+GRAPH_TOLERANCE = 0.05  # Of the largest logit: kernels may round differently under capture; real faults are larger.
 
 StepFunction = Callable[..., torch.Tensor]
 T = TypeVar("T")
@@ -189,9 +187,8 @@ def _refusing_waits() -> Iterator[None]:
     """Context manager: operations that would wait for the device, and so cannot be captured, raise RuntimeError."""
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore"
-        )  # Hides the warning that the mode is a prototype; the capture itself refuses what the mode misses.
+        # The mode warns that it is a prototype; the capture itself refuses what the mode misses.
+        warnings.simplefilter("ignore")
         torch.cuda.set_sync_debug_mode("error")
     try:
         yield

@@ -43,9 +43,8 @@ def calibration_change(now: Scored, judged: Scored, rule: str, confidence: float
         _error(*side, rule, rng) for side in (now, judged)
     )
     variance = max(later_variance + old_variance, 1e-12)
-    free = variance**2 / (
-        later_variance**2 / later_free + old_variance**2 / old_free + 1e-24
-    )  # Welch and Satterthwaite
+    # Welch and Satterthwaite.
+    free = variance**2 / (later_variance**2 / later_free + old_variance**2 / old_free + 1e-24)
     half = float(stats.t.ppf((1 + confidence) / 2, free)) * math.sqrt(variance)
     return CalibrationChange(now=later, judged=old, change=later - old, ci=(later - old - half, later - old + half))
 

@@ -158,12 +158,8 @@ class Lossless:
 
     def record(self) -> dict[str, Any]:
         """Plain values for JSON."""
-        return asdict(self) | {
-            "level": LEVEL,
-            "failed": self.failed,
-            "passed": not self.failed,
-            "sentence": self.sentence,
-        }
+        failed = self.failed
+        return asdict(self) | {"level": LEVEL, "failed": failed, "passed": not failed, "sentence": self.sentence}
 
 
 # Per text, of each token: the target's mass on likelier tokens, and on the token.

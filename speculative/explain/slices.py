@@ -4,7 +4,7 @@ Shapes: N responses, T tokens of one response, P prompts, S slices of a dimensio
 """
 
 import itertools
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -18,6 +18,7 @@ from speculative.measure.record import Record, Text
 from speculative.measure.token_scores import StoredText, TokenScores
 
 POSITION_EDGES = (1, 5, 17, 65, 257)  # Lower edges; the first token of a response is at 1.
+POSITION_NAMES = ("1-4", "5-16", "17-64", "65-256", "257+")
 FIRST_TOKENS = 8
 NATS_EDGES = (0.0, 0.1, 0.5, 1.0, 2.0)
 NATS_NAMES = ("< 0.1", "0.1-0.5", "0.5-1", "1-2", "> 2")
@@ -161,7 +162,7 @@ def _dimensions(
     found: list[tuple[str, str, Partition]] = [
         ("domain", "", _by_name([text.domain for text in texts], lengths_N)),
         ("prompt length", "tokens of the prompt", _by_prompt_length(texts, lengths_N)),
-        ("position", "place in the response", _by_edges(positions_flat_T, POSITION_EDGES, _whole_names)),
+        ("position", "place in the response", _by_edges(positions_flat_T, POSITION_EDGES, POSITION_NAMES)),
         ("first tokens", "tokens of the response", ((positions_flat_T > FIRST_TOKENS).astype(np.int64), first_names)),
     ]
     if pieces is not None:
@@ -170,13 +171,13 @@ def _dimensions(
         found.append(("token class", "", (np.array(places, dtype=np.int64), CLASSES)))
     if entropies is not None:
         _check_lengths(lengths_N, [len(own) for own in entropies], "entropies")
-        found.append(("target entropy", "nats", _by_edges(_flat(entropies), NATS_EDGES, lambda _: NATS_NAMES)))
+        found.append(("target entropy", "nats", _by_edges(_flat(entropies), NATS_EDGES, NATS_NAMES)))
     else:
         surprisals_flat_T = -_flat([np.asarray(text.log_target_probs, dtype=np.float64) for text in texts])
         # Greedy text is stored with log probability 0 everywhere: nothing to tell apart; NaN is not known.
         told = surprisals_flat_T.any() and not np.isnan(surprisals_flat_T).any()
         if len(surprisals_flat_T) == lengths_N.sum() and told:
-            partition = _by_edges(surprisals_flat_T, NATS_EDGES, lambda _: NATS_NAMES)
+            partition = _by_edges(surprisals_flat_T, NATS_EDGES, NATS_NAMES)
             found.append(("target surprisal", "nats of the target's token", partition))
     return found
 
@@ -193,19 +194,12 @@ def _by_prompt_length(texts: Sequence[SlicedText], lengths_N: np.ndarray) -> Par
     while edges[-1] <= prompt_tokens_N.max(initial=0):
         edges.append(2 * edges[-1] - 1)
     names = [f"{low}-{high - 1} tokens" for low, high in itertools.pairwise(edges)]
-    return _by_edges(np.repeat(prompt_tokens_N, lengths_N), edges[:-1], lambda _: names)
+    return _by_edges(np.repeat(prompt_tokens_N, lengths_N), edges[:-1], names)
 
 
-def _by_edges(
-    values_flat_T: np.ndarray, edges: Sequence[float], names_of: Callable[[Sequence[float]], Sequence[str]]
-) -> Partition:
+def _by_edges(values_flat_T: np.ndarray, edges: Sequence[float], names: Sequence[str]) -> Partition:
     """Slice k holds values from edges[k] up to, and without, edges[k + 1]; the first also what is below it."""
-    return np.maximum(np.searchsorted(edges, values_flat_T, side="right") - 1, 0), names_of(edges)
-
-
-def _whole_names(edges: Sequence[float]) -> list[str]:
-    bounded = [f"{low:.0f}-{high - 1:.0f}" for low, high in itertools.pairwise(edges)]
-    return [*bounded, f"{edges[-1]:.0f}+"]
+    return np.maximum(np.searchsorted(edges, values_flat_T, side="right") - 1, 0), names
 
 
 def _flat(arrays: Sequence[np.ndarray]) -> np.ndarray:

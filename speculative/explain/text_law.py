@@ -46,9 +46,7 @@ class TextLaw:
         return self.p >= LEVEL
 
 
-def text_law(
-    target: PreTrainedModel, texts: Sequence[StoredText], settings: SamplingSettings, seed: int = 0
-) -> TextLaw:
+def text_law(target: PreTrainedModel, texts: Sequence[StoredText], settings: SamplingSettings) -> TextLaw:
     """Both tests of these texts under sampling settings that are not greedy. Raises UserError: the target returns NaN."""
     assert not settings.greedy, "nothing is sampled at temperature 0"
 
@@ -64,7 +62,7 @@ def text_law(
 
     values = values_by_text(target, texts, columns, 6, "target")
     likelier_T, own_T, log_prob_T, mean_T, variance_T, top_T = np.concatenate(values).T
-    places = uniformity([(likelier_T, own_T)], seed)
+    places = uniformity([(likelier_T, own_T)], 0)
     said_T = np.maximum(log_prob_T, IMPOSSIBLE)
     spread = float(np.sqrt(np.maximum(variance_T, 0.0).sum()))
     z = float((said_T - mean_T).sum()) / max(spread, 1e-9)

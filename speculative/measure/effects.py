@@ -243,9 +243,7 @@ def words(effects: Effects) -> str:
     )
 
 
-def rough_detectable(
-    accept_probs: Sequence[np.ndarray], prompt_keys: Sequence[Hashable], confidence: float = 0.95
-) -> float | None:
+def rough_detectable(accept_probs: Sequence[np.ndarray], prompt_keys: Sequence[Hashable]) -> float | None:
     """The gain in alpha that this text can detect with 80 % power, from one draft: an upper bound of `minimal_detectable`, because the
     difference of two independent drafts has sqrt(2) times the standard error of one. None without spread or with fewer than
     `fewest_prompts` prompts.
@@ -253,4 +251,4 @@ def rough_detectable(
     tokens_P = sum_by_prompt(prompt_keys, np.array([len(probs) for probs in accept_probs]))
     accepted_P = sum_by_prompt(prompt_keys, np.array([probs.sum() for probs in accept_probs]))
     error = _standard_error(accepted_P - tokens_P * accepted_P.sum() / tokens_P.sum(), tokens_P)
-    return _detectable(2.0**0.5 * error, confidence) if len(tokens_P) >= fewest_prompts(confidence) else None
+    return _detectable(2.0**0.5 * error, CONFIDENCE) if len(tokens_P) >= fewest_prompts(CONFIDENCE) else None

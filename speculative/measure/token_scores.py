@@ -118,17 +118,13 @@ def score_tokens(
     scores = []
     values = values_by_text(draft, texts, columns, 3 + (bins if confidence else 0), "draft")
     for text, values_TK in zip(texts, values, strict=True):
-        choices = values_TK[:, 1].astype(np.int64)
-        scores.append(
-            TokenScores(
-                values_TK[:, 0],
-                np.asarray(text.log_target_probs, dtype=np.float64),
-                choices == np.asarray(text.response_ids, dtype=np.int64),
-                choices,
-                values_TK[:, 2],
-                values_TK[:, 3:] if confidence and not settings.greedy else None,
-            )
+        choices, log_target_probs = (
+            values_TK[:, 1].astype(np.int64),
+            np.asarray(text.log_target_probs, dtype=np.float64),
         )
+        matches = choices == np.asarray(text.response_ids, dtype=np.int64)
+        mass_TC = values_TK[:, 3:] if confidence and not settings.greedy else None
+        scores.append(TokenScores(values_TK[:, 0], log_target_probs, matches, choices, values_TK[:, 2], mass_TC))
     if offsets is None:
         return scores
     tables = _values_by_start(draft, texts, lambda logits_RV, ids_R: columns(logits_RV, ids_R)[:, :3], offsets)

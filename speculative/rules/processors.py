@@ -69,14 +69,8 @@ class LogitsRules:
     @property
     def active(self) -> bool:
         """Whether any rule is on."""
-        return bool(
-            self.repetition_penalty != 1.0
-            or any(value != 0.0 for _, value in self.bias)
-            or self.allowed_ids
-            or self.banned_ids
-            or (self.min_tokens > 0 and self.eos_ids)
-            or self.extra
-        )
+        told = self.allowed_ids or self.banned_ids or self.extra or (self.min_tokens > 0 and self.eos_ids)
+        return bool(told or self.repetition_penalty != 1.0 or any(value != 0.0 for _, value in self.bias))
 
     def check(self, vocab_size: int) -> None:
         """Raises UserError for a token id outside the vocabulary, and if every token is forbidden."""

@@ -159,16 +159,8 @@ def _tensors(tree: TokenTree, device: torch.device) -> TreeTensors:
         families.append([*children, *[children[0]] * (tree.max_children - len(children))])
         for sibling, child in enumerate(children):
             slots[child - 1] = place * tree.max_children + sibling
-    tensors = TreeTensors(
-        parents_N=torch.tensor(tree.parents),
-        depths_N1=torch.tensor(tree.depths_N1),
-        ancestors_N1N1=ancestors,
-        paths_N1D=paths,
-        inner_I=torch.tensor(tree.inner),
-        inner_place_N1=inner_place,
-        children_IK=torch.tensor(families),
-        slots_N=slots,
-    )
+    parents, depths, inner, kin = map(torch.tensor, (tree.parents, tree.depths_N1, tree.inner, families))
+    tensors = parents, depths, ancestors, paths, inner, inner_place, kin, slots
     return TreeTensors(*(tensor.to(device) for tensor in tensors))
 
 

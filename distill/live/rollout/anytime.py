@@ -30,6 +30,7 @@ from scipy import optimize, special
 # a number, or an array with one per moment or simulated arm
 Numbers = Any
 FEWEST_REQUESTS = 16  # with fewer, the spread of an arm is not reliable
+POWER = 0.9  # probability of being certain after `requests_to_see`
 SCALE = 0.05  # standard deviation of the expected differences; others are found too, a little later
 
 
@@ -109,15 +110,15 @@ def boundary(variance: Numbers, level: float, scale: float = SCALE) -> Numbers:
     return np.where(np.isfinite(variance), half, np.inf)[()]
 
 
-def requests_to_see(difference: float, spread: float, share: float, level: float, power: float = 0.9) -> int:
-    """Requests of both arms together after which a difference is certain with probability at least `power`; an earlier certainty is
+def requests_to_see(difference: float, spread: float, share: float, level: float) -> int:
+    """Requests of both arms together after which a difference is certain with probability POWER; an earlier certainty is
     ignored. spread: standard deviation of a request's residual, in units of the rate (sqrt(variance x requests) of an arm). share: of the
     new arm, in (0, 1).
     """
 
     def short(log_variance: float) -> float:
         variance = np.exp(log_variance)
-        return float(boundary(variance, level) + special.ndtri(power) * np.sqrt(variance) - abs(difference))
+        return float(boundary(variance, level) + special.ndtri(POWER) * np.sqrt(variance) - abs(difference))
 
     log_variance = optimize.brentq(short, np.log(1e-12), np.log(10.0))
     return int(np.ceil(spread**2 * (1 / share + 1 / (1 - share)) / np.exp(log_variance)))

@@ -68,11 +68,8 @@ def speed_line(view: View) -> str:
     if ends is None:
         best = "no gamma is predicted to pay off"
     else:
-        best = (
-            f"gamma {ends[0]}"
-            + (f" to {ends[1]} are" if ends[0] < ends[1] else " is")
-            + " predicted to be best, within 3 %"
-        )
+        gammas = f"{ends[0]} to {ends[1]} are" if ends[0] < ends[1] else f"{ends[0]} is"
+        best = f"gamma {gammas} predicted to be best, within 3 %"
     return f"{timed}The curve is predicted from c = {costs.cost_ratio:.2f}{of_block(view)} at batch {costs.batch_size}: {best}."
 
 
@@ -94,15 +91,8 @@ def given_words(view: View) -> str:
 def rules_table(view: View) -> Table:
     """Acceptance and predicted speed-up of the judged draft under each engine rule."""
     gamma, rules = view.verdict.gamma, view.result.curves.rules if view.result.curves else []
-    table = Table(
-        [
-            "rule",
-            Column("alpha", ".3f"),
-            Column(f"tau at gamma {gamma}", ".2f"),
-            Column("best gamma", "d"),
-            Column("predicted there", ".2f", "x"),
-        ]
-    )
+    at_gamma, best_there = Column(f"tau at gamma {gamma}", ".2f"), Column("predicted there", ".2f", "x")
+    table = Table(["rule", Column("alpha", ".3f"), at_gamma, Column("best gamma", "d"), best_there])
     for curves in rules:
         curve = curves.ways.get(view.draft.way)
         if curve is None:

@@ -90,13 +90,12 @@ def check_lines(result: Result) -> list[str]:
     checks = dict(result.verdict.self_checks)
     lines = []
     if "alpha_replay" in checks:
-        size = [f"{checks.pop(key)} {key}" for key in ("prompts", "tokens") if key in checks] + [
-            str(checks.pop("dtype", ""))
-        ]
+        size = [f"{checks.pop(key)} {key}" for key in ("prompts", "tokens") if key in checks]
+        size += [str(checks.pop("dtype"))] if checks.get("dtype") else []
         lines.append(
             f"The target as its own draft has alpha {checks.pop('alpha_replay'):.4f} by replay and "
             f"{checks.pop('alpha_live', float('nan')):.4f} live. The expected value is 1, within {checks.pop('alpha_tolerance', 0):g} "
-            f"({', '.join(part for part in size if part)})."
+            f"({', '.join(size)})."
         )
         for key in ("gamma", "batch_size", "alpha_noise"):
             checks.pop(key, None)
@@ -165,8 +164,6 @@ def run_facts(view: View) -> list[tuple[str, str]]:
             ),
         ]
     rows.append(("versions", ", ".join(f"{name} {version}" for name, version in versions.items() if version)))
-    others = {
-        key: value for key, value in facts.items() if isinstance(value, str | int | float) and len(str(value)) < 200
-    }
-    rows += [(key.replace("_", " "), str(value)) for key, value in others.items()]
+    others = {key: str(value) for key, value in facts.items() if isinstance(value, str | int | float)}
+    rows += [(key.replace("_", " "), value) for key, value in others.items() if len(value) < 200]
     return [(name, value) for name, value in rows if value]

@@ -67,13 +67,8 @@ def slice_table(view: View, group: SliceTable) -> Table:
         title=f"By {group.dimension}" + (f" ({group.unit})" if group.unit else ""),
     )  # fmt: skip
     for row in rows:
-        own = Cell(
-            row.alpha.get(main),
-            row.alpha_ci.get(main),
-            bar=row.alpha.get(main),
-            tick=row.alpha.get(UNDISTILLED),
-            strong=True,
-        )
+        alpha, before = row.alpha.get(main), row.alpha.get(UNDISTILLED)
+        own = Cell(alpha, row.alpha_ci.get(main), bar=alpha, tick=before, strong=True)
         gain = [Cell(row.gain, row.gain_ci, mark="worse" if row.certain == "loss" else "")] if gains else []
         table.add(
             Cell(row.name, note=prompts_of(row.prompts), mark="loses most" if row is worst else ""), own, *gain,
@@ -114,7 +109,7 @@ def forgetting(view: View) -> Made:
     if not rows:
         return None
     names, trained_on = (
-        [name for name in view.ways if any(name in row.alpha for row in rows)],
+        [one for one in view.ways if any(one in row.alpha for row in rows)],
         view.result.trained_on or [],
     )
     heads = (Column("tokens", ","), *(Column(f"alpha {name}", ".3f") for name in names), Column("change", "+.3f"))

@@ -25,15 +25,9 @@ def where(view: View) -> Made:
 def _where_table(rows: list[WhereRow]) -> Table:
     names = list(dict.fromkeys(name for row in rows for name in row.speed_up))
     dimension = rows[0].dimension
-    table = Table(
-        [
-            dimension,
-            *(Column(name, ".2f", "x") for name in names),
-            Column("repeated", ".0%"),
-            Column("tokens", ","),
-        ],
-        title="By how repetitive the response is" if dimension == "repetition" else f"By {dimension}",
-    )
+    title = "By how repetitive the response is" if dimension == "repetition" else f"By {dimension}"
+    ways = (Column(name, ".2f", "x") for name in names)
+    table = Table([dimension, *ways, Column("repeated", ".0%"), Column("tokens", ",")], title=title)
     for row in rows:
         table.add(
             Cell(row.name, note=prompts_of(row.prompts), mark="nothing helps" if row.best == TARGET else ""),

@@ -31,19 +31,11 @@ class NoLibrary(Exception):
 def library() -> ctypes.CDLL | None:
     """Return the library. None, after one warning, if it cannot be built or loaded: models then run eagerly."""
     try:
-        return _typed(ctypes.CDLL(str(_kept_library())))
-    except (
-        NoLibrary,
-        OSError,
-        RuntimeError,
-        UnicodeError,
-        subprocess.SubprocessError,
-    ) as error:  # RuntimeError: no home folder
+        loaded = ctypes.CDLL(str(_kept_library()))
+    # RuntimeError: no home folder.
+    except (NoLibrary, OSError, RuntimeError, UnicodeError, subprocess.SubprocessError) as error:
         warnings.warn(f"models run without compiled code and take about three times as long: {error}", stacklevel=2)
         return None
-
-
-def _typed(loaded: ctypes.CDLL) -> ctypes.CDLL:
     loaded.call_model.restype = loaded.run_block.restype = ctypes.c_int64
     loaded.forget_all.restype = None
     loaded.call_model.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p]
