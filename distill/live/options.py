@@ -11,9 +11,7 @@ from distill.config.command_line import Launcher, Overrides, TrustRemoteCode
 TargetVersion = Annotated[
     str, typer.Option(help="version of RUN's target in the log; default: its fingerprint or path")
 ]
-AssumeSampling = Annotated[
-    bool, typer.Option("--assume-sampling", help="treat requests with unknown sampling as sampled like RUN")
-]
+AssumeSampling = Annotated[bool, typer.Option("--assume-sampling", help="take unknown sampling settings to be RUN's")]
 Log = Annotated[Path, typer.Argument(help="directory that the gateway logs to")]
 
 
@@ -52,15 +50,11 @@ class GatewayOptions:
     exclude_tenant: Annotated[
         list[str] | None, typer.Option(help="value of x-understudy-tenant whose requests are never logged; repeatable")
     ] = None
-    usage: Annotated[
-        bool, typer.Option("--usage", help="ask engines for usage in streams; vLLM sends its counts with it")
-    ] = False
+    usage: Annotated[bool, typer.Option("--usage", help="ask for usage in streams; vLLM sends counts with it")] = False
     sampling: Annotated[str, typer.Option(help="sampling defaults of the engines, e.g. temperature=0.7,top_p=0.8")] = ""
     max_body: Annotated[int, typer.Option(help="largest request body in bytes", min=1)] = 16 << 20
     max_connections: Annotated[int, typer.Option(help="connections served at once; more get 503", min=1)] = 2048
-    idle_seconds: Annotated[
-        float, typer.Option(help="seconds without a byte after which a connection is closed", min=1)
-    ] = 300.0
+    idle_seconds: Annotated[float, typer.Option(help="seconds without a byte until a connection closes", min=1)] = 300.0
 
 
 @dataclass(frozen=True)
@@ -162,36 +156,26 @@ class RefreshOptions:
 
     run: Annotated[Path, typer.Argument(help="run folder of the first version of the served draft")]
     overrides: Overrides = None
-    traffic: Annotated[
-        Path | None, typer.Option(help="log directory of the gateway; without it, v0001 is published")
-    ] = None
+    traffic: Annotated[Path | None, typer.Option(help="the gateway's --log; without it, v0001 is published")] = None
     drafts: Annotated[Path | None, typer.Option(help="folder of the draft's versions; default: drafts/NAME")] = None
     share: Annotated[float, typer.Option(help="share of the training prompts that comes from traffic")] = 0.5
-    probe_steps: Annotated[
-        int, typer.Option(help="trial steps on fresh traffic that measure whether there is headroom")
-    ] = 30
+    probe_steps: Annotated[int, typer.Option(help="trial steps on fresh traffic that measure the headroom")] = 30
     margin: Annotated[float, typer.Option(help="largest allowed loss of alpha on an old slice")] = 0.01
     false_alarms: Annotated[
         float, typer.Option(help="probability of at least one false alarm in 1,000 requests after the baseline")
     ] = 0.01
     drop: Annotated[float, typer.Option(help="fall in accepted/drafted that the alarm should detect fast")] = 0.05
-    burn_in: Annotated[
-        int, typer.Option(help="first requests of a slice under a version that are its baseline, at least 30")
-    ] = 150
+    burn_in: Annotated[int, typer.Option(help="a version's first requests of a slice, its baseline; at least 30")] = 150
     payback_days: Annotated[float, typer.Option(help="days within which the training must pay for itself")] = 7.0
     target_version: TargetVersion = ""
     assume_sampling: AssumeSampling = False
-    keep: Annotated[
-        int, typer.Option(help="number of newest versions to keep; the current one and its parent always stay")
-    ] = 5
+    keep: Annotated[int, typer.Option(help="newest versions to keep; the current one and its parent always stay")] = 5
     launcher: Launcher = ""
     dry_run: Annotated[bool, typer.Option("--dry-run", help="print the reasons and write nothing")] = False
     force: Annotated[
         bool, typer.Option("--force", help="train in any case; the statistical test still decides whether to publish")
     ] = False
-    approve: Annotated[
-        str, typer.Option(help="your name; a version that passes the test becomes `current` at once")
-    ] = ""
+    approve: Annotated[str, typer.Option(help="your name; a version that passes the test is `current` at once")] = ""
     trust_remote_code: TrustRemoteCode = False
 
 
@@ -215,9 +199,7 @@ class RolloutOptions:
     ] = ""
     engine_url: Annotated[str, typer.Option(help="instead: address of a running engine that has the new version")] = ""
     port: Annotated[int, typer.Option(help="port of the new engine; default: a free one", min=0, max=65535)] = 0
-    share: Annotated[
-        float, typer.Option(help="share of the conversations for the new version while the two are compared")
-    ] = 0.1
+    share: Annotated[float, typer.Option(help="the new version's share of conversations during the comparison")] = 0.1
     margin: Annotated[float, typer.Option(help="allowed fall in acceptance; 0 = a certain gain is required")] = 0.0
     slower: Annotated[
         float, typer.Option(help="take it back when its time per token is certainly higher by this share; 0.05 = 5 %")

@@ -85,9 +85,7 @@ def _looping(ids_L: np.ndarray, text_L: np.ndarray, said_L: np.ndarray) -> np.nd
 class RepetitionShares(Record):
     """How much of some text repeats itself."""
 
-    repeated: float = Field(
-        description="share of tokens inside a sequence of 8 that occurred earlier in prompt or response"
-    )
+    repeated: float = Field(description="share of tokens in a sequence of 8 that occurred before in prompt or response")
     looping: float = Field(
         description="share of tokens in a loop: a period of 1 to 64 tokens, repeated at least twice and for at least 16 tokens"
     )

@@ -44,9 +44,7 @@ class SliceRow(Record):
     tokens: int = Field(description="tokens in the slice")
     prompts: int = Field(description="prompts in the slice")
     alpha: dict[str, float] = Field(description="alpha by draft")
-    alpha_ci: dict[str, Interval | None] = Field(
-        {}, description="95 % interval by draft, not corrected for the other rows"
-    )
+    alpha_ci: dict[str, Interval | None] = Field({}, description="95 % interval by draft, not corrected for other rows")
     gain: float | None = Field(None, description="draft minus undistilled draft")
     gain_ci: Interval | None = Field(None, description="its interval, at `corrected_confidence`")
     certain: Certain | None = Field(None, description="whether the interval excludes 0, on enough prompts")

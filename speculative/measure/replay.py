@@ -311,9 +311,7 @@ class ReplayCheck(Record):
 
     predicted_blocks: float = Field(description="by replay")
     live_blocks: int = Field(description="counted")
-    z: float | None = Field(
-        None, description="difference in standard errors; null: different although nothing is random"
-    )
+    z: float | None = Field(None, description="gap in standard errors; null: different although nothing is random")
     agrees: bool = Field(True, description="whether the difference can be chance")
 
 
