@@ -149,9 +149,8 @@ def check_prompts(
     known, max_tokens = vocab_rows(target), settings.max_tokens
     context, name = context_of(target, drafter)
     for prompt in prompts:
-        if not (isinstance(prompt, tuple) and len(prompt) == 2 and isinstance(prompt[0], str)) or isinstance(
-            prompt[1], str
-        ):
+        paired = isinstance(prompt, tuple) and len(prompt) == 2
+        if not paired or not isinstance(prompt[0], str) or isinstance(prompt[1], str):
             raise UserError(
                 f"a prompt is {str(prompt)[:60]!r}: give pairs (key, token ids), as in ('first', [1, 2, 3])"
             )
@@ -222,9 +221,8 @@ class _Call:
         self.rows = min(batch_size, len(prompts))
         self.runner = resolve_runner(options.get("runner", "auto"), target.device)
         context, _ = context_of(target, drafter) if settings.fit_context else (None, "")
-        self.budgets = [
-            min(settings.max_tokens, (context or len(ids) + settings.max_tokens) - len(ids)) for _, ids in prompts
-        ]
+        most = settings.max_tokens
+        self.budgets = [min(most, (context or len(ids) + most) - len(ids)) for _, ids in prompts]
         self.seats: list[_Seat | None] = [None] * self.rows
         self.in_order, self.began = options.get("in_order", False), 0.0
         late = options.get("draft_reads_late", False) and settings.tree is None
@@ -308,9 +306,8 @@ class _Call:
         policy, began, recorded = self.policy, time.perf_counter(), loop.timing.recording_calls
         outcome = loop.run_block(policy.choose(loop.active_R), policy.stop_below)
         seconds = time.perf_counter() - began if loop.timing.recording_calls == recorded else None
-        policy.record(
-            outcome.drafted_ids_RG.shape[1], outcome.rows_R, outcome.drafted_counts_R, outcome.accepted_R, seconds
-        )
+        width, rows = outcome.drafted_ids_RG.shape[1], (outcome.rows_R, outcome.drafted_counts_R, outcome.accepted_R)
+        policy.record(width, *rows, seconds)
         return self._committed(loop, outcome)
 
     def _committed(self, loop: BlockLoop, outcome: BlockOutcome) -> tuple[list[Event], list[int]]:

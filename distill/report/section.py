@@ -12,7 +12,7 @@ from distill.report.view import View
 
 @dataclass(frozen=True)
 class Piece:
-    """A part that is neither a paragraph nor a table: the template branch `kind`, given `values`."""
+    """A part that is neither a paragraph nor a table: the template branch `kind` (`fine`: small type; `heading`, ...), given `values`."""
 
     kind: str
     values: Any
@@ -45,16 +45,6 @@ def section(name: str, title: str, *, order: int, nav: str = "") -> Callable[[Ca
         return make
 
     return register
-
-
-def fine(line: str) -> Piece:
-    """A paragraph in small type."""
-    return Piece("fine", line)
-
-
-def heading(title: str) -> Piece:
-    """A heading inside a section."""
-    return Piece("heading", title)
 
 
 def figures(view: View, *captions: tuple[str, str]) -> Piece:

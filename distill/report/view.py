@@ -78,9 +78,8 @@ class View:
     @cached_property
     def ways(self) -> list[str]:
         """Every way with a curve or a slice, the drafts first."""
-        return list(
-            dict.fromkeys([*(one.way for one in self.verdict.drafts), *(self.curves.ways if self.curves else {})])
-        )
+        drafts, curves = [one.way for one in self.verdict.drafts], self.curves.ways if self.curves else {}
+        return list(dict.fromkeys([*drafts, *curves]))
 
     @cached_property
     def curves(self) -> RuleCurves | None:
@@ -91,9 +90,8 @@ class View:
     @cached_property
     def survival(self) -> dict[str, list[float]]:
         """{way: share of blocks whose first j tokens are all accepted}: live for the judged draft if it was decoded, else by replay."""
-        found = {
-            way: curve.survival for way, curve in (self.in_order(self.curves) if self.curves else []) if curve.survival
-        }
+        curves = self.in_order(self.curves) if self.curves else []
+        found = {way: curve.survival for way, curve in curves if curve.survival}
         return found | ({self.draft.way: self.verdict.survival} if self.verdict.survival else {})
 
     def in_order(self, curves: RuleCurves) -> list[tuple[str, Curve]]:

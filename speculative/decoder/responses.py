@@ -293,10 +293,8 @@ def append_block(
         # Tokens drafted after a replaced token belong to another text.
         if response.finish_reason is not None or replaced:
             break
-    kept = len(appended)
-    response.log_target_probs += (
-        [0.0] * kept if outcome.log_probs_RG1 is None else outcome.log_probs_RG1[row, :kept].tolist()
-    )
+    kept, log_probs_RG1 = len(appended), outcome.log_probs_RG1
+    response.log_target_probs += [0.0] * kept if log_probs_RG1 is None else log_probs_RG1[row, :kept].tolist()
     response.proposed_mask += [1] * min(accepted, kept) + [0] * (kept - min(accepted, kept))
     if replaced:
         response.proposed_mask[-1] = 0

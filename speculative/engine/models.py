@@ -34,12 +34,10 @@ def max_positions(config: PretrainedConfig) -> int | None:
     config = config.get_text_config(decoder=True)
     value = getattr(config, "max_position_embeddings", None)
     longest = value if isinstance(value, int) and value > 0 else None
-    rope = getattr(config, "rope_parameters", None) or {}
+    rope, unchanged_name = getattr(config, "rope_parameters", None) or {}, "original_max_position_embeddings"
     for own in [rope, *(part for part in rope.values() if isinstance(part, dict))]:
         if own.get("rope_type") in ("longrope", "dynamic"):
-            unchanged = own.get("original_max_position_embeddings") or getattr(
-                config, "original_max_position_embeddings", None
-            )
+            unchanged = own.get(unchanged_name) or getattr(config, unchanged_name, None)
             longest = min(limit for limit in (unchanged, longest) if limit) if unchanged or longest else None
     return longest
 

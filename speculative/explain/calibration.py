@@ -194,14 +194,10 @@ def by_prompt(
     texts: Sequence[SlicedText], scores: Sequence[TokenScores], rule: str
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(expected drafted tokens (P, C), accepted ones (P, C), mean confidence (C,)). Raises ValueError as `calibration`."""
-    keys, by_response = [text.prompt for text in texts], [_drafted(own, rule) for own in scores]
-    sums_2NC = (
-        np.array([[values_TC.sum(0) for values_TC in own] for own in by_response]).reshape(-1, 2, BINS).swapaxes(0, 1)
-    )
-    drafted_PC, accepted_PC = (
-        np.stack([sum_by_prompt(keys, values_N) for values_N in sums_NC.T], 1) for sums_NC in sums_2NC
-    )
-    return drafted_PC, accepted_PC, _mean_confidences(scores, rule)
+    keys = [text.prompt for text in texts]
+    sums_N = np.array([np.sum(_drafted(own, rule), axis=1).ravel() for own in scores]).reshape(-1, 2 * BINS)
+    sums_P = np.stack([sum_by_prompt(keys, values_N) for values_N in sums_N.T], 1)
+    return sums_P[:, :BINS], sums_P[:, BINS:], _mean_confidences(scores, rule)
 
 
 def _words(bins: Sequence[CalibrationBin], error: float) -> str:

@@ -70,9 +70,8 @@ def _looping(ids_L: np.ndarray, text_L: np.ndarray, said_L: np.ndarray) -> np.nd
     marked_L = np.zeros(len(ids_L), dtype=bool)
     for period in range(1, min(LONGEST_PERIOD, len(ids_L) - 1) + 1):
         same_L = np.zeros(len(ids_L) + 1, dtype=bool)
-        same_L[period:-1] = (
-            (ids_L[period:] == ids_L[:-period]) & (text_L[period:] == text_L[:-period]) & said_L[period:]
-        )
+        same_L[period:-1] = (ids_L[period:] == ids_L[:-period]) & said_L[period:]
+        same_L[period:-1] &= text_L[period:] == text_L[:-period]
         # A stretch in one text and one in the next are parted: the next begins with its prompt, or has nothing before it.
         edges = np.flatnonzero(np.diff(same_L, prepend=False))
         begins, ends = edges[::2], edges[1::2]

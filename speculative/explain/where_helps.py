@@ -11,7 +11,7 @@ from pydantic import Field
 
 from speculative.explain.repetition import repeats
 from speculative.explain.slices import SlicedText
-from speculative.measure.effects import fewest_prompts
+from speculative.measure.effects import CONFIDENCE, fewest_prompts
 from speculative.measure.intervals import Interval, intervals_of_sums, sum_by_prompt
 from speculative.measure.measured import TARGET
 from speculative.measure.record import Record, Text
@@ -36,9 +36,7 @@ class WhereRow(Record):
     )
 
 
-def where_each_helps(
-    texts: Sequence[SlicedText], steps: Mapping[str, Sequence[float] | np.ndarray], confidence: float = 0.95
-) -> list[WhereRow]:
+def where_each_helps(texts: Sequence[SlicedText], steps: Mapping[str, Sequence[float] | np.ndarray]) -> list[WhereRow]:
     """Speed-ups over the target alone of several ways to decode, by domain and by how much a response repeats (`repetition.repeats`); each
     dimension's rows partition the responses that have a token.
 
@@ -66,7 +64,7 @@ def where_each_helps(
         for part, rows in parts:
             keys, inside = [texts[row].prompt for row in rows], {name: column[rows] for name, column in columns.items()}
             tokens = int(found.tokens_N[rows].sum())
-            speeds, intervals, best, certain = _compared(keys, inside, confidence, len(parts))
+            speeds, intervals, best, certain = _compared(keys, inside, len(parts))
             told.append(
                 WhereRow(
                     dimension=dimension, name=part, tokens=tokens, prompts=len(set(keys)),
@@ -81,19 +79,14 @@ def _thirds(rows: list[int], shares_R: np.ndarray) -> list[tuple[str, list[int]]
     """Responses by their repeated share: lowest, middle and highest third, fewer where many are equal."""
     low, high = np.quantile(shares_R, [1 / 3, 2 / 3], method="inverted_cdf")
     thirds_R = (shares_R > low).astype(int) + (shares_R > high)
-    names = (
-        f"up to {100 * low:.0f} % repeated",
-        f"up to {100 * high:.0f} % repeated",
-        f"more than {100 * high:.0f} % repeated",
-    )
-    parts = [
-        (name, [row for row, own in zip(rows, thirds_R, strict=True) if own == at]) for at, name in enumerate(names)
-    ]
+    edges = (f"up to {100 * low:.0f}", f"up to {100 * high:.0f}", f"more than {100 * high:.0f}")
+    places = (np.flatnonzero(thirds_R == at).tolist() for at in range(len(edges)))
+    parts = [(f"{edge} % repeated", [rows[place] for place in own]) for edge, own in zip(edges, places, strict=True)]
     return [(name, inside) for name, inside in parts if inside]
 
 
 def _compared(
-    prompt_keys: Sequence[Any], columns: Mapping[str, np.ndarray], confidence: float, parts: int
+    prompt_keys: Sequence[Any], columns: Mapping[str, np.ndarray], parts: int
 ) -> tuple[dict[str, float], dict[str, Interval | None], str, bool]:
     """Speed-ups of one slice, their intervals, which way is fastest and whether for certain; columns: steps (N,), the target's last."""
     names = list(columns)
@@ -113,9 +106,9 @@ def _compared(
             all_speeds = sums_C[..., -1:] / sums_C
         return all_speeds[..., place : place + 1] - np.delete(all_speeds, place, axis=-1)
 
-    corrected = 1.0 - (1.0 - confidence) / max(1, parts * others)
+    corrected = 1.0 - (1.0 - CONFIDENCE) / max(1, parts * others)
     enough = others > 0 and prompts >= fewest_prompts(corrected)
     certain = enough and all(low > 0.0 for low, _ in intervals_of_sums(sums_PC, leads_of, corrected))
-    intervals = [*intervals_of_sums(sums_PC, speeds_of, confidence)] if prompts > 1 else [None] * others
+    intervals = [*intervals_of_sums(sums_PC, speeds_of, CONFIDENCE)] if prompts > 1 else [None] * others
     by_way = {name: speeds[name] for name in names[:-1]}
     return by_way, dict(zip(names[:-1], intervals, strict=True)), best, bool(certain)

@@ -37,9 +37,8 @@ def kept_by_lookup(text: StoredText, gamma: int, max_ngram: int = 3, min_ngram: 
         if chain:
             pairs = zip(chain, said[position:], strict=False)
             left = len(said) - position
-            kept_T[position] = next(
-                (place for place, (one, other) in enumerate(pairs) if one != other), min(gamma, left)
-            )
+            parted = (place for place, (one, other) in enumerate(pairs) if one != other)
+            kept_T[position] = next(parted, min(gamma, left))
         index.read([token_id])
     return kept_T
 

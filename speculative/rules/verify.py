@@ -179,9 +179,8 @@ def verify_block(
 
     behind_B = accepted_B.clamp_max(gamma - 1)
     if draft_probs_BGV is None:
-        correction_BV = tested_probs_BGV[rows_B, behind_B].scatter_(
-            1, draft_ids_BG[rows_B, behind_B].unsqueeze(-1), 0.0
-        )
+        cut_ids_B1 = draft_ids_BG[rows_B, behind_B].unsqueeze(-1)
+        correction_BV = tested_probs_BGV[rows_B, behind_B].scatter_(1, cut_ids_B1, 0.0)
         mass_B1 = correction_BV.sum(-1, keepdim=True)
     else:
         correction_BV = residual_BGV[rows_B, behind_B]

@@ -170,9 +170,8 @@ class Gateway:
         """Stream the engine's response; read the next piece after the client took the last one."""
         asked, arm, scope, send = exchange.asked, exchange.arm, exchange.scope, exchange.send
         target = scope["raw_path"] + (b"?" + scope["query_string"] if scope["query_string"] else b"")
-        async with self.upstream.ask(
-            scope["method"], arm.url, target, _passed_on(scope["headers"]), asked.body
-        ) as response:
+        headers = _passed_on(scope["headers"])
+        async with self.upstream.ask(scope["method"], arm.url, target, headers, asked.body) as response:
             told = dict(response.headers)
             if b"transfer-encoding" in told:
                 told.pop(b"content-length", None)  # With both headers, the chunks count.

@@ -118,12 +118,10 @@ def export_traffic(options: ExportTrafficOptions) -> Exported:
     if to.exists():
         raise UserError(f"--to {to}: already exists; give a new folder, or delete this one first")
     traffic, serving = read_traffic(log), known.config.serving
-    versions = (
-        {options.target_version} if options.target_version else {known.manifest["target"], known.config.target.path}
-    )
-    longest = min(
-        known.made_with["context_length"] - serving.max_tokens, known.config.data.max_prompt_tokens or 1 << 30
-    )
+    own = {known.manifest["target"], known.config.target.path}
+    versions = {options.target_version} if options.target_version else own
+    most = known.config.data.max_prompt_tokens or 1 << 30
+    longest = min(known.made_with["context_length"] - serving.max_tokens, most)
     wanted = Wanted(known.manifest["sampling"], versions, longest, known.vocab_rows, options.assume_sampling)
     reviews = read_reviews(log)
     ignored = {one for one, said in reviews.items() if said == "ignore"}

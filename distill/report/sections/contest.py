@@ -1,7 +1,7 @@
 """Sections on speed: every way to decode, one request at a time and under load, and latency."""
 
 from distill.report.measured import load_table, stages_table, waits_table, ways_tables
-from distill.report.section import Made, Piece, fine, section
+from distill.report.section import Made, Piece, section
 from distill.report.view import View
 from distill.run.verdict_record import Verdict
 from speculative.measure.effects import Effects, words
@@ -10,7 +10,8 @@ from speculative.measure.effects import Effects, words
 @section("numbers", "The numbers", order=10)
 def numbers(view: View) -> Made:
     """The tables of ways, and how certain the gain is."""
-    return [*ways_tables(view.verdict), *map(fine, effect_lines(view.verdict)), Piece("nav", None)]
+    effects = (Piece("fine", line) for line in effect_lines(view.verdict))
+    return [*ways_tables(view.verdict), *effects, Piece("nav", None)]
 
 
 def effect_lines(verdict: Verdict) -> list[str]:

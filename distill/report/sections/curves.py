@@ -1,6 +1,6 @@
 """Curves: acceptance over steps, survival by position, speed-up over gamma, the draft's confidence."""
 
-from distill.report.section import Made, Part, Piece, figures, fine, heading, section
+from distill.report.section import Made, Part, Piece, figures, section
 from distill.report.table import Cell, Column, Table
 from distill.report.view import View
 
@@ -51,11 +51,16 @@ def speed(view: View) -> Made:
         ),
     ]
     rules = rules_table(view)
-    parts += [heading("Under each engine's rule"), rules] if rules.cells else []
+    parts += [Piece("heading", "Under each engine's rule"), rules] if rules.cells else []
     refused = view.result.curves.refused if view.result.curves else {}
-    parts += [fine(f"Rule {rule} is left out: {why}.") for rule, why in refused.items()]
-    parts += [heading("At other step times"), Piece("given", (given_words(view), view.given, given_table(view)))]
-    return [*parts, figures(view, ("given", "predicted speed-up at these times"))]
+    parts += [Piece("fine", f"Rule {rule} is left out: {why}.") for rule, why in refused.items()]
+    given = Piece("given", (given_words(view), view.given, given_table(view)))
+    return [
+        *parts,
+        Piece("heading", "At other step times"),
+        given,
+        figures(view, ("given", "predicted speed-up at these times")),
+    ]
 
 
 def speed_line(view: View) -> str:

@@ -2,7 +2,7 @@
 
 import shlex
 
-from distill.report.section import Made, Part, Piece, fine, heading, section
+from distill.report.section import Made, Part, Piece, section
 from distill.report.sections.curves import of_block
 from distill.report.view import View
 from distill.run.result import Result
@@ -37,12 +37,10 @@ def run(view: View) -> Made:
     """Provenance, the config and the checks made before measuring."""
     result = view.result
     parts: list[Part] = [Piece("facts", run_facts(view))]
-    if result.files.get("proposals"):
-        parts.append(
-            fine(f"Every proposed token with its probabilities is in {result.files['proposals']}, next to result.json.")
-        )
+    if name := result.files.get("proposals"):
+        parts.append(Piece("fine", f"Every proposed token with its probabilities is in {name}, next to result.json."))
     parts += [Piece("config", result.config)] if result.config else []
-    return [*parts, heading("Checks before measuring"), Piece("list", check_lines(result))]
+    return [*parts, Piece("heading", "Checks before measuring"), Piece("list", check_lines(result))]
 
 
 @section("serve", "Serve it", order=99, nav="Serve it")

@@ -2,7 +2,7 @@
 
 import re
 
-from distill.report.section import Made, Part, Piece, fine, section
+from distill.report.section import Made, Part, Piece, section
 from distill.report.table import Cell, Column, Table
 from distill.report.view import View
 from speculative.explain.disagreements import Disagreement
@@ -35,7 +35,7 @@ def slices(view: View) -> Made:
         "the most rejected tokens."
     )
     tables = [slice_table(view, group) for group in view.result.slices if group.rows]
-    return [intro, fine(slices_line(view)), *tables]
+    return [intro, Piece("fine", slices_line(view)), *tables]
 
 
 def slices_line(view: View) -> str:
