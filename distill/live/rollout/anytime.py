@@ -111,9 +111,8 @@ def boundary(variance: Numbers, level: float, scale: float = SCALE) -> Numbers:
 
 
 def requests_to_see(difference: float, spread: float, share: float, level: float) -> int:
-    """Requests of both arms together after which a difference is certain with probability POWER; an earlier certainty is
-    ignored. spread: standard deviation of a request's residual, in units of the rate (sqrt(variance x requests) of an arm). share: of the
-    new arm, in (0, 1).
+    """Requests of both arms together after which a difference is certain with probability POWER; an earlier certainty is ignored. spread:
+    standard deviation of a request's residual, in units of the rate (sqrt(variance x requests) of an arm). share: of the new arm.
     """
 
     def short(log_variance: float) -> float:

@@ -28,7 +28,8 @@ TAKEN_BACK = 3  # exit status
 SILENT_POLLS = 3  # an engine that fails this number of checks in a row is treated as dead
 TOLD_SECONDS = 10.0
 HEED_SECONDS = 5.0  # within which a gateway must have read arms.json
-_UNHEEDED = 1e-6  # less likely than this: that no conversation reached the new engine though arms.json was read
+# If chance is less likely than this to keep every conversation from the new engine, the gateway ignores arms.json.
+_UNHEEDED = 1e-6
 
 
 def rollout(options: RolloutOptions) -> int:
