@@ -41,6 +41,7 @@ class EndpointTarget:
     """A target at a server. Safe to use from threads; no request is made before the first call."""
 
     most_bytes = 1 << 28  # Size limit of one answer.
+    label = "target.path"  # The target's name in errors.
     no_completion = "the answer is not a completion ({said}); target.endpoint.url must be that of an OpenAI-compatible server and end in /v1"
 
     def __init__(self, endpoint: Endpoint, tokenizer: Any, vocab_rows: int, record: Path | None = None) -> None:
@@ -105,8 +106,8 @@ class EndpointTarget:
         ours = list(self.tokenizer(_PROBE_TEXT, add_special_tokens=False)["input_ids"])
         if theirs is not None and list(theirs) != ours:
             raise UserError(
-                f"{self.endpoint.url}: {self.model} splits text into other tokens than the tokenizer of target.path "
-                f"({theirs[:6]}... and {ours[:6]}...); set target.path to the directory or hub id of the served model"
+                f"{self.endpoint.url}: {self.model} splits text into other tokens than the tokenizer of {self.label} "
+                f"({theirs[:6]}... and {ours[:6]}...); set {self.label} to the directory or hub id of the served model"
             )
         self._recognise()
 
@@ -235,8 +236,8 @@ class EndpointTarget:
             ids = [*ids, said if isinstance(said, int) and said in eos_ids else eos_ids[0]]
         if foreign := [token for token in ids if not 0 <= token < self.vocab_rows]:
             raise UserError(
-                f"{self.endpoint.url}: {self.model} returned token {foreign[0]}, but the vocabulary of target.path has {self.vocab_rows} rows; "
-                "target.path must be the served model"
+                f"{self.endpoint.url}: {self.model} returned token {foreign[0]}, but the vocabulary of {self.label} has {self.vocab_rows} rows; "
+                f"{self.label} must be the served model"
             )
         return ids
 

@@ -136,6 +136,21 @@ def difference(before: ServerCounts, after: ServerCounts) -> ServerCounts:
     return ServerCounts(after.engine, accepted_G=tuple(place or 0 for place in places), **changes)
 
 
+def as_counts(alone: ServerCounts) -> dict[str, Any]:
+    """Counts of the one request between two scrapes, in the format that `read_counts` reads (AIPerf's); empty if they are sums only."""
+    if alone.blocks is None or alone.accepted is None or alone.drafted is None:
+        return {}
+    at_least_G = (alone.blocks, *alone.accepted_G, 0)
+    found: dict[str, Any] = {
+        "engine": alone.engine, "num_accepted_draft_tokens": alone.accepted, "num_draft_tokens": alone.drafted,
+        "num_spec_steps": alone.blocks,
+    }  # fmt: skip
+    if alone.accepted_G:
+        histogram = [one - more for one, more in itertools.pairwise(at_least_G)]
+        found |= {"num_spec_tokens": len(alone.accepted_G), "acceptance_histogram": histogram}
+    return {"spec_decode_acceptance": found}
+
+
 def mean_length(page: Page, server_info: Any) -> float | None:
     """Return tokens per block since the start of an SGLang: the gauge's mean over ranks, or /server_info; None if not reported."""
     values: list[Any] = [value for _, value in page.get("sglang:spec_accept_length", [])]

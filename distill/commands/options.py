@@ -347,40 +347,6 @@ class ProbeOptions:
 
 
 @dataclass(frozen=True)
-class ReadbackOptions:
-    """Check a running engine against replay.
-
-    understudy readback http://127.0.0.1:8000/v1 --run runs/demo
-
-    understudy readback http://127.0.0.1:8000/v1 --run runs/demo --plain http://127.0.0.1:8001/v1
-
-    Sends the run's held-out prompts to the engine. Checks that it accepts the draft as replay predicts and that its text is
-    the target's own.
-
-    Exit status: 0 both hold, 1 one does not, 2 a mistake in the command or a server that does not answer.
-    """
-
-    url: Annotated[str, argument("URL of the running engine with the draft, e.g. http://127.0.0.1:8000/v1")]
-    run: Annotated[Path, option("run folder whose best draft is served")]
-    plain: Annotated[str, option("URL of the same engine without the draft, to measure the speed-up")] = ""
-    rule: Annotated[
-        str, option("auto, or the engine's rule: greedy (temperature 0), greedy-draft, sample or block")
-    ] = "auto"
-    gamma: Annotated[int | None, option("drafted tokens per block; default: as exported", min=1, max=128)] = None
-    drafting: DraftingName = ""
-    prompts: Annotated[int | None, option("held-out prompts to send; default: all of the run's", min=1)] = None
-    concurrency: Annotated[int, option("requests sent at once", min=1, max=1024)] = 1
-    model: Annotated[str, option("name of the model at the server; default: the only one")] = ""
-    timeout: Annotated[float, option("timeout of one request in seconds")] = 600.0
-    api_key_env: KeyVariable = ""
-    seed: Annotated[int, option("seed of the requests, added to the run's seed")] = 0
-    resume: Annotated[bool, option("keep the answers of an interrupted readback", "--resume")] = False
-    trust_remote_code: TrustRemoteCode = False
-    json: Json = False
-    out: Out = None
-
-
-@dataclass(frozen=True)
 class GenerateOptions:
     """Generate text, sped up by a draft.
 

@@ -39,6 +39,24 @@ class GreedyTexts(Record):
         return self.equal + self.near_ties == self.prompts
 
 
+class TriedParameter(Record):
+    """A request parameter, asked of the engine with the draft and of the one without."""
+
+    name: str = Field(description="the parameter")
+    value: str = Field(description="its values, as JSON")
+    mode: Literal["greedy", "seeded"] = Field(
+        description="greedy: at temperature 0; seeded: sampled, same seeds on both"
+    )
+    status: Literal["same", "differs", "refused", "ignored"] = Field(
+        description="same: both give the same texts (for logprobs: also values within 0.05 nats); ignored: it changes texts only "
+        "without the draft; refused: by the engine with the draft or by both"
+    )
+    prompts: int = Field(description="prompts asked")
+    equal: int = Field(0, description="prompts with the same text on both")
+    changed: int = Field(0, description="prompts whose text it changes without the draft")
+    note: Text = Field("", description="the engine's message, or what else differs")
+
+
 class ServedRecord(Record):
     """served.json. Its rows are about the draft, from the second token of each response on: as served, by replay of the served text if
     its token ids are known, and by replay of the run's held-out text. With --plain there is also a row for the target alone.
@@ -50,7 +68,10 @@ class ServedRecord(Record):
     version: str = Field("", description="version that the server reports")
     url: Text = Field(description="URL of the server")
     made: str = Field(description="time of writing, UTC")
-    drafting: Drafting = Field("autoregressive", description="way of drafting in replay: as exported, or --drafting")
+    drafting: Drafting | None = Field(
+        "autoregressive", description="way of drafting in replay: as exported, or --drafting; null without a run"
+    )
+    target: str = Field("", description="--target that the text is compared with; empty: the run's")
     sampling: dict[str, Any] = Field(description="sampling settings of the requests")
     source: str = Field(
         description="`responses`: the engine's counts for each response; `metrics`: the difference of its counters"
@@ -59,17 +80,22 @@ class ServedRecord(Record):
     survival: dict[str, list[float]] = Field(
         description="survival by position in a block: `replay`, and `served` if the engine reports it"
     )
+    survival_ci: list[Interval] | None = Field(
+        None, description="95 % intervals of the served survival over prompts; null: the engine reports only sums"
+    )
     tokens_per_second_ci: Interval = Field(description="95 % interval of tokens/s over prompts, as served")
     latency: float = Field(description="mean seconds per response")
     latency_ci: Interval = Field(description="its 95 % interval over prompts")
-    z: float = Field(
-        description="difference between served and replayed blocks in standard errors; an absolute value above 4 is not chance"
+    z: float | None = Field(
+        description="difference between served and replayed blocks in standard errors; an absolute value above 4 is not chance; null "
+        "without a run"
     )
     agrees: bool = Field(description="whether tau, gamma, the greedy texts and the distribution of the text all agree")
     greedy: GreedyTexts | None = Field(None, description="comparison of greedy texts; null: not made")
     text_law: TextLawRecord | None = Field(
         None, description="test of the sampled text; null: greedy text, or weights or token ids are not known here"
     )
+    parameters: list[TriedParameter] = Field([], description="request parameters that were tried (--parameters)")
     causes: list[Text] = Field([], description="causes of disagreement that were found by tests")
     notes: list[Text] = Field([], description="notes for the reader")
 
@@ -79,14 +105,14 @@ class ServedRecord(Record):
         return self.measured[0]
 
     @property
-    def replay(self) -> Measured:
-        """The expected row: by replay of the served text if it is known, else of the run's own text."""
-        return next(row for row in self.measured if "replay" in row.how.values())
+    def replay(self) -> Measured | None:
+        """The expected row: by replay of the served text if it is known, else of the run's own text; None without a run."""
+        return next((row for row in self.measured if "replay" in row.how.values()), None)
 
     @property
-    def expected(self) -> Measured:
-        """Replay of the run's own held-out text."""
-        return next(row for row in self.measured if row.text == HELD_OUT)
+    def expected(self) -> Measured | None:
+        """Replay of the run's own held-out text; None without a run."""
+        return next((row for row in self.measured if row.text == HELD_OUT), None)
 
     @property
     def where(self) -> str:

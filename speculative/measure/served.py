@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from speculative.measure.intervals import Interval, ratio_interval
 from speculative.measure.replay import (
     GREEDY_BLOCK_TOLERANCE,
     WORRYING_Z,
@@ -54,6 +55,14 @@ class ServedBlocks:
             start += accepted + 1
         return found
 
+    def sums(self, gamma: int) -> tuple[np.ndarray, np.ndarray]:
+        """(blocks that drafted, blocks that accepted, at least the first j tokens), each (J,), without tokens after the end."""
+        blocks_J, kept_J = np.zeros(gamma), np.zeros(gamma)
+        for _, drafted, accepted in self.inside():
+            blocks_J[: min(drafted, gamma)] += 1
+            kept_J[: min(accepted, gamma)] += 1
+        return blocks_J, kept_J
+
     @property
     def whole(self) -> bool:
         """Whether the blocks explain the response: the last one reaches its end, and none begins after it."""
@@ -84,12 +93,16 @@ def predicted_shares(
 
 def served_shares(served: Sequence[ServedBlocks], gamma: int) -> tuple[list[float], float]:
     """(survival by place, accepted/drafted) of the blocks an engine reported one by one, counted as in `predicted_shares`."""
-    blocks_J, kept_J = np.zeros(gamma), np.zeros(gamma)
-    for one in served:
-        for _, drafted, accepted in one.inside():
-            blocks_J[: min(drafted, gamma)] += 1
-            kept_J[: min(accepted, gamma)] += 1
+    blocks_J, kept_J = (np.sum(sums, 0) for sums in zip(*(one.sums(gamma) for one in served), strict=True))
     return shares_of(blocks_J, kept_J)
+
+
+def survival_intervals(blocks_NJ: np.ndarray, kept_NJ: np.ndarray) -> list[Interval]:
+    """95 % intervals of survival by place over responses, from their `ServedBlocks.sums`; [0, 1] where nothing was drafted."""
+    return [
+        ratio_interval(kept_N[blocks_N > 0], blocks_N[blocks_N > 0]) if blocks_N.any() else (0.0, 1.0)
+        for blocks_N, kept_N in zip(blocks_NJ.T, kept_NJ.T, strict=True)
+    ]
 
 
 def canary(share: float, expected: float, blocks: int) -> str:

@@ -19,7 +19,8 @@ from engine_process import ROOT, Server, serving
 
 from data.responses.store import Store
 from distill.commands.export import export_run
-from distill.commands.options import ExportOptions, ReadbackOptions
+from distill.commands.options import ExportOptions
+from distill.commands.readback.options import ReadbackOptions
 from distill.commands.readback.readback import readback_command
 from distill.config.layout import CONFIG, EXPORT, HELDOUT_GREEDY, RESPONSES
 from distill.models.load import EMBEDDED_FOLDER
@@ -144,7 +145,7 @@ def test_what_it_cannot_do_is_refused(exact: Server, body: Any) -> None:
 def test_a_draft_in_8_bits(greedy: Path) -> None:
     """Converted at the start. The text stays the target's; acceptance is that of the 8-bit draft."""
     with served(greedy, "--draft-weights", "int8") as server:
-        found = readback_command(ReadbackOptions(url=server.url, run=greedy, rule="greedy", gamma=GAMMA, prompts=24))
+        found = readback_command(ReadbackOptions(url=server.url, run=greedy, rule="greedy", gamma=GAMMA, count=24))
     assert found.greedy is not None
     assert found.greedy.same
     assert found.served.accepted_per_drafted == pytest.approx(found.replay.accepted_per_drafted, abs=0.05)

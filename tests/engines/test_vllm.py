@@ -23,7 +23,8 @@ from tiny_training import tiny_tokenizer
 from data.responses.engine_client import EngineClient
 from distill.commands.drift.drift import drift_command
 from distill.commands.export import export_run
-from distill.commands.options import DriftOptions, ExportOptions, ReadbackOptions
+from distill.commands.options import DriftOptions, ExportOptions
+from distill.commands.readback.options import ReadbackOptions
 from distill.commands.readback.readback import readback_command
 from distill.config.layout import ANSWERS, BEST_LINK, EXPORT, HELDOUT_GREEDY, RESPONSES, STUDENT
 from distill.export.load_table import GAMMA_WITHOUT_VERDICT
@@ -195,7 +196,7 @@ def test_the_engine_starts_with_a_draft_in_8_bits(eight_bits: Server) -> None:
 
 def test_a_draft_in_8_bits_is_accepted_as_replay_of_it_says(eight_bits: Server, light: Path) -> None:
     """What is replayed is the export, not the draft that it was made of. Where the CPU's products saturate, that is said."""
-    found = read_back(eight_bits, light, rule="greedy", prompts=12)
+    found = read_back(eight_bits, light, rule="greedy", count=12)
     assert found.greedy.same
     if re.search("vnni|amx_int8", Path("/proc/cpuinfo").read_text()):
         check_agreement(found, "greedy")
@@ -213,7 +214,7 @@ def test_the_engine_starts_with_a_draft_of_one_pass_a_block(one_pass: Server, ma
 
 
 def test_a_block_in_one_pass_is_accepted_as_replay_says(one_pass: Server, masked: Path) -> None:
-    found = read_back(one_pass, masked, rule="greedy", prompts=12, gamma=GAMMA_WITHOUT_VERDICT)
+    found = read_back(one_pass, masked, rule="greedy", count=12, gamma=GAMMA_WITHOUT_VERDICT)
     check_agreement(found, "greedy", GAMMA_WITHOUT_VERDICT)
     assert found.drafting == "parallel"
     assert found.greedy.same
@@ -221,6 +222,6 @@ def test_a_block_in_one_pass_is_accepted_as_replay_says(one_pass: Server, masked
     assert 0 < found.survival["served"][1] < 0.5 * found.survival["served"][0], "the mask is not learnt"
     # What the same answers say to someone who thinks that it drafts token by token.
     other = read_back(
-        one_pass, masked, rule="greedy", prompts=12, gamma=GAMMA_WITHOUT_VERDICT, drafting="autoregressive", resume=True
+        one_pass, masked, rule="greedy", count=12, gamma=GAMMA_WITHOUT_VERDICT, drafting="autoregressive", resume=True
     )
     assert other.causes[0].startswith("drafting: the counts match `draft, one pass a block` (rule greedy, tau 1.")

@@ -14,8 +14,8 @@ from tiny_training import fresh_accelerator
 
 from data.responses import engine_client
 from data.responses.rendered import RenderedPrompt
-from distill.commands.options import ReadbackOptions
-from distill.commands.readback import readback
+from distill.commands.readback import source
+from distill.commands.readback.options import ReadbackOptions
 from distill.commands.readback.readback import readback_command
 from distill.config.load import dump_config, load_config
 from distill.models.target import Target
@@ -59,7 +59,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch, frozen: FrozenText, draft: Any) -> N
     """Nothing is waited for, and models are loaded once."""
     monkeypatch.setattr(engine_client, "_SETTLED_SECONDS", 0.001)
     monkeypatch.setattr(
-        readback, "load_frozen_text", lambda run, rule, *_: load_frozen_text(run, rule) if rule else frozen
+        source, "load_frozen_text", lambda run, rule, *_: load_frozen_text(run, rule) if rule else frozen
     )
     monkeypatch.setattr(FrozenText, "draft", lambda own, path: draft)
 

@@ -11,7 +11,7 @@ from typing import Any
 from data.files import write_bytes
 from data.responses.engine_client import Answer, EngineClient
 from data.responses.engine_counts import CountsError
-from data.responses.engine_metrics import ServerCounts, difference
+from data.responses.engine_metrics import ServerCounts, as_counts, difference
 from distill.faults import Interrupted
 from speculative.decoder.responses import DecodeSettings
 from speculative.errors import UserError
@@ -42,7 +42,7 @@ class AnswerFile:
 
     def __init__(self, path: Path, client: EngineClient, resume: bool) -> None:
         """``resume``: keep the answers in the file and do not ask for them again."""
-        self.path, self.client, self.fresh = path, client, 0
+        self.path, self.client, self.fresh, self.counting = path, client, 0, False
         self._known: dict[tuple[str, str], dict[str, Any]] = {}
         self._lock = threading.Lock()
         if resume and path.is_file():
@@ -55,22 +55,29 @@ class AnswerFile:
     def __len__(self) -> int:
         return len(self._known)
 
+    def has(self, texts: Sequence[HeldoutResponse], settings: DecodeSettings) -> bool:
+        """Whether all answers are in the file, so that nothing is asked."""
+        return all((text.key, _asked(settings)) in self._known for text in texts)
+
     def answer(self, text: HeldoutResponse, settings: DecodeSettings) -> Answer:
-        """Return the server's answer to a prompt, from the file or by asking.
+        """Return the server's answer to a prompt, from the file or by asking. With `counting`, also its counts, by the server's counters.
 
         Raises:
             UserError: the server is gone; the message states how many answers are kept.
         """
-        asked = settings.sampling.as_dict() | {"max_tokens": settings.max_tokens, "seed": settings.seed}
-        place = text.key, json.dumps(asked)
+        place = text.key, _asked(settings)
         if (row := self._known.get(place)) is not None:
             return self.client.read(row["response"], settings, text.key, row["seconds"], row["first_seconds"])
         try:
+            before = self.client.scrape() if self.counting else None
             found = self.client.ask(text.prompt_ids, settings, text.key)
-        except UserError as error:
+            if before is not None and (after := self.client.scrape(settle=True)) is not None:
+                body = found.body | as_counts(difference(before, after))
+                found = self.client.read(body, settings, text.key, found.seconds, found.first_seconds)
+        except (UserError, CountsError) as error:
             raise UserError(f"{error}; {self.kept}") from error
         with self._lock:
-            values = (text.key, text.domain, asked, found.seconds, found.first_seconds, found.body)
+            values = (text.key, text.domain, json.loads(place[1]), found.seconds, found.first_seconds, found.body)
             row = dict(zip(_KEYS, values, strict=True))
             self._known[place] = row
             if self.fresh:
@@ -87,15 +94,25 @@ class AnswerFile:
         return f"{len(self)} answers are kept in {self.path} (`drift --log` reads them; --resume continues)"
 
 
-def ask(files: Sequence[AnswerFile], texts: Sequence[HeldoutResponse], settings: DecodeSettings) -> Asked:
+def _asked(settings: DecodeSettings) -> str:
+    return json.dumps(settings.sampling.as_dict() | {"max_tokens": settings.max_tokens, "seed": settings.seed})
+
+
+def ask(
+    files: Sequence[AnswerFile], texts: Sequence[HeldoutResponse], settings: DecodeSettings, by_request: bool = False
+) -> Asked:
     """Send every prompt to every server, alternating prompt by prompt so that both see the same machine load.
+
+    by_request: if the answers have no counts and prompts are sent one at a time, read the counters after each. A server whose
+    answers are all in its file is not asked.
 
     Raises:
         UserError: a server is gone or cannot answer, or the --plain server uses a draft.
         Interrupted: Ctrl-C; the message states how many answers are kept.
     """
     own, client = files[0], files[0].client
-    for one in files:
+    lacking = [one for one in files if not one.has(texts, settings)]
+    for one in lacking:
         few = replace(settings, max_tokens=min(WARM_TOKENS, settings.max_tokens))
         warm = one.client.ask(texts[0].prompt_ids, few, "warm")
         seen = one.client.scrape() if one is not own else None
@@ -103,14 +120,15 @@ def ask(files: Sequence[AnswerFile], texts: Sequence[HeldoutResponse], settings:
             raise UserError(
                 f"--plain {one.client.endpoint.url}: this server drafts too; give the same engine without the draft"
             )
-    before = client.scrape(settle=True)
+        one.counting = by_request and one is own and warm.counts is None and client.endpoint.concurrency == 1
+    before = client.scrape(settle=True) if own in lacking else None
     jobs = [(one, text) for text in texts for one in range(len(files))]
     try:
         found = client.each(lambda job: files[job[0]].answer(job[1], settings), jobs)
         answers = {(one, text.key): answer for (one, text), answer in found}
     except KeyboardInterrupt:
         raise Interrupted(own.kept) from None
-    after = client.scrape(settle=True)
+    after = client.scrape(settle=True) if own in lacking else None
     server, reset = None, ""
     # Answers from the file are not in the server's counters.
     if before is not None and after is not None and own.fresh == len(texts):

@@ -22,6 +22,7 @@ from speculative.measure.served import (
     predicted_shares,
     served_agreement,
     served_shares,
+    survival_intervals,
     tau_of,
 )
 from speculative.measure.token_scores import TokenScores, score_tokens
@@ -35,7 +36,8 @@ class Counted:
     """Counts of the server. rows: per response; None if it reports only sums. gamma: drafted tokens per block.
 
     blocks, tokens: sums, without the prefill's token of each response. survival, accepted_per_drafted: None if unknown. spared: tokens
-    at the end of a response that the engine never drafts. varies: how gamma varies; empty if it is constant.
+    at the end of a response that the engine never drafts. varies: how gamma varies; empty if it is constant. survival_ci: over prompts;
+    None for sums only.
     """
 
     source: str
@@ -47,6 +49,7 @@ class Counted:
     accepted_per_drafted: float | None
     spared: int = 0
     varies: str = ""
+    survival_ci: list[Interval] | None = None
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -219,6 +222,7 @@ def _by_response(rows: list[ServedBlocks], asked: Asked) -> Counted:
         )
     said = [one.gamma for one in counts if one.gamma]
     survival: list[float] | None = None
+    ends: list[Interval] | None = None
     if any(row.accepted_B for row in rows):
         gamma = max(max(row.drafted_B, default=0) for row in rows)
         survival, rate = served_shares(rows, gamma)
@@ -232,14 +236,20 @@ def _by_response(rows: list[ServedBlocks], asked: Asked) -> Counted:
             notes.append(
                 f"the blocks of {broken} of {len(rows)} responses do not add up to the response; some calls are not counted"
             )
-        return Counted("responses", rows, blocks, tokens, gamma, survival, rate, _spared(rows, gamma), varies, notes)
+        ends = survival_intervals(*(np.array(sums) for sums in zip(*(one.sums(gamma) for one in rows), strict=True)))
+        return Counted(
+            "responses", rows, blocks, tokens, gamma, survival, rate, _spared(rows, gamma), varies, ends, notes
+        )
     gamma = max(said) if said else max(1, math.ceil(drafted / blocks - 1e-9))
     if all(one.histogram for one in counts):
-        survival = [sum(sum(one.histogram[j:]) for one in counts) / blocks for j in range(1, gamma + 1)]
+        kept_NJ = np.array([[sum(one.histogram[j:]) for j in range(1, gamma + 1)] for one in counts])
+        survival = (kept_NJ.sum(0) / blocks).tolist()
+        blocks_N = np.array([sum(one.histogram) for one in counts])
+        ends = survival_intervals(np.repeat(blocks_N[:, None], gamma, 1), kept_NJ)
     notes.append("the server reports sums per response, so survival includes tokens drafted after its end")
     spared = int(counts[0].engine in _SPARING)
     rate = accepted / drafted if drafted else 0.0
-    return Counted("responses", rows, blocks, tokens, gamma, survival, rate, spared, notes=notes)
+    return Counted("responses", rows, blocks, tokens, gamma, survival, rate, spared, "", ends, notes)
 
 
 def _spared(rows: list[ServedBlocks], gamma: int) -> int:
@@ -251,8 +261,13 @@ def _spared(rows: list[ServedBlocks], gamma: int) -> int:
 
 def tau_interval(counted: Counted, tau: float, predicted: Interval) -> Interval:
     """Return the 95 % interval of the served tau over prompts; for sums only, replay's interval scaled to the served tau."""
+    return own_interval(counted) or (predicted[0] * counted.tau / tau, predicted[1] * counted.tau / tau)
+
+
+def own_interval(counted: Counted) -> Interval | None:
+    """Return the 95 % interval of the served tau over prompts; None for sums only."""
     if counted.rows is None:
-        return predicted[0] * counted.tau / tau, predicted[1] * counted.tau / tau
+        return None
     tokens_N, blocks_N = (
         np.array(counts) for counts in zip(*((row.tokens, row.blocks) for row in counted.rows), strict=True)
     )

@@ -1,5 +1,7 @@
 """Section on a serving engine: its measurements compared with replay (`understudy readback`)."""
 
+import itertools
+
 from distill.report.measured import waits_table
 from distill.report.section import Made, section
 from distill.report.table import Cell, Column, Table
@@ -30,23 +32,45 @@ def served_tables(record: ServedRecord) -> list[Table]:
         "served", Cell(own.tau, own.tau_ci), own.accepted_per_drafted, Cell(own.tokens_per_second, record.tokens_per_second_ci),
         Cell(record.latency, record.latency_ci), Cell(own.speed_up, own.speed_up_ci),
     )  # fmt: skip
-    figures.add("replay", replay.tau, replay.accepted_per_drafted, "", "", "")
-    figures.add("run's text", Cell(expected.tau, expected.tau_ci), "", "", "", "")
-    places = len(record.survival.get("served", record.survival["replay"]))
+    if replay is not None and expected is not None:
+        figures.add("replay", replay.tau, replay.accepted_per_drafted, "", "", "")
+        figures.add("run's text", Cell(expected.tau, expected.tau_ci), "", "", "", "")
+    places = len(record.survival.get("served", record.survival.get("replay", [])))
     survival = Table(["survival of the first", *(Column(str(place + 1), ".3f") for place in range(places))])
+    ends = {"served": record.survival_ci or []}
     for name in ("served", "replay"):
-        known = record.survival.get(name, [])[:places]
-        survival.add(name, *known, *[None] * (places - len(known)))
-    return [figures, survival, *([table] if (table := waits_table(record.measured)).cells else [])]
+        if known := record.survival.get(name, [])[:places]:
+            cells = itertools.zip_longest(known, ends.get(name, []))
+            survival.add(name, *(Cell(*cell) for cell in cells), *[None] * (places - len(known)))
+    tables = [figures, survival, waits_table(record.measured), _parameters(record)]
+    return [table for table in tables if table.cells]
+
+
+def _parameters(record: ServedRecord) -> Table:
+    table = Table(
+        ["parameter", "mode", "same text", "changed without draft", "status", "note"],
+        title="request parameters, with the draft and without",
+    )
+    for one in record.parameters:
+        name = f"{one.name} {one.value}".strip()
+        counts = (
+            ("", "")
+            if one.status == "refused"
+            else (f"{one.equal} of {one.prompts}", f"{one.changed} of {one.prompts}")
+        )
+        table.add(name, one.mode, *counts, one.status, one.note)
+    return table
 
 
 def served_lines(record: ServedRecord) -> list[str]:
     """Whether the engine agrees with replay, and its texts."""
-    replay, text = record.replay, "served text" if record.replay.text == SERVED_TEXT else "run's text"
-    lines = [
-        f"{record.where} {'agrees' if record.agrees else 'DISAGREES'} with replay of the {text} "
-        f"({WAYS[record.drafting]}, rule {replay.rule}, gamma {replay.gamma}): z {record.z:+.1f}."
-    ]
+    replay, lines = record.replay, list[str]()
+    if replay is not None and record.drafting is not None and record.z is not None:
+        text = "served text" if replay.text == SERVED_TEXT else "run's text"
+        lines.append(
+            f"{record.where} {'agrees' if record.agrees else 'DISAGREES'} with replay of the {text} "
+            f"({WAYS[record.drafting]}, rule {replay.rule}, gamma {replay.gamma}): z {record.z:+.1f}."
+        )
     if record.greedy is not None:
         ties = f", {record.greedy.near_ties} more differ after a near-tie" if record.greedy.near_ties else ""
         lines.append(f"{record.greedy.equal} of {record.greedy.prompts} greedy texts are equal token for token{ties}.")

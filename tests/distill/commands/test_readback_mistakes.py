@@ -20,11 +20,11 @@ from refusals import refused
 from data.responses import engine_client
 from data.responses.engine_client import Answer
 from data.responses.engine_counts import RequestCounts
-from distill.commands.options import ReadbackOptions
-from distill.commands.readback import readback
+from distill.commands.readback import source
 from distill.commands.readback.asking import AnswerFile, Asked
 from distill.commands.readback.causes import acceptance_causes
 from distill.commands.readback.comparison import Counted, Replayer, count
+from distill.commands.readback.options import ReadbackOptions
 from distill.commands.readback.readback import readback_command
 from distill.faults import Interrupted
 from distill.run.frozen_text import FrozenText
@@ -58,7 +58,7 @@ def test_a_server_that_is_no_engine_is_one_line(run: Path, page: str, kind: str)
 
 
 def test_a_wrong_second_address_costs_no_answers(make: Callable[..., Engine], run: Path) -> None:
-    read(make(), run, prompts=2)
+    read(make(), run, count=2)
     kept = (run / "served.jsonl").read_bytes()
     with pytest.raises(UserError, match="no server answers"):
         read(make(), run, plain="http://127.0.0.1:9")
@@ -78,7 +78,7 @@ def test_a_run_without_heldout_responses_is_one_line(
 ) -> None:
     for rule in ("sample", "greedy"):
         empty = replace(frozen, responses=[], rule=rule)
-        monkeypatch.setattr(readback, "load_frozen_text", lambda *_, empty=empty: empty)
+        monkeypatch.setattr(source, "load_frozen_text", lambda *_, empty=empty: empty)
         with pytest.raises(UserError, match="no held-out responses"):
             read(make(), run)
 
@@ -152,7 +152,7 @@ def test_gammas_by_load_and_of_the_other_way_are_gammas_of_the_export(run: Path,
     for judged, draft, gammas in (
         (verdict, by_token, (7, 3, 2)), (verdict, by_block, (8, 7, 3)), (None, by_block, (frozen.config.judge.gamma,))
     ):  # fmt: skip
-        assert readback._gammas(ReadbackOptions("", run), frozen, judged, draft) == gammas  # type: ignore[arg-type]
+        assert source._gammas(ReadbackOptions("", run), frozen, judged, draft) == gammas  # type: ignore[arg-type]
 
 
 def counted_of(accepted: list[list[int]], drafted: list[list[int]], tokens: int, engine: str = "vllm") -> Counted:
@@ -188,11 +188,11 @@ def test_llama_cpps_gamma_is_read_whatever_was_asked_for(gamma: int) -> None:
 
 def test_one_prompt_without_token_ids_tells_nothing(make: Callable[..., Engine], run: Path, frozen: FrozenText) -> None:
     with pytest.raises(UserError, match="at least 2 prompts"):
-        read(make(ids=False, tokenizer=frozen.target.tokenizer), run, prompts=1)
+        read(make(ids=False, tokenizer=frozen.target.tokenizer), run, count=1)
 
 
 def test_few_blocks_say_how_little_they_tell(make: Callable[..., Engine], run: Path) -> None:
-    found = read(make(rule="sample"), run, prompts=2, rule="sample")
+    found = read(make(rule="sample"), run, count=2, rule="sample")
     assert any("too few to detect" in note for note in found.notes)
     assert not any("too few" in note for note in read(make(), run, rule="greedy-draft").notes), (
         "nothing is random there"

@@ -1,0 +1,237 @@
+"""What a readback asks, and what it expects. A run has its held-out prompts and expects replay; prompts alone expect nothing of a draft."""
+
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from data.responses.store import Store
+from distill.commands.readback.asking import Asked
+from distill.commands.readback.causes import acceptance_causes, few_note
+from distill.commands.readback.comparison import Counted, Predicted, Replayer, count, own_interval, tau_interval
+from distill.commands.readback.options import ReadbackOptions
+from distill.commands.target import open_target
+from distill.config.layout import EXPORT, HELDOUT_GREEDY, RESPONSES, VERDICT
+from distill.export.load_table import drafts_by, gamma_plan
+from distill.models.target import Target
+from distill.run.frozen_text import FrozenText, load_frozen_text
+from distill.run.prompts import asked_rows, render_rows
+from distill.run.responses import decode_settings, frozen_responses_of
+from distill.run.served_record import SERVED_TEXT
+from distill.run.verdict_record import Drafting, Verdict, drafting_to_serve, load_verdict
+from speculative.decoder.responses import DecodeSettings
+from speculative.drafters.draft import Draft
+from speculative.engine.models import mask_token_of
+from speculative.errors import UserError
+from speculative.evaluate import HeldoutResponse, frozen_responses
+from speculative.explain.text_law import TextLaw
+from speculative.measure.intervals import Interval
+from speculative.measure.measured import DRAFT, HELD_OUT, Measured
+from speculative.measure.record import Record
+from speculative.rules.rule import rules_of_text
+from speculative.rules.sampling import SamplingSettings
+
+_SEED = 4  # Added to the run's seed, so that it differs from the seeds of the run's own responses.
+_MOST_GAMMA = 128  # For engines that report only tokens: calls are then the tokens that were not accepted.
+
+
+@dataclass(frozen=True)
+class Judged:
+    """Counts of the engine, and what is expected of them. rows, z and drafting: empty or None if nothing is expected."""
+
+    counted: Counted
+    rule: str
+    tau_ci: Interval | None
+    gamma: int | None
+    rows: list[Measured] = field(default_factory=list)
+    survival: dict[str, list[float]] = field(default_factory=dict)
+    z: float | None = None
+    drafting: Drafting | None = None
+    causes: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Source:
+    """Prompts to send under `settings`. texts, greedy: of the target, at these settings and greedily; without a run, `texts` are prompts.
+
+    folder: for answers and the result. label: of the target in errors. by_request: count each request by the server's counters if its
+    answers have no counts. judge: compares the counts with what is expected; the law is that of the sampled text.
+    """
+
+    name: str
+    folder: Path
+    target: Target
+    label: str
+    texts: list[HeldoutResponse]
+    greedy: list[HeldoutResponse]
+    settings: DecodeSettings
+    judge: Callable[[Asked, TextLaw | None], Judged]
+    by_request: bool = False
+
+
+def of_prompts(options: ReadbackOptions) -> Source:
+    """Prompts of a file, and the target's greedy texts, decoded here.
+
+    Raises:
+        UserError: no target, prompts or settings, or a prompt that is too long.
+    """
+    if not (options.target and options.prompts):
+        raise UserError("readback: give --run RUN, or --target TARGET and --prompts FILE to judge any drafter")
+    if not 0 < options.top_p <= 1:
+        raise UserError(f"--top-p {options.top_p:g}: set it above 0 and to at most 1")
+    rows, _ = asked_rows(options.prompts, options.prompt_column, options.messages_column)
+    target = open_target(options.target, options.dtype, options.device)
+    prompts = render_rows(rows[: options.count], target.tokenizer, options.chat)
+    limit = target.facts.context_length
+    for key, ids in prompts:
+        if limit is not None and len(ids) + options.max_tokens > limit:
+            raise UserError(
+                f"prompt {key} has {len(ids)} tokens; with --max-tokens {options.max_tokens} that exceeds the target's context of {limit}: "
+                "shorten the prompt or lower --max-tokens"
+            )
+    # The content is in the key, so that --resume never takes an answer to another prompt.
+    keyed = [(f"{key} {zlib.crc32(repr(ids).encode()):08x}", ids) for key, ids in prompts]
+    sampling = SamplingSettings(options.temperature, options.top_k, options.top_p)
+    rule = "greedy" if sampling.greedy else "sample"
+    settings = DecodeSettings(sampling, 0, rule, options.max_tokens, target.facts.eos_ids, options.seed)  # type: ignore[arg-type]
+    greedy = frozen_responses(target.model, keyed, settings.under("greedy", 0), "")
+    texts = greedy if sampling.greedy else [replace(text, response_ids=[], log_target_probs=[]) for text in greedy]
+
+    def judge(asked: Asked, law: TextLaw | None) -> Judged:
+        return _counted_alone(asked, options)
+
+    return Source(
+        f"{options.prompts} for {options.target}", options.to, target, "--target", texts, greedy, settings, judge, True
+    )
+
+
+def _counted_alone(asked: Asked, options: ReadbackOptions) -> Judged:
+    """The counts with the calls in which nothing was drafted, as with n-grams. Engines do not count those; each emits one token."""
+    gamma, counts = options.gamma, [answer.counts for answer in asked.answers]
+    found, calls = count(asked, gamma or _MOST_GAMMA), list[int]()
+    notes = [f"gamma: the server varies it ({found.varies})"] if found.varies else []
+    if found.rows is not None:
+        for row, one in zip(found.rows, counts, strict=True):
+            calls.append(max(row.blocks, row.tokens - ((one and one.accepted) or 0)))
+        rows = [replace(row, blocks=each) for row, each in zip(found.rows, calls, strict=True)]
+        total = replace(found, rows=rows, blocks=sum(calls))
+        knows_gamma = any(one is not None and (one.gamma or one.drafted) for one in counts)
+    else:
+        server = asked.server
+        assert server is not None
+        total = replace(found, blocks=max(found.blocks, found.tokens - (server.accepted or 0)))
+        knows_gamma = server.drafted is not None
+        notes.append(
+            "without counts of each request there are no intervals; use --concurrency 1, or make the engine report requests"
+        )
+    if total.blocks > found.blocks:
+        notes.append(
+            f"nothing was drafted in {1 - found.blocks / total.blocks:.0%} of the calls; they count in tau, not in survival. Tokens accepted "
+            "after the end of a response can hide such a call, so tau is slightly high"
+        )
+    said = "unknown" if options.rule == "auto" else options.rule
+    rule = "greedy" if asked.settings.sampling.greedy else said
+    return Judged(
+        total, rule, own_interval(total), gamma or (total.gamma if knows_gamma else None), notes=total.notes + notes
+    )
+
+
+def of_run(options: ReadbackOptions, run: Path) -> Source:
+    """The run's held-out prompts at its own sampling settings, with replay of its best draft.
+
+    Raises:
+        UserError: no run, or one without held-out responses.
+    """
+    if options.target or options.prompts:
+        named = f"--prompts {options.prompts}" if options.prompts else f"--target {options.target}"
+        raise UserError(
+            f"{named}: --run {run} has its own; remove one of the two (--count N sends N of the run's prompts)"
+        )
+    frozen, greedy = _frozen(options, run)
+    verdict = load_verdict(run) if (run / VERDICT).is_file() else None
+    settings = decode_settings(frozen.config.serving, frozen.config.seed + _SEED + options.seed, frozen.target)
+    settings = replace(settings, max_tokens=frozen.manifest["max_tokens"])
+    settings = settings if frozen.rule != "greedy" else settings.under("greedy", 0)
+
+    def judge(asked: Asked, law: TextLaw | None) -> Judged:
+        return _judge(options, frozen, verdict, asked, law)
+
+    return Source(str(run), run, frozen.target, "target.path", frozen.responses, greedy, settings, judge)
+
+
+def _judge(
+    options: ReadbackOptions, frozen: FrozenText, verdict: Verdict | None, main: Asked, law: TextLaw | None
+) -> Judged:
+    sampled, model = frozen.rule != "greedy", frozen.draft(_served(frozen.run))
+    way: Any = options.drafting or drafting_to_serve(verdict, mask_token_of(model.config) is not None)
+    draft = Draft(model, way)
+    gammas = _gammas(options, frozen, verdict, draft)
+    counted = count(main, gammas[0])
+    wanted = counted.gamma if counted.gamma in gammas else gammas[0]
+    replayer = Replayer(draft, main, law, max(wanted, counted.gamma))
+    found = _rule(options, counted, replayer, wanted, sampled)
+    shown = replayer.predict(counted, found.rule, counted.gamma)
+    survival, rate = replayer.shares(found.rule, found.gamma, counted.spared)
+    return Judged(
+        counted, found.rule, tau_interval(counted, shown.tau, shown.tau_ci), counted.gamma, _rows(replayer, found, rate),
+        {"replay": survival}, found.z, draft.drafting, acceptance_causes(counted, replayer, found),
+        counted.notes + few_note(counted, found),
+    )  # fmt: skip
+
+
+def _rows(replayer: Replayer, found: Predicted, rate: float) -> list[Measured]:
+    """Replay of the served text if it is known, and of the run's own text."""
+    known = replayer.knows(found.rule)
+    row = Measured(
+        DRAFT, found.rule, text=SERVED_TEXT if known else HELD_OUT, prompts=len(replayer.asked.answers), gamma=found.gamma,
+        tau=found.tau, tau_ci=found.tau_ci, accepted_per_drafted=rate, how=dict.fromkeys(("tau", "accepted_per_drafted"), "replay"),
+    )  # fmt: skip
+    if not known:
+        return [row]
+    tau, tau_ci = replayer.expect(found.rule, found.gamma)
+    own = replace(row, text=HELD_OUT, tau=tau, tau_ci=tau_ci, accepted_per_drafted=None, how={"tau": "replay"})
+    return [row, own]
+
+
+def _frozen(options: ReadbackOptions, run: Path) -> tuple[FrozenText, list[HeldoutResponse]]:
+    """Return (the run's text for the rule, its greedy text or an empty list), limited to the requested prompts."""
+    wanted: Any = None if options.rule == "auto" else options.rule
+    frozen = load_frozen_text(run, wanted, options.trust_remote_code)
+    frozen = replace(frozen, responses=frozen.responses[: options.count])
+    if not frozen.responses:
+        raise UserError(f"{run}: no held-out responses; give a run that has judged its draft")
+    if frozen.rule == "greedy":
+        return frozen, frozen.responses
+    store = run / RESPONSES / HELDOUT_GREEDY
+    return frozen, frozen_responses_of(Store(store).read())[: options.count] if store.is_dir() else []
+
+
+def _served(run: Path) -> str:
+    """Return what `understudy serve` serves: the export if it is 8-bit, else the run's draft itself."""
+    config = run / EXPORT / "config.json"
+    quantised = config.is_file() and "quantization_config" in Record.read(config, "export again").record()
+    return str(run / EXPORT if quantised else run)
+
+
+def _gammas(options: ReadbackOptions, frozen: FrozenText, verdict: Verdict | None, draft: Draft) -> tuple[int, ...]:
+    """Return the gammas that the server may use: --gamma, else the exported one at --concurrency, the others, then the judged one."""
+    if options.gamma is not None:
+        return (options.gamma,)
+    plans = [gamma_plan(verdict, way) for way in (drafts_by(verdict)[draft.drafting], DRAFT)] if verdict else []
+    judged = verdict.gamma if verdict else frozen.config.judge.gamma
+    ranges = plans[0].by_load if plans else ()
+    at_load = [gamma for first, last, gamma in ranges if first <= options.concurrency <= last]
+    gammas = *at_load, *(plan.gamma for plan in plans), max(1, judged), *(gamma for _, _, gamma in ranges)
+    return tuple(dict.fromkeys(gamma for gamma in gammas if gamma))
+
+
+def _rule(options: ReadbackOptions, counted: Counted, replayer: Replayer, gamma: int, sampled: bool) -> Predicted:
+    """Return the prediction under --rule; by default under the closest of the rules that engines use."""
+    if not sampled or options.rule != "auto":
+        return replayer.predict(counted, "greedy" if not sampled else options.rule, gamma)
+    usual = [rule for rule in rules_of_text("sample") if rule != "block"]
+    near = {rule: replayer.predict(counted, rule, counted.gamma) for rule in usual}
+    rule = min(usual, key=lambda rule: abs(near[rule].tau - counted.tau))
+    return replayer.predict(counted, rule, gamma)
