@@ -177,7 +177,10 @@ class CompareOptions:
 
     understudy compare runs/new runs/old --fail-below tau=2.1 --fail-if-worse
 
-    Prints one table with the paired differences between the drafts of one target.
+    understudy compare http://127.0.0.1:8000/v1 http://127.0.0.1:8001/v1 runs/mine
+
+    Prints one table with the paired differences between the drafts of one target. A URL is a running engine with any drafter: it
+    is sent the run's held-out prompts.
 
     Exit status: 0 done, 1 a --fail-... condition holds, 2 a mistake in the command or its files.
     """
@@ -185,7 +188,7 @@ class CompareOptions:
     drafts: Annotated[
         list[str],
         argument(
-            "two or more: run, checkpoint, model directory, hub id, `lookup` or `lookup+DRAFT`; "
+            "two or more: run, checkpoint, model directory, hub id, URL of an engine, `lookup` or `lookup+DRAFT`; "
             "`parallel+DRAFT` and `lookup+parallel+DRAFT` draft a block in one pass"
         ),
     ]

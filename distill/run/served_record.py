@@ -43,13 +43,10 @@ class TriedParameter(Record):
     """A request parameter, asked of the engine with the draft and of the one without."""
 
     name: str = Field(description="the parameter")
-    value: str = Field(description="its values, as JSON")
-    mode: Literal["greedy", "seeded"] = Field(
-        description="greedy: at temperature 0; seeded: sampled, same seeds on both"
-    )
+    value: str = Field(description="its value, as JSON")
+    mode: Literal["greedy", "seeded"] = Field(description="seeded: sampled, with the same seeds on both")
     status: Literal["same", "differs", "refused", "ignored"] = Field(
-        description="same: both give the same texts (for logprobs: also values within 0.05 nats); ignored: it changes texts only "
-        "without the draft; refused: by the engine with the draft or by both"
+        description="same: equal texts, and for logprobs values within 0.05 nats; ignored: it changes texts only without the draft"
     )
     prompts: int = Field(description="prompts asked")
     equal: int = Field(0, description="prompts with the same text on both")

@@ -5,12 +5,15 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 from processes import free_port
+
+from data.responses.engine_http import answers
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -40,4 +43,33 @@ def serving(run: Path, words: Sequence[str], name: str, environment: Mapping[str
         assert not psutil.wait_procs(engine, timeout=5)[1]
     finally:
         process.kill()
+        process.wait()
+
+
+@contextlib.contextmanager
+def raw_vllm(target: Path, words: Sequence[str], log: Path, environment: Mapping[str, str]) -> Iterator[Server]:
+    """vLLM by its own command, with whatever drafter ``words`` say; it and its children are gone at the end."""
+    port = free_port()
+    command = [
+        ROOT / ".venv-vllm" / "bin" / "vllm",
+        "serve",
+        target,
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+        *words,
+    ]
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            command, cwd=log.parent, env=os.environ | environment, stdout=file, stderr=file, start_new_session=True
+        )
+    try:
+        while not answers(f"http://127.0.0.1:{port}/health"):
+            assert process.poll() is None, log.read_text()[-3000:]
+            time.sleep(0.5)
+        yield Server(f"http://127.0.0.1:{port}", log)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
         process.wait()

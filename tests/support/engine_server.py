@@ -26,7 +26,7 @@ class Engine:
     """What is served, and where it is not what it should be.
 
     level: of --per-request-spec-decode-metrics. sampling: instead of what a request asks for. garbage: random text at
-    temperature > 0. dies_after: requests. pause: seconds between the events of a stream. resets_at: the request before which the counters begin again. draft None: none.
+    temperature > 0. refuses: request parameters that it does not take. dies_after: requests. pause: seconds between the events of a stream. resets_at: the request before which the counters begin again. draft None: none.
     """
 
     target: Any
@@ -39,6 +39,7 @@ class Engine:
     sampling: SamplingSettings | None = None
     garbage: bool = False
     greedy_shift: int = 0
+    refuses: tuple[str, ...] = ()
     dies_after: int | None = None
     resets_at: int | None = None
     slow: float = 0.0
@@ -198,7 +199,11 @@ class Handler(BaseHTTPRequestHandler):
             self.connection.close()
         elif "seed" not in request:  # The question which tokenizer is here.
             choice = {"index": 0, "finish_reason": "length", "text": ""}
+            if engine.tokenizer is not None:
+                choice["prompt_token_ids"] = engine.tokenizer(request["prompt"], add_special_tokens=False)["input_ids"]
             self.reply(200, {"choices": [choice]})
+        elif refused := [name for name in engine.refuses if request.get(name)]:
+            self.reply(400, {"error": {"message": f"{refused[0]} is not supported", "code": 400}})
         elif not engine.takes_ids and isinstance(request["prompt"], list):
             self.reply(400, {"error": {"message": "prompt: a string is expected", "code": 400}})
         else:

@@ -30,6 +30,7 @@ from distill.commands.compare.comparison import (
     with_lookup,
 )
 from distill.commands.compare.screen import plot_comparison, print_comparison
+from distill.commands.compare.served import compare_served
 from distill.commands.options import CompareOptions
 from distill.commands.output import check_known, check_plot, check_writable, write_asked
 from distill.config.layout import RESPONSES, TARGET_FACTS, best_student, find_student, run_of
@@ -60,7 +61,11 @@ class Gate:
 
 
 def compare(options: CompareOptions, console: Console) -> int:
-    """Run `compare_command`, print the result and return the exit status."""
+    """Run `compare_command`, or `compare_served` if a way is a URL, print the result and return the exit status."""
+    own = [name for name in options.drafts if not name.startswith("http")]
+    if len(own) < len(options.drafts):
+        _refuse_early(options, None)
+        return compare_served(options, load_text(replace(options, drafts=own)), console)
     result, status = compare_command(options)
     print_comparison(console, result)
     return status
@@ -149,7 +154,7 @@ def load_text(options: CompareOptions) -> FrozenText:
     home = options.on or next((run for _, run in runs if target_of(run) is not None), None)
     if home is None:
         raise UserError(
-            f"none of {', '.join(paths)} is a run with held-out responses to judge on; give one with --on RUN"
+            f"none of {', '.join(paths) or 'the URLs'} is a run with held-out responses to judge on; give one with --on RUN"
         )
     rule: Any = options.rule or None
     text = load_frozen_text(home, rule, options.trust_remote_code)

@@ -100,12 +100,8 @@ def _check(options: ReadbackOptions) -> None:
 
 def _clients(options: ReadbackOptions, source: Source) -> list[EngineClient]:
     """Return clients of the server with the draft and, with --plain, of the one without; none is asked yet."""
-    how: dict[str, Any] = {
-        "model": options.model or None,
-        "timeout": options.timeout,
-        "concurrency": options.concurrency,
-        "api_key_env": options.api_key_env,
-    }
+    names = ("timeout", "concurrency", "api_key_env")
+    how = {"model": options.model or None} | {name: getattr(options, name) for name in names}
     urls = [options.url, *([options.plain] if options.plain else [])]
     clients = [EngineClient(url, source.target.tokenizer, source.target.facts.vocab_rows, **how) for url in urls]
     for client in clients:

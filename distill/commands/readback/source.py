@@ -1,5 +1,6 @@
 """What a readback asks, and what it expects. A run has its held-out prompts and expects replay; prompts alone expect nothing of a draft."""
 
+import functools
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -99,24 +100,24 @@ def of_prompts(options: ReadbackOptions) -> Source:
     greedy = frozen_responses(target.model, keyed, settings.under("greedy", 0), "")
     texts = greedy if sampling.greedy else [replace(text, response_ids=[], log_target_probs=[]) for text in greedy]
 
-    def judge(asked: Asked, law: TextLaw | None) -> Judged:
-        return _counted_alone(asked, options)
-
-    return Source(
-        f"{options.prompts} for {options.target}", options.to, target, "--target", texts, greedy, settings, judge, True
+    name, judge = (
+        f"{options.prompts} for {options.target}",
+        lambda asked, _: counted_alone(asked, options.gamma, options.rule),
     )
+    return Source(name, options.to, target, "--target", texts, greedy, settings, judge, True)
 
 
-def _counted_alone(asked: Asked, options: ReadbackOptions) -> Judged:
+def counted_alone(asked: Asked, gamma: int | None, rule: str = "auto") -> Judged:
     """The counts with the calls in which nothing was drafted, as with n-grams. Engines do not count those; each emits one token."""
-    gamma, counts = options.gamma, [answer.counts for answer in asked.answers]
-    found, calls = count(asked, gamma or _MOST_GAMMA), list[int]()
+    counts = [answer.counts for answer in asked.answers]
+    found = count(asked, gamma or _MOST_GAMMA)
     notes = [f"gamma: the server varies it ({found.varies})"] if found.varies else []
     if found.rows is not None:
-        for row, one in zip(found.rows, counts, strict=True):
-            calls.append(max(row.blocks, row.tokens - ((one and one.accepted) or 0)))
-        rows = [replace(row, blocks=each) for row, each in zip(found.rows, calls, strict=True)]
-        total = replace(found, rows=rows, blocks=sum(calls))
+        taken = [(one and one.accepted) or 0 for one in counts]
+        rows = [
+            replace(row, blocks=max(row.blocks, row.tokens - own)) for row, own in zip(found.rows, taken, strict=True)
+        ]
+        total = replace(found, rows=rows, blocks=sum(row.blocks for row in rows))
         knows_gamma = any(one is not None and (one.gamma or one.drafted) for one in counts)
     else:
         server = asked.server
@@ -124,18 +125,16 @@ def _counted_alone(asked: Asked, options: ReadbackOptions) -> Judged:
         total = replace(found, blocks=max(found.blocks, found.tokens - (server.accepted or 0)))
         knows_gamma = server.drafted is not None
         notes.append(
-            "without counts of each request there are no intervals; use --concurrency 1, or make the engine report requests"
+            "sums only, so there are no intervals; use --concurrency 1, or make the engine report each request"
         )
     if total.blocks > found.blocks:
         notes.append(
             f"nothing was drafted in {1 - found.blocks / total.blocks:.0%} of the calls; they count in tau, not in survival. Tokens accepted "
             "after the end of a response can hide such a call, so tau is slightly high"
         )
-    said = "unknown" if options.rule == "auto" else options.rule
-    rule = "greedy" if asked.settings.sampling.greedy else said
-    return Judged(
-        total, rule, own_interval(total), gamma or (total.gamma if knows_gamma else None), notes=total.notes + notes
-    )
+    rule = "greedy" if asked.settings.sampling.greedy else "unknown" if rule == "auto" else rule
+    gamma = gamma or (total.gamma if knows_gamma else None)
+    return Judged(total, rule, own_interval(total), gamma, notes=total.notes + notes)
 
 
 def of_run(options: ReadbackOptions, run: Path) -> Source:
@@ -155,9 +154,7 @@ def of_run(options: ReadbackOptions, run: Path) -> Source:
     settings = replace(settings, max_tokens=frozen.manifest["max_tokens"])
     settings = settings if frozen.rule != "greedy" else settings.under("greedy", 0)
 
-    def judge(asked: Asked, law: TextLaw | None) -> Judged:
-        return _judge(options, frozen, verdict, asked, law)
-
+    judge = functools.partial(_judge, options, frozen, verdict)
     return Source(str(run), run, frozen.target, "target.path", frozen.responses, greedy, settings, judge)
 
 

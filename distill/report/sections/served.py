@@ -47,17 +47,10 @@ def served_tables(record: ServedRecord) -> list[Table]:
 
 
 def _parameters(record: ServedRecord) -> Table:
-    table = Table(
-        ["parameter", "mode", "same text", "changed without draft", "status", "note"],
-        title="request parameters, with the draft and without",
-    )
+    table = Table(["request parameter", "mode", "same text", "changed without draft", "status", "note"])
     for one in record.parameters:
         name = f"{one.name} {one.value}".strip()
-        counts = (
-            ("", "")
-            if one.status == "refused"
-            else (f"{one.equal} of {one.prompts}", f"{one.changed} of {one.prompts}")
-        )
+        counts = ("" if one.status == "refused" else f"{count} of {one.prompts}" for count in (one.equal, one.changed))
         table.add(name, one.mode, *counts, one.status, one.note)
     return table
 

@@ -1,0 +1,148 @@
+"""`understudy compare URL ... runs/mine`: served drafters beside drafts of ours, on a run's held-out prompts, paired by prompt.
+
+Shapes: P prompts, 4 sums of each: tokens after the prefill's, target calls, all tokens, seconds.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import Any, Literal
+
+import numpy as np
+from rich.console import Console
+
+from data.responses.engine_client import EngineClient
+from distill.commands.compare.comparison import drafting_of
+from distill.commands.options import CompareOptions
+from distill.commands.output import check_writable, write_asked
+from distill.commands.readback.asking import AnswerFile, ask
+from distill.commands.readback.comparison import pace
+from distill.commands.readback.options import ReadbackOptions
+from distill.commands.readback.source import Source, counted_alone, of_run
+from distill.report.table import Cell, Column, Table
+from distill.run.frozen_text import FrozenText
+from distill.run.served_record import SERVED_TEXT
+from speculative.drafters.draft import Draft
+from speculative.errors import UserError
+from speculative.measure.effects import Gain
+from speculative.measure.intervals import intervals_of_sums, ratio_interval
+from speculative.measure.measured import Measured, Row
+from speculative.measure.record import Record
+from speculative.measure.served import after_prefill, tau_of
+from speculative.measure.token_scores import score_tokens
+
+
+class ServedDifference(Record):
+    """What a way gains over the first, paired by prompt. tokens_per_second: per request; null: one of the two is not served."""
+
+    way: str
+    tau: Gain
+    tokens_per_second: Gain | None
+
+
+class ServedComparison(Record):
+    """A row for each way, as served or by replay of the text of the run `on`, and what the others gain over the first."""
+
+    format: Literal[1] = 1
+    kind: Literal["served comparison"] = "served comparison"
+    made: str
+    on: str
+    measured: list[Row]
+    differences: list[ServedDifference]
+
+
+def compare_served(options: CompareOptions, text: FrozenText, console: Console) -> int:
+    """Ask the servers, replay the drafts on the same prompts, print and write --out.
+
+    Raises:
+        UserError: an option that needs replay of all ways, no server, or one that does not count each request.
+    """
+    if options.fail_below or options.fail_if_worse or options.plot:
+        raise UserError(
+            "--fail-below, --fail-if-worse, --plot: need drafts and not URLs; use --out and its differences"
+        )
+    check_writable("--out", options.out)
+    rule: Any = options.rule or "auto"
+    source = of_run(ReadbackOptions("", text.run, rule=rule), text.run)
+    found = [
+        _served(options, name, source, number) if name.startswith("http") else _replayed(options, name, text)
+        for number, name in enumerate(options.drafts)
+    ]
+    (first, base), *others = found
+    gains = [
+        ServedDifference(
+            way=row.way, tau=_gain(sums_P4, base, 0),
+            tokens_per_second=_gain(sums_P4, base, 2) if row.tokens_per_second and first.tokens_per_second else None,
+        )
+        for row, sums_P4 in others
+    ]  # fmt: skip
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    result = ServedComparison(made=now, on=str(text.run), measured=[row for row, _ in found], differences=gains)
+    write_asked("--out", options.out, result.record())
+    _print(result, console)
+    return 0
+
+
+def _served(options: CompareOptions, url: str, source: Source, number: int) -> tuple[Measured, np.ndarray]:
+    client = EngineClient(url, source.target.tokenizer, source.target.facts.vocab_rows)
+    client.identify()
+    file = AnswerFile(source.folder / f"served-{number}.jsonl", client, resume=False)
+    asked = ask([file], source.texts, source.settings, by_request=True)
+    try:
+        judged = counted_alone(asked, options.gamma or None)
+    except UserError as error:
+        raise UserError(f"{url}: {error}") from error
+    rows, speed = judged.counted.rows, pace(asked.answers, [])
+    if rows is None:
+        raise UserError(f"{url}: reports only sums of all requests; make it report each request (docs/readback.md)")
+    sums = [(row.tokens, row.blocks, one.tokens, one.seconds) for row, one in zip(rows, asked.answers, strict=True)]
+    return Measured(
+        url, judged.rule, 1, SERVED_TEXT, len(sums), sum(one.tokens for one in asked.answers), judged.gamma,
+        tau=judged.counted.tau, tau_ci=judged.tau_ci, accepted_per_drafted=judged.counted.accepted_per_drafted,
+        tokens_per_second=speed.tokens_per_second, how=dict.fromkeys(("tau", "accepted_per_drafted", "tokens_per_second"), "served"),
+    ), np.array(sums)  # fmt: skip
+
+
+def _replayed(options: CompareOptions, name: str, text: FrozenText) -> tuple[Measured, np.ndarray]:
+    gamma, draft = options.gamma or text.config.judge.gamma, Draft(text.draft(name), drafting_of(name))
+    own = [after_prefill(one) for one in text.responses]
+    scores = score_tokens(draft.model, own, text.sampling, offsets=draft.offsets(gamma))
+    (tau, blocks_P), tokens_P = tau_of(scores, text.rule, gamma), np.array([len(one) for one in scores])
+    row = Measured(name, text.rule, prompts=len(own), tokens=int(tokens_P.sum()) + len(own), gamma=gamma, tau=tau)
+    row = replace(row, tau_ci=ratio_interval(tokens_P, blocks_P), how={"tau": "replay"})
+    return row, np.stack((tokens_P, blocks_P, tokens_P, np.zeros(len(own))), 1)
+
+
+def _gain(ours_P4: np.ndarray, base_P4: np.ndarray, column: int) -> Gain:
+    """The difference of the rates column / (column + 1), with its interval over prompts."""
+
+    def apart(sums_C: np.ndarray) -> np.ndarray:
+        return sums_C[..., :1] / sums_C[..., 1:2] - sums_C[..., 2:3] / sums_C[..., 3:]
+
+    sums_PC = np.concatenate((ours_P4[:, column : column + 2], base_P4[:, column : column + 2]), 1)
+    return Gain(gain=float(apart(sums_PC.sum(0))[0]), ci=intervals_of_sums(sums_PC, apart)[0])
+
+
+def _print(result: ServedComparison, console: Console) -> None:
+    heads: Sequence[Any] = [
+        "way",
+        Column("gamma", "d"),
+        Column("tau", ".2f"),
+        "how",
+        Column("accepted/drafted", ".3f"),
+        Column("tokens/s", ".1f"),
+    ]
+    table = Table(heads, title=f"{result.measured[0].prompts} held-out prompts of {result.on}")
+    for row in result.measured:
+        table.add(
+            row.way,
+            row.gamma,
+            Cell(row.tau, row.tau_ci),
+            row.how["tau"],
+            row.accepted_per_drafted,
+            row.tokens_per_second,
+        )
+    console.print(table)
+    for one in result.differences:
+        speed = "" if one.tokens_per_second is None else f", tokens/s {one.tokens_per_second:+.1f}"
+        console.print(f"{one.way} compared with {result.measured[0].way}: tau {one.tau:+.3f}{speed}", markup=False)

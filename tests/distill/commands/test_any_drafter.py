@@ -1,0 +1,240 @@
+"""`understudy readback --target --prompts` and `compare URL`: any drafter that a server runs, without a run of ours."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from engine_server import Engine, running_engine
+from readback_run import GAMMA
+from rich.console import Console
+from tiny_training import tiny_tokenizer
+
+from data.responses.engine_client import Answer
+from data.responses.engine_counts import RequestCounts, read_counts
+from data.responses.engine_metrics import ServerCounts, as_counts
+from distill.commands.compare.compare import compare
+from distill.commands.options import CompareOptions
+from distill.commands.readback.asking import Asked
+from distill.commands.readback.options import ReadbackOptions
+from distill.commands.readback.parameters import try_parameters
+from distill.commands.readback.readback import readback_command
+from distill.commands.readback.source import counted_alone
+from distill.run.frozen_text import FrozenText
+from distill.run.served_record import ServedRecord, load_served
+from speculative.decoder.responses import DecodeSettings
+from speculative.errors import UserError
+from speculative.evaluate import HeldoutResponse
+from speculative.measure.measured import TARGET
+from speculative.measure.served import ServedBlocks, survival_intervals
+from speculative.rules.sampling import GREEDY
+
+pytestmark = pytest.mark.usefixtures("_quick")
+PROMPTS = ["def add(a, b):", "class Node:", "import os", "for row in rows:", "return self.name", "if not values:"]
+
+
+@pytest.fixture
+def asked(tmp_path: Path, frozen: FrozenText) -> dict[str, Any]:
+    """Options of a readback without a run."""
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in PROMPTS))
+    return {"target": str(frozen.target.config.path), "prompts": str(file), "max_tokens": 16, "to": tmp_path / "out", "dtype": "float32"}  # fmt: skip
+
+
+@pytest.fixture
+def served(frozen: FrozenText, draft: Any) -> Callable[..., Engine]:
+    return lambda **how: Engine(**{"target": frozen.target.model, "draft": draft, "gamma": GAMMA} | how)
+
+
+def judged(engine: Engine, asked: dict[str, Any], **more: Any) -> ServedRecord:
+    with running_engine(engine) as url:
+        return readback_command(ReadbackOptions(url, **asked | more))
+
+
+def test_a_drafter_is_judged_without_a_run(served: Callable[..., Engine], asked: dict[str, Any]) -> None:
+    engine = served()
+    found = judged(engine, asked)
+    assert (found.agrees, found.causes, found.z, found.drafting, found.target) == (
+        True,
+        [],
+        None,
+        None,
+        asked["target"],
+    )
+    assert (found.served.prompts, found.served.gamma, found.served.rule, found.replay) == (6, GAMMA, "unknown", None)
+    assert found.served.tau == pytest.approx((found.served.tokens - 6) / engine.made_blocks(False))
+    assert (found.greedy.equal, found.greedy.prompts) == (6, 6)
+    assert found.text_law is not None
+    assert found.text_law.same
+    assert found.survival_ci is not None
+    for own, (low, high) in zip(found.survival["served"], found.survival_ci, strict=True):
+        assert 0 <= low <= own <= high <= 1
+    assert load_served(asked["to"]) == found
+
+
+def test_counters_alone_give_the_same_by_request(served: Callable[..., Engine], asked: dict[str, Any]) -> None:
+    """One request at a time, the counters are those of the request; several at a time, only sums are left."""
+    told, alone, together = (
+        judged(served(level=level), asked, concurrency=load) for level, load in (("summary", 1), ("none", 1), ("none", 2))
+    )  # fmt: skip
+    assert told.served.tau == alone.served.tau == together.served.tau
+    assert (told.source, alone.source, together.source) == ("responses", "responses", "metrics")
+    assert told.served.tau_ci == alone.served.tau_ci
+    assert told.survival["served"] == pytest.approx(alone.survival["served"])
+    assert told.survival_ci == alone.survival_ci
+    assert (together.served.tau_ci, together.survival_ci) == (None, None)
+    assert any("no intervals" in note for note in together.notes)
+
+
+def test_text_that_is_not_the_targets_is_found(served: Callable[..., Engine], asked: dict[str, Any]) -> None:
+    found = judged(served(garbage=True, greedy_shift=7), asked)
+    assert not found.agrees
+    assert [cause.split(":")[0] for cause in found.causes] == ["text", "greedy"]
+    assert not judged(served(greedy_shift=7), asked, temperature=0.0).agrees
+
+
+def test_the_engine_without_the_draft_may_come_later_at_the_same_address(
+    served: Callable[..., Engine], asked: dict[str, Any]
+) -> None:
+    engine = served(slow=0.01)
+    with running_engine(engine) as url:
+        first = readback_command(ReadbackOptions(url, **asked))
+        with pytest.raises(UserError, match="same server"):
+            readback_command(ReadbackOptions(url, **asked, plain=url))
+        engine.draft, engine.made, engine.requests = None, {}, 0
+        both = readback_command(ReadbackOptions(url, **asked, plain=url, resume=True))
+    assert engine.requests == 1 + 6
+    assert (first.served.tau, first.served.speed_up) == (both.served.tau, None)
+    assert both.served.speed_up is not None
+    assert (both.engine, both.version, both.measured[-1].way) == ("vllm", "0.32.0", TARGET)
+
+
+def test_mistakes_are_one_line(served: Callable[..., Engine], asked: dict[str, Any], run: Path) -> None:
+    for more, said in (
+        ({"prompts": "nowhere.jsonl"}, "--prompts nowhere.jsonl"), ({"target": ""}, "--run RUN, or --target"),
+        ({"run": run}, "--count N"), ({"max_tokens": 4096}, "lower --max-tokens"), ({"top_p": 0.0}, "--top-p"),
+        ({"parameters": True}, "--plain URL"),
+    ):  # fmt: skip
+        with pytest.raises(UserError, match=said):
+            readback_command(ReadbackOptions("http://127.0.0.1:9", **asked | more))
+    with pytest.raises(UserError, match="no server answers"):
+        readback_command(ReadbackOptions("http://127.0.0.1:9", **asked))
+    with pytest.raises(UserError, match="reports no draft counts"):
+        judged(served(level="none", metrics=False), asked)
+    with pytest.raises(UserError, match="other tokens than the tokenizer of --target"):
+        judged(served(tokenizer=tiny_tokenizer()), asked)
+
+
+def test_calls_without_a_draft_count_in_tau() -> None:
+    """11 tokens: the prefill's, 4 blocks that accept 3, and 3 calls in which n-grams found nothing."""
+    texts = [HeldoutResponse(str(number), "", [1], [], []) for number in range(2)]
+    counts = RequestCounts("vllm", 3, 12, 4, 3)
+    answers = [Answer(text.key, list(range(11)), "", False, 1.0, counts, 11, {}) for text in texts]
+    found = counted_alone(Asked(DecodeSettings(), texts, answers), None)
+    assert found.counted.tau == pytest.approx(10 / 7)
+    assert found.tau_ci == pytest.approx((10 / 7, 10 / 7))
+    assert "43%" in found.notes[-1]
+    sums = replace(Asked(DecodeSettings(), texts, [replace(one, counts=None) for one in answers]), server=ServerCounts("vllm", 6, 24, 8, (4, 2), 22))  # fmt: skip
+    assert counted_alone(sums, None).counted.tau == pytest.approx(10 / 7)
+
+
+def test_counts_between_two_scrapes_are_read_as_those_of_a_request() -> None:
+    found = read_counts(as_counts(ServerCounts("vllm", 6, 15, 5, (3, 2, 1), 12)))
+    assert found == RequestCounts("vllm", 6, 15, 5, 3, histogram=(2, 1, 1, 1))
+    assert as_counts(ServerCounts("sglang", 6, None, 5)) == {}
+
+
+def test_survival_intervals_cover_the_estimate() -> None:
+    rows = [ServedBlocks(9, 4, (2, 0, 1, 3), (3, 3, 3, 3)), ServedBlocks(6, 4, (0, 1, 0, 1), (3, 3, 3, 1))] * 4
+    sums = [np.array(side) for side in zip(*(row.sums(4) for row in rows), strict=True)]
+    ends = survival_intervals(*sums)
+    for (low, high), own in zip(ends[:3], sums[1].sum(0) / np.maximum(sums[0].sum(0), 1), strict=False):
+        assert low <= own <= high
+    assert ends[3] == (0.0, 1.0)  # never drafted
+
+
+class Scripted:
+    """A client whose text depends on the parameters; ``moved``: those that change it."""
+
+    endpoint = SimpleNamespace(url="http://x/v1")
+
+    def __init__(self, moved: tuple[str, ...], shift: float = 0.0, places: int = 2, sampled: str = "") -> None:
+        self.moved, self.shift, self.places, self.sampled = moved, shift, places, sampled
+
+    def tokenizer(self, text: str) -> Any:
+        return SimpleNamespace(input_ids=[ord(letter) for letter in text])
+
+    def choice(self, prompt_ids: Any, settings: DecodeSettings, key: str, **more: Any) -> dict[str, Any]:
+        text = "aabc" + "".join(name for name in more if name in self.moved)
+        text += "" if settings.sampling == GREEDY else self.sampled
+        rows = [{"a": -0.5 + self.shift}] * self.places if "logprobs" in more else []
+        return {"text": text, "logprobs": {"top_logprobs": rows}}
+
+
+def statuses(ours: Scripted, theirs: Scripted) -> dict[tuple[str, str], str]:
+    texts = [HeldoutResponse("x", "", [1], [], [])]
+    tried = try_parameters(ours, theirs, texts, DecodeSettings())  # type: ignore[arg-type]
+    return {(one.name, one.mode): one.status for one in tried}
+
+
+def test_each_status_of_a_parameter() -> None:
+    moved = ("presence_penalty", "min_p", "stop", "logit_bias")
+    found = statuses(Scripted(("presence_penalty", "stop"), 0.01, sampled="x"), Scripted(moved))
+    assert found["presence_penalty", "greedy"] == found["logprobs", "greedy"] == found["stop", "greedy"] == "same"
+    assert found["min_p", "greedy"] == found["logit_bias", "greedy"] == found["min_p", "seeded"] == "ignored"
+    assert found["(none)", "seeded"] == found["stop", "seeded"] == "differs"
+    assert found["seed", "seeded"] == "same"
+    assert statuses(Scripted(moved, shift=0.2), Scripted(moved))["logprobs", "greedy"] == "differs"
+    assert statuses(Scripted(moved, places=0), Scripted(moved))["logprobs", "greedy"] == "ignored"
+    assert statuses(Scripted(moved, places=1), Scripted(moved))["logprobs", "greedy"] == "differs"
+
+
+def test_parameters_over_http(served: Callable[..., Engine], asked: dict[str, Any], frozen: FrozenText) -> None:
+    how = {"tokenizer": frozen.target.tokenizer}
+    with running_engine(served(**how, draft=None)) as plain:
+        found = judged(
+            served(**how, refuses=("logit_bias",)), asked, plain=plain, parameters=True, count=2, temperature=0.0
+        )
+    status = {(one.name, one.mode): one.status for one in found.parameters}
+    assert {name for name, _ in status} == {"(none)", "presence_penalty", "frequency_penalty", "repetition_penalty", "min_p", "logprobs", "logit_bias", "stop", "seed"}  # fmt: skip
+    assert status["(none)", "greedy"] == "same"
+    assert status["logit_bias", "greedy"] == "refused"
+    assert next(one for one in found.parameters if one.name == "logit_bias").note.endswith(
+        "logit_bias is not supported"
+    )
+
+
+def test_a_served_drafter_beside_ours(
+    served: Callable[..., Engine], run: Path, frozen: FrozenText, tmp_path: Path
+) -> None:
+    """Greedily the served tau is that of replay, prompt by prompt; a second server that drafts less accepts less per call."""
+    prompts, console, out = (
+        [one.prompt_ids for one in frozen.responses],
+        Console(file=io.StringIO()),
+        tmp_path / "out.json",
+    )
+    with running_engine(served(prompts=prompts)) as one, running_engine(served(prompts=prompts, gamma=1)) as two:
+        drafts = [one, two, str(run)]
+        asked = CompareOptions(drafts, rule="greedy", gamma=GAMMA, out=out)
+        assert compare(asked, console) == 0
+        with pytest.raises(UserError, match="--fail-below"):
+            compare(replace(asked, fail_below=["tau=1"]), console)
+        with pytest.raises(UserError, match="--on RUN"):
+            compare(CompareOptions([one, two]), console)
+    found = json.loads(out.read_text())
+    first, less, ours = found["measured"]
+    assert (first["how"]["tau"], ours["how"]["tau"], less["gamma"], first["prompts"]) == ("served", "replay", 1, 10)
+    assert first["tau"] == pytest.approx(ours["tau"])
+    narrower, replayed = found["differences"]
+    assert replayed["tau"]["gain"] == pytest.approx(0, abs=1e-9)
+    assert replayed["tokens_per_second"] is None
+    assert narrower["tau"]["gain"] == pytest.approx(less["tau"] - first["tau"])
+    assert narrower["tau"]["ci"][0] <= narrower["tau"]["gain"] <= narrower["tau"]["ci"][1]
+    assert "compared with" in console.file.getvalue()  # type: ignore[attr-defined]

@@ -1,0 +1,147 @@
+"""Drafters that are not ours, judged in a real vLLM without a run: n-grams, and an EAGLE-3 head with random weights.
+
+`make engines` builds vLLM (CPU, x86-64). Two of three engines run at a time.
+"""
+
+import inspect
+import json
+import shutil
+import statistics
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from eagle_head import write_eagle_head
+from engine_process import ROOT, Server, raw_vllm
+from function_heads import write_heads
+from tiny_training import tiny_tokenizer
+
+from distill.commands.readback.options import ReadbackOptions
+from distill.commands.readback.readback import readback_command
+from distill.models.load import EMBEDDED_FOLDER, load_tokenizer
+from distill.run.served_record import ServedRecord
+from speculative.errors import UserError
+from speculative.measure.measured import TARGET
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.timeout(340),
+    pytest.mark.skipif(not (ROOT / ".venv-vllm" / "ready").exists(), reason="no vLLM in .venv-vllm: `make engines` builds it"),
+]  # fmt: skip
+GAMMA, PROMPTS, TOKENS = 3, 8, 32
+FLAGS = ["--enforce-eager", "--dtype", "float32"]
+ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_USE_V2_MODEL_RUNNER": "0"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    found = tmp_path_factory.mktemp("drafters")
+    write_heads(found / "prompts.jsonl", ["statistics", "shutil"], PROMPTS)
+    return found
+
+
+def served(folder: Path, name: str, *words: str, **speculative: Any) -> Any:
+    drafting = (
+        ["--speculative-config", json.dumps({"num_speculative_tokens": GAMMA} | speculative)] if speculative else []
+    )
+    return raw_vllm(EMBEDDED_FOLDER, [*FLAGS, *words, *drafting], folder / f"{name}.log", ENVIRONMENT)
+
+
+@pytest.fixture(scope="module")
+def plain(folder: Path) -> Iterator[Server]:
+    with served(folder, "plain") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def ngrams(folder: Path) -> Iterator[Server]:
+    """As it is by default: no counts in its answers, counters on /metrics."""
+    with served(folder, "ngrams", method="ngram", prompt_lookup_min=2, prompt_lookup_max=4) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def head(folder: Path) -> Iterator[Server]:
+    """A random head that proposes the eight most frequent tokens of Python text, so that chance accepts some."""
+    tokenizer = load_tokenizer(str(EMBEDDED_FOLDER))
+    counts = Counter(tokenizer(inspect.getsource(statistics)).input_ids)
+    eagle = write_eagle_head(folder / "eagle", sorted(token for token, _ in counts.most_common(8)))
+    with served(folder, "eagle", "--per-request-spec-decode-metrics", "detailed", method="eagle3", model=str(eagle)) as server:  # fmt: skip
+        yield server
+
+
+def judged(server: Server, folder: Path, **more: Any) -> ServedRecord:
+    asked = {"target": "embedded", "dtype": "float32", "prompts": str(folder / "prompts.jsonl"), "max_tokens": TOKENS}
+    to = folder / server.log.stem
+    return readback_command(ReadbackOptions(server.url, **{"to": to, "temperature": 0.8, "top_p": 0.95} | asked | more))
+
+
+def check_text(found: ServedRecord) -> None:
+    assert found.agrees, found.causes
+    assert (found.engine, found.version.startswith("0."), found.z, found.replay) == ("vllm", True, None, None)
+    assert found.greedy is not None
+    assert found.greedy.same
+    assert found.text_law is not None
+    assert found.text_law.same
+
+
+def test_the_engine_starts_alone(plain: Server) -> None:
+    assert plain.url
+
+
+def test_it_starts_with_ngrams(ngrams: Server) -> None:
+    assert ngrams.url
+
+
+def test_ngrams_are_judged_by_counters_alone(ngrams: Server, plain: Server, folder: Path) -> None:
+    found = judged(ngrams, folder, plain=plain.url)
+    check_text(found)
+    assert (found.source, found.served.gamma, found.served.prompts) == ("responses", GAMMA, PROMPTS)
+    # Every call emits one token and what it accepts; in most of them n-grams find nothing.
+    rows = [
+        json.loads(line)["response"]["spec_decode_acceptance"] for line in (folder / "ngrams" / "served.jsonl").open()
+    ]
+    accepted = sum(row["num_accepted_draft_tokens"] for row in rows)
+    assert sum(row["num_spec_steps"] for row in rows) < 0.7 * (found.served.tokens - PROMPTS)
+    assert found.served.tau == pytest.approx((found.served.tokens - PROMPTS) / (found.served.tokens - PROMPTS - accepted), rel=0.03)  # fmt: skip
+    low, high = found.served.tau_ci
+    assert 1 <= low <= found.served.tau <= high <= GAMMA + 1
+    assert found.survival_ci is not None
+    assert found.measured[-1].way == TARGET
+    assert found.served.speed_up is not None
+
+
+def test_parameters_that_change_under_speculation(ngrams: Server, plain: Server, folder: Path) -> None:
+    found = judged(ngrams, folder, plain=plain.url, resume=True, parameters=True, count=3)
+    status = {(one.name, one.mode): one.status for one in found.parameters}
+    for name in ("(none)", "presence_penalty", "frequency_penalty", "repetition_penalty", "stop", "logprobs", "seed"):
+        assert status[name, "greedy"] == "same"
+    refused = {place for place, one in status.items() if one == "refused"}
+    assert refused == {("logit_bias", "greedy"), ("logit_bias", "seeded"), ("min_p", "seeded")}
+    assert status["seed", "seeded"] == "same"
+
+
+def test_another_tokenizer_is_refused(ngrams: Server, folder: Path) -> None:
+    other = folder / "other"
+    shutil.copytree(EMBEDDED_FOLDER, other)
+    tiny_tokenizer().save_pretrained(other)
+    with pytest.raises(UserError, match="other tokens than the tokenizer of --target"):
+        judged(ngrams, folder, target=str(other), to=folder / "refused")
+
+
+def test_it_starts_with_a_head(head: Server) -> None:
+    assert head.url
+
+
+def test_a_head_is_judged_by_its_requests(head: Server, plain: Server, folder: Path) -> None:
+    found = judged(head, folder, plain=plain.url)
+    check_text(found)
+    assert (found.source, found.served.gamma) == ("responses", GAMMA)
+    first, *_, last = found.survival["served"]
+    assert 0 < first < 0.5
+    assert last < 0.1
+    assert 1 < found.served.tau < 1.5
+    assert found.survival_ci is not None
+    assert len(found.survival_ci) == GAMMA
