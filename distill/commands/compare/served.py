@@ -89,7 +89,7 @@ def _served(options: CompareOptions, url: str, source: Source, number: int) -> t
     file = AnswerFile(source.folder / f"served-{number}.jsonl", client, resume=False)
     asked = ask([file], source.texts, source.settings, by_request=True)
     try:
-        judged = counted_alone(asked, options.gamma or None)
+        judged = counted_alone(asked, None)
     except UserError as error:
         raise UserError(f"{url}: {error}") from error
     rows, speed = judged.counted.rows, pace(asked.answers, [])

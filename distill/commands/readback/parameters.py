@@ -32,8 +32,8 @@ def try_parameters(
         UserError: an engine is gone, or refuses a request without any of the parameters.
     """
     found, hot = [], SamplingSettings() if settings.sampling.greedy else settings.sampling
-    for mode, sampling in (("greedy", GREEDY), ("seeded", hot)):
-        asked = replace(settings, sampling=sampling, max_tokens=min(_TOKENS, settings.max_tokens))
+    few = replace(settings, rule="sample", sampling=hot, max_tokens=min(_TOKENS, settings.max_tokens))
+    for mode, asked in (("greedy", replace(few, rule="greedy", sampling=GREEDY)), ("seeded", few)):
         sides = own, other = [_Side(client, texts[:_PROMPTS], asked) for client in (drafting, plain)]
         ids = [token for text in other.texts for token in plain.tokenizer(text).input_ids]
         fixed = _FIXED | {

@@ -133,7 +133,7 @@ def counted_alone(asked: Asked, gamma: int | None, rule: str = "auto") -> Judged
             "after the end of a response can hide such a call, so tau is slightly high"
         )
     rule = "greedy" if asked.settings.sampling.greedy else "unknown" if rule == "auto" else rule
-    gamma = gamma or (total.gamma if knows_gamma else None)
+    gamma = total.gamma if knows_gamma else gamma
     return Judged(total, rule, own_interval(total), gamma, notes=total.notes + notes)
 
 
