@@ -65,7 +65,7 @@ def raw_vllm(target: Path, words: Sequence[str], log: Path, environment: Mapping
             command, cwd=log.parent, env=os.environ | environment, stdout=file, stderr=file, start_new_session=True
         )
     try:
-        while not answers(f"http://127.0.0.1:{port}/health"):
+        while not answers(f"http://127.0.0.1:{port}"):
             assert process.poll() is None, log.read_text()[-3000:]
             time.sleep(0.5)
         yield Server(f"http://127.0.0.1:{port}", log)

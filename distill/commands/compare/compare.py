@@ -62,7 +62,7 @@ class Gate:
 
 def compare(options: CompareOptions, console: Console) -> int:
     """Run `compare_command`, or `compare_served` if a way is a URL, print the result and return the exit status."""
-    own = [name for name in options.drafts if not name.startswith("http")]
+    own = [name for name in options.drafts if not name.startswith(("http://", "https://"))]
     if len(own) < len(options.drafts):
         _refuse_early(options, None)
         return compare_served(options, load_text(replace(options, drafts=own)), console)

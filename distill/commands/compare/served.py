@@ -65,7 +65,9 @@ def compare_served(options: CompareOptions, text: FrozenText, console: Console) 
     rule: Any = options.rule or "auto"
     source = of_run(ReadbackOptions("", text.run, rule=rule), text.run)
     found = [
-        _served(options, name, source, number) if name.startswith("http") else _replayed(options, name, text)
+        _served(options, name, source, number)
+        if name.startswith(("http://", "https://"))
+        else _replayed(options, name, text)
         for number, name in enumerate(options.drafts)
     ]
     (first, base), *others = found

@@ -22,7 +22,7 @@ from distill.config.command_line import (
 
 @dataclass(frozen=True)
 class ReadbackOptions:
-    """Check a running engine against replay, or judge any drafter.
+    """Judge the drafter of a running engine.
 
     understudy readback http://127.0.0.1:8000/v1 --run runs/demo
 
