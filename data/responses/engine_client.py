@@ -111,15 +111,13 @@ class EngineClient(EndpointTarget):
             UserError: the server is gone or cannot answer, tokens are outside the vocabulary, or counts contradict themselves.
         """
         options = request_of(settings, key) | _EXTRAS.get(self.engine, {})
-        prompt: Any = list(prompt_ids)
-        if self._as_text:  # For an engine that refuses ids. The text already contains the special tokens.
-            prompt = self.tokenizer.decode(prompt, skip_special_tokens=False)
+        if self._as_text:  # The text already contains the special tokens.
             options |= {"add_special_tokens": False}
         import openai
 
         start = time.perf_counter()
         try:
-            response = self._response(prompt, **options)
+            response = self._response(self._prompt(prompt_ids), **options)
         except UserError as error:
             if self._as_text or not isinstance(error.__cause__, openai.BadRequestError):
                 raise
@@ -195,6 +193,11 @@ class EngineClient(EndpointTarget):
         gone = isinstance(error, openai.APIConnectionError)
         what = f"no server answers ({error.__cause__ or said})" if gone else f"{type(error).__name__}: {said}"
         return f"{self.endpoint.url}: {what}"
+
+    def _prompt(self, prompt_ids: Sequence[int]) -> Any:
+        """The prompt as token ids, or as text for an engine that refuses ids."""
+        ids = list(prompt_ids)
+        return self.tokenizer.decode(ids, skip_special_tokens=False) if self._as_text else ids
 
 
 def _joined(stream: bytes) -> dict[str, Any]:
