@@ -337,7 +337,7 @@ def clock(
 ) -> dict[str, Waiting]:  # fmt: skip
     """Waits with each way for `load` clients, each of which asks again when its response ends. The draft reads late.
 
-    At least CLOCKED requests and two a client, or as many as begin within `seconds` for all ways, of which one must end. The ways take
+    At least CLOCKED requests and two a client, or as many as begin within `seconds` for all ways, each to its end. The ways take
     turns. A turn begins with one request of every client at once; its clients go on until the last counted response ends.
     Raises UserError if there is too little memory.
     """
@@ -350,14 +350,15 @@ def clock(
         for way in ways[:: 1 if turn % 2 else -1]:
             responses, timing = found[way.name] if turn >= 0 else ([], Timing())
             how = Options(batch_size=load, timing=timing, in_order=True, draft_reads_late=True, policy=way.policy)
-            stop, seen, running = time.perf_counter() + most, dict[int, Response](), count
+            stop, seen, ended = time.perf_counter() + most, dict[int, Response](), 0
             stream = generate(target, way.drafter and way.drafter(), requests, way.settings(settings), **how)
             with contextlib.closing(stream):
                 for event in stream:
-                    if event.index < count:
+                    late = time.perf_counter() > stop
+                    if event.index in seen or event.index < (load if late else count):
                         seen[event.index] = event.response
-                        running -= event.finish_reason is not None
-                    if not running or (time.perf_counter() > stop and (turn < 0 or running < count)):
+                        ended += event.finish_reason is not None
+                    if (late and turn < 0) or ended == (max(load, len(seen)) if late else count):
                         break
             responses += seen.values()
     return {name: waits_of(*seen) for name, seen in found.items()}

@@ -13,7 +13,7 @@ from tiny_models import perturbed, prompts_of, tiny_model
 from speculative import decode as decode_module
 from speculative.decode import generate
 from speculative.decoder import block_loop
-from speculative.decoder.responses import DecodeSettings
+from speculative.decoder.responses import DecodeSettings, Response
 from speculative.drafters.drafter import Ask, Drafter, ModelDrafter, Proposal
 from speculative.engine.cached_model import CachedModel
 from speculative.errors import UserError
@@ -305,6 +305,17 @@ def test_the_clock_ends_in_time_but_not_before_a_response_does(monkeypatch: pyte
     assert found[TARGET]["per_token_ms"] == pytest.approx(dict.fromkeys(("p50", "p90", "p99"), 250.0))
     # The warm-up is three prompts and a block. A turn has 1 s, and its three clients need 2.25 s for a response.
     assert passed.now == pytest.approx(1.75 + 2 * 2.25)
+
+
+def test_responses_that_begin_in_time_are_clocked_to_their_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two clients, 3.1 s a turn: two responses end after 1.75 s. The next two have a token after 3 s, and end after 3.5 s."""
+    passed, clocked = Clock(monkeypatch), list[Response]()
+    monkeypatch.setattr(load_module, "generate", partial(generate, runner="eager"))
+    monkeypatch.setattr(load_module, "waits_of", lambda responses, timing: clocked.extend(responses))
+    settings = DecodeSettings(GREEDY, rule="greedy", max_tokens=3)
+    clock(tiny_model(), [Way(TARGET)], [ids for _, ids in prompts_of([4, 5])], settings, 2, 6.2)
+    assert [(len(one.response_ids), one.finish_reason) for one in clocked] == [(3, "length")] * 8
+    assert passed.now == pytest.approx(1.25 + 2 * 3.5)
 
 
 waits = st.dictionaries(
