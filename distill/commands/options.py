@@ -333,6 +333,7 @@ class ProbeOptions:
     t_target: TargetSeconds = ""
     t_draft: DraftSeconds = ""
     t_verify: Annotated[str, option("time of one verify call of a block; default: as long as a target step")] = ""
+    engine_costs: Annotated[Path | None, option("step times of `understudy time`; default: in the draft's run")] = None
     device_memory: Annotated[
         str,
         option(

@@ -67,6 +67,7 @@ def serving_page(serving: dict[str, Any]) -> str:
             serving=serving,
             places=places('"$PWD"', _place(serving["target"]["name"])),
             by_load=load_words(serving["gamma_by_load"]),
+            own_by_load=load_words(own.by_load) if (own := serving["facts"].get("timed_in")) else "",
         )
     )
 

@@ -125,7 +125,11 @@ def server_command(engine: Engine, facts: EngineFacts) -> str:
 
 
 def _facts_of(engine: Engine, facts: EngineFacts) -> EngineFacts:
-    """Return the facts for the way of drafting that the engine has."""
+    """Return the facts for the way of drafting that the engine has, with its own gammas if it was timed."""
+    if facts.timed_in is not None and facts.timed_in.engine == engine.name.lower().split()[0]:
+        _, gamma, taus, by_load = facts.timed_in
+        one_pass = facts.one_pass and facts.one_pass._replace(gamma=gamma, taus=taus)
+        facts = replace(facts, gamma=gamma, taus=taus, gamma_by_load=by_load, one_pass=one_pass)
     if facts.one_pass is None:
         return facts
     if engine.one_pass:

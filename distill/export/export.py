@@ -28,6 +28,7 @@ from distill.models.draft import ADAPTER_FILE, base_of_adapter, cast_weights
 from distill.models.load import public_name, resolve, saved_dtype, without_folders
 from distill.models.target import TargetSide, load_target_side
 from distill.models.vocabulary import VocabularyAgreement, tokenizer_differences, vocabulary_rows
+from distill.report.measured import engine_parts
 from speculative.errors import UserError
 from speculative.measure.measured import HELD_OUT
 from speculative.rules.sampling import SamplingSettings
@@ -110,7 +111,8 @@ def export_draft(
                 "format": SERVING_FORMAT, "version": SERVING_VERSION, "target": target_record, "draft": draft_record,
                 "vocabulary": asdict(student.agreement), "gamma": plan.gamma, "gamma_source": plan.source, "gain": plan.gain,
                 "measured": [one.record() for one in verdict.measured if one.text == HELD_OUT] if verdict else None,
-                "headline": verdict.headline if verdict else "", "run": verdict.run if verdict else {}, "gamma_by_load": facts.gamma_by_load, "sampling": facts.request,
+                "headline": verdict.headline if verdict else "", "run": verdict.run if verdict else {}, "gamma_by_load": facts.gamma_by_load,
+                "timed_in": [part if isinstance(part, str) else part.markdown() for part in engine_parts(verdict)] if verdict else [], "sampling": facts.request,
                 "facts": asdict(told), "engines": {engine.engine: asdict(engine) for engine in engines}, "other_engines": others(facts),
                 "warnings": warnings, "checks": checks,
             }  # fmt: skip

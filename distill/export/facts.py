@@ -99,6 +99,15 @@ class OnePass(NamedTuple):
     taus: Mapping[str, float]
 
 
+class Timed(NamedTuple):
+    """Gammas and taus for the command of an engine that `understudy time` measured. engine: its name as `EngineCosts.engine` has it."""
+
+    engine: str
+    gamma: int
+    taus: Mapping[str, float]
+    by_load: tuple[LoadRange, ...]
+
+
 # Head size, heads, key-value heads, feed-forward width, and the model type if the head has its own weights.
 Shape = tuple[int, int, int, int, str | None]
 
@@ -126,6 +135,7 @@ class EngineFacts:
     taus: Mapping[str, float] = field(default_factory=dict)
     gamma_by_load: tuple[LoadRange, ...] = ()  # empty if not measured under load
     one_pass: OnePass | None = None
+    timed_in: Timed | None = None  # used in place of `gamma`, `taus` and `gamma_by_load` by that engine
     lookup: Measured | None = None  # timing of prompt lookup without a draft
     # timing of prompt lookup before a draft that proposes token by token, if the verdict chose that
     together: Measured | None = None
@@ -209,6 +219,10 @@ def ways_to_serve(
     if mask_token is not None and drafting_to_serve(verdict, True) == "parallel":
         plan = gamma_plan(verdict, names["parallel"])
         found["one_pass"] = OnePass(mask_token, *served(plan, names["parallel"]))
+    if verdict and verdict.engine and (verdict.drafts[-1].drafting == "parallel") == ("one_pass" in found):
+        engine = verdict.engine.engine.split()[0]
+        own = gamma_plan(verdict, engine=engine)
+        found["timed_in"] = Timed(engine, *served(own, DRAFT), own.by_load)
     return plan, found | {"gamma_by_load": plan.by_load, "measured_rule": verdict.rule if verdict else None}
 
 

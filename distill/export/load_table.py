@@ -30,14 +30,22 @@ class GammaPlan(NamedTuple):
     by_load: tuple[LoadRange, ...] = ()
 
 
-def gamma_plan(verdict: Verdict | None, way: str = DRAFT) -> GammaPlan:
+def gamma_plan(verdict: Verdict | None, way: str = DRAFT, engine: str = "") -> GammaPlan:
     """Return the gammas to serve a way of drafting with; the judged draft's if the way was not timed.
+
+    engine: the engine to serve with. If engine_costs.json is about it, its step times decide (`EngineCosts.rows`).
 
     A measured load's gamma is 0 where the verdict runs the target alone or the draft was slower. Engines cut every load's gamma to the
     command's, so a larger one at a higher load (a near-tie: the best gamma falls with the load) is cut here too.
     """
     if verdict is None:
         return GammaPlan(GAMMA_WITHOUT_VERDICT, "the default; not measured", None)
+    if verdict.engine is not None and verdict.engine.engine.split()[0] == engine:
+        runs = {load: row.gamma or 0 for load, row in verdict.engine_runs.items()}
+        most = next((gamma for gamma in runs.values() if gamma), 0)
+        wins = verdict.engine.plain_wins_from(verdict.replay, verdict.response_tokens) or MOST_LOAD + 1
+        ranges = _ranges({load: min(gamma, most) for load, gamma in runs.items()}, wins)
+        return GammaPlan(most or max(1, verdict.gamma), verdict.engine.label, most > 0, ranges)
     timed = [
         [row for load in verdict.concurrencies if (row := verdict.row(name, load)) is not None and row.speed_up is not None]
         for name in (way, DRAFT)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from distill.report.table import Cell, Column, Table
 from distill.run.verdict_record import Verdict
-from speculative.measure.measured import HELD_OUT, TARGET, Measured
+from speculative.measure.measured import DRAFT, HELD_OUT, TARGET, Measured
 
 HOW = 'Speed is timed. tau is counted live, or computed from stored text ("by replay"). Brackets: 95 % interval.'
 TOO_FEW_TIMED = "too few prompts for an interval"
@@ -77,6 +77,30 @@ def load_table(verdict: Verdict) -> Table:
         alone = rows[TARGET].tokens_per_second if TARGET in rows else None
         table.add(load, Cell(alone, strong=run == TARGET), *cells, run)
     return table
+
+
+def engine_parts(verdict: Verdict) -> list[str | Table]:
+    """What engine_costs.json predicts, beside the draft timed in our loop: a title, a table with a row per load, and sentences."""
+    costs = verdict.engine
+    if costs is None:
+        return []
+    gammas, rows, runs = list(costs.costs[0].verify_seconds), verdict.engine_rows, verdict.engine_runs
+    each = [Column(f"{what} {gamma}", ".2f", unit) for what, unit in (("v", ""), ("gamma", "x")) for gamma in gammas]
+    heads = Column("load", "d"), Column("step", ".2f", " ms"), Column("c", ".3f")
+    ends = Column("run gamma", "d"), Column("tokens/s", ",.0f"), Column("our loop", ".2f", "x")
+    table = Table([*heads, *each, *ends])
+    for one, (load, ratios) in zip(costs.costs, costs.ratios.items(), strict=True):
+        speeds = [Cell(row.speed_up, row.speed_up_ci) for row in rows if row.concurrency == load][: len(gammas)]
+        own = verdict.row(DRAFT, load)
+        loop = Cell(own.speed_up, own.speed_up_ci, f"gamma {own.gamma}") if own and own.speed_up else None
+        v, run = (one.verify_ratio(gamma) for gamma in gammas), runs[load]
+        step, c = one.target_seconds * 1e3, Cell(ratios["c"][0], ratios["c"][1:])
+        table.add(load, step, c, *v, *speeds, run.gamma, run.tokens_per_second, loop)
+    wins = costs.plain_wins_from(verdict.replay, verdict.response_tokens)
+    return [
+        f"{costs.engine}: plain step, c, v(gamma), and speed-up at each gamma, {costs.label}, rule {verdict.rule}", table,
+        f"plain decoding is faster {f'from {wins} requests on' if wins else 'at no load up to 4096'}",
+    ]  # fmt: skip
 
 
 def waits_table(rows: Sequence[Measured]) -> Table:

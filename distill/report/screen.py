@@ -11,7 +11,7 @@ from rich.text import Text
 
 from distill.config.layout import BEST_LINK, REPORT, VERDICT
 from distill.config.load import config_file
-from distill.report.measured import load_table, waits_table, ways_tables
+from distill.report.measured import engine_parts, load_table, waits_table, ways_tables
 from distill.report.money import Prices
 from distill.report.sections.money import money_lines, money_table
 from distill.report.table import Cell, Column, Table
@@ -94,6 +94,8 @@ def last_screen(
     if max(verdict.concurrencies, default=1) > 1:
         console.print(load_table(verdict))
         console.print(waits_table(verdict.measured))
+    for part in engine_parts(verdict):
+        console.print(part, highlight=False)
     parts = {stage: value for stage, value in verdict.seconds.items() if "/" not in stage}
     console.print("time: " + ", ".join(f"{stage} {value:.0f} s" for stage, value in parts.items()), highlight=False)
     places = RichTable.grid(padding=(0, 2))

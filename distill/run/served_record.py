@@ -54,6 +54,18 @@ class TriedParameter(Record):
     note: Text = Field("", description="the engine's message, or what else differs")
 
 
+class SpeedCheck(Record):
+    """`understudy readback --speed` at one number of concurrent requests: shares of the predicted speed-up."""
+
+    predicted: Row = Field(description="from engine_costs.json and the verdict's tau, at the served gamma")
+    served: Row = Field(description="tokens/s of requests over those without the draft, and tau")
+    difference: float = Field(description="served / predicted - 1")
+    of_tau: float = Field(description="the part that follows from the served tau")
+    of_costs: float = Field(description="the rest: steps and prefill took another time than `understudy time` measured")
+    holds: bool = Field(description="whether the difference is at most 10 %")
+    causes: list[Text] = Field([], description="what can be seen to cause a larger one")
+
+
 class ServedRecord(Record):
     """served.json. Its rows are about the draft, from the second token of each response on: as served, by replay of the served text if
     its token ids are known, and by replay of the run's held-out text. With --plain there is also a row for the target alone.
@@ -94,6 +106,7 @@ class ServedRecord(Record):
     )
     parameters: list[TriedParameter] = Field([], description="request parameters that were tried (--parameters)")
     causes: list[Text] = Field([], description="causes of disagreement that were found by tests")
+    speed: list[SpeedCheck] = Field([], description="predicted and served speed-up by load (--speed)")
     notes: list[Text] = Field([], description="notes for the reader")
 
     @property

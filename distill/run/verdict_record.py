@@ -5,10 +5,11 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from distill.config.layout import VERDICT
+from distill.config.layout import ENGINE_COSTS, VERDICT
 from speculative.evaluate import Judgement
 from speculative.explain.repetition import Repetition
 from speculative.measure.effects import Effects, Gain
+from speculative.measure.engine_costs import EngineCosts
 from speculative.measure.measured import BY_BLOCK, BY_TOKEN, HELD_OUT, Measured, Row, row_of
 from speculative.measure.record import Record, Text
 from speculative.measure.replay import ReplayCheck
@@ -113,6 +114,9 @@ class Verdict(Record):
         [], description="live decoding and replay disagree, the target loops, or a load was not measured"
     )
     seconds: dict[str, float] = Field({}, description="seconds of each stage of the run; empty for an evaluation")
+    engine: EngineCosts | None = Field(
+        None, description="step times of a serving engine, from engine_costs.json (`understudy time`); null: not timed"
+    )
 
     def row(self, way: str, concurrency: int = 1, text: str = HELD_OUT) -> Measured | None:
         """The timed row of a way; the judged row if nothing was timed; None if there is none."""
@@ -126,6 +130,21 @@ class Verdict(Record):
     def to_run(self, concurrency: int = 1) -> str | None:
         """The way to run at a measured concurrency; None: not timed."""
         return self.run.get(str(concurrency))
+
+    @property
+    def response_tokens(self) -> float:
+        """Mean tokens of a frozen response."""
+        return self.tokens / max(1, self.prompts)
+
+    @property
+    def engine_rows(self) -> list[Measured]:
+        """`EngineCosts.rows` of the draft; empty if no engine was timed."""
+        return self.engine.rows(self.replay, self.rule, self.response_tokens) if self.engine else []
+
+    @property
+    def engine_runs(self) -> dict[int, Measured]:
+        """The last of them at each load: at the gamma to run."""
+        return {row.concurrency: row for row in self.engine_rows}
 
     @property
     def concurrencies(self) -> list[int]:
@@ -146,6 +165,18 @@ def drafting_to_serve(verdict: Verdict | None, parallel: bool) -> Drafting:
 
 
 def load_verdict(run: Path) -> Verdict:
-    """verdict.json of a finished run; UserError if it is not there or damaged, or a key is missing or of another type."""
+    """verdict.json of a finished run, with `engine` from engine_costs.json; UserError if it is not there or damaged, or a key is missing or of another type."""
     unfinished = "not there: the run is not finished; start its command again"
-    return Verdict.read(run / VERDICT, "delete it, and start the run's command again", unfinished)
+    verdict = Verdict.read(run / VERDICT, "delete it, and start the run's command again", unfinished)
+    costs = load_engine_costs(run)
+    return verdict.model_copy(update={"engine": costs}) if costs else verdict
+
+
+def load_engine_costs(run: Path) -> EngineCosts | None:
+    """engine_costs.json of a run; None if no engine was timed.
+
+    Raises:
+        UserError: damaged, or a key is missing or has an invalid value.
+    """
+    path = run / ENGINE_COSTS
+    return EngineCosts.read(path, "delete it, and use `understudy time` again") if path.is_file() else None

@@ -15,7 +15,7 @@ from pydantic import Field
 from scipy import special
 
 from speculative.errors import UserError
-from speculative.measure.cost import StepCosts, gamma_to_run, predicted_speed_ups
+from speculative.measure.cost import StepCosts, gamma_to_run
 from speculative.measure.load import LoadCurve, fit_line, fit_roofline
 from speculative.measure.measured import DRAFT, How, Measured
 from speculative.measure.record import Record
@@ -56,24 +56,60 @@ class EngineCosts(Record):
     flags: list[str] = Field(description="flags that it was started with; empty: it was running")
     costs: list[StepCosts] = Field(description="seconds by load (batch_size); only the split of blocks is fitted")
     ratios: dict[int, Ratios] = Field(description="by load: c, v and blocks in plain steps, with 95 % intervals")
+    prefill: dict[int, dict[int, float]] = Field(
+        {}, description="by load and gamma (0: plain): seconds until all requests that arrive together have a token"
+    )
 
-    def rows(self, taus: Mapping[int, float], rule: str) -> list[Measured]:
+    @property
+    def label(self) -> str:
+        """How a figure from these times was obtained, in words."""
+        return f"predicted (engine {self.engine})"
+
+    def speed_up(self, one: StepCosts, gamma: int, tau: float, tokens: float, price: float | None = None) -> float:
+        """Tokens per second over plain decoding, for responses of `tokens` tokens whose first comes from the prefill.
+
+        one: the costs at a load. price: of a block in plain steps; default the measured one. tokens infinite: without prefill.
+        """
+        steps = (price or one.block_price(gamma)) / tau if gamma else 1.0
+        return self._response_seconds(one, 0, 1.0, tokens) / self._response_seconds(one, gamma, steps, tokens)
+
+    def _response_seconds(self, one: StepCosts, gamma: int, steps: float, tokens: float) -> float:
+        """Seconds of a response over its tokens after the first; meanwhile the engine reads a prompt for every request."""
+        first = self.prefill.get(one.batch_size) or {0: 0.0}
+        read = float(np.interp(gamma, sorted(first), [first[known] for known in sorted(first)]))
+        return read / max(1.0, tokens - 1.0) + steps * one.target_seconds
+
+    def row(self, one: StepCosts, gamma: int, tau: float, rule: str, tokens: float = math.inf) -> Measured:
+        """The draft at a load and gamma (0: plain decoding); the interval is that of the block's time, at measured gammas."""
+        _, low, high = self.ratios[one.batch_size].get(f"block {gamma}", (1.0, 0.0, 0.0))
+        speed_up, *ends = (self.speed_up(one, gamma, tau, tokens, price) for price in (None, high, low))
+        share = 1.0 if math.isinf(tokens) else tokens / max(1.0, tokens - 1.0)
+        rate = one.batch_size * share / self._response_seconds(one, 0, 1.0, tokens)
+        how = dict[str, How](tau="replay", speed_up="predicted (engine)", tokens_per_second="predicted (engine)")
+        return Measured(
+            DRAFT, rule, one.batch_size, gamma=gamma, tau=tau, tokens_per_second=rate * speed_up, speed_up=speed_up,
+            speed_up_ci=(ends[0], ends[1]) if low else None, how=how,
+        )  # fmt: skip
+
+    def rows(self, taus: Mapping[int, float], rule: str, tokens: float = math.inf) -> list[Measured]:
         """The draft at each load: at each measured gamma, then at the gamma to run (0: plain decoding), from taus by replay."""
-        found, how = [], dict[str, How](tau="replay", speed_up="predicted (engine)")
+        found = []
         for one in self.costs:
-            speed_ups = predicted_speed_ups(one.timed(taus), one)
-            for gamma in (*one.verify_seconds, gamma_to_run(speed_ups)[0]):
-                _, low, high = self.ratios[one.batch_size].get(f"block {gamma}", (1.0, 0.0, 0.0))
-                row = Measured(DRAFT, rule, one.batch_size, gamma=gamma, tau=taus[gamma], how=how)
-                ends = (taus[gamma] / high, taus[gamma] / low) if low else None
-                found.append(replace(row, speed_up=speed_ups[gamma] if gamma else 1.0, speed_up_ci=ends))
+            best, _ = gamma_to_run(
+                {gamma: self.speed_up(one, gamma, tau, tokens) for gamma, tau in one.timed(taus).items()}
+            )
+            found += [
+                self.row(one, gamma, taus[gamma], rule, tokens)
+                for gamma in (*one.verify_seconds, best)
+                if gamma in taus
+            ]
         return found
 
-    def plain_wins_from(self, taus: Mapping[int, float]) -> int | None:
+    def plain_wins_from(self, taus: Mapping[int, float], tokens: float = math.inf) -> int | None:
         """The load from which plain decoding is faster, by lines through all steps; None: not up to `load.MOST_LOAD`."""
         timed = {gamma: tau for gamma, tau in self.costs[0].timed(taus).items() if gamma}
         lines = LoadCurve(fit_roofline(self.costs), timed)
-        best = {one.batch_size: max(predicted_speed_ups(timed, one).values()) for one in self.costs}
+        best = {one.batch_size: max(self.speed_up(one, *of, tokens) for of in timed.items()) for one in self.costs}
         return replace(lines, measured_over_predicted={n: best[n] / lines.speed_up(n) for n in best}).plain_wins_from()
 
 

@@ -37,6 +37,7 @@ from distill.config.layout import RESPONSES, TARGET_FACTS, best_student, find_st
 from distill.run.frozen_text import FrozenText, load_frozen_text
 from distill.run.responses import decode_settings
 from distill.run.session import context_limit
+from distill.run.verdict_record import load_engine_costs
 from distill.verdict.field import step_costs, typical_length
 from speculative.drafters.draft import Draft, Drafting
 from speculative.engine.models import max_positions
@@ -193,9 +194,11 @@ def read_drafts(text: FrozenText, names: Sequence[str], gamma: int, timing: bool
         scores = score_tokens(draft.model, text.responses, text.sampling, offsets=draft.offsets(gamma))
         if timing and draft.shape not in by_shape:
             by_shape[draft.shape] = _timed(text, draft, gamma)
+        engine = load_engine_costs(run) if (run := run_of(path)) else None
         entry = Scored(
-            name=path, path=path, parameters=draft.model.num_parameters(), scores=scores, costs=None, shape=draft.shape
-        )
+            name=path, path=path, parameters=draft.model.num_parameters(), scores=scores, costs=None, shape=draft.shape,
+            engine=engine if engine and engine.costs[0].parallel == draft.parallel else None,
+        )  # fmt: skip
         drafts[find_student(path), drafting] = entry
     costs = _shared_target(by_shape)
     entries = []

@@ -16,6 +16,7 @@ from speculative.evaluate import HeldoutResponse
 from speculative.measure.baseline_replay import found_blocks, found_steps, kept_by_lookup, tuned_lookup
 from speculative.measure.cost import StepCosts, gamma_to_run, given_costs
 from speculative.measure.effects import CallEffects, Certain, Gain, effects_of_calls, paired_effects
+from speculative.measure.engine_costs import EngineCosts
 from speculative.measure.intervals import Interval
 from speculative.measure.measured import HELD_OUT, How, Measured, Row, Way
 from speculative.measure.metrics import CURVE_GAMMAS, alpha_with_interval, calls_curve
@@ -33,7 +34,7 @@ UNTIMED = given_costs(1.0, 0.0)
 class Scored(Way):
     """A way with its scores on the frozen text and its step costs, from which figures at every gamma follow.
 
-    scores: of its draft; None for lookup alone. kept: where lookup is in it, tokens of a lookup that are kept at each place of each
+    scores: of its draft; None for lookup alone. engine: its run's step times in a serving engine. kept: where lookup is in it, tokens of a lookup that are kept at each place of each
     response (`kept_by_lookup`). costs: of lookup alone the target's side. shape: of its draft.
     """
 
@@ -42,6 +43,7 @@ class Scored(Way):
     scores: list[TokenScores] | None
     costs: StepCosts | None
     kept: list[np.ndarray] | None = None
+    engine: EngineCosts | None = None
     shape: Hashable = None
 
     def chosen(self, rows: Sequence[int]) -> "Scored":
@@ -112,7 +114,7 @@ def with_lookup(
 
 class ComparedWay(Record):
     """Figures of a way besides its rows. survival is null for a way with lookup. For `parallel+DRAFT` the draft step and `cost_ratio`
-    are per block, which is one draft call; `cost_ratio_at` is per token. best_gamma 0: none pays.
+    are per block, which is one draft call; `cost_ratio_at` is per token. best_gamma 0: none pays. in_engine: `EngineCosts.rows`.
     """
 
     way: str
@@ -127,6 +129,8 @@ class ComparedWay(Record):
     draft_step_seconds: float | None = None
     cost_ratio: float | None = None
     cost_ratio_at: float | None = None
+    engine: str | None = None
+    in_engine: Sequence[Row] = ()
 
 
 class Difference(CallEffects):
@@ -251,6 +255,10 @@ def _way(entry: Scored, keys: Sequence[Any], rule: str, gamma: int) -> ComparedW
         way=entry.name, path=entry.path, parameters=entry.parameters, gammas=gammas, taus=curve.tau, taus_ci=curve.tau_ci,
         survival=None if entry.judged is None else survival_of(entry.judged, rule, gamma),
     )  # fmt: skip
+    if entry.engine is not None and entry.judged is not None:
+        rows = entry.engine.rows(dict(zip(gammas, curve.tau, strict=True)), rule, curve.tokens / len(keys))
+        rows = [replace(row, way=entry.name) for row in rows]
+        way = way.model_copy(update={"engine": entry.engine.label, "in_engine": rows})
     if costs is None:
         return way
     # Gammas beyond the measured ones would be guesses.

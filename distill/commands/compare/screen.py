@@ -68,6 +68,17 @@ def difference_lines(result: Comparison) -> list[str]:
     return lines
 
 
+def engine_table(result: Comparison) -> Table:
+    """The speed-up of each way at each load and gamma in the engine that its run was timed in."""
+    speed, load, gamma = Column("speed-up", ".2f", "x"), Column("load", "d"), Column("gamma", "d")
+    table = Table(["way", "how", load, gamma, Column("tau", ".2f"), speed, Column("tokens/s", ",.0f")])
+    for one in result.ways:
+        for row in one.in_engine:
+            cells = row.concurrency, row.gamma, row.tau, Cell(row.speed_up, row.speed_up_ci), row.tokens_per_second
+            table.add(one.way, one.engine, *cells)
+    return table
+
+
 def domain_table(result: Comparison) -> Table | None:
     """tau of every way by domain; None if the text has one domain."""
     if not result.domains:
@@ -94,6 +105,8 @@ def domain_table(result: Comparison) -> Table | None:
 def print_comparison(console: Console, result: Comparison) -> None:
     """Print the tables, the differences and the failed gates."""
     console.print(compare_table(result))
+    if (in_engine := engine_table(result)).cells:
+        console.print(in_engine)
     domains = domain_table(result)
     if domains is not None:
         console.print(domains)

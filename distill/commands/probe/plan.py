@@ -4,10 +4,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from distill.commands.options import STDLIB, ProbeOptions
+from distill.config.layout import ENGINE_COSTS, run_of
 from distill.report.durations import parse_seconds
 from speculative.drafters.draft import Draft
 from speculative.errors import UserError
 from speculative.measure.cost import StepCosts, given_costs
+from speculative.measure.engine_costs import EngineCosts
 from speculative.measure.metrics import MOST_GAMMA
 from speculative.rules.rule import Rule
 
@@ -23,14 +25,22 @@ class Plan:
     batch_sizes: list[int]
     given: StepCosts | None
     context: int = TIMED_CONTEXT
+    engine: EngineCosts | None = None
+
+    @property
+    def times(self) -> str:
+        """How the step times were obtained."""
+        return self.engine.label if self.engine else "measured" if self.given is None else "given"
 
     @property
     def lead(self) -> tuple[float, Rule]:
         sampled = [value for value in self.temperatures if value > 0]
         return (sampled[0], "sample") if sampled else (0.0, "greedy")
 
-    def costs_of(self, draft: Draft | None) -> StepCosts | None:
-        """The given costs of a draft. A draft call takes the same time for a token and for a block."""
+    def costs_of(self, draft: Draft | None, load: int) -> StepCosts | None:
+        """The given costs of a draft: at a load, of the engine whose file was given. A draft call takes the same time for a token and for a block."""
+        if self.engine is not None:
+            return next(one for one in self.engine.costs if one.batch_size == load)
         if self.given is None or draft is None or not draft.parallel:
             return self.given
         call, verify = self.given.draft_seconds[1], self.given.verify_seconds[1]
@@ -48,7 +58,14 @@ def read_plan(options: ProbeOptions) -> Plan:
         raise UserError("give --t-target and --t-draft together, or neither to measure them: c is their ratio")
     if options.t_verify and not options.t_target:
         raise UserError("--t-verify needs --t-target and --t-draft: give all times, or measure all of them")
-    given = None
+    given, runs = None, [run for one in options.drafts or () if (run := run_of(one))]
+    file = options.engine_costs or (runs[0] / ENGINE_COSTS if len(options.drafts or ()) == len(runs) == 1 else None)
+    if file and (options.engine_costs or (file.is_file() and not options.t_target)):
+        engine = EngineCosts.read(file, "make it again with `understudy time`")
+        if options.t_target:
+            raise UserError("give --engine-costs or --t-target, not both")
+        loads, gammas = [one.batch_size for one in engine.costs], list(engine.costs[0].verify_seconds)
+        return Plan(temperatures, gammas, loads, engine.costs[0], engine=engine)
     if options.t_target:
         verify = parse_seconds(options.t_verify, "--t-verify") if options.t_verify else None
         target, draft = parse_seconds(options.t_target, "--t-target"), parse_seconds(options.t_draft, "--t-draft")

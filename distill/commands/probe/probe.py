@@ -87,7 +87,7 @@ def probe(options: ProbeOptions, console: Console | None = None) -> Probe:
     models = {id(one.draft.model): (one.name, one.draft.model) for one in prospects[::-1] if one.draft is not None}
     settings = Settings(
         options.prompts, len(prompts), options.chat, options.max_tokens, lead_text, plan.lead[1], plan.gammas, plan.batch_sizes,
-        "measured" if plan.given is None else "given", str(opened.device), torch.get_num_threads(), options.seed,
+        plan.times, str(opened.device), torch.get_num_threads(), options.seed,
     )  # fmt: skip
     result = Probe(
         target=_described(options.target, target),
@@ -190,9 +190,9 @@ def _timed(
     """Costs by rule at the first batch size, and of the leading rule at the others."""
     first = plan.batch_sizes[0]
     asked = [(rule, first) for rule in rules] + [(plan.lead[1], size) for size in plan.batch_sizes[1:]]
-    given = plan.costs_of(draft)
-    if given is not None:
-        return dict.fromkeys(asked[: len(rules)], given)
+    given = {(rule, size): costs for rule, size in asked if (costs := plan.costs_of(draft, size)) is not None}
+    if given:
+        return given
     with stages(f"timing {name}"):
         return {
             (rule, size): measure_costs(

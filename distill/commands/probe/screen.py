@@ -53,6 +53,10 @@ def assumptions(plan: Plan, t_verify: str) -> list[str]:
             f"times are measured on this machine, {torch.get_num_threads()} threads, at a context of {plan.context} tokens, and interpolated between "
             "measured gammas"
         ]
+    if plan.engine is not None:
+        return [
+            f"times are those of {plan.engine.engine} (engine_costs.json), the same for every draft and rule, without prefill"
+        ]
     free = "--t-verify is not given, so a verify call is assumed to cost one target step (v = 1); that favours large gammas"
     return [
         "times are given, not measured, and the same for every draft and rule",

@@ -1,6 +1,7 @@
 """Send the run's held-out prompts to engines, and write every answer to a file as it arrives."""
 
 import contextlib
+import functools
 import json
 import threading
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from speculative.decoder.responses import DecodeSettings
 from speculative.errors import UserError
 from speculative.evaluate import HeldoutResponse
 
+TURN = 4  # requests of each place in a turn of one of several servers
 WARM_TOKENS = 8  # of the uncounted request before each sampling mode
 _KEYS = ("key", "domain", "asked", "seconds", "first_seconds", "response")
 
@@ -101,7 +103,7 @@ def _asked(settings: DecodeSettings) -> str:
 def ask(
     files: Sequence[AnswerFile], texts: Sequence[HeldoutResponse], settings: DecodeSettings, by_request: bool = False
 ) -> Asked:
-    """Send every prompt to every server, alternating prompt by prompt so that both see the same machine load.
+    """Send every prompt to every server, one server at a time, in short turns so that both see the same machine load.
 
     by_request: if the answers have no counts and prompts are sent one at a time, read the counters after each. A server whose
     answers are all in its file is not asked.
@@ -122,10 +124,14 @@ def ask(
             )
         one.counting = by_request and one is own and warm.counts is None and client.endpoint.concurrency == 1
     before = client.scrape(settle=True) if own in lacking else None
-    jobs = [(one, text) for text in texts for one in range(len(files))]
+    # Servers take turns: together they would slow each other down.
+    turn = len(texts) if len(files) == 1 else TURN * busy if (busy := client.endpoint.concurrency) > 1 else 1
+    answers = dict[tuple[int, str], Answer]()
     try:
-        found = client.each(lambda job: files[job[0]].answer(job[1], settings), jobs)
-        answers = {(one, text.key): answer for (one, text), answer in found}
+        for first in range(0, len(texts), turn):
+            for place, one in enumerate(files):
+                found = client.each(functools.partial(one.answer, settings=settings), texts[first : first + turn])
+                answers |= {(place, text.key): answer for text, answer in found}
     except KeyboardInterrupt:
         raise Interrupted(own.kept) from None
     after = client.scrape(settle=True) if own in lacking else None

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import platform
+import time
 from collections import defaultdict
 from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,10 +20,10 @@ from distill.commands.output import check_writable
 from distill.commands.serve import started
 from distill.config.command_line import TimeOptions
 from distill.config.layout import ENGINE_COSTS
-from distill.report.table import Cell, Column, Table
+from distill.report.measured import engine_parts
 from distill.run.frozen_text import load_frozen_text
 from distill.run.responses import decode_settings
-from distill.run.verdict_record import Verdict, load_verdict
+from distill.run.verdict_record import load_verdict
 from speculative.errors import UserError
 from speculative.measure.engine_costs import EngineCosts, ratios_of, step_costs, wave_seconds
 
@@ -42,7 +43,7 @@ def time_command(options: TimeOptions) -> int:
     out = options.out or options.run / ENGINE_COSTS
     check_writable("--out", out)
     settings = decode_settings(frozen.config.serving, 0, frozen.target)
-    waves, name = defaultdict[tuple[int, int], list[float]](list), ""
+    waves, reads, name = (*(defaultdict[tuple[int, int], list[float]](list) for _ in range(2)), "")
     with contextlib.closing(_engines(options, gammas)) as engines:
         for urls in engines:
             clients = [EngineClient(url, frozen.target.tokenizer, frozen.target.facts.vocab_rows) for url in urls]
@@ -52,7 +53,7 @@ def time_command(options: TimeOptions) -> int:
             for repeat in range(-1, options.repeats):  # The first wave at each load is not timed.
                 for load, client in ((load, one) for load in loads for one in clients):
                     texts = [frozen.responses[(repeat * load + row) % len(frozen.responses)] for row in range(load)]
-                    ask = functools.partial(client.stream, settings=settings)
+                    ask, began = functools.partial(client.stream, settings=settings), time.perf_counter()
                     with ThreadPoolExecutor(load) as pool:
                         found = list(pool.map(ask, [one.prompt_ids for one in texts]))
                     gamma = max(gamma for _, gamma in found)
@@ -65,6 +66,7 @@ def time_command(options: TimeOptions) -> int:
                         raise UserError(f"{client.endpoint.url}: {told}")
                     if repeat >= 0:
                         waves[load, gamma].append(wave_seconds([stream for stream, _ in found]))
+                        reads[load, gamma].append(max(stream.seconds_C[0] for stream, _ in found) - began)
     if len({gamma for _, gamma in waves}) < 3:
         raise UserError("--url: give two or more engines that draft different numbers of tokens")
     one_pass = verdict.drafts[-1].drafting == "parallel"
@@ -74,9 +76,12 @@ def time_command(options: TimeOptions) -> int:
     result = EngineCosts(
         format=1, engine=name, device=options.plain or device, flags=options.words or [], costs=costs,
         ratios={one.batch_size: ratios_of(one, repeats) for one, *repeats in zip(costs, *each, strict=True)},
+        prefill={load: {gamma: median(of) for (n, gamma), of in sorted(reads.items()) if n == load} for load in loads},
     )  # fmt: skip
     write_json(out, result.record())
-    _print(result, verdict)
+    console = Console(highlight=False)
+    for part in engine_parts(verdict.model_copy(update={"engine": result})):
+        console.print(part)
     return 0
 
 
@@ -96,20 +101,3 @@ def _engines(options: TimeOptions, gammas: list[int]) -> Generator[dict[str, boo
         words = [*(options.words or []), *(COUNTS if gamma else ())]
         with started(ServeOptions(options.run, words, port=options.port, alone=not gamma), max(1, gamma)) as url:
             yield {f"{url}/v1": gamma > 0}
-
-
-def _print(result: EngineCosts, verdict: Verdict) -> None:
-    """Print costs and predicted speed-ups by load, and from which load plain decoding is faster."""
-    gammas, rows = list(result.costs[0].verify_seconds), result.rows(verdict.replay, verdict.rule)
-    each = [Column(f"{what} {gamma}", ".2f", unit) for what, unit in (("v", ""), ("gamma", "x")) for gamma in gammas]
-    heads = Column("load", "d"), Column("step", ".2f", " ms"), Column("c", ".3f")
-    table = Table([*heads, *each, Column("run gamma", "d")])
-    for costs, (load, ratios) in zip(result.costs, result.ratios.items(), strict=True):
-        *own, run = (row for row in rows if row.concurrency == load)
-        c, speeds = Cell(ratios["c"][0], ratios["c"][1:]), [Cell(one.speed_up, one.speed_up_ci) for one in own]
-        v = (costs.verify_ratio(gamma) for gamma in gammas)
-        table.add(load, costs.target_seconds * 1e3, c, *v, *speeds, run.gamma)
-    wins = result.plain_wins_from(verdict.replay)
-    ends = f"plain decoding is faster {f'from {wins} requests on' if wins else 'at no load up to 4096'}"
-    title = f"{result.engine}: plain step, c, v(gamma), and speed-up at each gamma, predicted (engine)"
-    Console(highlight=False).print(title, table, ends, sep="\n")

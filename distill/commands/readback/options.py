@@ -57,6 +57,7 @@ class ReadbackOptions:
     dtype: Dtype = "auto"
     device: Device = ""
     plain: Annotated[str, option("URL of the same engine without the draft, to measure the speed-up")] = ""
+    speed: Annotated[bool, option("with --run and --plain: compare speeds with `understudy time`", "--speed")] = False
     parameters: Annotated[
         bool,
         option(

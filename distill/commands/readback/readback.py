@@ -75,6 +75,9 @@ def readback_command(options: ReadbackOptions, console: Console | None = None) -
         in_greedy = ask([greedy_file], aside, greedily, source.by_request) if aside else None
         main = ask(files, source.texts, source.settings, source.by_request)
         record = _record(options, source, clients[0], main, in_greedy if sampled else main)
+        if source.speed is not None:
+            checks = source.speed(files, (source.texts, main.settings), record.served.rule)
+            record = record.model_copy(update={"speed": checks})
         if options.parameters:
             tried = try_parameters(clients[0], clients[1], source.texts, source.settings)
             record = record.model_copy(update={"parameters": tried})
@@ -94,6 +97,8 @@ def _check(options: ReadbackOptions) -> None:
         raise UserError(f"--timeout {options.timeout:g}: give a positive number of seconds")
     if options.parameters and not options.plain:
         raise UserError("--parameters: compares two engines; give the one without the draft with --plain URL")
+    if options.speed and options.run is None:
+        raise UserError("--speed: compares with the engine_costs.json of a run; give it with --run")
     key_in(options.api_key_env)
     check_writable("--out", options.out)
 
@@ -134,7 +139,7 @@ def _record(
 ) -> ServedRecord:
     law, notes = _law(main, source) if not main.settings.sampling.greedy else (None, [])
     try:
-        judged = source.judge(main, law)
+        judged = source.judge(main, law, client.engine)
     except UserError as error:
         raise UserError(f"{client.endpoint.url}: {error}") from error
     counted = judged.counted

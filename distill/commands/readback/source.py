@@ -12,6 +12,7 @@ from distill.commands.readback.asking import Asked
 from distill.commands.readback.causes import acceptance_causes, few_note
 from distill.commands.readback.comparison import Counted, Predicted, Replayer, count, own_interval, tau_interval
 from distill.commands.readback.options import ReadbackOptions
+from distill.commands.readback.speed import needed, speed_checks
 from distill.commands.target import open_target
 from distill.config.layout import EXPORT, HELDOUT_GREEDY, RESPONSES, VERDICT
 from distill.export.load_table import drafts_by, gamma_plan
@@ -19,7 +20,7 @@ from distill.models.target import Target
 from distill.run.frozen_text import FrozenText, load_frozen_text
 from distill.run.prompts import asked_rows, render_rows
 from distill.run.responses import decode_settings, frozen_responses_of
-from distill.run.served_record import SERVED_TEXT
+from distill.run.served_record import SERVED_TEXT, SpeedCheck
 from distill.run.verdict_record import Drafting, Verdict, drafting_to_serve, load_verdict
 from speculative.decoder.responses import DecodeSettings
 from speculative.drafters.draft import Draft
@@ -58,7 +59,8 @@ class Source:
     """Prompts to send under `settings`. texts, greedy: of the target, at these settings and greedily; without a run, `texts` are prompts.
 
     folder: for answers and the result. label: of the target in errors. by_request: count each request by the server's counters if its
-    answers have no counts. judge: compares the counts with what is expected; the law is that of the sampled text.
+    answers have no counts. judge: compares the counts of an engine with what is expected; the law is that of the sampled text. speed: with --speed,
+    as `speed_checks`.
     """
 
     name: str
@@ -68,8 +70,9 @@ class Source:
     texts: list[HeldoutResponse]
     greedy: list[HeldoutResponse]
     settings: DecodeSettings
-    judge: Callable[[Asked, TextLaw | None], Judged]
+    judge: Callable[[Asked, TextLaw | None, str], Judged]
     by_request: bool = False
+    speed: Callable[..., list[SpeedCheck]] | None = None
 
 
 def of_prompts(options: ReadbackOptions) -> Source:
@@ -102,7 +105,7 @@ def of_prompts(options: ReadbackOptions) -> Source:
 
     name, judge = (
         f"{options.prompts} for {options.target}",
-        lambda asked, _: counted_alone(asked, options.gamma, options.rule),
+        lambda asked, *_: counted_alone(asked, options.gamma, options.rule),
     )
     return Source(name, options.to, target, "--target", texts, greedy, settings, judge, True)
 
@@ -155,16 +158,17 @@ def of_run(options: ReadbackOptions, run: Path) -> Source:
     settings = settings if frozen.rule != "greedy" else settings.under("greedy", 0)
 
     judge = functools.partial(_judge, options, frozen, verdict)
-    return Source(str(run), run, frozen.target, "target.path", frozen.responses, greedy, settings, judge)
+    speed = functools.partial(speed_checks, needed(verdict, run, options.plain), run) if options.speed else None
+    return Source(str(run), run, frozen.target, "target.path", frozen.responses, greedy, settings, judge, speed=speed)
 
 
 def _judge(
-    options: ReadbackOptions, frozen: FrozenText, verdict: Verdict | None, main: Asked, law: TextLaw | None
+    options: ReadbackOptions, frozen: FrozenText, verdict: Verdict | None, main: Asked, law: TextLaw | None, engine: str
 ) -> Judged:
     sampled, model = frozen.rule != "greedy", frozen.draft(_served(frozen.run))
     way: Any = options.drafting or drafting_to_serve(verdict, mask_token_of(model.config) is not None)
     draft = Draft(model, way)
-    gammas = _gammas(options, frozen, verdict, draft)
+    gammas = _gammas(options, frozen, verdict, draft, engine)
     counted = count(main, gammas[0])
     wanted = counted.gamma if counted.gamma in gammas else gammas[0]
     replayer = Replayer(draft, main, law, max(wanted, counted.gamma))
@@ -212,11 +216,14 @@ def _served(run: Path) -> str:
     return str(run / EXPORT if quantised else run)
 
 
-def _gammas(options: ReadbackOptions, frozen: FrozenText, verdict: Verdict | None, draft: Draft) -> tuple[int, ...]:
+def _gammas(
+    options: ReadbackOptions, frozen: FrozenText, verdict: Verdict | None, draft: Draft, engine: str
+) -> tuple[int, ...]:
     """Return the gammas that the server may use: --gamma, else the exported one at --concurrency, the others, then the judged one."""
     if options.gamma is not None:
         return (options.gamma,)
-    plans = [gamma_plan(verdict, way) for way in (drafts_by(verdict)[draft.drafting], DRAFT)] if verdict else []
+    own = drafts_by(verdict)[draft.drafting]
+    plans = [gamma_plan(verdict, *of) for of in ((own, engine), (own,), (DRAFT,))] if verdict else []
     judged = verdict.gamma if verdict else frozen.config.judge.gamma
     ranges = plans[0].by_load if plans else ()
     at_load = [gamma for first, last, gamma in ranges if first <= options.concurrency <= last]

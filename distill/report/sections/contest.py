@@ -1,6 +1,6 @@
 """Sections on speed: every way to decode, one request at a time and under load, and latency."""
 
-from distill.report.measured import load_table, stages_table, waits_table, ways_tables
+from distill.report.measured import engine_parts, load_table, stages_table, waits_table, ways_tables
 from distill.report.section import Made, Piece, section
 from distill.report.view import View
 from distill.run.verdict_record import Verdict
@@ -64,6 +64,12 @@ def load_lines(verdict: Verdict) -> list[str]:
             "gamma + 1 tokens of every request."
         )
     return lines
+
+
+@section("engine", "In the engine", order=51)
+def engine(view: View) -> Made:
+    """What engine_costs.json predicts (`understudy time`)."""
+    return engine_parts(view.verdict) or None
 
 
 @section("latency", "Latency", order=52)

@@ -42,7 +42,7 @@ def served_tables(record: ServedRecord) -> list[Table]:
         if known := record.survival.get(name, [])[:places]:
             cells = itertools.zip_longest(known, ends.get(name, []))
             survival.add(name, *(Cell(*cell) for cell in cells), *[None] * (places - len(known)))
-    tables = [figures, survival, waits_table(record.measured), _parameters(record)]
+    tables = [figures, survival, waits_table(record.measured), speed_table(record), _parameters(record)]
     return [table for table in tables if table.cells]
 
 
@@ -52,6 +52,20 @@ def _parameters(record: ServedRecord) -> Table:
         name = f"{one.name} {one.value}".strip()
         counts = ("" if one.status == "refused" else f"{count} of {one.prompts}" for count in (one.equal, one.changed))
         table.add(name, one.mode, *counts, one.status, one.note)
+    return table
+
+
+def speed_table(record: ServedRecord) -> Table:
+    """The predicted and the served speed-up at each load, and the difference; empty without --speed."""
+    shares = [Column(name, "+.0%") for name in ("difference", "of tau", "of steps")]
+    speeds = Column("predicted", ".2f", "x"), Column("served", ".2f", "x")
+    table = Table([Column("load", "d"), Column("gamma", "d"), *speeds, *shares, "within 10 %"])
+    for one in record.speed:
+        own, served = one.predicted, one.served
+        table.add(
+            own.concurrency, own.gamma, Cell(own.speed_up, own.speed_up_ci), Cell(served.speed_up, served.speed_up_ci),
+            one.difference, one.of_tau, one.of_costs, Cell("yes" if one.holds else "no", note="; ".join(one.causes)),
+        )  # fmt: skip
     return table
 
 

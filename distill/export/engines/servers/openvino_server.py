@@ -6,10 +6,12 @@ Models are converted into the store if they have changed. A request joins the ru
 """
 
 import argparse
+import contextlib
 import json
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.metadata import version
@@ -24,7 +26,7 @@ import openvino_genai as genai
 WEIGHTS = ("fp32", "fp16", "int8", "int4")
 # With these, greedy text is that of a float32 run. By default the CPU may round more: products, cache, inputs of 8-bit layers.
 EXACT = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": "0"}
-REFUSED = ("stream", "stop", "logprobs", "prompt_logprobs", "logit_bias", "echo", "suffix", "min_tokens")
+REFUSED = ("stop", "logprobs", "prompt_logprobs", "logit_bias", "echo", "suffix", "min_tokens")
 
 
 def converted(model: str, to: Path, weights: str) -> str:
@@ -49,13 +51,14 @@ class Request:
     ids: list[int] = field(default_factory=list)
     kept_B: list[int] = field(default_factory=list)
     ended: bool = False
-    done: threading.Event = field(default_factory=threading.Event)
+    steps: SimpleQueue[list[int] | None] = field(default_factory=SimpleQueue)  # tokens of each call; None: the end
 
     def take(self, ids: list[int]) -> None:
         """Add the tokens of a call, up to an end token."""
         end = next((place for place, token in enumerate(ids, 1) if token in self.end_ids), None)
         self.ended, self.ids = end is not None, self.ids + ids[:end]
         self.kept_B.append(len(ids))
+        self.steps.put(ids[:end])
 
     def counts(self, gamma: int) -> dict[str, Any]:
         """Return vLLM's counts. Near max_tokens the engine drafts less: it leaves room for the target's own token."""
@@ -118,7 +121,7 @@ class Engine:
                     handle.stop()
                 if request.ended or len(request.ids) >= request.max_tokens:
                     del running[key]
-                    request.done.set()
+                    request.steps.put(None)
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -157,15 +160,47 @@ class Handler(BaseHTTPRequestHandler):
         except (ValueError, TypeError, AttributeError) as error:
             return self._reply(400, {"error": {"message": str(error), "code": 400}})
         self.engine.waiting.put(request)
-        request.done.wait()
-        text = self.engine.tokenizer.decode(request.ids, skip_special_tokens=body.get("skip_special_tokens", True))
-        choice = {"index": 0, "text": text, "finish_reason": "stop" if request.ended else "length"}
+        calls = iter(request.steps.get, None)
+        if body.get("stream"):
+            with contextlib.suppress(OSError):  # The client may leave; the response ends all the same.
+                self._stream(request, calls, body)
+            return None
+        list(calls)
+        return self._reply(200, self._part(body, request.ids, self._text(body, request.ids), request))
+
+    def _text(self, body: dict[str, Any], ids: list[int]) -> str:
+        return self.engine.tokenizer.decode(ids, skip_special_tokens=body.get("skip_special_tokens", True))
+
+    def _part(self, body: dict[str, Any], ids: list[int], text: str, ended: Request | None) -> dict[str, Any]:
+        """Return an answer or a part of a streamed one; ``ended``: the request, in the last part."""
+        reason = None if ended is None else "stop" if ended.ended else "length"
+        choice = {"index": 0, "text": text, "finish_reason": reason}
         if body.get("return_token_ids"):
-            choice |= {"token_ids": request.ids, "prompt_token_ids": request.prompt_ids}
-        counts = {"speculative_decoding": request.counts(self.engine.gamma)} if self.engine.gamma else {}
-        usage = {"prompt_tokens": len(request.prompt_ids), "completion_tokens": len(request.ids)}
-        said = {"object": "text_completion", "model": self.name, "choices": [choice], "usage": usage, "metrics": counts}
-        return self._reply(200, said)
+            choice |= {"token_ids": ids} | ({"prompt_token_ids": ended.prompt_ids} if ended else {})
+        part = {"object": "text_completion", "model": self.name, "choices": [choice]}
+        if ended is None:
+            return part
+        counts = {"speculative_decoding": ended.counts(self.engine.gamma)} if self.engine.gamma else {}
+        usage = {"prompt_tokens": len(ended.prompt_ids), "completion_tokens": len(ended.ids)}
+        return part | {"usage": usage, "metrics": counts}
+
+    def _stream(self, request: Request, calls: Iterator[list[int]], body: dict[str, Any]) -> None:
+        """Send what each call adds. Part of a character is sent with the call that completes it."""
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.send_header("Connection", "close")
+        self.end_headers()
+        ids, sent = list[int](), ""
+        for new in calls:
+            ids += new
+            text = self._text(body, ids).rstrip("\N{REPLACEMENT CHARACTER}")
+            self._event(self._part(body, new, text[len(sent) :], None))
+            sent = text
+        self._event(self._part(body, [], self._text(body, ids)[len(sent) :], request))
+        self.wfile.write(b"data: [DONE]\n\n")
+
+    def _event(self, part: dict[str, Any]) -> None:
+        self.wfile.write(f"data: {json.dumps(part)}\n\n".encode())
 
 
 def main() -> None:

@@ -1,0 +1,83 @@
+"""`understudy readback --speed`: the speed-up that engine_costs.json predicts beside the served one, at each load it was measured at."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from distill.commands.readback.asking import AnswerFile, Asked, ask
+from distill.commands.readback.comparison import count, pace, tau_interval
+from distill.run.served_record import SERVED_TEXT, SpeedCheck
+from distill.run.verdict_record import Verdict
+from speculative.decoder.responses import DecodeSettings
+from speculative.errors import UserError
+from speculative.evaluate import HeldoutResponse
+from speculative.measure.measured import DRAFT, How, Measured
+
+MARK = 0.10  # of the predicted speed-up
+LOG = "vllm.log"  # of the engine that was started last (`understudy serve`)
+# What vLLM 0.32 writes in its log, and what it says of slow steps.
+SEEN = {
+    r"enforce_eager=True": "graphs are not engaged: the steps of target and draft are eager (--enforce-eager)",
+    r"Using V2 Model Runner": "the draft is eager: model runner V2 captures no graphs of its steps",
+    r"Async scheduling (not supported|is not compatible|will be disabled|is disabled)": "asynchronous scheduling is off",
+}
+
+
+def needed(verdict: Verdict | None, run: Path, plain: str) -> Verdict:
+    """Return the verdict with the engine's step times. Raises UserError without them, or without an engine to compare with."""
+    if verdict is None or verdict.engine is None:
+        raise UserError(f"--speed: {run} has no engine_costs.json; make it with `understudy time {run}`")
+    if not plain:
+        raise UserError("--speed: give the same engine without the draft with --plain")
+    return verdict
+
+
+def speed_checks(
+    verdict: Verdict, run: Path, files: Sequence[AnswerFile], asked: tuple[Sequence[HeldoutResponse], DecodeSettings], rule: str
+) -> list[SpeedCheck]:  # fmt: skip
+    """Ask both servers in turn at each load of engine_costs.json, and compare. rule: the engine's.
+
+    Raises:
+        UserError: as `ask`; fewer prompts than the largest load.
+    """
+    costs, (texts, settings), found = verdict.engine, asked, list[SpeedCheck]()
+    assert costs is not None
+    if len(texts) < max(costs.ratios):
+        raise UserError(f"--speed: {len(texts)} prompts for {max(costs.ratios)} concurrent requests; give more prompts")
+    said = (run / LOG).read_text(encoding="utf-8", errors="replace") if (run / LOG).is_file() else ""
+    seen = [f"{costs.engine}: {told} ({LOG})" for line, told in SEEN.items() if re.search(line, said)]
+    for load in costs.ratios:
+        for file in files:
+            file.client.endpoint = file.client.endpoint.model_copy(update={"concurrency": load})
+        answers = ask(files, texts, replace(settings, seed=settings.seed + load))
+        found.append(check_speed(verdict, load, answers, seen, rule))
+    return found
+
+
+def check_speed(verdict: Verdict, load: int, asked: Asked, seen: Sequence[str], rule: str) -> SpeedCheck:
+    """Compare the answers at a load with the prediction. seen: causes of slow steps."""
+    counted, speed, costs = count(asked, verdict.gamma), pace(asked.answers, asked.plain), verdict.engine
+    assert costs is not None
+    one = next(one for one in costs.costs if one.batch_size == load)
+    gamma, tau = counted.gamma, verdict.replay[counted.gamma]
+    predicted = costs.row(one, gamma, tau, verdict.rule, verdict.response_tokens)
+    tau_ci = tau_interval(counted, tau, (tau, tau))
+    served = Measured(
+        DRAFT, rule, load, SERVED_TEXT, len(asked.answers), sum(one.tokens for one in asked.answers), gamma,
+        tau=counted.tau, tau_ci=tau_ci, tokens_per_second=speed.tokens_per_second, speed_up=speed.speed_up,
+        speed_up_ci=speed.speed_up_ci, how=dict[str, How].fromkeys(("tau", "tokens_per_second", "speed_up"), "served"),
+    )  # fmt: skip
+    at_tau = costs.speed_up(one, gamma, counted.tau, verdict.response_tokens)
+    difference, of_tau = ((value or 1.0) / (predicted.speed_up or 1.0) - 1.0 for value in (speed.speed_up, at_tau))
+    of_costs, holds, causes = (1.0 + difference) / (1.0 + of_tau) - 1.0, abs(difference) <= MARK, list[str]()
+    if not holds and abs(of_tau) > abs(of_costs):
+        told = "" if tau_ci[0] <= tau <= tau_ci[1] else ", which chance does not explain"
+        other = "" if rule == verdict.rule else f" by rule {verdict.rule}"
+        causes = [f"tau {counted.tau:.2f} served by rule {rule}, {tau:.2f} predicted{other}{told}"]
+    elif not holds:
+        times = f"{1.0 / (1.0 + of_costs):.2f}"
+        causes = [f"blocks take {times} times as long, in plain steps, as `understudy time` measured", *seen]
+    return SpeedCheck(
+        predicted=predicted, served=served, difference=difference, of_tau=of_tau, of_costs=of_costs, holds=holds, causes=causes
+    )  # fmt: skip

@@ -1,0 +1,257 @@
+"""`understudy readback --speed`, and every view of engine_costs.json: one number, computed in speculative/measure/engine_costs.py."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine_server import Engine, running_engine
+from readback_run import GAMMA
+from refusals import refused
+from rich.console import Console
+
+from data.responses.engine_client import Answer
+from data.responses.engine_counts import RequestCounts
+from distill.commands.compare.compare import compare_command
+from distill.commands.compare.screen import engine_table
+from distill.commands.options import CompareOptions, ProbeOptions, ReadbackOptions
+from distill.commands.probe.plan import read_plan
+from distill.commands.readback.asking import AnswerFile, Asked
+from distill.commands.readback.readback import _gammas, readback_command
+from distill.commands.readback.speed import check_speed
+from distill.config.layout import ENGINE_COSTS, VERDICT
+from distill.export.load_table import gamma_plan
+from distill.report.measured import engine_parts
+from distill.report.page import report_command
+from distill.report.screen import last_screen
+from distill.report.sections.served import speed_table
+from distill.run.frozen_text import FrozenText
+from distill.run.served_record import load_served
+from distill.run.verdict_record import Verdict, load_verdict
+from speculative.drafters.draft import Draft
+from speculative.measure.engine_costs import EngineCosts, ratios_of, step_costs
+
+LOADS = (1, 4)
+
+
+def costs_of(
+    step: float = 0.01, draft: float = 0.001, engine: str = "vllm 0.32.0", prefill: float = 0.0
+) -> EngineCosts:
+    """An engine whose step takes `step` and 10 % more for each request, and a draft call `draft`."""
+    seconds = {(n, gamma): step * (1 + 0.1 * n * (gamma + 1)) + gamma * draft for n, gamma in itertools.product(LOADS, (0, 1, 3))}  # fmt: skip
+    costs = step_costs(seconds, parallel=False)
+    ratios = {one.batch_size: ratios_of(one, [one, one]) for one in costs}
+    reads = {n: {0: n * prefill, 1: n * prefill, 3: 2 * n * prefill} for n in LOADS} if prefill else {}
+    return EngineCosts(format=1, engine=engine, device="d", flags=[], costs=costs, ratios=ratios, prefill=reads)
+
+
+def test_a_response_has_its_prefill_and_the_prompts_of_the_others_in_it() -> None:
+    """By hand: 11 tokens, ten of them decoded; all four prompts take 0.04 s without the draft and 0.08 s with it."""
+    costs = costs_of(prefill=0.01)
+    one = costs.costs[1]
+    step, block = 0.014, 0.01 * (1 + 0.1 * 16) + 0.003
+    expected = (0.04 + 10 * step) / (0.08 + 10 * block / 2.5)
+    assert costs.speed_up(one, 3, 2.5, 11) == pytest.approx(expected)
+    row = costs.row(one, 3, 2.5, "sample", 11)
+    assert row.speed_up == pytest.approx(expected)
+    assert row.tokens_per_second == pytest.approx(4 * 11 / (0.08 + 10 * block / 2.5)), "the goodput of all requests"
+    assert costs.speed_up(one, 2, 2.5, 1e12) == pytest.approx(2.5 * step / (one.block_price(2) * step))
+    assert costs.row(one, 0, 1.0, "sample", 11).speed_up == 1.0
+    assert replace_prefill(costs).speed_up(one, 3, 2.5, 11) == pytest.approx(2.5 * step / block), (
+        "an older file has no prefill"
+    )
+
+
+def replace_prefill(costs: EngineCosts) -> EngineCosts:
+    return costs.model_copy(update={"prefill": {}})
+
+
+@pytest.fixture
+def timed_run(tiny_run: Path) -> Path:
+    (tiny_run / ENGINE_COSTS).write_text(costs_of().model_dump_json())
+    return tiny_run
+
+
+def test_every_view_shows_the_one_prediction(timed_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    verdict = load_verdict(timed_run)
+    costs = costs_of()
+    rows = costs.rows(verdict.replay, verdict.rule, verdict.tokens / verdict.prompts)
+    assert verdict.engine_rows == rows
+    last_screen(Console(width=200), timed_run, verdict, [], None)
+    screen, page = capsys.readouterr().out, report_command(timed_run).html.read_text()
+    for row in rows:
+        shown = f"{row.speed_up:.2f}x" if row.gamma in (1, 3) else f"{row.tokens_per_second:,.0f}"
+        assert shown in screen
+        assert shown in page
+    for text in (screen, page):
+        assert "predicted (engine vllm 0.32.0)" in text
+        assert "plain decoding is faster" in text
+    (timed_run / ENGINE_COSTS).unlink()
+    assert "predicted (engine" not in report_command(timed_run).html.read_text()
+    assert engine_parts(load_verdict(timed_run)) == []
+
+
+def test_compare_predicts_in_the_engine_without_the_targets_weights(timed_run: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(timed_run, other, symlinks=True)
+    (other / ENGINE_COSTS).unlink()
+    names = [str(timed_run), str(other), f"lookup+{timed_run}"]
+    result, _ = compare_command(CompareOptions(names, timing=False))
+    first, without, lookup = result.ways
+    assert first.engine == "predicted (engine vllm 0.32.0)"
+    assert (without.engine, list(without.in_engine), list(lookup.in_engine)) == (None, [], [])
+    taus, row = dict(zip(first.gammas, first.taus, strict=True)), result.row(first.way)
+    expected = costs_of().rows(taus, result.rule, row.tokens / row.prompts)
+    assert [(one.concurrency, one.gamma, one.speed_up) for one in first.in_engine] == [
+        (one.concurrency, one.gamma, one.speed_up) for one in expected
+    ]
+    assert f"{expected[0].speed_up:.2f}x" in " ".join(engine_table(result).texts()[0])
+
+
+def test_probe_plans_with_the_engines_times(timed_run: Path, tmp_path: Path) -> None:
+    file = tmp_path / "costs.json"
+    shutil.copy(timed_run / ENGINE_COSTS, file)
+    for options in (ProbeOptions("embedded", ["x"], engine_costs=file), ProbeOptions("embedded", [str(timed_run)])):
+        plan = read_plan(options)
+        assert (plan.batch_sizes, plan.gammas, plan.times) == ([1, 4], [1, 3], "predicted (engine vllm 0.32.0)")
+        assert plan.costs_of(None, 4).target_seconds == pytest.approx(0.014)
+    assert read_plan(ProbeOptions("embedded", [str(timed_run), "x"])).given is None, "whose draft it was is not known"
+    assert read_plan(ProbeOptions("embedded", [str(timed_run)], t_target="2ms", t_draft="1ms")).times == "given"
+    told = refused(read_plan, ProbeOptions("embedded", ["x"], engine_costs=file, t_target="2ms", t_draft="1ms"))
+    assert "--engine-costs or --t-target" in told
+    assert "costs.json: not there" in refused(
+        read_plan, ProbeOptions("e", ["x"], engine_costs=tmp_path / "no" / "costs.json")
+    )
+
+
+def verdict_of(**more: Any) -> Verdict:
+    return Verdict(
+        version="1", rule="sample", gamma=3, prompts=8, tokens=80, outcome="no_speed", headline="", drafts=[{"way": "draft"}],
+        replay={0: 1.0, 1: 1.6, 2: 2.1, 3: 2.5}, **more,
+    )  # fmt: skip
+
+
+def test_only_the_engine_that_was_timed_gets_its_gammas() -> None:
+    verdict = verdict_of(engine=costs_of())
+    runs = {row.concurrency: row.gamma for row in verdict.engine_rows}
+    plan = gamma_plan(verdict, engine="vllm")
+    assert plan.gamma == runs[1] > 0
+    assert plan.by_load[0][2] == runs[1]
+    assert plan.source == "predicted (engine vllm 0.32.0)"
+    assert gamma_plan(verdict, engine="openvino") == gamma_plan(verdict) == gamma_plan(verdict_of())
+    never = gamma_plan(verdict_of(engine=costs_of(draft=0.1)), engine="vllm")
+    assert (never.gamma, never.gain, never.by_load) == (3, False, ((1, 4096, 0),))
+
+
+def test_readback_expects_the_gammas_of_the_engine_first(run: Path, frozen: FrozenText, draft: Any) -> None:
+    verdict = verdict_of(engine=costs_of(draft=0.004))
+    best = gamma_plan(verdict, engine="vllm").gamma
+    assert best != 3
+    found = _gammas(ReadbackOptions("", run), frozen, verdict, Draft(draft), "vllm")
+    assert (found[0], 3 in found) == (best, True)
+
+
+def asked(seconds: float, blocks: int, tokens: int = 11, load: int = 4) -> Asked:
+    """Eight answers of `tokens` tokens each; without the draft they take 0.14 s, as ten steps at four requests do."""
+    kept = tokens - 1 - blocks
+    counts = RequestCounts("vllm", kept, 3 * blocks, blocks, 3)
+    own = [Answer(str(n), None, "", False, seconds * (0.9 + 0.2 * (n % 2)), counts, tokens, {}) for n in range(8)]
+    plain = [replace(one, seconds=0.14, counts=None) for one in own]
+    return Asked(None, [], own, plain)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "blocks", "holds", "told"),
+    [
+        (0.116, 4, True, ""),  # four blocks of 0.029 s, tau 2.5
+        (0.145, 5, False, "tau 2.00 served by rule sample, 2.50 predicted, which chance does not explain"),
+        (0.174, 4, False, "blocks take 1.50 times as long"),
+    ],
+)
+def test_the_difference_is_split_into_acceptance_and_steps(seconds: float, blocks: int, holds: bool, told: str) -> None:
+    verdict = verdict_of(engine=costs_of())
+    found = check_speed(verdict, 4, asked(seconds, blocks), ["vllm 0.32.0: seen"], "sample")
+    predicted = 2.5 * 0.014 / 0.029
+    assert found.predicted.speed_up == pytest.approx(predicted)
+    assert found.served.speed_up == pytest.approx(0.14 / seconds)
+    assert found.difference == pytest.approx(0.14 / seconds / predicted - 1)
+    assert found.of_tau == pytest.approx(10 / blocks / 2.5 - 1)
+    assert (1 + found.of_tau) * (1 + found.of_costs) == pytest.approx(1 + found.difference)
+    assert found.holds == holds
+    assert told in "; ".join(found.causes)
+    assert ("vllm 0.32.0: seen" in found.causes) == ("blocks" in told), (
+        "slow steps are a cause only where steps are slow"
+    )
+
+
+def test_another_rule_is_named() -> None:
+    (told,) = check_speed(verdict_of(engine=costs_of()), 4, asked(0.145, 5), [], "greedy-draft").causes
+    assert told.startswith("tau 2.00 served by rule greedy-draft, 2.50 predicted by rule sample")
+
+
+@pytest.fixture
+def judged(run: Path, tmp_path: Path) -> Path:
+    """The run with a verdict and engine_costs.json."""
+    made = tmp_path / "run"
+    shutil.copytree(run, made, symlinks=True)
+    verdict = json.loads((made / "result.json").read_text())["verdict"]
+    (made / VERDICT).write_text(json.dumps(verdict))
+    (made / ENGINE_COSTS).write_text(costs_of().model_dump_json())
+    return made
+
+
+@pytest.mark.usefixtures("_quick")
+def test_servers_are_asked_one_at_a_time_at_each_load(
+    make: Callable[..., Engine], judged: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    busy, most, lock, usual = list[AnswerFile](), dict[int, int](), threading.Lock(), AnswerFile.answer
+
+    def answer(own: AnswerFile, text: Any, settings: Any) -> Answer:
+        with lock:
+            busy.append(own)
+            assert all(one is own for one in busy), "two servers at once"
+            most[settings.seed] = max(most.get(settings.seed, 0), len(busy))
+        try:
+            return usual(own, text, settings)
+        finally:
+            with lock:
+                busy.remove(own)
+
+    monkeypatch.setattr(AnswerFile, "answer", answer)
+    (judged / "vllm.log").write_text(
+        "x enforce_eager=True, y\nAsync scheduling will be disabled because it is not supported\n"
+    )
+    with running_engine(make(slow=0.02)) as url, running_engine(make(draft=None, slow=0.02)) as plain:
+        found = readback_command(ReadbackOptions(url, judged, plain=plain, gamma=GAMMA, speed=True, concurrency=3))
+    assert [one.served.concurrency for one in found.speed] == [1, 4]
+    assert sorted(most.values()) == [1, 3, 3, 4], "the greedy texts, the readback and both loads"
+    verdict = load_verdict(judged)
+    for one in found.speed:
+        expected = verdict.engine.row(
+            next(of for of in verdict.engine.costs if of.batch_size == one.served.concurrency),
+            GAMMA, verdict.replay[GAMMA], verdict.rule, verdict.tokens / verdict.prompts,
+        )  # fmt: skip
+        assert one.predicted == expected
+        assert one.served.gamma == GAMMA
+        assert one.served.how["speed_up"] == "served"
+        assert one.holds == (abs(one.difference) <= 0.1)
+    assert load_served(judged) == found
+    table, printed = speed_table(found), capsys.readouterr().out
+    assert [row[0] for row in table.texts()] == ["1", "4"]
+    assert "within 10 %" in printed
+
+
+@pytest.mark.usefixtures("_quick")
+def test_what_speed_needs_is_said_before_anything_is_asked(judged: Path) -> None:
+    url = "http://127.0.0.1:9"
+    assert "with --plain" in refused(readback_command, ReadbackOptions(url, judged, speed=True))
+    (judged / ENGINE_COSTS).unlink()
+    told = refused(readback_command, ReadbackOptions(url, judged, plain=url, speed=True))
+    assert "has no engine_costs.json; make it with `understudy time" in told
