@@ -84,16 +84,17 @@ def engine_parts(verdict: Verdict) -> list[str | Table]:
     costs = verdict.engine
     if costs is None:
         return []
-    gammas, rows, runs = list(costs.costs[0].verify_seconds), verdict.engine_rows, verdict.engine_runs
+    gammas, rows = list(costs.costs[0].verify_seconds), verdict.engine_rows
     each = [Column(f"{what} {gamma}", ".2f", unit) for what, unit in (("v", ""), ("gamma", "x")) for gamma in gammas]
     heads = Column("load", "d"), Column("step", ".2f", " ms"), Column("c", ".3f")
     ends = Column("run gamma", "d"), Column("tokens/s", ",.0f"), Column("our loop", ".2f", "x")
     table = Table([*heads, *each, *ends])
     for one, (load, ratios) in zip(costs.costs, costs.ratios.items(), strict=True):
-        speeds = [Cell(row.speed_up, row.speed_up_ci) for row in rows if row.concurrency == load][: len(gammas)]
+        *measured, run = (row for row in rows if row.concurrency == load)
+        speeds = [Cell(row.speed_up, row.speed_up_ci) for row in measured]
         own = verdict.row(DRAFT, load)
         loop = Cell(own.speed_up, own.speed_up_ci, f"gamma {own.gamma}") if own and own.speed_up else None
-        v, run = (one.verify_ratio(gamma) for gamma in gammas), runs[load]
+        v = (one.verify_ratio(gamma) for gamma in gammas)
         step, c = one.target_seconds * 1e3, Cell(ratios["c"][0], ratios["c"][1:])
         table.add(load, step, c, *v, *speeds, run.gamma, run.tokens_per_second, loop)
     wins = costs.plain_wins_from(verdict.replay, verdict.response_tokens)

@@ -114,9 +114,7 @@ class Verdict(Record):
         [], description="live decoding and replay disagree, the target loops, or a load was not measured"
     )
     seconds: dict[str, float] = Field({}, description="seconds of each stage of the run; empty for an evaluation")
-    engine: EngineCosts | None = Field(
-        None, description="step times of a serving engine, from engine_costs.json (`understudy time`); null: not timed"
-    )
+    engine: EngineCosts | None = Field(None, description="content of engine_costs.json; null: no engine was timed")
 
     def row(self, way: str, concurrency: int = 1, text: str = HELD_OUT) -> Measured | None:
         """The timed row of a way; the judged row if nothing was timed; None if there is none."""
@@ -138,13 +136,8 @@ class Verdict(Record):
 
     @property
     def engine_rows(self) -> list[Measured]:
-        """`EngineCosts.rows` of the draft; empty if no engine was timed."""
+        """`EngineCosts.rows` of the draft, at each load the one to run last; empty if no engine was timed."""
         return self.engine.rows(self.replay, self.rule, self.response_tokens) if self.engine else []
-
-    @property
-    def engine_runs(self) -> dict[int, Measured]:
-        """The last of them at each load: at the gamma to run."""
-        return {row.concurrency: row for row in self.engine_rows}
 
     @property
     def concurrencies(self) -> list[int]:

@@ -28,11 +28,6 @@ class Plan:
     engine: EngineCosts | None = None
 
     @property
-    def times(self) -> str:
-        """How the step times were obtained."""
-        return self.engine.label if self.engine else "measured" if self.given is None else "given"
-
-    @property
     def lead(self) -> tuple[float, Rule]:
         sampled = [value for value in self.temperatures if value > 0]
         return (sampled[0], "sample") if sampled else (0.0, "greedy")

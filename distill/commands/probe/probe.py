@@ -87,7 +87,7 @@ def probe(options: ProbeOptions, console: Console | None = None) -> Probe:
     models = {id(one.draft.model): (one.name, one.draft.model) for one in prospects[::-1] if one.draft is not None}
     settings = Settings(
         options.prompts, len(prompts), options.chat, options.max_tokens, lead_text, plan.lead[1], plan.gammas, plan.batch_sizes,
-        plan.times, str(opened.device), torch.get_num_threads(), options.seed,
+        plan.engine.label if plan.engine else "measured" if plan.given is None else "given", str(opened.device), torch.get_num_threads(), options.seed,
     )  # fmt: skip
     result = Probe(
         target=_described(options.target, target),

@@ -17,9 +17,10 @@ from distill.commands.serve import engine_words
 from distill.config.layout import best_student
 from distill.export.engine import check
 from distill.export.facts import EngineFacts
-from distill.export.load_table import load_words
+from distill.export.load_table import gamma_plan, load_words
 from distill.models.target import load_target_side
 from distill.verdict.conclusion import serve_commands
+from speculative.measure.engine_costs import EngineCosts, ratios_of, step_costs
 from speculative.measure.measured import DRAFT, TARGET
 from speculative.rules.sampling import SamplingSettings
 
@@ -85,3 +86,28 @@ def test_one_table_of_gammas_everywhere(tmp_path, pair, monkeypatch, measured, g
     for load, expected in ((1, gamma), (500, table[-1][2])):
         options = ReadbackOptions("http://127.0.0.1:1", tmp_path, concurrency=load)
         assert _gammas(options, None, verdict, SimpleNamespace(drafting="autoregressive"))[0] == expected
+
+
+def test_the_engine_that_was_timed_has_its_own_gammas_on_every_page(tmp_path, pair):
+    """vLLM was timed: its command has the gammas that its step times give; those of the other engines are the verdict's."""
+    seconds = {(n, gamma): 0.01 * (1 + 0.05 * n * (gamma + 1)) + 0.002 * gamma for n in (1, 16) for gamma in (0, 1, 4)}
+    costs = step_costs(seconds, parallel=False)
+    ratios = {one.batch_size: ratios_of(one, [one, one]) for one in costs}
+    engine = EngineCosts(format=1, engine="vllm 0.32.0", device="d", flags=["/home/me"], costs=costs, ratios=ratios)
+    verdict = make_verdict([timed(DRAFT, 3), timed(DRAFT, 3, concurrency=4)]).model_copy(
+        update={"engine": engine, "replay": {gamma: 1 + 0.55 * gamma for gamma in range(5)}}
+    )
+    plan = gamma_plan(verdict, engine="vllm")
+    assert plan.gamma != gamma_plan(verdict).gamma == 3
+    report = export(best_student(pair), pair / "target", tmp_path / "out", verdict=verdict)
+    serving, page = json.loads((report.path / "serving.json").read_text()), (report.path / "SERVING.md").read_text()
+    commands = {name: one["command"] for name, one in serving["engines"].items()}
+    assert f'"num_speculative_tokens":{plan.gamma}' in commands["vLLM"]
+    assert json.dumps(plan.by_load, separators=(",", ":")) in commands["vLLM"]
+    assert "--speculative-num-steps 3" in commands["SGLang"]
+    assert f"The vllm command uses these gammas: {load_words(plan.by_load)}." in page
+    for row in verdict.engine_rows:
+        assert row.gamma not in (1, 4) or f"{row.speed_up:.2f}x" in page
+    assert "predicted (engine vllm 0.32.0)" in page
+    _, facts = read_export(report.path)
+    assert check("vLLM", facts).command == commands["vLLM"], "what serve starts"
