@@ -41,7 +41,7 @@ def main(
     result = {
         "machine": describe_run(0), "engine": served.where, "rule": own.rule, "prompts": own.prompts,
         "costs": verdict.engine.record(), "tau": taus, "tau_ci": own.tau_ci, "z": served.z,
-        "speed": [one.record() for one in served.speed],
+        "speed": [{key: value for key, value in one.record().items() if key != "causes"} for one in served.speed],
         "held": sum(one.holds for one in served.speed) / len(served.speed),
     }  # fmt: skip
     write_result(out, result)

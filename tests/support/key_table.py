@@ -36,9 +36,10 @@ def key_table() -> str:
 
 
 def _dataclass_table(model: type) -> str:
-    """Of a dataclass whose annotations carry the meaning."""
+    """Of a dataclass whose annotations carry the meaning; where they do not, its docstring does."""
     hints = typing.get_type_hints(model, include_extras=True)
-    rows = [f"| `{name}` | {_kind(hint)} | {typing.get_args(hint)[1]} |" for name, hint in hints.items()]
+    told = {name: (getattr(hint, "__metadata__", None) or ("see above",))[0] for name, hint in hints.items()}
+    rows = [f"| `{name}` | {_kind(hint)} | {told[name]} |" for name, hint in hints.items()]
     about = " ".join((model.__doc__ or "").split())
     return "\n".join([f"`{model.__name__}`: {about}", "", "| key | type | meaning |", "|---|---|---|", *rows])
 
