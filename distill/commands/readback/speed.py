@@ -56,9 +56,11 @@ def speed_checks(
 
 
 def check_speed(verdict: Verdict, load: int, asked: Asked, seen: Sequence[str], rule: str) -> SpeedCheck:
-    """Compare the answers at a load with the prediction. seen: causes of slow steps."""
+    """Compare the answers at a load with the prediction. seen: causes of slow steps. UserError: some steps were without a draft."""
     counted, speed, costs = count(asked, verdict.gamma), pace(asked.answers, asked.plain), verdict.engine
     assert costs is not None
+    if counted.tau > counted.gamma + 1:
+        raise UserError(f"--speed: at {load} requests steps were not drafted; start the engine with one gamma for all")
     one = next(one for one in costs.costs if one.batch_size == load)
     gamma, tau = counted.gamma, verdict.replay[counted.gamma]
     predicted = costs.row(one, gamma, tau, verdict.rule, verdict.response_tokens)

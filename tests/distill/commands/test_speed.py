@@ -193,6 +193,14 @@ def test_the_difference_is_split_into_acceptance_and_steps(seconds: float, block
     )
 
 
+def test_gamma_by_load_is_refused() -> None:
+    """More tokens than blocks can give: the engine decoded without the draft at this load."""
+    given = asked(0.1, 4)
+    few = [replace(one, counts=RequestCounts("vllm", 3, 3, 1, 3)) for one in given.answers]
+    told = refused(check_speed, verdict_of(engine=costs_of()), 4, replace(given, answers=few), [], "sample")
+    assert "at 4 requests steps were not drafted" in told
+
+
 def test_another_rule_is_named() -> None:
     (told,) = check_speed(verdict_of(engine=costs_of()), 4, asked(0.145, 5), [], "greedy-draft").causes
     assert told.startswith("tau 2.00 served by rule greedy-draft, 2.50 predicted by rule sample")
