@@ -80,7 +80,7 @@ def load_table(verdict: Verdict) -> Table:
 
 
 def engine_parts(verdict: Verdict) -> list[str | Table]:
-    """What engine_costs.json predicts, beside the draft timed in our loop: a title, a table with a row per load, and sentences."""
+    """What engine_costs.json predicts, beside the draft timed in our loop: a title, tables with a row per load, and a sentence."""
     costs = verdict.engine
     if costs is None:
         return []
@@ -88,7 +88,7 @@ def engine_parts(verdict: Verdict) -> list[str | Table]:
     each = [Column(f"{what} {gamma}", ".2f", unit) for what, unit in (("v", ""), ("gamma", "x")) for gamma in gammas]
     heads = Column("load", "d"), Column("step", ".2f", " ms"), Column("c", ".3f")
     ends = Column("run gamma", "d"), Column("tokens/s", ",.0f"), Column("our loop", ".2f", "x")
-    table = Table([*heads, *each, *ends])
+    table, runs = Table([*heads, *each]), Table([heads[0], *ends])
     for one, (load, ratios) in zip(costs.costs, costs.ratios.items(), strict=True):
         *measured, run = (row for row in rows if row.concurrency == load)
         speeds = [Cell(row.speed_up, row.speed_up_ci) for row in measured]
@@ -96,10 +96,11 @@ def engine_parts(verdict: Verdict) -> list[str | Table]:
         loop = Cell(own.speed_up, own.speed_up_ci, f"gamma {own.gamma}") if own and own.speed_up else None
         v = (one.verify_ratio(gamma) for gamma in gammas)
         step, c = one.target_seconds * 1e3, Cell(ratios["c"][0], ratios["c"][1:])
-        table.add(load, step, c, *v, *speeds, run.gamma, run.tokens_per_second, loop)
+        table.add(load, step, c, *v, *speeds)
+        runs.add(load, run.gamma, run.tokens_per_second, loop)
     wins = costs.plain_wins_from(verdict.replay, verdict.response_tokens)
     return [
-        f"{costs.engine}: plain step, c, v(gamma), and speed-up at each gamma, {costs.label}, rule {verdict.rule}", table,
+        f"{costs.engine}: plain step, c, v(gamma), and speed-up at each gamma, {costs.label}, rule {verdict.rule}", table, runs,
         f"plain decoding is faster {f'from {wins} requests on' if wins else 'at no load up to 4096'}",
     ]  # fmt: skip
 
