@@ -43,7 +43,7 @@ def test_running_engines_are_timed_and_the_file_is_what_is_printed(
         assert value == one.block_price(4)
         assert low <= value <= high
     printed, verdict = capsys.readouterr().out, load_verdict(tiny_run)
-    for row in made.rows(verdict.replay, verdict.rule):
+    for row in verdict.model_copy(update={"engine": made}).engine_rows:
         assert f"{row.speed_up:.2f}x" in printed or row.gamma not in (2, 4)
     assert "plain decoding is faster" in printed
     assert not (tiny_run / "engine_costs.json").exists()
