@@ -10,7 +10,7 @@ import numpy as np
 
 from data.responses.acceptance_log import AcceptanceRecord
 from distill.commands.drift.baseline import ALL, by_label
-from distill.live.alarm.cusum import HORIZON, Crossing, chart_for, monitor, pool_of
+from distill.live.alarm.cusum import HORIZON, Crossing, pool_of, watch
 from distill.live.traffic.reader import TrafficLog, acceptance_of
 from speculative.errors import UserError
 from speculative.explain.rate_change import rate_change
@@ -124,10 +124,9 @@ def slice_alarm(
     counts_2N = np.array([[record.accepted, record.drafted] for record in records]).T
     first_2P, served_2N = counts_2N[:, :burn_in], counts_2N[:, burn_in:]
     pool = pool_of(first_2P[0], first_2P[1], gamma)
-    chart = chart_for(pool, served_2N[1], level, drop, seed)
     found = [
         Crossing(one.since + burn_in, one.at + burn_in, one.until and one.until + burn_in)
-        for one in monitor(pool, served_2N[0], served_2N[1], chart)
+        for one in watch(pool, served_2N[0], served_2N[1], level, drop, seed)
     ]
     since = next((alarm.since for alarm in found if alarm.until is None), None)
     behind_2N = counts_2N[:, (since or burn_in + 1) - 1 :]

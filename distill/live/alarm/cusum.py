@@ -23,6 +23,7 @@ _EXCEEDING = 20  # simulated streams above the threshold; its level is then accu
 FEWEST_STREAMS = 2000
 _TRIAL_STREAMS = 400
 _MOST_CORRELATED = 0.9
+LARGE = 3.0  # drops of the second chart, in drops of the first
 _NOTHING = 1e-9  # variance of residuals that differ only by rounding
 
 _ALLOWANCES = (0.5, 0.6, 0.7, 0.8)  # shares of the drop
@@ -231,6 +232,19 @@ def chart_for(pool: Pool, drafted_N: np.ndarray, level: float, drop: float, seed
 def monitor(pool: Pool, accepted_N: np.ndarray, drafted_N: np.ndarray, chart: Chart) -> list[Crossing]:
     """The alarms of a stream under the chart that `chart_for` made for its `drafted_N`."""
     return alarms_of(cusum_path(increments(pool, accepted_N, drafted_N, chart.drop, chart.allowance)), chart.threshold)
+
+
+def watch(
+    pool: Pool, accepted_N: np.ndarray, drafted_N: np.ndarray, level: float, drop: float, seed: int = 0
+) -> list[Crossing]:
+    """The alarms of a stream at a `level`, split between a chart for the drop and one for LARGE drops, which hears those sooner.
+
+    Of the two charts, the alarms of the one whose open alarm began to ring first; without an open alarm, of the one with most alarms.
+    Raises ValueError as `chart_for`.
+    """
+    charts = [chart_for(pool, drafted_N, level / 2, own, seed) for own in (drop, LARGE * drop)]
+    found = [monitor(pool, accepted_N, drafted_N, chart) for chart in charts]
+    return min(found, key=lambda own: (min((one.at for one in own if one.until is None), default=math.inf), -len(own)))
 
 
 def alarms_of(path_N: np.ndarray, threshold: float) -> list[Crossing]:

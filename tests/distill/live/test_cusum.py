@@ -23,6 +23,7 @@ from distill.live.alarm.cusum import (
     increments,
     monitor,
     pool_of,
+    watch,
 )
 
 GAMMA = 4
@@ -228,11 +229,10 @@ def test_neighbours_that_correlate_cause_no_more_false_alarms(
     for trial in range(count):
         accepted, drafted = correlated(rng, 150 + horizon, correlation, 0.45)
         pool = pool_of(accepted[:150], drafted[:150], 3)
-        chart = chart_for(pool, drafted[150:], level, 0.05, seed=trial)
-        alarms += bool(monitor(pool, accepted[150:], drafted[150:], chart))
+        alarms += bool(watch(pool, accepted[150:], drafted[150:], level, 0.05, seed=trial))
         fallen = correlated(rng, 100, correlation, 0.36)
         joined = (np.concatenate([old[150:200], new]) for old, new in zip((accepted, drafted), fallen, strict=True))
-        heard += any(alarm.at > 50 for alarm in monitor(pool, *joined, chart))
+        heard += any(alarm.at > 50 for alarm in watch(pool, *joined, level, 0.05, seed=trial))
     print(f"correlation {correlation}: {alarms} of {count} streams alarmed, {heard} falls heard within 100 requests")
     assert alarms / count <= level + 3 * math.sqrt(level * (1 - level) / count)
     assert correlation > 0.21 or heard >= 0.85 * count
