@@ -345,9 +345,10 @@ def test_names_are_readable_and_distinct_and_values_reach_the_config(tmp_path: P
     assert all(len(name) < 120 for name in names)
 
 
-def test_the_shipped_example_is_a_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_shipped_examples_are_sweeps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(Path(__file__).resolve().parents[3])
     assert len(plan(Path("configs/sweeps/grid.yaml"))[1]) == 18
+    assert len(plan(Path("configs/sweeps/shapes.yaml"))[1]) == 3
 
 
 @given(st.lists(st.floats(-10, 10), min_size=2, max_size=8))
