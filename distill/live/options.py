@@ -105,7 +105,7 @@ class ExportTrafficOptions:
 
 @dataclass(frozen=True)
 class ReviewOptions:
-    """Show the costliest requests, and note what you say of them.
+    """Show the costliest requests and judge them.
 
     understudy traffic review traffic/ --tokenizer models/target
 

@@ -217,7 +217,7 @@ def _served(run: Path) -> str:
 
 
 def _gammas(
-    options: ReadbackOptions, frozen: FrozenText, verdict: Verdict | None, draft: Draft, engine: str
+    options: ReadbackOptions, frozen: FrozenText, verdict: Verdict | None, draft: Draft, engine: str = ""
 ) -> tuple[int, ...]:
     """Return the gammas that the server may use: --gamma, else the exported one at --concurrency, the others, then the judged one."""
     if options.gamma is not None:

@@ -19,6 +19,7 @@ from distill.commands.compare.compare import compare
 from distill.commands.drift.drift import drift
 from distill.commands.evaluate.evaluate import evaluate_command
 from distill.commands.export import check_export, export, export_run
+from distill.commands.readback.options import ReadbackOptions
 from distill.commands.readback.readback import readback
 from distill.commands.show import show
 from distill.config.load import load_config
@@ -52,7 +53,7 @@ def foreign(tmp_path: Path, tiny_run: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 LOG = '{"id": 1, "drafted": 10, "accepted": 5}\n' * 30
 COMMANDS: dict[str, Callable[[Path, Path], Any]] = {
-    "readback": lambda run, to: readback(of.ReadbackOptions("http://127.0.0.1:9", run)),
+    "readback": lambda run, to: readback(ReadbackOptions("http://127.0.0.1:9", run)),
     "export": lambda run, to: export(of.ExportOptions(run, to / "out")),
     "evaluate": lambda run, to: evaluate_command(
         of.EvaluateOptions(str(run), str(run / "config.yaml"), out=to / "r.json")

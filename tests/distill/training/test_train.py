@@ -47,7 +47,7 @@ def test_a_run_leaves_what_the_documentation_says(tiny_run: Path) -> None:
 
 
 def test_the_verdict_has_the_documented_shape(verdict: dict) -> None:
-    assert set(verdict) == set(Verdict.model_fields)
+    assert set(verdict) == set(Verdict.model_fields) - {"engine"}, "no engine was timed"
     Verdict.model_validate(verdict)
     for name in (UNDISTILLED, DRAFT):
         row = next(row for row in verdict["measured"] if (row["way"], row["text"]) == (name, HELD_OUT))

@@ -166,7 +166,7 @@ def test_a_sitting_has_new_memory_and_its_first_responses_do_not_count(monkeypat
     monkeypatch.setattr(race_module, "release", lambda: happened.append("release"))
     monkeypatch.setattr(race_module.time, "sleep", lambda seconds: happened.append("rest"))
 
-    def decoded(target, drafter, prompts, settings):
+    def decoded(target, drafter, prompts, settings, **_):
         happened.append(prompts[0][0])
         return [Response(prompts[0][0], [1], response_ids=[2], blocks=1)], Timing(total_seconds=1.0)
 
@@ -229,6 +229,6 @@ def test_blocks_that_recorded_a_call_count_as_long_as_the_others(monkeypatch: py
     """10 s, of which 1 for the prompt and 5 in the 2 of 10 blocks that recorded: 4 s in 8 blocks, 5 s in 10."""
     response = Response("one", [1], response_ids=[2] * 10, blocks=10)
     timing = Timing(prefill_seconds=1.0, recording_seconds=5.0, recording_calls=2, total_seconds=10.0)
-    monkeypatch.setattr(race_module, "decode", lambda *_: ([response], timing))
+    monkeypatch.setattr(race_module, "decode", lambda *_, **__: ([response], timing))
     laps = race(None, [], [("one", [1])], DecodeSettings(), still=lambda _: [], seconds=0.0, least=1)
     assert laps[ALONE]["one"] == Lap(1.0, 5.0, response)
