@@ -112,7 +112,7 @@ def ask(
         UserError: a server is gone or cannot answer, or the --plain server uses a draft.
         Interrupted: Ctrl-C; the message states how many answers are kept.
     """
-    own, client = files[0], files[0].client
+    own, client, earlier = files[0], files[0].client, files[0].fresh
     lacking = [one for one in files if not one.has(texts, settings)]
     for one in lacking:
         few = replace(settings, max_tokens=min(WARM_TOKENS, settings.max_tokens))
@@ -137,7 +137,7 @@ def ask(
     after = client.scrape(settle=True) if own in lacking else None
     server, reset = None, ""
     # Answers from the file are not in the server's counters.
-    if before is not None and after is not None and own.fresh == len(texts):
+    if before is not None and after is not None and own.fresh - earlier == len(texts):
         try:
             server = difference(before, after)
         except CountsError as error:

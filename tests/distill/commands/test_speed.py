@@ -263,6 +263,15 @@ def test_servers_are_asked_one_at_a_time_at_each_load(
 
 
 @pytest.mark.usefixtures("_quick")
+def test_an_engine_that_counts_by_counters_alone_is_compared_at_every_load(
+    make: Callable[..., Engine], judged: Path
+) -> None:
+    with running_engine(make(level="none")) as url, running_engine(make(draft=None)) as plain:
+        found = readback_command(ReadbackOptions(url, judged, plain=plain, gamma=GAMMA, speed=True))
+    assert [one.served.tau for one in found.speed] == pytest.approx([found.served.tau] * 2, rel=0.3), "other seeds"
+
+
+@pytest.mark.usefixtures("_quick")
 def test_what_speed_needs_is_said_before_anything_is_asked(judged: Path) -> None:
     url = "http://127.0.0.1:9"
     assert "with --plain" in refused(readback_command, ReadbackOptions(url, judged, speed=True))
