@@ -63,7 +63,8 @@ def readback_command(options: ReadbackOptions, console: Console | None = None) -
             for name, client in zip((GREEDY_ANSWERS, ANSWERS, PLAIN_ANSWERS), (clients[0], *clients), strict=False)
         )
         aside = source.greedy if sampled else []
-        earlier = load_served(source.folder) if files[0].has(source.texts, source.settings) else None
+        whole = files[0].has(source.texts, source.settings) and not (options.parameters or options.speed)
+        earlier = load_served(source.folder) if whole else None
         if earlier is not None and earlier.url == options.url and greedy_file.has(aside, greedily):
             # Nothing more is asked of it, so it may be gone, or the engine without the draft may have its address.
             clients[0].engine, clients[0].version = earlier.engine, earlier.version

@@ -109,6 +109,8 @@ def test_the_engine_without_the_draft_may_come_later_at_the_same_address(
         with pytest.raises(UserError, match="same server"):
             readback_command(ReadbackOptions(url, **asked, plain=url))
         engine.draft, engine.made, engine.requests = None, {}, 0
+        with pytest.raises(UserError, match="same server"):  # Parameters are asked of both.
+            readback_command(ReadbackOptions(url, **asked, plain=url, resume=True, parameters=True))
         both = readback_command(ReadbackOptions(url, **asked, plain=url, resume=True))
     assert engine.requests == 1 + 6
     assert (first.served.tau, first.served.speed_up) == (both.served.tau, None)
