@@ -12,7 +12,7 @@ import numpy as np
 from rich.console import Console
 
 from data.responses.engine_client import EngineClient
-from distill.commands.compare.comparison import drafting_of
+from distill.commands.compare.comparison import draft_of, drafting_of, looks_up
 from distill.commands.options import CompareOptions
 from distill.commands.output import check_writable, write_asked
 from distill.commands.readback.asking import AnswerFile, ask
@@ -61,9 +61,12 @@ def compare_served(options: CompareOptions, text: FrozenText, console: Console) 
         raise UserError(
             "--fail-below, --fail-if-worse, --plot: need drafts and not URLs; use --out and its differences"
         )
+    if names := [name for name in options.drafts if looks_up(name)]:
+        raise UserError(f"{names[0]}: lookup is not replayed beside URLs; remove it")
     check_writable("--out", options.out)
     rule: Any = options.rule or "auto"
-    source = of_run(ReadbackOptions("", text.run, rule=rule), text.run)
+    asked = ReadbackOptions("", text.run, rule=rule, trust_remote_code=options.trust_remote_code)
+    source = of_run(asked, text.run)
     found = [
         _served(options, name, source, number)
         if name.startswith(("http://", "https://"))
@@ -106,7 +109,7 @@ def _served(options: CompareOptions, url: str, source: Source, number: int) -> t
 
 
 def _replayed(options: CompareOptions, name: str, text: FrozenText) -> tuple[Measured, np.ndarray]:
-    gamma, draft = options.gamma or text.config.judge.gamma, Draft(text.draft(name), drafting_of(name))
+    gamma, draft = options.gamma or text.config.judge.gamma, Draft(text.draft(str(draft_of(name))), drafting_of(name))
     own = [after_prefill(one) for one in text.responses]
     scores = score_tokens(draft.model, own, text.sampling, offsets=draft.offsets(gamma))
     (tau, blocks_P), tokens_P = tau_of(scores, text.rule, gamma), np.array([len(one) for one in scores])
