@@ -53,7 +53,7 @@ def readback_command(options: ReadbackOptions, console: Console | None = None) -
     _check(options)
     place = options.run or options.to
     if options.run is None:
-        place.mkdir(parents=True, exist_ok=True)
+        check_writable("--to", place / READBACK)
     with held_for(place / READBACK):
         source = of_prompts(options) if options.run is None else of_run(options, options.run)
         clients = _clients(options, source)

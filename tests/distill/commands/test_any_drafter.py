@@ -122,7 +122,7 @@ def test_mistakes_are_one_line(served: Callable[..., Engine], asked: dict[str, A
     for more, said in (
         ({"prompts": "nowhere.jsonl"}, "--prompts nowhere.jsonl"), ({"target": ""}, "--run RUN, or --target"),
         ({"run": run}, "--count N"), ({"max_tokens": 4096}, "lower --max-tokens"), ({"top_p": 0.0}, "--top-p"),
-        ({"parameters": True}, "--plain URL"),
+        ({"parameters": True}, "--plain URL"), ({"to": Path(__file__)}, "--to .*File exists"),
     ):  # fmt: skip
         with pytest.raises(UserError, match=said):
             readback_command(ReadbackOptions("http://127.0.0.1:9", **asked | more))
@@ -214,20 +214,24 @@ def test_parameters_over_http(served: Callable[..., Engine], asked: dict[str, An
 
 
 def test_a_served_drafter_beside_ours(
-    served: Callable[..., Engine], run: Path, frozen: FrozenText, tmp_path: Path
-) -> None:
+    served: Callable[..., Engine], run: Path, frozen: FrozenText, draft: Any, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     """Greedily the served tau is that of replay, prompt by prompt; a second server that drafts less accepts less per call."""
-    prompts, console, out = (
-        [one.prompt_ids for one in frozen.responses],
-        Console(file=io.StringIO()),
-        tmp_path / "out.json",
-    )
+    prompts, console, loaded = [one.prompt_ids for one in frozen.responses], Console(file=io.StringIO()), list[str]()
+    out = tmp_path / "out.json"
     with running_engine(served(prompts=prompts)) as one, running_engine(served(prompts=prompts, gamma=1)) as two:
         drafts = [one, two, str(run)]
         asked = CompareOptions(drafts, rule="greedy", gamma=GAMMA, out=out)
         assert compare(asked, console) == 0
         with pytest.raises(UserError, match="--fail-below"):
             compare(replace(asked, fail_below=["tau=1"]), console)
+        with pytest.raises(UserError, match="lookup is not replayed"):
+            compare(replace(asked, drafts=[one, f"lookup+{run}"]), console)
+        monkeypatch.setattr(FrozenText, "draft", lambda _, path: loaded.append(path) or draft)
+        with pytest.raises(UserError, match="no mask token"):
+            compare(replace(asked, drafts=[f"parallel+{run}", one]), console)
+        assert loaded[-1] == str(run)
         with pytest.raises(UserError, match="--on RUN"):
             compare(CompareOptions([one, two]), console)
     found = json.loads(out.read_text())
