@@ -91,12 +91,12 @@ def engine_parts(verdict: Verdict) -> list[str | Table]:
     table, runs = Table([*heads, *each]), Table([heads[0], *ends])
     for one, (load, ratios) in zip(costs.costs, costs.ratios.items(), strict=True):
         *measured, run = (row for row in rows if row.concurrency == load)
-        speeds = [Cell(row.speed_up, row.speed_up_ci) for row in measured]
+        speeds = {row.gamma: Cell(row.speed_up, row.speed_up_ci) for row in measured}
         own = verdict.row(DRAFT, load)
         loop = Cell(own.speed_up, own.speed_up_ci, f"gamma {own.gamma}") if own and own.speed_up else None
         v = (one.verify_ratio(gamma) for gamma in gammas)
         step, c = one.target_seconds * 1e3, Cell(ratios["c"][0], ratios["c"][1:])
-        table.add(load, step, c, *v, *speeds)
+        table.add(load, step, c, *v, *map(speeds.get, gammas))  # none at a gamma beyond those of replay
         runs.add(load, run.gamma, run.tokens_per_second, loop)
     wins = costs.plain_wins_from(verdict.replay, verdict.response_tokens)
     return [

@@ -61,6 +61,10 @@ def check_speed(verdict: Verdict, load: int, asked: Asked, seen: Sequence[str], 
     assert costs is not None
     if counted.tau > counted.gamma + 1:
         raise UserError(f"--speed: at {load} requests steps were not drafted; start the engine with one gamma for all")
+    if counted.gamma not in verdict.replay:
+        raise UserError(
+            f"--speed: the engine drafts {counted.gamma} tokens; replay knows tau up to {max(verdict.replay)}"
+        )
     one = next(one for one in costs.costs if one.batch_size == load)
     gamma, tau = counted.gamma, verdict.replay[counted.gamma]
     predicted = costs.row(one, gamma, tau, verdict.rule, verdict.response_tokens)

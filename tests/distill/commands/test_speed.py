@@ -203,6 +203,16 @@ def test_gamma_by_load_is_refused() -> None:
     few = [replace(one, counts=RequestCounts("vllm", 3, 3, 1, 3)) for one in given.answers]
     told = refused(check_speed, verdict_of(engine=costs_of()), 4, replace(given, answers=few), [], "sample")
     assert "at 4 requests steps were not drafted" in told
+    more = [replace(one, counts=RequestCounts("vllm", 6, 160, 4, 40)) for one in given.answers]
+    told = refused(check_speed, verdict_of(engine=costs_of()), 4, replace(given, answers=more), [], "sample")
+    assert "drafts 40 tokens; replay knows tau up to 3" in told
+
+
+def test_a_gamma_beyond_replay_has_no_prediction() -> None:
+    costs = costs_of()
+    far = [replace(one, verify_seconds=one.verify_seconds | {40: 1.0}) for one in costs.costs]
+    table = engine_parts(verdict_of(engine=costs.model_copy(update={"costs": far})))[1]
+    assert [row[-1] for row in table.texts()] == ["\N{EN DASH}"] * 2
 
 
 def test_another_rule_is_named() -> None:
