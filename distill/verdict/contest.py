@@ -84,7 +84,7 @@ class Contest:
     def to_run(self) -> str:
         """The way to run: the fastest of those certainly faster than the target alone, or the target alone if there is none.
 
-        Lookup before the draft is chosen only if it is certainly faster than every other way by TOGETHER_WORTHWHILE, or if no other
+        Lookup before the draft is chosen only if it is certainly faster than every other fixed way by TOGETHER_WORTHWHILE, or if no other
         way is certainly faster than the target alone. A policy is chosen only if it is certainly faster than every fixed way.
         """
         fixed = [one.name for one in self.eligible if one.policy is None]
@@ -93,14 +93,14 @@ class Contest:
             if self.beats(one.name) and (one.policy is None or all(self.beats(one.name, name) for name in fixed))
         ]  # fmt: skip
         alone = [name for name in certain if name != TOGETHER]
-        if TOGETHER in certain and (not alone or self._worthwhile()):
+        if TOGETHER in certain and (not alone or self._worthwhile({*fixed, *alone})):
             return TOGETHER
         return max(alone, key=lambda name: self.speed(name).speed_up, default=TARGET)
 
-    def _worthwhile(self) -> bool:
-        others = [one.name for one in self.eligible if one.name != TOGETHER]
+    def _worthwhile(self, others: set[str]) -> bool:
         return all(
-            self.beats(TOGETHER, other) and self.against(TOGETHER, other)[0] >= TOGETHER_WORTHWHILE for other in others
+            self.beats(TOGETHER, other) and self.against(TOGETHER, other)[0] >= TOGETHER_WORTHWHILE
+            for other in others - {TOGETHER}
         )
 
     def best_fixed(self) -> str:

@@ -123,6 +123,16 @@ def test_a_policy_is_advised_only_where_it_certainly_beats_every_fixed_way(pair,
     assert ("not advised" in said) is not wins
 
 
+@pytest.mark.parametrize(("adaptive", "run"), [(1.8, TOGETHER), (2.1, ADAPTIVE)])
+def test_a_policy_that_is_no_faster_does_not_change_what_to_run(pair, adaptive, run):
+    question, _ = asked(pair)
+    contest = hold(question, TARGET, ways(pair), BEST)
+    speeds = standings_of({BEST: 1.5, LOOKUP: 0.9, PAST: 0.9, TOGETHER: 1.8, ADAPTIVE: adaptive}, 40, 0.05)
+    assert replace(contest, timed=speeds).to_run() == TOGETHER
+    policy = Way(ADAPTIVE, gamma=8, policy=AdaptiveGamma(8))
+    assert replace(contest, ways=(*contest.ways, policy), timed=speeds).to_run() == run
+
+
 def test_who_certainly_loses_is_timed_no_further_but_the_question_is_until_it_is_known():
     rough = standings_of({BEST: 1.5, LOOKUP: 0.8, TOGETHER: 1.6}, 8, 0.2)
     names = [BEST, LOOKUP, TOGETHER]
