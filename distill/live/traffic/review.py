@@ -31,7 +31,7 @@ SHOWN_CHARACTERS = 60
 
 class Disagreement(Record):
     """A request in which the draft cost steps. lost: accepted tokens, and so calls of the target, that the slice's average has more in as many
-    drafted tokens. prompt, response: its last and first characters, with --run and where text is kept. review: empty if not reviewed.
+    drafted tokens. prompt, response: its last and first characters, with --tokenizer and where text is kept. review: empty if not reviewed.
     """
 
     id: str
