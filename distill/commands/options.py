@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated
 
 from distill.config.command_line import (
+    PROMPT_SOURCE,
     Chat,
     Device,
     DraftingName,
@@ -227,12 +228,7 @@ class DriftOptions:
     log: Annotated[
         Path | None, option("acceptance log: vLLM or llama.cpp output, JSON lines, csv or proposals; may be .gz")
     ] = None
-    prompts: Annotated[
-        str,
-        option(
-            "or fresh prompts, decoded here: file (jsonl, json, csv, parquet, txt; may be .gz), directory or hub id"
-        ),
-    ] = ""
+    prompts: Annotated[str, option(f"or fresh prompts, decoded here: {PROMPT_SOURCE}")] = ""
     metrics_url: Annotated[
         str,
         option("or the metrics page of a running engine, scraped several times, e.g. http://127.0.0.1:8000/metrics"),
@@ -316,12 +312,7 @@ class ProbeOptions:
         list[str] | None,
         argument("candidate drafts: directories, hub ids or runs; without any, only prompt lookup and upper bounds"),
     ] = None
-    prompts: Annotated[
-        str,
-        option(
-            "file (jsonl, json, csv, parquet, txt; may be .gz), directory, hub id, or stdlib (built-in Python prompts)"
-        ),
-    ] = STDLIB
+    prompts: Annotated[str, option(f"{PROMPT_SOURCE}, or stdlib (built-in Python prompts)")] = STDLIB
     prompt_column: PromptColumn = ""
     messages_column: MessagesColumn = ""
     chat: Chat = False
@@ -363,12 +354,7 @@ class GenerateOptions:
 
     target: TargetModel
     prompt: Annotated[list[str] | None, option("a prompt; repeatable")] = None
-    prompts: Annotated[
-        str,
-        option(
-            "file (jsonl, json, csv, parquet, txt; may be .gz), directory or hub id; default: one prompt on standard input"
-        ),
-    ] = ""
+    prompts: Annotated[str, option(f"{PROMPT_SOURCE}; default: one prompt on standard input")] = ""
     prompt_column: PromptColumn = ""
     messages_column: MessagesColumn = ""
     chat: Chat = False

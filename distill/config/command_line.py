@@ -24,6 +24,7 @@ def argument(text: str) -> Any:
 
 
 # Options that several commands share. The column options have the names that a config uses.
+PROMPT_SOURCE = "file (jsonl, json, csv, parquet, txt; may be .gz), directory or hub id"
 PromptColumn = Annotated[
     str, option("column of --prompts with a plain prompt; default: a common name such as `prompt`")
 ]

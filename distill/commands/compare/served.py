@@ -3,7 +3,6 @@
 Shapes: P prompts, 4 sums of each: tokens after the prefill's, target calls, all tokens, seconds.
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any, Literal
@@ -16,12 +15,11 @@ from distill.commands.compare.comparison import draft_of, drafting_of, looks_up
 from distill.commands.options import CompareOptions
 from distill.commands.output import check_writable, write_asked
 from distill.commands.readback.asking import AnswerFile, ask
-from distill.commands.readback.comparison import pace
+from distill.commands.readback.comparison import served_row
 from distill.commands.readback.options import ReadbackOptions
 from distill.commands.readback.source import Source, counted_alone, of_run
 from distill.report.table import Cell, Column, Table
 from distill.run.frozen_text import FrozenText
-from distill.run.served_record import SERVED_TEXT
 from speculative.drafters.draft import Draft
 from speculative.errors import UserError
 from speculative.measure.effects import Gain
@@ -97,15 +95,12 @@ def _served(options: CompareOptions, url: str, source: Source, number: int) -> t
         judged = counted_alone(asked, None)
     except UserError as error:
         raise UserError(f"{url}: {error}") from error
-    rows, speed = judged.counted.rows, pace(asked.answers, [])
+    rows = judged.counted.rows
     if rows is None:
         raise UserError(f"{url}: reports only sums of all requests; make it report each request (docs/readback.md)")
     sums = [(row.tokens, row.blocks, one.tokens, one.seconds) for row, one in zip(rows, asked.answers, strict=True)]
-    return Measured(
-        url, judged.rule, 1, SERVED_TEXT, len(sums), sum(one.tokens for one in asked.answers), judged.gamma,
-        tau=judged.counted.tau, tau_ci=judged.tau_ci, accepted_per_drafted=judged.counted.accepted_per_drafted,
-        tokens_per_second=speed.tokens_per_second, how=dict.fromkeys(("tau", "accepted_per_drafted", "tokens_per_second"), "served"),
-    ), np.array(sums)  # fmt: skip
+    row, _ = served_row(asked, judged.counted, judged.rule, judged.gamma, judged.tau_ci, 1)
+    return replace(row, way=url), np.array(sums)
 
 
 def _replayed(options: CompareOptions, name: str, text: FrozenText) -> tuple[Measured, np.ndarray]:
@@ -129,24 +124,12 @@ def _gain(ours_P4: np.ndarray, base_P4: np.ndarray, column: int) -> Gain:
 
 
 def _print(result: ServedComparison, console: Console) -> None:
-    heads: Sequence[Any] = [
-        "way",
-        Column("gamma", "d"),
-        Column("tau", ".2f"),
-        "how",
-        Column("accepted/drafted", ".3f"),
-        Column("tokens/s", ".1f"),
-    ]
-    table = Table(heads, title=f"{result.measured[0].prompts} held-out prompts of {result.on}")
+    columns = Column("tau", ".2f"), "how", Column("accepted/drafted", ".3f"), Column("tokens/s", ".1f")
+    title = f"{result.measured[0].prompts} held-out prompts of {result.on}"
+    table = Table(["way", Column("gamma", "d"), *columns], title=title)
     for row in result.measured:
-        table.add(
-            row.way,
-            row.gamma,
-            Cell(row.tau, row.tau_ci),
-            row.how["tau"],
-            row.accepted_per_drafted,
-            row.tokens_per_second,
-        )
+        figures = Cell(row.tau, row.tau_ci), row.how["tau"], row.accepted_per_drafted, row.tokens_per_second
+        table.add(row.way, row.gamma, *figures)
     console.print(table)
     for one in result.differences:
         speed = "" if one.tokens_per_second is None else f", tokens/s {one.tokens_per_second:+.1f}"

@@ -8,11 +8,13 @@ import numpy as np
 
 from data.responses.engine_client import Answer
 from distill.commands.readback.asking import Asked
+from distill.run.served_record import SERVED_TEXT
 from speculative.decoder.responses import Response
 from speculative.drafters.draft import Draft, drafts_of
 from speculative.errors import UserError
 from speculative.explain.text_law import IMPOSSIBLE, TextLaw
 from speculative.measure.intervals import Interval, intervals_of_sums, ratio_interval
+from speculative.measure.measured import DRAFT, Measured
 from speculative.measure.metrics import Waiting, waits_of
 from speculative.measure.replay import GREEDY_BLOCK_TOLERANCE, WORRYING_Z
 from speculative.measure.served import (
@@ -295,6 +297,20 @@ class Pace:
     plain: float | None = None
     speed_up: float | None = None
     speed_up_ci: Interval | None = None
+
+
+def served_row(
+    asked: Asked, counted: Counted, rule: str, gamma: int | None, tau_ci: Interval | None, load: int
+) -> tuple[Measured, Pace]:
+    """(the row of an engine's answers, their speed). load: requests sent at once."""
+    speed, tokens = pace(asked.answers, asked.plain), sum(one.tokens for one in asked.answers)
+    row = Measured(
+        DRAFT, rule, load, SERVED_TEXT, len(asked.answers), tokens, gamma, tau=counted.tau, tau_ci=tau_ci,
+        accepted_per_drafted=counted.accepted_per_drafted, tokens_per_second=speed.tokens_per_second, speed_up=speed.speed_up,
+        speed_up_ci=speed.speed_up_ci, **waits(asked.answers),
+        how=dict.fromkeys(("tau", "accepted_per_drafted", "tokens_per_second", "speed_up", "first_token_ms", "per_token_ms"), "served"),
+    )  # fmt: skip
+    return row, speed
 
 
 def pace(answers: Sequence[Answer], plain: Sequence[Answer]) -> Pace:

@@ -6,6 +6,7 @@ from typing import Annotated
 
 from distill.commands.options import KeyVariable
 from distill.config.command_line import (
+    PROMPT_SOURCE,
     Chat,
     Device,
     DraftingName,
@@ -43,9 +44,7 @@ class ReadbackOptions:
     url: Annotated[str, argument("URL of the running engine with the draft, e.g. http://127.0.0.1:8000/v1")]
     run: Annotated[Path | None, option("run folder whose best draft is served")] = None
     target: Annotated[str, option("or the target that is served: directory, hub id or `embedded`")] = ""
-    prompts: Annotated[
-        str, option("with --target: file (jsonl, json, csv, parquet, txt; may be .gz), directory or hub id")
-    ] = ""
+    prompts: Annotated[str, option(f"with --target: {PROMPT_SOURCE}")] = ""
     prompt_column: PromptColumn = ""
     messages_column: MessagesColumn = ""
     chat: Chat = False

@@ -19,7 +19,7 @@ from data.responses.engine_client import EngineClient
 from distill.commands.output import check_known, check_writable, write_asked
 from distill.commands.readback.asking import AnswerFile, Asked, ask
 from distill.commands.readback.causes import end_note, text_causes
-from distill.commands.readback.comparison import pace, waits
+from distill.commands.readback.comparison import served_row, waits
 from distill.commands.readback.options import ReadbackOptions
 from distill.commands.readback.parameters import try_parameters
 from distill.commands.readback.source import Judged, Source, of_prompts, of_run
@@ -27,13 +27,13 @@ from distill.config.layout import ANSWERS, GREEDY_ANSWERS, PLAIN_ANSWERS, READBA
 from distill.models.target import Target
 from distill.report.sections.served import served_lines, served_tables
 from distill.run.lock import held_for
-from distill.run.served_record import SERVED_TEXT, GreedyTexts, ServedRecord, TextLawRecord, load_served
+from distill.run.served_record import GreedyTexts, ServedRecord, TextLawRecord, load_served
 from distill.run.verdict_record import WAYS
 from speculative.decoder.responses import Response
 from speculative.drafters.draft import DRAFTINGS
 from speculative.errors import UserError
 from speculative.explain.text_law import TextLaw, text_law
-from speculative.measure.measured import DRAFT, TARGET, Measured
+from speculative.measure.measured import TARGET
 from speculative.measure.self_checks import SelfCheckError, near_tie
 from speculative.measure.served import Decoded
 from speculative.rules.rule import RULES
@@ -159,14 +159,8 @@ def _record(
 
 def _measured(options: ReadbackOptions, asked: Asked, judged: Judged) -> Mapping[str, Any]:
     """Return the numeric keys of `ServedRecord`."""
-    speed, counted = pace(asked.answers, asked.plain), judged.counted
-    tokens = sum(answer.tokens for answer in asked.answers)
-    served = Measured(
-        DRAFT, judged.rule, options.concurrency, SERVED_TEXT, len(asked.answers), tokens, judged.gamma, tau=counted.tau,
-        tau_ci=judged.tau_ci, accepted_per_drafted=counted.accepted_per_drafted,
-        tokens_per_second=speed.tokens_per_second, speed_up=speed.speed_up, speed_up_ci=speed.speed_up_ci, **waits(asked.answers),
-        how=dict.fromkeys(("tau", "accepted_per_drafted", "tokens_per_second", "speed_up", "first_token_ms", "per_token_ms"), "served"),
-    )  # fmt: skip
+    counted = judged.counted
+    served, speed = served_row(asked, counted, judged.rule, judged.gamma, judged.tau_ci, options.concurrency)
     rows = [served, *judged.rows[:1]]
     if speed.plain is not None:
         rows.append(

@@ -6,13 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from distill.commands.readback.asking import AnswerFile, Asked, ask
-from distill.commands.readback.comparison import count, pace, tau_interval
-from distill.run.served_record import SERVED_TEXT, SpeedCheck
+from distill.commands.readback.comparison import count, served_row, tau_interval
+from distill.run.served_record import SpeedCheck
 from distill.run.verdict_record import Verdict
 from speculative.decoder.responses import DecodeSettings
 from speculative.errors import UserError
 from speculative.evaluate import HeldoutResponse
-from speculative.measure.measured import DRAFT, How, Measured
 
 MARK = 0.10  # of the predicted speed-up
 LOG = "vllm.log"  # of the engine that was started last (`understudy serve`)
@@ -57,7 +56,7 @@ def speed_checks(
 
 def check_speed(verdict: Verdict, load: int, asked: Asked, seen: Sequence[str], rule: str) -> SpeedCheck:
     """Compare the answers at a load with the prediction. seen: causes of slow steps. UserError: some steps were without a draft."""
-    counted, speed, costs = count(asked, verdict.gamma), pace(asked.answers, asked.plain), verdict.engine
+    counted, costs = count(asked, verdict.gamma), verdict.engine
     assert costs is not None
     if counted.tau > counted.gamma + 1:
         raise UserError(f"--speed: at {load} requests steps were not drafted; start the engine with one gamma for all")
@@ -69,11 +68,7 @@ def check_speed(verdict: Verdict, load: int, asked: Asked, seen: Sequence[str], 
     gamma, tau = counted.gamma, verdict.replay[counted.gamma]
     predicted = costs.row(one, gamma, tau, verdict.rule, verdict.response_tokens)
     tau_ci = tau_interval(counted, tau, (tau, tau))
-    served = Measured(
-        DRAFT, rule, load, SERVED_TEXT, len(asked.answers), sum(one.tokens for one in asked.answers), gamma,
-        tau=counted.tau, tau_ci=tau_ci, tokens_per_second=speed.tokens_per_second, speed_up=speed.speed_up,
-        speed_up_ci=speed.speed_up_ci, how=dict[str, How].fromkeys(("tau", "tokens_per_second", "speed_up"), "served"),
-    )  # fmt: skip
+    served, speed = served_row(asked, counted, rule, gamma, tau_ci, load)
     at_tau = costs.speed_up(one, gamma, counted.tau, verdict.response_tokens)
     difference, of_tau = ((value or 1.0) / (predicted.speed_up or 1.0) - 1.0 for value in (speed.speed_up, at_tau))
     of_costs, holds, causes = (1.0 + difference) / (1.0 + of_tau) - 1.0, abs(difference) <= MARK, list[str]()
