@@ -32,22 +32,14 @@ _VARYING = 0.05  # A mean draft length this far from a whole number is no fixed 
 
 
 @dataclass(frozen=True)
-class BaselinePrompt:
-    """Blocks of one held-out response as a server would have counted them."""
-
-    domain: str
-    drafted: int
-    accepted: int
-    blocks: int
-
-
-@dataclass(frozen=True)
 class Baseline:
-    """The blocks of the run's draft on its held-out prompts. drafting: how the draft is served."""
+    """The blocks of the run's draft on its held-out prompts, as a server would have counted them, the domain as slice.
+    drafting: how the draft is served.
+    """
 
     gamma: int
     rule: Rule
-    prompts: list[BaselinePrompt]
+    prompts: list[AcceptanceRecord]
     drafting: Drafting = "autoregressive"
 
 
@@ -88,7 +80,7 @@ def baseline_of(options: DriftOptions, gamma: int | None = None) -> Baseline:
 
 def drawn_prompts(
     domains: Sequence[str], scores: Sequence[TokenScores], rule: Rule, gamma: int, seed: int = 0
-) -> list[BaselinePrompt]:
+) -> list[AcceptanceRecord]:
     """Draw the blocks of each scored response once, as a server with this gamma and rule would have counted them.
 
     A block that starts at token t keeps its first j drafted tokens with probability exp(-max(0, S_1, .., S_j)), S_j the
@@ -98,7 +90,7 @@ def drawn_prompts(
     """
     rng = np.random.default_rng(seed)
     beyond_G = _beyond(scores, rule, gamma)
-    rows = []
+    rows: list[AcceptanceRecord] = []
     for domain, score, (costs_T, *_) in zip(domains, scores, texts_of(scores, rule), strict=True):
         start = blocks = kept = 0
         while start < len(score):
@@ -107,7 +99,7 @@ def drawn_prompts(
             here = int((highest_G <= rng.exponential()).sum())
             start, blocks, kept = start + here + 1, blocks + 1, kept + here
         if blocks:
-            rows.append(BaselinePrompt(domain, blocks * gamma, kept, blocks))
+            rows.append(AcceptanceRecord(len(rows), blocks * gamma, kept, blocks, domain))
     return rows
 
 
@@ -162,7 +154,9 @@ def by_label(records: Sequence[AcceptanceRecord]) -> tuple[dict[str, list[Accept
     return found, [f"{rare} rare labels are combined as `{OTHERS}`"] if rare else []
 
 
-def slices_of(records: Sequence[AcceptanceRecord], prompts: Sequence[BaselinePrompt]) -> tuple[list[Slice], list[str]]:
+def slices_of(
+    records: Sequence[AcceptanceRecord], prompts: Sequence[AcceptanceRecord]
+) -> tuple[list[Slice], list[str]]:
     """(the records `by_label` with the prompts of each, notes for the reader).
 
     A label with fewer than FEWEST_REQUESTS held-out prompts is compared with all of them.
@@ -170,7 +164,7 @@ def slices_of(records: Sequence[AcceptanceRecord], prompts: Sequence[BaselinePro
     by_name, notes = by_label(records)
     slices = []
     for name, records_here in by_name.items():
-        own = [index for index, prompt in enumerate(prompts) if prompt.domain == name]
+        own = [index for index, prompt in enumerate(prompts) if prompt.slice == name]
         few = len(own) < FEWEST_REQUESTS
         if few and name not in (OTHERS, ALL):
             there = f"only {len(own)} held-out prompts" if own else "no held-out prompts"

@@ -19,7 +19,6 @@ from distill.commands.drift.baseline import (
     MOST_SLICES,
     OTHERS,
     Baseline,
-    BaselinePrompt,
     baseline_of,
     drawn_prompts,
     engine_notes,
@@ -63,7 +62,11 @@ def judged(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run with 80 held-out prompts of code, 80 of chat, 3 of a third domain."""
     rng = np.random.default_rng(0)
     rows = requests(rng, 80, "code") + requests(rng, 80, "chat") + requests(rng, 3, "rare", 0.8)
-    known = Baseline(GAMMA, "sample", [BaselinePrompt(**row) for row in rows])
+    prompts = [
+        AcceptanceRecord(order, row["drafted"], row["accepted"], row["blocks"], row["domain"])
+        for order, row in enumerate(rows)
+    ]
+    known = Baseline(GAMMA, "sample", prompts)
     monkeypatch.setattr(drift, "baseline_of", lambda *_: known)
 
 
@@ -159,8 +162,12 @@ def test_a_place_that_cannot_be_written_is_refused_before_any_work(
 # Slices and gamma.
 
 
-def prompts_by_label(**counts: int) -> list[BaselinePrompt]:
-    return [BaselinePrompt(name, 40, 10 + number % 9, 10) for name, count in counts.items() for number in range(count)]
+def prompts_by_label(**counts: int) -> list[AcceptanceRecord]:
+    return [
+        AcceptanceRecord(number, 40, 10 + number % 9, 10, name)
+        for name, count in counts.items()
+        for number in range(count)
+    ]
 
 
 def test_a_label_is_compared_with_its_own_prompts_or_says_that_it_is_not() -> None:
