@@ -18,6 +18,20 @@ def check_known(option: str, value: str, known: Collection[str]) -> None:
         raise UserError(f"{option} {value}: choose one of {', '.join(one for one in known if one)}")
 
 
+def numbers_of(option: str, text: str, kind: type, low: float, high: float, least: int = 1) -> list[Any]:
+    """Distinct numbers of a list such as `1,4,16`, in the order given. Raises UserError."""
+    try:
+        values = list(dict.fromkeys(kind(part) for part in text.split(",")))
+    except ValueError:
+        values = []
+    if len(values) < least or not all(low <= value <= high for value in values):
+        several = "two or more " if least > 1 else ""
+        raise UserError(
+            f"{option} {text}: give {several}numbers from {low:g} to {high:g}, separated by commas, e.g. 1,4"
+        )
+    return values
+
+
 def write_asked(option: str, path: Path | None, value: Any) -> None:
     """Write a value as JSON if the option is given. Raises UserError with the option and the file."""
     if path is not None:

@@ -1,9 +1,9 @@
 """The options of a probe: temperatures, gammas, batch sizes, given times."""
 
 from dataclasses import dataclass
-from typing import Any
 
 from distill.commands.options import STDLIB, ProbeOptions
+from distill.commands.output import numbers_of
 from distill.config.layout import ENGINE_COSTS, run_of
 from distill.report.durations import parse_seconds
 from speculative.drafters.draft import Draft
@@ -44,9 +44,9 @@ class Plan:
 
 def read_plan(options: ProbeOptions) -> Plan:
     """Temperatures, gammas, batch sizes and given costs. Raises UserError for an invalid option."""
-    temperatures = _numbers(options.temperatures, "--temperatures", float, 0.0, 100.0)
-    gammas = sorted(_numbers(options.gammas, "--gammas", int, 1, MOST_GAMMA))
-    batch_sizes = _numbers(options.batch_sizes, "--batch-sizes", int, 1, 4096)
+    temperatures = numbers_of("--temperatures", options.temperatures, float, 0.0, 100.0)
+    gammas = sorted(numbers_of("--gammas", options.gammas, int, 1, MOST_GAMMA))
+    batch_sizes = numbers_of("--batch-sizes", options.batch_sizes, int, 1, 4096)
     if options.prompts == STDLIB and (options.prompt_column or options.messages_column):
         raise UserError("--prompt-column and --messages-column: stdlib has no columns; give a source with --prompts")
     if bool(options.t_target) != bool(options.t_draft):
@@ -71,14 +71,3 @@ def read_plan(options: ProbeOptions) -> Plan:
             )
         given, batch_sizes = given_costs(target, draft, verify, max(GIVEN_GAMMA, *gammas)), [1]
     return Plan(temperatures, gammas, batch_sizes, given)
-
-
-def _numbers(text: str, option: str, kind: Any, low: float, high: float) -> list[Any]:
-    """Distinct numbers of a list such as `1,4,16`, in the order given."""
-    try:
-        values = list(dict.fromkeys(kind(part) for part in text.split(",")))
-    except ValueError:
-        values = []
-    if not values or not all(low <= value <= high for value in values):
-        raise UserError(f"{option} {text}: give numbers from {low:g} to {high:g}, separated by commas, e.g. 1,4")
-    return values

@@ -16,7 +16,7 @@ from data.files import write_json
 from data.responses.endpoint_keys import root_of
 from data.responses.engine_client import EngineClient
 from distill.commands.options import ServeOptions
-from distill.commands.output import check_writable
+from distill.commands.output import check_writable, numbers_of
 from distill.commands.serve import started
 from distill.config.command_line import TimeOptions
 from distill.config.layout import ENGINE_COSTS
@@ -36,7 +36,8 @@ def time_command(options: TimeOptions) -> int:
     Raises:
         UserError: an option out of range, no verdict in the run, no server, or a server with a draft that reports no counts.
     """
-    loads, gammas = _numbers("--load", options.load), _numbers("--gamma", options.gamma)
+    asked = (("--load", options.load), ("--gamma", options.gamma))
+    loads, gammas = (sorted(numbers_of(*one, int, 1, 1024, least=2)) for one in asked)
     if bool(options.plain) != bool(options.url):
         raise UserError("--plain, --url: give an engine without the draft and two or more with it, or neither")
     verdict, frozen = load_verdict(options.run), load_frozen_text(options.run)
@@ -83,13 +84,6 @@ def time_command(options: TimeOptions) -> int:
     for part in engine_parts(verdict.model_copy(update={"engine": result})):
         console.print(part)
     return 0
-
-
-def _numbers(name: str, text: str) -> list[int]:
-    parts = set(text.split(","))
-    if len(parts) < 2 or not all(part.isdecimal() and 0 < int(part) <= 1024 for part in parts):
-        raise UserError(f"{name} {text}: give two or more numbers from 1 to 1024, such as 1,4")
-    return sorted(map(int, parts))
 
 
 def _engines(options: TimeOptions, gammas: list[int]) -> Generator[dict[str, bool], None, None]:
