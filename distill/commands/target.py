@@ -1,16 +1,21 @@
 """Open the target of a command, on a device and in a dtype."""
 
+from collections.abc import Sequence
+
 import torch
 
+from distill.commands.output import check_known
 from distill.config.target import TargetConfig
 from distill.models.target import Target
+from speculative.decoder.responses import Prompt
 from speculative.errors import UserError
 
-DTYPES = ("auto", "float32", "bfloat16", "float16")
 
+def open_target(path: str, dtype: str, device: str) -> Target:
+    """The target by directory, hub id or `embedded`; by default on CUDA if there is a GPU.
 
-def place_of(device: str) -> torch.device:
-    """The device by name; by default CUDA if there is a GPU. Raises UserError for a missing device."""
+    Raises UserError: a missing target or device, an unknown dtype.
+    """
     has_cuda = torch.cuda.is_available()
     try:
         place = torch.device(device or ("cuda" if has_cuda else "cpu"))
@@ -20,16 +25,15 @@ def place_of(device: str) -> torch.device:
         raise UserError(
             f"--device {device}: this machine has {torch.cuda.device_count()} CUDA devices; try --device cpu"
         )
-    return place
-
-
-def open_target(path: str, dtype: str, device: str) -> Target:
-    """The target by directory, hub id or `embedded`.
-
-    Raises:
-        UserError: a missing target or device, an unknown dtype.
-    """
-    place = place_of(device)
-    if dtype not in DTYPES:
-        raise UserError(f"--dtype {dtype}: choose auto, float32, bfloat16 or float16")
+    check_known("--dtype", dtype, ("auto", "float32", "bfloat16", "float16"))
     return Target(TargetConfig(path=path, dtype=dtype), place, what="target")  # type: ignore[arg-type]
+
+
+def check_room(prompts: Sequence[Prompt], max_tokens: int, context: int | None) -> None:
+    """Raise UserError if a prompt and its response do not fit the target's context."""
+    for key, ids in prompts:
+        if context is not None and len(ids) + max_tokens > context:
+            raise UserError(
+                f"prompt {key} has {len(ids)} tokens; with --max-tokens {max_tokens} that exceeds the target's context of {context}: "
+                "shorten the prompt or lower --max-tokens"
+            )

@@ -11,6 +11,7 @@ from data.prompts.sources import load_source
 from data.prompts.split import content_hash
 from distill.commands.options import STDLIB, ProbeOptions
 from distill.commands.probe.result import TextFacts
+from distill.commands.target import check_room
 from distill.run.prompts import asked_rows, render_rows
 from speculative.decoder.responses import DecodeSettings, Prompt
 from speculative.engine.models import end_token_ids
@@ -115,12 +116,7 @@ def chosen_prompts(
     else:
         order = np.random.default_rng(options.seed).permutation(len(distinct))[: options.count]
         chosen = [distinct[index] for index in sorted(order)]
-    for key, ids in chosen:
-        if len(ids) > longest:
-            raise UserError(
-                f"prompt {key} has {len(ids)} tokens; with --max-tokens {options.max_tokens} that exceeds the target's "
-                f"context of {context}: shorten the prompt or lower --max-tokens"
-            )
+    check_room(chosen, options.max_tokens, context)
     notes = []
     if tokenizer.chat_template and not (embedded or options.chat or all(row.messages for row in rows)):
         notes.append(

@@ -13,7 +13,7 @@ from distill.commands.readback.causes import acceptance_causes, few_note
 from distill.commands.readback.comparison import Counted, Predicted, Replayer, count, own_interval, tau_interval
 from distill.commands.readback.options import ReadbackOptions
 from distill.commands.readback.speed import needed, speed_checks
-from distill.commands.target import open_target
+from distill.commands.target import check_room, open_target
 from distill.config.layout import EXPORT, HELDOUT_GREEDY, RESPONSES, VERDICT
 from distill.export.load_table import drafts_by, gamma_plan
 from distill.models.target import Target
@@ -88,13 +88,7 @@ def of_prompts(options: ReadbackOptions) -> Source:
     rows, _ = asked_rows(options.prompts, options.prompt_column, options.messages_column)
     target = open_target(options.target, options.dtype, options.device)
     prompts = render_rows(rows[: options.count], target.tokenizer, options.chat)
-    limit = target.facts.context_length
-    for key, ids in prompts:
-        if limit is not None and len(ids) + options.max_tokens > limit:
-            raise UserError(
-                f"prompt {key} has {len(ids)} tokens; with --max-tokens {options.max_tokens} that exceeds the target's context of {limit}: "
-                "shorten the prompt or lower --max-tokens"
-            )
+    check_room(prompts, options.max_tokens, target.facts.context_length)
     # The content is in the key, so that --resume never takes an answer to another prompt.
     keyed = [(f"{key} {zlib.crc32(repr(ids).encode()):08x}", ids) for key, ids in prompts]
     sampling = SamplingSettings(options.temperature, options.top_k, options.top_p)
@@ -102,11 +96,8 @@ def of_prompts(options: ReadbackOptions) -> Source:
     settings = DecodeSettings(sampling, 0, rule, options.max_tokens, target.facts.eos_ids, options.seed)  # type: ignore[arg-type]
     greedy = frozen_responses(target.model, keyed, settings.under("greedy", 0), "")
     texts = greedy if sampling.greedy else [replace(text, response_ids=[], log_target_probs=[]) for text in greedy]
-
-    name, judge = (
-        f"{options.prompts} for {options.target}",
-        lambda asked, *_: counted_alone(asked, options.gamma, options.rule),
-    )
+    name = f"{options.prompts} for {options.target}"
+    judge = lambda asked, *_: counted_alone(asked, options.gamma, options.rule)  # noqa: E731
     return Source(name, options.to, target, "--target", texts, greedy, settings, judge, True)
 
 
