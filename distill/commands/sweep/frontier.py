@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -106,33 +107,21 @@ def recommended(points: Sequence[Point]) -> tuple[Point, str] | None:
     ends = fastest.speed_ups[1][1]
     near = [one for one in points if one.frontier and ((own := one.speed_ups[1][1]) and ends and own[1] >= ends[0])]
     found = near[0] if near else fastest
-    is_fastest = (
-        "the fastest"
-        if found is fastest
-        else f"not certainly slower than the fastest ({fastest.name}, {fastest.speed_up:.2f}x)"
-    )
+    other = f"not certainly slower than the fastest ({fastest.name}, {fastest.speed_up:.2f}x)"
     size = f"{found.bytes / MEGABYTE:,.1f} MB, {found.hours:.2f} hours"
-    return (
-        found,
-        f"Recommended: {found.name}: {found.speed_up:.2f}x, {size}; it is the smallest draft that is {is_fastest}.",
-    )
+    why = f"it is the smallest draft that is {'the fastest' if found is fastest else other}"
+    return found, f"Recommended: {found.name}: {found.speed_up:.2f}x, {size}; {why}."
 
 
 def frontier_table(points: Sequence[Point]) -> Table:
     """One row per combination, the smallest draft first; the frontier is bold."""
     loads = sorted({load for point in points for load in point.speed_ups})
     speeds = [Column(f"speed-up at {load}", ".2f", "x") for load in loads]
-    columns: list[Column | str] = [
-        *points[0].values,
-        Column("alpha", ".3f"),
-        Column("c", ".3f"),
-        Column("tau", ".2f"),
-        *speeds,
-    ]
-    columns += [Column("MB", ",.1f"), Column("hours", ".2f")]
-    columns += [Column("a million tokens", ",.2f")] if any(point.million is not None for point in points) else []
+    judged = Column("alpha", ".3f"), Column("c", ".3f"), Column("tau", ".2f")
+    spent = [Column("MB", ",.1f"), Column("hours", ".2f")]
+    spent += [Column("a million tokens", ",.2f")] if any(point.million is not None for point in points) else []
     table = Table(
-        [*columns, ""], title="size against speed",
+        [*points[0].values, *judged, *speeds, *spent, ""], title="size against speed",
         caption="frontier: no other draft is as small and as fast. hours: all stages of a run. Speed-ups: over the target alone at that load",
     )  # fmt: skip
     for point in points:
@@ -151,24 +140,13 @@ def plot_frontier(path: Path, points: Sequence[Point], picked: Point) -> None:
     for point in points:
         ends = point.speed_ups[1][1] or (point.speed_up, point.speed_up)
         reach = [[max(0.0, point.speed_up - ends[0])], [max(0.0, ends[1] - point.speed_up)]]
-        size = point.bytes / MEGABYTE
-        axis.errorbar(
-            size, point.speed_up, reach, fmt="o", color="tab:blue" if point.frontier else "tab:gray", capsize=3
-        )
+        size, color = point.bytes / MEGABYTE, "tab:blue" if point.frontier else "tab:gray"
+        axis.errorbar(size, point.speed_up, reach, fmt="o", color=color, capsize=3)
         axis.annotate(point.name, (size, point.speed_up), xytext=(6, 4), textcoords="offset points", fontsize=7)
-    front = [point for point in points if point.frontier]
-    axis.plot(
-        [point.bytes / MEGABYTE for point in front], [point.speed_up for point in front], color="tab:blue", alpha=0.4
-    )
-    axis.plot(
-        picked.bytes / MEGABYTE,
-        picked.speed_up,
-        "o",
-        markersize=14,
-        fillstyle="none",
-        color="tab:green",
-        label="recommended",
-    )
+    front = [(point.bytes / MEGABYTE, point.speed_up) for point in points if point.frontier]
+    axis.plot(*zip(*front, strict=True), color="tab:blue", alpha=0.4)
+    ring: Any = {"markersize": 14, "fillstyle": "none", "color": "tab:green", "label": "recommended"}
+    axis.plot(picked.bytes / MEGABYTE, picked.speed_up, "o", **ring)
     axis.axhline(1.0, color="dimgrey", linewidth=0.8, linestyle=":")
     axis.set(xlabel="draft, MB", ylabel="speed-up at one request", title="size against speed, 95 % interval")
     axis.legend(fontsize=8)
