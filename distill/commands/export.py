@@ -1,7 +1,6 @@
 """`understudy export` and `understudy check-export`: write the best draft for engines, and check it in transformers."""
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from distill.commands.options import CheckExportOptions, ExportOptions, ServeOptions
@@ -53,8 +52,10 @@ def export_run(options: ExportOptions) -> ExportReport:
         quantize: Any = None if options.quantize == "none" else options.quantize
         facts = replace(facts, quantize=quantize)
     adapter = facts.student_dir.with_name(ADAPTER) if options.adapter else None
-    if adapter is not None:
-        _require_adapter(adapter)
+    if adapter is not None and ((averaged := (adapter.parent / RAW).exists()) or not adapter.is_dir()):
+        why = "its weights are averages (optim.ema), not an adapter" if averaged else "it has no adapter"
+        fix = "export a checkpoint of a run with student.lora, without optim.ema"
+        raise UserError(f"{adapter.parent}: --adapter: {why}; {fix}")
     report = export_draft(facts, options.to, dtype=options.dtype, overwrite=options.overwrite, adapter=adapter)
     run = run_of(options.run) or options.run
     config = load_trusted(run / CONFIG, options.trust_remote_code)
@@ -63,15 +64,6 @@ def export_run(options: ExportOptions) -> ExportReport:
     if options.engine:
         convert(ServeOptions(options.to, engine=options.engine, target=facts.target, port=0))
     return report
-
-
-def _require_adapter(adapter: Path) -> None:
-    averaged = (adapter.parent / RAW).exists()
-    if averaged or not adapter.is_dir():
-        why = "its weights are averages (optim.ema), not an adapter" if averaged else "it has no adapter"
-        raise UserError(
-            f"{adapter.parent}: --adapter: {why}; export a checkpoint of a run with student.lora, without optim.ema"
-        )
 
 
 def check_export(options: CheckExportOptions) -> int:

@@ -98,12 +98,10 @@ def check_with_transformers(
     return found
 
 
-def _is_ours(record: logging.LogRecord) -> bool:
-    """Whether a warning is about our call, not about how transformers itself calls the draft."""
-    return not record.getMessage().startswith("Passing `generation_config` together")
-
-
-logging.getLogger("transformers.generation.utils").addFilter(_is_ours)
+# This warning is about how transformers itself calls the draft.
+logging.getLogger("transformers.generation.utils").addFilter(
+    lambda record: not record.getMessage().startswith("Passing `generation_config` together")
+)
 
 
 @contextmanager

@@ -12,7 +12,7 @@ import json
 import pkgutil
 import shlex
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -45,10 +45,6 @@ class EngineVerdict:
     notes: list[str]
 
 
-def _nothing(facts: EngineFacts) -> list[str]:
-    return []
-
-
 @dataclass(frozen=True)
 class Service:
     """How `understudy serve` starts an engine. The words are those of the template's macro `server`, or of `command` without one."""
@@ -70,14 +66,14 @@ class Engine:
     template: str
     order: int
     rule: Callable[[EngineFacts], str]
-    refusals: Callable[[EngineFacts], list[str]] = field(default=_nothing)
+    refusals: Callable[[EngineFacts], list[str]] = lambda facts: []
     row_slack: int = 0  # allowed difference in embedding rows
     first_compared_id: int = 0  # strings of lower token ids may differ
     equal_strings: bool = False  # the engine itself compares token strings
     language: str = "bash"
     one_pass: bool = False  # serves drafts that propose a block in one forward pass
     reads_gguf: bool = False
-    notes: Callable[[EngineFacts], list[str]] = field(default=_nothing)  # what it serves, but not as measured
+    notes: Callable[[EngineFacts], list[str]] = lambda facts: []  # what it serves, but not as measured
     service: Service | None = None  # None: `understudy serve` cannot start it
 
 

@@ -241,6 +241,7 @@ def _lookups_of(verdict: Verdict | None) -> dict[str, Measured | None]:
 def gather_facts(target: TargetSide, draft: TargetSide, path: str, **served: Any) -> EngineFacts:
     """Return the facts of a pair from its configs and tokenizers. path: the draft's. served: `gamma`, and fields that have defaults."""
     target_tokens, draft_tokens = tokens_by_id(target.tokenizer), tokens_by_id(draft.tokenizer)
+    context, limit = max_positions(draft.config), max_positions(target.config)
     return EngineFacts(
         target=target.name,
         draft=path,
@@ -251,7 +252,7 @@ def gather_facts(target: TargetSide, draft: TargetSide, path: str, **served: Any
         target_quantised=quantization_of(target.config) is not None,
         draft_quantised=quantization_of(draft.config) is not None,
         pre_tokenizer=pre_tokenizer_name(target.tokenizer),
-        draft_context=shorter_context(draft.config, target.config),
+        draft_context=context if context and limit and context < limit else None,
         differences=tokenizer_differences(target.tokenizer, draft.tokenizer),
         dtypes=(str(saved_dtype(target.config)), str(saved_dtype(draft.config))),
         token_rows=max(target_tokens, default=-1) + 1,
@@ -267,9 +268,3 @@ def _shape(config: Any) -> Shape:
     kv_heads, width = getattr(text, "num_key_value_heads", None) or heads, getattr(text, "intermediate_size", None) or 0
     width = math.gcd(*width) if isinstance(width, list | tuple) else width  # Gemma 3n: one width a layer
     return (size, heads, kv_heads, width, None if getattr(text, "tie_word_embeddings", True) else text.model_type)
-
-
-def shorter_context(draft_config: Any, target_config: Any) -> int | None:
-    """Return the draft's context in tokens if it is shorter than the target's, else None."""
-    draft, target = max_positions(draft_config), max_positions(target_config)
-    return draft if draft and target and draft < target else None

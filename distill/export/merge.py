@@ -65,17 +65,14 @@ def load_merged_student(
     repair_rows(model, target_rows, agreement.token_rows)
     merge_error = None
     if base is not None:
-        if untie_for_adapters(model, _adapted_modules(student_dir)):
+        adapter = Record.read(student_dir / ADAPTER_FILE, "save the adapter again").record()
+        modules = adapter.get("target_modules") or []
+        if untie_for_adapters(model, [modules] if isinstance(modules, str) else list(modules)):
             notes.append(
                 "the adapter changes a tied embedding, so head and embedding are exported separately and the draft is larger"
             )
         model, merge_error = _merged(model, student_dir, agreement.token_rows)
     return MergedStudent(model.eval(), agreement, merge_error, notes)
-
-
-def _adapted_modules(adapter_dir: Path) -> list[str]:
-    modules = Record.read(adapter_dir / ADAPTER_FILE, "save the adapter again").record().get("target_modules") or []
-    return [modules] if isinstance(modules, str) else list(modules)
 
 
 def _merged(model: Any, adapter_dir: Path, token_rows: int) -> tuple[Any, float]:
@@ -86,7 +83,8 @@ def _merged(model: Any, adapter_dir: Path, token_rows: int) -> tuple[Any, float]
     try:
         adapted = PeftModel.from_pretrained(model, str(adapter_dir)).eval()
     except (OSError, ValueError, RuntimeError) as error:
-        raise UserError(f"adapter {adapter_dir} does not fit its base: {_first_line(error)}") from error
+        why = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
+        raise UserError(f"adapter {adapter_dir} does not fit its base: {why}") from error
     if not hasattr(adapted, "merge_and_unload"):
         raise UserError(
             f"adapter {adapter_dir}: an adapter of this type cannot be merged into weights; train with LoRA"
@@ -102,7 +100,3 @@ def _merged(model: Any, adapter_dir: Path, token_rows: int) -> tuple[Any, float]
             "out of target_modules"
         )
     return merged, merge_error
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")

@@ -205,7 +205,10 @@ def curves_of(evidence: Evidence) -> Curves:
                 name: with_speeds(rule_curve(scores, keys, rule, survival_gamma=gamma), evidence.costs.get(name))
                 for name, scores in evidence.scores[text_rule].items()
             }
-            note = f"by replay of text answered at {sampling}{_costs_note(evidence, rule)}"
+            # Steps are timed under the run's own rule; sampling adds a little to each.
+            timed = evidence.costs and rule != evidence.question.rule
+            own = f"; step times are those of rule {evidence.question.rule}" if timed else ""
+            note = f"by replay of text answered at {sampling}{own}"
             rules.append(RuleCurves(rule=rule, ways=of, note=note))
     rules.sort(key=lambda entry: entry.rule != evidence.question.rule)
     lacking = "needs text that the target sampled, but this run serves at temperature 0"
@@ -215,15 +218,6 @@ def curves_of(evidence: Evidence) -> Curves:
     if "greedy" in refused:
         refused["greedy"] = "needs text that the target answered at temperature 0, but this run has none"
     return Curves(gammas=list(CURVE_GAMMAS), rules=rules, refused=refused)
-
-
-def _costs_note(evidence: Evidence, rule: str) -> str:
-    """Steps are timed under the run's own rule; sampling adds a little to each."""
-    return (
-        f"; step times are those of rule {evidence.question.rule}"
-        if evidence.costs and rule != evidence.question.rule
-        else ""
-    )
 
 
 def _calibration(evidence: Evidence) -> Calibration:

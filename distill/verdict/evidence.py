@@ -84,13 +84,7 @@ class Evidence(Field):
         return self.scores[self.question.rule][name]
 
 
-def gather(
-    question: Question,
-    target: Target,
-    field: Field,
-    *,
-    log: Path | None = None,
-) -> Evidence:
+def gather(question: Question, target: Target, field: Field, *, log: Path | None = None) -> Evidence:
     """Judge every draft of a `line_up` live, and time every way at one request and at each of judge.load.
 
     ``log``: for the proposals of the last candidate.

@@ -9,15 +9,7 @@ from distill.verdict.evidence import Evidence
 from speculative.explain.ceilings import advice
 from speculative.measure.effects import Effects
 from speculative.measure.intervals import Interval, interval
-from speculative.measure.measured import (
-    DRAFT,
-    LOOKUP,
-    PAST,
-    SERVED,
-    TARGET,
-    TOGETHER,
-    UNDISTILLED,
-)
+from speculative.measure.measured import DRAFT, LOOKUP, PAST, SERVED, TARGET, TOGETHER, UNDISTILLED
 
 FREE = (LOOKUP, PAST)
 

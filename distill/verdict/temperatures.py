@@ -12,7 +12,7 @@ from speculative.explain.repetition import repetition
 from speculative.measure.metrics import rule_curve
 from speculative.measure.token_scores import score_tokens
 from speculative.rules.rule import Rule
-from speculative.rules.sampling import GREEDY, SamplingSettings
+from speculative.rules.sampling import GREEDY
 
 PROMPTS = 16
 
@@ -28,7 +28,7 @@ def temperature_rows(evidence: Evidence, target: Target) -> list[TemperatureRow]
     # Spread over the set, which is stored longest prompt first.
     chosen = [distinct[place] for place in np.linspace(0, len(distinct) - 1, min(PROMPTS, len(distinct))).astype(int)]
     for temperature in sorted(set(evidence.question.judge.temperatures)):
-        sampling = _sampling(settings.sampling, temperature)
+        sampling = GREEDY if temperature == 0 else replace(settings.sampling, temperature=temperature)
         rule: Rule = "greedy" if sampling.greedy else "sample"
         texts = frozen_responses(
             target.model, [(one.key, one.prompt_ids) for one in chosen], replace(settings, sampling=sampling, rule=rule),
@@ -40,7 +40,3 @@ def temperature_rows(evidence: Evidence, target: Target) -> list[TemperatureRow]
         curve = with_speeds(curve, evidence.best_costs)
         rows.append(TemperatureRow(temperature=temperature, curve=curve, repetition=repetition(texts)))
     return rows
-
-
-def _sampling(serving: SamplingSettings, temperature: float) -> SamplingSettings:
-    return GREEDY if temperature == 0 else replace(serving, temperature=temperature)

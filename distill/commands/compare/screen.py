@@ -92,10 +92,7 @@ def domain_table(result: Comparison) -> Table | None:
     for domain in result.domains:
         first = result.row(result.against, domain)
         cells = [
-            Cell(
-                result.row(own.way, domain).tau,
-                note=f"{own.tau:+.2f}" + (" *" if own.certain_tau != "none" else ""),
-            )
+            Cell(result.row(own.way, domain).tau, note=f"{own.tau:+.2f}" + " *" * (own.certain_tau != "none"))
             for own in result.differences_on(domain)
         ]
         table.add(domain, first.prompts, first.tau, *cells)

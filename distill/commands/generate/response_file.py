@@ -27,7 +27,8 @@ class ResponseFile:
 
     def add(self, index: int, response: Response) -> None:
         """Add the finished response of prompt number `index`."""
-        self._lines[index] = json_line(response)
+        # ASCII only: some readers take rare characters for the end of a line.
+        self._lines[index] = json.dumps({key: getattr(response, key) for key in KEYS}) + "\n"
         self._write(self.partial, self._lines[index], "a")
 
     def complete(self) -> None:
@@ -51,8 +52,3 @@ class ResponseFile:
                 f"--out {self.out}: cannot be written ({error.strerror}); {len(self._lines)} responses were finished; "
                 f"those that could be written are in {self.partial}"
             ) from error
-
-
-def json_line(response: Response) -> str:
-    """One response as a line. ASCII only: some readers take rare characters for the end of a line."""
-    return json.dumps({key: getattr(response, key) for key in KEYS}) + "\n"

@@ -69,21 +69,14 @@ def _differences(counted: Counted, replayer: Replayer, found: Predicted) -> list
                 f"rule: the counts match rule {rule} (tau {other.tau:.2f}), not {found.rule}; give --rule {rule}"
             )
     if not causes:
+        # Without VNNI, oneDNN adds two products of 8-bit activations in 16 bits.
+        saturates = ". On a CPU without VNNI instructions vLLM's 8-bit products saturate: serve a draft exported without --quantize"
         causes.append(
             f"draft: acceptance is {'lower' if counted.tau < found.tau else 'higher'} than replay of the run's best draft (tau "
             f"{counted.tau:.2f}, replay {found.tau:.2f}), and no rule, gamma or vocabulary explains it; check that the server uses "
-            f"this run's export of the best checkpoint, in the same precision{_saturated(replayer)}"
+            f"this run's export of the best checkpoint, in the same precision{saturates * rounds_activations(replayer.draft.model)}"
         )
     return causes
-
-
-def _saturated(replayer: Replayer) -> str:
-    """Advice for 8-bit activations: without VNNI, oneDNN adds two products in 16 bits, which can saturate."""
-    if not rounds_activations(replayer.draft.model):
-        return ""
-    return (
-        ". On a CPU without VNNI instructions vLLM's 8-bit products saturate: serve a draft exported without --quantize"
-    )
 
 
 def _drafting(counted: Counted, replayer: Replayer, found: Predicted) -> str:

@@ -79,13 +79,7 @@ class Predicted:
 class Replayer:
     """Draft scores of the served text and of the run's own, from the second token on, for one way of drafting."""
 
-    def __init__(
-        self,
-        draft: Draft,
-        asked: Asked,
-        law: TextLaw | None,
-        most_gamma: int = 1,
-    ) -> None:
+    def __init__(self, draft: Draft, asked: Asked, law: TextLaw | None, most_gamma: int = 1) -> None:
         """Score both texts. ``law``: the target's probabilities of the served text, if known. ``most_gamma``: the largest gamma of interest."""
         self.draft, self.asked, self.law, self.most_gamma = draft, asked, law, most_gamma
         sampling, texts = asked.settings.sampling, served_texts(asked, law)
@@ -145,9 +139,8 @@ def served_texts(asked: Asked, law: TextLaw | None = None) -> list[Decoded] | No
         if answer.ids is None:
             return None
         logs = [0.0] * len(answer.ids)
-        if (
-            law is not None
-        ):  # A faulty engine emits tokens with probability 0 in both models; they must not count as accepted.
+        if law is not None:
+            # A faulty engine emits tokens with probability 0 in both models; they must not count as accepted.
             logs = np.maximum(law.log_target_probs[index], IMPOSSIBLE).tolist()
         texts.append(after_prefill(Decoded(own.prompt_ids, answer.ids, logs)))
     return texts
