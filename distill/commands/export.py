@@ -24,8 +24,7 @@ from speculative.errors import UserError
 def export(options: ExportOptions) -> None:
     """Export, print which engines support the pair, and upload what was asked for.
 
-    Raises:
-        UserError: a repository's name, the login or the hub; see also `export_run`.
+    Raises UserError: a repository's name, the login or the hub; see also `export_run`.
     """
     asked = {"--push": options.push, "--push-dataset": options.push_dataset}
     asked = {option: repository for option, repository in asked.items() if repository}
@@ -44,8 +43,7 @@ def export(options: ExportOptions) -> None:
 def export_run(options: ExportOptions) -> ExportReport:
     """Export a run's best draft, or one checkpoint, with the run's measurements.
 
-    Raises:
-        UserError: there is no such run; see also `export_draft`.
+    Raises UserError: there is no such run; see also `export_draft`.
     """
     facts = read_run(options.run, options.trust_remote_code)
     if options.quantize:

@@ -51,9 +51,8 @@ class _Ended(Interrupted):
 def serve(options: ServeOptions) -> int:
     """Run the engine in the foreground until it exits or a signal arrives. Return 0 after a signal to a running server.
 
-    Raises:
-        UserError: no export, the engine refuses the pair, no engine installed, port in use, or the engine exited on its own.
-        Interrupted: a signal arrived while the engine was starting.
+    Raises UserError: no export, the engine refuses the pair, no engine installed, port in use, or the engine exited on its own.
+    Interrupted: a signal arrived while the engine was starting.
     """
     directory, facts = _read_export(options.run)
     name, words = engine_words(options, directory, facts)
@@ -97,8 +96,7 @@ def engine_words(options: ServeOptions, directory: Path, facts: EngineFacts) -> 
 
     The words are built from the numbers in serving.json, since an export may come from somebody else.
 
-    Raises:
-        UserError: the engine is unknown, refuses the pair or is not installed, or the target is not found.
+    Raises UserError: the engine is unknown, refuses the pair or is not installed, or the target is not found.
     """
     engine, service = _known(options.engine)
     check_directory_name(directory)
@@ -122,8 +120,7 @@ def engine_words(options: ServeOptions, directory: Path, facts: EngineFacts) -> 
 def convert(options: ServeOptions) -> None:
     """Convert target and draft for an engine with its own model format: its server does that, and without a port nothing else.
 
-    Raises:
-        UserError: as `engine_words`; the engine reads the export itself; the conversion failed.
+    Raises UserError: as `engine_words`; the engine reads the export itself; the conversion failed.
     """
     if _known(options.engine)[1].script is None:
         raise UserError(f"--engine {options.engine}: this engine reads the export itself; leave --engine out")
@@ -154,8 +151,7 @@ def program_of(engine: Engine, service: Service) -> Path:
 def _target(options: ServeOptions, directory: Path, name: str) -> str:
     """Return the target's place: --target, else the run's target, else the public name in the export.
 
-    Raises:
-        UserError: the place is neither a directory nor a hub id.
+    Raises UserError: the place is neither a directory nor a hub id.
     """
     run = run_of(options.run) or run_of(directory.parent)
     place = resolve(options.target or (load_config(run / CONFIG).target.path if run else name))
@@ -202,8 +198,7 @@ def _read_export(path: Path) -> tuple[Path, EngineFacts]:
 def listening(host: str, port: int, keyed: bool) -> socket.socket:
     """Return a listening socket. Print a warning if other machines can reach it without a key.
 
-    Raises:
-        UserError: the port is in use, or the address is not this machine's.
+    Raises UserError: the port is in use, or the address is not this machine's.
     """
     if not keyed and not is_loopback(host):
         print(

@@ -53,8 +53,7 @@ def profiles_table(own: SpeculationProfile, other: SpeculationProfile, name: str
 def show_run(run: Path, trusted: bool = False) -> None:
     """Print the verdict of a finished run, some completions and the next commands.
 
-    Raises:
-        UserError: the run is not finished, or its target is missing.
+    Raises UserError: the run is not finished, or its target is missing.
     """
     verdict, synthetic = load_verdict(run), run / PROMPTS / f"{SYNTHETIC}.json"
     if synthetic.exists():
@@ -68,8 +67,7 @@ def show_run(run: Path, trusted: bool = False) -> None:
 def held_out_completions(run: Path, count: int, verdict: Verdict, trusted: bool) -> list[Panel]:
     """Completions of the first held-out prompts with the best draft, with accepted tokens marked.
 
-    Raises:
-        UserError: the run is not finished, or its target is missing.
+    Raises UserError: the run is not finished, or its target is missing.
     """
     config = load_trusted(run / CONFIG, trusted)
     pair = open_pair(config, str(best_student(run)), config.judge.prompts)
@@ -83,8 +81,7 @@ def held_out_completions(run: Path, count: int, verdict: Verdict, trusted: bool)
 def report(options: ReportOptions) -> None:
     """Write the page and print the names of its files.
 
-    Raises:
-        UserError: no result, invalid times or prices, a file that cannot be written.
+    Raises UserError: no result, invalid times or prices, a file that cannot be written.
     """
     prices = parse_prices(options.price_per_hour)
     files = report_command(options.run, options.to, given_times(options.t_target, options.t_draft), prices)

@@ -31,8 +31,7 @@ def train_apart(
         command: the command before `-m distill.train`.
         group: group of the run in wandb.
 
-    Raises:
-        TrainingFailed: it ended without a verdict. Interrupted: after Ctrl-C, when it has stopped.
+    Raises TrainingFailed: it ended without a verdict. Interrupted: after Ctrl-C, when it has stopped.
     """
     if config.signal.source in ("store", "response_logprobs") and not (config.folder / CHECKPOINTS).exists():
         _child([*command, "-m", "distill.respond", *arguments], config.name, log, group)

@@ -182,9 +182,7 @@ def rerouted_word(path: str | Path) -> str | None:
 def check_directory_name(path: str | Path) -> None:
     """Refuse an export path that vLLM would not load as an independent draft, or that a command cannot hold.
 
-    Raises:
-        UserError: with the path and the word or character in it.
-
+    Raises UserError: with the path and the word or character in it.
     """
     word = rerouted_word(path)
     if word is not None:

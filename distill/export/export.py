@@ -73,9 +73,7 @@ def export_draft(
         overwrite: replace an earlier export at `to`.
         adapter: a peft directory, already merged into the student, to copy into the export.
 
-    Raises:
-        UserError: for a path, model, vocabulary or dtype that cannot be exported. The content of `to` is unchanged then.
-
+    Raises UserError: for a path, model, vocabulary or dtype that cannot be exported. The content of `to` is unchanged then.
     """
     verdict = run.verdict
     path = check_destination(to, sources=_directories_read(run.student_dir, run.target), overwrite=overwrite)
@@ -128,9 +126,7 @@ def export_draft(
 def check_exported(directory: Path, model: Any, tokenizer: Any, trust_remote_code: bool = False) -> list[str]:
     """Reload a written directory, compare it with the model in memory, and return the checks as sentences.
 
-    Raises:
-        RuntimeError: logits or tokenizer differ, which is a bug in the export.
-
+    Raises RuntimeError: logits or tokenizer differ, which is a bug in the export.
     """
     loaded = AutoModelForCausalLM.from_pretrained(directory, dtype="auto", trust_remote_code=trust_remote_code).eval()
     loaded_tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code)

@@ -60,8 +60,7 @@ class RunFacts:
 def read_run(path: Path, trusted: bool = False) -> RunFacts:
     """Read the facts of a run's best checkpoint, or of one checkpoint. ``trusted``: see `load_trusted`.
 
-    Raises:
-        UserError: `path` is neither a run nor a checkpoint of one, or no checkpoint was judged yet.
+    Raises UserError: `path` is neither a run nor a checkpoint of one, or no checkpoint was judged yet.
     """
     run = run_of(path)
     if run is None:

@@ -42,9 +42,7 @@ def load_merged_student(
         student_dir: a Hugging Face model directory or a peft adapter directory.
         target_tokenizer: the target's tokenizer. `target_rows`: rows of the target's embedding.
 
-    Raises:
-        UserError: the directory is missing or incomplete, the vocabulary differs, or the adapter does not merge.
-
+    Raises UserError: the directory is missing or incomplete, the vocabulary differs, or the adapter does not merge.
     """
     if not student_dir.is_dir():
         raise UserError(f"student {student_dir}: no such directory; give a checkpoint directory of a run")

@@ -31,8 +31,7 @@ def check_pair(
 
     target, draft: directories or hub ids. ggufs: made from either model. engines: those to check; empty means all.
 
-    Raises:
-        UserError: a file cannot be read.
+    Raises UserError: a file cannot be read.
     """
     sides = {what: load_target_side(path, trusted, what=what) for what, path in (("target", target), ("draft", draft))}
     facts = gather_facts(sides["target"], sides["draft"], sides["draft"].name, gamma=1, tensor_parallel=tensor_parallel)

@@ -30,8 +30,7 @@ def quantize_draft(model: Any, how: Quantization) -> Any:
         model: a causal LM in the dtype that it is exported in.
         how: a key of `SCHEMES`.
 
-    Raises:
-        UserError: an unknown name, or compressed-tensors is not installed.
+    Raises UserError: an unknown name, or compressed-tensors is not installed.
     """
     if how not in SCHEMES:
         raise UserError(f"--quantize {how}: choose {', '.join(SCHEMES)} or none")

@@ -165,8 +165,7 @@ class DraftJudge:
 def require_served(path: str | None, target: Target, longest: int) -> None:
     """Refuse, before the long work, a judge.served that could not be judged at the end.
 
-    Raises:
-        UserError: not there, another vocabulary, or a context shorter than `longest`, prompt and response.
+    Raises UserError: not there, another vocabulary, or a context shorter than `longest`, prompt and response.
     """
     if path is None:
         return

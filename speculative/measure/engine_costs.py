@@ -34,8 +34,7 @@ class Stream(NamedTuple):
 def wave_seconds(streams_W: Sequence[Stream]) -> float:
     """Seconds of a block in a wave; of a step without a draft.
 
-    Raises:
-        UserError: its requests were never decoded at the same time.
+    Raises UserError: its requests were never decoded at the same time.
     """
     start, end, blocks = max(one.seconds_C[0] for one in streams_W), min(one.seconds_C[-1] for one in streams_W), 0.0
     for one in streams_W:

@@ -260,8 +260,7 @@ def full_batch_seconds(
     from the same positions and alternate every few blocks, so that a slow period of the machine affects both; so both hold
     their caches at once. The decoder's own work is included.
 
-    Raises:
-        UserError: too little memory for this many rows, or no room in the context for the blocks.
+    Raises UserError: too little memory for this many rows, or no room in the context for the blocks.
     """
     endless = replace(settings, eos_ids=(), stop=(), min_tokens=0, fit_context=False)
     plain = replace(endless, gamma=0, tree=None, max_tokens=TIMED_BLOCKS)

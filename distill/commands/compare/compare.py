@@ -75,8 +75,7 @@ def compare(options: CompareOptions, console: Console) -> int:
 def compare_command(options: CompareOptions) -> tuple[Comparison, int]:
     """(the comparison, exit status 1 if a gate fails and 0 otherwise); writes --out and the plot.
 
-    Raises:
-        UserError: fewer than two drafts, no run to take the text from, a draft of another target or vocabulary, an invalid gate.
+    Raises UserError: fewer than two drafts, no run to take the text from, a draft of another target or vocabulary, an invalid gate.
     """
     gates = [parse_gate(text, options.timing, options.drafts[:1]) for text in options.fail_below or ()]
     plot = options.plot or (options.out.parent / "compare.svg" if options.out is not None else None)
@@ -112,8 +111,7 @@ def _refuse_early(options: CompareOptions, plot: Path | None) -> None:
 def parse_gate(text: str, timing: bool = True, first: Sequence[str] = ()) -> Gate:
     """`tau=2.1` or `tau.ci_low=2.0`, about the first way.
 
-    Raises:
-        UserError: another metric, no number, a speed that is not measured, or alpha of a way without one.
+    Raises UserError: another metric, no number, a speed that is not measured, or alpha of a way without one.
     """
     name, _, number = text.partition("=")
     metric, dot, end = name.strip().partition(".")
@@ -147,8 +145,7 @@ def target_of(run: Path) -> str | None:
 def load_text(options: CompareOptions) -> FrozenText:
     """The frozen text to judge on: that of --on, or of the first draft that is a run.
 
-    Raises:
-        UserError: none of the drafts is a run, a rule the run has no text for, a draft of another target.
+    Raises UserError: none of the drafts is a run, a rule the run has no text for, a draft of another target.
     """
     paths = [path for name in options.drafts if (path := draft_of(name)) is not None]
     runs = [(path, run) for path in paths if (run := run_of(path)) is not None]
@@ -179,8 +176,7 @@ def read_drafts(text: FrozenText, names: Sequence[str], gamma: int, timing: bool
     Drafts of the same shape and way of drafting share one measurement, because their steps cost the same. All share the target's
     times, so two drafts differ only by their own steps.
 
-    Raises:
-        UserError: a draft that does not exist, has another vocabulary or too short a context, or cannot draft this way.
+    Raises UserError: a draft that does not exist, has another vocabulary or too short a context, or cannot draft this way.
     """
     if timing and text.config.target.endpoint is not None:
         raise UserError(f"{text.run}: the target is on a server, so nothing can be timed here; add --no-timing")

@@ -52,8 +52,7 @@ class ServedComparison(Record):
 def compare_served(options: CompareOptions, text: FrozenText, console: Console) -> int:
     """Ask the servers, replay the drafts on the same prompts, print and write --out.
 
-    Raises:
-        UserError: an option that needs replay of all ways, no server, or one that does not count each request.
+    Raises UserError: an option that needs replay of all ways, no server, or one that does not count each request.
     """
     if options.fail_below or options.fail_if_worse or options.plot:
         raise UserError(

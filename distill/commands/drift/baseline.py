@@ -56,8 +56,7 @@ class Slice:
 def baseline_of(options: DriftOptions, gamma: int | None = None) -> Baseline:
     """The run's best draft on its frozen text. gamma, rule and way of drafting are by default the verdict's, or the config's if there is none.
 
-    Raises:
-        UserError: no run, a rule that cannot be replayed, or too few held-out prompts.
+    Raises UserError: no run, a rule that cannot be replayed, or too few held-out prompts.
     """
     run = options.run
     verdict = load_verdict(run) if (run / VERDICT).is_file() else None

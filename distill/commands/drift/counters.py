@@ -13,8 +13,7 @@ from speculative.errors import UserError
 def scrape(url: str, scrapes: int, interval: float, gamma: int | None, key: str = "") -> AcceptanceLog:
     """Scrape a server several times. ``gamma``: drafted tokens per block of an engine that counts only blocks. ``key``: its API key.
 
-    Raises:
-        UserError: no counters, nothing drafted between scrapes, or a restart in every interval.
+    Raises UserError: no counters, nothing drafted between scrapes, or a restart in every interval.
     """
     root = url.rstrip("/")
     for page in (*PAGES[::-1], "/v1"):

@@ -82,8 +82,7 @@ def drift(options: DriftOptions) -> int:
 def drift_command(options: DriftOptions, console: Console | None = None) -> Drift:
     """Compare, print a sentence and write --out. The exit status is REFRESH if ``refresh`` is true.
 
-    Raises:
-        UserError: an option out of range, no run, an unreadable log or prompt file, or a file that cannot be written.
+    Raises UserError: an option out of range, no run, an unreadable log or prompt file, or a file that cannot be written.
     """
     _check(options)
     console, calibration = console or Console(), None

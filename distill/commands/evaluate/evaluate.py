@@ -38,8 +38,7 @@ from speculative.rules.rule import RULES, Rule
 def evaluate_command(options: EvaluateOptions) -> int:
     """Print and write what was asked for. Returns the exit status, 1 if a losslessness or score test fails.
 
-    Raises:
-        UserError: options that contradict each other, a place that cannot be written, and see `evaluate`.
+    Raises UserError: options that contradict each other, a place that cannot be written, and see `evaluate`.
     """
     config = load_trusted(options.config, options.trust_remote_code, options.overrides or [])
     rule: Any = options.rule or config.judge_rule
@@ -106,11 +105,7 @@ def _prove(options: EvaluateOptions, asked: Asked) -> int:
 
 
 def parse_gammas(text: str) -> list[int]:
-    """`5` -> [5]; `1:8` -> [1, ..., 8].
-
-    Raises:
-        UserError: anything else, or outside 1..32.
-    """
+    """`5` -> [5]; `1:8` -> [1, ..., 8]. Raises UserError: anything else, or outside 1..32."""
     first, colon, last = text.partition(":")
     try:
         gammas = list(range(int(first), int(last) + 1)) if colon else [int(first)]
@@ -127,9 +122,7 @@ def evaluate(config: RunConfig, path: str, gammas: list[int], rule: Rule, log: P
     The held-out responses are taken from the config's run folder, or made there. log: every drafted token of the live
     run that the result describes.
 
-    Raises:
-        UserError: see `load_draft` and `load_prompts`.
-        SelfCheckError: the judge contradicts itself on this target.
+    Raises UserError: see `load_draft` and `load_prompts`. SelfCheckError: the judge contradicts itself on this target.
     """
     pair = open_pair(config, path, config.judge.prompts, rule)
     target = pair.target

@@ -22,8 +22,7 @@ def losslessness(asked: Asked, control: bool = True) -> Lossless:
 
     control: decode once more at 1.1 times the temperature, to show that the tests would have detected that.
 
-    Raises:
-        UserError: see `open_pair` and `Draft`; fewer than two samples.
+    Raises UserError: see `open_pair` and `Draft`; fewer than two samples.
     """
     pair, drafter = asked.opened()
     return tests.losslessness(

@@ -110,8 +110,7 @@ BUILT_IN: dict[str, Scorer] = {"exact-match": exact_match, "exact-match-number":
 def load_scorer(name: str) -> Scorer:
     """A scorer by name: built in, `module:function` or `file.py:function`.
 
-    Raises:
-        UserError: not importable, or no such function.
+    Raises UserError: not importable, or no such function.
     """
     if name in BUILT_IN:
         return BUILT_IN[name]
@@ -154,8 +153,7 @@ def read_references(sources: Sequence[PromptSource], file: Path | None) -> dict[
     From the sources of the held-out prompts, or from a file of JSON lines with "reference" and either "prompt" (the text)
     or "id" (the prompt's id in the stores).
 
-    Raises:
-        UserError: the file does not exist or contains another kind of line.
+    Raises UserError: the file does not exist or contains another kind of line.
     """
     found: dict[str, str] = {}
     if file is None:
@@ -192,8 +190,7 @@ def score_texts(
 ) -> np.ndarray:
     """Scores (P, samples) of responses that are ordered by prompt.
 
-    Raises:
-        UserError: the scorer raised, or returned something other than a number from 0 to 1.
+    Raises UserError: the scorer raised, or returned something other than a number from 0 to 1.
     """
     samples = len(texts) // len(prompts)
     scores = np.zeros((len(prompts), samples))
@@ -241,8 +238,7 @@ def task_scores(asked: Asked, scorer: str, references: Path | None = None) -> Ta
     check fails if the `1 - LEVEL` interval of the paired difference excludes 0. With fewer than `fewest_prompts` prompts
     nothing is certain, and the check never fails.
 
-    Raises:
-        UserError: see `open_pair`, `load_scorer`, `read_references`, `score_texts`.
+    Raises UserError: see `open_pair`, `load_scorer`, `read_references`, `score_texts`.
     """
     function, data, batch_size = load_scorer(scorer), asked.config.data, asked.config.judge.batch_size
     known = read_references(data.heldout or data.train, references)

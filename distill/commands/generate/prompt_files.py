@@ -42,8 +42,7 @@ def read_datastore(path: Path | None, target: PreTrainedModel) -> Datastore:
 def read_prompts(options: GenerateOptions, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
     """Prompts (key, ids) from the command line, a source as a config names it, or standard input.
 
-    Raises:
-        UserError: there is no prompt, or an invalid one; see also `asked_rows` and `render_rows`.
+    Raises UserError: there is no prompt, or an invalid one; see also `asked_rows` and `render_rows`.
     """
     given = [(f"prompt-{number}", text) for number, text in enumerate(options.prompt or [], start=1)]
     if not given and not options.prompts:

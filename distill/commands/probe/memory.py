@@ -28,11 +28,7 @@ class Device:
 
 
 def device_of(options: ProbeOptions) -> Device | None:
-    """The three options together; None if none is given.
-
-    Raises:
-        UserError: some of them only, or a value that cannot be read.
-    """
+    """The three options together; None if none is given. Raises UserError: some of them only, or a value that cannot be read."""
     given = (options.device_memory, options.concurrency, options.context)
     if not any(given):
         return None

@@ -46,9 +46,8 @@ def probe(options: ProbeOptions, console: Console | None = None) -> Probe:
 
     A draft that can draft both ways is two prospects; the faster one decides.
 
-    Raises:
-        UserError: an invalid option, a missing folder, prompts that do not fit, or no usable draft.
-        SelfCheckError: the judge contradicts itself on this target.
+    Raises UserError: an invalid option, a missing folder, prompts that do not fit, or no usable draft. SelfCheckError: the judge
+    contradicts itself on this target.
     """
     plan, device = read_plan(options), device_of(options)
     check_writable("--out", options.out)

@@ -64,8 +64,7 @@ class AnswerFile:
     def answer(self, text: HeldoutResponse, settings: DecodeSettings) -> Answer:
         """Return the server's answer to a prompt, from the file or by asking. With `counting`, also its counts, by the server's counters.
 
-        Raises:
-            UserError: the server is gone; the message states how many answers are kept.
+        Raises UserError: the server is gone; the message states how many answers are kept.
         """
         place = text.key, _asked(settings)
         if (row := self._known.get(place)) is not None:
@@ -108,9 +107,8 @@ def ask(
     by_request: if the answers have no counts and prompts are sent one at a time, read the counters after each. A server whose
     answers are all in its file is not asked.
 
-    Raises:
-        UserError: a server is gone or cannot answer, or the --plain server uses a draft.
-        Interrupted: Ctrl-C; the message states how many answers are kept.
+    Raises UserError: a server is gone or cannot answer, or the --plain server uses a draft. Interrupted: Ctrl-C; the message states how
+    many answers are kept.
     """
     own, client, earlier = files[0], files[0].client, files[0].fresh
     lacking = [one for one in files if not one.has(texts, settings)]

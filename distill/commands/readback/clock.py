@@ -33,8 +33,7 @@ COUNTS = ["--per-request-spec-decode-metrics", "detailed"]  # vLLM: counts in ea
 def time_command(options: TimeOptions) -> int:
     """Time the engines, write engine_costs.json and print its table.
 
-    Raises:
-        UserError: an option out of range, no verdict in the run, no server, or a server with a draft that reports no counts.
+    Raises UserError: an option out of range, no verdict in the run, no server, or a server with a draft that reports no counts.
     """
     asked = (("--load", options.load), ("--gamma", options.gamma))
     loads, gammas = (sorted(numbers_of(*one, int, 1, 1024, least=2)) for one in asked)

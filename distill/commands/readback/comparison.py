@@ -151,8 +151,7 @@ def count(asked: Asked, gamma: int) -> Counted:
 
     gamma: the requested one, which gives the blocks if an engine counts only tokens.
 
-    Raises:
-        UserError: the server reports no draft counts.
+    Raises UserError: the server reports no draft counts.
     """
     gamma = _llama_cpp_gamma(asked.answers) or gamma
     rows = [_row(answer, gamma) for answer in asked.answers]

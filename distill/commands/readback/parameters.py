@@ -28,8 +28,7 @@ def try_parameters(
 
     logit_bias forbids the most frequent token of the texts; stop is a text from the middle of each response.
 
-    Raises:
-        UserError: an engine is gone, or refuses a request without any of the parameters.
+    Raises UserError: an engine is gone, or refuses a request without any of the parameters.
     """
     found, hot = [], SamplingSettings() if settings.sampling.greedy else settings.sampling
     few = replace(settings, rule="sample", sampling=hot, max_tokens=min(_TOKENS, settings.max_tokens))

@@ -47,8 +47,7 @@ def readback(options: ReadbackOptions) -> int:
 def readback_command(options: ReadbackOptions, console: Console | None = None) -> ServedRecord:
     """Ask the engine, compare, print, and write served.json into the run, or into --to.
 
-    Raises:
-        UserError: an option out of range, no run or a run in use, no server, or a server that reports no draft counts.
+    Raises UserError: an option out of range, no run or a run in use, no server, or a server that reports no draft counts.
     """
     _check(options)
     place = options.run or options.to

@@ -78,8 +78,7 @@ class Source:
 def of_prompts(options: ReadbackOptions) -> Source:
     """Prompts of a file, and the target's greedy texts, decoded here.
 
-    Raises:
-        UserError: no target, prompts or settings, or a prompt that is too long.
+    Raises UserError: no target, prompts or settings, or a prompt that is too long.
     """
     if not (options.target and options.prompts):
         raise UserError("readback: give --run RUN, or --target TARGET and --prompts FILE to judge any drafter")
@@ -134,8 +133,7 @@ def counted_alone(asked: Asked, gamma: int | None, rule: str = "auto") -> Judged
 def of_run(options: ReadbackOptions, run: Path) -> Source:
     """The run's held-out prompts at its own sampling settings, with replay of its best draft.
 
-    Raises:
-        UserError: no run, or one without held-out responses.
+    Raises UserError: no run, or one without held-out responses.
     """
     if options.target or options.prompts:
         named = f"--prompts {options.prompts}" if options.prompts else f"--target {options.target}"

@@ -37,8 +37,7 @@ def speed_checks(
 ) -> list[SpeedCheck]:  # fmt: skip
     """Ask both servers in turn at each load of engine_costs.json, and compare. rule: the engine's.
 
-    Raises:
-        UserError: as `ask`; fewer prompts than the largest load.
+    Raises UserError: as `ask`; fewer prompts than the largest load.
     """
     costs, (texts, settings), found = verdict.engine, asked, list[SpeedCheck]()
     assert costs is not None

@@ -50,8 +50,7 @@ class Point:
 def points_of(rows: Sequence[Row], trials: Sequence[Trial], price: float | None) -> list[Point]:
     """The combinations with a finished and timed run, smallest draft first, with the frontier marked.
 
-    Raises:
-        UserError: a run's verdict cannot be read.
+    Raises UserError: a run's verdict cannot be read.
     """
     folders = {trial.config.name: trial.config.folder for trial in trials}
     points = []

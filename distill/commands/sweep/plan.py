@@ -81,8 +81,8 @@ class Trial:
 def plan(path: Path) -> tuple[SweepFile, list[Trial]]:
     """A sweep file and its combinations, validated, with seeds in the outer loop: after the first pass each combination has one run.
 
-    Raises:
-        UserError: unreadable, an unknown key (the message gives the nearest one), an empty grid, or a combination that is not a valid config.
+    Raises UserError: unreadable, an unknown key (the message gives the nearest one), an empty grid, or a combination that is not a valid
+    config.
     """
     sweep = parse_section(SweepFile, read_yaml(path), str(path))
     keys = sorted(sweep.grid, key=lambda key: key != SEED)
@@ -126,11 +126,7 @@ def _word(key: str, value: Any) -> str:
 
 
 def finished(trial: Trial) -> bool:
-    """Whether the trial's run has its verdict.
-
-    Raises:
-        UserError: the folder contains a run of another config.
-    """
+    """Whether the trial's run has its verdict. Raises UserError: the folder contains a run of another config."""
     folder = trial.config.folder
     if not (folder / VERDICT).exists():
         return False

@@ -38,9 +38,8 @@ def run_sweep(options: SweepOptions, console: Console | None = None) -> list[Row
     Seeds are in the outer loop, so a sweep that is stopped early has complete passes over the grid. A failed trial is reported and the
     others continue.
 
-    Raises:
-        UserError: an invalid file or combination; runs of another config under these names; a trial that is still running.
-        Interrupted: Ctrl-C, after the running trial has stopped with its checkpoint.
+    Raises UserError: an invalid file or combination; runs of another config under these names; a trial that is still running.
+    Interrupted: Ctrl-C, after the running trial has stopped with its checkpoint.
     """
     console = console or Console()
     sweep, trials = plan(options.file)

@@ -43,11 +43,7 @@ class Row:
 
 
 def measured_of(trial: Trial) -> list[Measured]:
-    """A finished run's draft, as judged and as timed.
-
-    Raises:
-        UserError: no verdict.
-    """
+    """A finished run's draft, as judged and as timed. Raises UserError: no verdict."""
     verdict = load_verdict(trial.config.folder)
     judged, timed = verdict.judged(DRAFT), verdict.row(DRAFT)
     return [row for row in (judged, None if timed is judged else timed) if row is not None]

@@ -30,8 +30,7 @@ the target's probability of each response token at these settings. The licences 
 def write_responses(path: Path) -> Path:
     """Write the folder `dataset` of a run and return it.
 
-    Raises:
-        UserError: responses are missing or damaged, or the folder cannot be written.
+    Raises UserError: responses are missing or damaged, or the folder cannot be written.
     """
     from datasets import IterableDataset
 

@@ -57,8 +57,7 @@ class SpeculationProfile(Acceptance):
 def read_profile(path: Path) -> SpeculationProfile:
     """A profile that anybody wrote: the file, or a directory with it.
 
-    Raises:
-        UserError: not there, another schema, rates that contradict themselves, or a key that is missing or has an invalid value.
+    Raises UserError: not there, another schema, rates that contradict themselves, or a key that is missing or has an invalid value.
     """
     path = path / SPECULATION_PROFILE if path.is_dir() else path
     found, known = SpeculationProfile.read(path, "correct it or measure again"), SCHEMA.partition(".")[0]

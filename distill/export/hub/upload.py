@@ -17,8 +17,7 @@ from speculative.errors import UserError
 def check_repository(option: str, repository: str, *, login: bool = True) -> None:
     """Check the name of a repository, and with ``login`` that the hub knows who asks.
 
-    Raises:
-        UserError: no ORG/NAME, nobody is logged in, or the hub cannot be reached.
+    Raises UserError: no ORG/NAME, nobody is logged in, or the hub cannot be reached.
     """
     with _explained(option, repository, "nothing is written"):
         validate_repo_id(repository if "/" in repository else "/")
@@ -31,8 +30,7 @@ def upload(
 ) -> list[str]:
     """Upload a folder to a repository, private if it is new, and say so in a line. ``dry_run``: list its files, upload nothing.
 
-    Raises:
-        UserError: the hub refuses or cannot be reached.
+    Raises UserError: the hub refuses or cannot be reached.
     """
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     sizes = [path.stat().st_size for path in files]
