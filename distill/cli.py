@@ -6,7 +6,6 @@ import sys
 import typer
 
 from distill.commands import options as of
-from distill.commands.readback.options import ReadbackOptions
 from distill.config.command_line import CheckPairOptions, RespondOptions, TimeOptions, TrainOptions, lazy_command
 from distill.faults import exit_status
 from distill.live.options import (
@@ -39,7 +38,7 @@ COMMANDS = (
     ("serve", SERVE, of.ServeOptions, "distill.commands.serve:serve"),
     ("time", SERVE, TimeOptions, "distill.commands.readback.clock:time_command"),
     ("generate", SERVE, of.GenerateOptions, "distill.commands.generate.generate:generate_command"),
-    ("readback", WATCH, ReadbackOptions, "distill.commands.readback.readback:readback"),
+    ("readback", WATCH, of.ReadbackOptions, "distill.commands.readback.readback:readback"),
     ("drift", WATCH, of.DriftOptions, "distill.commands.drift.drift:drift"),
     ("gateway", WATCH, GatewayOptions, "distill.live.gateway.command:gateway"),
     ("refresh", WATCH, RefreshOptions, "distill.live.refresh.refresh:refresh_command"),

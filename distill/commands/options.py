@@ -7,28 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from distill.config.command_line import (
-    PROMPT_SOURCE,
-    Chat,
-    Device,
-    DraftingName,
-    DraftSeconds,
-    Dtype,
-    Json,
-    Launcher,
-    MessagesColumn,
-    Out,
-    Overrides,
-    Plot,
-    PromptColumn,
-    RuleName,
-    Seed,
-    TargetModel,
-    TargetSeconds,
-    TrustRemoteCode,
-    argument,
-    option,
-)
+from distill.config import command_line as shared
+from distill.config.command_line import PROMPT_SOURCE, argument, option
 
 STDLIB = "stdlib"
 RunFolder = Annotated[Path, argument("run folder")]
@@ -56,7 +36,7 @@ class ShowRunOptions:
 
     run: RunFolder
     profile: Annotated[Path | None, option("another draft's speculation_profile.json, to show beside the run's")] = None
-    trust_remote_code: TrustRemoteCode = False
+    trust_remote_code: shared.TrustRemoteCode = False
 
 
 @dataclass(frozen=True)
@@ -70,7 +50,7 @@ class DemoOptions:
     """
 
     config: Annotated[str, argument("config of the demo")] = "configs/demo.yaml"
-    overrides: Overrides = None
+    overrides: shared.Overrides = None
 
 
 @dataclass(frozen=True)
@@ -84,13 +64,10 @@ class ReportOptions:
 
     run: Annotated[Path, argument("run folder, or a result.json of `understudy evaluate`")]
     to: Annotated[Path | None, option("HTML file to write; default: report.html next to the result")] = None
-    t_target: TargetSeconds = ""
-    t_draft: DraftSeconds = ""
+    t_target: shared.TargetSeconds = ""
+    t_draft: shared.DraftSeconds = ""
     price_per_hour: Annotated[
-        str,
-        option(
-            "price of one device hour, e.g. 2.49, to report the cost of tokens; 2.49,4.98 = price without and with the draft"
-        ),
+        str, option("price of a device hour, e.g. 2.49, for the cost of tokens; 2.49,4.98 = without and with the draft")
     ] = ""
 
 
@@ -104,7 +81,7 @@ class SweepOptions:
     """
 
     file: Annotated[Path, argument("sweep file, e.g. configs/sweeps/grid.yaml")]
-    launcher: Launcher = ""
+    launcher: shared.Launcher = ""
     dry_run: Annotated[bool, option("print the list of runs and exit", "--dry-run")] = False
 
 
@@ -119,7 +96,7 @@ class ExportOptions:
 
     run: Annotated[Path, argument("run folder (its best checkpoint is used) or checkpoint folder")]
     to: Annotated[Path, option("directory to write")]
-    dtype: Dtype = "auto"
+    dtype: shared.Dtype = "auto"
     overwrite: Annotated[bool, option("replace an earlier export in that directory")] = False
     adapter: Annotated[bool, option("also write the LoRA adapter, for peft, to DIR/adapter", "--adapter")] = False
     quantize: Annotated[
@@ -131,7 +108,7 @@ class ExportOptions:
         bool, option("write what would be uploaded and list its files, but upload nothing", "--dry-run")
     ] = False
     engine: Annotated[str, option("also convert target and draft to this engine's own format: openvino")] = ""
-    trust_remote_code: TrustRemoteCode = False
+    trust_remote_code: shared.TrustRemoteCode = False
 
 
 @dataclass(frozen=True)
@@ -149,8 +126,8 @@ class CheckExportOptions:
     config: Annotated[str, option("config with the target and the held-out prompts")]
     prompts: Annotated[int, option("held-out prompts to decode", min=1)] = 20
     gamma: Annotated[int, option("drafted tokens per block", min=1, max=32)] = 4
-    overrides: Overrides = None
-    trust_remote_code: TrustRemoteCode = False
+    overrides: shared.Overrides = None
+    trust_remote_code: shared.TrustRemoteCode = False
 
 
 @dataclass(frozen=True)
@@ -194,7 +171,7 @@ class CompareOptions:
         ),
     ]
     on: Annotated[Path | None, option("run whose held-out text is used for all; default: the first run given")] = None
-    rule: RuleName = ""
+    rule: shared.RuleName = ""
     gamma: Annotated[int, option("drafted tokens per block, 1 to 32; default: the run's")] = 0
     timing: Annotated[
         bool, option("measure step times and predict speed-ups; --no-timing never loads the target's weights")
@@ -208,9 +185,9 @@ class CompareOptions:
     fail_if_worse: Annotated[
         bool, option("exit 1 when the first draft is certainly worse than another", "--fail-if-worse")
     ] = False
-    plot: Plot = None
-    trust_remote_code: TrustRemoteCode = False
-    out: Out = None
+    plot: shared.Plot = None
+    trust_remote_code: shared.TrustRemoteCode = False
+    out: shared.Out = None
 
 
 @dataclass(frozen=True)
@@ -236,16 +213,16 @@ class DriftOptions:
     interval: Annotated[float, option("with --metrics-url: seconds between scrapes")] = 60.0
     scrapes: Annotated[int, option("with --metrics-url: number of scrapes, at least 2")] = 2
     api_key_env: KeyVariable = ""
-    prompt_column: PromptColumn = ""
-    messages_column: MessagesColumn = ""
-    chat: Chat = False
+    prompt_column: shared.PromptColumn = ""
+    messages_column: shared.MessagesColumn = ""
+    chat: shared.Chat = False
     format: Annotated[str, option("format of --log: auto, jsonl, csv, vllm, llama.cpp, proposals")] = "auto"
     gamma: Annotated[int | None, option("drafted tokens per block of the server, if the log does not say")] = None
-    rule: RuleName = ""
-    drafting: DraftingName = ""
+    rule: shared.RuleName = ""
+    drafting: shared.DraftingName = ""
     confidence: Annotated[float, option("confidence of the interval that decides whether acceptance fell")] = 0.95
-    trust_remote_code: TrustRemoteCode = False
-    out: Out = None
+    trust_remote_code: shared.TrustRemoteCode = False
+    out: shared.Out = None
 
 
 @dataclass(frozen=True)
@@ -266,8 +243,8 @@ class EvaluateOptions:
     draft: Annotated[str, argument("run folder, checkpoint folder, model directory or hub id")]
     config: Annotated[str, option("config with the target, held-out prompts and serving settings")]
     gamma: Annotated[str, option("drafted tokens per block: a number such as 5, or a range such as 1:8")] = ""
-    rule: RuleName = ""
-    as_json: Json = False
+    rule: shared.RuleName = ""
+    as_json: shared.Json = False
     out: Annotated[
         Path,
         option(
@@ -285,14 +262,73 @@ class EvaluateOptions:
         ),
     ] = ""
     references: Annotated[Path | None, option('answers for --scorer: JSON lines with "prompt" and "reference"')] = None
-    drafting: DraftingName = ""
+    drafting: shared.DraftingName = ""
     prompts: Annotated[int, option("held-out prompts for --losslessness and --scorer", min=1)] = 32
     samples: Annotated[int, option("responses per prompt for --losslessness (0 = 16) and --scorer (0 = 1)", min=0)] = 0
     control: Annotated[
         bool, option("with --losslessness: also test that texts at 1.1 times the temperature are detected")
     ] = True
-    overrides: Overrides = None
-    trust_remote_code: TrustRemoteCode = False
+    overrides: shared.Overrides = None
+    trust_remote_code: shared.TrustRemoteCode = False
+
+
+@dataclass(frozen=True)
+class ReadbackOptions:
+    """Judge the drafter of a running engine.
+
+    understudy readback http://127.0.0.1:8000/v1 --run runs/demo
+
+    understudy readback http://127.0.0.1:8000/v1 --run runs/demo --plain http://127.0.0.1:8001/v1
+
+    understudy readback http://127.0.0.1:8000/v1 --target Qwen/Qwen3-4B --prompts prompts.jsonl --plain http://127.0.0.1:8001/v1 --parameters
+
+    With --run: sends the run's held-out prompts. Checks that the engine accepts the draft as replay predicts and that its text
+    is the target's own. With --target and --prompts it judges whatever the engine drafts with (EAGLE-3, DFlash, MTP, n-grams):
+    tau and acceptance by position from the engine's counts, speed, and its text against the target loaded here.
+
+    Only one engine fits? Run the command without --plain, restart the engine without the draft, then repeat it with
+    --resume --plain URL.
+
+    Exit status: 0 all that is checked holds, 1 something does not, 2 a mistake in the command or a server that does not answer.
+    """
+
+    url: Annotated[str, argument("URL of the running engine with the draft, e.g. http://127.0.0.1:8000/v1")]
+    run: Annotated[Path | None, option("run folder whose best draft is served")] = None
+    target: Annotated[str, option("or the target that is served: directory, hub id or `embedded`")] = ""
+    prompts: Annotated[str, option(f"with --target: {PROMPT_SOURCE}")] = ""
+    prompt_column: shared.PromptColumn = ""
+    messages_column: shared.MessagesColumn = ""
+    chat: shared.Chat = False
+    temperature: Annotated[float, option("with --target: sampling temperature; 0 = greedy text only", min=0)] = 1.0
+    top_p: Annotated[float, option("with --target: nucleus sampling; 1 = off")] = 1.0
+    top_k: Annotated[int, option("with --target: keep the k most probable tokens; 0 = off", min=0)] = 0
+    max_tokens: Annotated[int, option("with --target: maximum tokens per response", min=2)] = 128
+    to: Annotated[Path, option("with --target: folder for served.json and the answers")] = Path("readback")
+    dtype: shared.Dtype = "auto"
+    device: shared.Device = ""
+    plain: Annotated[str, option("URL of the same engine without the draft, to measure the speed-up")] = ""
+    speed: Annotated[bool, option("with --run and --plain: compare speeds with `understudy time`", "--speed")] = False
+    parameters: Annotated[
+        bool,
+        option(
+            "with --plain: try penalties, min_p, logit_bias, logprobs, seed and stop on both engines", "--parameters"
+        ),
+    ] = False
+    rule: Annotated[
+        str, option("auto, or the engine's rule: greedy (temperature 0), greedy-draft, sample or block")
+    ] = "auto"
+    gamma: Annotated[int | None, option("drafted tokens per block; default: as exported", min=1, max=128)] = None
+    drafting: shared.DraftingName = ""
+    count: Annotated[int | None, option("prompts to send; default: all", min=1)] = None
+    concurrency: Annotated[int, option("requests sent at once", min=1, max=1024)] = 1
+    model: Annotated[str, option("name of the model at the server; default: the only one")] = ""
+    timeout: Annotated[float, option("timeout of one request in seconds")] = 600.0
+    api_key_env: KeyVariable = ""
+    seed: Annotated[int, option("seed of the requests, added to the run's seed")] = 0
+    resume: Annotated[bool, option("keep the answers of an interrupted or earlier readback", "--resume")] = False
+    trust_remote_code: shared.TrustRemoteCode = False
+    json: shared.Json = False
+    out: shared.Out = None
 
 
 @dataclass(frozen=True)
@@ -307,38 +343,35 @@ class ProbeOptions:
     --t-target and --t-draft it plans for hardware that is not here.
     """
 
-    target: TargetModel
+    target: shared.TargetModel
     drafts: Annotated[
         list[str] | None,
         argument("candidate drafts: directories, hub ids or runs; without any, only prompt lookup and upper bounds"),
     ] = None
     prompts: Annotated[str, option(f"{PROMPT_SOURCE}, or stdlib (built-in Python prompts)")] = STDLIB
-    prompt_column: PromptColumn = ""
-    messages_column: MessagesColumn = ""
-    chat: Chat = False
+    prompt_column: shared.PromptColumn = ""
+    messages_column: shared.MessagesColumn = ""
+    chat: shared.Chat = False
     count: Annotated[int, option("number of prompts to use, spread over the file", min=1)] = 32
     max_tokens: Annotated[int, option("maximum tokens per response", min=1)] = 96
     temperatures: Annotated[str, option("sampling temperatures; 0 = greedy")] = "0,1"
     gammas: Annotated[str, option("numbers of drafted tokens per block to time")] = "1,3,5,8"
     batch_sizes: Annotated[str, option("batch sizes to time; the first one decides go or no-go")] = "1,4,16"
-    t_target: TargetSeconds = ""
-    t_draft: DraftSeconds = ""
+    t_target: shared.TargetSeconds = ""
+    t_draft: shared.DraftSeconds = ""
     t_verify: Annotated[str, option("time of one verify call of a block; default: as long as a target step")] = ""
     engine_costs: Annotated[Path | None, option("step times of `understudy time`; default: in the draft's run")] = None
     device_memory: Annotated[
-        str,
-        option(
-            "memory of the serving device, e.g. 80GB or 80GiB, to check that the pair fits (with the next two options)"
-        ),
+        str, option("memory of the serving device, e.g. 80GB or 80GiB: does the pair fit? (with the next two options)")
     ] = ""
     concurrency: Annotated[int, option("with --device-memory: requests served at once", min=0)] = 0
     context: Annotated[
         str, option("with --device-memory: tokens of prompt and response per request, e.g. 8192 or 8k")
     ] = ""
-    dtype: Dtype = "auto"
-    device: Device = ""
-    seed: Seed = 0
-    out: Out = None
+    dtype: shared.Dtype = "auto"
+    device: shared.Device = ""
+    seed: shared.Seed = 0
+    out: shared.Out = None
 
 
 @dataclass(frozen=True)
@@ -352,12 +385,12 @@ class GenerateOptions:
     The text is the target's own. Numbers go to standard error.
     """
 
-    target: TargetModel
+    target: shared.TargetModel
     prompt: Annotated[list[str] | None, option("a prompt; repeatable")] = None
     prompts: Annotated[str, option(f"{PROMPT_SOURCE}; default: one prompt on standard input")] = ""
-    prompt_column: PromptColumn = ""
-    messages_column: MessagesColumn = ""
-    chat: Chat = False
+    prompt_column: shared.PromptColumn = ""
+    messages_column: shared.MessagesColumn = ""
+    chat: shared.Chat = False
     system: Annotated[str, option("system message (with --chat)")] = ""
     draft: Annotated[str, option("draft: directory, hub id, run or checkpoint folder")] = ""
     drafter: Annotated[
@@ -367,7 +400,7 @@ class GenerateOptions:
             "jacobi, cascade (lookup, then the draft) or none (default without --draft)"
         ),
     ] = ""
-    drafting: DraftingName = ""
+    drafting: shared.DraftingName = ""
     exit_layers: Annotated[int, option("with early-exit: layers to run; 0 = a third of them")] = 0
     datastore: Annotated[Path | None, option("with retrieval: past texts, the --out file of an earlier command")] = None
     gamma: Annotated[
@@ -389,10 +422,10 @@ class GenerateOptions:
     ] = None
     min_tokens: Annotated[int, option("minimum tokens before an end token is allowed")] = 0
     stop: Annotated[list[str] | None, option("a text that ends a response; repeatable")] = None
-    seed: Seed = 0
+    seed: shared.Seed = 0
     batch_size: Annotated[int, option("responses decoded at once", min=1)] = 16
-    dtype: Dtype = "auto"
-    device: Device = ""
+    dtype: shared.Dtype = "auto"
+    device: shared.Device = ""
     runner: Annotated[str, option("how models are run: auto, eager, compile or graph (CUDA)")] = "auto"
     out: Annotated[
         Path | None, option("file for the responses as JSON lines; without it they are printed as they finish")

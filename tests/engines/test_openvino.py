@@ -19,8 +19,7 @@ from engine_process import ROOT, Server, serving
 
 from data.responses.store import Store
 from distill.commands.export import export_run
-from distill.commands.options import ExportOptions
-from distill.commands.readback.options import ReadbackOptions
+from distill.commands.options import ExportOptions, ReadbackOptions
 from distill.commands.readback.readback import readback_command
 from distill.config.layout import CONFIG, EXPORT, HELDOUT_GREEDY, RESPONSES
 from distill.models.load import EMBEDDED_FOLDER

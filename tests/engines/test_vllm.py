@@ -23,8 +23,7 @@ from tiny_training import tiny_tokenizer
 from data.responses.engine_client import EngineClient
 from distill.commands.drift.drift import drift_command
 from distill.commands.export import export_run
-from distill.commands.options import DriftOptions, ExportOptions
-from distill.commands.readback.options import ReadbackOptions
+from distill.commands.options import DriftOptions, ExportOptions, ReadbackOptions
 from distill.commands.readback.readback import readback_command
 from distill.config.layout import ANSWERS, BEST_LINK, EXPORT, HELDOUT_GREEDY, RESPONSES, STUDENT
 from distill.export.load_table import GAMMA_WITHOUT_VERDICT

@@ -14,8 +14,8 @@ from tiny_training import fresh_accelerator
 
 from data.responses import engine_client
 from data.responses.rendered import RenderedPrompt
+from distill.commands.options import ReadbackOptions
 from distill.commands.readback import source
-from distill.commands.readback.options import ReadbackOptions
 from distill.commands.readback.readback import readback_command
 from distill.config.load import dump_config, load_config
 from distill.models.target import Target

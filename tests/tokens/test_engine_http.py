@@ -23,7 +23,7 @@ from data.responses.endpoint_keys import Endpoint
 from data.responses.engine_client import EngineClient, counters_of
 from data.responses.engine_http import answers, page_at
 from distill.commands.drift.counters import scrape
-from distill.commands.readback.options import ReadbackOptions
+from distill.commands.options import ReadbackOptions
 from distill.commands.readback.readback import readback_command
 from distill.live.rollout.engine import models
 from speculative.errors import UserError

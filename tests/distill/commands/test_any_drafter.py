@@ -21,9 +21,8 @@ from data.responses.engine_client import Answer
 from data.responses.engine_counts import RequestCounts, read_counts
 from data.responses.engine_metrics import ServerCounts, as_counts
 from distill.commands.compare.compare import compare
-from distill.commands.options import CompareOptions
+from distill.commands.options import CompareOptions, ReadbackOptions
 from distill.commands.readback.asking import Asked
-from distill.commands.readback.options import ReadbackOptions
 from distill.commands.readback.parameters import try_parameters
 from distill.commands.readback.readback import readback_command
 from distill.commands.readback.source import counted_alone

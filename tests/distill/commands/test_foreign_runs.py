@@ -19,7 +19,7 @@ from distill.commands.compare.compare import compare
 from distill.commands.drift.drift import drift
 from distill.commands.evaluate.evaluate import evaluate_command
 from distill.commands.export import check_export, export, export_run
-from distill.commands.readback.options import ReadbackOptions
+from distill.commands.options import ReadbackOptions
 from distill.commands.readback.readback import readback
 from distill.commands.show import show
 from distill.config.load import load_config

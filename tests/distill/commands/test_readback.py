@@ -18,10 +18,10 @@ from typer.testing import CliRunner
 from data.responses.acceptance_log import read_acceptance_log
 from data.responses.engine_client import Answer
 from distill.cli import app
+from distill.commands.options import ReadbackOptions
 from distill.commands.readback.asking import Asked
 from distill.commands.readback.causes import acceptance_causes
 from distill.commands.readback.comparison import Counted, Replayer, pace, served_texts, waits
-from distill.commands.readback.options import ReadbackOptions
 from distill.commands.readback.readback import readback_command
 from distill.report.page import report_command
 from distill.report.sections.served import served_tables

@@ -20,11 +20,11 @@ from refusals import refused
 from data.responses import engine_client
 from data.responses.engine_client import Answer
 from data.responses.engine_counts import RequestCounts
+from distill.commands.options import ReadbackOptions
 from distill.commands.readback import source
 from distill.commands.readback.asking import AnswerFile, Asked
 from distill.commands.readback.causes import acceptance_causes
 from distill.commands.readback.comparison import Counted, Replayer, count
-from distill.commands.readback.options import ReadbackOptions
 from distill.commands.readback.readback import readback_command
 from distill.faults import Interrupted
 from distill.run.frozen_text import FrozenText

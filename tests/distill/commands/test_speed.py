@@ -21,11 +21,10 @@ from data.responses.engine_client import Answer
 from data.responses.engine_counts import RequestCounts
 from distill.commands.compare.compare import compare_command
 from distill.commands.compare.screen import engine_table
-from distill.commands.options import CompareOptions, ProbeOptions
+from distill.commands.options import CompareOptions, ProbeOptions, ReadbackOptions
 from distill.commands.probe.plan import read_plan
 from distill.commands.probe.screen import assumptions
 from distill.commands.readback.asking import AnswerFile, Asked
-from distill.commands.readback.options import ReadbackOptions
 from distill.commands.readback.readback import readback_command
 from distill.commands.readback.source import _gammas
 from distill.commands.readback.speed import check_speed

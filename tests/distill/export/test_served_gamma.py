@@ -9,8 +9,7 @@ import torch
 from pydantic import TypeAdapter
 from test_export import PADDED_ROWS, export, make_llama, make_tokenizer, make_verdict, timed
 
-from distill.commands.options import ServeOptions
-from distill.commands.readback.options import ReadbackOptions
+from distill.commands.options import ReadbackOptions, ServeOptions
 from distill.commands.readback.source import _gammas
 from distill.commands.serve import _read_export as read_export
 from distill.commands.serve import engine_words
