@@ -146,13 +146,17 @@ class Contest:
         ]
 
 
-def with_clock(contest: Contest, target: PreTrainedModel, about: str) -> Contest:
-    """The contest with the waits of the target alone, the way `about` and the way to run. UserError: too little memory."""
+def with_waits(contest: Contest, target: PreTrainedModel, about: str) -> tuple[Contest, list[str]]:
+    """The contest with the waits of the target alone, the way `about` and the way to run; a warning where they do not fit memory."""
     question, names = contest.question, dict.fromkeys((about, contest.to_run()))
     ways = [Way(TARGET), *(contest[name] for name in names if name in contest)]
     prompts = [question.frozen[index].prompt_ids for index in spread_order(len(question.frozen))]
     seconds = CLOCK_SHARE * question.judge.speed_seconds
-    return replace(contest, clocked=clock(target, ways, prompts, question.settings, contest.concurrency, seconds))
+    try:
+        clocked = clock(target, ways, prompts, question.settings, contest.concurrency, seconds)
+    except UserError as error:
+        return contest, [f"latency at {contest.concurrency} concurrent requests was not measured: {error}"]
+    return replace(contest, clocked=clocked), []
 
 
 def hold(

@@ -8,7 +8,7 @@ from pathlib import Path
 from transformers import PreTrainedModel
 
 from distill.models.target import Target
-from distill.verdict.contest import Contest, hold, hold_at_load, with_clock
+from distill.verdict.contest import Contest, hold, hold_at_load, with_waits
 from distill.verdict.field import (
     Candidate,
     Field,
@@ -104,7 +104,7 @@ def gather(question: Question, target: Target, field: Field, *, log: Path | None
     lossy = [one.name for one in ways if "lossy" in one.changes]
     picked = [best, TOGETHER, *(one.name for one in field.others), *question.judge.ways, *lossy]
     with cpu_threads(question.judge.speed_threads):
-        contest, unclocked = _with_waits(hold(question, target.model, ways, best, picked), target.model, best)
+        contest, unclocked = with_waits(hold(question, target.model, ways, best, picked), target.model, best)
         loads = held_at_loads(question, target.model, field, contest)
         loads = replace(loads, warnings=(*unclocked, *loads.warnings))
     return Evidence(**vars(field), question=question, judged=judged, responses=responses, contest=contest, loads=loads)
@@ -155,7 +155,7 @@ def held_at_loads(question: Question, target: PreTrainedModel, field: Field, fir
         held, left_out = hold_at_load(question, target, ways, at_load.batch_size, first)
         warnings += left_out
         if held is not None:
-            held, unclocked = _with_waits(held, target, best.name)
+            held, unclocked = with_waits(held, target, best.name)
             warnings += unclocked
             contests.append(held)
     measured = {
@@ -164,14 +164,6 @@ def held_at_loads(question: Question, target: PreTrainedModel, field: Field, fir
         if best.name in one and (gamma := one[best.name].gamma) in taus
     }
     return Loads(tuple(contests), LoadCurve(roofline, taus, measured), tuple(warnings))
-
-
-def _with_waits(contest: Contest, target: PreTrainedModel, about: str) -> tuple[Contest, list[str]]:
-    """The contest with the waits of its requests, or as it is and a warning where they do not fit memory."""
-    try:
-        return with_clock(contest, target, about), []
-    except UserError as error:
-        return contest, [f"latency at {contest.concurrency} concurrent requests was not measured: {error}"]
 
 
 def _costs_at_loads(
