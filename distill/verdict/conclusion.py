@@ -5,7 +5,7 @@ import json
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -25,7 +25,7 @@ from distill.report.wandb_panels import log_result
 from distill.run.answers import Answers
 from distill.run.checkpoint import load_judgements
 from distill.run.responses import decode_settings
-from distill.run.result import RESULT_FORMAT, Curves, Result, RuleCurves, ServeCommand, TemperatureRow, TokenView
+from distill.run.result import RESULT_FORMAT, Curves, Result, RuleCurves, ServeCommand, TokenView
 from distill.run.verdict_record import Verdict
 from distill.verdict.evidence import Evidence, gather, gather_by_replay, with_speeds
 from distill.verdict.field import Candidate, line_up
@@ -50,14 +50,6 @@ from speculative.rules.rule import RULES, rules_of_text
 from speculative.rules.sampling import SamplingSettings
 
 SHOWN_RESPONSES = 8
-
-
-class SeenByBoth(NamedTuple):
-    """Findings that need the target's weights besides the live run. entropies: the target's at every frozen token."""
-
-    entropies: list[np.ndarray]
-    token_view: TokenView
-    temperatures: list[TemperatureRow]
 
 
 def conclude_run(answers: Answers, self_checks: dict[str, Any]) -> None:
@@ -98,7 +90,7 @@ def result_of(answers: Answers, self_checks: dict[str, Any]) -> Result:
     verdict = verdict_of(evidence, checkpoints=records, self_checks=self_checks, others=answers.others)
     result = findings_of(
         evidence, verdict, target.tokenizer, kind="run", name=config.name,
-        seen=seen_by_both(evidence, target) if live else None, trained_on=answers.domains,
+        seen=target if live else None, trained_on=answers.domains,
     )  # fmt: skip
     about = {
         "provenance": json.loads((step_folder(run, best.step or 0) / PROVENANCE).read_text(encoding="utf-8")),
@@ -115,18 +107,16 @@ def write_conclusion(run: Path, result: Result) -> None:
     write_json(run / VERDICT, result.verdict.record())
 
 
-def seen_by_both(evidence: Evidence, target: Target) -> SeenByBoth:
-    """Findings that need the target's weights besides the live run."""
+def _token_view(evidence: Evidence, target: Target) -> TokenView:
+    """Some responses of the live run, spread over the domains."""
     of_prompt = {response.prompt: response.domain for response in evidence.question.frozen}
     responses = evidence.responses or []
     domains = [of_prompt[tuple(response.prompt_ids)] for response in responses]
     chosen = spread_over(responses, domains, SHOWN_RESPONSES)
-    view = token_view(
+    return token_view(
         target.model, evidence.best.draft.model, [responses[index] for index in chosen], [domains[index] for index in chosen],
         target.tokenizer, evidence.question.settings, name=evidence.best.name,
     )  # fmt: skip
-    entropies = target_entropies(target.model, evidence.question.frozen)
-    return SeenByBoth(entropies, view, temperature_rows(evidence, target))
 
 
 def _candidates(run: Path, served: str | None, target: Target, first: Judgement, best: Judgement) -> list[Candidate]:
@@ -156,15 +146,18 @@ def findings_of(
     *,
     kind: str,
     name: str,
-    seen: SeenByBoth | None,
+    seen: Target | None,
     trained_on: list[str] | None = None,
 ) -> Result:
-    """The result without its provenance. trained_on: domains of the training prompts; None when nothing was trained."""
+    """The result without its provenance. seen: the target of a live run, whose weights are in memory. trained_on: domains of the training
+    prompts; None when nothing was trained.
+    """
     question, best = evidence.question, evidence.best.name
     scores = {one.name: evidence.own_scores(one.name) for one in evidence.candidates}
     pieces = [token_pieces(tokenizer, response.response_ids) for response in question.frozen]
     slices = slice_tables(
-        question.frozen, scores, rule=question.rule, pieces=pieces, entropies=seen.entropies if seen else None, best=best,
+        question.frozen, scores, rule=question.rule, pieces=pieces, best=best,
+        entropies=target_entropies(seen.model, question.frozen) if seen else None,
     )  # fmt: skip
     costs = evidence.best_costs
     worst = disagreements(
@@ -185,8 +178,8 @@ def findings_of(
         calibration=_calibration(evidence),
         trained_on=trained_on,
         timed_prompts=_timed(evidence),
-        token_view=seen.token_view if seen else None,
-        temperatures=seen.temperatures if seen else [],
+        token_view=_token_view(evidence, seen) if seen else None,
+        temperatures=temperature_rows(evidence, seen) if seen else [],
     )
 
 

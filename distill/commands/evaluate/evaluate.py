@@ -20,7 +20,7 @@ from distill.run.responses import RunStores
 from distill.run.result import Losslessness, Result
 from distill.run.run import Run
 from distill.run.session import CHECKED_PROMPTS, open_pair
-from distill.verdict.conclusion import findings_of, seen_by_both
+from distill.verdict.conclusion import findings_of
 from distill.verdict.evidence import gather
 from distill.verdict.field import Candidate, line_up
 from distill.verdict.question import Question
@@ -148,8 +148,6 @@ def evaluate(config: RunConfig, path: str, gammas: list[int], rule: Rule, log: P
     evidence = gather(replace(question, settings=pair.settings.under(rule, chosen)), target, field, log=log)
     by_gamma[chosen] = evidence.judged[DRAFT]
     verdict = verdict_of(evidence, checkpoints=[by_gamma[chosen]], self_checks=dict(checks))
-    result = findings_of(
-        evidence, verdict, target.tokenizer, kind="evaluation", name=path, seen=seen_by_both(evidence, target)
-    )  # fmt: skip
+    result = findings_of(evidence, verdict, target.tokenizer, kind="evaluation", name=path, seen=target)
     about = {"provenance": describe_run(config.seed), "config": dump_config(config), "gammas": by_gamma}
     return result.model_copy(update=about | {"files": {"proposals": log.name if log is not None else None}})
