@@ -4,6 +4,7 @@ the decoder, alternating between plain decoding and a drafter.
 A load n is the number of requests decoded at once. Shapes: P prompts, T turns, M measured calls, B timed blocks of a turn.
 """
 
+import bisect
 import contextlib
 import itertools
 import math
@@ -131,16 +132,12 @@ class LoadCurve:
         if self.speed_up(most) > 1.0:
             return None
         # Between measured loads it may rise and fall; beyond them a speed-up above 1 only falls, so its end is found by bisection.
-        measured = max(self.measured_over_predicted, default=1)
-        wins, loses = 0, most
-        for load in range(1, min(measured, most) + 1):
-            wins = load if self.speed_up(load) > 1.0 else wins
+        measured = min(max(self.measured_over_predicted, default=1), most)
+        wins = max((load for load in range(1, measured + 1) if self.speed_up(load) > 1.0), default=0)
         if wins < measured:
             return wins + 1
-        while loses - wins > 1:
-            middle = (wins + loses) // 2
-            wins, loses = (middle, loses) if self.speed_up(middle) > 1.0 else (wins, middle)
-        return loses
+        beyond = range(wins + 1, most)
+        return wins + 1 + bisect.bisect_left(beyond, True, key=lambda load: self.speed_up(load) <= 1.0)
 
 
 class LoadStandings:
