@@ -38,37 +38,31 @@ def model_card(serving: dict[str, Any], verdict: Verdict | None, provenance: dic
     named = facts.get("data") or []
     data = [named] if isinstance(named, str) else [str(name) for name in named]
     recorded = {key: _short(value) for key, value in (provenance or {}).items() if key not in ("command", "argv")}
-    return (
-        environment()
-        .get_template("README.md.j2")
-        .render(
-            serving=serving,
-            verdict=verdict,
-            facts=facts,
-            front=_front_matter(serving, verdict, facts, data),
-            data=data,
-            tables=[table.markdown() for table in ways_tables(verdict)] if verdict else [],
-            no_gain=NO_GAIN.format(gamma=serving["gamma"]),
-            not_measured=NOT_MEASURED,
-            command=facts.get("command") or shlex.join(map(str, facts.get("argv") or [])),
-            recorded=without_folders(json.dumps(recorded, indent=2, default=str, ensure_ascii=False))
-            if recorded
-            else "",
-        )
+    told = without_folders(json.dumps(recorded, indent=2, default=str, ensure_ascii=False)) if recorded else ""
+    page = environment().get_template("README.md.j2")
+    return page.render(
+        serving=serving,
+        verdict=verdict,
+        facts=facts,
+        front=_front_matter(serving, verdict, facts, data),
+        data=data,
+        tables=[table.markdown() for table in ways_tables(verdict)] if verdict else [],
+        no_gain=NO_GAIN.format(gamma=serving["gamma"]),
+        not_measured=NOT_MEASURED,
+        command=facts.get("command") or shlex.join(map(str, facts.get("argv") or [])),
+        recorded=told,
     )
 
 
 def serving_page(serving: dict[str, Any]) -> str:
     """Return SERVING.md: for each engine whether it supports the pair, its acceptance rule, and the command."""
-    return (
-        environment()
-        .get_template("SERVING.md.j2")
-        .render(
-            serving=serving,
-            places=places('"$PWD"', _place(serving["target"]["name"])),
-            by_load=load_words(serving["gamma_by_load"]),
-            own_by_load=load_words(own.by_load) if (own := serving["facts"].get("timed_in")) else "",
-        )
+    own = serving["facts"].get("timed_in")
+    page = environment().get_template("SERVING.md.j2")
+    return page.render(
+        serving=serving,
+        places=places('"$PWD"', _place(serving["target"]["name"])),
+        by_load=load_words(serving["gamma_by_load"]),
+        own_by_load=load_words(own.by_load) if own else "",
     )
 
 

@@ -75,26 +75,18 @@ def _swap(working: Path, path: Path) -> None:
 
 
 def _check_replaceable(path: Path, overwrite: bool) -> None:
-    written = _previous_export_files(path)
-    if written is None:
+    try:
+        serving = json.loads((path / SERVING_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        serving = None
+    if not isinstance(serving, dict) or serving.get("format") != SERVING_FORMAT:
         raise UserError(f"export directory {path}: it is not empty and not an earlier export; choose a new directory")
     if not overwrite:
         raise UserError(
             f"export directory {path}: it contains an earlier export; pass --overwrite or choose another directory"
         )
-    foreign = sorted(entry.name for entry in path.iterdir() if entry.name not in written)
+    foreign = sorted({entry.name for entry in path.iterdir()} - {str(name) for name in serving.get("files", [])})
     if foreign:
         raise UserError(
             f"export directory {path}: {foreign[0]!r} in it is not part of the earlier export; move it away first"
         )
-
-
-def _previous_export_files(path: Path) -> set[str] | None:
-    """Return the names of the files that an earlier export wrote into `path`; None if it is not an export."""
-    try:
-        serving = json.loads((path / SERVING_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return None
-    if not isinstance(serving, dict) or serving.get("format") != SERVING_FORMAT:
-        return None
-    return {str(name) for name in serving.get("files", [])}

@@ -21,7 +21,6 @@ from speculative.errors import UserError
 from speculative.evaluate import (
     HeldoutResponse,
     Judgement,
-    LiveCheck,
     LiveSums,
     ReplaySums,
     decode_live,
@@ -149,17 +148,14 @@ class DraftJudge:
             f"step {own.step:>5}  {own.rule}  alpha {own.alpha:.3f} {interval(own.alpha_ci)}  "
             f"tau {own.tau:.2f} {interval(own.tau_ci, '.2f')} at gamma {own.gamma} by replay"
         )
-        if own.live_check is not None:
-            line += f"; {self._live_words(own.live_check)}"
+        if (check := own.live_check) is not None:
+            line += f"; live {check.tau:.2f} on {check.prompts} prompts ({agreement_words(check.replay, check.tokens)})"
+            line += "" if self.target.kept else ", target loaded for it"
         if self.others:
             line += f"  score {own.score:.3f} on {1 + len(self.others)} targets"
         if own.weights == "ema":
             line += "  (averaged weights)"
         return "\n  warning: ".join((line, *own.warnings))
-
-    def _live_words(self, check: LiveCheck) -> str:
-        words = f"live {check.tau:.2f} on {check.prompts} prompts ({agreement_words(check.replay, check.tokens)})"
-        return words if self.target.kept else f"{words}, target loaded for it"
 
 
 def require_served(path: str | None, target: Target, longest: int) -> None:

@@ -41,7 +41,11 @@ def conclude(evidence: Evidence, gain: Effects | None, against_served: Effects |
     """The answer in words. gain: draft minus undistilled draft; None if nothing was distilled."""
     contest, draft = evidence.contest, evidence.best.name
     learned = [_learned(gain)] if gain else []
-    served = [_against(against_served)] if against_served else []
+    served = []
+    if against_served is not None:
+        words = {"gain": "is certainly higher", "loss": "is certainly lower", "none": "is not certainly different"}
+        told = f"alpha {words[against_served.certain]}: {against_served.alpha:+.3f}"
+        served = [f"Compared with the served draft, {told}."]
     if contest is None:
         judged, baseline = evidence.judged[draft], evidence.judged.get(UNDISTILLED)
         before = f" (undistilled {baseline.tau:.2f})" if baseline else ""
@@ -143,12 +147,6 @@ def _learned(gain: Effects) -> str:
     elif gain.minimal_detectable.alpha:
         size = f" A change of {gain.minimal_detectable.alpha:.3f} would have been detected with 80 % probability."
     return f"No measurable gain: {changed}, which is not certainly different from 0.{size}"
-
-
-def _against(effects: Effects) -> str:
-    """How the draft compares with the served one."""
-    word = {"gain": "is certainly higher", "loss": "is certainly lower", "none": "is not certainly different"}
-    return f"Compared with the served draft, alpha {word[effects.certain]}: {effects.alpha:+.3f}."
 
 
 def within(limits_ms: Mapping[str, float], loads: Mapping[str, int | None]) -> list[str]:

@@ -22,9 +22,6 @@ from speculative.measure.replay import (
 )
 from speculative.measure.token_scores import StoredText, TokenScores
 
-PREFILL_TOKENS = 1  # of a response, before its first block
-
-
 NEAR_ALL = 0.99  # share of the drafted tokens
 UNLIKELY = 1e-6
 
@@ -72,10 +69,8 @@ class ServedBlocks:
 
 
 def after_prefill(text: StoredText) -> Decoded:
-    """A response from its second token on."""
-    first = list(text.response_ids[:PREFILL_TOKENS])
-    rest = slice(PREFILL_TOKENS, None)
-    return Decoded([*text.prompt_ids, *first], list(text.response_ids[rest]), list(text.log_target_probs[rest]))
+    """A response from its second token on: the first one comes from the prefill."""
+    return Decoded([*text.prompt_ids, *text.response_ids[:1]], [*text.response_ids[1:]], [*text.log_target_probs[1:]])
 
 
 def tau_of(scores: Sequence[TokenScores], rule: str, gamma: int) -> tuple[float, np.ndarray]:

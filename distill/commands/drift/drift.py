@@ -91,7 +91,11 @@ def drift_command(options: DriftOptions, console: Console | None = None) -> Drif
         log, calibration = _decoded(options, baseline)
         notes = log.warnings
     else:
-        log = _served(options)
+        if options.log is not None:
+            log = read_acceptance_log(options.log, options.format)
+        else:
+            key = key_in(options.api_key_env)
+            log = scrape(options.metrics_url, options.scrapes, options.interval, options.gamma, key)
         gamma, notes = gamma_of(log, options.gamma)
         baseline = baseline_of(options, gamma)
         notes = log.warnings + notes + engine_notes(log, baseline)
@@ -130,12 +134,6 @@ def _check(options: DriftOptions) -> None:
     check_known("--rule", options.rule, ("", *RULES))
     check_known("--drafting", options.drafting, ("", *DRAFTINGS))
     check_writable("--out", options.out)
-
-
-def _served(options: DriftOptions) -> AcceptanceLog:
-    if options.log is not None:
-        return read_acceptance_log(options.log, options.format)
-    return scrape(options.metrics_url, options.scrapes, options.interval, options.gamma, key_in(options.api_key_env))
 
 
 def _compared(options: DriftOptions, log: AcceptanceLog, baseline: Baseline, notes: list[str]) -> Drift:

@@ -68,7 +68,11 @@ def readback_command(options: ReadbackOptions, console: Console | None = None) -
             # Nothing more is asked of it, so it may be gone, or the engine without the draft may have its address.
             clients[0].engine, clients[0].version = earlier.engine, earlier.version
         else:
-            _same_server(options, clients)
+            if len({client.root for client in clients}) < len(clients):
+                raise UserError(
+                    f"--plain {options.plain}: this is the same server; give the same engine without the draft, on another port, or restart "
+                    "it without the draft after a whole readback and add --resume"
+                )
             clients[0].identify()
         for client in clients[1:]:
             client.identify()
@@ -112,14 +116,6 @@ def _clients(options: ReadbackOptions, source: Source) -> list[EngineClient]:
     for client in clients:
         client.label = source.label
     return clients
-
-
-def _same_server(options: ReadbackOptions, clients: list[EngineClient]) -> None:
-    if len({client.root for client in clients}) < len(clients):
-        raise UserError(
-            f"--plain {options.plain}: this is the same server; give the same engine without the draft, on another port, or restart it "
-            "without the draft after a whole readback and add --resume"
-        )
 
 
 def _law(asked: Asked, source: Source) -> tuple[TextLaw | None, list[str]]:

@@ -125,21 +125,18 @@ def share_stores(trial: Trial, others: Sequence[Trial]) -> list[str]:
         for store in sorted((other / RESPONSES).glob("*")):
             to = folder / store.relative_to(other)
             if (store / MANIFEST).exists() and not to.exists():
-                _link_store(store, to)
+                # Copied under a temporary name, so that a copy is complete or absent. Killed writers leave hidden files.
+                temporary = to.with_name(f".{to.name}.tmp")
+                shutil.rmtree(temporary, ignore_errors=True)
+                hidden = shutil.ignore_patterns(".*")
+                shutil.copytree(store, temporary, ignore=hidden, copy_function=_link_or_copy)
+                os.replace(temporary, to)
                 given.append(RESPONSES)
                 # Prompts rendered on another day can differ, and so can a model under the same name.
                 for name in (DAY, SERVED):
                     if store.with_name(name).exists():
                         shutil.copyfile(store.with_name(name), to.with_name(name))
     return list(dict.fromkeys(given))
-
-
-def _link_store(store: Path, to: Path) -> None:
-    """Copy under a temporary name, then rename, so that a copy is complete or absent. Hidden files are left by killed writers and are skipped."""
-    temporary = to.with_name(f".{to.name}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    shutil.copytree(store, temporary, ignore=shutil.ignore_patterns(".*"), copy_function=_link_or_copy)
-    os.replace(temporary, to)
 
 
 def _link_or_copy(file: str, to: str) -> None:
