@@ -3,18 +3,7 @@
 A scorer is any function `scorer(prompt, response, reference) -> number from 0 to 1`, named `module:function` or
 `path/to/file.py:function`; `exact-match` and `exact-match-number` are built in. `reference` is a text or None: what the
 prompt's row has in the source's `reference_column`, or its line of --references FILE, JSON lines of a "prompt" (or "id")
-and a "reference". Where an answer is more than a text, its reference is the JSON of it. So a task of lm-eval is a file
-`gsm8k.py`, run once for its references (`python gsm8k.py > gsm8k.jsonl`), then `--scorer gsm8k.py:score --references
-gsm8k.jsonl`; filters of the task, which lm-eval applies before, are left to the scorer:
-
-    import json
-    from lm_eval.tasks import TaskManager, get_task_dict
-    TASK = get_task_dict(["gsm8k"], TaskManager())["gsm8k"]
-    def score(prompt, response, reference):
-        return TASK.process_results(json.loads(reference), [response])["exact_match"]
-    if __name__ == "__main__":
-        for doc in TASK.test_docs():
-            print(json.dumps({"prompt": TASK.doc_to_text(doc), "reference": json.dumps(doc)}))
+and a "reference". Where an answer is more than a text, its reference is the JSON of it. docs/verdict.md scores a task of lm-eval so.
 
 Shapes: P prompts (the resampling unit), C columns of sums.
 """

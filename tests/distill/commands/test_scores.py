@@ -1,10 +1,11 @@
 """Scores with and without the draft: the hook, the built-in scorers, the intervals, and the check end to end."""
 
 import json
+import re
 import runpy
 import shutil
 import sys
-import textwrap
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -249,7 +250,7 @@ def test_a_decoder_that_accepts_everything_changes_the_score(pair, monkeypatch, 
 
 
 def test_the_scorer_of_an_lm_eval_task_reads_its_document_back(tmp_path, monkeypatch, capsys):
-    """The example of the docstring, with a task that stands in for lm-eval's."""
+    """The example of docs/verdict.md, with a task that stands in for lm-eval's."""
 
     class Task:
         def test_docs(self):
@@ -265,8 +266,9 @@ def test_the_scorer_of_an_lm_eval_task_reads_its_document_back(tmp_path, monkeyp
     monkeypatch.setitem(sys.modules, "lm_eval", SimpleNamespace(tasks=tasks))
     monkeypatch.setitem(sys.modules, "lm_eval.tasks", tasks)
     file, references = tmp_path / "gsm8k.py", tmp_path / "gsm8k.jsonl"
-    lines = module.__doc__.split("    import json\n")[1].split("Shapes:")[0]
-    file.write_text(textwrap.dedent(f"    import json\n{lines}"))
+    page = Path(__file__).parents[3] / "docs" / "verdict.md"
+    (code,) = (block for block in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL) if "lm_eval" in block)
+    file.write_text(code)
     runpy.run_path(str(file), run_name="__main__")
     references.write_text(capsys.readouterr().out)
     scorer = load_scorer(f"{file}:score")
