@@ -172,12 +172,9 @@ class EngineFacts:
         """Advice, as a sentence, for an engine whose gamma cannot follow the load."""
         if self.most_load is not None:
             return f"Drafting pays up to {self.most_load} concurrent requests, so limit the server to that number"
-        pays = any(gamma for _, _, gamma in self.gamma_by_load)
-        return (
-            "Drafting pays at every measured load, so no limit is needed"
-            if pays
-            else "Drafting does not pay at any measured load, so serve the target alone"
-        )
+        if any(gamma for _, _, gamma in self.gamma_by_load):
+            return "Drafting pays at every measured load, so no limit is needed"
+        return "Drafting does not pay at any measured load, so serve the target alone"
 
     def lost_heads(self, tied: Sequence[str]) -> list[str]:
         """Return a reason for each model with a head of its own, of a type that the engine loads as tied only."""

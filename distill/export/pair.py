@@ -81,11 +81,8 @@ def _weights(side: TargetSide, what: str) -> Iterable[str]:
 def _gguf(path: Path, target: TargetSide) -> Iterable[tuple[bool, str]]:
     """Yield (whether it breaks serving, text) for what differs between a GGUF file and the target's files."""
     metadata, shapes = read_gguf(path)
-    tokens, strings, ends = (
-        metadata.get("tokenizer.ggml.tokens"),
-        tokens_by_id(target.tokenizer),
-        added_ends(target.tokenizer),
-    )
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    strings, ends = tokens_by_id(target.tokenizer), added_ends(target.tokenizer)
     if not isinstance(tokens, list):
         raise UserError(f"--gguf {path}: it has no tokenizer.ggml.tokens; give a language model's file")
     known: dict[Any, str] = dict(enumerate(tokens))

@@ -49,9 +49,8 @@ def conclude(evidence: Evidence, gain: Effects | None, against_served: Effects |
     if contest is None:
         judged, baseline = evidence.judged[draft], evidence.judged.get(UNDISTILLED)
         before = f" (undistilled {baseline.tau:.2f})" if baseline else ""
-        headline = (
-            f"Not timed: the draft has tau {judged.tau:.2f} at gamma {evidence.question.gamma} by replay{before}."
-        )
+        at = f"at gamma {evidence.question.gamma} by replay{before}"
+        headline = f"Not timed: the draft has tau {judged.tau:.2f} {at}."
         return Conclusion(_outcome(gain, None, None, draft), None, headline, [*learned, *served])
     run, pays = contest.to_run(), contest.beats(draft)
     outcome = _outcome(gain, contest, run, draft)
@@ -69,13 +68,9 @@ def conclude(evidence: Evidence, gain: Effects | None, against_served: Effects |
 def headline_of(contest: Contest, run: str) -> str:
     """What to run at one request, and how fast it is."""
     if run == TARGET:
-        few = contest.speed(contest.ways[0].name).interval is None
-        why = (
-            "too few prompts were timed to be certain that anything is faster"
-            if few
-            else "nothing is certainly faster on these prompts"
-        )
-        return f"Run the target alone: {why}."
+        if contest.speed(contest.ways[0].name).interval is None:
+            return "Run the target alone: too few prompts were timed to be certain that anything is faster."
+        return "Run the target alone: nothing is certainly faster on these prompts."
     speed = contest.speed(run)
     return f"{capitalised(order(run))}: {speed.speed_up:.2f}x{_ends(speed.interval)} as fast as the target alone."
 
@@ -83,10 +78,8 @@ def headline_of(contest: Contest, run: str) -> str:
 def _outcome(gain: Effects | None, contest: Contest | None, run: str | None, draft: str) -> Outcome:
     if contest is not None and run in FREE and run is not None and contest.beats(run, draft):
         return "baseline_better"
-    if gain is not None and gain.certain == "loss":
-        return "loss"
-    if gain is not None and gain.certain == "none":
-        return "no_measurable_gain"
+    if gain is not None and gain.certain != "gain":
+        return "loss" if gain.certain == "loss" else "no_measurable_gain"
     if contest is None:
         return "not_timed"
     if run == TOGETHER:

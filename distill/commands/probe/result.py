@@ -169,10 +169,8 @@ def draft_sentence(prospect: Prospect, baseline: float) -> str:
     if lead.decision == "hopeless" or not lead.both:
         return alone
     now, distilled = lead.both
-    at = f" at gamma {now.gamma}" if now.gamma else ""
-    return (
-        f"{alone} With prompt lookup before it: {now.speed_up:.2f}x{at} as it is, {distilled.speed_up:.2f}x distilled."
-    )
+    fast = f"{now.speed_up:.2f}x" + (f" at gamma {now.gamma}" if now.gamma else "")
+    return f"{alone} With prompt lookup before it: {fast} as it is, {distilled.speed_up:.2f}x distilled."
 
 
 def _alone_sentence(name: str, lead: Outlook, price: Price, baseline: float) -> str:
@@ -206,11 +204,9 @@ def overall(drafts: Sequence[Prospect], lookup: Measured, planned: Price | None)
             by_model.setdefault(id(one.draft.model), []).append(one)
     ways = [sorted(of, key=lambda one: one.pace, reverse=True) for of in by_model.values()]
     baseline = lookup.speed_up or 1.0
-    free = (
-        f"Prompt lookup alone gives {baseline:.2f}x without training; a draft must be faster."
-        if baseline >= 1.05
-        else "Prompt lookup gives no speed-up here."
-    )
+    free = "Prompt lookup gives no speed-up here."
+    if baseline >= 1.05:
+        free = f"Prompt lookup alone gives {baseline:.2f}x without training; a draft must be faster."
     if not ways:
         return _without_drafts(planned, free)
     best = max((of[0] for of in ways), key=lambda one: (one.go, one.pace[1]))

@@ -83,10 +83,8 @@ def _tried(name: str, values: Sequence[Mapping[str, Any]], mode: Any, sides: Seq
     moved, row["changed"] = (len(values) - _same(*pair) for pair in ((ours, sides[0].texts), (theirs, sides[1].texts)))
     if row["equal"] < len(values):
         apart = name != "(none)" and sides[0].texts != sides[1].texts
-        status, note = (
-            "ignored" if row["changed"] and not moved else "differs",
-            "the texts differ without it too" * apart,
-        )
+        status = "ignored" if row["changed"] and not moved else "differs"
+        note = "the texts differ without it too" * apart
     elif name == "logprobs":
         status, note = _logprobs(*answers)
     else:
