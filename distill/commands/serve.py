@@ -164,11 +164,8 @@ def _check_files(name: str, words: list[str], directory: Path) -> None:
     """Raise UserError if the engine would not serve the files of today right; print notes. A target on the hub is not downloaded."""
     if Path(words[2]).is_dir() and (directory / "config.json").is_file():
         parts = re.search(r"(?:--tensor-parallel-size|-tp)[ =](\d+)", " ".join(words))
-        how: dict[str, Any] = {
-            "tensor_parallel": int(parts[1]) if parts else 1,
-            "trusted": "--trust-remote-code" in words,
-        }
-        broken, notes = check_pair(words[2], str(directory), engines=[name], **how)
+        parallel, trusted = int(parts[1]) if parts else 1, "--trust-remote-code" in words
+        broken, notes = check_pair(words[2], str(directory), engines=[name], tensor_parallel=parallel, trusted=trusted)
         if broken:
             raise UserError(f"{directory}: {'; '.join(broken)}")
         print(*notes, sep="\n", end="\n" * bool(notes), file=sys.stderr)

@@ -81,7 +81,6 @@ _REGISTERED: dict[str, Engine] = {}
 
 
 def register(engine: Engine) -> None:
-    """Add an engine to the registry."""
     _REGISTERED[engine.name] = engine
 
 
@@ -134,7 +133,6 @@ def _facts_of(engine: Engine, facts: EngineFacts) -> EngineFacts:
 
 
 def check_all(facts: EngineFacts) -> list[EngineVerdict]:
-    """Run `check` for every engine."""
     return [check(name, facts) for name in known_engines()]
 
 

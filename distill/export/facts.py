@@ -74,14 +74,9 @@ def read_run(path: Path, trusted: bool = False) -> RunFacts:
         verdict = None  # it belongs to another checkpoint
     curves = load_result(run / RESULT).curves if verdict is not None and (run / RESULT).exists() else None
     provenance = Record.read(folder / PROVENANCE, "start the run's command again").record()
-    data = [source.path for source in config.data.train]
-    base = config.student.path and public_name(config.student.path)
-    provenance |= {
-        "data": data,
-        "heldout": [one.path for one in config.data.heldout] or data,
-        "config": dump_config(config),
-        "base": base,
-    }
+    data, base = [source.path for source in config.data.train], config.student.path
+    provenance |= {"data": data, "heldout": [one.path for one in config.data.heldout] or data}
+    provenance |= {"config": dump_config(config), "base": base and public_name(base)}
     provenance = json.loads(without_folders(json.dumps(provenance)))
     where, benchmark = config.target, benchmark_of(config.data.heldout)
     return RunFacts(

@@ -6,7 +6,7 @@ At one request whole responses alternate (`speculative.measure.race`); at a larg
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from rich.progress import track
@@ -178,15 +178,10 @@ def hold(
     def still(laps: Laps) -> list[str]:
         return worth_timing(standings(laps), [one.name for one in ways], about)
 
-    laps = race(
-        target,
-        ways,
-        track([(text.key, text.prompt_ids) for text in chosen], "timing", transient=True),
-        question.settings,
-        still=still,
-        seconds=judging.speed_seconds,
-        least=min(max(fewest, FEWEST_SITTINGS * SITTING), len(chosen)),
-    )
+    prompts = track([(text.key, text.prompt_ids) for text in chosen], "timing", transient=True)
+    least = min(max(fewest, FEWEST_SITTINGS * SITTING), len(chosen))
+    how: Any = {"still": still, "seconds": judging.speed_seconds, "least": least}
+    laps = race(target, ways, prompts, question.settings, **how)
     timed = standings(laps)
     counted = {one.name: timed.counted(one.name) for one in ways if one.blocks_N is None}
     return Contest(question, 1, tuple(ways), timed, frozenset(picked), counted, laps)
@@ -214,9 +209,8 @@ def hold_at_load(
     calls, left_out = {}, []
     for way in ways:
         assert way.drafter is not None
-        shares = (
-            {DRAFTED: 1.0} if way.found is None else kind_shares(way.found, load, drafts=way.then_gamma is not None)
-        )
+        drafts = way.then_gamma is not None
+        shares = {DRAFTED: 1.0} if way.found is None else kind_shares(way.found, load, drafts=drafts)
         try:
             timed = full_batch_seconds(target, way.drafter, texts, way.settings(question.settings), load)
         except UserError as error:

@@ -45,7 +45,6 @@ class Question:
 
     @property
     def gamma(self) -> int:
-        """Drafted tokens per block."""
         return self.settings.gamma
 
     @property
@@ -60,7 +59,6 @@ class Question:
 
     @property
     def tokens_N(self) -> np.ndarray:
-        """Tokens of each frozen response."""
         return np.array([len(text.response_ids) for text in self.frozen])
 
     @property

@@ -94,14 +94,9 @@ class EngineCosts(Record):
         """The draft at each load: at each measured gamma, then at the gamma to run (0: plain decoding), from taus by replay."""
         found = []
         for one in self.costs:
-            best, _ = gamma_to_run(
-                {gamma: self.speed_up(one, gamma, tau, tokens) for gamma, tau in one.timed(taus).items()}
-            )
-            found += [
-                self.row(one, gamma, taus[gamma], rule, tokens)
-                for gamma in (*one.verify_seconds, best)
-                if gamma in taus
-            ]
+            speeds = {gamma: self.speed_up(one, gamma, tau, tokens) for gamma, tau in one.timed(taus).items()}
+            gammas = (*one.verify_seconds, gamma_to_run(speeds)[0])
+            found += [self.row(one, gamma, taus[gamma], rule, tokens) for gamma in gammas if gamma in taus]
         return found
 
     def plain_wins_from(self, taus: Mapping[int, float], tokens: float = math.inf) -> int | None:

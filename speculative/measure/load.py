@@ -43,7 +43,6 @@ class StepLine:
     per_token: float
 
     def seconds(self, tokens: float) -> float:
-        """Seconds of a call with this many tokens."""
         return self.fixed + self.per_token * tokens
 
     @property
@@ -108,7 +107,6 @@ class LoadCurve:
     measured_over_predicted: Mapping[int, float] = field(default_factory=dict)
 
     def predicted(self, load: int, gamma: int) -> float:
-        """Speed-up by the roofline alone."""
         return self.roofline.speed_up(load, gamma, self.taus[gamma])
 
     def best_gamma(self, load: int) -> int:
@@ -161,7 +159,6 @@ class LoadStandings:
         self._plain = load / math.exp(float(np.mean([np.log(plain_T).mean() for plain_T, _ in times.values()])))
 
     def speed(self, name: str, confidence: float = 0.95) -> Speed:
-        """Speed of one way."""
         ratio, interval = self.against(name, TARGET, confidence)
         return Speed(ratio * self._plain, ratio, interval, int(np.isfinite(self._calls_P[name]).sum()))
 

@@ -61,7 +61,6 @@ class Scored(Way):
 
     @property
     def tokens_N(self) -> np.ndarray:
-        """Number of tokens of each response."""
         return np.array([len(one) for one in (self.scores if self.kept is None else self.kept) or []])
 
     def _blocks(self, rule: str, gammas: Sequence[int]) -> Blocks:
@@ -93,7 +92,6 @@ def drafting_of(way: str) -> Drafting:
 
 
 def looks_up(way: str) -> bool:
-    """Whether this way uses lookup."""
     return way == LOOKUP or way.startswith(BEFORE)
 
 
@@ -185,11 +183,9 @@ class Comparison(Record):
         return list(dict.fromkeys(row.text for row in self.measured if row.text != HELD_OUT))
 
     def row(self, way: str, text: str = HELD_OUT) -> Measured:
-        """The row of a way on a text."""
         return next(row for row in self.measured if (row.way, row.text) == (way, text))
 
     def differences_on(self, text: str = HELD_OUT) -> list[Difference]:
-        """Differences of the other ways from the first."""
         return [one for one in self.differences if one.text == text]
 
 

@@ -30,12 +30,8 @@ def compare_table(result: Comparison) -> Table:
     )
     for one in result.ways:
         row = result.row(one.way)
-        cells: list[Any] = [
-            Cell(one.way, note=row.sizes),
-            one.parameters or None,
-            Cell(row.alpha, row.alpha_ci),
-            Cell(row.tau, row.tau_ci),
-        ]
+        alpha, tau = Cell(row.alpha, row.alpha_ci), Cell(row.tau, row.tau_ci)
+        cells: list[Any] = [Cell(one.way, note=row.sizes), one.parameters or None, alpha, tau]
         if timed:
             of_block = " a block" if drafting_of(one.path) == "parallel" else ""
             step = None if one.draft_step_seconds is None else 1e3 * one.draft_step_seconds

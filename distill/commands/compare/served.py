@@ -13,7 +13,7 @@ from rich.console import Console
 from data.responses.engine_client import EngineClient
 from distill.commands.compare.comparison import draft_of, drafting_of, looks_up
 from distill.commands.options import CompareOptions, ReadbackOptions
-from distill.commands.output import check_writable, write_asked
+from distill.commands.output import write_asked
 from distill.commands.readback.asking import AnswerFile, ask
 from distill.commands.readback.comparison import served_row
 from distill.commands.readback.source import Source, counted_alone, of_run
@@ -59,7 +59,6 @@ def compare_served(options: CompareOptions, text: FrozenText, console: Console) 
         )
     if names := [name for name in options.drafts if looks_up(name)]:
         raise UserError(f"{names[0]}: lookup is not replayed beside URLs; remove it")
-    check_writable("--out", options.out)
     rule: Any = options.rule or "auto"
     asked = ReadbackOptions("", text.run, rule=rule, trust_remote_code=options.trust_remote_code)
     source = of_run(asked, text.run)

@@ -1,7 +1,5 @@
 """`understudy drift RUN`: compare acceptance on fresh prompts, a server's log or its counters with the run's verdict.
 
-Exit status: 0 no drift, 3 refresh advised, 2 a mistake.
-
 The test statistic is accepted/drafted now minus that of the run's held-out prompts, by replay at the same gamma and rule. The draft has
 drifted if the interval of the difference is wholly below zero. This assumes independent requests like the held-out prompts. Users repeat
 themselves and ask for other things, so the test says that acceptance on this traffic is lower, but not why.
@@ -142,14 +140,12 @@ def _compared(options: DriftOptions, log: AcceptanceLog, baseline: Baseline, not
     for number, part in enumerate(slices):
         members_SP[number, part.prompts] = True
     ordered = [(record, number) for number, part in enumerate(slices) for record in part.records]
-    found = rate_change(
-        np.array([[record.accepted, record.drafted] for record, _ in ordered]).T,
-        [number for _, number in ordered],
-        np.array([[prompt.accepted, prompt.drafted] for prompt in baseline.prompts]).T,
-        members_SP,
-        sums=log.sums,
-        confidence=options.confidence,
+    now, judged = (
+        np.array([[record.accepted, record.drafted] for record in records]).T
+        for records in ([record for record, _ in ordered], baseline.prompts)
     )
+    labels = [number for _, number in ordered]
+    found = rate_change(now, labels, judged, members_SP, sums=log.sums, confidence=options.confidence)
     refresh, requests = found.ci[1] < 0, len(log.records)
     sentence = (
         f"{'Refresh the draft' if refresh else 'No drift'}: accepted/drafted is {found.rate:.3f}, and {found.baseline:.3f} in the run at "

@@ -49,9 +49,8 @@ def evaluate_command(options: EvaluateOptions) -> int:
     if options.losslessness or options.scorer:
         if len(gammas) > 1:
             raise UserError(f"--gamma {options.gamma}: --losslessness and --scorer take one gamma")
-        return _prove(
-            options, Asked(config, options.draft, rule, gammas[0], options.prompts, options.samples, drafting)
-        )
+        asked = Asked(config, options.draft, rule, gammas[0], options.prompts, options.samples, drafting)
+        return _prove(options, asked)
     if options.references is not None:
         raise UserError("--references needs --scorer")
     if options.drafting:

@@ -301,7 +301,6 @@ def _sampled_answer(difference: ScoreDifference, wide: Interval, prompts: int, s
 
 
 def score_lines(found: TaskScores) -> list[str]:
-    """Lines for the screen."""
     rows = (("with the draft", found.speculative), ("target alone", found.alone))
     return [
         f"{found.scorer} (mean over {found.prompts} prompts, {found.with_reference} with a reference; [95 % interval])",

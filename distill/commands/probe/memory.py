@@ -79,7 +79,6 @@ class Memory:
     drafts: list[DraftMemory]
 
     def lines(self) -> list[str]:
-        """The result in sentences."""
         lines = [
             f"memory at {self.dtype}, {self.device.context:,} tokens per request, {USABLE_SHARE:.0%} of {self.device.memory / GB:.3g} GB "
             f"usable: the target's weights take {_size(self.target.weights)}, each request's cache {_size(self.target.cache_per_request)}"
@@ -100,10 +99,8 @@ def memory_of(
 ) -> Memory:
     """Memory of the pair. Raises UserError for a model whose layers cache something other than keys and values."""
     own = footprint(target, dtype, device.context)
-    rows = []
-    for name, draft in drafts:
-        of_draft = footprint(draft, dtype, device.context)
-        rows.append(DraftMemory(name, of_draft, capacity(device.memory, device.concurrency, own, of_draft)))
+    each = [(name, footprint(draft, dtype, device.context)) for name, draft in drafts]
+    rows = [DraftMemory(name, of, capacity(device.memory, device.concurrency, own, of)) for name, of in each]
     return Memory(device, str(dtype).removeprefix("torch."), own, rows)
 
 

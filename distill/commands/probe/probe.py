@@ -161,14 +161,9 @@ def _require_one(prospects: Sequence[Prospect]) -> None:
 
 
 def _described(name: str, model: PreTrainedModel) -> ModelFacts:
-    return ModelFacts(
-        name,
-        model.num_parameters(),
-        getattr(model.config.get_text_config(), "num_hidden_layers", None),
-        max_positions(model.config),
-        vocabulary_rows(model.config),
-        str(model.dtype).removeprefix("torch."),
-    )
+    layers = getattr(model.config.get_text_config(), "num_hidden_layers", None)
+    context, rows = max_positions(model.config), vocabulary_rows(model.config)
+    return ModelFacts(name, model.num_parameters(), layers, context, rows, str(model.dtype).removeprefix("torch."))
 
 
 def _within_context(plan: Plan, models: Sequence[PreTrainedModel], notes: list[str]) -> Plan:

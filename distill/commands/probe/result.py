@@ -47,7 +47,6 @@ class Prospect:
 
     @property
     def go(self) -> bool:
-        """Whether it is worth distilling."""
         return self.lead is not None and self.lead.decision in WORTH_DISTILLING
 
     @property
@@ -58,7 +57,6 @@ class Prospect:
 
     @property
     def drafting(self) -> str:
-        """The way of drafting in words."""
         parallel = self.draft is not None and self.draft.parallel
         return (BY_BLOCK if parallel else BY_TOKEN).removeprefix(f"{DRAFT}, ")
 
@@ -132,7 +130,6 @@ class Probe:
 
     @property
     def go(self) -> bool:
-        """Whether the best draft is worth distilling."""
         return self.decision in WORTH_DISTILLING
 
     @property
@@ -149,7 +146,6 @@ class Probe:
         return [*self.lookups, *own]
 
     def record(self) -> dict[str, Any]:
-        """As JSON, format 2."""
         prices = [*self.target_prices, *(price for one in self.usable for price in one.prices)]
         known = ("checks", "assumptions", "notes", "seconds", "decision", "go", "best", "drafting", "sentence")
         return {

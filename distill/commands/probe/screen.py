@@ -47,7 +47,6 @@ class Stages:
 
 
 def assumptions(plan: Plan, t_verify: str) -> list[str]:
-    """The assumptions of the predicted speed-ups."""
     if plan.given is None:
         return [
             f"times are measured on this machine, {torch.get_num_threads()} threads, at a context of {plan.context} tokens, and interpolated between "

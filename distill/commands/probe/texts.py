@@ -37,7 +37,6 @@ class ProbeText:
 
     @property
     def name(self) -> str:
-        """The name of the text in rows."""
         return text_name(self.sampling.temperature)
 
     @property
@@ -52,7 +51,6 @@ class ProbeText:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens of all answers."""
         return sum(len(response.response_ids) for response in self.responses)
 
     def row(self, way: str, rule: str, load: int) -> Measured:
@@ -72,7 +70,6 @@ class ProbeText:
 
 
 def text_name(temperature: float) -> str:
-    """The name of the text at a temperature."""
     return f"temperature {temperature:g}"
 
 
@@ -87,7 +84,6 @@ def decode_settings(options: ProbeOptions, target: PreTrainedModel, temperature:
 def answered(
     options: ProbeOptions, target: PreTrainedModel, prompts: Sequence[Prompt], temperature: float
 ) -> ProbeText:
-    """Let the target answer at a temperature."""
     settings = decode_settings(options, target, temperature)
     responses = frozen_responses(target, prompts, settings, "probe", batch_size=min(32, len(prompts)))
     return ProbeText(settings.sampling, responses, ceilings.target_peaks(target, responses, settings.sampling))

@@ -120,9 +120,8 @@ def _foreign(counted: Counted, replayer: Replayer, found: Predicted) -> list[str
         terms = [((was - own) * (own - 0.5), own * (1 - own) * (own - 0.5) ** 2) for _, own, was in tested]
         spread = math.sqrt(sum(variance for _, variance in terms))
         z = sum(term for term, _ in terms) / max(spread, 1e-9)
-        told = (
-            f"the accepted tokens differ from those of this run's best draft (z {z:+.1f} over {len(tested):,} tokens)"
-        )
+        over = f"z {z:+.1f} over {len(tested):,} tokens"
+        told = f"the accepted tokens differ from those of this run's best draft ({over})"
         strange = spread > 0 and abs(z) > WORRYING_Z
     else:
         told = f"the run's best draft would not propose {never:,} of the {accepted:,} accepted tokens"
@@ -194,9 +193,8 @@ def _candidates(asked: SamplingSettings, target: Target) -> dict[str, SamplingSe
 
 def few_note(counted: Counted, found: Predicted) -> list[str]:
     """Return a note if the test can miss a large difference in blocks."""
-    far = f"{100 * found.unseen:.0f} %"
-    note = f"{counted.blocks:,} blocks are too few to detect a difference below {far} from replay; use more prompts"
-    return [note] if found.unseen >= _FAR else []
+    far = f"a difference below {100 * found.unseen:.0f} % from replay"
+    return [f"{counted.blocks:,} blocks are too few to detect {far}; use more prompts"] * (found.unseen >= _FAR)
 
 
 def end_note(counted: Counted, engine: str) -> list[str]:
@@ -205,7 +203,5 @@ def end_note(counted: Counted, engine: str) -> list[str]:
         return []
     last = [row.drafted_B[-1] for row in counted.rows if row.drafted_B]
     short = sum(drafted < counted.gamma for drafted in last)
-    note = (
-        f"{engine} drafts fewer tokens in {short} of {len(last)} last blocks: it cuts drafts at the end of a response"
-    )
-    return [note] if short else []
+    of = f"{short} of {len(last)} last blocks"
+    return [f"{engine} drafts fewer tokens in {of}: it cuts drafts at the end of a response"] if short else []

@@ -260,12 +260,8 @@ def tau_interval(counted: Counted, tau: float, predicted: Interval) -> Interval:
 
 def own_interval(counted: Counted) -> Interval | None:
     """Return the 95 % interval of the served tau over prompts; None for sums only."""
-    if counted.rows is None:
-        return None
-    tokens_N, blocks_N = (
-        np.array(counts) for counts in zip(*((row.tokens, row.blocks) for row in counted.rows), strict=True)
-    )
-    return ratio_interval(tokens_N, blocks_N)
+    rows = counted.rows
+    return rows and ratio_interval(np.array([row.tokens for row in rows]), np.array([row.blocks for row in rows]))
 
 
 def waits(answers: Sequence[Answer]) -> Waiting:

@@ -1,7 +1,7 @@
 """`understudy readback URL`: does a running engine accept its drafts as expected, and does it write the target's text?
 
 With `--run RUN` what is expected is replay of that run's draft. With `--target T --prompts P` any drafter is judged, and of it nothing is
-expected. Exit status: 0 all that is checked holds, 1 something does not, 2 a mistake in the command or no server.
+expected.
 """
 
 import json
@@ -103,6 +103,8 @@ def _check(options: ReadbackOptions) -> None:
         raise UserError("--parameters: compares two engines; give the one without the draft with --plain URL")
     if options.speed and options.run is None:
         raise UserError("--speed: compares with the engine_costs.json of a run; give it with --run")
+    if options.speed and not options.plain:
+        raise UserError("--speed: give the same engine without the draft with --plain")
     key_in(options.api_key_env)
     check_writable("--out", options.out)
 

@@ -12,7 +12,7 @@ from distill.commands.options import ReadbackOptions
 from distill.commands.readback.asking import Asked
 from distill.commands.readback.causes import acceptance_causes, few_note
 from distill.commands.readback.comparison import Counted, Predicted, Replayer, count, own_interval, tau_interval
-from distill.commands.readback.speed import needed, speed_checks
+from distill.commands.readback.speed import speed_checks
 from distill.commands.target import check_room, open_target
 from distill.config.layout import EXPORT, HELDOUT_GREEDY, RESPONSES, VERDICT
 from distill.export.load_table import drafts_by, gamma_plan
@@ -147,7 +147,11 @@ def of_run(options: ReadbackOptions, run: Path) -> Source:
     settings = settings if frozen.rule != "greedy" else settings.under("greedy", 0)
 
     judge = functools.partial(_judge, options, frozen, verdict)
-    speed = functools.partial(speed_checks, needed(verdict, run, options.plain), run) if options.speed else None
+    speed = None
+    if options.speed:
+        if verdict is None or verdict.engine is None:
+            raise UserError(f"--speed: {run} has no engine_costs.json; make it with `understudy time {run}`")
+        speed = functools.partial(speed_checks, verdict, run)
     return Source(str(run), run, frozen.target, "target.path", frozen.responses, greedy, settings, judge, speed=speed)
 
 

@@ -23,15 +23,6 @@ SEEN = {
 }
 
 
-def needed(verdict: Verdict | None, run: Path, plain: str) -> Verdict:
-    """Return the verdict with the engine's step times. Raises UserError without them, or without an engine to compare with."""
-    if verdict is None or verdict.engine is None:
-        raise UserError(f"--speed: {run} has no engine_costs.json; make it with `understudy time {run}`")
-    if not plain:
-        raise UserError("--speed: give the same engine without the draft with --plain")
-    return verdict
-
-
 def speed_checks(
     verdict: Verdict, run: Path, files: Sequence[AnswerFile], asked: tuple[Sequence[HeldoutResponse], DecodeSettings], rule: str
 ) -> list[SpeedCheck]:  # fmt: skip

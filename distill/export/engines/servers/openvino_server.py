@@ -143,11 +143,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         models = [{"id": self.name, "object": "model", "owned_by": "openvino", "created": 0}]
-        pages: dict[str, Any] = {
-            "/health": {},
-            "/version": {"version": version("openvino-genai")},
-            "/v1/models": {"data": models},
-        }
+        pages: dict[str, Any] = {"/health": {}, "/v1/models": {"data": models}}
+        pages["/version"] = {"version": version("openvino-genai")}
         self._reply(200 if self.path in pages else 404, pages.get(self.path, {"error": {"message": "no such page"}}))
 
     def do_POST(self) -> None:
