@@ -12,7 +12,6 @@ import numpy as np
 from data.files import write_json
 from distill.config.layout import EXPORT, PROPOSALS, PROVENANCE, RESULT, STUDENT, VERDICT, best_student, step_folder
 from distill.config.load import dump_config
-from distill.config.sections import Quantization
 from distill.export.engine import check_all, with_places
 from distill.export.facts import gather_facts, ways_to_serve
 from distill.export.quantize import lighter_draft
@@ -79,7 +78,11 @@ def result_of(answers: Answers, self_checks: dict[str, Any]) -> Result:
     candidates = _candidates(run, config.judge.served, target, records[0], best)
     if live:
         question = replace(question, history=answers.stores.past(config.judge_rule))
-        field = line_up(question, target.model, candidates, _lighter(config.export.quantize, target, candidates[-1]))
+        lighter = None
+        if (how := config.export.quantize) is not None:
+            quantised = lighter_draft(load_model(DRAFT, candidates[-1].path), how, target)
+            lighter = replace(candidates[-1], name=f"{DRAFT} in {how}", draft=Draft(quantised))
+        field = line_up(question, target.model, candidates, lighter)
         evidence = gather(question, target, field, log=run / PROPOSALS)
     else:
         if config.student.parallel:
@@ -129,14 +132,6 @@ def _candidates(run: Path, served: str | None, target: Target, first: Judgement,
         draft = Draft(as_exported(load_draft(served, target), target))
         found.insert(1, Candidate(SERVED, served, None, draft))
     return found
-
-
-def _lighter(how: Quantization | None, target: Target, best: Candidate) -> Candidate | None:
-    """The distilled draft quantized as export.quantize says; None where it says nothing."""
-    if how is None:
-        return None
-    draft = Draft(lighter_draft(load_model(DRAFT, best.path), how, target))
-    return Candidate(f"{DRAFT} in {how}", best.path, best.step, draft)
 
 
 def findings_of(
@@ -217,9 +212,8 @@ def _calibration(evidence: Evidence) -> Calibration:
     scores, costs = evidence.own_scores(evidence.best.name), evidence.best_costs
     found = calibration(evidence.question.frozen, scores, evidence.question.rule, name=evidence.best.name)
     if costs is None:
-        return found.model_copy(
-            update={"words": f"{found.words}. Nothing was timed, so there is no advice on a confidence stop"}
-        )
+        untimed = "Nothing was timed, so there is no advice on a confidence stop"
+        return found.model_copy(update={"words": f"{found.words}. {untimed}"})
     gamma = evidence.question.gamma
     slope = (costs.verify_ratio(gamma) - 1.0) / gamma
     _, speed_up = best_gamma(costs.timed(evidence.judged[evidence.best.name].replay), costs)  # 1 where none pays

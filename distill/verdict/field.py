@@ -210,9 +210,8 @@ def step_costs(
 
 def typical_length(frozen: Sequence[HeldoutResponse]) -> int:
     """Context half-way through a response: the median prompt and half the median response, in tokens."""
-    prompt, response = (
-        float(np.median([len(getattr(text, name)) for text in frozen])) for name in ("prompt_ids", "response_ids")
-    )
+    lengths_N2 = [(len(text.prompt_ids), len(text.response_ids)) for text in frozen]
+    prompt, response = np.median(lengths_N2, axis=0).tolist()
     return max(2, round(prompt + response / 2))
 
 

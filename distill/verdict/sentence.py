@@ -60,9 +60,8 @@ def conclude(evidence: Evidence, gain: Effects | None, against_served: Effects |
         *(_at_load(one) for one in evidence.contests[1:]),
     ]  # fmt: skip
     hopeless = advice(evidence.best_costs) if evidence.best_costs and not pays else None
-    return Conclusion(
-        outcome, pays, headline_of(contest, run), [*facts, *([f"{capitalised(hopeless[1])}."] if hopeless else [])]
-    )
+    facts += [f"{capitalised(hopeless[1])}."] if hopeless else []
+    return Conclusion(outcome, pays, headline_of(contest, run), facts)
 
 
 def headline_of(contest: Contest, run: str) -> str:
@@ -105,18 +104,15 @@ def _beside(contest: Contest, name: str, draft: str) -> str:
     if contest[name].policy is not None:
         best = contest.best_fixed()
         ratio, ends = contest.against(name, best)
-        wins = contest.beats(name, best)
-        return f"{subject} {gives} {ratio:.2f}x{_ends(ends)} as fast as {shown(best)}" + (
-            ", the best fixed way." if wins else ", the best fixed way: not certainly faster, so not advised."
-        )
+        end = "." if contest.beats(name, best) else ": not certainly faster, so not advised."
+        return f"{subject} {gives} {ratio:.2f}x{_ends(ends)} as fast as {shown(best)}, the best fixed way{end}"
     if contest[name].price:
         return f"{subject} {gives} Its text is not the target's."
     if name not in FREE:
         return f"{subject} {gives}"
+    told = f"{subject} needs no training and {gives}"
     apart = contest.beats(draft, name) or contest.beats(name, draft)
-    return f"{subject} needs no training and {gives}" + (
-        "" if apart else " It is not certainly different from the draft."
-    )
+    return told if apart else f"{told} It is not certainly different from the draft."
 
 
 def _at_load(contest: Contest) -> str:

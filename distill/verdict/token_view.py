@@ -58,12 +58,8 @@ def token_view(
     shown = []
     for index, (response, domain) in enumerate(zip(responses, domains, strict=True)):
         special = set(tokenizer.all_special_ids)
-        pieces = [
-            token_text(tokenizer, token_id) if token_id in special else piece
-            for token_id, piece in zip(
-                response.response_ids, token_pieces(tokenizer, response.response_ids), strict=True
-            )
-        ]
+        known = zip(response.response_ids, token_pieces(tokenizer, response.response_ids), strict=True)
+        pieces = [token_text(tokenizer, one) if one in special else piece for one, piece in known]
         probs = {who: np.exp(of[index].log_draft_probs) for who, of in scores.items()}
         listed = {who: _listed(tokenizer, *of[index]) for who, of in tops.items()}
         tokens = [

@@ -56,10 +56,8 @@ def verdict_of(
     draft learned from, judged by replay.
     """
     question, best = evidence.question, evidence.judged[evidence.best.name]
-    names = [one.name for one in evidence.candidates]
     costs = evidence.best_costs
-    gain = _effects(evidence, UNDISTILLED) if UNDISTILLED in names else None
-    against_served = _effects(evidence, SERVED) if SERVED in names else None
+    gain, against_served = (_effects(evidence, name) for name in (UNDISTILLED, SERVED))
     said = conclude(evidence, gain, against_served)
     repeated = repetition(question.frozen)
     elsewhere = [on_other(evidence, other) for other in others]
@@ -163,7 +161,9 @@ def _widened(evidence: Evidence, row: Measured) -> Measured:
     return replace(row, tau_ci=ratio_with_interval(said_N, blocks_N, keys, confidence)[1])
 
 
-def _effects(evidence: Evidence, against: str) -> Effects:
+def _effects(evidence: Evidence, against: str) -> Effects | None:
+    if all(one.name != against for one in evidence.candidates):
+        return None
     question, ours = evidence.question, evidence.own_scores(evidence.best.name)
     return effects_of(question, ours, evidence.own_scores(against), question.keys, question.looks)
 
