@@ -88,33 +88,27 @@ def refuse_contradictions(options: GenerateOptions) -> None:
     kind = options.kind
     check_known("--drafter", options.drafter, ("", *WAYS, "none"))
     check_known("--drafting", options.drafting, ("", *DRAFTINGS))
-    if kind in ("draft", "cascade") and not options.draft:
+    modelled, columns = kind in ("draft", "cascade"), options.prompt_column or options.messages_column
+    give = "give --draft DIR or --drafter"
+    if modelled and not options.draft:
         raise UserError(f"--drafter {kind} needs --draft DIR")
     if kind == "retrieval" and options.datastore is None:
         raise UserError("--drafter retrieval needs --datastore FILE (past outputs: --out FILE.jsonl of an earlier run)")
     for given, used, what in (
-        (options.draft, kind in ("draft", "cascade"), f"--draft is not used by --drafter {kind}"),
-        (options.drafting, kind in ("draft", "cascade"), f"--drafting is not used by --drafter {kind}"),
+        (options.draft, modelled, f"--draft is not used by --drafter {kind}"),
+        (options.drafting, modelled, f"--drafting is not used by --drafter {kind}"),
         (options.tree, options.drafting != "parallel", "--drafting parallel cannot draft a token tree: remove --tree"),
         (options.datastore, kind == "retrieval", f"--datastore is not used by --drafter {kind}"),
         (options.exit_layers, kind == "early-exit", f"--exit-layers is not used by --drafter {kind}"),
         (options.tree, kind in ("draft", "early-exit"), "--tree needs a draft model or --drafter early-exit"),
         (options.tree and options.gamma, False, "--tree sets gamma, its depth: remove --gamma"),
-        (
-            options.log,
-            kind != "none",
-            "--log records drafted tokens, but there is no drafter: give --draft DIR or --drafter",
-        ),
+        (options.log, kind != "none", f"--log records drafted tokens, but there is no drafter: {give}"),
         (options.tree and options.log, False, "--log cannot record token trees: remove --tree or --log"),
         (options.tree and options.repetition_penalty != 1.0, False, "--repetition-penalty cannot be used with --tree"),
-        (options.gamma, kind != "none", "--gamma needs a drafter: give --draft DIR or --drafter"),
-        (options.stop_below, kind in ("draft", "cascade", "early-exit"), "--stop-below needs a draft model"),
+        (options.gamma, kind != "none", f"--gamma needs a drafter: {give}"),
+        (options.stop_below, modelled or kind == "early-exit", "--stop-below needs a draft model"),
         (options.system, options.chat, "--system is a chat message: add --chat"),
-        (
-            options.prompt_column or options.messages_column,
-            options.prompts,
-            "--prompt-column and --messages-column need --prompts",
-        ),
+        (columns, options.prompts, "--prompt-column and --messages-column need --prompts"),
     ):
         if given and not used:
             raise UserError(what)
@@ -241,7 +235,6 @@ def summary(
 
 
 def summary_lines(result: dict[str, Any], gamma: str) -> list[str]:
-    """The numbers of `summary` as lines for the screen."""
     seconds = result["seconds"]
     stages = ", ".join(f"{name} {seconds[name]:.2f}" for name in ("prefill", "draft", "verify", "accept", "host"))
     lines = [f"{result['tokens']} tokens, {result['tokens_per_second']:.1f} tokens/s; seconds: {stages}"]
