@@ -94,16 +94,14 @@ def export_lines(report: ExportReport) -> list[str]:
     ]
     lines.extend(f"checked: {check}" for check in report.checks)
     for engine in report.engines:
-        lines.append(
-            f"{engine.engine:<14} {'supports this pair' if engine.ok else 'refuses this pair: ' + '; '.join(engine.reasons)}"
-        )
+        told = "supports this pair" if engine.ok else f"refuses this pair: {'; '.join(engine.reasons)}"
+        lines.append(f"{engine.engine:<14} {told}")
     lines.extend(f"warning: {warning}" for warning in report.warnings)
     lines.append(f"how to serve it: {report.path / 'SERVING.md'}")
     return lines
 
 
 def outside_check_lines(found: OutsideCheck, gamma: int) -> list[str]:
-    """Return the result of `distill.export.check.outside_check` as lines."""
     theirs, (low, high) = found.theirs, found.tau_ci
     lines = [f"same greedy tokens as the target alone on {sum(theirs.equal_N)} of {len(theirs.equal_N)} prompts"]
     if theirs.first_difference:

@@ -81,9 +81,8 @@ def started(options: ServeOptions, gamma: int) -> Iterator[str]:
     """Serve with ``gamma`` drafted tokens at every load while the block lasts; yields the URL. Raises as `serve`, also later."""
     directory, facts = _read_export(options.run)
     one_pass = facts.one_pass and facts.one_pass._replace(gamma=gamma)
-    name, words = engine_words(
-        options, directory, replace(facts, gamma=gamma, gamma_by_load=(), one_pass=one_pass, timed_in=None)
-    )
+    facts = replace(facts, gamma=gamma, gamma_by_load=(), one_pass=one_pass, timed_in=None)
+    name, words = engine_words(options, directory, facts)
     log = directory.parent / f"{options.engine}.log"
     listening(options.host, options.port, True).close()
     with _running(words, log) as engine:

@@ -72,9 +72,8 @@ def held_out_completions(run: Path, count: int, verdict: Verdict, trusted: bool)
     config = load_trusted(run / CONFIG, trusted)
     pair = open_pair(config, str(best_student(run)), config.judge.prompts)
     settings = replace(pair.settings.under(config.judge_rule, config.judge.gamma), seed=config.seed + 2)
-    responses, _ = decode(
-        pair.target.model, Draft(pair.draft, verdict.drafts[-1].drafting).drafter(), pair.keyed[:count], settings
-    )
+    drafter = Draft(pair.draft, verdict.drafts[-1].drafting).drafter()
+    responses, _ = decode(pair.target.model, drafter, pair.keyed[:count], settings)
     return [marked_completion(pair.target.tokenizer, response) for response in responses]
 
 

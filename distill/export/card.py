@@ -37,7 +37,10 @@ def model_card(serving: dict[str, Any], verdict: Verdict | None, provenance: dic
     facts = {"base": None, "license": None} | (provenance or {})
     named = facts.get("data") or []
     data = [named] if isinstance(named, str) else [str(name) for name in named]
-    recorded = {key: _short(value) for key, value in (provenance or {}).items() if key not in ("command", "argv")}
+    recorded = {key: value for key, value in (provenance or {}).items() if key not in ("command", "argv")}
+    # Long strings such as a whole config would fill the card.
+    long = [key for key, value in recorded.items() if isinstance(value, str) and len(value) > LONGEST_SHOWN]
+    recorded |= dict.fromkeys(long, "see provenance.json")
     told = without_folders(json.dumps(recorded, indent=2, default=str, ensure_ascii=False)) if recorded else ""
     page = environment().get_template("README.md.j2")
     return page.render(
@@ -81,8 +84,3 @@ def _front_matter(serving: dict[str, Any], verdict: Verdict | None, facts: dict[
         model_name=serving["draft"]["name"], eval_results=(verdict and index_of(verdict, facts.get("heldout") or [])) or None,
     )  # fmt: skip
     return f"{card.to_yaml()}\n"
-
-
-def _short(value: Any) -> Any:
-    """Replace long strings such as a whole config, which would fill the card."""
-    return "see provenance.json" if isinstance(value, str) and len(value) > LONGEST_SHOWN else value

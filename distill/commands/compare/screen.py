@@ -115,9 +115,8 @@ def plot_comparison(result: Comparison, path: Path) -> Path:
         curves, gains = figure.subplots(1, 2)
         _curves(curves, result)
         _gains(gains, result)
-        figure.suptitle(
-            f"{result.row(result.against).prompts} held-out prompts, rule {result.rule}, by replay of the same text"
-        )
+        prompts = result.row(result.against).prompts
+        figure.suptitle(f"{prompts} held-out prompts, rule {result.rule}, by replay of the same text")
         write_figure(figure, path, metadata={"Date": None} if path.suffix.lower() == ".svg" else {})
     return path
 

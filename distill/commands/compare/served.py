@@ -61,13 +61,10 @@ def compare_served(options: CompareOptions, text: FrozenText, console: Console) 
         raise UserError(f"{names[0]}: lookup is not replayed beside URLs; remove it")
     rule: Any = options.rule or "auto"
     asked = ReadbackOptions("", text.run, rule=rule, trust_remote_code=options.trust_remote_code)
-    source = of_run(asked, text.run)
-    found = [
-        _served(options, name, source, number)
-        if name.startswith(("http://", "https://"))
-        else _replayed(options, name, text)
-        for number, name in enumerate(options.drafts)
-    ]
+    source, found = of_run(asked, text.run), []
+    for number, name in enumerate(options.drafts):
+        served = name.startswith(("http://", "https://"))
+        found.append(_served(options, name, source, number) if served else _replayed(options, name, text))
     (first, base), *others = found
     gains = [
         ServedDifference(
@@ -83,7 +80,7 @@ def compare_served(options: CompareOptions, text: FrozenText, console: Console) 
     return 0
 
 
-def _served(options: CompareOptions, url: str, source: Source, number: int) -> tuple[Measured, np.ndarray]:
+def _served(url: str, source: Source, number: int) -> tuple[Measured, np.ndarray]:
     client = EngineClient(url, source.target.tokenizer, source.target.facts.vocab_rows)
     client.identify()
     file = AnswerFile(source.folder / f"served-{number}.jsonl", client, resume=False)

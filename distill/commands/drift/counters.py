@@ -24,12 +24,10 @@ def scrape(url: str, scrapes: int, interval: float, gamma: int | None, key: str 
             time.sleep(interval)
         found = counters_of(root, key)
         if found is None or found.accepted is None:
-            length = mean_length_of(root, key)
-            known = (
-                f" (it only gives {length:.2f} tokens per block since its start, which cannot be compared over time)"
-                if length
-                else ""
-            )
+            known = ""
+            if length := mean_length_of(root, key):
+                of = f"{length:.2f} tokens per block since its start"
+                known = f" (it only gives {of}, which cannot be compared over time)"
             raise UserError(
                 f"--metrics-url {url}: no counters of drafts there{known}; vLLM always has them, llama-server with --metrics, "
                 "SGLang with --enable-metrics; or read SGLang's request files (--export-metrics-to-file) with --log"
@@ -60,9 +58,6 @@ def _differences(url: str, seen: list[ServerCounts], gamma: int | None) -> Accep
             )
         records.append(AcceptanceRecord(len(records), drafted, found.accepted, found.blocks))
     if not records:
-        why = (
-            "; ".join(warnings)
-            or "nothing was drafted between the scrapes; check that it serves requests, or raise --interval"
-        )
-        raise UserError(f"--metrics-url {url}: {why}")
+        idle = "nothing was drafted between the scrapes; check that it serves requests, or raise --interval"
+        raise UserError(f"--metrics-url {url}: {'; '.join(warnings) or idle}")
     return AcceptanceLog(records, seen[-1].engine, True, warnings)

@@ -189,9 +189,8 @@ def _decoded(options: DriftOptions, baseline: Baseline) -> tuple[AcceptanceLog, 
     # Another seed than the run's own decoding: the same prompt under both would share its coins.
     settings = decode_settings(config.serving, config.seed, frozen.target).under(baseline.rule, baseline.gamma)
     settings = replace(settings, seed=config.seed + 3)
-    responses, _ = decode(
-        target, Draft(draft, baseline.drafting).drafter(), prompts, settings, batch_size=config.judge.batch_size
-    )
+    drafter = Draft(draft, baseline.drafting).drafter()
+    responses, _ = decode(target, drafter, prompts, settings, batch_size=config.judge.batch_size)
     records = [
         AcceptanceRecord(order, response.drafted, response.accepted, response.blocks, label)
         for order, (response, label) in enumerate(zip(responses, labels, strict=True))

@@ -140,10 +140,10 @@ class Probe:
     @property
     def measured(self) -> list[Measured]:
         """Every row: prompt lookup, then each draft's."""
-        own = [
-            row for one in self.usable for row in (*(row for each in one.outlooks for row in each.rows), *one.at_loads)
-        ]
-        return [*self.lookups, *own]
+        rows = list(self.lookups)
+        for one in self.usable:
+            rows += [*(row for each in one.outlooks for row in each.rows), *one.at_loads]
+        return rows
 
     def record(self) -> dict[str, Any]:
         prices = [*self.target_prices, *(price for one in self.usable for price in one.prices)]

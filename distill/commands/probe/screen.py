@@ -117,19 +117,13 @@ def probe_lines(result: Probe) -> list[str]:
     for one in result.drafts:
         lines += [f"note: {one.name}: {note}" for note in one.notes]
         if one.refused is None:
-            lines += _detectable(one, settings.prompts)
+            said, seen = too_few(settings.prompts), one.detectable_alpha or 0.0
+            if said is None and seen >= 0.0005:
+                more = f"{4 * settings.prompts} prompts detect {seen / 2:.3f}"
+                said = f"{settings.prompts} prompts detect a gain of {seen:.3f} in alpha with 80 % probability; {more}"
+            lines += [] if said is None else [f"{one.name}: {said}"]
             lines += [draft_sentence(one, baseline)] if len(result.drafts) > 1 else []
     return [*lines, f"Verdict: {result.sentence}"]
-
-
-def _detectable(prospect: Prospect, prompts: int) -> list[str]:
-    said, seen = too_few(prompts), prospect.detectable_alpha or 0.0
-    if said is None and seen >= 0.0005:
-        said = (
-            f"{prompts} prompts detect a gain of {seen:.3f} in alpha with 80 % probability; "
-            f"{4 * prompts} prompts detect {seen / 2:.3f}"
-        )
-    return [] if said is None else [f"{prospect.name}: {said}"]
 
 
 def prices_table(result: Probe) -> Table:

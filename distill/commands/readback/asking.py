@@ -54,9 +54,6 @@ class AnswerFile:
                     row = {name: found[name] for name in _KEYS}
                     self._known[row["key"], json.dumps(row["asked"])] = row
 
-    def __len__(self) -> int:
-        return len(self._known)
-
     def has(self, texts: Sequence[HeldoutResponse], settings: DecodeSettings) -> bool:
         """Whether all answers are in the file, so that nothing is asked."""
         return all((text.key, _asked(settings)) in self._known for text in texts)
@@ -92,7 +89,7 @@ class AnswerFile:
     @property
     def kept(self) -> str:
         """What remains after an interrupted readback, as a phrase."""
-        return f"{len(self)} answers are kept in {self.path} (`drift --log` reads them; --resume continues)"
+        return f"{len(self._known)} answers are kept in {self.path} (`drift --log` reads them; --resume continues)"
 
 
 def _asked(settings: DecodeSettings) -> str:

@@ -260,8 +260,9 @@ def tau_interval(counted: Counted, tau: float, predicted: Interval) -> Interval:
 
 def own_interval(counted: Counted) -> Interval | None:
     """Return the 95 % interval of the served tau over prompts; None for sums only."""
-    rows = counted.rows
-    return rows and ratio_interval(np.array([row.tokens for row in rows]), np.array([row.blocks for row in rows]))
+    if (rows := counted.rows) is None:
+        return None
+    return ratio_interval(np.array([row.tokens for row in rows]), np.array([row.blocks for row in rows]))
 
 
 def waits(answers: Sequence[Answer]) -> Waiting:

@@ -35,9 +35,8 @@ def try_parameters(
     for mode, asked in (("greedy", replace(few, rule="greedy", sampling=GREEDY)), ("seeded", few)):
         sides = own, other = [_Side(client, texts[:_PROMPTS], asked) for client in (drafting, plain)]
         ids = [token for text in other.texts for token in plain.tokenizer(text).input_ids]
-        fixed = _FIXED | {
-            "logit_bias": {"logit_bias": {str(max(sorted(set(ids)), key=ids.count)): -100}} if ids else {}
-        }
+        banned = {"logit_bias": {str(max(sorted(set(ids)), key=ids.count)): -100}} if ids else {}
+        fixed = _FIXED | {"logit_bias": banned}
         for name, value in fixed.items():
             found.append(_tried(name, [value] * len(own.texts), mode, sides))
         stops = [{"stop": [text[len(text) // 2 :][:3]]} if text else {} for text in other.texts]
@@ -75,9 +74,8 @@ def _tried(name: str, values: Sequence[Mapping[str, Any]], mode: Any, sides: Seq
     value = "" if name == "stop" else ", ".join(json.dumps(one) for one in values[0].values())
     row: dict[str, Any] = {"name": name, "value": value, "mode": mode, "prompts": len(values)}
     if refusals:
-        return TriedParameter(
-            **row, status="refused", note="; ".join(f"{who}: {said}" for who, said in refusals.items())
-        )
+        said = "; ".join(f"{who}: {why}" for who, why in refusals.items())
+        return TriedParameter(**row, status="refused", note=said)
     ours, theirs = map(_texts, answers)
     row["equal"] = _same(ours, theirs)
     moved, row["changed"] = (len(values) - _same(*pair) for pair in ((ours, sides[0].texts), (theirs, sides[1].texts)))

@@ -64,7 +64,9 @@ def points_of(rows: Sequence[Row], trials: Sequence[Trial], price: float | None)
 def marked(points: Sequence[Point]) -> list[Point]:
     """The points, smallest draft first, with the frontier marked."""
     points = sorted(points, key=lambda point: (point.bytes, -point.speed_up))
-    return [replace(own, frontier=not any(_beats(other, own) for other in points)) for own in points]
+    sizes = [(point.bytes, -point.speed_up) for point in points]
+    beaten = [any(o != own and o[0] <= own[0] and o[1] <= own[1] for o in sizes) for own in sizes]
+    return [replace(point, frontier=not lost) for point, lost in zip(points, beaten, strict=True)]
 
 
 def _point(row: Row, runs: Sequence[tuple[Path, Verdict]], price: float | None) -> Point:
@@ -72,9 +74,8 @@ def _point(row: Row, runs: Sequence[tuple[Path, Verdict]], price: float | None) 
     loads = sorted(set.intersection(*(set(verdict.concurrencies) for verdict in verdicts)) | {1})
     speed_ups = {}
     for load in loads:
-        timed = [
-            own for verdict in verdicts if (own := verdict.row(DRAFT, load)) is not None and own.speed_up is not None
-        ]
+        found = [verdict.row(DRAFT, load) for verdict in verdicts]
+        timed = [own for own in found if own is not None and own.speed_up is not None]
         if len(timed) == len(verdicts):
             mean = mean_of(timed)
             speed_ups[load] = mean.speed_up or 0.0, mean.speed_up_ci
@@ -91,11 +92,6 @@ def _point(row: Row, runs: Sequence[tuple[Path, Verdict]], price: float | None) 
 
 def _mean(values: Sequence[float]) -> float | None:
     return float(np.mean(values)) if values else None
-
-
-def _beats(other: Point, own: Point) -> bool:
-    no_worse = other.bytes <= own.bytes and other.speed_up >= own.speed_up
-    return no_worse and (other.bytes < own.bytes or other.speed_up > own.speed_up)
 
 
 def recommended(points: Sequence[Point]) -> tuple[Point, str] | None:

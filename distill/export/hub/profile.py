@@ -37,9 +37,8 @@ class Acceptance(Record):
         if marginal and products and not _close(marginal, products):
             return "marginal_accept_rates are not the products of conditional_accept_rates"
         if marginal and mean and not _close([1.0 + sum(marginal)], [mean]):
-            return (
-                f"mean_accept_length is {mean:.3f}, but 1 + the sum of marginal_accept_rates is {1 + sum(marginal):.3f}"
-            )
+            other = f"1 + the sum of marginal_accept_rates is {1 + sum(marginal):.3f}"
+            return f"mean_accept_length is {mean:.3f}, but {other}"
         return None
 
 
