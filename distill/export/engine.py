@@ -210,8 +210,9 @@ def _vocabulary_reasons(engine: Engine, facts: EngineFacts) -> list[str]:
     difference = facts.first_difference_from_5 if engine.first_compared_id else facts.first_difference
     if difference is not None:
         token_id, target_string, draft_string = difference
-        told = "it compares only sizes, so proposals mean other text and are rejected"
-        told = "it refuses such a pair" if engine.equal_strings else told
+        told = "it refuses such a pair"
+        if not engine.equal_strings:
+            told = "it compares only sizes, so proposals mean other text and are rejected"
         reasons.append(
             f"token id {token_id} is {target_string!r} in the target and {draft_string!r} in the draft (tokenizer.json: model.vocab); "
             f"{told}; use a draft with the target's tokenizer"

@@ -6,7 +6,7 @@ At one request whole responses alternate (`speculative.measure.race`); at a larg
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 from rich.progress import track
@@ -179,9 +179,8 @@ def hold(
         return worth_timing(standings(laps), [one.name for one in ways], about)
 
     prompts = track([(text.key, text.prompt_ids) for text in chosen], "timing", transient=True)
-    least = min(max(fewest, FEWEST_SITTINGS * SITTING), len(chosen))
-    how: Any = {"still": still, "seconds": judging.speed_seconds, "least": least}
-    laps = race(target, ways, prompts, question.settings, **how)
+    seconds, least = judging.speed_seconds, min(max(fewest, FEWEST_SITTINGS * SITTING), len(chosen))
+    laps = race(target, ways, prompts, question.settings, still=still, seconds=seconds, least=least)
     timed = standings(laps)
     counted = {one.name: timed.counted(one.name) for one in ways if one.blocks_N is None}
     return Contest(question, 1, tuple(ways), timed, frozenset(picked), counted, laps)

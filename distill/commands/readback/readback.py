@@ -70,8 +70,8 @@ def readback_command(options: ReadbackOptions, console: Console | None = None) -
         else:
             if len({client.root for client in clients}) < len(clients):
                 raise UserError(
-                    f"--plain {options.plain}: this is the same server; give the same engine without the draft, on another port, or restart "
-                    "it without the draft after a whole readback and add --resume"
+                    f"--plain {options.plain}: this is the same server; give the same engine without the draft, on another port, "
+                    "or restart it without the draft after a whole readback and add --resume"
                 )
             clients[0].identify()
         for client in clients[1:]:

@@ -95,8 +95,11 @@ def of_prompts(options: ReadbackOptions) -> Source:
     settings = DecodeSettings(sampling, 0, rule, options.max_tokens, target.facts.eos_ids, options.seed)  # type: ignore[arg-type]
     greedy = frozen_responses(target.model, keyed, settings.under("greedy", 0), "")
     texts = greedy if sampling.greedy else [replace(text, response_ids=[], log_target_probs=[]) for text in greedy]
+
+    def judge(asked: Asked, *_: Any) -> Judged:
+        return counted_alone(asked, options.gamma, options.rule)
+
     name = f"{options.prompts} for {options.target}"
-    judge = lambda asked, *_: counted_alone(asked, options.gamma, options.rule)  # noqa: E731
     return Source(name, options.to, target, "--target", texts, greedy, settings, judge, True)
 
 

@@ -125,7 +125,7 @@ def share_stores(trial: Trial, others: Sequence[Trial]) -> list[str]:
         for store in sorted((other / RESPONSES).glob("*")):
             to = folder / store.relative_to(other)
             if (store / MANIFEST).exists() and not to.exists():
-                # Copied under a temporary name, so that a copy is complete or absent. Killed writers leave hidden files.
+                # Copied under a temporary name, so that a copy is complete or absent. Killed writers leave hidden files, which are skipped.
                 temporary = to.with_name(f".{to.name}.tmp")
                 shutil.rmtree(temporary, ignore_errors=True)
                 hidden = shutil.ignore_patterns(".*")
