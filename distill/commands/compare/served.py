@@ -64,7 +64,7 @@ def compare_served(options: CompareOptions, text: FrozenText, console: Console) 
     source, found = of_run(asked, text.run), []
     for number, name in enumerate(options.drafts):
         served = name.startswith(("http://", "https://"))
-        found.append(_served(options, name, source, number) if served else _replayed(options, name, text))
+        found.append(_served(name, source, number) if served else _replayed(options, name, text))
     (first, base), *others = found
     gains = [
         ServedDifference(
