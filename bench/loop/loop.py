@@ -90,7 +90,7 @@ class Plan:
     before: int = 260
     shifted: int = 360
     after: int = 200
-    at_once: int = 2
+    at_once: int = 1
     rush: int = 32
 
     @property

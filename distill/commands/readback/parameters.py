@@ -101,6 +101,8 @@ def _logprobs(ours: _Answers, theirs: _Answers) -> tuple[str, str]:
     places = [sum(map(len, side)) for side in rows]
     if places[0] != places[1]:
         return "differs" if places[0] else "ignored", f"{places[0]} places instead of {places[1]}"
+    if not places[0]:
+        return "same", "neither engine returns any"
     pairs = [pair for one, other in zip(*rows, strict=True) for pair in zip(one, other, strict=False)]
     apart = [abs(one[token] - other[token]) for one, other in pairs if one and other for token in one if token in other]
     largest = max(apart, default=0.0)

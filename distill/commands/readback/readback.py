@@ -101,6 +101,8 @@ def _check(options: ReadbackOptions) -> None:
         raise UserError(f"--timeout {options.timeout:g}: give a positive number of seconds")
     if options.parameters and not options.plain:
         raise UserError("--parameters: compares two engines; give the one without the draft with --plain URL")
+    if options.run is None and not (options.target and options.prompts):
+        raise UserError("readback: give --run RUN, or --target TARGET and --prompts FILE to judge any drafter")
     if options.speed and options.run is None:
         raise UserError("--speed: compares with the engine_costs.json of a run; give it with --run")
     if options.speed and not options.plain:

@@ -80,8 +80,6 @@ def of_prompts(options: ReadbackOptions) -> Source:
 
     Raises UserError: no target, prompts or settings, or a prompt that is too long.
     """
-    if not (options.target and options.prompts):
-        raise UserError("readback: give --run RUN, or --target TARGET and --prompts FILE to judge any drafter")
     if not 0 < options.top_p <= 1:
         raise UserError(f"--top-p {options.top_p:g}: set it above 0 and to at most 1")
     rows, _ = asked_rows(options.prompts, options.prompt_column, options.messages_column)
@@ -154,6 +152,8 @@ def of_run(options: ReadbackOptions, run: Path) -> Source:
     if options.speed:
         if verdict is None or verdict.engine is None:
             raise UserError(f"--speed: {run} has no engine_costs.json; make it with `understudy time {run}`")
+        if (count := len(frozen.responses)) < (most := max(verdict.engine.ratios)):
+            raise UserError(f"--speed: {count} prompts for {most} concurrent requests; give more prompts")
         speed = functools.partial(speed_checks, verdict, run)
     return Source(str(run), run, frozen.target, "target.path", frozen.responses, greedy, settings, judge, speed=speed)
 
