@@ -11,6 +11,8 @@ from distill.live.traffic.reader import accepts, read_traffic
 from distill.live.traffic.record import TrafficRecord, from_line, log_files
 from loop.clients import Clients
 
+COMPARED = 120  # requests before the overload
+
 
 @dataclass
 class LoopResult:
@@ -44,7 +46,7 @@ def account(traffic: Path, clients: Clients, result: LoopResult, seconds: float)
 
     records_lost: complete responses without a record, or with a record of different text. records_doubled: lines beyond one per time
     that a request was sent, and ids that were never sent. acceptance: accepted / drafted, without constrained requests.
-    tokens_per_second: of a request, by draft version, `plain` at the beginning. saved_seconds: of the clients' waiting, against `plain`.
+    tokens_per_second, saved_seconds: see `saved`.
     """
     log = read_traffic(traffic)
     records = {record.id: record for record in log.records}
@@ -76,15 +78,23 @@ def rates_around(traffic: Path, result: LoopResult) -> dict[str, float | None]:
 
 
 def saved(records: Sequence[TrafficRecord]) -> dict[str, Any]:
-    """{tokens_per_second: by version, saved_seconds: by version}. The overload, which a server without a draft answers, is left out."""
-    rates, found = {}, {}
-    for version in dict.fromkeys(record.draft_version for record in records if record.draft_version != "none"):
-        own = [one for one in records if one.draft_version == version and one.response_tokens and one.total_s]
-        rates[version] = sum(one.response_tokens or 0 for one in own) / sum(one.total_s or 0.0 for one in own)
-        if version != "plain" and "plain" in rates:
-            tokens, seconds = (sum(getattr(one, name) or 0 for one in own) for name in ("response_tokens", "total_s"))
-            found[version] = tokens / rates["plain"] - seconds
-    return {"tokens_per_second": rates, "saved_seconds": found}
+    """{tokens_per_second: of the first COMPARED requests to the target alone and to v0001, saved_seconds: of the waiting of the latter}.
+
+    Later requests come from another number of clients at once, so their speeds say nothing about the draft.
+    """
+    firsts = {
+        version: [one for one in records if one.draft_version == version][:COMPARED] for version in ("plain", "v0001")
+    }
+    sums = {
+        version: (sum(one.response_tokens or 0 for one in own), sum(one.total_s or 0.0 for one in own))
+        for version, own in firsts.items()
+    }
+    rates = {version: tokens / seconds for version, (tokens, seconds) in sums.items() if seconds}
+    tokens, seconds = sums["v0001"]
+    return {
+        "tokens_per_second": rates,
+        "saved_seconds": tokens / rates["plain"] - seconds if "plain" in rates else None,
+    }
 
 
 def _rate(records: Sequence[TrafficRecord]) -> float | None:

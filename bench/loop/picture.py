@@ -22,9 +22,14 @@ def plot_loop(path: Path, traffic: Path, result: LoopResult, began: float) -> No
     (axis, beside), (below, empty) = figure.subplots(2, 2, width_ratios=(3, 1), height_ratios=(3, 2), sharex="col")
     empty.axis("off")
     records = read_traffic(traffic).records
-    for version in dict.fromkeys(record.draft_version for record in records):
+    versions = dict.fromkeys(record.draft_version for record in records)
+    colours = {
+        version: f"C{place}" for place, version in enumerate(own for own in versions if own not in ("none", "plain"))
+    }
+    for version in versions:
         if version != "none":  # the overload
-            _plot_speed(below, [one for one in records if one.draft_version == version], began)
+            served = [one for one in records if one.draft_version == version]
+            _plot_speed(below, served, began, colours.get(version, "dimgrey"))
         own = counted(records, version)
         size = max(BIN_REQUESTS, len(own) // MOST_POINTS)
         sides = ([one for one in own if (one.time < result.shifted_at) == before] for before in (True, False))
@@ -35,33 +40,29 @@ def plot_loop(path: Path, traffic: Path, result: LoopResult, began: float) -> No
         times = [float(np.mean([record.time for record in part])) - began for part in bins]
         counts = [np.array([[one.accepted, one.drafted] for one in part], dtype=np.float64).T for part in bins]
         rates = [accepted.sum() / drafted.sum() for accepted, drafted in counts]
-        (line,) = axis.plot(times, rates, marker="o", markersize=3, label=f"draft {version}")
+        (line,) = axis.plot(times, rates, marker="o", markersize=3, label=f"draft {version}", color=colours[version])
         low, high = zip(*(ratio_interval(accepted, drafted) for accepted, drafted in counts), strict=True)
         axis.fill_between(times, low, high, alpha=0.2, color=line.get_color())
     _write_events(axis, beside, result.events)
     axis.set(ylabel="accepted / drafted, served", ylim=(0, None))
     below.set(xlabel="seconds", ylabel="tokens per second of a request", ylim=(0, None))
     below.grid(alpha=0.3)
-    below.legend(fontsize=8, loc="lower left")
+    below.legend(fontsize=8, loc="upper right")
     axis.set_title(f"The closed loop, engine: {result.engine}", pad=16)
     axis.legend(fontsize=8, loc="upper left")
     axis.grid(alpha=0.3)
     write_figure(figure, path)
 
 
-def _plot_speed(axis: Any, own: Sequence[TrafficRecord], began: float) -> None:
+def _plot_speed(axis: Any, own: Sequence[TrafficRecord], began: float, colour: str) -> None:
     """Tokens per second of requests, BIN_REQUESTS of them a point."""
     told = [one for one in own if one.response_tokens and one.total_s]
     bins = [told[start : start + BIN_REQUESTS] for start in range(0, len(told), BIN_REQUESTS)]
     rates = [sum(one.response_tokens or 0 for one in part) / sum(one.total_s or 0.0 for one in part) for part in bins]
     times = [float(np.mean([one.time for one in part])) - began for part in bins]
-    axis.plot(
-        times,
-        rates,
-        marker="o",
-        markersize=3,
-        label="target alone" if own[0].draft_version == "plain" else own[0].draft_version,
-    )
+    version = own[0].draft_version
+    label = "target alone" if version == "plain" else f"draft {version}"
+    axis.plot(times, rates, marker="o", markersize=3, label=label, color=colour)
 
 
 def _write_events(axis: Any, beside: Any, events: Sequence[tuple[float, str]]) -> None:
