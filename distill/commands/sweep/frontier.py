@@ -9,7 +9,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from distill.commands.sweep.plan import Trial
-from distill.commands.sweep.table import Row, mean_of
+from distill.commands.sweep.table import Row, mean_of, value_text
 from distill.config.layout import best_student
 from distill.report.money import Prices, price_rows, run_hours
 from distill.report.plot import write_figure
@@ -44,7 +44,7 @@ class Point:
 
     @property
     def name(self) -> str:
-        return ", ".join(f"{key.split('.')[-1]} {value}" for key, value in self.values.items())
+        return ", ".join(f"{key.split('.')[-1]} {value_text(value)}" for key, value in self.values.items())
 
 
 def points_of(rows: Sequence[Row], trials: Sequence[Trial], price: float | None) -> list[Point]:
@@ -122,7 +122,7 @@ def frontier_table(points: Sequence[Point]) -> Table:
     for point in points:
         cells = [Cell(*point.speed_ups[load]) if load in point.speed_ups else None for load in loads]
         money = [point.million] if any(one.million is not None for one in points) else []
-        values = [str(value) for value in point.values.values()]
+        values = map(value_text, point.values.values())
         numbers = [point.alpha, point.c, point.tau, *cells, point.bytes / MEGABYTE, point.hours, *money]
         table.add(*values, *numbers, "frontier" if point.frontier else "", strong=point.frontier)
     return table

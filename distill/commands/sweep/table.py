@@ -101,6 +101,11 @@ def mean_of(rows: Sequence[Measured]) -> Measured:
     return Measured(DRAFT, rows[0].rule, gamma=gamma, how=rows[0].how, **found)
 
 
+def value_text(value: object) -> str:
+    """A value of the grid as its file has it."""
+    return value if isinstance(value, str) else json.dumps(value)
+
+
 def sweep_table(sweep: SweepFile, rows: Sequence[Row]) -> Table:
     """One row per combination, the best first and bold."""
     count = sum(row.figure(sweep.metric) is not None for row in rows)
@@ -112,7 +117,7 @@ def sweep_table(sweep: SweepFile, rows: Sequence[Row]) -> Table:
         f"If intervals overlap, the difference may be noise.{picked}",
     )
     for row in rows:
-        values = [str(value) if isinstance(value, str) else json.dumps(value) for value in row.values.values()]
+        values = map(value_text, row.values.values())
         seeds = f"{row.seeds} of {row.seeds + row.missing}" if row.missing else str(row.seeds)
         table.add(*values, *map(row.figure, FIGURES), seeds, row.note, strong=row.note == BEST)
     return table
