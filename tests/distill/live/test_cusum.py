@@ -238,6 +238,20 @@ def test_neighbours_that_correlate_cause_no_more_false_alarms(
     assert correlation > 0.21 or heard >= trials(51, 300)
 
 
+def test_the_second_chart_hears_a_large_fall_sooner() -> None:
+    rng = np.random.default_rng(3)
+    accepted, drafted = (
+        np.concatenate(pair)
+        for pair in zip(correlated(rng, 150, 0.2, 0.5), correlated(rng, 300, 0.2, 0.38), strict=True)
+    )
+    pool = pool_of(accepted[:150], drafted[:150], 3)
+    stream = accepted[150:], drafted[150:]
+    one = monitor(pool, *stream, chart_for(pool, stream[1], 0.05, 0.05))
+    both = watch(pool, *stream, 0.05, 0.05)
+    assert both
+    assert both[0].at < (one[0].at if one else math.inf)
+
+
 def test_an_error_of_the_baseline_raises_the_allowance_where_it_must() -> None:
     rng = np.random.default_rng(14)
     few, many = pool_of(*requests(rng, 40), GAMMA), pool_of(*requests(rng, 4000), GAMMA)
