@@ -30,7 +30,7 @@ from distill.commands.compare.comparison import (
     with_lookup,
 )
 from distill.commands.compare.screen import plot_comparison, print_comparison
-from distill.commands.compare.served import compare_served
+from distill.commands.compare.served import compare_served, is_url
 from distill.commands.options import CompareOptions
 from distill.commands.output import check_known, check_plot, check_writable, write_asked
 from distill.config.layout import RESPONSES, TARGET_FACTS, best_student, find_student, run_of
@@ -63,7 +63,7 @@ class Gate:
 
 def compare(options: CompareOptions, console: Console) -> int:
     """Run `compare_command`, or `compare_served` if a way is a URL, print the result and return the exit status."""
-    own = [name for name in options.drafts if not name.startswith(("http://", "https://"))]
+    own = [name for name in options.drafts if not is_url(name)]
     if len(own) < len(options.drafts):
         _refuse_early(options, None)
         return compare_served(options, load_text(replace(options, drafts=own)), console)

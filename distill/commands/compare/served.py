@@ -19,6 +19,7 @@ from distill.commands.readback.comparison import served_row
 from distill.commands.readback.source import Source, counted_alone, of_run
 from distill.report.table import Cell, Column, Table
 from distill.run.frozen_text import FrozenText
+from distill.run.lock import held_for
 from speculative.drafters.draft import Draft
 from speculative.errors import UserError
 from speculative.measure.effects import Gain
@@ -61,10 +62,11 @@ def compare_served(options: CompareOptions, text: FrozenText, console: Console) 
         raise UserError(f"{names[0]}: lookup is not replayed beside URLs; remove it")
     rule: Any = options.rule or "auto"
     asked = ReadbackOptions("", text.run, rule=rule, trust_remote_code=options.trust_remote_code)
-    source, found = of_run(asked, text.run), []
-    for number, name in enumerate(options.drafts):
-        served = name.startswith(("http://", "https://"))
-        found.append(_served(name, source, number) if served else _replayed(options, name, text))
+    source = of_run(asked, text.run)
+    # Drafts first: one that cannot be loaded must not cost the answers of a server.
+    replayed = {name: _replayed(options, name, text) for name in options.drafts if not is_url(name)}
+    with held_for(source.folder / "served"):
+        found = [replayed.get(name) or _served(name, source, number) for number, name in enumerate(options.drafts)]
     (first, base), *others = found
     gains = [
         ServedDifference(
@@ -78,6 +80,10 @@ def compare_served(options: CompareOptions, text: FrozenText, console: Console) 
     write_asked("--out", options.out, result.record())
     _print(result, console)
     return 0
+
+
+def is_url(name: str) -> bool:
+    return name.startswith(("http://", "https://"))
 
 
 def _served(url: str, source: Source, number: int) -> tuple[Measured, np.ndarray]:

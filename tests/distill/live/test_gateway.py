@@ -267,7 +267,7 @@ def test_metrics_tell_served_acceptance_by_draft_and_slice(direct: str, tmp_path
     assert found["draft_tokens"] == {kind: 6 * count for kind, count in kinds.items()}
     assert found["drafts"] == {kind: 2 * count for kind, count in kinds.items()}
     places = [(labels["position"], value) for labels, value in page["vllm:spec_decode_num_accepted_tokens_per_pos"]]
-    assert sorted(places) == [("0", 2), ("0", 2), ("0", 4), ("1", 1), ("1", 1), ("1", 2)]
+    assert sorted(places) == [("0", 2), ("0", 2), ("0", 4), ("1", 1), ("1", 1), ("1", 2), ("2", 0), ("2", 0), ("2", 0)]
     assert {labels["draft_version"] for labels, _ in page[drafts["drafts"]]} == {"v0001"}
     assert sum(value for _, value in page["understudy_requests"]) == 5
     assert [page[f"vllm:{kind}_tokens"] for kind in ("prompt", "generation")] == [
@@ -278,7 +278,7 @@ def test_metrics_tell_served_acceptance_by_draft_and_slice(direct: str, tmp_path
     counts = counts_of(page)
     assert counts is not None
     assert (counts.engine, counts.accepted, counts.drafted, counts.blocks, counts.tokens) == ("vllm", 12, 24, 8, 24)
-    assert counts.accepted_G == (8, 4)
+    assert counts.accepted_G == (8, 4, 0)
     assert [record.constrained for record in records(tmp_path)].count(True) == 1
 
 
