@@ -154,6 +154,10 @@ def _open(source: PromptSource) -> tuple[Iterator[_Table], str]:
     """The tables of a source, read lazily, and their default domain."""
     path, split = source.path, source.split
     local = Path(path).expanduser()
+    if source.streaming and (local.exists() or glob.has_magic(path)):
+        raise UserError(
+            f"{path}: streaming is for datasets of the hub, and local files are read row by row anyway; remove it"
+        )
     if local.is_dir():
         return _directory_tables(local, split, source.subset), local.resolve().name
     if local.is_file():

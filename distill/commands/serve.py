@@ -56,7 +56,8 @@ def serve(options: ServeOptions) -> int:
     """
     directory, facts = _read_export(options.run)
     name, words = engine_words(options, directory, facts)
-    _check_files(name, words, directory)
+    if not options.alone:
+        _check_files(name, words, directory)
     keyed = _known(options.engine)[1].key_variable in os.environ or any(word.startswith("--api-key") for word in words)
     listening(options.host, options.port, keyed).close()  # fail now and not after minutes of loading
     log = options.log or directory.parent / f"{options.engine}.log"
@@ -100,7 +101,7 @@ def engine_words(options: ServeOptions, directory: Path, facts: EngineFacts) -> 
     engine, service = _known(options.engine)
     check_directory_name(directory)
     verdict = check(engine.name, facts)
-    if not verdict.ok:
+    if not verdict.ok and not options.alone:
         raise UserError(
             f"{directory / SERVING_FILE}: {engine.name} does not support this pair: {'; '.join(verdict.reasons)}"
         )

@@ -121,6 +121,8 @@ def test_openvino_runs_behind_our_server_in_its_own_environment(tmp_path: Path, 
     assert words[5:9] == ["--draft", str(directory), "--gamma", "5"]
     assert words[9:] == ["--host", "127.0.0.1", "--port", str(options.port), "--draft-weights", "int8"]
     assert words_of(replace(sampled, run=directory, alone=True))[5] == "--host"
+    # What the engine refuses of the pair does not concern the target alone.
+    assert words_of(replace(sampled, alone=True))[2] == "some/target"
     (directory / "serving.json").write_text(
         json.dumps({"format": SERVING_FORMAT, "facts": FACTS | {"sampling": {"temperature": 0.7}}})
     )
