@@ -26,6 +26,7 @@ from speculative.rules.rule import Rule, draft_draws
 # The objective that loss.name: null stands for, by acceptance rule. docs/studies.md has the comparison: a certain gain on two of three pairs, no loss.
 DEFAULT_OBJECTIVE: dict[Rule, str] = {
     "sample": "jsd",
+    "sample-untruncated": "jsd",
     "greedy-draft": "lk_hybrid",
     "greedy": "lk_hybrid",
     "block": "lk_hybrid",

@@ -181,8 +181,8 @@ class ServingConfig(Section):
     """How the target is served. Its responses and all measurements use these settings."""
 
     rule: Rule | None = None
-    """acceptance rule of the engine, which also sets the default objective: sample, greedy-draft (the default of
-    vLLM, SGLang and llama.cpp), greedy or block. null = greedy at temperature 0, else sample"""
+    """acceptance rule of the engine, which also sets the default objective: sample, sample-untruncated
+    (vLLM's V2 runner), greedy-draft (the default of vLLM, SGLang and llama.cpp), greedy or block. null = greedy at temperature 0, else sample"""
     temperature: float = Field(1.0, ge=0)
     """sampling temperature of the server; 0 = greedy"""
     top_k: int = Field(0, ge=0)

@@ -32,6 +32,7 @@ from speculative.errors import UserError
 from speculative.measure.load import MOST_LOAD
 from speculative.measure.measured import DRAFT, LOOKUP, TOGETHER, Measured
 from speculative.measure.record import Record
+from speculative.rules.rule import UNTRUNCATED
 from speculative.rules.sampling import SamplingSettings
 
 LLAMA_CPP_FIRST_COMPARED_ID = 5
@@ -145,8 +146,9 @@ class EngineFacts:
 
     @property
     def sampled_drafts_win(self) -> bool:
-        """Whether replay predicts more acceptance for sampled drafts than for argmax drafts."""
-        return self.sampled and self.taus.get("sample", 0.0) > self.taus.get("greedy-draft", float("inf"))
+        """Whether replay predicts more acceptance for sampled drafts, also for untruncated ones, than for argmax drafts."""
+        sampled = min(self.taus.get(rule, math.inf) for rule in ("sample", UNTRUNCATED))
+        return self.sampled and math.inf > sampled > self.taus.get("greedy-draft", float("inf"))
 
     @property
     def request(self) -> dict[str, float | int]:

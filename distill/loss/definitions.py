@@ -14,7 +14,7 @@ from torch import Tensor
 
 from speculative.rules.rule import Rule, draft_draws
 from speculative.rules.sampling import GREEDY, SamplingSettings, logits_to_probs, most_likely
-from speculative.rules.verify import accept_probability
+from speculative.rules.verify import accept_probability, draft_settings_for
 
 ACCEPTED_LENGTH = "accepted_length"  # depends on blocks, not on single rows: distill/loss/accepted.py
 UNTOUCHED = SamplingSettings()  # the model's own distribution
@@ -52,13 +52,13 @@ class Objective:
     @property
     def overlap_is_acceptance(self) -> bool:
         """Whether the overlap of the distributions in the loss equals the server's acceptance rate."""
-        return self.rule in ("sample", "block") and self.serving == SamplingSettings(self.temperature)
+        return draft_draws(self.rule) and self.serving == SamplingSettings(self.temperature)
 
 
 def acceptance(target_logits_NV: Tensor, student_logits_NV: Tensor, serving: SamplingSettings, rule: Rule) -> Tensor:
     """Probability that a server accepts the student's token: the overlap of both distributions under settings and rule. (N,)"""
     target_NV = logits_to_probs(target_logits_NV, GREEDY if rule == "greedy" else serving)
-    student_NV = logits_to_probs(student_logits_NV, GREEDY if rule in ("greedy", "greedy-draft") else serving)
+    student_NV = logits_to_probs(student_logits_NV, draft_settings_for(rule, serving) if draft_draws(rule) else GREEDY)
     return torch.minimum(target_NV, student_NV).sum(-1)
 
 
@@ -73,9 +73,11 @@ def kept(
     if target_logits_NV is None or not draft_draws(rule):
         return (most_likely(student_logits_NV) == labels_N).to(student_logits_NV.dtype)
     student_N, target_N = (
-        logits_to_probs(logits_NV, serving).gather(-1, labels_N.unsqueeze(-1)).squeeze(-1)
-        for logits_NV in (student_logits_NV, target_logits_NV)
-    )
+        logits_to_probs(logits_NV, settings).gather(-1, labels_N.unsqueeze(-1)).squeeze(-1)
+        for logits_NV, settings in (
+            (student_logits_NV, draft_settings_for(rule, serving)), (target_logits_NV, serving),
+        )
+    )  # fmt: skip
     return accept_probability(student_N, target_N).where(target_N > 0, 0.0)
 
 

@@ -45,7 +45,7 @@ from speculative.measure.measured import DRAFT, SERVED, TARGET, UNDISTILLED
 from speculative.measure.metrics import CURVE_GAMMAS, rule_curve
 from speculative.measure.race import Standings
 from speculative.measure.record import VERSION
-from speculative.rules.rule import RULES, rules_of_text
+from speculative.rules.rule import RULES, UNTRUNCATED, rules_of_text
 from speculative.rules.sampling import SamplingSettings
 
 SHOWN_RESPONSES = 8
@@ -185,7 +185,7 @@ def curves_of(evidence: Evidence) -> Curves:
         keys = [response.prompt for response in text]
         sampling = "temperature 0" if text_rule == "greedy" else "the serving settings"
         known = not any(np.isnan(response.log_target_probs).any() for response in text)
-        for rule in rules_of_text(text_rule, known):
+        for rule in rules_of_text(text_rule, known, evidence.question.settings.sampling.truncates):
             if rule in covered:
                 continue
             covered.add(rule)
@@ -202,6 +202,7 @@ def curves_of(evidence: Evidence) -> Curves:
     lacking = "needs text that the target sampled, but this run serves at temperature 0"
     if "greedy-draft" in covered:
         lacking = "needs the target's probabilities under the serving settings, but its server returns only the model's unmodified ones"
+    covered |= {UNTRUNCATED} if "sample" in covered else set()  # without truncation they are one
     refused = {rule: lacking for rule in RULES if rule not in covered}
     if "greedy" in refused:
         refused["greedy"] = "needs text that the target answered at temperature 0, but this run has none"

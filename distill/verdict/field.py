@@ -52,6 +52,7 @@ from speculative.measure.replay import (
 from speculative.measure.token_scores import TokenScores, score_tokens, scored_gammas
 from speculative.rules.lossy import Lossy
 from speculative.rules.rule import Rule, draft_draws
+from speculative.rules.verify import draft_settings_for
 
 # Share of judge.speed_seconds for the steps of each pair of shapes.
 COSTS_SHARE = 1 / 6
@@ -91,11 +92,12 @@ class Field:
 
 def score_all(question: Question, candidates: Sequence[Candidate]) -> dict[Rule, dict[str, list[TokenScores]]]:
     """One pass of every draft over every text. The last candidate's scores include its confidence."""
+    drafted = draft_settings_for(question.rule, question.settings.sampling)
     return {
         rule: {
             one.name: score_tokens(
                 one.draft.model, text, question.settings.under(rule, 0).sampling,
-                confidence=one.draft.model is candidates[-1].draft.model, offsets=one.draft.offsets(question.gamma),
+                confidence=drafted if one.draft.model is candidates[-1].draft.model else None, offsets=one.draft.offsets(question.gamma),
             )
             for one in candidates
         }
@@ -313,7 +315,7 @@ def lossy_ways(
     for lossy in dict.fromkeys(rules):
         changes: dict[str, Any] = {"lossy": lossy, "rule": lossy.rule(question.rule)}
         if draft_draws(changes["rule"]):
-            texts = lossy_texts(scores, lossy)
+            texts = lossy_texts(scores, lossy, changes["rule"])
             excess = [np.expm1(np.maximum(-np.atleast_2d(one.costs_T.T)[0], 0.0)) for one in texts]
         else:
             seen = choice_bounds(target, frozen, [one.choice_ids for one in scores], lossy, question.settings.sampling)

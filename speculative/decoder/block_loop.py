@@ -80,8 +80,8 @@ class BlockLoop:
         self._device = target.device
         self._step_mode = without_autograd(runner, target, drafter.model if drafter is not None else None)
         self._exact_stages, self._keep_probs = exact_stages, keep_probs
-        self._draft_sampling = draft_settings_for(settings.rule, settings.sampling)
-        self.drafts_greedily = self._draft_sampling.greedy
+        self.draft_sampling = draft_settings_for(settings.rule, settings.sampling)
+        self.drafts_greedily = self.draft_sampling.greedy
         self._rules = settings.active_rules
         self._uniforms_RLU = np.zeros((rows, 0, 0))
         if drafter is not None:
@@ -222,7 +222,7 @@ class BlockLoop:
         if uniforms is not None and gamma > 0:
             draft_uniforms = columns(uniforms[:, :gamma], DRAFT_UNIFORM, 3)
         text = self.tokens_RC, self.lengths_R, self.prompt_lengths_R, self.active_R
-        sampling, rules, tree = self._draft_sampling, self._rules, self.settings.tree if gamma > 0 else None
+        sampling, rules, tree = self.draft_sampling, self._rules, self.settings.tree if gamma > 0 else None
         return self.drafter.propose(Ask(*text, gamma, sampling, draft_uniforms, rules, stop_below, tree))
 
     def _uniform_table(self, key: str) -> np.ndarray:

@@ -116,8 +116,10 @@ class _Request:
             "ids": address_of(self._ids_RG1), "log_probs": address_of(self._log_probs_RG1),
             "overlap": address_of(self._overlap_R), "peaks": address_of(peaks_R), "draft_peaks": address_of(draft_peaks_R),
             "seconds": address_of(self.seconds), "lenience": bits_of(lossy.lenience), "epsilon": bits_of(lossy.epsilon),
-            **{name: bits_of(getattr(sampling, name)) for name in ("temperature", "top_p", "min_p")}, "top_k": sampling.top_k,
         }  # fmt: skip
+        for whose, one in {"target": sampling, "draft": loop.draft_sampling}.items():
+            fields |= {f"{whose} {name}": bits_of(getattr(one, name)) for name in ("temperature", "top_p", "min_p")}
+            fields[f"{whose} top_k"] = one.top_k
         self._numbers = np.array(list(fields.values()), dtype=np.int64)
         self.address = address_of(self._numbers)
         first = list(fields).index("given_ids")

@@ -214,7 +214,7 @@ class DeviceLoop(BlockLoop):
         uniforms = self._uniforms_of_block()
         if uniforms is not None:
             uniforms = uniforms[:, :gamma, DRAFT_UNIFORM : DRAFT_UNIFORM + 1]
-        return self.drafter.propose_on_device(text, gamma, self._draft_sampling, uniforms, prefixes[1], shortest)
+        return self.drafter.propose_on_device(text, gamma, self.draft_sampling, uniforms, prefixes[1], shortest)
 
     def _verify(self, proposal: Proposal, prefixes: tuple[int, int]) -> _Block:
         """The target's call, the rule and the commit."""

@@ -156,7 +156,7 @@ def _drafted(own: TokenScores, rule: str) -> tuple[np.ndarray, np.ndarray]:
     accepted_TC[rows, columns] = own.accept_probs(rule)
     if draft_draws(rule):
         if own.confidence_mass_TC is None:
-            raise ValueError("no confidence in these scores: make them with score_tokens(..., confidence=True)")
+            raise ValueError("no confidence in these scores: make them with score_tokens(..., confidence=settings)")
         return own.confidence_mass_TC, accepted_TC
     drafted_TC[rows, columns] = 1.0
     return drafted_TC, accepted_TC
@@ -183,7 +183,7 @@ def _mean_confidences(scores: Sequence[TokenScores], rule: str) -> np.ndarray:
 
 def _draft_probs(own: TokenScores, rule: str) -> np.ndarray:
     """Draft probability of the stored token if the draft samples, else of its argmax."""
-    return np.exp(own.log_draft_probs) if draft_draws(rule) else own.choice_probs
+    return np.exp(own.log_drafted(rule)) if draft_draws(rule) else own.choice_probs
 
 
 def _bin(probs_T: np.ndarray) -> np.ndarray:

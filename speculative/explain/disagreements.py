@@ -141,9 +141,12 @@ def _as_if_agreed(scores: TokenScores, places: Sequence[int]) -> TokenScores:
 
 
 def _kept_where(scores: TokenScores, right: np.ndarray) -> TokenScores:
-    likelier = np.maximum(scores.log_draft_probs, scores.log_target_probs)
+    def likelier(log_probs: np.ndarray) -> np.ndarray:
+        return np.where(right, np.maximum(log_probs, scores.log_target_probs), log_probs)
+
+    whole = None if scores.log_whole_probs is None else likelier(scores.log_whole_probs)
     return replace(
-        scores, log_draft_probs=np.where(right, likelier, scores.log_draft_probs), matches=scores.matches | right
+        scores, log_draft_probs=likelier(scores.log_draft_probs), matches=scores.matches | right, log_whole_probs=whole
     )
 
 

@@ -85,17 +85,17 @@ def texts_of(
         if takes_argmax:
             costs_T = np.where(own.matches, 0.0, np.inf)
         else:
-            costs_T = np.asarray(own.log_target_probs - own.log_draft_probs)
-            costs_T = np.maximum(costs_T, 0.0) if rule == "sample" else costs_T
+            costs_T = np.asarray(own.log_target_probs - own.log_drafted(rule))
+            costs_T = costs_T if rule == "block" else np.maximum(costs_T, 0.0)
         stops_T = None
         if stop_below > 0.0:
-            stops_T = (own.choice_probs if takes_argmax else np.exp(own.log_draft_probs)) < stop_below
+            stops_T = (own.choice_probs if takes_argmax else np.exp(own.log_drafted(rule))) < stop_below
         texts.append(TextCosts(costs_T, stops_T, None if sure is None else sure[place]))
     return texts
 
 
-def lossy_texts(scores: Sequence[TokenScores], lossy: Lossy) -> list[TextCosts]:
-    """Costs -log(kept / target) of scored responses under lenience, if the draft samples; see `speculative.rules.lossy`. The mean of the
+def lossy_texts(scores: Sequence[TokenScores], lossy: Lossy, rule: str = "sample") -> list[TextCosts]:
+    """Costs -log(kept / target) of scored responses under lenience, if the draft samples by this rule; see `speculative.rules.lossy`. The mean of the
     weights kept / target is the acceptance rate, the mean of what exceeds 1 the total variation, the mean product of j weights P(j drafted
     tokens are kept). A token that is not kept has the rest, 1 - kept / target: blocks start in the target's contexts.
     """
@@ -103,7 +103,7 @@ def lossy_texts(scores: Sequence[TokenScores], lossy: Lossy) -> list[TextCosts]:
     for own in scores:
         own = own if own.by_start is None else own.by_start
         log_bounds = own.log_target_probs + math.log(lossy.lenience)
-        texts.append(TextCosts(own.log_target_probs - np.minimum(own.log_draft_probs, log_bounds), lossy=True))
+        texts.append(TextCosts(own.log_target_probs - np.minimum(own.log_drafted(rule), log_bounds), lossy=True))
     return texts
 
 

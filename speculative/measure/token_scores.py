@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from speculative.engine.models import evaluating, mask_token_of, masked_pass, takes_logits_to_keep, vocab_rows
 from speculative.errors import UserError
-from speculative.rules.rule import draft_draws
+from speculative.rules.rule import UNTRUNCATED, draft_draws
 from speculative.rules.sampling import SamplingSettings, logits_to_probs
 from speculative.rules.verify import draft_settings_for
 
@@ -50,8 +50,9 @@ class TokenScores:
     draft's own, at temperature 1. log_target_probs: as stored, under the serving settings (0 when greedy). matches: the draft's argmax is
     the stored token. choice_ids, choice_probs: that argmax and its probability in the draft's own distribution, temperature 1 and nothing
     cut: the confidence of a draft that takes its argmax. confidence_mass_TC: draft mass in each bin of `CONFIDENCE_EDGES` under the
-    serving settings: how probable it is that a sampled draft token has a probability in that bin; None unless asked for, and under greedy
-    settings. by_start: of a parallel draft, the same values except the mass, as tables (T, J): at [i, j] token i + j of the response,
+    settings it is sampled under: how probable it is that a drafted token has a probability in that bin; None unless asked for, and under
+    greedy settings. log_whole_probs: as log_draft_probs, of a draft that truncates nothing (rule sample-untruncated); None where the serving
+    settings do not truncate either. by_start: of a parallel draft, the same values except the mass, as tables (T, J): at [i, j] token i + j of the response,
     proposed at offset j + 1 of the block that starts with token i; a token that is always kept after the end of the text. None: it drafts
     token by token.
     """
@@ -63,19 +64,26 @@ class TokenScores:
     choice_probs: np.ndarray
     confidence_mass_TC: np.ndarray | None = None
     by_start: "TokenScores | None" = None
+    log_whole_probs: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.log_draft_probs)
+
+    def log_drafted(self, rule: str) -> np.ndarray:
+        """Log probability with which a draft that samples under this rule proposes the stored token."""
+        return (
+            self.log_whole_probs if rule == UNTRUNCATED and self.log_whole_probs is not None else self.log_draft_probs
+        )
 
     def accept_probs(self, rule: str) -> np.ndarray:
         """Per token (T,) the probability that it is an accepted drafted token once a block reaches it.
 
         Rule `sample`: min(1, draft / target), by maximal coupling; its mean over target-written text is an unbiased alpha (2211.17192
         Corollary 3.6). `greedy-draft`, `greedy`: 1 where the draft's argmax is the token. `block` judges whole blocks: the number of
-        `sample`, whose mean is also alpha.
+        `sample`, whose mean is also alpha. `sample-untruncated`: `sample` with another draft distribution.
         """
         if draft_draws(rule):
-            return np.exp(np.minimum(self.log_draft_probs - self.log_target_probs, 0.0))
+            return np.exp(np.minimum(self.log_drafted(rule) - self.log_target_probs, 0.0))
         return self.matches.astype(np.float64)
 
 
@@ -90,17 +98,18 @@ def score_tokens(
     texts: Sequence[StoredText],
     settings: SamplingSettings,
     *,
-    confidence: bool = False,
+    confidence: SamplingSettings | None = None,
     offsets: int | None = None,
 ) -> list[TokenScores]:
     """`TokenScores` of every text, in order, from one pass.
 
-    settings: how the texts were sampled. confidence: fill `confidence_mass_TC` too (a third more time). offsets: the largest gamma needed
+    settings: how the texts were sampled. confidence: how the draft samples, to fill `confidence_mass_TC` too (a third more time). offsets: the largest gamma needed
     of a parallel draft; fills `by_start`, which feeds `offsets` - 1 more tokens per response token. Raises UserError when the draft
     returns NaN or infinite logits, or if offsets are requested for a draft that is not parallel.
     """
     own = SamplingSettings() if settings.greedy else settings
-    bins = len(CONFIDENCE_EDGES)
+    sampled = confidence if confidence is not None and not (confidence.greedy or settings.greedy) else None
+    bins, width = len(CONFIDENCE_EDGES), 4 if own.truncates else 3
 
     def columns(logits_RV: torch.Tensor, token_ids_R: torch.Tensor) -> torch.Tensor:
         probs_RV = logits_to_probs(logits_RV, own)
@@ -109,25 +118,32 @@ def score_tokens(
         # A confidence: float32 is enough, and twice as fast over the vocabulary.
         choice_probs_R = (peaks_R - logits_RV.float().logsumexp(-1)).double().exp()
         parts = [log_probs_R, choices_R.double(), choice_probs_R]
-        if confidence and not settings.greedy:
+        if own.truncates:
+            warm_RV = logits_RV.float() / own.temperature
+            parts.append((warm_RV.gather(-1, token_ids_R.unsqueeze(-1)).squeeze(-1) - warm_RV.logsumexp(-1)).double())
+        if sampled is not None:
+            probs_RV = probs_RV if sampled == own else logits_to_probs(logits_RV, sampled)
             of_RV = (probs_RV * bins).long().clamp_(max=bins - 1)
             mass_RC = torch.zeros((len(probs_RV), bins), dtype=torch.float64, device=probs_RV.device)
             parts += list(mass_RC.scatter_add_(1, of_RV, probs_RV.double()).unbind(1))
         return torch.stack(parts, 1)
 
     scores = []
-    values = values_by_text(draft, texts, columns, 3 + (bins if confidence else 0), "draft")
+    values = values_by_text(draft, texts, columns, width + (bins if sampled else 0), "draft")
     for text, values_TK in zip(texts, values, strict=True):
         choices, log_target_probs = (
             values_TK[:, 1].astype(np.int64),
             np.asarray(text.log_target_probs, dtype=np.float64),
         )
         matches = choices == np.asarray(text.response_ids, dtype=np.int64)
-        mass_TC = values_TK[:, 3:] if confidence and not settings.greedy else None
-        scores.append(TokenScores(values_TK[:, 0], log_target_probs, matches, choices, values_TK[:, 2], mass_TC))
+        mass_TC, whole_T = values_TK[:, width:] if sampled else None, values_TK[:, 3] if width > 3 else None
+        own_scores = TokenScores(values_TK[:, 0], log_target_probs, matches, choices, values_TK[:, 2], mass_TC)
+        scores.append(replace(own_scores, log_whole_probs=whole_T))
     if offsets is None:
         return scores
-    tables = _values_by_start(draft, texts, lambda logits_RV, ids_R: columns(logits_RV, ids_R)[:, :3], offsets)
+    tables = _values_by_start(
+        draft, texts, lambda logits_RV, ids_R: columns(logits_RV, ids_R)[:, :width], offsets, width
+    )
     return [
         replace(own, by_start=_in_tables(text, own, table_TJK))
         for text, own, table_TJK in zip(texts, scores, tables, strict=True)
@@ -135,10 +151,18 @@ def score_tokens(
 
 
 def _in_tables(text: StoredText, own: TokenScores, values_TJK: np.ndarray) -> TokenScores:
-    """`TokenScores.by_start` from log draft probability, choice and its probability of every (start, offset)."""
+    """`TokenScores.by_start` from the columns (T, J, K) of every (start, offset): log draft probability, choice, its probability, and the
+    whole draft's log probability where K is 4.
+    """
     tokens, offsets = len(own), values_TJK.shape[1]
     # The first offset is that of the text itself.
-    values_TJK[:, 0] = np.stack((own.log_draft_probs, own.choice_ids, own.choice_probs), 1)
+    firsts = [
+        own.log_draft_probs,
+        own.choice_ids,
+        own.choice_probs,
+        *([] if own.log_whole_probs is None else [own.log_whole_probs]),
+    ]
+    values_TJK[:, 0] = np.stack(firsts, 1)
     places_TJ = np.arange(tokens)[:, None] + np.arange(offsets)
     inside_TJ = places_TJ < tokens
     places_TJ = np.minimum(places_TJ, max(tokens - 1, 0))
@@ -150,6 +174,7 @@ def _in_tables(text: StoredText, own: TokenScores, values_TJK: np.ndarray) -> To
         (choices_TJ == ids_T[places_TJ]) | ~inside_TJ,
         choices_TJ,
         np.where(inside_TJ, values_TJK[..., 2], 1.0),
+        log_whole_probs=np.where(inside_TJ, values_TJK[..., 3], 0.0) if len(firsts) > 3 else None,
     )
 
 
@@ -190,13 +215,14 @@ def _values_by_start(
     texts: Sequence[StoredText],
     values_of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
     offsets: int,
+    width: int,
 ) -> list[np.ndarray]:
-    """Values from `values_of` at offsets 2.. of the block from every start: (T, J, K = 3), else zeros."""
+    """Values from `values_of` at offsets 2.. of the block from every start: (T, J, K = width), else zeros."""
     mask_token = mask_token_of(draft.config)
     if mask_token is None:
         raise UserError("the draft's config.json has no mask token (pard_token): it can draft token by token only")
     most = max(1, min(MASKS_PER_FORWARD, LOGITS_PER_FORWARD // vocab_rows(draft)) // max(1, offsets - 1))
-    tables = [np.zeros((len(text.response_ids), offsets, 3)) for text in texts]
+    tables = [np.zeros((len(text.response_ids), offsets, width)) for text in texts]
     for text, table_TJK in zip(texts, tables, strict=True):
         tokens, first = len(text.response_ids), len(text.prompt_ids) - 1
         ids_T = torch.tensor([*text.prompt_ids, *text.response_ids], device=draft.device)

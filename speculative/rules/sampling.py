@@ -52,6 +52,11 @@ class SamplingSettings:
     def greedy(self) -> bool:
         return self.temperature == 0.0
 
+    @property
+    def truncates(self) -> bool:
+        """Whether top_k, top_p or min_p exclude tokens."""
+        return self != SamplingSettings(self.temperature)
+
     def as_dict(self) -> dict[str, float | int]:
         return asdict(self)
 

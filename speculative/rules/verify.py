@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 
 from speculative.errors import UserError
 from speculative.rules.lossy import Lossy
-from speculative.rules.rule import RULES, draft_draws
+from speculative.rules.rule import RULES, UNTRUNCATED, draft_draws
 from speculative.rules.sampling import GREEDY, SamplingSettings, sample
 
 
@@ -31,8 +31,8 @@ class Verified(NamedTuple):
 
 
 def draft_settings_for(rule: str, settings: SamplingSettings) -> SamplingSettings:
-    """Settings the draft samples under: the target's for `sample` and `block`, argmax for the greedy rules. Raises UserError for an
-    unknown rule, and for rule `greedy` with a temperature above 0 (the target would sample: that is `greedy-draft`).
+    """Settings the draft samples under: the target's for `sample` and `block`, its temperature alone for `sample-untruncated`, argmax for the
+    greedy rules. Raises UserError for an unknown rule, and for rule `greedy` with a temperature above 0 (the target would sample: that is `greedy-draft`).
     """
     if rule not in RULES:
         raise UserError(f"rule = {rule!r}: must be one of {', '.join(RULES)}")
@@ -41,6 +41,8 @@ def draft_settings_for(rule: str, settings: SamplingSettings) -> SamplingSetting
             f"rule = 'greedy' needs temperature 0, not {settings.temperature}: "
             "set temperature to 0, or use rule 'greedy-draft' for a sampling target"
         )
+    if rule == UNTRUNCATED:
+        return SamplingSettings(settings.temperature)
     return settings if draft_draws(rule) else GREEDY
 
 

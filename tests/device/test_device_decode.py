@@ -45,6 +45,7 @@ RULES = {
     "greedy": DecodeSettings(GREEDY, 3, "greedy", **MOST),
     "greedy-draft": DecodeSettings(WARM, 3, "greedy-draft", **MOST),
     "sample": DecodeSettings(WARM, 3, "sample", **MOST),
+    "sample-untruncated": DecodeSettings(WARM, 3, "sample-untruncated", **MOST),
     "block": DecodeSettings(WARM, 3, "block", **MOST),
     "greedy tree": DecodeSettings(GREEDY, 2, "greedy", tree=TREE, **MOST),
     "sampled tree": DecodeSettings(WARM, 2, "sample", tree=TREE, **MOST),

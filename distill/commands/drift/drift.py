@@ -38,6 +38,7 @@ from speculative.measure.measured import DRAFT, HELD_OUT, How, Measured, Row
 from speculative.measure.record import Record
 from speculative.measure.token_scores import score_tokens
 from speculative.rules.rule import RULES
+from speculative.rules.verify import draft_settings_for
 
 REFRESH = 3  # Exit status when a refresh is advised.
 
@@ -208,7 +209,8 @@ def _decoded(options: DriftOptions, baseline: Baseline) -> tuple[AcceptanceLog, 
     if baseline.drafting != "autoregressive" or len(responses) < 2:
         return log, None
     texts = [HeldoutResponse(one.key, "", one.prompt_ids, one.response_ids, one.log_target_probs) for one in responses]
+    drafted = draft_settings_for(baseline.rule, settings.sampling)
     now, judged = (
-        (side, score_tokens(draft, side, settings.sampling, confidence=True)) for side in (texts, frozen.responses)
+        (side, score_tokens(draft, side, settings.sampling, confidence=drafted)) for side in (texts, frozen.responses)
     )
     return log, calibration_change(now, judged, baseline.rule, options.confidence)

@@ -42,7 +42,7 @@ class ProbeText:
     @property
     def rules(self) -> tuple[Rule, ...]:
         """The rules that the text can be replayed under, its own first."""
-        return rules_of_text(law_of("sample", self.sampling))
+        return rules_of_text(law_of("sample", self.sampling), truncated=self.sampling.truncates)
 
     @property
     def keys(self) -> Sequence[Hashable]:

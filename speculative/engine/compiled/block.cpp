@@ -32,7 +32,7 @@ struct Block {
     double *log_probs, *overlap, *peaks, *draft_peaks;  // (R, G1); (R); (R); (R): the last two are NaN or infinite if a logit is
     double *seconds;                                    // draft, verify, accept
     double lenience, epsilon;  // 1 and 0 if lossless
-    Sampling sampling;
+    Sampling sampling, draft_sampling;
 };
 
 static thread_local Scratch memory_of_target_logits, memory_of_draft_logits, memory_of_draft_probs;
@@ -88,7 +88,7 @@ static void choose(const Work &b, long place) {
         if (b.greedy_draft) id = most_likely(logits, V, peak);
         else {
             float *probs = b.draft_probs + (k * b.gamma + place) * V;
-            probabilities(logits, V, b.sampling, probs);
+            probabilities(logits, V, b.draft_sampling, probs);
             id = draw(probs, V, uniforms_of(b, row, place)[DRAFT]);
             peak = probs[0];
         }

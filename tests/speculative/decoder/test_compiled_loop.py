@@ -29,6 +29,7 @@ RULES = {
     "greedy": DecodeSettings(GREEDY, 3, "greedy", 24),
     "sample": DecodeSettings(SamplingSettings(1.0), 3, "sample", 24),
     "cut off": DecodeSettings(SamplingSettings(0.8, 20, 0.9, 0.02), 4, "sample", 24),
+    "whole draft": DecodeSettings(SamplingSettings(0.8, 20, 0.9, 0.02), 4, "sample-untruncated", 24),
     "greedy draft": DecodeSettings(SamplingSettings(1.2, 0, 0.95), 3, "greedy-draft", 24),
     "plain": DecodeSettings(SamplingSettings(0.9), 0, "sample", 24),
 }

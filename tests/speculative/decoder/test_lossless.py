@@ -33,6 +33,7 @@ WAYS = {
     "plain": DecodeSettings(SAMPLED, 0, "sample"),
     "sample": DecodeSettings(SAMPLED, 3, "sample"),
     "greedy-draft": DecodeSettings(SAMPLED, 3, "greedy-draft"),
+    "sample-untruncated": DecodeSettings(SAMPLED, 3, "sample-untruncated"),
     "block": DecodeSettings(SAMPLED, 3, "block"),
     "tree, drawn": DecodeSettings(SAMPLED, 3, "sample", tree=TREE),
     "tree, fixed": DecodeSettings(SAMPLED, 3, "greedy-draft", tree=TREE),

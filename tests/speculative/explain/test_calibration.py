@@ -16,6 +16,7 @@ from speculative.explain.calibration import calibration, stop_below
 from speculative.measure.intervals import ratio_interval
 from speculative.measure.token_scores import TokenScores, score_tokens
 from speculative.rules.sampling import SamplingSettings, logits_to_probs
+from speculative.rules.verify import draft_settings_for
 
 BINS = 10
 
@@ -88,19 +89,22 @@ def test_importance_weights_equal_enumeration(seed, sharpness):
         assert one.low - 1e-9 <= one.confidence <= one.high + 1e-9
 
 
-def test_tiny_models_against_their_full_distributions():
+@pytest.mark.parametrize("rule", ["sample", "sample-untruncated"])
+def test_tiny_models_against_their_full_distributions(rule):
     sampling = SamplingSettings(0.7, top_k=20)
+    drafted = draft_settings_for(rule, sampling)
     target = tiny_model()
     draft = perturbed(target, 0.05)
     texts, _ = decode(target, None, prompts_of([5] * 50), DecodeSettings(sampling, max_tokens=40), batch_size=50)
     held = [HeldoutResponse(one.key, "a", one.prompt_ids, one.response_ids, one.log_target_probs) for one in texts]
-    found = calibration(held, score_tokens(draft, held, sampling, confidence=True), "sample")
+    found = calibration(held, score_tokens(draft, held, sampling, confidence=drafted), rule)
     probs = {"draft": [], "target": []}
     for text in held:
         for name, model in (("draft", draft), ("target", target)):
             with torch.no_grad():
                 logits = model(torch.tensor([text.prompt_ids + text.response_ids])).logits[0, 4:-1]
-            probs[name].append(logits_to_probs(logits, sampling).double().numpy())
+            own = drafted if name == "draft" else sampling
+            probs[name].append(logits_to_probs(logits, own).double().numpy())
     drafted, accepted, confidence = enumerated(*(np.concatenate(probs[name]) for name in ("draft", "target")))
     assert len(found.bins) == np.count_nonzero(drafted) >= 8
     for one in found.bins:
@@ -248,9 +252,9 @@ def test_a_sampled_draft_is_judged_by_the_mass_it_would_draft():
 
 def test_scores_without_confidence_are_refused_and_nothing_is_no_curve():
     bare = TokenScores(np.zeros(1), np.zeros(1), np.ones(1, dtype=bool), np.zeros(1, dtype=int), np.ones(1))
-    with pytest.raises(ValueError, match="confidence=True"):
+    with pytest.raises(ValueError, match="confidence=settings"):
         calibration(texts_of([1]), [bare], "sample")
-    with pytest.raises(ValueError, match="confidence=True"):
+    with pytest.raises(ValueError, match="confidence=settings"):
         stop_below([bare], "block", speed_up=1.0, cost_ratio=0.1, verify_slope=0.0)
     empty = greedy_scores([], [])
     found = calibration(texts_of([0]), [empty], "greedy")

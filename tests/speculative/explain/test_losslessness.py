@@ -47,7 +47,7 @@ FEW = {"samples": 24, "permutations": 3999, "batch_size": 384}
 MANY = {"samples": 96, "permutations": 3999, "batch_size": 384, "control": False}
 
 
-@pytest.mark.parametrize("rule", ["sample", "greedy-draft", "block"])
+@pytest.mark.parametrize("rule", ["sample", "sample-untruncated", "greedy-draft", "block"])
 def test_every_rule_passes_and_the_positive_control_is_seen(rule):
     sampling = SamplingSettings(0.9, top_k=20, top_p=0.95)
     asked = {**MANY, "control": True} if rule == "sample" else {**FEW, "control": False}

@@ -345,7 +345,7 @@ def frozen():
     return texts, score_tokens(DRAFT, texts, settings.sampling)
 
 
-@pytest.mark.parametrize("rule", ["sample", "greedy-draft", "block"])
+@pytest.mark.parametrize("rule", ["sample", "sample-untruncated", "greedy-draft", "block"])
 @pytest.mark.parametrize("gamma", [1, 3, 5, 8])
 def test_replay_agrees_with_live_decoding(rule, gamma, frozen):
     sampling = SamplingSettings(0.8, top_p=0.95)
@@ -378,6 +378,20 @@ def test_replay_knows_a_confidence_stop(rule):
     blind = agreement_of(scores, rule, counted, 6)
     assert blind.z is None or blind.z > 6
     assert blind.predicted_blocks < blind.live_blocks
+
+
+def test_a_draft_that_truncates_nothing_is_told_from_one_that_samples_like_the_target():
+    worse, settings = (
+        perturbed(TARGET, 0.05),
+        DecodeSettings(SamplingSettings(1.0, top_k=4), 4, "sample-untruncated", 60),
+    )
+    live, _ = decode(TARGET, ModelDrafter(worse), prompts_of([5] * 80), settings, batch_size=80)
+    scores, counted = score_tokens(worse, live, settings.sampling), [response.blocks for response in live]
+    assert abs(agreement_of(scores, "sample-untruncated", counted, 4).z) < 3.5
+    assert agreement_of(scores, "sample", counted, 4).z > 5
+    assert scores[0].log_drafted("sample-untruncated") is not scores[0].log_draft_probs
+    plain = score_tokens(worse, live, SamplingSettings(1.0))[0]
+    assert plain.log_drafted("sample-untruncated") is plain.log_draft_probs
 
 
 def test_block_verification_is_told_from_token_verification():
@@ -416,7 +430,7 @@ def test_positions_that_drift_are_seen_by_replay_and_by_nothing_else():
     assert z_scores["shifted"] > 6
 
 
-@pytest.mark.parametrize("rule", ["sample", "greedy-draft"])
+@pytest.mark.parametrize("rule", ["sample", "sample-untruncated", "greedy-draft"])
 def test_scores_equal_one_text_at_a_time_and_do_not_depend_on_the_chunks(rule, monkeypatch):
     sampling = SamplingSettings(0.9, top_k=30, min_p=0.01)
     texts, _ = decode(
@@ -428,8 +442,9 @@ def test_scores_equal_one_text_at_a_time_and_do_not_depend_on_the_chunks(rule, m
             logits = DRAFT(torch.tensor([text.prompt_ids + text.response_ids])).logits
         logits = logits[0, len(text.prompt_ids) - 1 : -1]
         tokens = torch.tensor(text.response_ids)
-        if rule == "sample":
-            draft_probs = logits_to_probs(logits, sampling).gather(1, tokens[:, None])[:, 0].double()
+        if rule.startswith("sample"):
+            drafted = sampling if rule == "sample" else SamplingSettings(0.9)
+            draft_probs = logits_to_probs(logits, drafted).gather(1, tokens[:, None])[:, 0].double()
             expected = (draft_probs / torch.tensor(text.log_target_probs, dtype=torch.float64).exp()).clamp_max(1.0)
         else:
             expected = (logits.argmax(-1) == tokens).double()
