@@ -96,7 +96,9 @@ def distil(run: Run) -> None:
     if config.signal.source != "online":
         signal_manifest_of(run, target.facts)
     require_served(
-        config.judge.served, target, max(len(prompt.prompt_ids) for prompt in sets.heldout) + config.serving.max_tokens
+        config.judge.served_paths,
+        target,
+        max(len(prompt.prompt_ids) for prompt in sets.heldout) + config.serving.max_tokens,
     )
     settings = decode_settings(config.serving, config.seed, target).under(config.judge_rule, config.judge.gamma)
     checks: Mapping[str, Any] = {}

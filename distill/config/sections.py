@@ -352,8 +352,9 @@ class JudgeConfig(Section):
     """prompts that each checkpoint decodes live, other ones each time until all had a turn"""
     dial_every: int = Field(0, ge=0)
     """steps between replays of held-out alpha and tau without a checkpoint; 0 = none"""
-    served: str | None = None
-    """draft that is served today, to be judged too: run, checkpoint, directory or hub id"""
+    served: str | tuple[str, ...] | None = None
+    """draft that is served today, to be judged too: run, checkpoint, directory (also of a peft adapter) or hub id;
+    or a list of drafts, e.g. adapters of one base"""
     batch_size: int = Field(32, ge=1)
     """prompts decoded at once"""
     temperatures: tuple[Temperature, ...] = ()
@@ -382,6 +383,10 @@ class JudgeConfig(Section):
     """LOSSY ways to time: typical acceptance (Medusa) with these epsilons, e.g. [0.09]"""
     allow_lossy: bool = False
     """whether the verdict may say to run a LOSSY way"""
+
+    @property
+    def served_paths(self) -> tuple[str, ...]:
+        return (self.served,) if isinstance(self.served, str) else self.served or ()
 
 
 Quantization = Literal["int8", "int8-dynamic", "fp8"]

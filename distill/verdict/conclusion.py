@@ -3,6 +3,7 @@
 import datetime
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -75,7 +76,7 @@ def result_of(answers: Answers, self_checks: dict[str, Any]) -> Result:
     records = load_judgements(run)
     best = max(records, key=lambda record: record.score or 0.0)
     question = Question(config.judge, settings, answers.heldout, answers.context, looks=looks_of(records))
-    candidates = _candidates(run, config.judge.served, target, records[0], best)
+    candidates = _candidates(run, config.judge.served_paths, target, records[0], best)
     if live:
         question = replace(question, history=answers.stores.past(config.judge_rule))
         lighter = None
@@ -122,15 +123,16 @@ def _token_view(evidence: Evidence, target: Target) -> TokenView:
     )  # fmt: skip
 
 
-def _candidates(run: Path, served: str | None, target: Target, first: Judgement, best: Judgement) -> list[Candidate]:
-    """The undistilled draft, the served one (if the config names it) and the distilled one."""
+def _candidates(run: Path, served: Sequence[str], target: Target, first: Judgement, best: Judgement) -> list[Candidate]:
+    """The undistilled draft, the served ones that the config names and the distilled one."""
     found = []
     for name, record in ((UNDISTILLED, first), (DRAFT, best)):
         path = str(step_folder(run, record.step or 0) / STUDENT)
         found.append(Candidate(name, path, record.step, Draft(as_exported(load_model(name, path), target))))
-    if served is not None:
-        draft = Draft(as_exported(load_draft(served, target), target))
-        found.insert(1, Candidate(SERVED, served, None, draft))
+    for number, path in enumerate(served, start=1):
+        draft = Draft(as_exported(load_draft(path, target), target))
+        name = SERVED if number == 1 else f"{SERVED} {number}, {Path(path).name}"
+        found.insert(number, Candidate(name, path, None, draft))
     return found
 
 

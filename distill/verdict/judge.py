@@ -158,16 +158,15 @@ class DraftJudge:
         return "\n  warning: ".join((line, *own.warnings))
 
 
-def require_served(path: str | None, target: Target, longest: int) -> None:
+def require_served(paths: Sequence[str], target: Target, longest: int) -> None:
     """Refuse, before the long work, a judge.served that could not be judged at the end.
 
     Raises UserError: not there, another vocabulary, or a context shorter than `longest`, prompt and response.
     """
-    if path is None:
-        return
-    limit = max_positions(load_draft(path, target).config)
-    if limit is not None and limit < longest:
-        raise UserError(
-            f"judge.served: {path} has a context of {limit} tokens, but the longest held-out prompt and its response need up to "
-            f"{longest}; remove judge.served, or lower data.max_prompt_tokens or serving.max_tokens"
-        )
+    for path in paths:
+        limit = max_positions(load_draft(path, target).config)
+        if limit is not None and limit < longest:
+            raise UserError(
+                f"judge.served: {path} has a context of {limit} tokens, but the longest held-out prompt and its response need up to "
+                f"{longest}; remove it, or lower data.max_prompt_tokens or serving.max_tokens"
+            )

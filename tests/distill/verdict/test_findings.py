@@ -11,6 +11,7 @@ import pytest
 import torch
 import yaml
 from failures import full_disk
+from peft import LoraConfig, get_peft_model
 
 from data.responses.store import Store
 from distill import train
@@ -27,6 +28,8 @@ from speculative.evaluate import Judgement, PerResponse
 from speculative.measure.measured import DRAFT, HELD_OUT, LOOKUP, PAST, SERVED, TARGET, TOGETHER, UNDISTILLED
 from speculative.measure.token_scores import score_responses
 from speculative.rules.sampling import SamplingSettings
+
+ADAPTER = f"{SERVED} 2, sql"
 
 
 @pytest.fixture(scope="module")
@@ -155,7 +158,7 @@ def test_shown_responses_take_the_domains_in_turn() -> None:
 
 @pytest.fixture(scope="module")
 def other_run(tiny_config: Path, tiny_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Rule block, a served draft beside, a domain that was not trained on, and the dial read at every step."""
+    """Rule block, two served drafts beside, one of them an adapter, a domain that was not trained on, and the dial read at every step."""
     folder = tmp_path_factory.mktemp("other")
     old = folder / "old.jsonl"
     old.write_text("".join(json.dumps({"prompt": f"What is {i} + {i}?"}) + "\n" for i in range(6)), encoding="utf-8")
@@ -166,7 +169,9 @@ def other_run(tiny_config: Path, tiny_run: Path, tmp_path_factory: pytest.TempPa
         {"path": str(old), "prompt_column": "prompt", "domain": "old"},
     ]
     tree["train"] |= {"steps": 4}
-    tree["judge"] |= {"rule": "block", "dial_every": 1, "served": str(tiny_run), "live": "end"}
+    tree["judge"] |= {"rule": "block", "dial_every": 1, "served": [str(tiny_run), str(folder / "sql")], "live": "end"}
+    base = load_model("base", str(tiny_run / "best" / "student"))
+    get_peft_model(base, LoraConfig(r=2, init_lora_weights=False)).save_pretrained(folder / "sql")
     (folder / "other.yaml").write_text(yaml.safe_dump(tree), encoding="utf-8")
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(conclusion, "plot_run", lambda run: None)
@@ -178,7 +183,7 @@ def other_run(tiny_config: Path, tiny_run: Path, tmp_path_factory: pytest.TempPa
 def test_the_served_draft_stands_between_baseline_and_best(other_run: Path, tiny_run: Path) -> None:
     result = json.loads((other_run / "result.json").read_text())
     drafts = [one["way"] for one in result["verdict"]["drafts"]]
-    assert drafts == [UNDISTILLED, SERVED, DRAFT]
+    assert drafts == [UNDISTILLED, SERVED, ADAPTER, DRAFT]
     alphas = {
         row["way"]: row["alpha"]
         for row in result["verdict"]["measured"]
@@ -194,6 +199,7 @@ def test_the_served_draft_stands_between_baseline_and_best(other_run: Path, tiny
     probs = np.concatenate(score_responses(served, texts, SamplingSettings(temperature=0.7)))
     # Batching changes the last digits only.
     assert alphas[SERVED] == pytest.approx(float(probs.mean()), abs=1e-5)
+    assert alphas[ADAPTER] != alphas[SERVED]
     against = result["verdict"]["against_served"]["alpha"]
     assert against["gain"] == pytest.approx(alphas[DRAFT] - alphas[SERVED], abs=1e-6)
 
@@ -204,7 +210,7 @@ def test_a_domain_that_was_not_trained_on_is_watched(other_run: Path, result: di
     rows = next(table["rows"] for table in watched["slices"] if table["dimension"] == "domain")
     assert {row["name"] for row in rows} == {"old", "stdlib"}
     for row in rows:
-        assert set(row["alpha"]) == {UNDISTILLED, SERVED, DRAFT}
+        assert set(row["alpha"]) == {UNDISTILLED, SERVED, ADAPTER, DRAFT}
         assert row["gain"] == pytest.approx(row["alpha"][DRAFT] - row["alpha"][UNDISTILLED], abs=1e-9)
 
 
