@@ -6,6 +6,7 @@ from distill.commands.options import STDLIB, ProbeOptions
 from distill.commands.output import numbers_of
 from distill.config.layout import ENGINE_COSTS, run_of
 from distill.report.durations import parse_seconds
+from distill.run.verdict_record import WAYS
 from speculative.drafters.draft import Draft
 from speculative.errors import UserError
 from speculative.measure.cost import StepCosts, given_costs
@@ -33,9 +34,16 @@ class Plan:
         return (sampled[0], "sample") if sampled else (0.0, "greedy")
 
     def costs_of(self, draft: Draft | None, load: int) -> StepCosts | None:
-        """The given costs of a draft: at a load, of the engine whose file was given. A draft call takes the same time for a token and for a block."""
+        """The given costs of a draft: at a load, of the engine whose file was given. A draft call takes the same time for a token and for a block.
+
+        Raises UserError: the engine was timed with a draft that proposes the other way.
+        """
         if self.engine is not None:
-            return next(one for one in self.engine.costs if one.batch_size == load)
+            found = next(one for one in self.engine.costs if one.batch_size == load)
+            if draft is not None and draft.parallel != found.parallel:
+                way = WAYS["parallel" if found.parallel else "autoregressive"]
+                raise UserError(f"engine_costs.json was timed for `{way}`; run `understudy time` with this draft")
+            return found
         if self.given is None or draft is None or not draft.parallel:
             return self.given
         call, verify = self.given.draft_seconds[1], self.given.verify_seconds[1]

@@ -53,7 +53,10 @@ def assumptions(plan: Plan, t_verify: str) -> list[str]:
             "measured gammas"
         ]
     if plan.engine is not None:
-        return [f"times are those of {plan.engine.engine}, without prefill, and the same for every draft and rule"]
+        return [
+            f"times are those of {plan.engine.engine}, without prefill, and the same for every draft and rule; gammas and batch sizes are those "
+            "that it was timed at, so --gammas and --batch-sizes are not used"
+        ]
     free = "--t-verify is not given, so a verify call is assumed to cost one target step (v = 1); that favours large gammas"
     return [
         "times are given, not measured, and the same for every draft and rule",

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -126,7 +127,11 @@ def test_probe_plans_with_the_engines_times(timed_run: Path, tmp_path: Path) -> 
         plan = read_plan(options)
         assert (plan.batch_sizes, plan.gammas) == ([1, 4], [1, 3])
         assert "times are those of vllm 0.32.0" in assumptions(plan, "")[0]
+        assert "--gammas and --batch-sizes are not used" in assumptions(plan, "")[0]
         assert plan.costs_of(None, 4).target_seconds == pytest.approx(0.014)
+        assert plan.costs_of(SimpleNamespace(parallel=False), 4) == plan.costs_of(None, 4)
+        told = refused(plan.costs_of, SimpleNamespace(parallel=True), 4)
+        assert "engine_costs.json was timed for `draft, token by token`" in told
     assert read_plan(ProbeOptions("embedded", [str(timed_run), "x"])).given is None, "whose draft it was is not known"
     assert read_plan(ProbeOptions("embedded", [str(timed_run)], t_target="2ms", t_draft="1ms")).engine is None
     told = refused(read_plan, ProbeOptions("embedded", ["x"], engine_costs=file, t_target="2ms", t_draft="1ms"))
