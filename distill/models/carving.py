@@ -340,7 +340,7 @@ def trim_mlps(model: PreTrainedModel, size: int, scores: Sequence[Tensor]) -> Pr
         if getattr(text_config, field, 0) in (mlps[0].channels, None):
             setattr(text_config, field, size)
     with torch.random.fork_rng(devices=[]):
-        return _filled(
+        return filled(
             config, state, model, f"student.intermediate_size: {type(model).__name__} has no single config field for its MLP's width; "
             "leave the key out",
         )  # fmt: skip
@@ -375,14 +375,14 @@ def carve(target: PreTrainedModel, layers: Sequence[int]) -> PreTrainedModel:
         config = copy.deepcopy(target.config)
         state = {key: full_weight(value).float() for key, value in target.state_dict().items()}
     without_quantization(config)
-    return _filled(
+    return filled(
         config, state, target, f"student.init: carved: the target's weights are packed ({quantization_name(target.config)}), "
         "so no layer can be copied; carve from the unquantised model and give it as student.path, or use student.init: config"
         if quantization_of(target.config) is not None else f"student.init: carved: {type(target).__name__} cannot be carved",
     )  # fmt: skip
 
 
-def _filled(config: Any, state: dict[str, Tensor], source: PreTrainedModel, refusal: str) -> PreTrainedModel:
+def filled(config: Any, state: dict[str, Tensor], source: PreTrainedModel, refusal: str) -> PreTrainedModel:
     """Return a float32 model of this config with these weights and the generation config of `source`.
 
     Raises:

@@ -1,5 +1,6 @@
 """Make the draft before training, from the config: pretrained, carved from the target, or random."""
 
+import copy
 import difflib
 import functools
 from collections.abc import Iterable, Sequence
@@ -10,10 +11,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from distill.config.sections import StudentConfig
-from distill.models.carving import carve, channel_scores, choose_layers, layers_only, trim_mlps
+from distill.models.carving import carve, channel_scores, choose_layers, filled, layers_only, trim_mlps
 from distill.models.load import load_model, load_pretrained, load_tokenizer, refusing
 from distill.models.mask_token import give_mask_token
-from distill.models.quantized import quantization_of
+from distill.models.quantized import full_weight, quantization_name, quantization_of, without_quantization
 from distill.models.transplant import fit_embeddings, transplant_vocabulary
 from distill.models.vocabulary import (
     compare_vocabularies,
@@ -73,10 +74,6 @@ def make_student(
     if config.gradient_checkpointing:
         student.gradient_checkpointing_enable()
     if config.lora is not None:
-        if quantization_of(student.config) is not None:
-            raise UserError(
-                f"student.lora: {config.path} has quantised weights, which adapters cannot be trained on; give its plain weights"
-            )
         lora = config.lora
         return add_lora(student, lora.rank, lora.alpha, lora.target_modules, mask_token_of(student.config))
     return student
@@ -141,6 +138,8 @@ def _pretrained(
     stretch = functools.partial(extend_context, positions=max_positions(target.config))
     change = stretch if config.extend_context else None
     student = load_model("student.path", path, revision=revision, change=change)
+    if quantization_of(student.config) is not None:
+        student = _dequantised(student, path)
     own_tokenizer = load_tokenizer(path, revision=revision)
     own_rows = vocabulary_rows(student.config)
     agreement = compare_vocabularies(tokenizer, rows, own_tokenizer, own_rows)
@@ -152,6 +151,17 @@ def _pretrained(
     refuse_rowless(require_agreement(agreement), tokenizer, texts)
     repair_rows(student, rows, agreement.token_rows)
     return student
+
+
+def _dequantised(student: PreTrainedModel, path: str) -> PreTrainedModel:
+    """Return the values of quantised weights as float32, which can be trained. UserError: packed weights without values by name."""
+    config = copy.deepcopy(student.config)
+    without_quantization(config)
+    state = {name: full_weight(value).float() for name, value in student.state_dict().items()}
+    packed = (
+        f"student.path: the weights of {path} are packed ({quantization_name(student.config)}); give its plain weights"
+    )
+    return filled(config, state, student, packed)
 
 
 def context_of(student: StudentConfig) -> int | None:

@@ -16,7 +16,7 @@ from distill import train
 from distill.config.sections import LoraConfig, StudentConfig
 from distill.models.carving import carve
 from distill.models.load import load_model, model_fingerprint
-from distill.models.quantized import full_weight, quantization_name
+from distill.models.quantized import full_weight, is_plain, quantization_name
 from distill.models.student import make_student
 
 
@@ -48,12 +48,18 @@ def test_weights_stay_as_they_are_saved(int8_target: Path) -> None:
     assert model_fingerprint(target) != before
 
 
-def test_adapters_on_a_quantised_student_are_refused(int8_target: Path) -> None:
+def test_a_quantised_student_trains_on_its_values_with_and_without_adapters(int8_target: Path) -> None:
     lora = LoraConfig(rank=4, target_modules=("q_proj",))
-    config = StudentConfig(init="pretrained", path=str(int8_target), lora=lora)
+    config = StudentConfig(init="pretrained", path=str(int8_target))
     target, tokenizer = load_model("target", str(int8_target)), tiny_tokenizer()
-    said = refused(make_student, config, target, tokenizer)
-    assert said.startswith(f"student.lora: {int8_target} has quantised weights")
+    whole, adapted = (make_student(config.model_copy(update={"lora": how}), target, tokenizer) for how in (None, lora))
+    packed, plain = target.model.layers[1].mlp.up_proj.weight, whole.model.layers[1].mlp.up_proj.weight
+    torch.testing.assert_close(plain, full_weight(packed).float(), rtol=0, atol=0)
+    assert all(is_plain(weight) for weight in whole.parameters())
+    assert all(weight.requires_grad for weight in whole.parameters())
+    trained = [name for name, weight in adapted.named_parameters() if weight.requires_grad]
+    assert len(trained) == 6
+    assert all("q_proj.lora_" in name for name in trained)
     carved = StudentConfig(init="carved", layers=(0,), lora=lora)  # of the target's values, so its weights are plain
     assert make_student(carved, target, tokenizer).peft_config
 
@@ -70,11 +76,12 @@ def test_a_carved_draft_has_the_values_of_the_quantised_weights(int8_target: Pat
 
 
 def test_a_run_on_a_quantised_target(int8_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Answers, self-checks, online teacher, live judging, c and an export's worth of draft, without dequantising the target."""
+    """Answers, self-checks, online teacher, adapters, live judging, c and an export's worth of draft, without dequantising the target."""
     monkeypatch.chdir(tmp_path)
     prompts = write_prompts(tmp_path / "prompts.jsonl", 20)
     (tmp_path / "run.yaml").write_text(
         f"name: run\ntarget: {{path: {int8_target}}}\n"
+        f"student: {{init: pretrained, path: {int8_target}, lora: {{rank: 2}}}}\n"
         f"data: {{train: [{{path: {prompts}, prompt_column: prompt}}], template: {{mode: plain}}}}\n"
         "serving: {temperature: 0.8, max_tokens: 6}\ntrain: {steps: 2, batch_size: 4, micro_batch_size: 4}\n"
         "judge: {every: 2, prompts: 4, gamma: 2, speed_prompts: 2, speed_seconds: 0.5}\n"
