@@ -219,9 +219,9 @@ def _gammas(
     if options.gamma is not None:
         return (options.gamma,)
     own = drafts_by(verdict)[draft.drafting]
-    plans = [gamma_plan(verdict, *of) for of in ((own, engine), (own,), (DRAFT,))] if verdict else []
+    plans = [gamma_plan(verdict, *of) for of in ((own, engine), (own,), (DRAFT,))]
     judged = verdict.gamma if verdict else frozen.config.judge.gamma
-    ranges = plans[0].by_load if plans else ()
+    ranges = plans[0].by_load
     at_load = [gamma for first, last, gamma in ranges if first <= options.concurrency <= last]
     gammas = *at_load, *(plan.gamma for plan in plans), max(1, judged), *(gamma for _, _, gamma in ranges)
     return tuple(dict.fromkeys(gamma for gamma in gammas if gamma))

@@ -26,6 +26,7 @@ from distill.commands.readback.asking import AnswerFile, Asked
 from distill.commands.readback.causes import acceptance_causes
 from distill.commands.readback.comparison import Counted, Replayer, count
 from distill.commands.readback.readback import readback_command
+from distill.export.load_table import GAMMA_WITHOUT_VERDICT
 from distill.faults import Interrupted
 from distill.run.frozen_text import FrozenText
 from distill.run.verdict_record import DraftOf, Verdict
@@ -150,7 +151,7 @@ def test_gammas_by_load_and_of_the_other_way_are_gammas_of_the_export(run: Path,
     )  # fmt: skip
     by_token, by_block = SimpleNamespace(drafting="autoregressive"), SimpleNamespace(drafting="parallel")
     for judged, draft, gammas in (
-        (verdict, by_token, (7, 3, 2)), (verdict, by_block, (8, 7, 3)), (None, by_block, (frozen.config.judge.gamma,))
+        (verdict, by_token, (7, 3, 2)), (verdict, by_block, (8, 7, 3)), (None, by_block, (GAMMA_WITHOUT_VERDICT, frozen.config.judge.gamma))
     ):  # fmt: skip
         assert source._gammas(ReadbackOptions("", run), frozen, judged, draft) == gammas  # type: ignore[arg-type]
 
