@@ -40,6 +40,7 @@ from distill.training.teacher import CapturingTeacher, Teacher
 from distill.training.tracking import judged_scalars, start_trackers
 from distill.training.trainer import Checkpoint, Trainer
 from distill.verdict.judge import DraftJudge, require_served
+from distill.verdict.scorer import scorer_of
 from speculative.decoder.responses import DecodeSettings
 from speculative.drafters.draft import Drafting
 from speculative.engine.models import mask_token_of
@@ -100,6 +101,7 @@ def distil(run: Run) -> None:
         target,
         max(len(prompt.prompt_ids) for prompt in sets.heldout) + config.serving.max_tokens,
     )
+    scorer_of(config, sets.heldout, tokenizer)
     settings = decode_settings(config.serving, config.seed, target).under(config.judge_rule, config.judge.gamma)
     checks: Mapping[str, Any] = {}
     if config.judge.live != "never":  # otherwise replay alone judges, and there is nothing to check

@@ -57,6 +57,8 @@ IMPOSSIBLE: tuple[Impossible, ...] = (  # Checked in this order; the first match
      "judge.load: each number of concurrent requests may be listed once"),
     (lambda c: (c.judge.load or c.judge.latency_ms) and c.judge.live == "never",
      "judge.load and judge.latency_ms are timed by decoding; set judge.live: checkpoint or end"),
+    (lambda c: c.judge.scorer and not (c.judge.lenience or c.judge.typical),
+     "judge.scorer scores only LOSSY ways; set judge.lenience or judge.typical, or use `understudy evaluate --scorer`"),
     (lambda c: (c.judge.lenience or c.judge.typical) and (c.serving.temperature == 0 or c.judge.live == "never"),
      "judge.lenience and judge.typical time sampled text; set serving.temperature above 0 and judge.live: checkpoint or end"),
     (lambda c: c.serving.batch_size > c.serving.shard_size,

@@ -381,6 +381,9 @@ class JudgeConfig(Section):
     """LOSSY ways to time: a drafted token is kept with min(1, lenience * target / draft); docs/verdict.md"""
     typical: tuple[Annotated[float, Field(gt=0, lt=1)], ...] = ()
     """LOSSY ways to time: typical acceptance (Medusa) with these epsilons, e.g. [0.09]"""
+    scorer: str | None = None
+    """scores the answers of LOSSY ways at temperature 0 beside the target's own: exact-match, exact-match-number,
+    module:function or file.py:function (docs/verdict.md); references are those of the held-out source"""
     allow_lossy: bool = False
     """whether the verdict may say to run a LOSSY way"""
 

@@ -202,7 +202,7 @@ def _digest(path: Path) -> bytes | None:
 MAY_DIFFER = (
     "resume", "output", "target.shard", "target.device_map", "student.gradient_checkpointing", "target.endpoint.url", "target.endpoint.api_key_env",
     "target.endpoint.concurrency", "target.endpoint.timeout", "target.endpoint.retries", "train.micro_batch_size", "train.log_every", "train.keep_states", "train.profile_steps", "loss.chunk_tokens",
-    "serving.batch_size", "judge.batch_size", "judge.live", "judge.live_prompts", "judge.speed_prompts", "judge.speed_seconds", "judge.speed_threads", "judge.served", "tracking.trackers",
+    "serving.batch_size", "judge.batch_size", "judge.live", "judge.live_prompts", "judge.speed_prompts", "judge.speed_seconds", "judge.speed_threads", "judge.served", "judge.scorer", "tracking.trackers",
     "tracking.project", "export.quantize",
 )  # fmt: skip
 

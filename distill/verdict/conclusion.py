@@ -30,6 +30,7 @@ from distill.run.verdict_record import Verdict
 from distill.verdict.evidence import Evidence, gather, gather_by_replay, with_speeds
 from distill.verdict.field import Candidate, line_up
 from distill.verdict.question import Question
+from distill.verdict.scorer import scorer_of
 from distill.verdict.temperatures import temperature_rows
 from distill.verdict.token_view import spread_over, token_view
 from distill.verdict.verdict import looks_of, verdict_of
@@ -75,7 +76,10 @@ def result_of(answers: Answers, self_checks: dict[str, Any]) -> Result:
     settings = decode_settings(config.serving, config.seed, target).under(config.judge_rule, config.judge.gamma)
     records = load_judgements(run)
     best = max(records, key=lambda record: record.score or 0.0)
-    question = Question(config.judge, settings, answers.heldout, answers.context, looks=looks_of(records))
+    scored = scorer_of(config, answers.sets.heldout, answers.tokenizer)
+    question = Question(
+        config.judge, settings, answers.heldout, answers.context, looks=looks_of(records), scored=scored
+    )
     candidates = _candidates(run, config.judge.served_paths, target, records[0], best)
     if live:
         question = replace(question, history=answers.stores.past(config.judge_rule))

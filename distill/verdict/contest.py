@@ -121,6 +121,7 @@ class Contest:
             speed, confidence = self.speed(way.name), self.confidence(way.name)
             how: dict[str, How] = {"tau": "live", "speed_up": "timed"}
             how |= {"total_variation": "replay", "differing": "live"} if way.price else {}
+            how |= {"score_change": "live"} if way.price and "score_change" in way.price else {}
             if way.blocks_N is None:
                 said_P, blocks_P = np.array(list(self.counted[way.name].values()), dtype=np.float64).T
             else:

@@ -1,13 +1,13 @@
 """The texts and settings that drafts are judged with."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from distill.config.sections import JudgeConfig
-from speculative.decoder.responses import DecodeSettings
+from speculative.decoder.responses import DecodeSettings, Response
 from speculative.evaluate import HeldoutResponse
 from speculative.measure.effects import confidence_of
 from speculative.measure.replay import law_of
@@ -23,7 +23,8 @@ CROSS_FIT_BELOW = 64
 class Question:
     """settings: contain the rule and gamma to judge under. texts: frozen held-out responses by rule, the run's own first. context:
     tokens of prompt and response that fit the pair. history: the target's responses to other prompts under that rule.
-    looks: number of judged drafts of which the one in question is the best; its intervals are widened for them.
+    looks: number of judged drafts of which the one in question is the best; its intervals are widened for them. scored: scores (P, 1) of
+    responses to held-out prompts.
     """
 
     judge: JudgeConfig
@@ -32,6 +33,7 @@ class Question:
     context: int = 4096
     history: Sequence[StoredText] = ()
     looks: int = 1
+    scored: Callable[[Sequence[Response]], np.ndarray] | None = None
 
     @property
     def rule(self) -> Rule:

@@ -19,19 +19,19 @@ from tiny_training import TOKENS, forget_accelerators, tiny_tokenizer, write_tar
 from data.responses.rendered import RenderedPrompt
 from distill.commands.evaluate import scores as module
 from distill.commands.evaluate.proofs import lossless_lines, losslessness
-from distill.commands.evaluate.scores import (
-    Asked,
+from distill.commands.evaluate.scores import Asked, score_lines, task_scores
+from distill.config.load import parse_config
+from distill.run.result import ScoreDifference
+from distill.verdict.scorer import (
+    BUILT_IN,
     exact_match,
     exact_match_number,
     load_scorer,
     read_references,
-    score_lines,
     score_texts,
+    scorer_of,
     summarise,
-    task_scores,
 )
-from distill.config.load import parse_config
-from distill.run.result import ScoreDifference
 from speculative.decoder import decision
 from speculative.decoder.responses import Response
 from speculative.errors import UserError
@@ -100,7 +100,7 @@ def test_a_scorer_is_found_in_a_module_and_in_a_file(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text("def score(prompt, response, reference):\n    return 0.5\n")
     assert load_scorer(f"{file}:score")("", "", None) == 0.5
-    assert load_scorer("distill.commands.evaluate.scores:exact_match") is exact_match
+    assert load_scorer("distill.verdict.scorer:exact_match") is exact_match
     assert load_scorer("exact-match-number") is exact_match_number
 
 
@@ -145,7 +145,7 @@ def test_a_scorer_that_gives_no_score_is_named(value, message):
     texts = [Response("key", [5, 6], response_ids=[40, 41])]
     prompts = [RenderedPrompt("key", "d", (5, 6), "hi")]
     said = refused(score_texts, "mine:score", scorer, tiny_tokenizer(), prompts, texts, {})
-    assert f"--scorer mine:score: {message}" in said
+    assert f"scorer mine:score: {message}" in said
 
 
 def test_every_response_is_scored_with_its_own_prompt_and_reference():
@@ -297,7 +297,7 @@ def share_of_twenty(prompt, response, reference):
 
 def test_a_scorer_that_draws_lots_is_refused(pair, monkeypatch):
     generator = np.random.default_rng(0)
-    monkeypatch.setitem(module.BUILT_IN, "lots", lambda *_: generator.random())
+    monkeypatch.setitem(BUILT_IN, "lots", lambda *_: generator.random())
     with pytest.raises(UserError, match="two scores on prompt"):
         task_scores(asked_of(pair, "greedy", temperature=0.0), "lots")
 
@@ -339,3 +339,19 @@ def test_either_proof_is_of_the_way_of_drafting_that_was_asked_for(pair, tmp_pat
     found = task_scores(asked, f"{__file__}:mean_of_characters")
     assert found.passed
     assert found.same_texts == 6
+
+
+def test_the_judges_scorer_is_refused_before_the_work(pair):
+    """Without a reference for each prompt, and without the function; a function of the user's needs no reference."""
+    config, prompts = config_of(pair), [RenderedPrompt("id", "one", (1, 2), "text")]
+
+    def scored(**judge):
+        return scorer_of(
+            config.model_copy(update={"judge": config.judge.model_copy(update=judge)}), prompts, tiny_tokenizer()
+        )
+
+    assert scored() is None
+    assert "1 of 1 prompts have no reference" in refused(scored, scorer="exact-match")
+    assert refused(scored, scorer="json:nothing").startswith("judge.scorer json:nothing: json has no function")
+    own = scored(scorer="distill.verdict.scorer:_one_line")
+    assert "scorer distill.verdict.scorer:_one_line: raised TypeError" in refused(own, [Response("k", [1, 2], [3])])

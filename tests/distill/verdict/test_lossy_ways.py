@@ -61,6 +61,11 @@ class Told:
         return Speed(100.0 * self.speeds[name], *self.against(name, ALONE), 8)
 
 
+def parity(texts) -> np.ndarray:
+    """A task score that another text may change."""
+    return np.array([[float(sum(one.response_ids) % 2)] for one in texts])
+
+
 @pytest.fixture(scope="module")
 def asked():
     """(question with two lossy ways, field of one draft)."""
@@ -68,7 +73,7 @@ def asked():
     judging = JudgeConfig(speed_seconds=1e-6, speed_prompts=8, lenience=(2.0,), typical=(0.09,))
     scores = {"sample": {BEST: score_tokens(DRAFT, frozen, SETTINGS.sampling, confidence=SETTINGS.sampling)}}
     field = Field(candidates=(Candidate(BEST, "", 0, Draft(DRAFT)),), scores=scores, costs={BEST: COSTS})
-    return Question(judging, SETTINGS, {"sample": frozen}), field
+    return Question(judging, SETTINGS, {"sample": frozen}, scored=parity), field
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +104,7 @@ def test_a_lossy_way_is_timed_with_its_price(asked, held):
     for name in (LENIENT, TYPICAL):
         row = rows[name]
         assert row.tokens_per_second > 0
-        price = {"total_variation": "replay", "differing": "live"}
+        price = {"total_variation": "replay", "differing": "live", "score_change": "live"}
         assert {key: how for key, how in row.how.items() if not key.endswith("_ms")} == {
             "tau": "live",
             "speed_up": "timed",
@@ -122,6 +127,10 @@ def test_a_lossy_way_is_timed_with_its_price(asked, held):
         )
         differ = [one.response_ids != two.response_ids for one, two in zip(ours, theirs, strict=True)]
         assert rows[name].differing == pytest.approx(np.mean(differ))
+        change = (parity(ours) - parity(theirs)).mean()
+        assert rows[name].score_change == pytest.approx(change)
+        assert rows[name].score_change_ci[0] <= change <= rows[name].score_change_ci[1]
+        assert f"task score {change:+.3f} [" in rows[name].sizes
 
 
 def test_the_fastest_way_is_not_recommended_if_it_is_lossy_unless_that_is_allowed(held):
