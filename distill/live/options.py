@@ -164,8 +164,10 @@ class RefreshOptions:
     false_alarms: Annotated[
         float, typer.Option(help="probability of at least one false alarm in 1,000 requests after the baseline")
     ] = 0.01
-    drop: Annotated[float, typer.Option(help="fall in accepted/drafted that the alarm should detect fast")] = 0.05
-    burn_in: Annotated[int, typer.Option(help="a version's first requests of a slice, its baseline; at least 30")] = 150
+    drop: Annotated[float, typer.Option(help="a smaller measured fall in accepted/drafted does not ring")] = 0.03
+    burn_in: Annotated[
+        int, typer.Option(help="a version's first requests of a slice, before which it cannot ring; at least 30")
+    ] = 150
     payback_days: Annotated[float, typer.Option(help="days within which the training must pay for itself")] = 7.0
     target_version: TargetVersion = ""
     assume_sampling: AssumeSampling = False

@@ -28,7 +28,7 @@ from traffic_log import record_of, write_log
 
 from distill.config.target import TargetConfig
 from distill.live.alarm.alarm import Alarm, SliceAlarm
-from distill.live.alarm.cusum import Crossing
+from distill.live.alarm.scan import Crossing
 from distill.live.versions import read_version
 from distill.models.draft import load_draft
 from distill.models.target import Target

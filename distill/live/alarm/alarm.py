@@ -1,4 +1,4 @@
-"""Compares served acceptance of a draft version, request by request and slice by slice, with its own first served requests: the run's
+"""Compares served acceptance of a draft version, request by request and slice by slice, with its own earlier requests: the run's
 held-out prompts are no baseline, because users ask for other things, in an order and more than once (`understudy readback` asks whether an
 engine accepts what the run predicts). The false alarm rate covers all slices of one call (Bonferroni). An alarm does not say why.
 """
@@ -10,14 +10,14 @@ import numpy as np
 
 from data.responses.acceptance_log import AcceptanceRecord
 from distill.commands.drift.baseline import ALL, by_label
-from distill.live.alarm.cusum import HORIZON, Crossing, pool_of, watch
+from distill.live.alarm.scan import HORIZON, Crossing, pool_of, watch
 from distill.live.traffic.reader import TrafficLog, acceptance_of
 from speculative.errors import UserError
 from speculative.explain.rate_change import rate_change
 from speculative.measure.intervals import Interval, interval
 from speculative.measure.record import Record
 
-BURN_IN, FEWEST = 150, 30  # requests of a slice that are its baseline, and the fewest allowed
+BURN_IN, FEWEST = 150, 30  # requests of a slice that its baseline begins with, and the fewest allowed
 _MOST_TOLD = 3  # slices without an alarm that the sentence lists; if there are more, only the one that fell most
 
 
@@ -29,9 +29,9 @@ class Reason(Record):
 
 
 class SliceAlarm(Record):
-    """Requests of one label, counted from 1; the first are the baseline. change: accepted/drafted minus the baseline's, since the open
-    alarm began; without one, of all requests after the baseline. correlation: of neighbours in the baseline. time: logged time at
-    which the alarm began.
+    """Requests of one label, counted from 1. change: accepted/drafted since the open alarm began minus that of all requests before it;
+    without one, of all requests after the first ones minus theirs. correlation: of neighbours among the first. time: logged time at which
+    the alarm began.
     """
 
     name: str
@@ -80,17 +80,17 @@ class Alarm(Reason):
 
 
 def alarm(
-    log: TrafficLog, version: str, false_alarms: float = 0.01, drop: float = 0.05, burn_in: int = BURN_IN
+    log: TrafficLog, version: str, false_alarms: float = 0.01, drop: float = 0.03, burn_in: int = BURN_IN
 ) -> Alarm:
-    """Test whether served acceptance of a version has fallen below that of its first requests.
+    """Test whether served acceptance of a version has fallen below that of its earlier requests.
 
-    drop: the fall in accepted/drafted to detect quickly. burn_in: requests of a slice that are its baseline.
+    drop: a smaller measured fall in accepted/drafted does not ring. burn_in: requests of a slice that its baseline begins with.
     Raises UserError: an option out of its range, or no request of that version with counts.
     """
     if not 0 < false_alarms <= 0.5:
         raise UserError(f"--false-alarms {false_alarms}: give a probability between 0 and 0.5, e.g. 0.01")
     if not 0 < drop < 1:
-        raise UserError(f"--drop {drop}: give a fall in accepted/drafted between 0 and 1, e.g. 0.05")
+        raise UserError(f"--drop {drop}: give a fall in accepted/drafted between 0 and 1, e.g. 0.03")
     if burn_in < FEWEST:
         raise UserError(f"--burn-in {burn_in}: give at least {FEWEST} requests, e.g. {BURN_IN}")
     served = acceptance_of(log, version)
@@ -121,16 +121,12 @@ def slice_alarm(
     name: str, records: Sequence[AcceptanceRecord], burn_in: int, gamma: float, level: float, drop: float, seed: int = 0
 ) -> SliceAlarm:
     """Test the requests of a slice after its first ``burn_in``; ``level`` is the probability of a false alarm."""
-    counts_2N = np.array([[record.accepted, record.drafted] for record in records]).T
-    first_2P, served_2N = counts_2N[:, :burn_in], counts_2N[:, burn_in:]
-    pool = pool_of(first_2P[0], first_2P[1], gamma)
-    found = [
-        Crossing(one.since + burn_in, one.at + burn_in, one.until and one.until + burn_in)
-        for one in watch(pool, served_2N[0], served_2N[1], level, drop, seed)
-    ]
+    counts_2M = np.array([[record.accepted, record.drafted] for record in records]).T
+    pool = pool_of(counts_2M[0, :burn_in], counts_2M[1, :burn_in], gamma)
+    found = watch(pool, counts_2M[0], counts_2M[1], level, drop, seed)
     since = next((alarm.since for alarm in found if alarm.until is None), None)
-    behind_2N = counts_2N[:, (since or burn_in + 1) - 1 :]
-    change = rate_change(behind_2N, [0] * behind_2N.shape[1], first_2P, np.ones((1, burn_in), dtype=bool))
+    first_2P, behind_2N = np.split(counts_2M, [since - 1 if since else burn_in], axis=1)
+    change = rate_change(behind_2N, [0] * behind_2N.shape[1], first_2P, np.ones((1, first_2P.shape[1]), dtype=bool))
     low, high = (change.change + math.sqrt(pool.inflation) * (edge - change.change) for edge in change.ci)
     return SliceAlarm(
         name=name, requests=len(records), correlation=pool.correlation, rate=change.rate, baseline=change.baseline, change=change.change,

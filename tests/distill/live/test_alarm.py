@@ -8,7 +8,7 @@ import pytest
 from traffic_log import record_of, write_log
 
 from data.responses.acceptance_log import AcceptanceRecord
-from distill.live.alarm import cusum
+from distill.live.alarm import scan
 from distill.live.alarm.alarm import BURN_IN, SliceAlarm, alarm, slice_alarm
 from distill.live.traffic.reader import read_traffic
 from speculative.errors import UserError
@@ -18,7 +18,7 @@ GAMMA = 4
 
 @pytest.fixture(autouse=True)
 def _fewer_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cusum, "FEWEST_STREAMS", 400)
+    monkeypatch.setattr(scan, "FEWEST_STREAMS", 400)
 
 
 def records(rng: np.random.Generator, count: int, ease: float = 0.85) -> list[AcceptanceRecord]:
