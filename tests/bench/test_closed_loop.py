@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,7 @@ import torch
 from loop.account import LoopResult, account, alarm_behind
 from loop.clients import CONSTRAINED_EVERY, Clients
 from loop.family import Family
-from loop.loop import LOCK, LoopOptions, clear_folder, loop_demo
+from loop.loop import ALARMS, LOCK, LoopDemo, LoopOptions, clear_folder, loop_demo
 from loop.picture import plot_loop
 from loop.versions import shuffled_version
 from processes import free_port
@@ -126,6 +127,34 @@ def test_a_loop_starts_again_with_the_same_first_draft(tmp_path: Path) -> None:
     (tmp_path / "drafts" / "v0001").chmod(0o555)
     clear_folder(tmp_path)
     assert [path.name for path in tmp_path.rglob("*")] == ["run", "file"]
+
+
+def test_several_loops_up_to_the_alarm_are_each_written_down(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stages write a log instead of serving; turn 1 rings before the shift, turn 2 rings too late."""
+
+    def before(demo: LoopDemo) -> bool:
+        demo.traffic.mkdir()
+        known = {"draft_version": "v0001", "drafted": 30, "blocks": 10}
+        rows = [record_of(n, time=1.0 + n, accepted=15 if n < 4 else 6, **known) for n in range(8)]
+        write_log(demo.traffic, rows)
+        return demo.turn == 1
+
+    def shift(demo: LoopDemo) -> None:
+        demo.result.shifted_at = 5.0
+        demo.result.alarm_after_requests = 40 if demo.turn < 2 else 200
+
+    for name, stage in {"_before": before, "_shift": shift}.items():
+        monkeypatch.setattr(LoopDemo, name, stage)
+    for name in ("_first_draft", "_serve"):
+        monkeypatch.setattr(LoopDemo, name, lambda demo: None)
+    options = LoopOptions(str(CONFIG), engine="stub", to=tmp_path, alarms=1)
+    assert loop_demo(options) == 0
+    assert loop_demo(replace(options, alarms=3)) == 1
+    found = json.loads((tmp_path / ALARMS).read_text())
+    told = [(one["turn"], one["false_alarm"], one["alarm_after_requests"]) for one in found["loops"]]
+    assert told == [(0, False, 40), (1, True, 40), (2, False, 200)]
+    assert found["loops"][2]["acceptance"] == {"before": 0.5, "shifted": 0.2}
+    assert sorted(path.name for path in tmp_path.glob("traffic*")) == ["traffic", "traffic-1", "traffic-2"]
 
 
 def fake_clients(whole: dict[str, tuple[int, ...]], attempts: dict[str, int]) -> Any:

@@ -141,10 +141,21 @@ def engine_notes(log: AcceptanceLog, baseline: Baseline) -> list[str]:
     ]
 
 
-def by_label(records: Sequence[AcceptanceRecord]) -> tuple[dict[str, list[AcceptanceRecord]], list[str]]:
-    """(the records of each label in their order, notes for the reader). Beyond MOST_SLICES labels the rarest are combined."""
-    counts = Counter(record.slice or ALL for record in records)
-    kept = {name for name, _ in counts.most_common(MOST_SLICES if len(counts) <= MOST_SLICES else MOST_SLICES - 1)}
+def by_label(
+    records: Sequence[AcceptanceRecord], settled: int | None = None
+) -> tuple[dict[str, list[AcceptanceRecord]], list[str]]:
+    """(the records of each label in their order, notes for the reader). Beyond MOST_SLICES labels the rarest are combined.
+
+    settled: instead those that are not among the first to have so many records. As such a log grows, a label then leaves the combined ones
+    once at most and never joins them, which would change what they are compared with.
+    """
+    counts, first = Counter[str](), list[str]()
+    for record in records:
+        label = record.slice or ALL
+        counts[label] += 1
+        first += [label] if counts[label] == settled else []
+    ranked = [name for name, _ in counts.most_common()] if settled is None else first
+    kept = set(counts if len(counts) <= MOST_SLICES else ranked[: MOST_SLICES - 1])
     found: dict[str, list[AcceptanceRecord]] = {}
     for record in records:
         label = record.slice or ALL

@@ -94,7 +94,7 @@ def alarm(
     if burn_in < FEWEST:
         raise UserError(f"--burn-in {burn_in}: give at least {FEWEST} requests, e.g. {BURN_IN}")
     served = acceptance_of(log, version)
-    by_name, more = by_label(served.records)
+    by_name, more = by_label(served.records, burn_in)
     waiting = {name: len(records) for name, records in by_name.items() if len(records) <= burn_in}
     level, gamma = false_alarms / len(by_name), served.gamma() or 1.0
     told = [
