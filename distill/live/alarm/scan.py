@@ -228,7 +228,7 @@ def watch(
     while True:
         stream = Stream(scores_M[None, left_M], information_M[left_M], len(pool.residuals_P))
         for end in np.flatnonzero(stream.largest()[0] > threshold).tolist():
-            heads = slice(stream.burn_in, end)  # any change, not only at a window's start
+            heads = slice(max(stream.burn_in, end - 2 * WINDOWS[-1]), end)  # a change need not begin a window
             head = heads.start + int(stream.contrast(heads, slice(end, end + 1))[0].argmax())
             before = float(stream.means[0, head - stream.burn_in])
             after = float((stream.sums[0, end] - stream.sums[0, head]) / (stream.weight[end] - stream.weight[head]))
