@@ -162,7 +162,7 @@ class RefreshOptions:
     probe_steps: Annotated[int, typer.Option(help="trial steps on fresh traffic that measure the headroom")] = 30
     margin: Annotated[float, typer.Option(help="largest allowed loss of alpha on an old slice")] = 0.01
     false_alarms: Annotated[
-        float, typer.Option(help="probability of at least one false alarm in 1,000 requests after the baseline")
+        float, typer.Option(help="probability of at least one false alarm in 1,000 requests after the first")
     ] = 0.01
     drop: Annotated[float, typer.Option(help="a smaller measured fall in accepted/drafted does not ring")] = 0.03
     burn_in: Annotated[
