@@ -25,6 +25,7 @@ from distill.export.merge import load_merged_student
 from distill.export.pair import pair_notes
 from distill.export.quantize import quantize_draft
 from distill.models.draft import ADAPTER_FILE, base_of_adapter, cast_weights
+from distill.models.head_tokens import fill_other_rows
 from distill.models.load import public_name, resolve, saved_dtype, without_folders
 from distill.models.target import TargetSide, load_target_side
 from distill.models.vocabulary import VocabularyAgreement, tokenizer_differences, vocabulary_rows
@@ -82,8 +83,9 @@ def export_draft(
     student = load_merged_student(run.student_dir, target_side.tokenizer, rows, run.trust_remote_code)
     plan, served = ways_to_serve(verdict, run.curves, student.model.config)
     take_over_ids(student.model, target_side, served["gamma"], run.sampling)  # transformers drafts token by token
+    filled = fill_other_rows(student.model)
     cast_weights(student.model, export_dtype)
-    warnings = student.notes + _warnings(plan.gamma, plan.gain, run.quantize)
+    warnings = student.notes + ([filled] if filled else []) + _warnings(plan.gamma, plan.gain, run.quantize)
     parameters = sum(parameter.numel() for parameter in student.model.parameters())
     target_record = {
         "name": public_name(run.target), "rows": rows, "dtype": _dtype_name(saved_dtype(target_side.config)),

@@ -27,6 +27,7 @@ from distill.models.vocabulary import (
 )
 from distill.run.result import Curves, load_result
 from distill.run.verdict_record import WAYS, Verdict, drafting_to_serve, load_verdict
+from speculative.engine.frequent_head import head_ids_of
 from speculative.engine.models import mask_token_of, max_positions
 from speculative.errors import UserError
 from speculative.measure.load import MOST_LOAD
@@ -139,6 +140,7 @@ class EngineFacts:
     token_rows: int = 0  # rows that the target's tokenizer needs
     shapes: Mapping[str, Shape] = field(default_factory=dict)  # of `target` and `draft`
     tensor_parallel: int = 1  # GPUs that each layer is split over
+    head_tokens: int | None = None  # tokens of the head that was judged; None: all
 
     @property
     def sampled(self) -> bool:
@@ -148,7 +150,7 @@ class EngineFacts:
     def sampled_drafts_win(self) -> bool:
         """Whether replay predicts more acceptance for sampled drafts, also for untruncated ones, than for argmax drafts."""
         sampled = min(self.taus.get(rule, math.inf) for rule in ("sample", UNTRUNCATED))
-        return self.sampled and math.inf > sampled > self.taus.get("greedy-draft", float("inf"))
+        return self.sampled and not self.head_tokens and math.inf > sampled > self.taus.get("greedy-draft", float("inf"))
 
     @property
     def request(self) -> dict[str, float | int]:
@@ -250,6 +252,7 @@ def gather_facts(target: TargetSide, draft: TargetSide, path: str, **served: Any
         dtypes=(str(saved_dtype(target.config)), str(saved_dtype(draft.config))),
         token_rows=max(target_tokens, default=-1) + 1,
         shapes={"target": _shape(target.config), "draft": _shape(draft.config)},
+        head_tokens=len(head_ids_of(draft.config) or ()) or None,
         **served,
     )
 

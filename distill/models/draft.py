@@ -20,6 +20,7 @@ from distill.models.vocabulary import (
     require_agreement,
     vocabulary_rows,
 )
+from speculative.engine.frequent_head import trim_head
 from speculative.errors import UserError
 from speculative.measure.record import Record
 
@@ -55,6 +56,7 @@ def read_draft(path: str, target: Target) -> tuple[PreTrainedModel, VocabularyAg
     agreement = compare_vocabularies(target.tokenizer, rows, own, vocabulary_rows(draft.config))
     if agreement.verdict != "refuse":
         repair_rows(draft, rows, agreement.token_rows)
+        trim_head(draft)
     return draft, agreement
 
 
@@ -66,11 +68,11 @@ def _adapted(name: str, base: str) -> PreTrainedModel:
 
 
 def as_exported(model: PreTrainedModel, target: Target) -> PreTrainedModel:
-    """Return a copy with weights rounded to the export dtype, which computes in the target's dtype.
+    """Return a copy with weights rounded to the export dtype, which computes in the target's dtype, and the head of `student.head_tokens`.
 
     Measurements then hold for the exported draft, not for the float32 weights in training.
     """
-    return cast_copy(model, (target.saved_dtype, target.dtype), target.device)
+    return trim_head(cast_copy(model, (target.saved_dtype, target.dtype), target.device))
 
 
 def cast_copy(model: PreTrainedModel, dtypes: Sequence[torch.dtype], device: torch.device) -> PreTrainedModel:

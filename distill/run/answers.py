@@ -11,6 +11,7 @@ from data.files import write_json
 from data.responses.rendered import RenderedPrompt, texts_of
 from data.responses.store import StoredRows
 from distill.config.layout import STUDENT_NOTES
+from distill.models.head_tokens import give_head_tokens
 from distill.models.load import tokenizer_fingerprint
 from distill.models.student import carved_by_measurement, make_student
 from distill.models.target import Target
@@ -105,7 +106,7 @@ def first_student(answers: Answers) -> Any:
     """The draft before training.
 
     Measured choices are kept in student.json, so that a resumed run and every rank have the same draft. The target answers first
-    only if layers or channels are chosen by measurement.
+    only if layers or channels are chosen by measurement, or tokens by their count.
     """
     run, target, config = answers.run, answers.target, answers.run.config
     wants_weights = config.student.init == "carved" or config.student.embeddings == "target"
@@ -113,15 +114,20 @@ def first_student(answers: Answers) -> Any:
     source: Any = read() if wants_weights else target.side
     path = run.folder / STUDENT_NOTES
     texts: list[list[int]] = []
-    if carved_by_measurement(config.student):
-        rows = answers.training  # Every n-th row, so that all domains are represented.
+    rows = answers.training if carved_by_measurement(config.student) or config.student.head_tokens else None
+    if rows is not None and carved_by_measurement(config.student):
+        # Every n-th row, so that all domains are represented.
         texts = [list(row.input_ids) for row in rows[:: max(1, len(rows) // CALIBRATION_TEXTS)]][:CALIBRATION_TEXTS]
 
     def made(notes: dict[str, Any]) -> Any:
-        return make_student(
+        student = make_student(
             config.student, source, target.tokenizer, texts, seed=config.seed,
             temperature=config.serving.temperature, notes=notes, texts=_Texts(target.facts.eos_ids, answers.sets),
         )  # fmt: skip
+        if rows is not None and config.student.head_tokens:
+            count, ends = config.student.head_tokens, target.facts.eos_ids
+            notes["head_tokens"] = give_head_tokens(student, count, rows.examples, ends)
+        return student
 
     def measured(notes: dict[str, Any]) -> dict[str, Any]:
         return {name: value for name, value in notes.items() if name == "layers"}

@@ -103,7 +103,8 @@ class Draft:
     @property
     def shape(self) -> Hashable:
         """A key: drafts of one shape and drafting mode take the same time."""
-        return self.drafting, *((name, tuple(weight.shape)) for name, weight in self.model.named_parameters())
+        window = getattr(self.model.config.get_text_config(decoder=True), "sliding_window", None)
+        return self.drafting, window, *((name, tuple(weight.shape)) for name, weight in self.model.named_parameters())
 
     def drafter(self) -> ModelDrafter:
         """A new drafter."""

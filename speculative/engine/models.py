@@ -22,6 +22,7 @@ from transformers.cache_utils import (
     LinearAttentionCacheLayerMixin,
 )
 
+from speculative.engine.frequent_head import FrequentHead
 from speculative.engine.runners import UNRECORDED
 from speculative.errors import UserError
 
@@ -55,6 +56,8 @@ def layer_stacks(model: PreTrainedModel) -> list[str]:
 def vocab_rows(model: PreTrainedModel) -> int:
     """Number of logits the model returns per position, padding rows included."""
     head = model.get_output_embeddings()
+    if isinstance(head, FrequentHead):
+        return head.rows
     weight = getattr(head, "weight", None)
     return weight.shape[0] if weight is not None else model.config.get_text_config(decoder=True).vocab_size
 

@@ -37,7 +37,7 @@ struct Block {
 
 static thread_local Scratch memory_of_target_logits, memory_of_draft_logits, memory_of_draft_probs;
 
-struct Work : Block {  // a block with its buffers: (K, G1, V), (K, V), (K, G, V)
+struct Work : Block {  // a block with its buffers: (K, G1, V), (K, V) or fewer columns, (K, G, V)
     float *target_logits, *draft_logits, *draft_probs;
     explicit Work(const Block &block) : Block(block) {
         bool drafts = proposer == MODEL;
@@ -77,21 +77,34 @@ static const double *uniforms_of(const Work &b, long row, long place) {
     return b.uniforms + (row * b.positions + b.lengths[row] - b.prompt_lengths[row] + place) * COLUMNS;
 }
 
+// Moves the first N of V numbers to their rising places, in place; all others become 0. From the end, since no place is below its number.
+static void spread(float *values, const int64_t *places, long N, long V) {
+    std::fill(values + N, values + V, 0.0f);
+    for (long n = N; n-- > 0;) {
+        float value = values[n];
+        values[n] = 0.0f;
+        values[places[n]] = value;
+    }
+}
+
 // From the draft's logits to its token at one position of every row.
 static void choose(const Work &b, long place) {
 #pragma omp parallel for num_threads(b.threads) if (b.threads > 1 && b.rows > 1)
     for (long k = 0; k < b.rows; k++) {
-        long row = b.seats[k], V = b.vocabulary;
-        const float *logits = b.draft_logits + k * V;
+        long row = b.seats[k], V = b.vocabulary, N = b.draft->head.outputs;
+        const float *logits = b.draft_logits + k * N;
+        const int64_t *kept = b.draft->head_ids;
         double peak;
         long id;
-        if (b.greedy_draft) id = most_likely(logits, V, peak);
+        if (b.greedy_draft) id = most_likely(logits, N, peak);
         else {
             float *probs = b.draft_probs + (k * b.gamma + place) * V;
-            probabilities(logits, V, b.draft_sampling, probs);
-            id = draw(probs, V, uniforms_of(b, row, place)[DRAFT]);
+            probabilities(logits, N, b.draft_sampling, probs);
+            id = draw(probs, N, uniforms_of(b, row, place)[DRAFT]);
             peak = probs[0];
+            if (kept) spread(probs, kept, N, V);
         }
+        if (kept) id = kept[id];
         b.drafted[row * b.gamma + place] = id;
         b.draft_peaks[row] += peak;
     }

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from speculative.engine.cache import RaggedCache, RaggedLayer
 from speculative.engine.compiled.library import library
+from speculative.engine.frequent_head import FrequentHead
 from speculative.engine.models import all_modules, attention_windows, evaluating, max_positions, vocab_rows
 from speculative.rules.tree import TokenTree
 
@@ -25,7 +26,7 @@ from speculative.rules.tree import TokenTree
 PLAIN_DECODERS = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 # An adapter or a parametrisation is a module of another package that looks like the module it replaced.
-OWN_CALLS = ("torch.nn.modules.", "transformers.models.", "transformers.activations")
+OWN_CALLS = ("torch.nn.modules.", "transformers.models.", "transformers.activations", FrequentHead.__module__)
 FEWEST_OUTPUTS = 4  # smallest matrix output and cache length, because tiles have this size
 # Allowed difference of logits, relative to the largest. With weights other than float32 the model's own call also rounds activations.
 TOLERANCE, ROUNDED_TOLERANCE = 1e-3, 0.1
@@ -101,7 +102,9 @@ class _Weights:
         attention, dtype = layers[0].self_attn, model.dtype
         self.copied = False
         self.alive: list[torch.Tensor] = []  # tensors that are used by address only
-        self.head_width, self.dtype, self.vocab = attention.head_dim, dtype, _outputs(model.lm_head)
+        self.head_width, self.dtype, self.vocab = attention.head_dim, dtype, vocab_rows(model)
+        # A head of some tokens: compiled code computes and draws from these only.
+        self.head = model.lm_head if isinstance(model.lm_head, FrequentHead) else None
         self.kv_heads = _outputs(attention.k_proj) // self.head_width
         if model.config.hidden_act not in ("silu", "swish") or self.head_width % 2 or dtype not in KINDS:
             raise Unfit(f"{model.config.hidden_act}, heads of {self.head_width}, {dtype}")
@@ -114,8 +117,9 @@ class _Weights:
         if _outputs(embedding) < self.vocab:
             raise Unfit("fewer embeddings than logits")
         self.rest = (
-            *self._matrix(embedding, _outputs(embedding), width), *self._matrix(model.lm_head, self.vocab, width),
+            *self._matrix(embedding, _outputs(embedding), width), *self._matrix(model.lm_head, _outputs(model.lm_head), width),
             self._floats(body.norm.weight, width), bits_of(body.norm.variance_epsilon), bits_of(attention.scaling),
+            0 if self.head is None else self.head.kept_N.data_ptr(),
         )  # fmt: skip
         windows = attention_windows(model)[: len(layers)]  # the cached answer may be of a deeper model
         rows = [[*self._layer(layer), 0, 0, window or 0] for layer, window in zip(layers, windows, strict=True)]
@@ -232,7 +236,8 @@ class CompiledModel:
         rows_count, queries = ids_KQ.shape
         assert logits_kept <= queries
         assert int(starts_K.max()) + queries <= self._cache.place.capacity
-        logits = torch.empty((rows_count, logits_kept, self.vocab))
+        head = self._weights.head
+        logits = torch.empty((rows_count, logits_kept, self.vocab if head is None else head.out_features))
         ids_KQ, starts_K = ids_KQ.contiguous(), np.ascontiguousarray(starts_K, dtype=np.int64)
         rows_K = None if rows is None else np.array(rows, dtype=np.int64)
         depths, sees = (None, None) if tree is None else _tree(tree)
@@ -244,7 +249,7 @@ class CompiledModel:
             dtype=np.int64,
         )  # fmt: skip
         check(self.library.call_model(*self.addresses(), address_of(call)))
-        return logits
+        return logits if head is None else head.spread(logits)
 
     def addresses(self) -> tuple[int, int]:
         """Addresses of the model and of its layers, for compiled code."""

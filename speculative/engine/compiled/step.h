@@ -25,6 +25,7 @@ struct Model {
     Matrix embedding, head;
     const float *norm;
     double epsilon, scaling;
+    const int64_t *head_ids;  // (outputs of the head) the tokens that it covers, rising; null = all
 };
 
 struct Call {
