@@ -11,7 +11,7 @@ from typing import Any
 
 import psutil
 
-from distill.config.layout import CHECKPOINTS, VERDICT
+from distill.config.layout import CHECKPOINTS, JUDGEMENT, VERDICT, step_folder
 from distill.config.run import RunConfig
 from distill.faults import Interrupted
 from distill.run.launcher import SAFE_PATH
@@ -24,23 +24,30 @@ class TrainingFailed(Exception):
 def train_apart(
     config: RunConfig, arguments: Sequence[str], log: Path, command: Sequence[str], group: str = ""
 ) -> None:
-    """Train a run to its verdict, continuing from its last state. If the config needs a stored signal, `respond` runs first.
+    """Train a run to its verdict or its `train.pause_at`, continuing from its last state. If the config needs a stored signal, `respond` runs first.
 
     Args:
         arguments: arguments of `distill.train` that give this config.
         command: the command before `-m distill.train`.
         group: group of the run in wandb.
 
-    Raises TrainingFailed: it ended without a verdict. Interrupted: after Ctrl-C, when it has stopped.
+    Raises TrainingFailed: it ended before that. Interrupted: after Ctrl-C, when it has stopped.
     """
     if config.signal.source in ("store", "response_logprobs") and not (config.folder / CHECKPOINTS).exists():
-        _child([*command, "-m", "distill.respond", *arguments], config.name, log, group)
-    _child([*command, "-m", "distill.train", *arguments], config.name, log, group)
-    if not (config.folder / VERDICT).exists():
+        child([*command, "-m", "distill.respond", *arguments], config.name, log, group)
+    child([*command, "-m", "distill.train", *arguments], config.name, log, group)
+    if not reached(config):
         raise TrainingFailed("ended without a verdict")
 
 
-def _child(words: Sequence[str], name: str, log: Path, group: str) -> None:
+def reached(config: RunConfig) -> bool:
+    """Whether a run has its verdict, or is to pause at a step that was judged."""
+    step = config.train.pause_at
+    return (config.folder / VERDICT if step is None else step_folder(config.folder, step) / JUDGEMENT).exists()
+
+
+def child(words: Sequence[str], name: str, log: Path, group: str = "") -> None:
+    """Run a command with its output in a log. Raises TrainingFailed and Interrupted, see `train_apart`."""
     note = log.with_suffix(".pid")
     with log.open("ab") as out:
         start = out.tell()

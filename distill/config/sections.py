@@ -319,6 +319,9 @@ class TrainConfig(Section):
 
     steps: int = Field(300, ge=1)
     """optimizer steps"""
+    pause_at: int | None = Field(None, ge=1)
+    """stop after this step with a judged checkpoint and without a verdict; the same command with a later step, or
+    null, goes on. The learning rate follows `steps`"""
     batch_size: int = Field(32, ge=1)
     """sequences per step, summed over all ranks and micro-batches"""
     micro_batch_size: int | None = Field(None, ge=1)

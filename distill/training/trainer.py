@@ -137,7 +137,7 @@ class Trainer:
                 ProgressBar(word, train.steps, self.progress.step, self.run.main, stderr=False) as bar,
                 trace as step_ended,
             ):
-                while self.progress.step < train.steps:
+                while self.progress.step < self.config.last_step:
                     facts = self._one_step()
                     bar.update(bar.task, completed=self.progress.step, facts=facts)
                     step_ended()
@@ -305,7 +305,7 @@ class Trainer:
         return f" (temperature {objective.temperature:g})" if sampled and not objective.overlap_is_acceptance else ""
 
     def _is_due(self) -> bool:
-        return self.progress.step % self.config.judge.every == 0 or self.progress.step == self.config.train.steps
+        return self.progress.step % self.config.judge.every == 0 or self.progress.step == self.config.last_step
 
     def save(self) -> Path:
         """Write the checkpoint of this step unless it exists; returns its folder."""

@@ -47,7 +47,9 @@ def head_ids_of(config: PretrainedConfig) -> list[int] | None:
         return None
     rising = isinstance(ids, list) and all(type(one) is int for one in ids) and ids == sorted(set(ids))
     if not rising or len(ids) < FEWEST_TOKENS or ids[0] < 0 or ids[-1] >= rows:
-        raise UserError(f"config.json of the draft: {HEAD_IDS}: must be at least {FEWEST_TOKENS} rising ids, 0..{rows - 1}")
+        raise UserError(
+            f"config.json of the draft: {HEAD_IDS}: must be at least {FEWEST_TOKENS} rising ids, 0..{rows - 1}"
+        )
     return ids
 
 

@@ -73,18 +73,23 @@ class Trial:
             key: value for key, value in tree["data"].items() if key not in ("mix", "rollouts", "text", "text_window")
         }
         serving = {key: value for key, value in tree["serving"].items() if key not in ("rule", "batch_size")}
-        student = {key: tree["student"][key] for key in ("init", "path", "revision", "architecture", "extend_context")}
+        student = {key: tree["student"][key] for key in ("init", "path", "revision", "extend_context")}
+        # Of an architecture only the context length counts.
+        fields = tree["student"]["architecture"] or {}
+        student |= {key: value for key, value in fields.items() if key == "model_type" or "position" in key}
         parts = [tree["target"], data, serving, student, tree["judge"]["prompts"], tree["seed"]]
         return json.dumps(parts, sort_keys=True)
 
 
-def plan(path: Path) -> tuple[SweepFile, list[Trial]]:
+def plan(path: Path, suffix: str = "") -> tuple[SweepFile, list[Trial]]:
     """A sweep file and its combinations, validated, with seeds in the outer loop: after the first pass each combination has one run.
+    ``suffix``: of the sweep's name.
 
     Raises UserError: unreadable, an unknown key (the message gives the nearest one), an empty grid, or a combination that is not a valid
     config.
     """
     sweep = parse_section(SweepFile, read_yaml(path), str(path))
+    sweep = sweep.model_copy(update={"name": f"{sweep.name}{suffix}"})
     keys = sorted(sweep.grid, key=lambda key: key != SEED)
     fixed = [assignment(key, value) for key, value in sweep.overrides.items()]
     combinations = [
