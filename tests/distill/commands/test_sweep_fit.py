@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import math
 from collections.abc import Callable, Sequence
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from refusals import refused
 from rich.console import Console
 from safetensors.torch import load_file
-from tiny_training import forget_accelerators, small_config
+from tiny_training import TOKENS, forget_accelerators, small_config, tiny_tokenizer
 
 from distill import train
 from distill.commands import training_process
@@ -24,10 +25,14 @@ from distill.commands.compare.compare import CompareOptions, compare_command
 from distill.commands.options import SweepOptions
 from distill.commands.sweep import fit
 from distill.commands.sweep.fit import Rung, kept_of, minutes_of, rungs_of, steps_at
+from distill.commands.sweep.plan import plan
 from distill.commands.sweep.sweep import run_sweep
 from distill.config.layout import best_student, list_steps
 from distill.faults import Interrupted
+from distill.models.student import from_architecture
 from distill.run.verdict_record import load_verdict
+from speculative.drafters.draft import Draft
+from speculative.engine.models import attention_windows
 
 MINUTES = 0.2
 SHAPES = {"student.layers": [[0], [0, 1], [0, 1, 2]]}
@@ -39,7 +44,7 @@ def test_rungs_halve_the_shapes_and_spend_the_minutes_evenly(shapes: int, minute
     assert rungs[0].shapes == shapes
     assert rungs[-1].shapes == 2
     assert len(rungs) == math.ceil(math.log2(shapes))
-    for one, other in zip(rungs, rungs[1:], strict=False):
+    for one, other in itertools.pairwise(rungs):
         assert other.shapes == math.ceil(one.shapes / 2)
         assert other.minutes >= one.minutes
     assert [rung.shapes * rung.minutes for rung in rungs] == pytest.approx([minutes / len(rungs)] * len(rungs))
@@ -240,3 +245,26 @@ def test_too_few_minutes_for_a_step_are_refused_with_the_least(
 def test_a_dry_run_trains_nothing(tmp_path: Path, children: Children) -> None:
     assert "to do     s-fit-layers-0" in run(sweep_file(tmp_path), dry_run=True)
     assert children.words == []
+
+
+def test_width_and_window_are_shapes_too_and_share_responses(tmp_path: Path) -> None:
+    architecture = {"model_type": "mistral", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    student = {
+        "init": "config",
+        "architecture": architecture | {"num_key_value_heads": 1, "max_position_embeddings": 64},
+    }
+    grid = {"student.architecture.hidden_size": [32, 64], "student.architecture.sliding_window": [16, None]}
+    trials = plan(sweep_file(tmp_path, grid, student=student))[1]
+    shapes = [trial.config.student.architecture or {} for trial in trials]
+    assert [(one["hidden_size"], one["sliding_window"]) for one in shapes] == [
+        (32, 16),
+        (32, None),
+        (64, 16),
+        (64, None),
+    ]
+    assert len({trial.answers_key for trial in trials}) == 1
+    grid = {"student.architecture.max_position_embeddings": [64, 128]}
+    assert len({trial.answers_key for trial in plan(sweep_file(tmp_path, grid, student=student))[1]}) == 2
+    made = [from_architecture(one, tiny_tokenizer(), TOKENS, 0) for one in shapes[:2]]
+    assert [attention_windows(model) for model in made] == [[16], [None]]
+    assert Draft(made[0]).shape != Draft(made[1]).shape, "their steps are timed apart"
