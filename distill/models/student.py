@@ -26,6 +26,7 @@ from distill.models.vocabulary import (
     untie_for_adapters,
     vocabulary_rows,
 )
+from speculative.engine.frequent_head import HEAD_IDS
 from speculative.engine.models import mask_token_of, max_positions
 from speculative.errors import UserError
 from speculative.rules.sampling import SamplingSettings
@@ -144,6 +145,7 @@ def _pretrained(
         student = _dequantised(student, path)
     own_tokenizer = load_tokenizer(path, revision=revision)
     own_rows = vocabulary_rows(student.config)
+    vars(student.config).pop(HEAD_IDS, None)  # of its own run; `head_tokens` counts again
     agreement = compare_vocabularies(tokenizer, rows, own_tokenizer, own_rows)
     if config.vocabulary == "transplant":
         if agreement.verdict == "refuse":

@@ -115,9 +115,11 @@ def test_a_run_trains_judges_and_keeps_such_a_draft(tmp_path: Path, student: dic
 
 def test_a_head_of_a_pretrained_start_is_counted_too(tmp_path: Path) -> None:
     student = tiny_model(vocab_size=TOKENS)
+    setattr(student.config, HEAD_IDS, [200, 201, 202, 203])
     student.save_pretrained(tmp_path / "draft")
     tiny_tokenizer().save_pretrained(tmp_path / "draft")
     config = run_config(tmp_path, student={"init": "pretrained", "path": str(tmp_path / "draft"), "head_tokens": 8})
     made = make_student(config.student, tiny_model(vocab_size=TOKENS), tiny_tokenizer())
+    assert not hasattr(made.config, HEAD_IDS), "what an earlier run kept does not count"
     give_head_tokens(made, 8, as_examples([example([1, 2, 3], 1)]), [])
     assert getattr(made.config, HEAD_IDS) == list(range(8))
