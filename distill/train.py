@@ -109,10 +109,8 @@ def distil(run: Run) -> None:
             checks = check_instrument(run, target, sets.heldout, settings)
     answers = Answers(run, target, tokenizer, sets, context)
     learn(answers, first_student(answers), settings)
-    if run.progress.step < config.train.steps and run.progress.step == config.last_step:
-        return run.say(
-            f"paused at step {config.last_step} of {config.train.steps} (train.pause_at); the same command with a later one goes on"
-        )
+    if run.progress.step == config.last_step < config.train.steps:
+        return run.say(f"paused at step {config.last_step}; the same command with a later train.pause_at goes on")
     # Free the training state, which is in the checkpoints, to make room for the target.
     run.accelerator.free_memory()
     gc.collect()

@@ -24,7 +24,7 @@ class TrainingFailed(Exception):
 def train_apart(
     config: RunConfig, arguments: Sequence[str], log: Path, command: Sequence[str], group: str = ""
 ) -> None:
-    """Train a run to its verdict or its `train.pause_at`, continuing from its last state. If the config needs a stored signal, `respond` runs first.
+    """Train a run to its verdict or its pause, continuing from its last state. If the config needs a stored signal, `respond` runs first.
 
     Args:
         arguments: arguments of `distill.train` that give this config.

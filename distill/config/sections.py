@@ -1,6 +1,7 @@
 """The sections of a run's configuration: every key with its type, default and meaning."""
 
 import difflib
+import re
 import types
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
@@ -65,8 +66,7 @@ class ParallelConfig(Section):
 
 def _thousands(value: Any) -> Any:
     """`16k` -> 16384."""
-    number = value.lower().removesuffix("k") if isinstance(value, str) else ""
-    return 1024 * int(number) if number.isdecimal() and value[-1] in "kK" else value
+    return 1024 * int(value[:-1]) if isinstance(value, str) and re.fullmatch(r"[0-9]{1,6}[kK]", value) else value
 
 
 class StudentConfig(Section):

@@ -83,9 +83,9 @@ def export_draft(
     student = load_merged_student(run.student_dir, target_side.tokenizer, rows, run.trust_remote_code)
     plan, served = ways_to_serve(verdict, run.curves, student.model.config)
     take_over_ids(student.model, target_side, served["gamma"], run.sampling)  # transformers drafts token by token
-    filled = fill_other_rows(student.model)
+    notes = student.notes + fill_other_rows(student.model)
     cast_weights(student.model, export_dtype)
-    warnings = student.notes + ([filled] if filled else []) + _warnings(plan.gamma, plan.gain, run.quantize)
+    warnings = notes + _warnings(plan.gamma, plan.gain, run.quantize)
     parameters = sum(parameter.numel() for parameter in student.model.parameters())
     target_record = {
         "name": public_name(run.target), "rows": rows, "dtype": _dtype_name(saved_dtype(target_side.config)),

@@ -12,7 +12,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 
 from distill.config.sections import StudentConfig
 from distill.models.carving import carve, channel_scores, choose_layers, filled, layers_only, trim_mlps
-from distill.models.head_tokens import refuse_too_many
 from distill.models.load import load_model, load_pretrained, load_tokenizer, refusing
 from distill.models.mask_token import give_mask_token
 from distill.models.quantized import full_weight, quantization_name, quantization_of, without_quantization
@@ -94,10 +93,10 @@ def refuse_impossible(student: StudentConfig, target_config: Any = None) -> None
             raise UserError(f"student.{key} needs student.init: {init}, but this run has init: {student.init}")
     if target_config is not None:
         text = target_config.get_text_config()
-        refuse_too_many(student.head_tokens or 0, vocabulary_rows(target_config))
         for key, asked, there, wanted in (
             ("depth", student.depth, getattr(text, "num_hidden_layers", None), student.layers == "auto"),
             ("intermediate_size", student.intermediate_size, getattr(text, "intermediate_size", None), True),
+            ("head_tokens", student.head_tokens, vocabulary_rows(target_config), True),
         ):
             if wanted and asked is not None and isinstance(there, int) and asked > there:
                 raise UserError(f"student.{key} = {asked}: the target has {there}")

@@ -125,8 +125,8 @@ def first_student(answers: Answers) -> Any:
             temperature=config.serving.temperature, notes=notes, texts=_Texts(target.facts.eos_ids, answers.sets),
         )  # fmt: skip
         if rows is not None and config.student.head_tokens:
-            count, ends = config.student.head_tokens, target.facts.eos_ids
-            notes["head_tokens"] = give_head_tokens(student, count, rows.examples, ends)
+            asked = config.student.head_tokens, rows.examples, target.facts.eos_ids
+            notes["head_tokens"] = give_head_tokens(student, *asked)
         return student
 
     def measured(notes: dict[str, Any]) -> dict[str, Any]:

@@ -3,32 +3,41 @@
 output/NAME/logs/RUN.log      what each training run printed
             sweep.json        trials and rows, rewritten after each trial
             frontier.png      size against speed, if runs were timed
-            rung-N.json       with --fit: the comparison of the shapes after a rung
+            rung-N.json       with --fit, where NAME ends in -fit: the comparison of the shapes after a rung
 output/NAME-COMBINATION/      the runs, as `distill.train` makes them
 
 The state of a run is in its own folder, and the verdict is written last. So a killed sweep continues where it stopped, and the killed
 run continues from its last checkpoint. Responses (and teacher signals) depend only on target, data, serving settings and seed. Later
-runs reuse the files of an earlier run with the same ones, so the target answers once per seed. With `--fit` NAME is the sweep's name
-and `-fit`.
+runs reuse the files of an earlier run with the same ones, so the target answers once per seed.
 """
 
+import contextlib
+import functools
+import os
 import shlex
+import shutil
 import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
+from data.files import MANIFEST, write_json
 from distill.commands.options import SweepOptions
 from distill.commands.sweep.fit import Search, minutes_of, refuse_unfit
 from distill.commands.sweep.frontier import frontier_table, plot_frontier, points_of, recommended
-from distill.commands.sweep.plan import finished, plan
-from distill.commands.sweep.runs import report, train_trial
-from distill.commands.sweep.table import Row, sweep_table
-from distill.commands.training_process import TrainingFailed, terminated_as_interrupted
+from distill.commands.sweep.plan import SweepFile, Trial, finished, plan
+from distill.commands.sweep.table import FIGURES, Row, measured_of, summarise, sweep_table
+from distill.commands.training_process import TrainingFailed, running_twin, terminated_as_interrupted, train_apart
+from distill.config.layout import DAY, RESPONSES, SERVED
+from distill.run.lock import hold
 from speculative.errors import UserError
 
 
 def run_sweep(options: SweepOptions, console: Console | None = None) -> list[Row]:
-    """Train the unfinished trials one after the other, print a table and return its rows; with --fit those that the search leaves.
+    """Train the unfinished trials one after the other, print a table and return its rows; with --fit the trials that the search leaves.
 
     Seeds are in the outer loop, so a sweep that is stopped early has complete passes over the grid. A failed trial is reported and the
     others continue.
@@ -41,8 +50,7 @@ def run_sweep(options: SweepOptions, console: Console | None = None) -> list[Row
     sweep, trials = plan(options.file, suffix="-fit" if minutes else "")
     if minutes:
         refuse_unfit(options.file, sweep, trials)
-    folder, errors = trials[0].config.folder.parent / sweep.name, dict[str, str]()
-    done = [minutes is None and finished(trial) for trial in trials]
+    done = [not minutes and finished(trial) for trial in trials]
     runs = f"{len(trials)} run{'s' if len(trials) > 1 else ''}"
     how = f"{minutes:g} minutes of training in all" if minutes else f"{sum(done)} finished, by {sweep.metric}"
     console.print(f"sweep {sweep.name}: {runs}, {how}", highlight=False)
@@ -51,28 +59,30 @@ def run_sweep(options: SweepOptions, console: Console | None = None) -> list[Row
             line = f"  {'finished' if is_done else 'to do':8}  {trial.config.name}  {' '.join(trial.overrides[:-1])}"
             console.print(line, highlight=False, markup=False, soft_wrap=True)
         return []
+    folder, errors = trials[0].config.folder.parent / sweep.name, dict[str, str]()
     try:
         (folder / "logs").mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"{folder}: cannot be written ({error.strerror})") from error
-    command, tried, all_trials = shlex.split(options.launcher) or [sys.executable], None, trials
+    command, every = shlex.split(options.launcher) or [sys.executable], trials
+    search = Search(sweep, trials, folder, minutes, console, errors) if minutes else None
+    fit = search.state if search else None
     with terminated_as_interrupted():
-        if minutes:
-            search = Search(sweep, trials, folder, minutes, command, console, errors)
-            trials = search.finalists()
-            tried = search.told
-        rows = report(folder, sweep, trials, errors, tried)
+        if search:
+            train = functools.partial(_train, sweep, every, command=command, console=console)
+            trials = search.finalists(train, lambda: _report(folder, sweep, [], errors, fit))
+        rows = _report(folder, sweep, trials, errors, fit)
         for number, trial in enumerate(trials, start=1):
             if finished(trial):
                 continue
             console.print(f"[{number}/{len(trials)}] {trial.config.name}", end="", highlight=False, markup=False)
             try:
-                train_trial(sweep, all_trials, trial, command, console)
+                _train(sweep, every, trial, command, console)
             except TrainingFailed as failed:
                 errors[trial.config.name] = str(failed)
                 console.print(f"    failed: {failed}", style="red", highlight=False, markup=False)
             finally:
-                rows = report(folder, sweep, trials, errors, tried)
+                rows = _report(folder, sweep, trials, errors, fit)
     console.print(sweep_table(sweep, rows))
     points = points_of(rows, trials, sweep.price_per_hour)
     if (found := recommended(points)) is not None:
@@ -84,3 +94,72 @@ def run_sweep(options: SweepOptions, console: Console | None = None) -> list[Row
         console.print(f"failed: {name}: {why}", style="red", markup=False, soft_wrap=True)
     console.print(f"written to {folder}/sweep.json", highlight=False)
     return rows
+
+
+def _train(sweep: SweepFile, trials: Sequence[Trial], trial: Trial, command: Sequence[str], console: Console) -> None:
+    """Run one trial in its own process, with the responses of an earlier trial if they fit, and print the result."""
+    name = trial.config.name
+    log = trial.config.folder.parent / sweep.name / "logs" / f"{name}.log"
+    if (twin := running_twin(log)) is not None:
+        raise UserError(f"{name}: process {twin.pid} of a killed sweep still trains it; wait for it or end it")
+    try:
+        held = hold(trial.config.folder)
+    except UserError as busy:
+        raise TrainingFailed(str(busy)) from busy
+    with held:
+        shared = share_stores(trial, [other for other in trials if other is not trial])
+    console.print(f", with the {' and '.join(shared)} of an earlier run" if shared else "", highlight=False)
+    started = time.perf_counter()
+    with console.status(f"training, log in {log}"):
+        train_apart(trial.config, [sweep.base, *trial.overrides], log, command, group=sweep.name)
+    row = Row({}, [], [], 1, 0, measured_of(trial) if trial.config.train.pause_at is None else [])
+    found = [f"{name} {figure.value:.3f}, " for name in FIGURES if (figure := row.figure(name)) is not None]
+    console.print(f"    {''.join(found)}{(time.perf_counter() - started) / 60:.1f} min", highlight=False)
+
+
+def _report(
+    folder: Path, sweep: SweepFile, trials: Sequence[Trial], errors: dict[str, str], fit: Mapping[str, Any] | None
+) -> list[Row]:
+    """The rows of the finished trials. They are also written to sweep.json, with what `--fit` has tried."""
+    found = {trial.config.name: measured_of(trial) for trial in trials if finished(trial)}
+    rows = summarise(sweep, trials, found) if trials else []
+    told = [vars(row) | {"measured": [one.record() for one in row.measured]} for row in rows]
+    points = [vars(point) for point in points_of(rows, trials, sweep.price_per_hour)]
+    result = {
+        "format": 2, **sweep.model_dump(mode="json"), "rows": told, "points": points, "failed": errors, "fit": fit,
+    }  # fmt: skip
+    write_json(folder / "sweep.json", result)
+    return rows
+
+
+def share_stores(trial: Trial, others: Sequence[Trial]) -> list[str]:
+    """Give a run the responses, and the teacher's signal next to them, of runs that would have made the same ones.
+
+    Returns the names of these stores. Finished shards never change, so they are linked, or copied if the disk cannot link. The run itself
+    makes what is still missing, in new files.
+    """
+    given, folder = [], trial.config.folder
+    for other in (one.config.folder for one in others if one.answers_key == trial.answers_key):
+        for store in sorted((other / RESPONSES).glob("*")):
+            to = folder / store.relative_to(other)
+            if (store / MANIFEST).exists() and not to.exists():
+                # Copied under a temporary name, so that a copy is complete or absent. Killed writers leave hidden files, which are skipped.
+                temporary = to.with_name(f".{to.name}.tmp")
+                shutil.rmtree(temporary, ignore_errors=True)
+                hidden = shutil.ignore_patterns(".*")
+                shutil.copytree(store, temporary, ignore=hidden, copy_function=_link_or_copy)
+                os.replace(temporary, to)
+                given.append(RESPONSES)
+                # Prompts rendered on another day can differ, and so can a model under the same name.
+                for name in (DAY, SERVED):
+                    if store.with_name(name).exists():
+                        shutil.copyfile(store.with_name(name), to.with_name(name))
+    return list(dict.fromkeys(given))
+
+
+def _link_or_copy(file: str, to: str) -> None:
+    if Path(file).name != MANIFEST:
+        with contextlib.suppress(OSError):
+            os.link(file, to)
+            return
+    shutil.copyfile(file, to)

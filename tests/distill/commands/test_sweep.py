@@ -29,8 +29,7 @@ from distill import train
 from distill.commands.options import SweepOptions
 from distill.commands.sweep.frontier import Point, marked, recommended
 from distill.commands.sweep.plan import Trial, finished, plan
-from distill.commands.sweep.runs import share_stores
-from distill.commands.sweep.sweep import run_sweep
+from distill.commands.sweep.sweep import run_sweep, share_stores
 from distill.commands.sweep.table import Row, summarise, sweep_table, t_interval
 from distill.commands.training_process import error_line
 from distill.config.load import dump_config, load_config
