@@ -8,7 +8,6 @@ their speed-ups, and the slower half is dropped. The last rung trains its shapes
 import json
 import math
 import shutil
-import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -26,7 +25,7 @@ from distill.report.table import Column, Table
 from speculative.errors import UserError
 
 # Steps of each shape that are timed before the search; its run then starts afresh.
-TIMED_STEPS = 6
+TIMED_STEPS = 8
 TIMING = {
     "train.steps": TIMED_STEPS + 1, "train.pause_at": TIMED_STEPS, "judge.every": TIMED_STEPS, "judge.live": "never",
 }  # fmt: skip
@@ -173,7 +172,8 @@ class Search:
         spent = [{**line["seconds"], skipped: 0.0} for line in lines if "seconds" in line]
         shutil.rmtree(folder / CHECKPOINTS)
         (folder / METRICS).unlink()
-        self.state["step_seconds"][name] = statistics.median(sum(one.values()) for one in spent)
+        # Other processes can only add time.
+        self.state["step_seconds"][name] = min(sum(one.values()) for one in spent)
         self._write()
 
     def _train(self, trial: Trial) -> None:
