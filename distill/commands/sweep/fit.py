@@ -26,9 +26,7 @@ from speculative.errors import UserError
 
 # Steps of each shape that are timed before the search; its run then starts afresh.
 TIMED_STEPS = 8
-TIMING = {
-    "train.steps": TIMED_STEPS + 1, "train.pause_at": TIMED_STEPS, "judge.every": TIMED_STEPS, "judge.live": "never",
-}  # fmt: skip
+TIMING = {"train.steps": TIMED_STEPS + 1, "train.pause_at": TIMED_STEPS, "judge.every": TIMED_STEPS}
 # Keys that the search sets itself.
 OWN_KEYS = ("train.steps", "train.pause_at", "judge.every", "judge.patience")
 FIGURES = {"steps": ",d", "minutes": ".2f", "alpha": ".3f", "c": ".3f", "tau": ".2f", "gamma": "d"}
@@ -146,7 +144,9 @@ class Search:
         return [trial for trial in trials if trial.config.name not in self.errors]
 
     def _changed(self, trial: Trial, values: Mapping[str, Any]) -> Trial:
-        words = [f"{key}={json.dumps(value)}" for key, value in values.items()]
+        # The verdict decodes live; at a pause replay is enough.
+        live = trial.config.judge.live.replace("checkpoint", "end")
+        words = [f"judge.live={live}", *(f"{key}={json.dumps(value)}" for key, value in values.items())]
         overrides = (*trial.overrides[:-1], *words, trial.overrides[-1])
         return replace(trial, overrides=overrides, config=load_config(self.sweep.base, overrides))
 
@@ -155,8 +155,7 @@ class Search:
         steps = steps_at(self.rungs, self.state["step_seconds"][trial.config.name])
         pause = steps[number] if number + 1 < len(steps) else None
         values = {"train.steps": steps[-1], "train.pause_at": pause, "judge.every": steps[-1], "judge.patience": 0}
-        # The verdict decodes live; at a pause replay is enough.
-        return self._changed(trial, values | ({"judge.live": "end"} if trial.config.judge.live == "checkpoint" else {}))
+        return self._changed(trial, values)
 
     def _time(self, trial: Trial) -> None:
         """Time some steps of a shape, once, and remove them."""

@@ -224,11 +224,12 @@ def test_too_few_minutes_for_a_step_are_refused_with_the_least(
     tmp_path: Path, children: Children, timed_at: Any
 ) -> None:
     timed_at(100.0)
-    said = refused(run, sweep_file(tmp_path), 1)
+    path = sweep_file(tmp_path, judge={"load": [2]})  # which needs live decoding
+    said = refused(run, path, 1)
     assert "gives each shape 10 s, but a step of" in said
     assert "more than 10 minutes" in said
     timed_at(0.5)
-    assert "more than 10 minutes" in refused(run, sweep_file(tmp_path), 1), "steps are timed once"
+    assert "more than 10 minutes" in refused(run, path, 1), "steps are timed once"
 
 
 def test_a_dry_run_trains_nothing(tmp_path: Path, children: Children) -> None:
