@@ -153,7 +153,7 @@ class Search:
     def _at(self, trial: Trial, number: int) -> Trial:
         """A shape's run as it is trained in a rung: paused at its end, or to the last step."""
         steps = steps_at(self.rungs, self.state["step_seconds"][trial.config.name])
-        pause = steps[number] if number + 1 < len(steps) else None
+        pause = steps[number] if steps[number] < steps[-1] else None
         values = {"train.steps": steps[-1], "train.pause_at": pause, "judge.every": steps[-1], "judge.patience": 0}
         return self._changed(trial, values)
 
