@@ -190,7 +190,7 @@ class Search:
         names = ["parallel+" * bool(trial.config.student.parallel) for trial in trials]
         names = [f"{how}{folder}" for how, folder in zip(names, folders, strict=True)]
         try:
-            child([sys.executable, "-m", "distill.cli", "compare", *names, "--out", str(out)], out.stem, log)
+            child([sys.executable, "-P", "-m", "distill.cli", "compare", *names, "--out", str(out)], out.stem, log)
         except TrainingFailed as failed:
             raise UserError(f"--fit: the shapes of rung {number + 1} cannot be compared: {failed}") from failed
         found, rows = json.loads(out.read_text(encoding="utf-8")), []
