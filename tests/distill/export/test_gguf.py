@@ -80,8 +80,9 @@ class Known:
 
 def test_the_converter_is_told_only_what_it_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
     verdict = check("llama.cpp", replace(GOOD, pre_tokenizer="smollm"))
-    (*python, code, model, option, out), *_ = calls(verdict.command)
-    assert (python, model, option, out) == (["python", "-c"], GOOD.target, "--outfile", f"{GOOD.draft}-target.gguf")
+    (*python, code, name, model, option, out), *_ = calls(verdict.command)
+    words = ["smollm", GOOD.target, "--outfile", f"{GOOD.draft}-target.gguf"]
+    assert (python, [name, model, option, out]) == (["python", "-c"], words)
     said: list[str] = []
     script, package, base = ModuleType("convert_hf_to_gguf"), ModuleType("conversion"), ModuleType("conversion.base")
     script.main = lambda: said.extend(base.TextModel().get_vocab_base_pre(name) for name in ("new", "old"))  # type: ignore[attr-defined]
@@ -90,6 +91,7 @@ def test_the_converter_is_told_only_what_it_does_not_know(monkeypatch: pytest.Mo
     for module in (script, package, base):
         monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(Known, "get_vocab_base_pre", Known.get_vocab_base_pre)
+    monkeypatch.setattr(sys, "argv", ["-c", name])
     exec(compile(code, "command", "exec"), {})
     assert said == ["smollm", "its own"]
     assert any("`smollm`" in note for note in verdict.notes)

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import openvino as ov
 import openvino_genai as genai
+from conversion import convert_once
 
 WEIGHTS = ("fp32", "fp16", "int8", "int4")
 # With these, greedy text is that of a float32 run. By default the CPU may round more: products, cache, inputs of 8-bit layers.
@@ -31,13 +32,9 @@ REFUSED = ("stop", "logprobs", "prompt_logprobs", "logit_bias", "echo", "suffix"
 
 def converted(model: str, to: Path, weights: str) -> str:
     """Return the directory of a model in OpenVINO's format. It is converted unless that was done from the same files."""
-    files = [one.stat() for one in sorted(Path(model).glob("*")) if one.suffix in (".json", ".safetensors")]
-    source, record = json.dumps([model, *([one.st_size, one.st_mtime_ns] for one in files)]), to / "source.json"
-    if not record.is_file() or record.read_text(encoding="utf-8") != source:
-        print(f"converting {model} to {weights} in {to}", flush=True)
-        words = [str(Path(sys.executable).with_name("optimum-cli")), "export", "openvino", "--weight-format", weights]
-        subprocess.run([*words, "--task", "text-generation-with-past", "--model", model, str(to)], check=True)
-        record.write_text(source, encoding="utf-8")
+    words = [str(Path(sys.executable).with_name("optimum-cli")), "export", "openvino", "--weight-format", weights]
+    words += ["--task", "text-generation-with-past", "--model", model, str(to)]
+    convert_once(model, to / "source.json", lambda: subprocess.run(words, check=True))
     return str(to)
 
 
