@@ -62,9 +62,8 @@ engines:         ## vLLM, OpenVINO GenAI and llama.cpp for CPUs, each in a folde
 # llama.cpp's server and quantiser, for this machine's own processor, without the server's page. Its converter runs in our environment.
 LLAMACPP := .venv-llamacpp/source
 JOBS ?= 2
-.venv-llamacpp/ready: tests/engines/llamacpp.txt tests/engines/llamacpp_packages.txt
+.venv-llamacpp/ready: tests/engines/llamacpp.txt
 	rm -rf .venv-llamacpp && mkdir -p $(LLAMACPP) .venv-llamacpp/bin
-	$(PYTHON) -m pip install -q --no-deps --target .venv-llamacpp/packages -r tests/engines/llamacpp_packages.txt
 	$(PYTHON) -m pip download -q --no-deps --no-binary llama-cpp-python -d $(LLAMACPP) -r $<
 	tar -xzf $(LLAMACPP)/llama_cpp_python-*.tar.gz -C $(LLAMACPP) --strip-components=1
 	cmake -S $(LLAMACPP)/vendor/llama.cpp -B $(LLAMACPP)/built -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON -DBUILD_SHARED_LIBS=OFF \

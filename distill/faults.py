@@ -38,7 +38,7 @@ for _library in ("torchao", "torch.utils._pytree"):
 EXTRAS = {
     "openai": "endpoint", "jiter": "endpoint", "prometheus_client": "endpoint",
     "starlette": "gateway", "uvicorn": "gateway", "h11": "gateway", "uvloop": "gateway",
-    "torchao": "lowbit", "compressed_tensors": "quantize", "trl": "bench",
+    "torchao": "lowbit", "compressed_tensors": "quantize", "trl": "bench", "gguf": "gguf", "sentencepiece": "gguf",
 }  # fmt: skip
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR)
 

@@ -293,6 +293,8 @@ class ReadbackOptions:
     is the target's own. With --target and --prompts it judges whatever the engine drafts with (EAGLE-3, DFlash, MTP, n-grams):
     tau and acceptance by position from the engine's counts, speed, and its text against the target loaded here.
 
+    Served in other numerics than the run's? Then --draft and --target name what is replayed: a GGUF file is dequantised.
+
     Only one engine fits? Run the command without --plain, restart the engine without the draft, then repeat it with
     --resume --plain URL.
 
@@ -301,7 +303,10 @@ class ReadbackOptions:
 
     url: Annotated[str, argument("URL of the running engine with the draft, e.g. http://127.0.0.1:8000/v1")]
     run: Annotated[Path | None, option("run folder whose best draft is served")] = None
-    target: Annotated[str, option("or the target that is served: directory, hub id or `embedded`")] = ""
+    target: Annotated[
+        str, option("the target as it is served: directory, hub id, GGUF file or `embedded`; default: the run's")
+    ] = ""
+    draft: Annotated[str, option("with --run: the draft as it is served, e.g. a GGUF file; default: the run's")] = ""
     prompts: Annotated[str, option(f"with --target: {PROMPT_SOURCE}")] = ""
     prompt_column: shared.PromptColumn = ""
     messages_column: shared.MessagesColumn = ""

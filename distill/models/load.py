@@ -13,14 +13,21 @@ import torch
 from accelerate import init_empty_weights
 from httpx2 import HTTPError
 from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoTokenizer,
+    GgufConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 
-from distill.models.quantized import quantization_of, stored_parts
+from distill.models.quantized import quantization_of, stored_parts, without_quantization
 from distill.models.text_model import auto_class, text_only
 from speculative.errors import UserError
 
-EMBEDDED = "embedded"
+EMBEDDED, GGUF = "embedded", ".gguf"
 EMBEDDED_FOLDER = Path(__file__).parent / "embedded"
 MOST_LAYERS, WEIGHTS_A_BYTE = 1024, 8  # one bit per weight
 _FOLDERS = re.compile(r"""(?:(?<=\\n)|(?<![\w.:/~)-]))~?(?:/[^\s/'",;:]+)*/(?=[^\s/'",;:])""")
@@ -67,6 +74,7 @@ def find_model(what: str, path: str, needed: str = "config.json") -> bool:
     """Whether a path is local and not a hub id; UserError for a local one without a directory that has the `needed` file."""
     local = resolve(path)
     looks_local = local.startswith((".", "/", "~")) or Path(local).exists()
+    needed = "" if local.endswith(GGUF) else needed
     if looks_local and not (Path(local) / needed).exists():
         raise UserError(
             f"{what} {path!r}: no {needed or 'directory'} there; give a Hugging Face model directory or a hub id"
@@ -78,6 +86,8 @@ def load_pretrained(what: str, path: str, load: Any, **options: Any) -> Any:
     """Call a `from_pretrained` and turn every failure into a UserError of one line."""
     local = resolve(path)
     looks_local = find_model(what, path, "" if what == "tokenizer" else "config.json")
+    if local.endswith(GGUF):
+        options["gguf_file"], local = Path(local).name, str(Path(local).parent)
     # Bars are for downloads; those for local weights would break our own progress lines.
     (disable_progress_bar if looks_local else enable_progress_bar)()
     try:
@@ -114,10 +124,10 @@ def load_model(
     device_map: str | None = None,
     change: Callable[[PretrainedConfig], None] | None = None,
 ) -> PreTrainedModel:
-    """Load a causal LM from a directory, hub id or `embedded`, in eval mode; of a multimodal model the text model.
+    """Load a causal LM from a directory, hub id, GGUF file or `embedded`, in eval mode; of a multimodal model the text model.
 
-    Quantised weights stay as saved, whatever the ``dtype``. ``what``: the model's name in errors. ``device``: None means the CPU.
-    ``device_map``: spread its layers over all devices instead, by this map of accelerate. ``change``: edits its config before the
+    Quantised weights stay as saved, whatever the ``dtype``; those of a GGUF file are dequantised. ``what``: the model's name in errors.
+    ``device``: None means the CPU. ``device_map``: spread its layers over all devices instead, by this map of accelerate. ``change``: edits its config before the
     model is built.
 
     Raises:
@@ -130,7 +140,9 @@ def load_model(
     if change is not None:
         change(config)
         options["config"] = config
-    if quantization_of(config) is not None:
+    if path.endswith(GGUF):
+        options["quantization_config"] = GgufConfig(dequantize=True)
+    elif quantization_of(config) is not None:
         options |= {"dtype": "auto", "device_map": {"": device or torch.device("cpu")}}
     if device_map is not None:
         options["device_map"] = device_map
@@ -140,6 +152,8 @@ def load_model(
     if absent := sorted(loading["missing_keys"]) + sorted(str(key) for key in loading["mismatched_keys"]):
         raise UserError(f"{what} {path!r}: weight {absent[0]} is missing or has another shape; give a complete model")
     model = text_only(loaded).eval()
+    if path.endswith(GGUF):
+        without_quantization(model.config)
     _refuse_offloaded(what, path, model)
     return model if device is None or "device_map" in options else model.to(device)
 

@@ -136,10 +136,9 @@ def of_run(options: ReadbackOptions, run: Path) -> Source:
 
     Raises UserError: no run, or one without held-out responses.
     """
-    if options.target or options.prompts:
-        named = f"--prompts {options.prompts}" if options.prompts else f"--target {options.target}"
+    if options.prompts:
         raise UserError(
-            f"{named}: --run {run} has its own; remove one of the two (--count N sends N of the run's prompts)"
+            f"--prompts {options.prompts}: --run {run} has its own; remove one of the two (--count N sends N of the run's prompts)"
         )
     frozen, greedy = _frozen(options, run)
     verdict = load_verdict(run) if (run / VERDICT).is_file() else None
@@ -155,13 +154,19 @@ def of_run(options: ReadbackOptions, run: Path) -> Source:
         if (count := len(frozen.responses)) < (most := max(verdict.engine.ratios)):
             raise UserError(f"--speed: {count} prompts for {most} concurrent requests; give more prompts")
         speed = functools.partial(speed_checks, verdict, run)
-    return Source(str(run), run, frozen.target, "target.path", frozen.responses, greedy, settings, judge, speed=speed)
+    target, texts = frozen.target, frozen.responses
+    if options.target:
+        target = open_target(options.target, options.dtype, options.device)
+        prompts = [(text.key, text.prompt_ids) for text in texts]
+        greedy = frozen_responses(target.model, prompts, settings.under("greedy", 0), "")
+        texts = greedy if frozen.rule == "greedy" else texts
+    return Source(str(run), run, target, "target.path", texts, greedy, settings, judge, speed=speed)
 
 
 def _judge(
     options: ReadbackOptions, frozen: FrozenText, verdict: Verdict | None, main: Asked, law: TextLaw | None, engine: str
 ) -> Judged:
-    sampled, model = frozen.rule != "greedy", frozen.draft(_served(frozen.run))
+    sampled, model = frozen.rule != "greedy", frozen.draft(options.draft or _served(frozen.run))
     way: Any = options.drafting or drafting_to_serve(verdict, mask_token_of(model.config) is not None)
     draft = Draft(model, way)
     gammas = _gammas(options, frozen, verdict, draft, engine)

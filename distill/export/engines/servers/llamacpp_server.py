@@ -34,8 +34,9 @@ def gguf_of(model: str, to: Path, weights: str, program: Path) -> Path:
 
     def convert() -> None:
         words = _converter(model, weights, partial) if base is None else _quantizer(program, base, partial, weights)
+        places = os.pathsep.join([str(_source()), os.environ.get("PYTHONPATH", "")])
         try:
-            done = subprocess.run(words, check=False, env=os.environ | {"PYTHONPATH": _libraries()})
+            done = subprocess.run(words, check=False, env=os.environ | {"PYTHONPATH": places})
         except OSError as error:
             raise UserError(f"{words[0]}: {error.strerror}; build it, or run `make engines`") from error
         if done.returncode:
@@ -51,10 +52,6 @@ def _source() -> Path:
     if not (source / "convert_hf_to_gguf.py").is_file():
         raise UserError(f"{source}: no convert_hf_to_gguf.py; set LLAMA_CPP to a checkout, or run `make engines`")
     return source
-
-
-def _libraries() -> str:
-    return os.pathsep.join([str(_source()), str(BUILT / "packages"), os.environ.get("PYTHONPATH", "")])
 
 
 def _converter(model: str, weights: str, to: Path) -> list[str]:
