@@ -45,7 +45,7 @@ _SETTLED_SECONDS, _LONGEST_SETTLING = 0.1, 5.0
 
 @dataclass(frozen=True)
 class Answer:
-    """One response. ids: None if the engine gives only text. seconds: until the whole answer arrived.
+    """One response. ids: None if the engine does not list them all. seconds: until the whole answer arrived.
 
     body: the server's whole JSON answer. first_seconds: until its first part arrived; None if it was not streamed.
     """
@@ -163,7 +163,10 @@ class EngineClient(EndpointTarget):
         finished = choice.get("finish_reason") == "stop"
         if (ids := _ids_in(choice)) is not None:
             ids = self._ended(ids, choice, settings.eos_ids)
-        tokens = len(ids) if ids is not None else int(body["usage"]["completion_tokens"])
+        said = body.get("usage", {}).get("completion_tokens")
+        # llama-server lists only the last token of a character that takes several.
+        ids = None if ids is not None and isinstance(said, int) and len(ids) < said else ids
+        tokens = len(ids) if ids is not None else int(said)
         if not tokens:
             raise UserError(f"{self.endpoint.url}: its answer to {key} has no tokens ({choice.get('finish_reason')})")
         try:

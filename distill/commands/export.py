@@ -45,6 +45,8 @@ def export_run(options: ExportOptions) -> ExportReport:
 
     Raises UserError: there is no such run; see also `export_draft`.
     """
+    if options.weights and not options.engine:
+        raise UserError(f"--weights {options.weights}: they are of an engine's own format; name it with --engine")
     facts = read_run(options.run, options.trust_remote_code)
     if options.quantize:
         quantize: Any = None if options.quantize == "none" else options.quantize
@@ -60,7 +62,9 @@ def export_run(options: ExportOptions) -> ExportReport:
     if "wandb" in config.tracking.trackers:
         log_draft(run, config, report.path)
     if options.engine:
-        convert(ServeOptions(options.to, engine=options.engine, target=facts.target, port=0))
+        weights, _, of_draft = options.weights.partition(",")
+        words = ["--weights", weights, "--draft-weights", of_draft or weights] if weights else []
+        convert(ServeOptions(options.to, words, engine=options.engine, target=facts.target, port=0))
     return report
 
 

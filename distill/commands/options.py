@@ -114,6 +114,7 @@ class ExportOptions:
     engine: Annotated[
         str, option("also convert target and draft to this engine's own format: openvino or llama.cpp")
     ] = ""
+    weights: Annotated[str, option("with --engine: weights of target and draft there, e.g. int8 or q8_0,q4_k_m")] = ""
     trust_remote_code: shared.TrustRemoteCode = False
 
 

@@ -26,7 +26,7 @@ class Engine:
     """What is served, and where it is not what it should be.
 
     level: of --per-request-spec-decode-metrics. sampling: instead of what a request asks for. garbage: random text at
-    temperature > 0. refuses: request parameters that it does not take. dies_after: requests. pause: seconds between the events of a stream. resets_at: the request before which the counters begin again. draft None: none.
+    temperature > 0. refuses: request parameters that it does not take. dies_after: requests. pause: seconds between the events of a stream. resets_at: the request before which the counters begin again. unlisted: one in so many prompts, in whose answers a token id is missing. draft None: none.
     """
 
     target: Any
@@ -46,6 +46,7 @@ class Engine:
     pause: float = 0.0
     total: str = "_total"
     ids: bool = True
+    unlisted: int = 0
     takes_ids: bool = True
     tokenizer: Any = None
     prompts: list[Any] = field(default_factory=list)
@@ -100,7 +101,8 @@ class Engine:
         if self.tokenizer is not None:
             choice["text"] = self.tokenizer.decode(ids, skip_special_tokens=False)
         if self.ids:
-            choice |= {"token_ids": ids, "prompt_token_ids": prompt}
+            listed = ids[:1] + ids[2:] if self.unlisted and sum(prompt) % self.unlisted == 0 else ids
+            choice |= {"token_ids": listed, "prompt_token_ids": prompt}
         body = {"id": "x", "object": "text_completion", "model": "tiny", "created": 0, "choices": [choice]}
         body["usage"] = {
             "prompt_tokens": len(prompt),

@@ -28,7 +28,7 @@ class Asked:
     """All answers under one sampling setting. answers: in the order of `texts`, the run's own responses to the same prompts.
 
     plain: answers of the server without the draft; empty if there is none. server: difference of the draft server's counters.
-    reset: why the counters cannot be used; else empty.
+    reset: why the counters cannot be used; else empty. left_out: answers without ids, where others have them.
     """
 
     settings: DecodeSettings
@@ -37,6 +37,7 @@ class Asked:
     plain: list[Answer] = field(default_factory=list)
     server: ServerCounts | None = None
     reset: str = ""
+    left_out: int = 0
 
 
 class AnswerFile:
@@ -138,4 +139,7 @@ def ask(
         except CountsError as error:
             reset = str(error)
     of_server = [[answers[one, text.key] for text in texts] for one in range(len(files))]
-    return Asked(settings, list(texts), of_server[0], of_server[1] if len(files) > 1 else [], server, reset)
+    known = [row for row, answer in enumerate(of_server[0]) if answer.ids is not None] or [*range(len(texts))]
+    drafted, *plain = ([of[row] for row in known] for of in of_server)
+    kept = [texts[row] for row in known]
+    return Asked(settings, kept, drafted, plain[0] if plain else [], server, reset, len(texts) - len(known))

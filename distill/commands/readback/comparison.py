@@ -210,9 +210,10 @@ def _by_response(rows: list[ServedBlocks], asked: Asked) -> Counted:
     notes = []
     drafted, accepted = sum(one.drafted or 0 for one in counts), sum(one.accepted or 0 for one in counts)
     blocks, tokens = sum(row.blocks for row in rows), sum(row.tokens for row in rows)
-    if asked.server is not None and asked.server.blocks not in (None, blocks):
+    server = asked.server
+    if server is not None and counts[0].blocks is not None and server.blocks not in (None, blocks):
         notes.append(
-            f"its counters report {asked.server.blocks:,} blocks, its answers {blocks:,}; it serves other clients too"
+            f"its counters report {server.blocks:,} blocks, its answers {blocks:,}; it serves other clients too"
         )
     said = [one.gamma for one in counts if one.gamma]
     survival: list[float] | None = None
@@ -240,6 +241,8 @@ def _by_response(rows: list[ServedBlocks], asked: Asked) -> Counted:
         survival = (kept_NJ.sum(0) / blocks).tolist()
         blocks_N = np.array([sum(one.histogram) for one in counts])
         ends = survival_intervals(np.repeat(blocks_N[:, None], gamma, 1), kept_NJ)
+    if survival is None and server is not None and server.blocks and server.drafted == drafted:
+        survival = [accepted / server.blocks for accepted in server.accepted_G] or None
     notes.append("the server reports sums per response, so survival includes tokens drafted after its end")
     spared = int(counts[0].engine in _SPARING)
     rate = accepted / drafted if drafted else 0.0

@@ -143,6 +143,8 @@ def _record(
     except UserError as error:
         raise UserError(f"{client.endpoint.url}: {error}") from error
     counted = judged.counted
+    if main.left_out:
+        notes.append(f"{main.left_out} answers are left out: the server does not list all their token ids")
     causes = text_causes(law, main, source.target) if law is not None and not law.same else []
     texts, more = _greedy_texts(greedy, source.target)
     causes += judged.causes + more + ([f"counters: {main.reset}"] if main.reset else [])

@@ -241,6 +241,30 @@ def test_a_server_without_a_draft_or_without_ids(make: Callable[..., Engine], ru
     assert abs(found.z) < 4
 
 
+def test_answers_whose_ids_are_not_all_listed_are_left_out(make: Callable[..., Engine], run: Path) -> None:
+    """llama-server lists one token of a character that takes several."""
+    found = read(make(unlisted=3), run)
+    assert (found.agrees, found.z, found.greedy.same) == (True, 0, True)
+    assert 0 < found.served.prompts < 10
+    assert found.greedy.prompts == found.served.prompts
+    left_out = f"{10 - found.served.prompts} answers are left out: the server does not list all their token ids"
+    assert left_out in found.notes
+
+
+def test_other_numerics_than_the_runs_are_replayed_if_they_are_named(
+    make: Callable[..., Engine], run: Path, frozen: FrozenText, draft: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    target, own, asked = perturbed(frozen.target.model, 0.03, seed=5), copy.deepcopy(draft), []
+    for part in (target, frozen.target.tokenizer):
+        part.save_pretrained(tmp_path)
+    monkeypatch.setattr(FrozenText, "draft", lambda _, path: asked.append(path) or own)
+    engine = make(target=target, draft=own)
+    assert not read(engine, run).greedy.same
+    found = read(engine, run, target=str(tmp_path), draft="served.gguf", dtype="float32")
+    assert (found.agrees, found.greedy.equal, found.causes) == (True, 10, [])
+    assert asked == [str(run), "served.gguf"]
+
+
 def test_an_engine_that_refuses_token_ids_gets_the_text(
     make: Callable[..., Engine], run: Path, frozen: FrozenText
 ) -> None:

@@ -1,0 +1,175 @@
+"""llama.cpp serves an exported draft: it writes the target's text and accepts what replay of the served weights says.
+
+`make engines` builds it. Started as a user starts it, by `understudy serve`.
+"""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine_process import ROOT, Server, serving
+from processes import free_port
+
+from data.responses.engine_http import answers
+from distill.commands.export import export_run
+from distill.commands.options import ExportOptions, ReadbackOptions, ServeOptions
+from distill.commands.readback.readback import readback_command
+from distill.commands.serve import convert
+from distill.config.layout import EXPORT
+from distill.export.pair import check_pair
+from distill.models.load import EMBEDDED_FOLDER, load_model
+from distill.run.served_record import ServedRecord
+from speculative.errors import UserError
+
+BUILT = ROOT / ".venv-llamacpp" / "ready"
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.timeout(340),
+    pytest.mark.skipif(not BUILT.exists(), reason="no llama.cpp in .venv-llamacpp: `make engines` builds it"),
+]
+GAMMA = 3
+BIN, SOURCE = BUILT.parent / "bin", BUILT.parent / "source/vendor/llama.cpp"
+EXACT = ["--weights", "f32", "--draft-weights", "f32"]
+# Its threads wait for each other in a loop: on a busy machine two of them take a hundred times as long as one.
+ALONE = ["-t", "1", "-tb", "1", "-td", "1", "-tbd", "1", "--kv-unified-per-slot", "384"]
+
+
+@pytest.fixture(scope="module")
+def run(pair: Path) -> Path:
+    """The pair, converted by its export."""
+    found = pair.parent / "gguf"
+    shutil.copytree(pair, found, symlinks=True)
+    export_run(ExportOptions(found, found / EXPORT, overwrite=True, engine="llama.cpp", weights="auto,q4_k_m"))
+    return found
+
+
+def served(run: Path, name: str, *words: str) -> Any:
+    words = ("--spec-draft-n-max", str(GAMMA), *ALONE, *words)
+    return serving(run, ["--log", str(run / f"{name}.log"), "--engine", "llama.cpp", "--", *words], "llama.cpp", {})
+
+
+@pytest.fixture(scope="module")
+def exact(run: Path) -> Iterator[Server]:
+    with served(run, "exact", *EXACT) as server:
+        yield server
+
+
+def read_back(server: Server, run: Path, **more: Any) -> ServedRecord:
+    return readback_command(ReadbackOptions(url=server.url, run=run, **{"gamma": GAMMA} | more))
+
+
+def check_agreement(found: ServedRecord, rule: str) -> None:
+    assert (found.engine, found.served.rule, found.served.gamma) == ("llama.cpp", rule, GAMMA)
+    assert found.agrees, found.causes
+    assert found.greedy is not None
+    assert found.greedy.same
+    assert found.served.tau == pytest.approx(found.replay.tau, rel=0.02)
+    assert 1 < found.served.tau < GAMMA + 1
+
+
+def test_the_pair_is_converted(run: Path) -> None:
+    files = [run / f"{EXPORT}-gguf" / name for name in ("target-auto.gguf", "draft-auto.gguf", "draft-q4_k_m.gguf")]
+    broken, _ = check_pair(str(EMBEDDED_FOLDER), str(run / EXPORT), files, engines=["llama.cpp"])
+    assert broken == []
+
+
+@pytest.mark.parametrize("concurrency", [1, 4])
+def test_greedy_drafts_are_accepted_as_replay_says(exact: Server, run: Path, concurrency: int) -> None:
+    """At temperature 0.8; greedy requests too. Nothing is random but the text."""
+    found = read_back(exact, run, concurrency=concurrency)
+    check_agreement(found, "greedy-draft")
+    assert found.version
+    assert found.text_law is not None
+    assert found.text_law.same
+    assert found.served.accepted_per_drafted == pytest.approx(found.replay.accepted_per_drafted, abs=0.02)
+
+
+def test_its_counters_are_those_of_its_answers(exact: Server, run: Path) -> None:
+    """They give survival, which its answers do not."""
+    found = read_back(exact, run, count=12)
+    timings = [json.loads(line)["response"]["timings"] for line in (run / "served.jsonl").open()]
+    drafted, accepted = (sum(one[name] for one in timings) for name in ("draft_n", "draft_n_accepted"))
+    assert found.served.accepted_per_drafted == pytest.approx(accepted / drafted)
+    assert found.survival["served"] == pytest.approx(found.survival["replay"], abs=0.06)
+    assert not [note for note in found.notes if "other clients" in note]
+
+
+def test_a_quantised_pair_is_replayed_as_it_is_served(run: Path) -> None:
+    """The products of llama.cpp round activations too, so texts part after near-ties; the acceptance is that of the GGUF files."""
+    with served(run, "quantised", "--weights", "q8_0", "--draft-weights", "q4_k_m") as server:
+        files = {
+            role: run / f"{EXPORT}-gguf" / f"{role}-{kind}.gguf"
+            for role, kind in (("target", "q8_0"), ("draft", "q4_k_m"))
+        }
+        found = read_back(server, run, **{role: str(path) for role, path in files.items()})
+    whole = run / f"{EXPORT}-gguf" / "draft-auto.gguf"
+    assert files["draft"].stat().st_size < 0.8 * whole.stat().st_size
+    assert found.served.tau == pytest.approx(found.replay.tau, rel=0.05)
+    assert found.text_law is not None
+    assert found.text_law.same
+    weight = "model.layers.0.mlp.gate_proj.weight"
+    half, four = (load_model("draft", str(path)).state_dict()[weight] for path in (whole, files["draft"]))
+    assert 0.01 < (half - four).norm() / half.norm() < 0.15
+
+
+def test_lookup_is_tried_before_the_draft(run: Path) -> None:
+    chained = [
+        "--spec-type",
+        "ngram-simple,draft-simple",
+        "--spec-ngram-simple-size-n",
+        "3",
+        "--spec-ngram-simple-size-m",
+        "8",
+    ]
+    with served(run, "chained", *EXACT, *chained, "-lv", "4") as server:
+        found = read_back(server, run)
+    assert found.greedy is not None
+    assert found.greedy.same
+    assert found.text_law is not None
+    assert found.text_law.same
+    log = server.log.read_text()
+    for name in ("ngram-simple", "draft-simple"):
+        assert re.search(rf"statistics +{name}:.*#gen drafts = +[1-9]", log), name
+
+
+def test_a_tokenizer_that_it_does_not_know_and_has_no_name_is_refused(run: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(EMBEDDED_FOLDER, other)
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    tokenizer["normalizer"] = {"type": "Lowercase"}
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(UserError, match="status 1"):
+        convert(ServeOptions(run / EXPORT, engine="llama.cpp", target=str(other), port=0))
+
+
+def test_the_command_of_the_page_runs(run: Path, tmp_path: Path) -> None:
+    command = json.loads((run / EXPORT / "serving.json").read_text())["engines"]["llama.cpp"]["command"]
+    shutil.copytree(run / EXPORT, tmp_path / "draft")
+    path = os.pathsep.join([str(BIN), str(Path(sys.executable).parent), os.environ["PATH"]])
+    places = {"DRAFT": str(tmp_path / "draft"), "TARGET": str(EMBEDDED_FOLDER), "LLAMA_CPP": str(SOURCE), "PATH": path}
+    port = free_port()
+    with (tmp_path / "log").open("w") as log:
+        process = subprocess.Popen(
+            ["bash", "-euc", f"{command} --port {port} {' '.join(ALONE)}"],
+            env=os.environ | places, stdout=log, stderr=log, start_new_session=True,
+        )  # fmt: skip
+    try:
+        while not answers(f"http://127.0.0.1:{port}"):
+            assert process.poll() is None, (tmp_path / "log").read_text()[-2000:]
+            time.sleep(0.2)
+        body = json.dumps({"prompt": "def add(a, b):", "max_tokens": 16}).encode()
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/completions", body, timeout=60) as answer:
+            assert json.load(answer)["timings"]["draft_n"] > 0
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
