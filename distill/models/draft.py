@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from distill.config.layout import find_student
-from distill.models.load import load_model, load_tokenizer, refusing
+from distill.models.load import GGUF, load_model, load_tokenizer, refusing
 from distill.models.quantized import as_served
 from distill.models.target import Target
 from distill.models.vocabulary import (
@@ -52,7 +52,8 @@ def read_draft(path: str, target: Target) -> tuple[PreTrainedModel, VocabularyAg
     name, rows = find_student(path), target.facts.vocab_rows
     base = base_of_adapter(Path(name))
     draft = as_served(load_model("draft", name), target.device) if base is None else _adapted(name, base)
-    own = load_tokenizer(base or name)
+    # transformers may add tokens to those of a GGUF file; `check-pair --gguf` compares the file's own.
+    own = target.tokenizer if name.endswith(GGUF) else load_tokenizer(base or name)
     agreement = compare_vocabularies(target.tokenizer, rows, own, vocabulary_rows(draft.config))
     if agreement.verdict != "refuse":
         repair_rows(draft, rows, agreement.token_rows)

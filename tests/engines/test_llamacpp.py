@@ -3,6 +3,7 @@
 `make engines` builds it. Started as a user starts it, by `understudy serve`.
 """
 
+import contextlib
 import json
 import os
 import re
@@ -171,5 +172,6 @@ def test_the_command_of_the_page_runs(run: Path, tmp_path: Path) -> None:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/completions", body, timeout=60) as answer:
             assert json.load(answer)["timings"]["draft_n"] > 0
     finally:
-        os.killpg(process.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
         process.wait()

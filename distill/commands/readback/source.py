@@ -157,6 +157,7 @@ def of_run(options: ReadbackOptions, run: Path) -> Source:
     target, texts = frozen.target, frozen.responses
     if options.target:
         target = open_target(options.target, options.dtype, options.device)
+        target.tokenizer = frozen.target.tokenizer
         prompts = [(text.key, text.prompt_ids) for text in texts]
         greedy = frozen_responses(target.model, prompts, settings.under("greedy", 0), "")
         texts = greedy if frozen.rule == "greedy" else texts
