@@ -163,10 +163,10 @@ class EngineClient(EndpointTarget):
         finished = choice.get("finish_reason") == "stop"
         if (ids := _ids_in(choice)) is not None:
             ids = self._ended(ids, choice, settings.eos_ids)
-        said = body.get("usage", {}).get("completion_tokens")
+        said = (body.get("usage") or {}).get("completion_tokens")
         # llama-server lists only the last token of a character that takes several.
         ids = None if ids is not None and isinstance(said, int) and len(ids) < said else ids
-        tokens = len(ids) if ids is not None else int(said)
+        tokens = len(ids) if ids is not None else int(body["usage"]["completion_tokens"])
         if not tokens:
             raise UserError(f"{self.endpoint.url}: its answer to {key} has no tokens ({choice.get('finish_reason')})")
         try:
