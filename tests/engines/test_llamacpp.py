@@ -112,7 +112,7 @@ def test_a_quantised_pair_is_replayed_as_it_is_served(run: Path) -> None:
             role: run / f"{EXPORT}-gguf" / f"{role}-{kind}.gguf"
             for role, kind in (("target", "q8_0"), ("draft", "q4_k_m"))
         }
-        found = read_back(server, run, **{role: str(path) for role, path in files.items()})
+        found = read_back(server, run, count=24, **{role: str(path) for role, path in files.items()})
     whole = run / f"{EXPORT}-gguf" / "draft-auto.gguf"
     assert files["draft"].stat().st_size < 0.8 * whole.stat().st_size
     assert found.served.tau == pytest.approx(found.replay.tau, rel=0.05)
@@ -133,7 +133,7 @@ def test_lookup_is_tried_before_the_draft(run: Path) -> None:
         "8",
     ]
     with served(run, "chained", *EXACT, *chained, "-lv", "4") as server:
-        found = read_back(server, run)
+        found = read_back(server, run, count=12)
     assert found.greedy is not None
     assert found.greedy.same
     assert found.text_law is not None
