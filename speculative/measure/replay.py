@@ -94,7 +94,7 @@ def texts_of(
     return texts
 
 
-def lossy_texts(scores: Sequence[TokenScores], lossy: Lossy, rule: str = "sample") -> list[TextCosts]:
+def lossy_texts(scores: Sequence[TokenScores], lossy: Lossy, rule: str) -> list[TextCosts]:
     """Costs -log(kept / target) of scored responses under lenience, if the draft samples by this rule; see `speculative.rules.lossy`. The mean of the
     weights kept / target is the acceptance rate, the mean of what exceeds 1 the total variation, the mean product of j weights P(j drafted
     tokens are kept). A token that is not kept has the rest, 1 - kept / target: blocks start in the target's contexts.

@@ -156,13 +156,8 @@ def _in_tables(text: StoredText, own: TokenScores, values_TJK: np.ndarray) -> To
     """
     tokens, offsets = len(own), values_TJK.shape[1]
     # The first offset is that of the text itself.
-    firsts = [
-        own.log_draft_probs,
-        own.choice_ids,
-        own.choice_probs,
-        *([] if own.log_whole_probs is None else [own.log_whole_probs]),
-    ]
-    values_TJK[:, 0] = np.stack(firsts, 1)
+    firsts = own.log_draft_probs, own.choice_ids, own.choice_probs, own.log_whole_probs
+    values_TJK[:, 0] = np.stack([one for one in firsts if one is not None], 1)
     places_TJ = np.arange(tokens)[:, None] + np.arange(offsets)
     inside_TJ = places_TJ < tokens
     places_TJ = np.minimum(places_TJ, max(tokens - 1, 0))
@@ -174,7 +169,7 @@ def _in_tables(text: StoredText, own: TokenScores, values_TJK: np.ndarray) -> To
         (choices_TJ == ids_T[places_TJ]) | ~inside_TJ,
         choices_TJ,
         np.where(inside_TJ, values_TJK[..., 2], 1.0),
-        log_whole_probs=np.where(inside_TJ, values_TJK[..., 3], 0.0) if len(firsts) > 3 else None,
+        log_whole_probs=np.where(inside_TJ, values_TJK[..., 3], 0.0) if own.log_whole_probs is not None else None,
     )
 
 

@@ -38,6 +38,9 @@ class ServedDifference(Record):
     tokens_per_second: Gain | None
 
 
+Sums = tuple[float, float, float, float]  # of a prompt: see above
+
+
 class ServedComparison(Record):
     """A row for each way, as served or by replay of the text of the run `on`, and what the others gain over the first."""
 
@@ -67,7 +70,14 @@ def compare_served(options: CompareOptions, text: FrozenText, console: Console) 
     replayed = {name: _replayed(options, name, text) for name in options.drafts if not is_url(name)}
     with held_for(source.folder / "served"):
         found = [replayed.get(name) or _served(name, source, number) for number, name in enumerate(options.drafts)]
-    (first, base), *others = found
+    keys = [key for key in found[0][1] if all(key in of for _, of in found)]
+    if not keys:
+        raise UserError("no prompt has token ids and counts from every way, so nothing can be compared")
+    if missing := max(len(of) for _, of in found) - len(keys):
+        console.print(
+            f"{missing} prompts are left out of the differences: a server did not list all token ids", highlight=False
+        )
+    (first, base), *others = [(row, np.array([of[key] for key in keys])) for row, of in found]
     gains = [
         ServedDifference(
             way=row.way, tau=_gain(sums_P4, base, 0),
@@ -86,7 +96,7 @@ def is_url(name: str) -> bool:
     return name.startswith(("http://", "https://"))
 
 
-def _served(url: str, source: Source, number: int) -> tuple[Measured, np.ndarray]:
+def _served(url: str, source: Source, number: int) -> tuple[Measured, dict[str, Sums]]:
     client = EngineClient(url, source.target.tokenizer, source.target.facts.vocab_rows)
     client.identify()
     file = AnswerFile(source.folder / f"served-{number}.jsonl", client, resume=False)
@@ -98,19 +108,23 @@ def _served(url: str, source: Source, number: int) -> tuple[Measured, np.ndarray
     rows = judged.counted.rows
     if rows is None:
         raise UserError(f"{url}: reports only sums of all requests; make it report each request (docs/readback.md)")
-    sums = [(row.tokens, row.blocks, one.tokens, one.seconds) for row, one in zip(rows, asked.answers, strict=True)]
+    sums: dict[str, Sums] = {
+        text.key: (row.tokens, row.blocks, one.tokens, one.seconds)
+        for text, row, one in zip(asked.texts, rows, asked.answers, strict=True)
+    }
     row, _ = served_row(asked, judged.counted, judged.rule, judged.gamma, judged.tau_ci, 1)
-    return replace(row, way=url), np.array(sums)
+    return replace(row, way=url), sums
 
 
-def _replayed(options: CompareOptions, name: str, text: FrozenText) -> tuple[Measured, np.ndarray]:
+def _replayed(options: CompareOptions, name: str, text: FrozenText) -> tuple[Measured, dict[str, Sums]]:
     gamma, draft = options.gamma or text.config.judge.gamma, Draft(text.draft(str(draft_of(name))), drafting_of(name))
     own = [after_prefill(one) for one in text.responses]
     scores = score_tokens(draft.model, own, text.sampling, offsets=draft.offsets(gamma))
     (tau, blocks_P), tokens_P = tau_of(scores, text.rule, gamma), np.array([len(one) for one in scores])
     row = Measured(name, text.rule, prompts=len(own), tokens=int(tokens_P.sum()) + len(own), gamma=gamma, tau=tau)
     row = replace(row, tau_ci=ratio_interval(tokens_P, blocks_P), how={"tau": "replay"})
-    return row, np.stack((tokens_P, blocks_P, tokens_P, np.zeros(len(own))), 1)
+    rows = zip(tokens_P.tolist(), blocks_P.tolist(), tokens_P.tolist(), [0.0] * len(own), strict=True)
+    return row, {one.key: of for one, of in zip(text.responses, rows, strict=True)}
 
 
 def _gain(ours_P4: np.ndarray, base_P4: np.ndarray, column: int) -> Gain:

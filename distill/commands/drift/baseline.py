@@ -147,15 +147,17 @@ def by_label(
     """(the records of each label in their order, notes for the reader). Beyond MOST_SLICES labels the rarest are combined.
 
     settled: instead those that are not among the first to have so many records. As such a log grows, a label then leaves the combined ones
-    once at most and never joins them, which would change what they are compared with.
+    once at most and never joins them after that.
     """
     counts, first = Counter[str](), list[str]()
     for record in records:
         label = record.slice or ALL
         counts[label] += 1
         first += [label] if counts[label] == settled else []
-    ranked = [name for name, _ in counts.most_common()] if settled is None else first
-    kept = set(counts if len(counts) <= MOST_SLICES else ranked[: MOST_SLICES - 1])
+    ranked, most = [name for name, _ in counts.most_common()], MOST_SLICES
+    if settled is not None:
+        ranked, most = first, MOST_SLICES - 1  # a further label must not push a settled one out
+    kept = set(counts if len(counts) <= most else ranked[: MOST_SLICES - 1])
     found: dict[str, list[AcceptanceRecord]] = {}
     for record in records:
         label = record.slice or ALL

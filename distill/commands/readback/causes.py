@@ -11,7 +11,7 @@ from distill.run.verdict_record import WAYS
 from speculative.explain.text_law import ALL_LIKELIEST, TextLaw, fitting
 from speculative.measure.replay import WORRYING_Z
 from speculative.measure.served import canary, foreign_tokens
-from speculative.rules.rule import draft_draws, rules_of_text
+from speculative.rules.rule import draft_draws
 from speculative.rules.sampling import SamplingSettings
 
 _FOREIGN = 0.05  # Share of accepted tokens that the run's draft would not propose; rounding explains less.
@@ -62,7 +62,7 @@ def _differences(counted: Counted, replayer: Replayer, found: Predicted) -> list
     causes += trimmed or _foreign(counted, replayer, found)
     if found.agrees:
         return causes
-    for rule in rules_of_text(found.rule, replayer.knows("sample")):
+    for rule in replayer.rules(found.rule):
         other = replayer.predict(counted, rule, counted.gamma)
         if rule != found.rule and other.agrees:
             causes.append(
@@ -87,7 +87,7 @@ def _drafting(counted: Counted, replayer: Replayer, found: Predicted) -> str:
     if other is None:
         return ""
     # Argmax rules come first: nothing is random under them, so a match is more certain.
-    rules = sorted(dict.fromkeys((found.rule, *rules_of_text(found.rule, replayer.knows("sample")))), key=draft_draws)
+    rules = sorted(dict.fromkeys((found.rule, *replayer.rules(found.rule))), key=draft_draws)
     rule, way = next(
         ((rule, way) for rule in rules for way in (replayer, other) if _fits(counted, way, rule)), ("", replayer)
     )

@@ -28,7 +28,7 @@ from speculative.measure.served import (
     tau_of,
 )
 from speculative.measure.token_scores import TokenScores, score_tokens
-from speculative.rules.rule import draft_draws
+from speculative.rules.rule import Rule, draft_draws, rules_of_text
 
 _SPARING = ("llama.cpp",)  # Engines that leave room for the target's own token at the end of a response.
 
@@ -96,6 +96,10 @@ class Replayer:
     def knows(self, rule: str) -> bool:
         """Whether the served text can be replayed under a rule: its ids are known, and its probabilities if the draft samples."""
         return self.scores is not None and (not draft_draws(rule) or self.law is not None)
+
+    def rules(self, rule: str) -> tuple[Rule, ...]:
+        """Return the rules that the served text can be replayed under, each once."""
+        return rules_of_text(rule, self.knows("sample"), self.asked.settings.sampling.truncates)
 
     def predict(self, counted: Counted, rule: str, gamma: int) -> Predicted:
         """Predict from the served text if it can be replayed, else from the run's own text with z over prompts."""

@@ -31,7 +31,7 @@ from speculative.explain.text_law import TextLaw
 from speculative.measure.intervals import Interval
 from speculative.measure.measured import DRAFT, HELD_OUT, Measured
 from speculative.measure.record import Record
-from speculative.rules.rule import rules_of_text
+from speculative.rules.rule import UNTRUNCATED, rules_of_text
 from speculative.rules.sampling import SamplingSettings
 
 _SEED = 4  # Added to the run's seed, so that it differs from the seeds of the run's own responses.
@@ -237,7 +237,10 @@ def _rule(options: ReadbackOptions, counted: Counted, replayer: Replayer, gamma:
     """Return the prediction under --rule; by default under the closest of the rules that engines use."""
     if not sampled or options.rule != "auto":
         return replayer.predict(counted, "greedy" if not sampled else options.rule, gamma)
-    usual = [rule for rule in rules_of_text("sample") if rule != "block"]
+    truncated = replayer.asked.settings.sampling.truncates
+    usual = [rule for rule in rules_of_text("sample", truncated=truncated) if rule != "block"]
     near = {rule: replayer.predict(counted, rule, counted.gamma) for rule in usual}
     rule = min(usual, key=lambda rule: abs(near[rule].tau - counted.tau))
+    if rule == UNTRUNCATED and near["sample"].agrees:  # the rarer rule needs evidence
+        rule = "sample"
     return replayer.predict(counted, rule, gamma)

@@ -50,9 +50,8 @@ class Metrics:
             self.accepted.labels(*labels).inc(record.accepted or 0)
             self.drafted.labels(*labels).inc(record.drafted)
             self.blocks.labels(*labels).inc(record.blocks or 0)
-            gamma = (
-                -(-record.drafted // record.blocks) if record.blocks else 0
-            )  # places that kept nothing have a series too
+            # Places that kept nothing have a series too.
+            gamma = -(-record.drafted // record.blocks) if record.blocks else 0
             for place in range(max(gamma, *record.accepted_B) if record.accepted_B else 0):
                 self.accepted_at.labels(*labels, place).inc(sum(kept > place for kept in record.accepted_B))
 

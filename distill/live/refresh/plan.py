@@ -23,6 +23,7 @@ _WARM = {
     "resume": "auto", "student.init": "pretrained", "student.revision": None, "student.architecture": None, "student.layers": [0, -1],
     "student.intermediate_size": None, "student.embeddings": "random", "student.vocabulary": "same", "data.synthetic": None,
     "data.heldout_count": None, "data.too_long": "drop", "serving.samples_per_prompt": 1, "judge.served": None,
+    "judge.scorer": None, "judge.lenience": [], "judge.typical": [],
 }  # fmt: skip
 # A probe is only replayed; nothing is timed.
 _PROBE = {

@@ -212,6 +212,21 @@ def test_parameters_over_http(served: Callable[..., Engine], asked: dict[str, An
     )
 
 
+def test_prompts_without_all_ids_are_left_out_of_differences(
+    served: Callable[..., Engine], run: Path, frozen: FrozenText, tmp_path: Path
+) -> None:
+    """Pairs are by prompt: what one server does not list is not compared, and the rest still agrees with replay."""
+    prompts, console, out = [one.prompt_ids for one in frozen.responses], Console(file=io.StringIO()), tmp_path / "o"
+    lacking = sum(sum(prompt) % 3 == 0 for prompt in prompts)
+    assert 0 < lacking < len(prompts)
+    with running_engine(served(prompts=prompts, unlisted=3)) as one:
+        assert compare(CompareOptions([str(run), one], rule="greedy", gamma=GAMMA, out=out), console) == 0
+    assert f"{lacking} prompts are left out" in console.file.getvalue()  # type: ignore[attr-defined]
+    found = json.loads(out.read_text())
+    assert found["differences"][0]["tau"]["gain"] == pytest.approx(0, abs=1e-9)
+    assert found["measured"][1]["prompts"] == len(prompts) - lacking
+
+
 def test_a_served_drafter_beside_ours(
     served: Callable[..., Engine], run: Path, frozen: FrozenText, draft: Any, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

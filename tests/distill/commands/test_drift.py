@@ -205,6 +205,9 @@ def test_a_growing_log_never_moves_a_label_back_among_the_combined_ones() -> Non
             alone = found.keys() - {OTHERS}
             assert all(len(found[name]) >= 15 for name in alone)
     assert len(alone) == MOST_SLICES - 1 < len(set(names))
+    full = [AcceptanceRecord(order, 4, 1, 1, f"n{order % MOST_SLICES}") for order in range(20 * MOST_SLICES)]
+    before, after = (set(by_label(one, 15)[0]) for one in (full, [*full, AcceptanceRecord(0, 4, 1, 1, "new")]))
+    assert before == after
 
 
 def test_gamma_is_the_logs_where_it_tells() -> None:

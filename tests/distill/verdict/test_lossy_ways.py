@@ -191,7 +191,7 @@ def test_replay_agrees_with_live_decoding_on_the_embedded_target(tmp_path):
     tokens_N, keys = np.array([len(one) for one in scores]), [one.prompt for one in frozen]
     found = {None: expected_blocks_of(scores, "sample", (3,))[:, 0]}
     for lossy in (Lossy(1.5), Lossy(2.5)):
-        found[lossy] = expected_blocks(lossy_texts(scores, lossy), (3,)).others_NK[:, 0]
+        found[lossy] = expected_blocks(lossy_texts(scores, lossy, "sample"), (3,)).others_NK[:, 0]
     typical = Lossy(epsilon=0.09)
     seen = choice_bounds(target, frozen, [one.choice_ids for one in scores], typical, settings.sampling)
     found[typical] = expected_blocks(texts_kept([own[:, 0] for own in seen]), (3,)).others_NK[:, 0]

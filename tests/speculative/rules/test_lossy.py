@@ -89,7 +89,7 @@ def test_replay_has_the_same_distance_acceptance_and_kept_blocks(lossy):
     contexts = torch.stack((torch.zeros(len(ids), dtype=torch.int64), followed(0, ids[:, 0], V)), 1)
     probs_NT, draft_NT = (own[contexts].gather(-1, ids.unsqueeze(-1)).squeeze(-1).numpy() for own in (target, draft))
     scores = [scored(*rows) for rows in zip(draft_NT, probs_NT, strict=True)]
-    weights_NT = np.exp(-np.stack([one.costs_T for one in lossy_texts(scores, lossy)]))
+    weights_NT = np.exp(-np.stack([one.costs_T for one in lossy_texts(scores, lossy, "sample")]))
     kept, text_N = kept_mass(target, draft, lossy), probs_NT.prod(1)
     assert text_N @ weights_NT[:, 0] == pytest.approx(float(kept[0].sum()), abs=1e-12)
     distance = float((kept[0] - target[0]).clamp_min(0.0).sum())
@@ -108,7 +108,7 @@ def test_expected_blocks_are_those_of_the_acceptance_rate_where_contexts_do_not_
     target_V, draft_V = (rows[0] for rows in tables(5, 0, draws=True))
     ids = all_sequences(V, 4)
     scores = [scored(draft_V[own].numpy(), target_V[own].numpy()) for own in ids]
-    blocks_N = expected_blocks(lossy_texts(scores, lossy), (gamma,)).others_NK[:, 0]
+    blocks_N = expected_blocks(lossy_texts(scores, lossy, "sample"), (gamma,)).others_NK[:, 0]
     rate = float(kept_mass(target_V, draft_V, lossy).sum())
     wanted = expected_blocks(texts_kept([np.full(4, rate)]), (gamma,)).others_NK[0, 0]
     # Sums of 625 terms of both signs.
