@@ -12,9 +12,9 @@ from huggingface_hub import EvalResultEntry
 from distill.config.layout import BEST_LINK, CONFIG, PROVENANCE, RESULT, STUDENT, VERDICT, run_of, step_folder
 from distill.config.load import dump_config, load_trusted
 from distill.config.sections import Quantization
-from distill.export.gguf import pre_tokenizer_name
 from distill.export.hub.results import benchmark_of
 from distill.export.load_table import GammaPlan, LoadRange, drafts_by, gamma_plan
+from distill.models.gguf import pre_tokenizer_name
 from distill.models.load import public_name, saved_dtype, without_folders
 from distill.models.quantized import quantization_of
 from distill.models.target import TargetSide

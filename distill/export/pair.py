@@ -9,7 +9,7 @@ from safetensors import SafetensorError, safe_open
 
 from distill.export.engine import check, known_engines
 from distill.export.facts import EngineFacts, gather_facts
-from distill.export.gguf import read_gguf
+from distill.models.gguf import read_gguf, tokens_of
 from distill.models.target import TargetSide, load_target_side
 from distill.models.vocabulary import added_ends, first_string_difference, shown, tokens_by_id
 from speculative.engine.models import max_positions
@@ -81,11 +81,8 @@ def _weights(side: TargetSide, what: str) -> Iterable[str]:
 def _gguf(path: Path, target: TargetSide) -> Iterable[tuple[bool, str]]:
     """Yield (whether it breaks serving, text) for what differs between a GGUF file and the target's files."""
     metadata, shapes = read_gguf(path)
-    tokens = metadata.get("tokenizer.ggml.tokens")
     strings, ends = tokens_by_id(target.tokenizer), added_ends(target.tokenizer)
-    if not isinstance(tokens, list):
-        raise UserError(f"--gguf {path}: it has no tokenizer.ggml.tokens; give a language model's file")
-    known: dict[Any, str] = dict(enumerate(tokens))
+    known: dict[Any, str] = tokens_of(path, metadata)
     key = f"{metadata.get('general.architecture')}.context_length"
     # Without the key llama.cpp adds bos by the kind of tokenizer, which only for `llama` is always so.
     metadata.setdefault("tokenizer.ggml.add_bos_token", metadata.get("tokenizer.ggml.model") == "llama" or bool(ends))
@@ -96,7 +93,7 @@ def _gguf(path: Path, target: TargetSide) -> Iterable[tuple[bool, str]]:
         (True, f"tokenizer.ggml.tokens: id {other[0]}", other[2], other[1], "it refuses a pair with other strings; convert the right model"),
         (True, "tokenizer.ggml.add_bos_token, add_eos_token: added", [known.get(metadata.get(f"tokenizer.ggml.{one}_token_id")) for one in adding], ends,
          "it refuses a pair whose files differ in this, and else serves other text than was measured; convert it with the target's tokenizer"),
-        (True, "token_embd.weight: rows", shapes.get("token_embd.weight", [len(tokens)])[-1:], [len(tokens)], "it does not load; convert it again"),
+        (True, "token_embd.weight: rows", shapes.get("token_embd.weight", [len(known)])[-1:], [len(known)], "it does not load; convert it again"),
         (False, "tokenizer.chat_template", metadata.get("tokenizer.chat_template"), getattr(target.tokenizer, "chat_template", None),
          "llama-server uses that of its target file, so prompts can differ from the measured ones; convert it again"),
         (False, key, min(metadata.get(key, limit), limit), limit, "longer texts degrade; start llama-server with a -c that is not larger"),

@@ -8,16 +8,21 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel
+from transformers.utils import cached_file
 
 from distill.config.layout import find_student
-from distill.models.load import GGUF, load_model, load_tokenizer, refusing
+from distill.models.gguf import read_gguf, tokens_of
+from distill.models.load import GGUF, load_model, load_pretrained, load_tokenizer, refusing
 from distill.models.quantized import as_served
 from distill.models.target import Target
 from distill.models.vocabulary import (
+    TokenDifference,
     VocabularyAgreement,
     compare_vocabularies,
+    first_string_difference,
     repair_rows,
     require_agreement,
+    tokens_by_id,
     vocabulary_rows,
 )
 from speculative.engine.frequent_head import trim_head
@@ -52,13 +57,23 @@ def read_draft(path: str, target: Target) -> tuple[PreTrainedModel, VocabularyAg
     name, rows = find_student(path), target.facts.vocab_rows
     base = base_of_adapter(Path(name))
     draft = as_served(load_model("draft", name), target.device) if base is None else _adapted(name, base)
-    # transformers may add tokens to those of a GGUF file; `check-pair --gguf` compares the file's own.
-    own = target.tokenizer if name.endswith(GGUF) else load_tokenizer(base or name)
-    agreement = compare_vocabularies(target.tokenizer, rows, own, vocabulary_rows(draft.config))
+    own, other = (
+        (target.tokenizer, _other_token(name, target)) if name.endswith(GGUF) else (load_tokenizer(base or name), None)
+    )
+    agreement = compare_vocabularies(target.tokenizer, rows, own, vocabulary_rows(draft.config), other)
     if agreement.verdict != "refuse":
         repair_rows(draft, rows, agreement.token_rows)
         trim_head(draft)
     return draft, agreement
+
+
+def _other_token(name: str, target: Target) -> TokenDifference | None:
+    """The first of the target's tokens that a GGUF file does not have; transformers may add tokens to those of a file."""
+    path = Path(load_pretrained("draft", name, lambda place, gguf_file: cached_file(place, gguf_file)))
+    known, strings = tokens_of(path, read_gguf(path)[0]), tokens_by_id(target.tokenizer)
+    if target.config.path.endswith(GGUF):
+        strings = {one: string for one, string in strings.items() if one in known}
+    return first_string_difference(strings, {one: known[one] for one in strings if one in known})
 
 
 def _adapted(name: str, base: str) -> PreTrainedModel:
@@ -66,6 +81,14 @@ def _adapted(name: str, base: str) -> PreTrainedModel:
 
     with refusing(f"draft {name!r}: the adapter does not fit its base {base}"):
         return PeftModel.from_pretrained(load_model("base of the adapter", base), name).merge_and_unload()
+
+
+def served_draft(path: str, target: Target) -> PreTrainedModel:
+    """Load a draft as it is served with this target: of a GGUF file its weights, else as exported. UserError: see `load_draft`."""
+    draft = load_draft(path, target)
+    if path.endswith(GGUF):
+        return cast_copy(draft, [target.dtype], target.device)
+    return as_exported(draft, target)
 
 
 def as_exported(model: PreTrainedModel, target: Target) -> PreTrainedModel:

@@ -108,9 +108,9 @@ def shown(value: Any) -> str:
 
 
 def compare_vocabularies(
-    target_tokenizer: Any, target_rows: int, draft_tokenizer: Any, draft_rows: int
+    target_tokenizer: Any, target_rows: int, draft_tokenizer: Any, draft_rows: int, found: TokenDifference | None = None
 ) -> VocabularyAgreement:
-    """Compare the vocabularies of two `transformers` tokenizers id by id. Rows: of each model's embedding (see `vocabulary_rows`)."""
+    """Compare the vocabularies of two `transformers` tokenizers id by id. Rows: see `vocabulary_rows`; ``found``: what they do not show."""
     target_tokens, draft_tokens = tokens_by_id(target_tokenizer), tokens_by_id(draft_tokenizer)
     token_rows = min(max(target_tokens, default=-1) + 1, target_rows)
     rowless = tuple(i for i in sorted(target_tokens) if draft_rows <= i < target_rows)
@@ -118,7 +118,7 @@ def compare_vocabularies(
     def agreement(verdict: Any, detail: str) -> VocabularyAgreement:
         return VocabularyAgreement(verdict, detail, draft_rows, token_rows, rowless)
 
-    if difference := first_string_difference(target_tokens, draft_tokens):
+    if difference := found or first_string_difference(target_tokens, draft_tokens):
         return agreement("refuse", f"token id {difference[0]} is {_sides(*difference[1:])}")
     # Special tokens without a role, such as image tokens, are not text, so they may get a made-up row.
     unused = special_ids(target_tokenizer) - {getattr(target_tokenizer, f"{role}_token_id", None) for role in ROLES}

@@ -11,8 +11,7 @@ from data.responses.store import Store
 from distill.config.layout import CONFIG, HELDOUT, HELDOUT_GREEDY, RESPONSES
 from distill.config.load import load_trusted
 from distill.config.run import RunConfig
-from distill.models.draft import as_exported, cast_copy, load_draft
-from distill.models.load import GGUF
+from distill.models.draft import served_draft
 from distill.models.target import Target
 from distill.run.responses import frozen_responses_of
 from speculative.errors import UserError
@@ -35,10 +34,7 @@ class FrozenText:
 
     def draft(self, path: str) -> PreTrainedModel:
         """Load a draft (run, checkpoint, directory, hub id) as served with this target; UserError if missing or of another vocabulary."""
-        draft = load_draft(path, self.target)
-        if path.endswith(GGUF):  # It has the weights that are served.
-            return cast_copy(draft, [self.target.dtype], self.target.device)
-        return as_exported(draft, self.target)
+        return served_draft(path, self.target)
 
 
 def load_frozen_text(run: Path, rule: Rule | None = None, trusted: bool = False) -> FrozenText:

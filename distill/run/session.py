@@ -13,7 +13,7 @@ from data.prompts.template import on_day
 from data.responses.rendered import RenderedPrompt
 from distill.config.layout import DAY, RESPONSES, SELF_CHECKS
 from distill.config.run import RunConfig
-from distill.models.draft import as_exported, load_draft
+from distill.models.draft import served_draft
 from distill.models.student import NO_LIMIT, run_context
 from distill.models.target import Target
 from distill.run.prompts import PromptSets, load_prompts
@@ -97,7 +97,7 @@ def open_pair(config: RunConfig, path: str, prompts: int, rule: Rule = "greedy")
     if prompts < 1:
         raise UserError(f"--prompts {prompts}: give at least 1")
     target = Target(config.target, new_accelerator().device)
-    draft = as_exported(load_draft(path, target), target)
+    draft = served_draft(path, target)
     positions = (max_positions(model.config) for model in (target.model, draft))
     context = context_limit(*positions, config.data.context_length)
     tokenizer = dated_tokenizer(target, config.folder)

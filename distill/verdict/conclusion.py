@@ -16,7 +16,7 @@ from distill.config.load import dump_config
 from distill.export.engine import check_all, with_places
 from distill.export.facts import gather_facts, ways_to_serve
 from distill.export.quantize import lighter_draft
-from distill.models.draft import as_exported, load_draft
+from distill.models.draft import as_exported, served_draft
 from distill.models.load import load_model
 from distill.models.target import Target, load_target_side
 from distill.report.page import report_command
@@ -134,7 +134,7 @@ def _candidates(run: Path, served: Sequence[str], target: Target, first: Judgeme
         path = str(step_folder(run, record.step or 0) / STUDENT)
         found.append(Candidate(name, path, record.step, Draft(as_exported(load_model(name, path), target))))
     for number, path in enumerate(served, start=1):
-        draft = Draft(as_exported(load_draft(path, target), target))
+        draft = Draft(served_draft(path, target))
         name = SERVED if number == 1 else f"{SERVED} {number}, {Path(path).name}"
         found.insert(number, Candidate(name, path, None, draft))
     return found

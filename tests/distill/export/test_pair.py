@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 
 from distill import cli
 from distill.export.facts import _shape
-from distill.export.gguf import read_gguf
 from distill.export.pair import check_pair
+from distill.models.gguf import read_gguf
 from distill.models.target import load_target_side
 from distill.models.vocabulary import tokens_by_id
 from speculative.errors import UserError
@@ -224,7 +224,7 @@ def test_files_that_are_no_gguf(tmp_path, target, draft):
         whole[:32] + b"\xff" * 40,
     ):
         bad.write_bytes(content)
-        with pytest.raises(UserError, match=r"--gguf .*bad\.gguf: not a complete GGUF file"):
+        with pytest.raises(UserError, match=r"bad\.gguf: not a complete GGUF file"):
             read_gguf(bad)
     for place in (tmp_path, tmp_path / "nowhere"):
         with pytest.raises(UserError, match="not a complete GGUF file"):

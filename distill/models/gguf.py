@@ -60,7 +60,15 @@ def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, list[int]]]:
             return metadata, shapes
     except (OSError, ValueError, IndexError, struct.error, RecursionError) as error:
         why = "it ends early" if isinstance(error, struct.error) else getattr(error, "strerror", None) or error
-        raise UserError(f"--gguf {path}: not a complete GGUF file of version 2 or 3 ({why}); convert again") from error
+        raise UserError(f"{path}: not a complete GGUF file of version 2 or 3 ({why}); convert again") from error
+
+
+def tokens_of(path: Path, metadata: dict[str, Any]) -> dict[int, str]:
+    """Return a GGUF file's token strings by id, padding included. Raises UserError if it has none."""
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    if not isinstance(tokens, list):
+        raise UserError(f"{path}: it has no tokenizer.ggml.tokens; give a language model's file")
+    return dict(enumerate(tokens))
 
 
 def _value(file: BinaryIO, kind: int) -> Any:
