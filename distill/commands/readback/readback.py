@@ -103,6 +103,8 @@ def _check(options: ReadbackOptions) -> None:
         raise UserError("--parameters: compares two engines; give the one without the draft with --plain URL")
     if options.run is None and not (options.target and options.prompts):
         raise UserError("readback: give --run RUN, or --target TARGET and --prompts FILE to judge any drafter")
+    if options.draft and options.run is None:
+        raise UserError(f"--draft {options.draft}: replaces the draft of a run; give it with --run")
     if options.speed and options.run is None:
         raise UserError("--speed: compares with the engine_costs.json of a run; give it with --run")
     if options.speed and not options.plain:

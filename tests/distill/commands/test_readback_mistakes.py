@@ -49,6 +49,11 @@ def test_a_timeout_that_is_none_is_one_line(run: Path, timeout: float) -> None:
     assert "--timeout" in refused(lambda: readback_command(ReadbackOptions("http://x:9", run, timeout=timeout)))
 
 
+def test_a_draft_without_a_run_is_not_ignored() -> None:
+    options = ReadbackOptions("http://x:9", target="embedded", prompts="p.jsonl", draft="d.gguf")
+    assert "--draft d.gguf: " in refused(readback_command, options)
+
+
 @pytest.mark.parametrize("kind", ["text/html", "application/json"])
 @pytest.mark.parametrize("page", ["<html>hello</html>", '"hello"', "[1]", '{"data": ["x"]}', "{}"])
 def test_a_server_that_is_no_engine_is_one_line(run: Path, page: str, kind: str) -> None:
