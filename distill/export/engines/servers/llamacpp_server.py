@@ -16,7 +16,7 @@ from huggingface_hub import snapshot_download
 from distill.export.engine import TEMPLATES
 from distill.export.engines.servers.conversion import convert_once
 from distill.models.gguf import pre_tokenizer_name
-from distill.models.load import load_tokenizer
+from distill.models.load import load_pretrained, load_tokenizer
 from speculative.errors import UserError
 
 FLOATS = ("auto", "f32", "f16", "bf16")  # what the converter writes; llama-quantize makes the others of `auto`
@@ -29,7 +29,7 @@ def gguf_of(model: str, to: Path, weights: str, program: Path) -> Path:
     Raises UserError: llama.cpp is not there or refuses the model.
     """
     path = to.with_name(f"{to.name}-{weights}.gguf")
-    partial = path.with_suffix(".partial")  # A running server may read the old file.
+    partial = path.with_suffix(f".{os.getpid()}.partial")  # A running server may read the old file, another may write.
     base = gguf_of(model, to, FLOATS[0], program) if weights not in FLOATS else None
 
     def convert() -> None:
@@ -43,7 +43,10 @@ def gguf_of(model: str, to: Path, weights: str, program: Path) -> Path:
             raise UserError(f"{model}: llama.cpp does not convert it to {weights}; why is said above")
         partial.replace(path)
 
-    convert_once(model, path.with_suffix(".json"), convert)
+    try:
+        convert_once(model, path, path.with_suffix(".json"), convert)
+    finally:
+        partial.unlink(missing_ok=True)
     return path
 
 
@@ -59,7 +62,7 @@ def _converter(model: str, weights: str, to: Path) -> list[str]:
     name = pre_tokenizer_name(load_tokenizer(model))
     told = ["-c", (TEMPLATES / "to_gguf.j2").read_text(encoding="utf-8"), name] if name else []
     program = told or [str(_source() / "convert_hf_to_gguf.py")]
-    local = model if Path(model).is_dir() else snapshot_download(model)
+    local = load_pretrained("model", model, lambda place: place if Path(place).is_dir() else snapshot_download(place))
     return [sys.executable, *program, local, "--outtype", weights, "--outfile", str(to)]
 
 

@@ -34,7 +34,7 @@ def converted(model: str, to: Path, weights: str) -> str:
     """Return the directory of a model in OpenVINO's format. It is converted unless that was done from the same files."""
     words = [str(Path(sys.executable).with_name("optimum-cli")), "export", "openvino", "--weight-format", weights]
     words += ["--task", "text-generation-with-past", "--model", model, str(to)]
-    convert_once(model, to / "source.json", lambda: subprocess.run(words, check=True))
+    convert_once(model, to / "openvino_model.xml", to / "source.json", lambda: subprocess.run(words, check=True))
     return str(to)
 
 
