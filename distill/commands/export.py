@@ -5,7 +5,7 @@ from typing import Any
 
 from distill.commands.options import CheckExportOptions, ExportOptions, ServeOptions
 from distill.commands.output import check_known
-from distill.commands.serve import convert
+from distill.commands.serve import convert, require_conversion
 from distill.config.command_line import CheckPairOptions
 from distill.config.layout import ADAPTER, CONFIG, RAW, run_of
 from distill.config.load import load_trusted
@@ -47,6 +47,13 @@ def export_run(options: ExportOptions) -> ExportReport:
     """
     if options.weights and not options.engine:
         raise UserError(f"--weights {options.weights}: they are of an engine's own format; name it with --engine")
+    weights = [one.strip() for one in options.weights.split(",")] if options.weights else []
+    if len(weights) > 2 or not all(weights):
+        raise UserError(
+            f"--weights {options.weights}: give the target's and the draft's, or one for both, e.g. q8_0,q4_k_m"
+        )
+    if options.engine:
+        require_conversion(options.engine)
     facts = read_run(options.run, options.trust_remote_code)
     if options.quantize:
         quantize: Any = None if options.quantize == "none" else options.quantize
@@ -62,8 +69,7 @@ def export_run(options: ExportOptions) -> ExportReport:
     if "wandb" in config.tracking.trackers:
         log_draft(run, config, report.path)
     if options.engine:
-        weights, _, of_draft = options.weights.partition(",")
-        words = ["--weights", weights, "--draft-weights", of_draft or weights] if weights else []
+        words = ["--weights", weights[0], "--draft-weights", weights[-1]] if weights else []
         convert(ServeOptions(options.to, words, engine=options.engine, target=facts.target, port=0))
     return report
 

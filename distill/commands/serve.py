@@ -121,13 +121,18 @@ def engine_words(options: ServeOptions, directory: Path, facts: EngineFacts) -> 
 def convert(options: ServeOptions) -> None:
     """Convert target and draft for an engine with its own model format: its server does that, and without a port nothing else.
 
-    Raises UserError: as `engine_words`; the engine reads the export itself; the conversion failed.
+    Raises UserError: as `engine_words` and `require_conversion`; the conversion failed.
     """
-    if _known(options.engine)[1].script is None:
-        raise UserError(f"--engine {options.engine}: this engine reads the export itself; leave --engine out")
+    require_conversion(options.engine)
     name, words = engine_words(options, *_read_export(options.run))
     if status := subprocess.run(words, check=False, preexec_fn=_die_with_us).returncode:
         raise UserError(f"{name}: the conversion ended with status {status}; why is said above")
+
+
+def require_conversion(option: str) -> None:
+    """Raise UserError unless --engine names an engine with its own model format."""
+    if _known(option)[1].script is None:
+        raise UserError(f"--engine {option}: this engine reads the export itself; leave --engine out")
 
 
 def _known(option: str) -> tuple[Engine, Service]:

@@ -1,5 +1,6 @@
 """`understudy serve` with a program in the engine's place: its words, when it answers, how it dies, and that nothing of it stays."""
 
+import functools
 import json
 import os
 import shlex
@@ -15,14 +16,18 @@ from typing import Any
 
 import psutil
 import pytest
+from huggingface_hub.errors import LocalEntryNotFoundError
 from processes import forked, free_port, until
 from refusals import refused
 
 from distill.commands import serve as module
-from distill.commands.options import ServeOptions
+from distill.commands.export import export_run
+from distill.commands.options import ExportOptions, ServeOptions
 from distill.commands.serve import _read_export as read_export
 from distill.commands.serve import convert, engine_words, listening, serve, started
 from distill.config.layout import SERVING_FORMAT
+from distill.export.engines.servers import llamacpp_server
+from distill.export.engines.servers.llamacpp_server import gguf_of
 from distill.faults import INTERRUPTED, MISTAKE, exit_status
 from distill.models.load import EMBEDDED_FOLDER
 from speculative.errors import UserError
@@ -148,6 +153,52 @@ def test_llama_cpp_is_converted_in_our_environment_and_takes_its_own_flags(
     assert words[-2:] == ["--draft-weights", "q4_k_m"]
     alone = words_of(replace(asked, alone=True))
     assert alone == [word for word in words if word not in draft]
+
+
+def test_a_gguf_file_that_is_gone_is_made_again_and_a_failed_one_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[str] = []
+
+    def words(model: str, weights: str, to: Path, fails: bool = False) -> list[str]:
+        made.append(weights)
+        return ["sh", "-c", f"echo x > {shlex.quote(str(to))}; exit {int(fails)}"]
+
+    monkeypatch.setattr(llamacpp_server, "_source", lambda: tmp_path)
+    monkeypatch.setattr(llamacpp_server, "_converter", words)
+    monkeypatch.setattr(llamacpp_server, "_quantizer", lambda _, base, to, weights: words("", weights, to))
+    store = tmp_path / "store"
+    file = gguf_of("model", store / "target", "q8_0", tmp_path)
+    gguf_of("model", store / "target", "q8_0", tmp_path)
+    file.unlink()
+    gguf_of("model", store / "target", "q8_0", tmp_path)
+    assert made == ["auto", "q8_0", "q8_0"]
+    files = sorted(store.iterdir())
+    assert [one.name for one in files] == [
+        f"target-{kind}.{end}" for kind in ("auto", "q8_0") for end in ("gguf", "json")
+    ]
+    monkeypatch.setattr(llamacpp_server, "_converter", functools.partial(words, fails=True))
+    assert "does not convert it to f16" in refused(gguf_of, "model", store / "target", "f16", tmp_path)
+    assert sorted(store.iterdir()) == files
+
+
+def test_a_target_that_the_hub_does_not_deliver_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone(_: str) -> None:
+        raise LocalEntryNotFoundError("no network\nat all")
+
+    (tmp_path / "convert_hf_to_gguf.py").touch()
+    monkeypatch.setenv("LLAMA_CPP", str(tmp_path))
+    monkeypatch.setattr(llamacpp_server, "load_tokenizer", lambda _: None)
+    monkeypatch.setattr(llamacpp_server, "snapshot_download", gone)
+    assert "did not deliver it (no network)" in refused(gguf_of, "some/target", tmp_path / "target", "auto", tmp_path)
+
+
+def test_what_no_engine_converts_is_refused_before_the_export_is_written(tmp_path: Path) -> None:
+    for engine, weights, told in (
+        ("vllm", "q8_0", "this engine reads the export itself"),
+        *(("llama.cpp", wrong, f"--weights {wrong}: give") for wrong in (",q4_k_m", "q8_0,", " ", "q8_0,,q4", "a,b,c")),
+    ):
+        assert told in refused(export_run, ExportOptions(tmp_path, tmp_path / "to", engine=engine, weights=weights))
 
 
 def test_only_an_engine_with_a_format_of_its_own_converts(options: ServeOptions) -> None:
