@@ -109,8 +109,12 @@ def distil(run: Run) -> None:
             checks = check_instrument(run, target, sets.heldout, settings)
     answers = Answers(run, target, tokenizer, sets, context)
     learn(answers, first_student(answers), settings)
-    if run.progress.step == config.last_step < config.train.steps:
-        return run.say(f"paused at step {config.last_step}; the same command with a later train.pause_at goes on")
+    exhausted = 0 < config.judge.patience <= run.progress.judged_without_gain
+    # A run that was resumed with an earlier pause is already past it.
+    if config.last_step <= (step := run.progress.step) < config.train.steps:
+        later = "a later train.pause_at goes on"
+        ended = "train.pause_at: null goes to the verdict, because judge.patience has run out"
+        return run.say(f"paused at step {step}; the same command with {ended if exhausted else later}")
     # Free the training state, which is in the checkpoints, to make room for the target.
     run.accelerator.free_memory()
     gc.collect()
