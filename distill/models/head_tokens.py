@@ -22,9 +22,10 @@ def give_head_tokens(student: Any, count: int, examples: Examples, ends: Iterabl
     """Write the ids of the ``count`` most frequent tokens into the draft's config. Return {tokens, of, share of the responses}.
 
     Counted over the responses of ``examples``; equal ones by their count in the prompts, then by id. ``ends``: tokens that are always kept.
-    Raises UserError: a head that cannot be trimmed.
+    Raises UserError: a head that cannot be trimmed, or not be exported (`refuse_tied_only`).
     """
     plain_head(getattr(student, "get_base_model", lambda: student)())
+    refuse_tied_only(student.config)
     rows = vocabulary_rows(student.config)
     said_V, read_V = np.zeros((2, rows), dtype=np.int64)
     for first in range(0, len(examples), COUNTED_TOGETHER):
@@ -38,6 +39,14 @@ def give_head_tokens(student: Any, count: int, examples: Examples, ends: Iterabl
     return {"tokens": count, "of": rows, "share": round(float(said_V[kept].sum() / max(1, said_V.sum())), 5)}
 
 
+def refuse_tied_only(config: Any) -> None:
+    """Raise UserError if engines always load this head as tied, so that an export could not fill its other rows."""
+    text = config.get_text_config()
+    if text.tie_word_embeddings and text.model_type not in UNTIED_IN_ENGINES:
+        told = f"student.head_tokens: engines load {text.model_type} as tied only, so its head cannot differ from the embedding"
+        raise UserError(f"{told}; train without head_tokens")
+
+
 def fill_other_rows(model: Any) -> list[str]:
     """Make the row of every token outside the head the mean of the head's rows, in place, for engines that compute all. Return notes.
 
@@ -47,10 +56,8 @@ def fill_other_rows(model: Any) -> list[str]:
     ids, config = head_ids_of(model.config), model.config.get_text_config()
     if ids is None:
         return []
+    refuse_tied_only(model.config)
     if config.tie_word_embeddings:
-        if config.model_type not in UNTIED_IN_ENGINES:
-            told = f"student.head_tokens: engines load {config.model_type} as tied only, so its head cannot differ from the embedding"
-            raise UserError(f"{told}; train without head_tokens to export this draft")
         give_own_head(model)
     others_V = torch.ones(vocabulary_rows(model.config), dtype=torch.bool)
     others_V[ids] = False

@@ -52,9 +52,9 @@ def trim_head(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def plain_head(model: PreTrainedModel) -> nn.Linear:
-    """The head, if it can be trimmed. Raises UserError: it is no linear layer, or a cap would make -inf finite."""
+    """The head, if it can be trimmed. Raises UserError: it is no plain linear layer, or a cap would make -inf finite."""
     head, text = model.get_output_embeddings(), model.config.get_text_config(decoder=True)
     if type(head) is not nn.Linear or getattr(text, "final_logit_softcapping", None):
-        told = f"{type(model).__name__} has no plain linear head (8-bit weights, or a cap on its logits)"
+        told = f"{type(model).__name__} has no plain linear head (8-bit weights, an adapter, or a cap on its logits)"
         raise UserError(f"student.head_tokens: {told}; leave the key out")
     return head

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from refusals import refused
 from tiny_models import VOCAB, logits, tiny_model
 from tiny_training import TOKENS, forget_accelerators, run_config, small_config, tiny_tokenizer
@@ -15,7 +16,9 @@ from tiny_training import TOKENS, forget_accelerators, run_config, small_config,
 from data.batches.collate import Example
 from data.batches.examples import as_examples
 from distill import train
-from distill.config.layout import best_student
+from distill.commands.export import export_run
+from distill.commands.options import ExportOptions
+from distill.config.layout import best_student, step_folder
 from distill.config.load import dump_config, load_config
 from distill.models.draft import as_exported, load_draft
 from distill.models.head_tokens import fill_other_rows, give_head_tokens
@@ -83,6 +86,14 @@ def test_rows_of_a_head_that_engines_load_as_tied_are_refused() -> None:
     model = tiny_model("gpt2")
     setattr(model.config, HEAD_IDS, [1, 2, 3, 4])
     assert "engines load gpt2 as tied only" in refused(fill_other_rows, model)
+    texts = as_examples([example([1, 2, 3], 1)])
+    assert "engines load gpt2 as tied only" in refused(give_head_tokens, model, 4, texts, [2]), "before it trains"
+
+
+def test_a_head_with_an_adapter_is_refused_by_name() -> None:
+    lora = LoraConfig(r=2, target_modules=["q_proj", "lm_head"])
+    student = get_peft_model(tiny_model(tie_word_embeddings=False), lora)
+    assert "an adapter" in refused(give_head_tokens, student, 4, as_examples([example([1, 2, 3], 1)]), [2])
 
 
 def test_a_whole_head_has_nothing_to_fill() -> None:
@@ -107,7 +118,11 @@ def test_a_run_trains_judges_and_keeps_such_a_draft(tmp_path: Path, student: dic
     assert saved.get_output_embeddings().weight.shape[0] == TOKENS, "the saved head is whole"
     assert len(getattr(saved.config, HEAD_IDS)) == 40
     target = Target(load_config(path).target, torch.device("cpu"))
-    for loaded in (load_draft(str(run), target), as_exported(saved, target)):
+    drafts = [load_draft(str(run), target), as_exported(saved, target)]
+    if "lora" in student:
+        export_run(ExportOptions(step_folder(run, 2), tmp_path / "out", adapter=True))
+        drafts.append(load_draft(str(tmp_path / "out" / "adapter"), target))
+    for loaded in drafts:
         assert isinstance(loaded.get_output_embeddings(), FrequentHead)
     check = json.loads((run / "checkpoints" / "step-000002" / "judgement.json").read_text())["live_check"]
     assert abs(check["replay"]["z"]) < 4
