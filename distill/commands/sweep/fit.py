@@ -19,7 +19,7 @@ from rich.console import Console
 from distill.commands.sweep.plan import SEED, SweepFile, Trial
 from distill.commands.sweep.table import value_text
 from distill.commands.training_process import TrainingFailed, child, reached
-from distill.config.layout import CHECKPOINTS, CONFIG, METRICS, PROGRESS, step_folder
+from distill.config.layout import CHECKPOINTS, CONFIG, METRICS, PROGRESS, ROLLOUTS, step_folder
 from distill.config.load import load_config
 from distill.report.table import Column, Table
 from speculative.errors import UserError
@@ -169,6 +169,8 @@ class Search:
         # With `capture` the target runs once per response for all shapes, so its time must not count for the one that is first.
         skipped = "teacher" if trial.config.signal.source == "capture" else ""
         spent = [{**line["seconds"], skipped: 0.0} for line in lines if "seconds" in line]
+        # A draft of another learning rate made them.
+        shutil.rmtree(folder / ROLLOUTS, ignore_errors=True)
         shutil.rmtree(folder / CHECKPOINTS)
         (folder / METRICS).unlink()
         # Other processes can only add time.
@@ -187,10 +189,12 @@ class Search:
         """
         out, log = self.folder / f"rung-{number + 1}.json", self.folder / "logs" / f"rung-{number + 1}.log"
         folders = [step_folder(trial.config.folder, trial.config.last_step) for trial in trials]
-        names = ["parallel+" * bool(trial.config.student.parallel) for trial in trials]
-        names = [f"{how}{folder}" for how, folder in zip(names, folders, strict=True)]
+        pairs = zip(trials, folders, strict=True)
+        names = ["parallel+" * bool(trial.config.student.parallel) + str(folder) for trial, folder in pairs]
+        trusted = ["--trust-remote-code"] * trials[0].config.target.trust_remote_code  # As the training did.
+        words = ["compare", *names, "--out", str(out), *trusted]
         try:
-            child([sys.executable, "-P", "-m", "distill.cli", "compare", *names, "--out", str(out)], out.stem, log)
+            child([sys.executable, "-P", "-m", "distill.cli", *words], out.stem, log)
         except TrainingFailed as failed:
             raise UserError(f"--fit: the shapes of rung {number + 1} cannot be compared: {failed}") from failed
         found, rows = json.loads(out.read_text(encoding="utf-8")), []

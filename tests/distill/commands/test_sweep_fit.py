@@ -82,8 +82,9 @@ class Children:
         if len(self.words) == self.kill:
             raise Interrupted("stopped")
         if "compare" in words:
-            *paths, _, out = words[words.index("compare") + 1 :]
-            compare_command(CompareOptions(paths, out=Path(out)))
+            at, trusted = words.index("--out"), "--trust-remote-code" in words
+            paths, out = words[words.index("compare") + 1 : at], Path(words[at + 1])
+            compare_command(CompareOptions(list(paths), out=out, trust_remote_code=trusted))
             return
         forget_accelerators()
         status = train.main(words[words.index("distill.train") + 1 :])
@@ -195,7 +196,8 @@ def test_a_shape_that_fails_is_dropped_and_the_others_go_on(
         inner(words, *others)
 
     monkeypatch.setattr(training_process, "child", failing)
-    said = run(sweep_file(tmp_path))
+    trusting = {"path": str(tmp_path / "target"), "trust_remote_code": True}
+    said = run(sweep_file(tmp_path, target=trusting))
     assert "failed: s-fit-layers-0-1-2-: out of memory" in said.replace("layers-0-1-2:", "layers-0-1-2-:")
     told = json.loads((tmp_path / "s-fit" / "sweep.json").read_text())
     assert len(told["fit"]["rungs"][0]) == 2
@@ -230,6 +232,20 @@ def test_too_few_minutes_for_a_step_are_refused_with_the_least(
     assert "more than 10 minutes" in said
     timed_at(0.5)
     assert "more than 10 minutes" in refused(run, path, 1), "steps are timed once"
+
+
+def test_timed_steps_leave_no_rollouts(tmp_path: Path, children: Children, timed_at: Any) -> None:
+    timed_at(0.5)
+    children.kill = 3  # the first rung, after both shapes were timed
+    path = sweep_file(
+        tmp_path,
+        {"student.layers": [[0], [0, 1]]},
+        data={"mix": {"target": 0.5, "student": 0.5}, "rollouts": {"prompts": 4, "max_tokens": 4}},
+    )
+    with pytest.raises(Interrupted):
+        run(path)
+    for name in json.loads((tmp_path / "s-fit" / "sweep.json").read_text())["fit"]["step_seconds"]:
+        assert not (tmp_path / name / "rollouts").exists()
 
 
 def test_a_dry_run_trains_nothing(tmp_path: Path, children: Children) -> None:
