@@ -79,8 +79,8 @@ class SweepOptions:
 
     understudy sweep configs/sweeps/shapes.yaml --fit 30
 
-    Ends with one table of all runs with confidence intervals. The same command continues an interrupted sweep. With --fit the grid's shapes
-    train equally long in each rung, then the slower half is dropped. Responses, timing, judging and the last two verdicts come on top.
+    Ends with one table of all runs with confidence intervals. The same command continues an interrupted sweep. With --fit all shapes train
+    equally long in each rung, then the slower half is dropped. Responses, timing, judging and the last two verdicts come on top.
     """
 
     file: Annotated[Path, argument("sweep file, e.g. configs/sweeps/grid.yaml")]
@@ -111,9 +111,7 @@ class ExportOptions:
     dry_run: Annotated[
         bool, option("write what would be uploaded and list its files, but upload nothing", "--dry-run")
     ] = False
-    engine: Annotated[
-        str, option("also convert target and draft to this engine's own format: openvino or llama.cpp")
-    ] = ""
+    engine: Annotated[str, option("also convert target and draft for this engine: openvino or llama.cpp")] = ""
     weights: Annotated[str, option("with --engine: weights of target and draft there, e.g. int8 or q8_0,q4_k_m")] = ""
     trust_remote_code: shared.TrustRemoteCode = False
 
