@@ -49,9 +49,7 @@ def export_run(options: ExportOptions) -> ExportReport:
         raise UserError(f"--weights {options.weights}: they are of an engine's own format; name it with --engine")
     weights = [one.strip() for one in options.weights.split(",")] if options.weights else []
     if len(weights) > 2 or not all(weights):
-        raise UserError(
-            f"--weights {options.weights}: give the target's and the draft's, or one for both, e.g. q8_0,q4_k_m"
-        )
+        raise UserError(f"--weights {options.weights}: give one, or the target's and the draft's, e.g. q8_0,q4_k_m")
     if options.engine:
         require_conversion(options.engine)
     facts = read_run(options.run, options.trust_remote_code)
