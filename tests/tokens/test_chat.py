@@ -173,7 +173,7 @@ def test_a_whole_run_on_a_hosted_chat_model(server: Any, tmp_path: Path) -> None
     curves = load_result(run / "result.json").curves
     assert {one.rule for one in curves.rules} == {"greedy-draft", "greedy"}
     assert {rule: "its server returns only the model's unmodified ones" in why for rule, why in curves.refused.items()} == {
-        "sample": True, "block": True
+        "sample": True, "sample-untruncated": True, "block": True
     }  # fmt: skip
     with pytest.raises(UserError, match=r"judge.rule: sample replays"):
         load_frozen_text(run, "sample")

@@ -43,7 +43,7 @@ def test_a_baseline_judged_as_untrained_blocks_is_judged_again_token_by_token(
     monkeypatch.setattr(conclusion, "load_model", with_mask)
     answers = SimpleNamespace(
         run=SimpleNamespace(config=config, folder=config.folder), target=Target(config.target, torch.device("cpu")), heldout={},
-        context=64, stores=SimpleNamespace(past=lambda rule: []),
+        context=64, sets=SimpleNamespace(heldout=[]), tokenizer=None, stores=SimpleNamespace(past=lambda rule: []),
     )  # fmt: skip
     with pytest.raises(_Asked):
         conclusion.result_of(answers, {})  # type: ignore[arg-type]

@@ -107,9 +107,12 @@ def test_tiny_models_against_their_full_distributions(rule):
             probs[name].append(logits_to_probs(logits, own).double().numpy())
     drafted, accepted, confidence = enumerated(*(np.concatenate(probs[name]) for name in ("draft", "target")))
     assert len(found.bins) == np.count_nonzero(drafted) >= 8
+    assert sum(one.ci is not None for one in found.bins) >= 8
     for one in found.bins:
         place = round(one.low * BINS)
         assert one.weight == pytest.approx(drafted[place] / drafted.sum(), rel=1e-3)  # float32 at bin edges
+        if one.ci is None:  # of one prompt
+            continue
         # 2000 tokens of text stand for the target: 1.5 times the width of a 95 % interval is six standard errors.
         width = one.ci[1] - one.ci[0]
         assert width > 0
