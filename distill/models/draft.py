@@ -85,7 +85,11 @@ def _adapted(name: str, base: str) -> PreTrainedModel:
 
 def served_draft(path: str, target: Target) -> PreTrainedModel:
     """Load a draft as it is served with this target: of a GGUF file its weights, else as exported. UserError: see `load_draft`."""
-    draft = load_draft(path, target)
+    return as_served_from(path, load_draft(path, target), target)
+
+
+def as_served_from(path: str, draft: PreTrainedModel, target: Target) -> PreTrainedModel:
+    """Return a copy of the draft read from ``path`` as it is served; see `served_draft`."""
     if path.endswith(GGUF):
         return cast_copy(draft, [target.dtype], target.device)
     return as_exported(draft, target)

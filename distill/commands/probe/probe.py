@@ -15,7 +15,7 @@ from distill.commands.probe.result import ModelFacts, Probe, Prospect, Settings,
 from distill.commands.probe.screen import Stages, assumptions, busy_machine, print_probe
 from distill.commands.probe.texts import ProbeText, answered, chosen_prompts, decode_settings, text_name
 from distill.commands.target import open_target
-from distill.models.draft import as_exported, read_draft
+from distill.models.draft import as_served_from, read_draft
 from distill.models.load import model_fingerprint, resolve, saved_dtype
 from distill.models.target import Target
 from distill.models.vocabulary import vocabulary_rows
@@ -128,7 +128,7 @@ def _prospect(path: str, target: Target, longest: int) -> Prospect:
     if found.refused is not None:
         return found
     try:
-        served = as_exported(model, target)
+        served = as_served_from(path, model, target)
     except UserError as error:
         found.refused = f"{str(error).split(';')[0]}: the file is damaged, or its weights are too large for the dtype it is served in"
         return found
