@@ -40,14 +40,13 @@ from distill.training.teacher import CapturingTeacher, Teacher
 from distill.training.tracking import judged_scalars, start_trackers
 from distill.training.trainer import Checkpoint, Trainer
 from distill.verdict.judge import DraftJudge, require_served
-from distill.verdict.scorer import scorer_of
 from speculative.decoder.responses import DecodeSettings
 from speculative.drafters.draft import Drafting
 from speculative.engine.models import mask_token_of
 from speculative.measure.self_checks import SelfCheckError
 
-# The last stage of a run, by name, because training must not import verdicts, reports and exports.
-CONCLUSION = "distill.verdict.conclusion:conclude_run"
+# The last stage of a run, and the scorer that it needs, by name, because training must not import verdicts, reports and exports.
+CONCLUSION, SCORER = "distill.verdict.conclusion:conclude_run", "distill.verdict.scorer:scorer_of"
 # Checkpoints at which live decoding and replay may differ before the run stops.
 MOST_MISSES = 3
 
@@ -101,7 +100,7 @@ def distil(run: Run) -> None:
         target,
         max(len(prompt.prompt_ids) for prompt in sets.heldout) + config.serving.max_tokens,
     )
-    scorer_of(config, sets.heldout, tokenizer)
+    pkgutil.resolve_name(SCORER)(config, sets.heldout, tokenizer)
     settings = decode_settings(config.serving, config.seed, target).under(config.judge_rule, config.judge.gamma)
     checks: Mapping[str, Any] = {}
     if config.judge.live != "never":  # otherwise replay alone judges, and there is nothing to check
