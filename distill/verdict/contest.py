@@ -120,8 +120,8 @@ class Contest:
         for way in self.ways:
             speed, confidence = self.speed(way.name), self.confidence(way.name)
             how: dict[str, How] = {"tau": "live", "speed_up": "timed"}
-            how |= {"total_variation": "replay", "differing": "live"} if way.price else {}
-            how |= {"score_change": "live"} if way.price and "score_change" in way.price else {}
+            costs = [name for name in way.price if not name.endswith("_ci")]
+            how |= {name: "replay" if name == "total_variation" else "live" for name in costs}
             if way.blocks_N is None:
                 said_P, blocks_P = np.array(list(self.counted[way.name].values()), dtype=np.float64).T
             else:

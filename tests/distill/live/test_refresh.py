@@ -17,9 +17,11 @@ from rich.console import Console
 from traffic_log import SAMPLING, record_of, write_log
 
 from distill.commands.training_process import TrainingFailed
+from distill.config.load import dump_config, load_config
 from distill.config.run import RunConfig
 from distill.live.options import RefreshOptions
 from distill.live.refresh import refresh
+from distill.live.refresh.plan import write_probe
 from distill.live.refresh.refresh import refresh_command
 from distill.live.rollout.rollout import gate_of
 from distill.live.traffic.record import TrafficRecord
@@ -48,7 +50,6 @@ def responses(tiny_run: Path) -> list[TrafficRecord]:
 
     from data.prompts.prompt import PromptSource
     from data.prompts.sources import load_source
-    from distill.config.load import load_config
     from distill.models.target import Target
     from distill.run.responses import decode_settings
     from speculative.decode import decode
@@ -259,3 +260,12 @@ def test_no_headroom_is_no_refresh(place: Path, trained: list[str], monkeypatch:
     assert not (folder / "traffic").exists()
     assert not (folder / "probe").exists()
     assert not (place / "traffic" / "exports.json").exists()
+
+
+def test_a_probe_of_a_run_with_lossy_ways_times_none(place: Path) -> None:
+    """It decodes nothing, and traffic has no references for a scorer."""
+    home = place / "runs" / "tiny"
+    ways = ["judge.lenience=[2]", "judge.typical=[0.1]", "judge.scorer=exact-match"]
+    (home / "config.yaml").write_text(dump_config(load_config(home / "config.yaml", ways)))
+    judge = load_config(write_probe(home, home, home, place / "probe", 3, [])).judge
+    assert (judge.lenience, judge.typical, judge.scorer, judge.live) == ((), (), None, "never")

@@ -284,6 +284,8 @@ def test_scores_by_start_equal_one_block_at_a_time(kind, monkeypatch):
             assert found[1] == text.log_target_probs[start + offset]
             assert (found[2], found[3]) == (logits.argmax() == token, logits.argmax())
             assert found[4] == pytest.approx(logits.softmax(-1).max().item(), rel=1e-4)
+            whole = logits.double().div(0.9).log_softmax(-1)[token].item()
+            assert own.by_start.log_whole_probs[start, offset] == pytest.approx(whole, abs=1e-4)
         np.testing.assert_allclose(again.by_start.choice_probs, own.by_start.choice_probs, rtol=1e-4)
         np.testing.assert_array_equal(own.by_start.log_draft_probs[:, 0], own.log_draft_probs)
 
