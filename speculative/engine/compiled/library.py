@@ -17,7 +17,7 @@ import warnings
 from pathlib import Path
 
 SOURCES = tuple(Path(__file__).with_name(f"{name}.cpp") for name in ("step", "rules", "block"))
-HEADERS = tuple(Path(__file__).with_name(f"{name}.h") for name in ("vector", "step", "rules"))
+HEADERS = tuple(Path(__file__).with_name(f"{name}.h") for name in ("vector", "step", "product", "rules"))
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fPIC", "-shared", "-Wno-psabi")
 BUILD_SECONDS = 120
 MOST_KEPT = 8  # libraries of other versions and processors, 0.1 MB each

@@ -7,8 +7,7 @@
 // K rows of a call, Q tokens of each, M = K * Q tokens, H heads, N key/value heads, G = H / N, D head width, C capacity,
 // P positions read.
 
-#include "step.h"
-#include "vector.h"
+#include "product.h"
 
 #include <algorithm>
 #include <atomic>
@@ -17,40 +16,12 @@
 #include <new>
 #include <sched.h>
 #include <sys/resource.h>
-#include <type_traits>
 #include <vector>
 #ifdef _OPENMP
 #include <omp.h>
 #endif
 
-constexpr long OUTPUTS = 4;     // outputs of one tile of a product
-constexpr long TOKENS = 2;      // of one tile: 8 sums, which fit the 16 registers of AVX2 together with their inputs; 3 if one token is left
-constexpr long FEW = 8;         // tokens that are never split: a block of speculative decoding reads weights once
 constexpr long QUERIES = 16;    // tokens whose attention is computed together
-// Numbers of activations and of weights processed at a time, so that they fit the caches.
-constexpr long FIRST_CACHE = 4 * 1024, SECOND_CACHE = 32 * 1024;
-
-struct Share {  // one thread's part of `total` items, in whole steps
-    long begin, end;
-    Share(long total, long step, long thread, long threads) {
-        long steps = (total + step - 1) / step;
-        begin = std::min(total, steps * thread / threads * step);
-        end = std::min(total, steps * (thread + 1) / threads * step);
-    }
-};
-
-// The numbers as float32, in a buffer that this thread reuses.
-template <class T> const float *unpacked(const T *from, long count) {
-    static thread_local Scratch memory;
-    float *to = memory.of(count);
-    long i = 0;
-    for (; i + W <= count; i += W) {
-        __builtin_prefetch(from + 2 * count + i, 0, 2);
-        store(to + i, load(from + i));
-    }
-    for (; i < count; i++) to[i] = number(from[i]);
-    return to;
-}
 
 int64_t nanoseconds() {
     return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count();
@@ -122,128 +93,6 @@ class Barrier {
     }
 };
 
-// Sums of four vectors, each over its lanes, and all in the same order.
-inline four sums_of(const vec (&v)[4]) {
-    four part[4];
-    for (int i = 0; i < 4; i++) {
-        alignas(64) float lanes[W];
-        store(lanes, v[i]);
-        part[i] = *reinterpret_cast<four *>(lanes);
-        for (long from = 4; from < W; from += 4) part[i] += *reinterpret_cast<four *>(lanes + from);
-    }
-#if defined(__clang__) || __GNUC__ >= 12
-    four low = __builtin_shufflevector(part[0], part[1], 0, 4, 1, 5) + __builtin_shufflevector(part[0], part[1], 2, 6, 3, 7);
-    four high = __builtin_shufflevector(part[2], part[3], 0, 4, 1, 5) + __builtin_shufflevector(part[2], part[3], 2, 6, 3, 7);
-    return __builtin_shufflevector(low, high, 0, 1, 4, 5) + __builtin_shufflevector(low, high, 2, 3, 6, 7);
-#else
-    four total;
-    for (int i = 0; i < 4; i++) total[i] = (part[i][0] + part[i][2]) + (part[i][1] + part[i][3]);
-    return total;
-#endif
-}
-
-// Otherwise the compiler reads a number from memory again for every sum.
-inline vec in_register(vec v) {
-#ifdef __x86_64__
-    asm("" : "+x"(v));
-#endif
-    return v;
-}
-
-// One step of a tile over W numbers. Unrolled here, so that all sums stay in registers together with the tokens and one weight.
-template <long M, class T>
-inline void step(vec (&sums)[M][OUTPUTS], const float *x, long x_stride, const T *w, long depth) {
-    vec own[M];
-#pragma GCC unroll 3
-    for (long m = 0; m < M; m++) own[m] = M < 3 ? in_register(load(x + m * x_stride)) : load(x + m * x_stride);
-#pragma GCC unroll 4
-    for (long n = 0; n < OUTPUTS; n++) {
-        vec weight = in_register(load(w + n * depth));
-#pragma GCC unroll 3
-        for (long m = 0; m < M; m++) sums[m][n] += own[m] * weight;
-    }
-}
-
-// out[m][n] = x[m] . w[n] for 4 outputs n. AHEAD: prefetch in address order, which is fastest for memory.
-template <long M, bool AHEAD, class T>
-inline void tile(const float *x, long x_stride, const T *w, long depth, float (*out)[OUTPUTS]) {
-    constexpr long LINE = 64 / sizeof(T);
-    vec sums[M][OUTPUTS] = {};
-    long k = 0;
-    for (const T *ahead = w + 2 * OUTPUTS * depth; k + LINE <= depth; ahead += OUTPUTS * LINE) {
-        if constexpr (AHEAD)
-            for (long n = 0; n < OUTPUTS; n++) __builtin_prefetch(ahead + n * LINE, 0, 2);
-#pragma GCC unroll 8
-        for (long i = 0; i < LINE; i += W) step<M>(sums, x + k + i, x_stride, w + k + i, depth);
-        k += LINE;
-    }
-    for (; k + W <= depth; k += W) step<M>(sums, x + k, x_stride, w + k, depth);
-#pragma GCC unroll 3
-    for (long m = 0; m < M; m++) {
-        four total = sums_of(sums[m]);
-#pragma GCC unroll 4
-        for (long n = 0; n < OUTPUTS; n++) {
-            out[m][n] = total[n];
-            for (long i = k; i < depth; i++) out[m][n] = std::fma(x[m * x_stride + i], number(w[n * depth + i]), out[m][n]);
-        }
-    }
-}
-
-template <bool AHEAD, class T>
-inline void tile_of(long tokens, const float *x, long x_stride, const T *w, long depth, float (*out)[OUTPUTS]) {
-    if (tokens == 3) tile<3, AHEAD>(x, x_stride, w, depth, out);
-    if (tokens == 2) tile<2, AHEAD>(x, x_stride, w, depth, out);
-    if (tokens == 1) tile<1, AHEAD>(x, x_stride, w, depth, out);
-}
-
-// y[m][n] = x[m] . w[n] for the outputs n of a share, at least 4 of them. Strides are of one token.
-template <class T>
-void dots(const float *x, long x_stride, long tokens, const T *w, long depth, Share share, float *y, long y_stride) {
-    long some_outputs = std::max(OUTPUTS, SECOND_CACHE / depth / OUTPUTS * OUTPUTS);
-    long some_tokens = std::max(FEW, FIRST_CACHE / depth / TOKENS * TOKENS);
-    auto block = [&](auto *own, long begin, long start, long end, long first, auto ahead) {  // own: the weights of `begin`
-        long last = std::min(tokens, first + some_tokens);
-        for (long n = start; n < end; n += OUTPUTS) {
-            // If the number is not a multiple of 4, the last outputs are computed together with some before them.
-            long from = std::min(n, end - OUTPUTS);
-            for (long m = first, height; m < last; m += height) {
-                height = last - m == 3 ? 3 : std::min(TOKENS, last - m);
-                float out[TOKENS + 1][OUTPUTS];
-                const float *input = x + m * x_stride;
-                if (m == 0) tile_of<ahead.value>(height, input, x_stride, own + (from - begin) * depth, depth, out);
-                else tile_of<false>(height, input, x_stride, own + (from - begin) * depth, depth, out);
-                // The outputs before are another thread's, which may have added a bias already.
-                for (long i = 0; i < height; i++)
-                    for (long j = n - from; j < OUTPUTS; j++) y[(m + i) * y_stride + from + j] = out[i][j];
-            }
-        }
-    };
-    for (long n = share.begin; n < share.end; n += some_outputs) {
-        long end = std::min(share.end, n + some_outputs), begin = std::min(n, end - OUTPUTS);
-        bool widened = false;
-        if constexpr (!std::is_same_v<T, float>)
-            if (tokens > 3 * TOKENS) {  // once for all tokens
-                const float *own = unpacked(w + begin * depth, (end - begin) * depth);
-                for (long m = 0; m < tokens; m += some_tokens) block(own, begin, n, end, m, std::false_type());
-                widened = true;
-            }
-        for (long m = 0; m < tokens && !widened; m += some_tokens) block(w + begin * depth, begin, n, end, m, std::true_type());
-    }
-}
-
-// A share of y (tokens, outputs) = x (tokens, depth) . weight^T.
-void product(const Matrix &w, const float *x, long tokens, long depth, Share share, float *y) {
-    if (w.kind == FLOAT32) dots(x, depth, tokens, (const float *)w.weight, depth, share, y, w.outputs);
-    if (w.kind == BFLOAT16) dots(x, depth, tokens, (const bfloat16 *)w.weight, depth, share, y, w.outputs);
-    if (w.kind == INT8) dots(x, depth, tokens, (const int8_t *)w.weight, depth, share, y, w.outputs);
-    if (!w.scale && !w.bias) return;
-    for (long m = 0; m < tokens; m++)
-        for (long n = share.begin; n < share.end; n++) {
-            float &own = y[m * w.outputs + n];
-            own = own * (w.scale ? w.scale[n] : 1.0f) + (w.bias ? w.bias[n] : 0.0f);
-        }
-}
-
 void embed(const Matrix &table, int64_t id, long width, float *out) {
     for (long i = 0; i < width; i++) {
         long place = id * width + i;
@@ -304,7 +153,7 @@ inline void weigh(const float *weights, long stride, long positions, const T *va
         for (long v = 0; v < V; v++) own[v] = load(values + p * width + v * W);
 #pragma GCC unroll 3
         for (long m = 0; m < M; m++) {
-            vec weight = vec{} + weights[m * stride + p];
+            vec weight = everywhere(weights[m * stride + p]);
 #pragma GCC unroll 4
             for (long v = 0; v < V; v++) sums[m][v] += weight * own[v];
         }
@@ -369,8 +218,8 @@ void attend(const Model &model, const Layer &layer, const Call &call, long row, 
         const float *from = queries + ((row * call.tokens + first + q) * model.heads + kv_head * group) * D;
         for (long i = 0; i < group * D; i++) own[q * group * D + i] = from[i] * (float)model.scaling;
     }
-    dots(own, D, tokens * group, (const T *)layer.keys + head, D, Share(std::max(positions, OUTPUTS), OUTPUTS, 0, 1), scores,
-         stride);
+    dots(own, D, tokens * group, Lanes(own, D, tokens * group, D), (const T *)layer.keys + head, D,
+         Share(std::max(positions, OUTPUTS), OUTPUTS, 0, 1), scores, stride);
     for (long q = 0; q < tokens; q++)
         for (long g = 0; g < group; g++) {
             float *mine = scores + (q * group + g) * stride;
@@ -454,15 +303,16 @@ void run_layer(const Model &model, const Layer &layer, const Call &call, const B
     };
     auto add = [&](const Matrix &w, const float *from, long depth) {  // adds to x, through the buffer of norms
         Share own = share(model.width, OUTPUTS);
-        product(w, from, M, depth, own, b.normed);
+        product(w, from, M, Lanes(from, depth, M, depth), depth, own, b.normed);
         for (long m = 0; m < M; m++)
             for (long n = own.begin; n < own.end; n++) b.x[m * model.width + n] += b.normed[m * model.width + n];
     };
     norm_all(layer.norm);
     all.wait(threads);
-    product(layer.query, b.normed, M, model.width, share(layer.query.outputs, OUTPUTS), b.queries);
-    product(layer.key, b.normed, M, model.width, share(layer.key.outputs, OUTPUTS), b.keys);
-    product(layer.value, b.normed, M, model.width, share(layer.value.outputs, OUTPUTS), b.values);
+    Lanes lanes(b.normed, model.width, M, model.width);
+    product(layer.query, b.normed, M, lanes, model.width, share(layer.query.outputs, OUTPUTS), b.queries);
+    product(layer.key, b.normed, M, lanes, model.width, share(layer.key.outputs, OUTPUTS), b.keys);
+    product(layer.value, b.normed, M, lanes, model.width, share(layer.value.outputs, OUTPUTS), b.values);
     all.wait(threads);
     Share tokens = share(M, 1);
     for (long m = tokens.begin; m < tokens.end; m++) place_token<T>(model, layer, call, m, b.queries, b.keys, b.values);
@@ -478,8 +328,9 @@ void run_layer(const Model &model, const Layer &layer, const Call &call, const B
     norm_all(layer.second_norm);
     all.wait(threads);
     Share inner = share(model.inner, OUTPUTS);
-    product(layer.gate, b.normed, M, model.width, inner, b.gate);
-    product(layer.up, b.normed, M, model.width, inner, b.up);
+    Lanes second(b.normed, model.width, M, model.width);
+    product(layer.gate, b.normed, M, second, model.width, inner, b.gate);
+    product(layer.up, b.normed, M, second, model.width, inner, b.up);
     for (long m = 0; m < M; m++) {
         long from = m * model.inner + inner.begin;
         gated(b.gate + from, b.up + from, inner.end - inner.begin);
@@ -521,8 +372,9 @@ void run(const Model *model, const Layer *layers, const Call *asked) {
             normalise(b.x + m * width, model->norm, width, model->epsilon, b.normed + i * width);
         }
         all.wait(threads);
-        product(model->head, b.normed, call->rows * call->kept, width, Share(model->head.outputs, OUTPUTS, thread, threads),
-                call->logits);
+        long told = call->rows * call->kept;
+        product(model->head, b.normed, told, Lanes(b.normed, width, told, width), width,
+                Share(model->head.outputs, OUTPUTS, thread, threads), call->logits);
         all.wait(threads);
         if (threads > 1) all.leave();
     }

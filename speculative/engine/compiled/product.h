@@ -1,0 +1,242 @@
+// Products of activations with weights, and the order of their sums.
+//
+// M tokens, N outputs, V vectors of W tokens each.
+#pragma once
+
+#include "step.h"
+#include "vector.h"
+
+#include <algorithm>
+#include <cmath>
+#include <type_traits>
+
+constexpr long OUTPUTS = 4;     // outputs of one tile of a product
+constexpr long TOKENS = 2;      // of one tile: 8 sums, which fit the 16 registers of AVX2 together with their inputs; 3 if one token is left
+constexpr long FEW = 8;         // tokens that are never split: a block of speculative decoding reads weights once
+// Numbers of activations and of weights processed at a time, so that they fit the caches.
+constexpr long FIRST_CACHE = 4 * 1024, SECOND_CACHE = 32 * 1024;
+
+struct Share {  // one thread's part of `total` items, in whole steps
+    long begin, end;
+    Share(long total, long step, long thread, long threads) {
+        long steps = (total + step - 1) / step;
+        begin = std::min(total, steps * thread / threads * step);
+        end = std::min(total, steps * (thread + 1) / threads * step);
+    }
+};
+
+// The numbers as float32, in a buffer that this thread reuses.
+template <class T> const float *unpacked(const T *from, long count) {
+    static thread_local Scratch memory;
+    float *to = memory.of(count);
+    long i = 0;
+    for (; i + W <= count; i += W) {
+        __builtin_prefetch(from + 2 * count + i, 0, 2);
+        store(to + i, load(from + i));
+    }
+    for (; i < count; i++) to[i] = number(from[i]);
+    return to;
+}
+
+// Sums of four vectors, each over its lanes, and all in the same order.
+inline four sums_of(const vec (&v)[4]) {
+    four part[4];
+    for (int i = 0; i < 4; i++) {
+        alignas(64) float lanes[W];
+        store(lanes, v[i]);
+        part[i] = *reinterpret_cast<four *>(lanes);
+        for (long from = 4; from < W; from += 4) part[i] += *reinterpret_cast<four *>(lanes + from);
+    }
+#if defined(__clang__) || __GNUC__ >= 12
+    four low = __builtin_shufflevector(part[0], part[1], 0, 4, 1, 5) + __builtin_shufflevector(part[0], part[1], 2, 6, 3, 7);
+    four high = __builtin_shufflevector(part[2], part[3], 0, 4, 1, 5) + __builtin_shufflevector(part[2], part[3], 2, 6, 3, 7);
+    return __builtin_shufflevector(low, high, 0, 1, 4, 5) + __builtin_shufflevector(low, high, 2, 3, 6, 7);
+#else
+    four total;
+    for (int i = 0; i < 4; i++) total[i] = (part[i][0] + part[i][2]) + (part[i][1] + part[i][3]);
+    return total;
+#endif
+}
+
+// Otherwise the compiler reads a number from memory again for every sum.
+inline vec in_register(vec v) {
+#ifdef __x86_64__
+    asm("" : "+x"(v));
+#endif
+    return v;
+}
+
+// One step of a tile over W numbers. Unrolled here, so that all sums stay in registers together with the tokens and one weight.
+template <long M, class T>
+inline void step(vec (&sums)[M][OUTPUTS], const float *x, long x_stride, const T *w, long depth) {
+    vec own[M];
+#pragma GCC unroll 3
+    for (long m = 0; m < M; m++) own[m] = in_register(load(x + m * x_stride));
+#pragma GCC unroll 4
+    for (long n = 0; n < OUTPUTS; n++) {
+        vec weight = in_register(load(w + n * depth));
+#pragma GCC unroll 3
+        for (long m = 0; m < M; m++) sums[m][n] += own[m] * weight;
+    }
+}
+
+// out[m][n] = x[m] . w[n] for 4 outputs n. AHEAD: prefetch in address order, which is fastest for memory.
+template <long M, bool AHEAD, class T>
+inline void tile(const float *x, long x_stride, const T *w, long depth, float (*out)[OUTPUTS]) {
+    constexpr long LINE = 64 / sizeof(T);
+    vec sums[M][OUTPUTS] = {};
+    long k = 0;
+    for (const T *ahead = w + 2 * OUTPUTS * depth; k + LINE <= depth; ahead += OUTPUTS * LINE) {
+        if constexpr (AHEAD)
+            for (long n = 0; n < OUTPUTS; n++) __builtin_prefetch(ahead + n * LINE, 0, 2);
+#pragma GCC unroll 8
+        for (long i = 0; i < LINE; i += W) step<M>(sums, x + k + i, x_stride, w + k + i, depth);
+        k += LINE;
+    }
+    for (; k + W <= depth; k += W) step<M>(sums, x + k, x_stride, w + k, depth);
+#pragma GCC unroll 3
+    for (long m = 0; m < M; m++) {
+        four total = sums_of(sums[m]);
+#pragma GCC unroll 4
+        for (long n = 0; n < OUTPUTS; n++) {
+            out[m][n] = total[n];
+            for (long i = k; i < depth; i++) out[m][n] = std::fma(x[m * x_stride + i], number(w[n * depth + i]), out[m][n]);
+        }
+    }
+}
+
+template <bool AHEAD, class T>
+inline void tile_of(long tokens, const float *x, long x_stride, const T *w, long depth, float (*out)[OUTPUTS]) {
+    if (tokens == 3) tile<3, AHEAD>(x, x_stride, w, depth, out);
+    if (tokens == 2) tile<2, AHEAD>(x, x_stride, w, depth, out);
+    if (tokens == 1) tile<1, AHEAD>(x, x_stride, w, depth, out);
+}
+
+constexpr long V = 2, TOGETHER = V * W;  // vectors of a tile that has a token in every lane, and their tokens
+
+struct Tile {  // sums of 4 outputs
+    vec sums[OUTPUTS][V] = {};
+
+    template <class F> void each(F act) {
+#pragma GCC unroll 4
+        for (long n = 0; n < OUTPUTS; n++)
+#pragma GCC unroll 2
+            for (long v = 0; v < V; v++) act(sums[n][v], n, v);
+    }
+    Tile operator+(const Tile &other) const {
+        Tile total = *this;
+        total.each([&](vec &own, long n, long v) { own += other.sums[n][v]; });
+        return total;
+    }
+};
+
+// The first of many tokens, laid out in groups that have a token in every lane. No sum runs over lanes then, which saves a fifth of the time. The bits are
+// those of `tile`: what is a lane there is a remainder of k by W here, and remainders are added as `sums_of` adds lanes.
+class Lanes {
+    const float *x = nullptr;
+    long depth;
+
+    // The sum over k = r, r + W, ...
+    Tile remainder(const float *group, const float *w, long r) const {
+        long steps = depth / W;
+        Tile tile;
+        for (const float *own = group + r * steps * TOGETHER, *end = own + steps * TOGETHER; own < end; own += TOGETHER, w += W) {
+            vec tokens[V] = {in_register(load(own)), in_register(load(own + W))};
+            tile.each([&](vec &sum, long n, long v) { sum += tokens[v] * everywhere(w[n * depth + r]); });
+        }
+        return tile;
+    }
+
+    Tile lane(const float *group, const float *w, long first) const {
+        Tile total = remainder(group, w, first);
+        for (long r = first + 4; r < W; r += 4) total = total + remainder(group, w, r);
+        return total;
+    }
+
+    Tile tile(const float *group, const float *w) const {
+        Tile low = lane(group, w, 0) + lane(group, w, 2), total = low + (lane(group, w, 1) + lane(group, w, 3));
+        for (long k = depth / W * W; k < depth; k++)
+            total.each([&](vec &sum, long n, long v) { sum += load(group + k * TOGETHER + v * W) * everywhere(w[n * depth + k]); });
+        return total;
+    }
+
+  public:
+    long tokens = 0;  // whole groups
+
+    Lanes(const float *from, long stride, long asked, long depth) : depth(depth) {
+        static thread_local Scratch memory;
+        if (asked < TOGETHER) return;
+        float *to = memory.of(asked / TOGETHER * TOGETHER * depth);
+        x = to;
+        for (long steps = depth / W; tokens + TOGETHER <= asked; tokens += TOGETHER, from += TOGETHER * stride, to += TOGETHER * depth)
+            for (long k = 0; k < depth; k++) {
+                float *place = to + (k < steps * W ? k % W * steps + k / W : k) * TOGETHER;
+                for (long m = 0; m < TOGETHER; m++) place[m] = from[m * stride + k];
+            }
+    }
+
+    // y[m][n] for the outputs from `start` to `end`. w: the weights of `begin`, as in `dots`.
+    __attribute__((noinline)) void outputs(const float *w, long begin, long start, long end, float *y, long y_stride) const {
+        for (long first = 0; first < tokens; first += TOGETHER)
+            for (long n = start; n < end; n += OUTPUTS) {
+                long from = std::min(n, end - OUTPUTS);
+                if (!first)  // from memory; later groups find them in the cache
+                    for (long k = 2 * OUTPUTS * depth; k < 3 * OUTPUTS * depth; k += 16) __builtin_prefetch(w + (from - begin) * depth + k, 0, 2);
+                Tile out = tile(x + first * depth, w + (from - begin) * depth);
+                for (long m = 0; m < TOGETHER; m++)
+                    for (long j = n - from; j < OUTPUTS; j++) y[(first + m) * y_stride + from + j] = out.sums[j][m / W][m % W];
+            }
+    }
+};
+
+// y[m][n] = x[m] . w[n] for the outputs n of a share, at least 4 of them. Strides are of one token. lanes: of x.
+template <class T>
+void dots(const float *x, long x_stride, long tokens, const Lanes &lanes, const T *w, long depth, Share share, float *y, long y_stride) {
+    long some_outputs = std::max(OUTPUTS, SECOND_CACHE / depth / OUTPUTS * OUTPUTS);
+    long some_tokens = std::max(FEW, FIRST_CACHE / depth / TOKENS * TOKENS);
+    auto block = [&](auto *own, long begin, long start, long end, long first, auto ahead) {  // own: the weights of `begin`
+        long last = std::min(tokens, first + some_tokens);
+        for (long n = start; n < end; n += OUTPUTS) {
+            // If the number is not a multiple of 4, the last outputs are computed together with some before them.
+            long from = std::min(n, end - OUTPUTS);
+            for (long m = first, height; m < last; m += height) {
+                height = last - m == 3 ? 3 : std::min(TOKENS, last - m);
+                float out[TOKENS + 1][OUTPUTS];
+                const float *input = x + m * x_stride;
+                if (m == 0) tile_of<ahead.value>(height, input, x_stride, own + (from - begin) * depth, depth, out);
+                else tile_of<false>(height, input, x_stride, own + (from - begin) * depth, depth, out);
+                // The outputs before are another thread's, which may have added a bias already.
+                for (long i = 0; i < height; i++)
+                    for (long j = n - from; j < OUTPUTS; j++) y[(m + i) * y_stride + from + j] = out[i][j];
+            }
+        }
+    };
+    for (long n = share.begin; n < share.end; n += some_outputs) {
+        long end = std::min(share.end, n + some_outputs), begin = std::min(n, end - OUTPUTS);
+        const T *own = w + begin * depth;
+        bool widened = false;
+        if constexpr (std::is_same_v<T, float>) {
+            if (lanes.tokens) lanes.outputs(own, begin, n, end, y, y_stride);
+        } else if (tokens > 3 * TOKENS) {  // once for all tokens
+            const float *wide = unpacked(own, (end - begin) * depth);
+            lanes.outputs(wide, begin, n, end, y, y_stride);
+            for (long m = lanes.tokens; m < tokens; m += some_tokens) block(wide, begin, n, end, m, std::false_type());
+            widened = true;
+        }
+        for (long m = lanes.tokens; m < tokens && !widened; m += some_tokens) block(own, begin, n, end, m, std::true_type());
+    }
+}
+
+// A share of y (tokens, outputs) = x (tokens, depth) . weight^T.
+inline void product(const Matrix &w, const float *x, long tokens, const Lanes &lanes, long depth, Share share, float *y) {
+    if (w.kind == FLOAT32) dots(x, depth, tokens, lanes, (const float *)w.weight, depth, share, y, w.outputs);
+    if (w.kind == BFLOAT16) dots(x, depth, tokens, lanes, (const bfloat16 *)w.weight, depth, share, y, w.outputs);
+    if (w.kind == INT8) dots(x, depth, tokens, lanes, (const int8_t *)w.weight, depth, share, y, w.outputs);
+    if (!w.scale && !w.bias) return;
+    for (long m = 0; m < tokens; m++)
+        for (long n = share.begin; n < share.end; n++) {
+            float &own = y[m * w.outputs + n];
+            own = own * (w.scale ? w.scale[n] : 1.0f) + (w.bias ? w.bias[n] : 0.0f);
+        }
+}
+
