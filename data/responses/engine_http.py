@@ -1,7 +1,9 @@
-"""HTTP client for engines: one server only, limited in bytes and seconds, no key except the requested one."""
+"""HTTP client for engines: one server only, limited in bytes and seconds, no key except the requested one. And a server's socket."""
 
 import contextlib
 import ipaddress
+import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -103,3 +105,22 @@ def is_loopback(host: str) -> bool:
     with contextlib.suppress(ValueError):
         return ipaddress.ip_address(host).is_loopback
     return host == "localhost"
+
+
+def listening(host: str, port: int, keyed: bool) -> socket.socket:
+    """Return a listening socket. Print a warning if other machines can reach it without a key.
+
+    Raises UserError: the port is in use, or the address is not this machine's.
+    """
+    if not keyed and not is_loopback(host):
+        print(
+            f"warning: --host {host} without an API key: everyone who can reach this machine can use the server",
+            file=sys.stderr,
+        )
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except OSError as error:
+        raise UserError(
+            f"--host {host} --port {port}: cannot listen there ({error.strerror}); choose another port or host"
+        ) from error

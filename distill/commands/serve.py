@@ -8,7 +8,6 @@ import re
 import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -21,7 +20,7 @@ from typing import Any, NoReturn
 from pydantic import TypeAdapter
 from rich.console import Console
 
-from data.responses.engine_http import answers, is_loopback
+from data.responses.engine_http import answers, listening
 from distill.commands.options import ServeOptions
 from distill.config.layout import CONFIG, EXPORT, SERVING_FILE, SERVING_FORMAT, run_of
 from distill.config.load import load_config
@@ -196,25 +195,6 @@ def _read_export(path: Path) -> tuple[Path, EngineFacts]:
             f"{directory / SERVING_FILE}: cannot be read ({' '.join(str(error).split())[:200]}); export again"
         ) from error
     return directory, facts
-
-
-def listening(host: str, port: int, keyed: bool) -> socket.socket:
-    """Return a listening socket. Print a warning if other machines can reach it without a key.
-
-    Raises UserError: the port is in use, or the address is not this machine's.
-    """
-    if not keyed and not is_loopback(host):
-        print(
-            f"warning: --host {host} without an API key: everyone who can reach this machine can use the server",
-            file=sys.stderr,
-        )
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        return socket.create_server((host, port), family=family, backlog=2048)
-    except OSError as error:
-        raise UserError(
-            f"--host {host} --port {port}: cannot listen there ({error.strerror}); choose another port or host"
-        ) from error
 
 
 @contextlib.contextmanager

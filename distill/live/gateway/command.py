@@ -10,7 +10,7 @@ from typing import Any
 import uvicorn
 
 from data.responses.endpoint_keys import key_in, root_of
-from distill.commands.serve import listening
+from data.responses.engine_http import listening
 from distill.live.arms import ARMS, BY_FLAGS, Arm, Arms, read_arms, write_arms
 from distill.live.gateway.app import Gateway
 from distill.live.gateway.limits import HEADER_BYTES, BoundedProtocol, Limits

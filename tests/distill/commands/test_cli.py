@@ -48,11 +48,12 @@ def test_no_summary_of_a_command_is_cut() -> None:
         assert not summary.endswith("..."), f"{name}: {summary}"
 
 
-def test_neither_help_nor_reading_a_config_needs_torch() -> None:
-    """They are asked often, and torch takes seconds."""
+def test_neither_help_nor_a_config_nor_the_gateway_needs_torch() -> None:
+    """They are asked often, and torch takes seconds. The gateway forwards only."""
     program = (
         "import sys, distill.cli; assert not {'torch', 'transformers', 'datasets', 'pydantic'} & set(sys.modules)\n"
-        "import distill.config.load, distill.config.table; assert not {'torch', 'transformers'} & set(sys.modules)"
+        "import distill.config.load, distill.config.table, distill.live.gateway.command\n"
+        "assert not {'torch', 'transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=60)
 

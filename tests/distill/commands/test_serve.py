@@ -20,11 +20,12 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from processes import forked, free_port, until
 from refusals import refused
 
+from data.responses.engine_http import listening
 from distill.commands import serve as module
 from distill.commands.export import export_run
 from distill.commands.options import ExportOptions, ServeOptions
 from distill.commands.serve import _read_export as read_export
-from distill.commands.serve import convert, engine_words, listening, serve, started
+from distill.commands.serve import convert, engine_words, serve, started
 from distill.config.layout import SERVING_FORMAT
 from distill.export.engines.servers import llamacpp_server
 from distill.export.engines.servers.llamacpp_server import gguf_of
