@@ -185,8 +185,9 @@ def test_text_is_taken_from_everywhere() -> None:
 
 
 def test_chosen_layers_beat_the_usual_ones_on_other_text() -> None:
-    """The embedded target, measured on training modules, judged on held-out ones."""
-    target, tokenizer = load_model("target", "embedded"), load_tokenizer("embedded")
+    """Every second layer of the embedded target, measured on training modules, judged on held-out ones."""
+    target = carve(load_model("target", "embedded"), range(0, 32, 2))  # a target of its own: those between add little
+    tokenizer = load_tokenizer("embedded")
 
     def texts(heldout: bool, count: int) -> list[list[int]]:
         wholes = (whole for _, source in modules(heldout) for _, whole in functions(source))
@@ -194,7 +195,7 @@ def test_chosen_layers_beat_the_usual_ones_on_other_text() -> None:
 
     choice = choose_layers(target, 2, texts(False, 8), tokens=64)
     scorer = LayerScorer(target, texts(True, 6))
-    chosen, first_last, first_two = scorer.alphas([choice.layers, (0, 11), (0, 1)])
+    chosen, first_last, first_two = scorer.alphas([choice.layers, (0, 15), (0, 1)])
     assert chosen > first_last + 0.02
     assert chosen >= first_two
 
