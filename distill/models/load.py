@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import init_empty_weights
 from httpx2 import HTTPError
 from huggingface_hub.errors import StrictDataclassError
 from transformers import (
@@ -166,7 +165,7 @@ def _refuse_oversized(folder: Path, config: Any, trust_remote_code: bool) -> Non
     held = sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
     if layers > MOST_LAYERS:
         raise ValueError(f"config.json claims {layers} layers, more than {MOST_LAYERS}")
-    with init_empty_weights():
+    with torch.device("meta"):  # neither memory nor random numbers
         made = auto_class(config).from_config(copy.deepcopy(config), trust_remote_code=trust_remote_code)
     claimed = sum(weight.numel() for weight in made.parameters())
     if claimed > WEIGHTS_A_BYTE * held:
