@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
-from scipy import special, stats
+from scipy import special
 
 from speculative.explain.calibration import by_prompt
 from speculative.explain.slices import SlicedText
@@ -45,7 +45,7 @@ def calibration_change(now: Scored, judged: Scored, rule: str, confidence: float
     variance = max(later_variance + old_variance, 1e-12)
     # Welch and Satterthwaite.
     free = variance**2 / (later_variance**2 / later_free + old_variance**2 / old_free + 1e-24)
-    half = float(stats.t.ppf((1 + confidence) / 2, free)) * math.sqrt(variance)
+    half = float(special.stdtrit(free, (1 + confidence) / 2)) * math.sqrt(variance)
     return CalibrationChange(now=later, judged=old, change=later - old, ci=(later - old - half, later - old + half))
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from scipy import stats
+from scipy import special
 
 from distill.commands.sweep.plan import SEED, SweepFile, Trial
 from distill.report.table import Cell, Column, Table
@@ -56,7 +56,7 @@ def t_interval(values: Sequence[float]) -> Interval | None:
     """
     if len(values) < 2:
         return None
-    half = float(stats.t.ppf(0.5 + LEVEL / 2, len(values) - 1) * np.std(values, ddof=1) / math.sqrt(len(values)))
+    half = float(special.stdtrit(len(values) - 1, 0.5 + LEVEL / 2) * np.std(values, ddof=1) / math.sqrt(len(values)))
     mean = float(np.mean(values))
     return mean - half, mean + half
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
-from scipy import stats
+from scipy import special
 
 from distill.live.rollout.anytime import (
     FEWEST_REQUESTS,
@@ -159,7 +159,7 @@ def watch(new: Served, old: Served, law: Law) -> Decision:
     interval, to_see, told = _seen(new, old, law)
     # Clopper-Pearson: upper bound of the old engine's error rate.
     doubt = law.false_alarms / WAYS_BACK / 2  # half of this reason's level for the bound, half for the evidence
-    usual = float(stats.beta.ppf(1 - doubt, old.errors + 1, max(1, old.conversations - old.errors)))
+    usual = float(special.betaincinv(old.errors + 1, max(1, old.conversations - old.errors), 1 - doubt))
     back = (
         _more_errors(evidence_of_more(new.errors, new.conversations, min(usual, 0.999)) / 2, new, old, law)
         or _untold(new, old)
