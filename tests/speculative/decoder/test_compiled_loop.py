@@ -1,6 +1,7 @@
 """A block in compiled code gives what the same block gives in Python: texts, counts, probabilities, with every drafter."""
 
-from pathlib import Path
+import ctypes
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -194,40 +195,55 @@ def test_probabilities_and_draws_are_those_of_the_rules(settings: DecodeSettings
         )  # logits of one call of the whole text: other sums
 
 
-# What somebody could get wrong there: file, what is right, what is not.
+# What somebody could get wrong there: file, what is right, what is not. `FAULT(i)`: the i-th of them is asked for.
 FAULTS = {
-    "accepts too much": ("block.cpp", "uniforms[COIN] * draft_prob <", "(uniforms[COIN] - 0.05) * draft_prob <"),
-    "corrects from the target": ("block.cpp", "std::max(target[v] - own[v], 0.0f)", "target[v]"),
-    "draws twice with one number": ("block.cpp", "uniforms[RESIDUAL]", "uniforms[COIN]"),
-    "keeps the first token unseen": ("block.cpp", "!= next) return place", "!= next && place) return place"),
-    "sees the token after": ("step.cpp", "inside <= token))", "inside <= token + 1))"),
-}
+    "accepts too much": ("block.cpp", "uniforms[COIN] * draft_prob <", "(uniforms[COIN] - 0.05 * FAULT(0)) * draft_prob <"),
+    "corrects from the target": (
+        "block.cpp", "std::max(target[v] - own[v], 0.0f)", "(FAULT(1) ? target[v] : std::max(target[v] - own[v], 0.0f))"
+    ),
+    "draws twice with one number": ("block.cpp", "uniforms[RESIDUAL]", "uniforms[FAULT(2) ? COIN : RESIDUAL]"),
+    "keeps the first token unseen": ("block.cpp", "!= next) return place", "!= next && (place || !FAULT(3))) return place"),
+    "sees the token after": ("step.cpp", "inside <= token))", "inside <= token + FAULT(4)))"),
+}  # fmt: skip
+NONE = "none"
+ASKED = "#include <cstdlib>\n#define FAULT(i) (*std::getenv(\"FAULT\") == '0' + i)\n"
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_in_compiled_code_is_heard(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="module")
+def faulty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ctypes.CDLL | None]:
+    """The library with all faults, each of which happens when it is asked for: one compilation."""
+    folder = tmp_path_factory.mktemp("faulty")
+    with pytest.MonkeyPatch.context() as patched:
+        for name in ("SOURCES", "HEADERS"):
+            paths = getattr(library_module, name)
+            for path in paths:
+                text = path.read_text()
+                for file, right, wrong in FAULTS.values():
+                    assert path.name != file or text.count(right) == 1
+                    text = text.replace(right, wrong) if path.name == file else text
+                (folder / path.name).write_text(ASKED * (path.suffix == ".cpp") + text)
+            patched.setattr(library_module, name, tuple(folder / path.name for path in paths))
+        patched.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+        flags = tuple("-O1" if flag == "-O3" else flag for flag in library_module.FLAGS)
+        patched.setattr(library_module, "FLAGS", flags)
+        yield library_module.library.__wrapped__()
+
+
+@pytest.mark.parametrize("fault", [*FAULTS, NONE])
+def test_a_fault_in_compiled_code_is_heard(
+    fault: str, faulty: ctypes.CDLL | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By the proof of losslessness, or before the first token by the model's own logits."""
-    file, right, wrong = FAULTS[fault]
-    for name in ("SOURCES", "HEADERS"):
-        paths = getattr(library_module, name)
-        for path in paths:
-            text = path.read_text()
-            assert path.name != file or text.count(right) == 1
-            (tmp_path / path.name).write_text(text.replace(right, wrong) if path.name == file else text)
-        monkeypatch.setattr(library_module, name, tuple(tmp_path / path.name for path in paths))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    flags = tuple("-O1" if flag == "-O3" else flag for flag in library_module.FLAGS)
-    monkeypatch.setattr(library_module, "FLAGS", flags)
-    faulty = library_module.library.__wrapped__()
+    monkeypatch.setenv("FAULT", str([*FAULTS, NONE].index(fault)))
     monkeypatch.setattr(compiled_model, "library", lambda: faulty)
     target = tiny_model()  # met for the first time
     drafter = ModelDrafter(perturbed(target, 0.2))
-    if file == "step.cpp":
+    if fault == "sees the token after":
         with pytest.warns(UserWarning, match="compiled code and LlamaForCausalLM itself give different logits"):
             decode(target, None, PROMPTS[:1], DecodeSettings(GREEDY, 0, "greedy", 4))
         return
     settings = DecodeSettings(SamplingSettings(1.0), 3, "sample", max_tokens=32)
     asked = {"samples": 96, "permutations": 3999, "batch_size": 384, "control": False}
     found = losslessness(target, drafter, prompts_of([5, 9, 3, 7]), settings, **asked)
-    assert found.failed
-    assert "NOT lossless" in found.sentence
+    assert bool(found.failed) == (fault != NONE)
+    assert ("NOT lossless" in found.sentence) == (fault != NONE)
