@@ -64,7 +64,11 @@ def have_tools() -> bool:
     if ready.exists() and ready.read_bytes() == TOOLS.read_bytes():
         return True
     install = [
-        ENVIRONMENT / "bin" / "pip",
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        ENVIRONMENT / "bin" / "python",
         "install",
         "-q",
         "--timeout",
@@ -75,7 +79,7 @@ def have_tools() -> bool:
         TOOLS,
     ]
     try:
-        venv.create(ENVIRONMENT, with_pip=True, clear=True)
+        venv.create(ENVIRONMENT, clear=True)
         subprocess.run(install, check=True, capture_output=True, timeout=MOST_SECONDS)
     except (subprocess.SubprocessError, OSError):
         return False
