@@ -463,10 +463,10 @@ def test_a_streamed_hub_dataset_gives_the_same_rows_and_the_same_sample(monkeypa
 
 @pytest.mark.parametrize("name", ["p.jsonl", "p.parquet", "p.csv", "p.txt"])
 def test_a_limited_source_keeps_only_its_sample_in_memory(tmp_path, name):
-    rows = [{"prompt": f"question {number} " + "x" * 200} for number in range(20_000)]
+    rows = [{"prompt": f"question {number} " + "x" * 1000} for number in range(4000)]
     path = tmp_path / name
     if name.endswith("parquet"):
-        pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=1000)
+        pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=200)
     elif name.endswith("csv"):
         path.write_text("prompt\n" + "".join(f"{row['prompt']}\n" for row in rows))
     elif name.endswith("txt"):

@@ -337,8 +337,9 @@ trees = st.fixed_dictionaries(
 def test_what_is_dumped_loads_to_the_same_value(tmp_path_factory: pytest.TempPathFactory, tree: dict[str, Any]) -> None:
     config = parse_config(_lists(tree), "test")
     path = write(tmp_path_factory.mktemp("dumped"), dump_config(config))
-    assert load_config(path) == config
-    assert dump_config(load_config(path)) == dump_config(config)
+    again = load_config(path)
+    assert again == config
+    assert dump_config(again) == dump_config(config)
 
 
 def _lists(value: Any) -> Any:
