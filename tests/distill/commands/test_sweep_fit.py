@@ -34,6 +34,7 @@ from distill.run.verdict_record import load_verdict
 from speculative.drafters.draft import Draft
 from speculative.engine.models import attention_windows
 
+pytestmark = pytest.mark.usefixtures("without_figures")  # of the runs
 MINUTES = 0.2
 SHAPES = {"student.layers": [[0], [0, 1], [0, 1, 2]]}
 
@@ -124,7 +125,9 @@ def run(path: Path, minutes: Any = MINUTES, dry_run: bool = False) -> str:
     return file.getvalue()
 
 
-def test_a_search_from_the_grid_to_the_recommendation(tmp_path: Path, children: Children, timed_at: Any) -> None:
+def test_a_search_from_the_grid_to_the_recommendation(
+    tmp_path: Path, children: Children, timed_at: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     timed_at(0.5)  # rung 1: 2 s for each of three, 4 steps; rung 2: 3 s more, 10 steps
     said = run(sweep_file(tmp_path))
     assert "3 runs, 0.2 minutes of training in all" in said
@@ -156,7 +159,9 @@ def test_a_search_from_the_grid_to_the_recommendation(tmp_path: Path, children: 
     words = next(words for words in reversed(children.words) if f"name={json.dumps(kept[0])[1:-1]}" in words)
     forget_accelerators()
     straight = [word for word in words[words.index("distill.train") + 1 :] if not word.startswith("name=")]
-    assert train.main([*straight, "name=straight"]) == 0
+    with monkeypatch.context() as patched:
+        patched.setattr(train, "conclude", lambda *_: None)
+        assert train.main([*straight, "name=straight"]) == 0
     of_both = [load_file(best_student(tmp_path / name) / "model.safetensors") for name in (kept[0], "straight")]
     assert of_both[0].keys() == of_both[1].keys()
     assert all(torch.equal(value, of_both[1][name]) for name, value in of_both[0].items())

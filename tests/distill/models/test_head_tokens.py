@@ -103,6 +103,7 @@ def test_a_whole_head_has_nothing_to_fill() -> None:
     torch.testing.assert_close(logits(model), before, rtol=0, atol=0)
 
 
+@pytest.mark.usefixtures("without_figures")
 @pytest.mark.parametrize("student", [{}, {"lora": {"rank": 4}}])
 def test_a_run_trains_judges_and_keeps_such_a_draft(tmp_path: Path, student: dict[str, Any]) -> None:
     path = small_config(

@@ -75,6 +75,7 @@ def test_a_carved_draft_has_the_values_of_the_quantised_weights(int8_target: Pat
     assert not hasattr(draft.config, "quantization_config")
 
 
+@pytest.mark.usefixtures("without_figures")
 def test_a_run_on_a_quantised_target(int8_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Answers, self-checks, online teacher, adapters, live judging, c and an export's worth of draft, without dequantising the target."""
     monkeypatch.chdir(tmp_path)
