@@ -29,7 +29,7 @@ from distill.live.versions import current_version, list_versions
 from speculative.errors import UserError
 
 QUICK = [
-    "train.steps=24", "judge.live=never", "loss.name=forward_kl", "train.batch_size=16", "train.micro_batch_size=16",
+    "train.steps=24", "judge.every=12", "judge.live=never", "loss.name=forward_kl", "train.batch_size=16", "train.micro_batch_size=16",
 ]  # fmt: skip
 FIRST, HEALTHY = 90, 40  # requests before the first refresh, and before acceptance falls
 LONG_PATIENCE = {

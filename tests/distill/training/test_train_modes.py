@@ -56,6 +56,7 @@ class TestStoredSignals:
             patched.setattr(Target, "__init__", noting)
             patched.setattr(Trainer, "step", watching)
             patched.setattr(conclusion, "report_command", lambda run: None)
+            patched.setattr(conclusion, "plot_run", lambda run: None)
             assert train.main([str(tiny_config), *overrides]) == 0
         assert in_memory == [False] * 6
         return load_config(tiny_config, overrides).folder
@@ -232,7 +233,7 @@ def test_mixed_data_trains(tiny_config: Path, tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("without_verdict")
 def test_weighted_tokens_train_otherwise_than_equal_ones(tiny_config: Path, tiny_run: Path) -> None:
-    command = [str(tiny_config), "judge.live=never", "train.steps=1", "judge.every=1", "loss.name=forward_kl"]
+    command = [str(tiny_config), "judge.live=never", "judge.prompts=2", "train.steps=1", "loss.name=forward_kl"]
     weightings = {
         "equal": "{}",
         "entropy": "{name: entropy}",
