@@ -230,6 +230,14 @@ def without_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(conclusion, "report_command", lambda run: None)
 
 
+@pytest.fixture
+def without_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages of reports have no figures: drawing them takes longer than the rest."""
+    from distill.report import page
+
+    monkeypatch.setattr(page, "figures_of", lambda view: {})
+
+
 @pytest.fixture(scope="session")
 def tiny_run(tmp_path_factory: pytest.TempPathFactory, tiny_config: Path) -> Path:
     """The finished run of `tiny_config`."""

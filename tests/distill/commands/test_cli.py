@@ -116,6 +116,7 @@ def test_evaluate_prints_a_table_and_writes_the_shape_of_the_verdict(
     assert "training run" in str(refused.exception)
 
 
+@pytest.mark.usefixtures("without_pictures")
 def test_proofs_stand_beside_the_judgement_of_the_same_draft(tiny_run: Path, tiny_config: Path, tmp_path: Path) -> None:
     out = tmp_path / "result.json"
     judged = [str(tiny_run), "--config", str(tiny_config), "--rule", "sample", "--out", str(out)]

@@ -320,6 +320,7 @@ def test_waits_by_hand_and_none_without_a_stream() -> None:
     assert set(waits([Answer("", None, "", False, 1.0, None, 5, {})]).values()) == {None}
 
 
+@pytest.mark.usefixtures("without_pictures")
 def test_the_command_for_ci_and_the_report(make: Callable[..., Engine], run: Path, tmp_path: Path) -> None:
     with running_engine(make()) as url:
         arguments = ["readback", url.removesuffix("/v1"), "--run", str(run), "--gamma", "3", "--count", "6", "--concurrency", "2"]  # fmt: skip

@@ -84,6 +84,7 @@ def timed_run(tiny_run: Path, tmp_path: Path) -> Path:
     return made
 
 
+@pytest.mark.usefixtures("without_pictures")
 def test_every_view_shows_the_one_prediction(timed_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     verdict = load_verdict(timed_run)
     costs = costs_of()

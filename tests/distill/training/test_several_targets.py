@@ -59,7 +59,7 @@ def trained(tiny_config: Path, first: Path, to: Path, *overrides: str) -> int:
     return train.main([str(tiny_config), *ASKED, "name=both", f"output={to}", *overrides])
 
 
-@pytest.mark.usefixtures("without_figures")
+@pytest.mark.usefixtures("without_figures", "without_pictures")
 def test_a_draft_of_two_targets_has_a_row_for_each_and_is_picked_by_both(
     tiny_config: Path, first: Path, second: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -348,6 +348,7 @@ def test_a_verdict_never_contradicts_itself(looks, draft, lookup, together, gain
 THIN = [0.78 * ratio for ratio in FAST]
 
 
+@pytest.mark.usefixtures("without_pictures")
 @pytest.mark.parametrize(
     ("ratios", "free", "once", "outcome_once", "often", "outcome_often"),
     [
@@ -364,9 +365,8 @@ THIN = [0.78 * ratio for ratio in FAST]
     ],
 )
 def test_what_only_the_uncorrected_interval_shows_is_claimed_nowhere(
-    ratios, free, once, outcome_once, often, outcome_often, tmp_path, monkeypatch
+    ratios, free, once, outcome_once, often, outcome_often, tmp_path
 ):
-    monkeypatch.setattr("distill.report.page.figures_of", lambda view: {})  # pictures, which claim nothing
     write_target(tmp_path / "target")
     for looks, run, outcome in ((1, once, outcome_once), (50, often, outcome_often)):
         evidence = evidence_of(
