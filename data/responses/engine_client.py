@@ -40,6 +40,9 @@ _EXTRAS: dict[str, dict[str, Any]] = {
     "sglang": {"return_spec_tokens_details": True},
     "llama.cpp": {"return_tokens": True, "logprobs": 1},
 }
+# What a timed request has: no prompt is read from a cache, and llama-server tells the tokens of each part. Its ids need probabilities,
+# which it computes only for tokens that were not drafted, so they would slow plain decoding alone.
+_TIMED: dict[str, dict[str, Any]] = {"llama.cpp": {"cache_prompt": False, "timings_per_token": True}}
 _SETTLED_SECONDS, _LONGEST_SETTLING = 0.1, 5.0
 
 
@@ -78,6 +81,7 @@ class EngineClient(EndpointTarget):
         self.root = root_of(url)  # the server itself, where its counters are
         super().__init__(Endpoint(url=f"{self.root}/v1", retries=0, **how), tokenizer, vocab_rows)
         self.engine, self.version = "unknown", ""
+        self.timed = False  # whether only time and counts matter, not token ids
         self._as_text = False
 
     def identify(self) -> None:
@@ -110,7 +114,7 @@ class EngineClient(EndpointTarget):
         Raises:
             UserError: the server is gone or cannot answer, tokens are outside the vocabulary, or counts contradict themselves.
         """
-        options = request_of(settings, key) | _EXTRAS.get(self.engine, {})
+        options = request_of(settings, key) | ((self.timed and _TIMED.get(self.engine)) or _EXTRAS.get(self.engine, {}))
         if self._as_text:  # The text already contains the special tokens.
             options |= {"add_special_tokens": False}
         import openai
@@ -132,28 +136,34 @@ class EngineClient(EndpointTarget):
         """Time the chunks of a response of exactly `max_tokens` tokens; also return gamma, 0 if the server reports no drafts.
 
         Raises:
-            UserError: the server is gone or cannot answer, gives no token ids, or counts contradict themselves.
+            UserError: the server is gone or cannot answer, counts no tokens, or counts contradict themselves.
         """
-        url, counts, seconds, tokens = self.endpoint.url, None, list[float](), list[int]()
+        url, counts, seconds, tokens, drafted, most = self.endpoint.url, None, list[float](), list[int](), 0, 0
         body = request_of(settings, "time") | {"model": self.model, "prompt": list(prompt_ids), "ignore_eos": True}
         body |= {"stop_token_ids": [], "stream": True, "stream_options": {"include_usage": True}}
-        http = engine_http(url, self.key, timeout=(most := self.endpoint.timeout))
+        body |= _TIMED.get(self.engine, {})
+        http = engine_http(url, self.key, timeout=(limit := self.endpoint.timeout))
         http.event_hooks = http.event_hooks | {"response": []}  # It would wait for the whole answer.
         try:
-            with http, within(most, url, http.close), http.stream("POST", f"{url}/completions", json=body) as reply:
+            with http, within(limit, url, http.close), http.stream("POST", f"{url}/completions", json=body) as reply:
                 for line in reply.raise_for_status().iter_lines():
                     part = json.loads(line.removeprefix("data: ")) if line.startswith("data: {") else {}
                     counts = read_counts(part) or counts
-                    if ids := _ids_in((part.get("choices") or [{}])[0]):
+                    timings = part.get("timings") or {}  # llama-server's, from the start of the response
+                    ids = _ids_in((part.get("choices") or [{}])[0]) or ()
+                    if (new := timings.get("predicted_n", sum(tokens) + len(ids)) - sum(tokens)) > 0:
                         seconds.append(time.perf_counter())
-                        tokens.append(len(ids))
+                        tokens.append(new)
+                    drafted, before = timings.get("draft_n", drafted), drafted
+                    most = max(most, drafted - before)
             if sum(tokens) != settings.max_tokens:
-                raise ValueError(f"{sum(tokens)} token ids in a stream of {settings.max_tokens} tokens")
+                raise ValueError(f"{sum(tokens)} tokens are counted in a stream of {settings.max_tokens} tokens")
         except (httpx2.HTTPError, ValueError, LookupError, TypeError, AttributeError) as error:
             raise UserError(f"{url}: {self.no_completion.format(said=' '.join(str(error).split())[:200])}") from error
-        if counts is None or not counts.blocks:
-            return Stream(seconds, tokens, sum(tokens) - 1), 0
-        return Stream(seconds, tokens, counts.blocks), counts.gamma or round((counts.drafted or 0) / counts.blocks)
+        after = sum(tokens) - 1
+        if counts is None or not (blocks := after - (counts.accepted or 0) if counts.blocks is None else counts.blocks):
+            return Stream(seconds, tokens, after), 0
+        return Stream(seconds, tokens, blocks), counts.gamma or most or round((counts.drafted or 0) / blocks)
 
     def read(
         self, body: dict[str, Any], settings: DecodeSettings, key: str, seconds: float, first: float | None = None

@@ -77,11 +77,18 @@ def serve(options: ServeOptions) -> int:
 
 
 @contextlib.contextmanager
-def started(options: ServeOptions, gamma: int) -> Iterator[str]:
-    """Serve with ``gamma`` drafted tokens at every load while the block lasts; yields the URL. Raises as `serve`, also later."""
+def started(options: ServeOptions, gamma: int, requests: int, tokens: int) -> Iterator[str]:
+    """Serve with ``gamma`` drafted tokens at every load while the block lasts; yields the URL. Raises as `serve`, also later.
+
+    requests, tokens: how many it gets at a time, and how many tokens each has. Every answer has counts, and only the draft proposes.
+    """
     directory, facts = _read_export(options.run)
     one_pass = facts.one_pass and facts.one_pass._replace(gamma=gamma)
-    facts = replace(facts, gamma=gamma, gamma_by_load=(), one_pass=one_pass, timed_in=None)
+    facts = replace(facts, gamma=gamma, gamma_by_load=(), one_pass=one_pass, timed_in=None, together=None)
+    service = _known(options.engine)[1]
+    room = service.room.format(requests=requests, tokens=requests * tokens).split()
+    counts = () if options.alone else service.counts
+    options = replace(options, words=[*counts, *room, *(options.words or ())])
     name, words = engine_words(options, directory, facts)
     log = directory.parent / f"{options.engine}.log"
     listening(options.host, options.port, True).close()
@@ -126,6 +133,20 @@ def convert(options: ServeOptions) -> None:
     name, words = engine_words(options, *_read_export(options.run))
     if status := subprocess.run(words, check=False, preexec_fn=_die_with_us).returncode:
         raise UserError(f"{name}: the conversion ended with status {status}; why is said above")
+
+
+def dequantised(place: str) -> str:
+    """Return the place of a model; one in OpenVINO's format gets, beside it, the weights that it computes with.
+
+    Raises UserError: OpenVINO GenAI is not installed, or does not give the weights.
+    """
+    if (Path(place) / "openvino_model.xml").is_file() and not (Path(place) / "model.safetensors").is_file():
+        engine, service = _known("openvino")
+        assert service.script is not None
+        program = program_of(engine, service).with_name("python"), service.script.with_name("openvino_weights.py")
+        if subprocess.run([*program, place], check=False, preexec_fn=_die_with_us).returncode:
+            raise UserError(f"{place}: its weights cannot be read; why is said above")
+    return place
 
 
 def require_conversion(option: str) -> None:

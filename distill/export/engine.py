@@ -59,6 +59,8 @@ class Service:
     draft_options: tuple[str, ...]  # options with a value that `--alone` leaves out
     script: Path | None = None  # $SERVER in the words
     key_variable: str = ""  # environment variable of the engine's API key
+    counts: tuple[str, ...] = ()  # words with which it reports the drafts of each answer
+    room: str = ""  # words for many requests at a time, with places for their number and the tokens of all
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from distill.run.verdict_record import load_verdict
 from speculative.errors import UserError
 from speculative.measure.engine_costs import EngineCosts, ratios_of, step_costs, wave_seconds
 
-COUNTS = ["--per-request-spec-decode-metrics", "detailed"]  # vLLM: counts in each answer
+SPARE_TOKENS = 64  # in the context of each request, beyond prompt, response and drafted tokens
 
 
 def time_command(options: TimeOptions) -> int:
@@ -44,7 +44,8 @@ def time_command(options: TimeOptions) -> int:
     check_writable("--out", out)
     settings = decode_settings(frozen.config.serving, 0, frozen.target)
     waves, reads, name = (*(defaultdict[tuple[int, int], list[float]](list) for _ in range(2)), "")
-    with contextlib.closing(_engines(options, gammas)) as engines:
+    tokens = max(len(one.prompt_ids) for one in frozen.responses) + settings.max_tokens + gammas[-1] + SPARE_TOKENS
+    with contextlib.closing(_engines(options, gammas, loads[-1], tokens)) as engines:
         for urls in engines:
             clients = [EngineClient(url, frozen.target.tokenizer, frozen.target.facts.vocab_rows) for url in urls]
             for client in clients:
@@ -85,12 +86,14 @@ def time_command(options: TimeOptions) -> int:
     return 0
 
 
-def _engines(options: TimeOptions, gammas: list[int]) -> Generator[dict[str, bool], None, None]:
+def _engines(
+    options: TimeOptions, gammas: list[int], requests: int, tokens: int
+) -> Generator[dict[str, bool], None, None]:
     """URLs of engines that run at the same time, and whether each drafts: all running ones, or in turn those that we start."""
     if options.plain:
         yield {f"{root_of(url)}/v1": url != options.plain for url in (options.plain, *(options.url or []))}
         return
     for gamma in (0, *gammas):
-        words = [*(options.words or []), *(COUNTS if gamma else ())]
-        with started(ServeOptions(options.run, words, port=options.port, alone=not gamma), max(1, gamma)) as url:
+        asked = ServeOptions(options.run, options.words, options.engine, port=options.port, alone=not gamma)
+        with started(asked, max(1, gamma), requests, tokens) as url:
             yield {f"{url}/v1": gamma > 0}

@@ -14,13 +14,33 @@ from speculative.errors import UserError
 from speculative.evaluate import HeldoutResponse
 
 MARK = 0.10  # of the predicted speed-up
-LOG = "vllm.log"  # of the engine that was started last (`understudy serve`)
-# What vLLM 0.32 writes in its log, and what it says of slow steps.
+# What each engine writes in its log (`understudy serve`: ENGINE.log in the run), and what it says of slow steps. `most`: requests at a
+# time; it explains steps at higher loads only. Read in vLLM 0.32, llama.cpp v0.5.0; the last is our server's for OpenVINO GenAI.
 SEEN = {
-    r"enforce_eager=True": "graphs are not engaged: the steps of target and draft are eager (--enforce-eager)",
-    r"Using V2 Model Runner": "the draft is eager: model runner V2 captures no graphs of its steps",
-    r"Async scheduling (not supported|is not compatible|will be disabled|is disabled)": "asynchronous scheduling is off",
+    "vllm": {
+        r"enforce_eager=True": "graphs are not engaged: the steps of target and draft are eager (--enforce-eager)",
+        r"Using V2 Model Runner": "the draft is eager: model runner V2 captures no graphs of its steps",
+        r"Async scheduling (not supported|is not compatible|will be disabled|is disabled)": "asynchronous scheduling is off",
+    },
+    "llama.cpp": {
+        r"n_slots = (?P<most>\d+)": "it decodes {most} requests at a time and the others wait (--parallel)",
+        r"kv_unified = 'true'": "attention reads the cache of all requests (give --parallel N, which turns --kv-unified off)",
+        r"init, n_threads = ([2-9]|\d\d)": "its threads wait in a loop, so other work on the machine stops them (-t, -tb, -td, -tbd)",
+    },
+    "openvino": {
+        r"decodes up to (?P<most>\d+) requests at a time": "it decodes {most} requests at a time and the others wait"
+    },
 }
+
+
+def seen_in(run: Path, engine: str, load: int) -> list[str]:
+    """What the engine's log in the run says of slow steps at a load. engine: name and version, which each line begins with."""
+    name = engine.split()[0]
+    log = run / f"{name}.log"
+    said = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
+    found = [(re.search(line, said), told) for line, told in SEEN.get(name, {}).items()]
+    known = [(match.groupdict(), told) for match, told in found if match]
+    return [f"{engine}: {told.format(**of)} ({log.name})" for of, told in known if load > int(of.get("most", 0))]
 
 
 def speed_checks(
@@ -32,15 +52,14 @@ def speed_checks(
     """
     costs, (texts, settings), found = verdict.engine, asked, list[SpeedCheck]()
     assert costs is not None
-    said = (run / LOG).read_text(encoding="utf-8", errors="replace") if (run / LOG).is_file() else ""
-    seen = [f"{costs.engine}: {told} ({LOG})" for line, told in SEEN.items() if re.search(line, said)]
     # In files of their own, because `drift --log` counts the others.
     files = [AnswerFile(one.path.with_name(f"speed-{one.path.name}"), one.client, resume=False) for one in files]
     for load in costs.ratios:
         for file in files:
+            file.client.timed = True
             file.client.endpoint = file.client.endpoint.model_copy(update={"concurrency": load})
         answers = ask(files, texts, replace(settings, seed=settings.seed + load))
-        found.append(check_speed(verdict, load, answers, seen, rule))
+        found.append(check_speed(verdict, load, answers, seen_in(run, costs.engine, load), rule))
     return found
 
 

@@ -7,6 +7,7 @@ from distill.export.facts import LLAMA_CPP_FIRST_COMPARED_ID, EngineFacts
 
 ROW_SLACK = 128
 _SCRIPT = Path(__file__).with_name("servers") / "llamacpp_server.py"
+_ROOM = "--parallel {requests} -c {tokens}"  # by default it decodes four, and more wait
 _DRAFTING = ("--draft", "--spec-type", "--spec-draft-n-max")
 
 # Model types whose own head it never loads (src/models), so an untied one is lost.
@@ -23,6 +24,6 @@ register(
     Engine(
         "llama.cpp", "v0.5.0", "llama_cpp.j2", 3, lambda facts: "greedy-draft", _refusals, ROW_SLACK,
         LLAMA_CPP_FIRST_COMPARED_ID, equal_strings=True, reads_gguf=True,
-        service=Service("llama.cpp", "llama-server", ".venv-llamacpp", _DRAFTING, _SCRIPT),
+        service=Service("llama.cpp", "llama-server", ".venv-llamacpp", _DRAFTING, _SCRIPT, room=_ROOM),
     )
 )  # fmt: skip

@@ -45,5 +45,8 @@ def _rule(facts: EngineFacts) -> str:
     return "sample" if facts.sampled_drafts_win else "greedy-draft"
 
 
-_SERVICE = Service("vllm", "vllm", ".venv-vllm", ("--speculative-config",), key_variable="VLLM_API_KEY")
+_SERVICE = Service(
+    "vllm", "vllm", ".venv-vllm", ("--speculative-config",), key_variable="VLLM_API_KEY",
+    counts=("--per-request-spec-decode-metrics", "detailed"),
+)  # fmt: skip
 register(Engine("vLLM", "0.32", "vllm.j2", 1, _rule, _refusals, notes=_notes, one_pass=True, service=_SERVICE))

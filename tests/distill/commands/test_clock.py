@@ -4,6 +4,7 @@ import contextlib
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from processes import free_port
@@ -11,8 +12,11 @@ from refusals import refused
 from running_app import running_app
 from timed_engine import TimedEngine
 
+from distill.commands.options import ServeOptions
+from distill.commands.readback import clock
 from distill.commands.readback.clock import time_command
 from distill.config.command_line import TimeOptions
+from distill.run.frozen_text import load_frozen_text
 from distill.run.verdict_record import load_verdict
 from speculative.measure.engine_costs import EngineCosts
 
@@ -49,12 +53,45 @@ def test_running_engines_are_timed_and_the_file_is_what_is_printed(
     assert not (tiny_run / "engine_costs.json").exists()
 
 
+def test_llama_cpp_is_timed_by_the_counts_so_far_in_its_parts(tiny_run: Path, tmp_path: Path) -> None:
+    """The last blocks of a response draft less, and not every token has a part: neither changes gamma or the blocks."""
+    out = tmp_path / "costs.json"
+    engines = [TimedEngine(gamma, accepted, llama=True) for gamma, accepted in ((0, 0), (2, 1), (7, 2))]
+    with asking(tiny_run, *engines) as options:
+        assert time_command(TimeOptions(**{**vars(options), "out": out})) == 0
+    made = EngineCosts.read(out, "")
+    assert made.engine == "llama.cpp 0.32.0"
+    for one in made.costs:
+        assert set(one.verify_seconds) == {2, 7}
+        for gamma in (2, 7):
+            wait = 0.004 + 0.0002 * one.batch_size * (gamma + 1) + gamma * 0.001
+            assert 0.99 * wait < one.block_price(gamma) * one.target_seconds < 2 * wait
+
+
+def test_an_engine_is_started_with_room_and_counts(tiny_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the draft first. The user's words come last, so they count."""
+    asked = list[tuple[Any, ...]]()
+
+    @contextlib.contextmanager
+    def started(options: ServeOptions, gamma: int, requests: int, tokens: int) -> Any:
+        asked.append((options.engine, options.alone, gamma, requests))
+        longest = max(len(one.prompt_ids) for one in load_frozen_text(tiny_run).responses)
+        assert longest + 4 < tokens < longest + 400
+        with running_app(TimedEngine(0 if options.alone else gamma, 1, llama=True).app()) as url:
+            yield url
+
+    monkeypatch.setattr(clock, "started", started)
+    out = tiny_run.parent / "started.json"
+    assert time_command(TimeOptions(tiny_run, engine="llama.cpp", load="1,3", gamma="2,4", repeats=2, out=out)) == 0
+    assert asked == [("llama.cpp", True, 1, 3), ("llama.cpp", False, 2, 3), ("llama.cpp", False, 4, 3)]
+
+
 @pytest.mark.parametrize(
     ("engines", "told"),
     [
         ((TimedEngine(0), TimedEngine(2, 1, counts=False), TimedEngine(4)), "reports no drafts"),
         ((TimedEngine(2), TimedEngine(2), TimedEngine(4)), "drafts too; start it without the draft"),
-        ((TimedEngine(0, with_ids=False), TimedEngine(2), TimedEngine(4)), "0 token ids in a stream of"),
+        ((TimedEngine(0, with_ids=False), TimedEngine(2), TimedEngine(4)), "0 tokens are counted in a stream of"),
         ((TimedEngine(0), TimedEngine(2), TimedEngine(2)), "two or more engines that draft different numbers"),
     ],
 )

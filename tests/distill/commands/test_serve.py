@@ -29,9 +29,11 @@ from distill.commands.serve import convert, engine_words, serve, started
 from distill.config.layout import SERVING_FORMAT
 from distill.export.engines.servers import llamacpp_server
 from distill.export.engines.servers.llamacpp_server import gguf_of
+from distill.export.facts import EngineFacts
 from distill.faults import INTERRUPTED, MISTAKE, exit_status
 from distill.models.load import EMBEDDED_FOLDER
 from speculative.errors import UserError
+from speculative.measure.measured import Measured
 
 # It has a child of its own, like the real one, and says its words when asked.
 ENGINE = """#!{python}
@@ -220,15 +222,40 @@ def test_a_conversion_that_fails_is_told(tmp_path: Path, options: ServeOptions) 
 
 def test_an_engine_is_started_at_another_gamma_and_ends_with_the_block(options: ServeOptions) -> None:
     """As `understudy time` starts it: the same words at every load, and nothing is left of it."""
-    with started(options, 7) as url:
+    with started(options, 7, 16, 100) as url:
         with urllib.request.urlopen(url, timeout=5) as reply:
             words = json.loads(reply.read())
         engine = psutil.Process().children(recursive=True)
     config = json.loads(words[words.index("--speculative-config") + 1])
     assert config["num_speculative_tokens"] == 7
     assert "num_speculative_tokens_per_batch_size" not in config
+    assert words[words.index("--per-request-spec-decode-metrics") + 1] == "detailed"
     assert engine
     assert not psutil.wait_procs(engine, timeout=5)[1]
+
+
+def test_llama_cpp_gets_room_for_all_requests_and_only_the_draft_proposes(
+    options: ServeOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = list[tuple[ServeOptions, EngineFacts]]()
+
+    def words(options: ServeOptions, directory: Path, facts: EngineFacts) -> tuple[str, list[str]]:
+        found.append((options, facts))
+        raise UserError("seen")
+
+    monkeypatch.setattr(module, "engine_words", words)
+    lookup = Measured("draft + lookup", "greedy", gamma=4, then_gamma=2)
+    _, facts = read_export(options.run)
+    monkeypatch.setattr(module, "_read_export", lambda path: (path, replace(facts, together=lookup)))
+    for alone in (False, True):
+        with (
+            pytest.raises(UserError, match="seen"),
+            started(replace(options, engine="llama.cpp", alone=alone, words=["-t", "1"]), 3, 16, 100),
+        ):
+            pass
+    for seen, told in found:
+        assert seen.words == ["--parallel", "16", "-c", "1600", "-t", "1"]
+        assert (told.gamma, told.together) == (3, None)
 
 
 EVIL = "3 --trust-remote-code --middleware evil.mod"

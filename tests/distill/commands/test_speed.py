@@ -28,7 +28,7 @@ from distill.commands.probe.screen import assumptions
 from distill.commands.readback.asking import AnswerFile, Asked
 from distill.commands.readback.readback import readback_command
 from distill.commands.readback.source import _gammas
-from distill.commands.readback.speed import check_speed
+from distill.commands.readback.speed import check_speed, seen_in
 from distill.config.layout import ENGINE_COSTS, VERDICT
 from distill.export.load_table import gamma_plan
 from distill.report.measured import engine_parts
@@ -200,6 +200,24 @@ def test_the_difference_is_split_into_acceptance_and_steps(seconds: float, block
     assert ("vllm 0.32.0: seen" in found.causes) == ("blocks" in told), (
         "slow steps are a cause only where steps are slow"
     )
+
+
+def test_the_log_of_each_engine_is_read(tmp_path: Path) -> None:
+    """Waiting requests explain slow steps only where there are more requests than the engine decodes at a time."""
+    assert seen_in(tmp_path, "vllm 0.32.0", 4) == []
+    (tmp_path / "vllm.log").write_text("x enforce_eager=True, y\n")
+    (tmp_path / "llama.cpp.log").write_text(
+        "cmn init: llama threadpool init, n_threads = 1\nsrv load_model: initializing, n_slots = 4, n_ctx_slot = 384, kv_unified = 'true'\n"
+    )
+    (tmp_path / "openvino.log").write_text("OpenVINO GenAI 1: gamma 31, decodes up to 8 requests at a time, {}\n")
+    (told,) = seen_in(tmp_path, "vllm 0.32.0", 4)
+    assert told.startswith("vllm 0.32.0: graphs are not engaged")
+    assert told.endswith("(vllm.log)")
+    (shared,) = seen_in(tmp_path, "llama.cpp b1-0c1e570", 4)
+    assert "cache of all requests" in shared
+    waiting, _ = seen_in(tmp_path, "llama.cpp b1-0c1e570", 5)
+    assert "it decodes 4 requests at a time and the others wait" in waiting
+    assert [len(seen_in(tmp_path, "openvino 1", load)) for load in (8, 9)] == [0, 1]
 
 
 def test_gamma_by_load_is_refused() -> None:

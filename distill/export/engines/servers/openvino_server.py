@@ -27,6 +27,7 @@ from conversion import convert_once
 WEIGHTS = ("fp32", "fp16", "int8", "int4")
 # With these, greedy text is that of a float32 run. By default the CPU may round more: products, cache, inputs of 8-bit layers.
 EXACT = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": "0"}
+VERSION = version("openvino-genai")
 REFUSED = ("stop", "logprobs", "prompt_logprobs", "logit_bias", "echo", "suffix", "min_tokens")
 
 
@@ -34,7 +35,12 @@ def converted(model: str, to: Path, weights: str) -> str:
     """Return the directory of a model in OpenVINO's format. It is converted unless that was done from the same files."""
     words = [str(Path(sys.executable).with_name("optimum-cli")), "export", "openvino", "--weight-format", weights]
     words += ["--task", "text-generation-with-past", "--model", model, str(to)]
-    convert_once(model, to / "openvino_model.xml", to / "source.json", lambda: subprocess.run(words, check=True))
+
+    def convert() -> None:
+        (to / "model.safetensors").unlink(missing_ok=True)  # what openvino_weights.py made of the old files
+        subprocess.run(words, check=True)
+
+    convert_once(model, to / "openvino_model.xml", to / "source.json", convert)
     return str(to)
 
 
@@ -71,8 +77,14 @@ class Engine:
 
     def __init__(self, target: str, draft: str | None, gamma: int, options: dict[str, Any]) -> None:
         models = {} if draft is None else {"draft_model": genai.draft_model(draft, "CPU", **options)}
-        self.pipeline = genai.ContinuousBatchingPipeline(target, genai.SchedulerConfig(), "CPU", options | models)
+        scheduler = genai.SchedulerConfig()
+        self.pipeline = genai.ContinuousBatchingPipeline(target, scheduler, "CPU", options | models)
         self.tokenizer, self.gamma = self.pipeline.get_tokenizer(), 0 if draft is None else gamma
+        most = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens // (self.gamma + 1))
+        print(
+            f"OpenVINO GenAI {VERSION}: gamma {self.gamma}, decodes up to {most} requests at a time, {options}",
+            flush=True,
+        )
         files = [Path(target, name) for name in ("config.json", "generation_config.json")]
         config = {key: value for one in files if one.is_file() for key, value in json.loads(one.read_text()).items()}
         self.rows, self.context = int(config["vocab_size"]), int(config["max_position_embeddings"])
@@ -141,7 +153,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         models = [{"id": self.name, "object": "model", "owned_by": "openvino", "created": 0}]
         pages: dict[str, Any] = {"/health": {}, "/v1/models": {"data": models}}
-        pages["/version"] = {"version": version("openvino-genai")}
+        pages["/version"] = {"version": VERSION}
         self._reply(200 if self.path in pages else 404, pages.get(self.path, {"error": {"message": "no such page"}}))
 
     def do_POST(self) -> None:
@@ -197,6 +209,12 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(f"data: {json.dumps(part)}\n\n".encode())
 
 
+class Server(ThreadingHTTPServer):
+    """Accepts many requests at once. While a step of the pipeline runs, they wait in the queue; beyond it, connections are reset."""
+
+    request_queue_size = 1024
+
+
 def main() -> None:
     """Convert what has changed, load it, and answer until a signal arrives or the engine fails."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -217,7 +235,7 @@ def main() -> None:
     if given.port:
         engine = Engine(target, draft, given.gamma, EXACT | dict(one.split("=", 1) for one in given.hint))
         Handler.engine, Handler.name = engine, given.target
-        server = ThreadingHTTPServer((given.host, given.port), Handler)
+        server = Server((given.host, given.port), Handler)
         threading.Thread(target=server.serve_forever, daemon=True).start()
         engine.run()
 
