@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
+from statistics import mode
 from typing import Any
 
 import httpx2
@@ -138,7 +139,7 @@ class EngineClient(EndpointTarget):
         Raises:
             UserError: the server is gone or cannot answer, counts no tokens, or counts contradict themselves.
         """
-        url, counts, seconds, tokens, drafted, most = self.endpoint.url, None, list[float](), list[int](), 0, 0
+        url, counts, seconds, tokens, drafted = self.endpoint.url, None, list[float](), list[int](), list[int]()
         body = request_of(settings, "time") | {"model": self.model, "prompt": list(prompt_ids), "ignore_eos": True}
         body |= {"stop_token_ids": [], "stream": True, "stream_options": {"include_usage": True}}
         body |= _TIMED.get(self.engine, {})
@@ -154,8 +155,8 @@ class EngineClient(EndpointTarget):
                     if (new := timings.get("predicted_n", sum(tokens) + len(ids)) - sum(tokens)) > 0:
                         seconds.append(time.perf_counter())
                         tokens.append(new)
-                    drafted, before = timings.get("draft_n", drafted), drafted
-                    most = max(most, drafted - before)
+                    if (said := timings.get("draft_n", 0)) > sum(drafted):
+                        drafted.append(said - sum(drafted))
             if sum(tokens) != settings.max_tokens:
                 raise ValueError(f"{sum(tokens)} tokens are counted in a stream of {settings.max_tokens} tokens")
         except (httpx2.HTTPError, ValueError, LookupError, TypeError, AttributeError) as error:
@@ -163,7 +164,9 @@ class EngineClient(EndpointTarget):
         after = sum(tokens) - 1
         if counts is None or not (blocks := after - (counts.accepted or 0) if counts.blocks is None else counts.blocks):
             return Stream(seconds, tokens, after), 0
-        return Stream(seconds, tokens, blocks), counts.gamma or most or round((counts.drafted or 0) / blocks)
+        # Blocks at the end draft less, and a block without a part of its own is in the next one's.
+        usual = mode(drafted) if drafted else round((counts.drafted or 0) / blocks)
+        return Stream(seconds, tokens, blocks), counts.gamma or usual
 
     def read(
         self, body: dict[str, Any], settings: DecodeSettings, key: str, seconds: float, first: float | None = None

@@ -7,7 +7,9 @@ Models are converted into the store if they have changed. A request joins the ru
 
 import argparse
 import contextlib
+import itertools
 import json
+import multiprocessing
 import subprocess
 import sys
 import threading
@@ -15,6 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.metadata import version
+from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -73,24 +76,22 @@ class Request:
 
 
 class Engine:
-    """The pipeline. gamma: 0 without a draft."""
+    """The pipeline, in a process of its own: its steps hold Python's lock, so requests would wait for them one by one. gamma: 0 without a draft."""
 
     def __init__(self, target: str, draft: str | None, gamma: int, options: dict[str, Any]) -> None:
-        models = {} if draft is None else {"draft_model": genai.draft_model(draft, "CPU", **options)}
-        scheduler = genai.SchedulerConfig()
-        self.pipeline = genai.ContinuousBatchingPipeline(target, scheduler, "CPU", options | models)
-        self.tokenizer, self.gamma = self.pipeline.get_tokenizer(), 0 if draft is None else gamma
-        most = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens // (self.gamma + 1))
-        print(
-            f"OpenVINO GenAI {VERSION}: gamma {self.gamma}, decodes up to {most} requests at a time, {options}",
-            flush=True,
-        )
+        self.tokenizer, self.gamma = genai.Tokenizer(target), 0 if draft is None else gamma
         files = [Path(target, name) for name in ("config.json", "generation_config.json")]
         config = {key: value for one in files if one.is_file() for key, value in json.loads(one.read_text()).items()}
         self.rows, self.context = int(config["vocab_size"]), int(config["max_position_embeddings"])
         ends = config.get("eos_token_id")
         self.end_ids = {ends} if isinstance(ends, int) else set(ends or ())
-        self.waiting: SimpleQueue[Request] = SimpleQueue()
+        self.running: dict[int, Request] = {}
+        self._pipe, theirs = multiprocessing.Pipe()
+        self._numbers, self._sending = itertools.count(), threading.Lock()
+        where = theirs, target, draft, self.gamma, options, self.rows
+        multiprocessing.get_context("spawn").Process(target=decode, args=where, daemon=True).start()
+        theirs.close()
+        print(self._pipe.recv(), flush=True)
 
     def request_of(self, body: dict[str, Any]) -> Request:
         """Read a request. Raises ValueError for what is not supported."""
@@ -107,30 +108,56 @@ class Engine:
             raise ValueError(f"{len(ids)} tokens and max_tokens {most}: the context has {self.context} tokens")
         return Request(ids, most, set() if body.get("ignore_eos") else {*self.end_ids, *body.get("stop_token_ids", ())})
 
+    def start(self, request: Request) -> None:
+        """Have a request decoded."""
+        with self._sending:
+            number = next(self._numbers)
+            self.running[number] = request
+            self._pipe.send((number, request.prompt_ids, request.max_tokens, request.end_ids))
+
     def run(self) -> None:
-        """Decode what arrives, for ever."""
-        running: dict[int, tuple[Request, Any]] = {}
-        number = 0
+        """Pass on what is decoded, for ever. EOFError: the pipeline failed; why is in the log."""
         while True:
-            while not running or not self.waiting.empty():
-                request, number = self.waiting.get(), number + 1
-                config = genai.GenerationConfig(max_new_tokens=request.max_tokens, ignore_eos=True)
-                # A drafted end token would end the block, and gamma would vary. `Request.take` ends the response instead.
-                config.eos_token_id, config.stop_token_ids = self.rows, {self.rows}
-                if self.gamma:
-                    config.num_assistant_tokens = self.gamma
-                prompt = ov.Tensor(np.array([request.prompt_ids], dtype=np.int64))
-                running[number] = request, self.pipeline.add_request(number, prompt, config)
-            self.pipeline.step()
-            for key, (request, handle) in list(running.items()):
-                while handle.can_read() and not request.ended:
-                    for output in handle.read().values():
-                        request.take(list(output.generated_ids))
-                if request.ended:
-                    handle.stop()
-                if request.ended or len(request.ids) >= request.max_tokens:
-                    del running[key]
-                    request.steps.put(None)
+            number, ids = self._pipe.recv()
+            if ids is None:
+                self.running.pop(number).steps.put(None)
+            else:
+                self.running[number].take(ids)
+
+
+def decode(pipe: Connection, target: str, draft: str | None, gamma: int, options: dict[str, Any], rows: int) -> None:
+    """Decode all requests that arrive in the pipe together, and send what each call adds; None is the end of a request."""
+    models = {} if draft is None else {"draft_model": genai.draft_model(draft, "CPU", **options)}
+    scheduler = genai.SchedulerConfig()
+    pipeline = genai.ContinuousBatchingPipeline(target, scheduler, "CPU", options | models)
+    most = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens // (gamma + 1))
+    pipe.send(f"OpenVINO GenAI {VERSION}: gamma {gamma}, decodes up to {most} requests at a time, {options}")
+    running: dict[int, tuple[Request, Any]] = {}
+    while True:
+        while not running or pipe.poll():
+            try:
+                number, *asked = pipe.recv()
+            except EOFError:  # The server has ended.
+                return
+            request = Request(*asked)
+            config = genai.GenerationConfig(max_new_tokens=request.max_tokens, ignore_eos=True)
+            # A drafted end token would end the block, and gamma would vary. `Request.take` ends the response instead.
+            config.eos_token_id, config.stop_token_ids = rows, {rows}
+            if gamma:
+                config.num_assistant_tokens = gamma
+            prompt = ov.Tensor(np.array([request.prompt_ids], dtype=np.int64))
+            running[number] = request, pipeline.add_request(number, prompt, config)
+        pipeline.step()
+        for key, (request, handle) in list(running.items()):
+            while handle.can_read() and not request.ended:
+                for output in handle.read().values():
+                    request.take(list(output.generated_ids))
+                    pipe.send((key, list(output.generated_ids)))
+            if request.ended:
+                handle.stop()
+            if request.ended or len(request.ids) >= request.max_tokens:
+                del running[key]
+                pipe.send((key, None))
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -165,7 +192,7 @@ class Handler(BaseHTTPRequestHandler):
             request = self.engine.request_of(body)
         except (ValueError, TypeError, AttributeError) as error:
             return self._reply(400, {"error": {"message": str(error), "code": 400}})
-        self.engine.waiting.put(request)
+        self.engine.start(request)
         calls = iter(request.steps.get, None)
         if body.get("stream"):
             with contextlib.suppress(OSError):  # The client may leave; the response ends all the same.
@@ -210,7 +237,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 class Server(ThreadingHTTPServer):
-    """Accepts many requests at once. While a step of the pipeline runs, they wait in the queue; beyond it, connections are reset."""
+    """Accepts many requests at once: beyond its queue, connections are reset."""
 
     request_queue_size = 1024
 
