@@ -20,17 +20,22 @@ from typing import Any
 import pytest
 from engine_process import ROOT, Server, serving
 from processes import free_port
+from timed_run import write_verdict
 
 from data.responses.engine_http import answers
 from distill.commands.export import export_run
 from distill.commands.options import ExportOptions, ReadbackOptions, ServeOptions
+from distill.commands.readback.clock import time_command
 from distill.commands.readback.readback import readback_command
+from distill.commands.readback.speed import seen_in
 from distill.commands.serve import convert
-from distill.config.layout import EXPORT
+from distill.config.command_line import TimeOptions
+from distill.config.layout import ENGINE_COSTS, EXPORT
 from distill.export.pair import check_pair
 from distill.models.load import EMBEDDED_FOLDER, load_model
 from distill.run.served_record import ServedRecord
 from speculative.errors import UserError
+from speculative.measure.engine_costs import EngineCosts
 
 BUILT = ROOT / ".venv-llamacpp" / "ready"
 pytestmark = [
@@ -175,3 +180,33 @@ def test_the_command_of_the_page_runs(run: Path, tmp_path: Path) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+
+
+def test_it_is_timed_and_the_served_speed_stands_beside_the_prediction(run: Path, tmp_path: Path) -> None:
+    """`understudy time` starts it with a slot for each request; readback asks for no probabilities, which slow plain decoding alone."""
+    timed = tmp_path / "timed"
+    shutil.copytree(run, timed, symlinks=True)
+    write_verdict(timed, "greedy-draft")
+    flags = [*EXACT, *ALONE[:8]]
+    options = TimeOptions(timed, flags, engine="llama.cpp", load="1,5", gamma="1,3", repeats=2, port=free_port())
+    assert time_command(options) == 0
+    costs = EngineCosts.read(timed / ENGINE_COSTS, "")
+    assert costs.engine.startswith("llama.cpp ")
+    assert [one.batch_size for one in costs.costs] == [1, 5]
+    for one in costs.costs:
+        assert set(one.verify_seconds) == {1, 3}
+        assert 0 < one.target_seconds < one.block_price(3) * one.target_seconds
+    words = ["--engine", "llama.cpp", "--alone", "--", *flags]
+    with (
+        served(timed, "llama.cpp", *EXACT) as server,
+        serving(timed, ["--log", str(tmp_path / "plain.log"), *words], "llama.cpp", {}) as plain,
+    ):
+        found = read_back(server, timed, plain=plain.url, speed=True, count=8)
+    assert [one.served.concurrency for one in found.speed] == [1, 5]
+    for one in found.speed:
+        assert one.served.gamma == GAMMA
+        assert one.served.tau == pytest.approx(found.served.tau, rel=0.25), "other seeds"
+        assert (one.served.speed_up or 0) > 0
+    answers = [json.loads(line)["response"] for line in (timed / "speed-served.jsonl").open()]
+    assert all(one["choices"][0]["logprobs"] is None and one["timings"]["cache_n"] == 0 for one in answers)
+    assert "4 requests at a time" in seen_in(timed, costs.engine, 5)[0], "it was started with four slots"

@@ -11,20 +11,30 @@ import subprocess
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 from engine_process import ROOT, Server, serving
+from processes import free_port
+from timed_run import write_verdict
 
+from data.responses.engine_client import EngineClient
 from data.responses.store import Store
 from distill.commands.export import export_run
 from distill.commands.options import ExportOptions, ReadbackOptions
+from distill.commands.readback.clock import time_command
 from distill.commands.readback.readback import readback_command
-from distill.config.layout import CONFIG, EXPORT, HELDOUT_GREEDY, RESPONSES
-from distill.models.load import EMBEDDED_FOLDER
+from distill.commands.readback.speed import seen_in
+from distill.config.command_line import TimeOptions
+from distill.config.layout import CONFIG, ENGINE_COSTS, EXPORT, HELDOUT_GREEDY, RESPONSES
+from distill.models.load import EMBEDDED_FOLDER, load_model
 from distill.run.responses import frozen_responses_of
+from speculative.decoder.responses import DecodeSettings
+from speculative.measure.engine_costs import EngineCosts, wave_seconds
 from speculative.measure.replay import WORRYING_Z
+from speculative.rules.sampling import SamplingSettings
 
 BUILT = ROOT / ".venv-openvino" / "ready"
 pytestmark = [
@@ -141,15 +151,52 @@ def test_what_it_cannot_do_is_refused(exact: Server, body: Any) -> None:
     assert post(exact, {"prompt": "def", "temperature": 0, "max_tokens": 4})["usage"]["completion_tokens"] == 4
 
 
-def test_a_draft_in_8_bits(greedy: Path) -> None:
-    """Converted at the start. The text stays the target's; acceptance is that of the 8-bit draft."""
-    with served(greedy, "--draft-weights", "int8") as server:
-        found = readback_command(ReadbackOptions(url=server.url, run=greedy, rule="greedy", gamma=GAMMA, count=24))
+def test_sixteen_requests_are_decoded_together(exact: Server, greedy: Path) -> None:
+    """They arrive while the pipeline decodes; each has the text that it has alone."""
+    texts = frozen_responses_of(Store(greedy / RESPONSES / HELDOUT_GREEDY).read())[:16]
+    client = EngineClient(exact.url, None, 4096)
+    client.model = "embedded"
+    with ThreadPoolExecutor(16) as pool:
+        settings = DecodeSettings(SamplingSettings(0.0), 0, "greedy", 30, ())
+        found = list(pool.map(lambda text: client.stream(text.prompt_ids, settings), texts))
+    assert [gamma for _, gamma in found] == [GAMMA] * 16
+    start, end = max(one.seconds_C[0] for one, _ in found), min(one.seconds_C[-1] for one, _ in found)
+    assert start < end
+    assert wave_seconds([one for one, _ in found]) > 0
+
+
+def test_it_is_timed_at_both_loads(greedy: Path, tmp_path: Path) -> None:
+    timed = tmp_path / "timed"
+    shutil.copytree(greedy, timed, symlinks=True)
+    write_verdict(timed, "greedy")
+    words = TimeOptions(timed, engine="openvino", load="1,16", gamma="1,3", repeats=2, port=free_port())
+    assert time_command(words) == 0
+    costs = EngineCosts.read(timed / ENGINE_COSTS, "")
+    assert costs.engine.startswith("openvino 2026.")
+    for one in costs.costs:
+        assert set(one.verify_seconds) == {1, 3}
+        assert 0 < one.target_seconds < one.block_price(3) * one.target_seconds
+    assert seen_in(timed, costs.engine, 16) == []
+    assert "64 requests at a time" in seen_in(timed, costs.engine, 65)[0]
+
+
+@pytest.mark.parametrize("side", ["draft", "target"])
+def test_8_bits_are_replayed_as_they_are_served(greedy: Path, side: str) -> None:
+    """Converted at the start. Replay multiplies the weights out, so nothing is random, also in the text of an 8-bit target."""
+    flag = {"draft": "--draft-weights", "target": "--weights"}[side]
+    place = greedy / f"{EXPORT}-openvino" / f"{side}-int8"
+    asked: dict[str, Any] = {side: str(place)}
+    with served(greedy, flag, "int8") as server:
+        found = readback_command(
+            ReadbackOptions(url=server.url, run=greedy, rule="greedy", gamma=GAMMA, count=24, **asked)
+        )
+    assert found.agrees, found.causes
     assert found.greedy is not None
-    assert found.greedy.same
-    assert found.served.accepted_per_drafted == pytest.approx(found.replay.accepted_per_drafted, abs=0.05)
-    files = [greedy / f"{EXPORT}-openvino" / f"draft-{kind}" / "openvino_model.bin" for kind in ("int8", "fp32")]
-    assert files[0].stat().st_size < files[1].stat().st_size / 3
+    assert found.greedy.equal + found.greedy.near_ties == 24
+    assert found.served.tau == pytest.approx(found.replay.tau, rel=0.005)
+    sizes = [(place.parent / f"{side}-{kind}" / "openvino_model.bin").stat().st_size for kind in ("int8", "fp32")]
+    assert sizes[0] < sizes[1] / 3
+    assert load_model(side, str(place)).config.vocab_size == 4096
 
 
 def test_the_command_of_the_page_runs(greedy: Path, tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from distill.commands import serve as module
 from distill.commands.export import export_run
 from distill.commands.options import ExportOptions, ServeOptions
 from distill.commands.serve import _read_export as read_export
-from distill.commands.serve import convert, engine_words, serve, started
+from distill.commands.serve import convert, dequantised, engine_words, serve, started
 from distill.config.layout import SERVING_FORMAT
 from distill.export.engines.servers import llamacpp_server
 from distill.export.engines.servers.llamacpp_server import gguf_of
@@ -218,6 +218,27 @@ def test_a_conversion_that_fails_is_told(tmp_path: Path, options: ServeOptions) 
     directory = write_export(tmp_path / "greedy", sampling={"temperature": 0.0})
     with pytest.raises(UserError, match="OpenVINO GenAI: the conversion ended with status 3"):
         convert(replace(options, run=directory, engine="openvino", port=0))
+
+
+def test_weights_in_openvinos_format_are_multiplied_out_once(
+    options: ServeOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a program of its environment; any other model is left alone."""
+    place = tmp_path / "draft-int8"
+    place.mkdir()
+    assert dequantised(str(place)) == str(place), "no model in that format"
+    (place / "openvino_model.xml").touch()
+    monkeypatch.setattr(module, "BUILT", tmp_path)
+    assert "OpenVINO GenAI is not installed" in refused(dequantised, str(place))
+    for name, text in (("optimum-cli", ""), ("python", '#!/bin/sh\nbasename "$1" >> "$2/asked"\n[ ! -e "$2/bad" ]\n')):
+        (tmp_path / "bin" / name).write_text(text)
+        (tmp_path / "bin" / name).chmod(0o755)
+    assert dequantised(str(place)) == str(place)
+    (place / "bad").touch()
+    assert "its weights cannot be read" in refused(dequantised, str(place))
+    (place / "model.safetensors").touch()
+    dequantised(str(place))
+    assert (place / "asked").read_text().split() == ["openvino_weights.py"] * 2
 
 
 def test_an_engine_is_started_at_another_gamma_and_ends_with_the_block(options: ServeOptions) -> None:
