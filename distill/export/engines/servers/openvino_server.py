@@ -30,6 +30,9 @@ from conversion import convert_once
 WEIGHTS = ("fp32", "fp16", "int8", "int4")
 # With these, greedy text is that of a float32 run. By default the CPU may round more: products, cache, inputs of 8-bit layers.
 EXACT = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": "0"}
+# Of prompts and blocks in a step. Where prompts have to wait for a later step (256 by default), the draft is ahead of the target: the first call
+# of a response then verifies a block too, which no engine's counts tell.
+STEP_TOKENS = 8192
 VERSION = version("openvino-genai")
 REFUSED = ("stop", "logprobs", "prompt_logprobs", "logit_bias", "echo", "suffix", "min_tokens")
 
@@ -129,6 +132,7 @@ def decode(pipe: Connection, target: str, draft: str | None, gamma: int, options
     """Decode all requests that arrive in the pipe together, and send what each call adds; None is the end of a request."""
     models = {} if draft is None else {"draft_model": genai.draft_model(draft, "CPU", **options)}
     scheduler = genai.SchedulerConfig()
+    scheduler.max_num_batched_tokens = STEP_TOKENS
     pipeline = genai.ContinuousBatchingPipeline(target, scheduler, "CPU", options | models)
     most = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens // (gamma + 1))
     pipe.send(f"OpenVINO GenAI {VERSION}: gamma {gamma}, decodes up to {most} requests at a time, {options}")
