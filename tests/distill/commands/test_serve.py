@@ -295,7 +295,9 @@ def test_words_in_place_of_numbers_are_refused(tmp_path: Path, options: ServeOpt
     assert "serving.json: cannot be read" in refused(words_of, replace(options, run=other))
 
 
-@pytest.mark.parametrize("target", ["--trust-remote-code", "--middleware=evil.mod", "a b", "/not/here", "../not-here", "-x/y"])
+@pytest.mark.parametrize(
+    "target", ["--trust-remote-code", "--middleware=evil.mod", "a b", "/not/here", "../not-here", "-x/y"]
+)
 def test_a_target_that_is_none_is_refused(tmp_path: Path, options: ServeOptions, target: str) -> None:
     assert "--target" in refused(words_of, replace(options, target=target))
     config = options.run / "config.yaml"
