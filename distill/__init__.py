@@ -8,8 +8,7 @@ from pathlib import Path
 def _refuse_foreign(package: str) -> None:
     """Checks, before anything else of ours is imported, that `import package` finds the package beside this one.
 
-    Raises:
-        SystemExit: a program of ours starts, and it does not: status 2, after one line. ImportError: the same in another program.
+    Raises SystemExit: a program of ours starts, and it does not: status 2, after one line. ImportError: the same in another program.
     """
     home = Path(__file__).resolve().parents[1]
     spec = importlib.util.find_spec(package)

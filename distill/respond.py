@@ -42,8 +42,7 @@ def _resolved(config_path: str | Path, overrides: Sequence[str], signal: str | N
 def run(config_path: str | Path, overrides: Sequence[str] = (), signal: str | None = None) -> SignalFacts | None:
     """Make the responses of a run and, if wanted, its signal store; return the facts of that store.
 
-    Raises:
-        UserError: invalid config, folder of another run or in use, missing target or prompts, disk full.
+    Raises UserError: invalid config, folder of another run or in use, missing target or prompts, disk full.
     """
     config, wanted = _resolved(config_path, overrides, signal)
     ranks = Run(config, new_accelerator(project_dir=str(config.folder)))

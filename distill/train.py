@@ -54,8 +54,8 @@ MOST_MISSES = 3
 def start(config: RunConfig) -> Run:
     """Lock the run's folder, and start Accelerate and the trackers.
 
-    Raises:
-        UserError: the folder is in use, holds another config or cannot be written; a package for a tracker or for export.quantize is not installed.
+    Raises UserError: the folder is in use, holds another config or cannot be written; a package for a tracker or for export.quantize is not
+    installed.
     """
     require_quantizer(config.export.quantize)
     precision, disagreement = settled_precision(config.train.mixed_precision)
@@ -192,8 +192,7 @@ def new_trainer(answers: Answers, student: Any, rows: StoredRows | None) -> Trai
 def keep(trainer: Trainer, judge: DraftJudge, checkpoint: Checkpoint, path: Path) -> None:
     """Judge a checkpoint, unless its record already exists at ``path``, and keep the best so far. All ranks must call it.
 
-    Raises:
-        SelfCheckError: live decoding and replay have differed at `MOST_MISSES` checkpoints.
+    Raises SelfCheckError: live decoding and replay have differed at `MOST_MISSES` checkpoints.
     """
     run, step = trainer.run, checkpoint.step
     if not run.seen(path.exists):

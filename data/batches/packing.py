@@ -43,8 +43,7 @@ def batches_per_epoch(count: int, batch_size: int) -> int:
 def micro_batches(batch: np.ndarray, micro_batch_size: int, rank: int, ranks: int) -> list[np.ndarray]:
     """This rank's share of a batch, in forward order. Every rank gets the same number of micro-batches.
 
-    Raises:
-        ValueError: the batch does not divide into micro-batches times ranks.
+    Raises ValueError: the batch does not divide into micro-batches times ranks.
     """
     if len(batch) % (micro_batch_size * ranks):
         raise ValueError(

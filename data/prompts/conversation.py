@@ -20,8 +20,7 @@ UNFILLED = (
 def first_question(value: Any, origin: str) -> Any:
     """The first of a list of a user's turns; any other value unchanged. Later turns follow answers that the target has yet to write.
 
-    Raises:
-        UserError: a question of SPEED-Bench that was not filled in.
+    Raises UserError: a question of SPEED-Bench that was not filled in.
     """
     asked = value[0] if isinstance(value, list) and value and all(isinstance(turn, str) for turn in value) else value
     if asked is not value and UNFILLED in asked.partition("\n")[0]:
@@ -40,8 +39,7 @@ def conversation_prompts(
     ``every_turn``: one prompt for each assistant turn after a user or tool turn, and one for an unanswered last turn. With several
     prompts, the origin ends in the number of the turn to be written, such as ``#4``.
 
-    Raises:
-        UserError: not a list of turns, a turn without role or text, no user turn to answer.
+    Raises UserError: not a list of turns, a turn without role or text, no user turn to answer.
     """
     if not isinstance(value, list) or not value:
         kind = "an empty list" if value == [] else f"a {type(value).__name__}" if value is not None else "nothing"

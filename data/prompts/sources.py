@@ -78,8 +78,7 @@ def load_source(
     ``domain_column`` has priority. ``limit`` takes rows by content hash, so that they come from the whole source. With
     ``bad_rows``, unusable rows are left out and their errors are added to it; if all rows are unusable, the first error is raised.
 
-    Raises:
-        UserError: a missing or unreadable source, a missing column, a row without a usable prompt, no rows.
+    Raises UserError: a missing or unreadable source, a missing column, a row without a usable prompt, no rows.
     """
     if source.prompt_column and source.messages_column:
         raise UserError(f"{source.path}: prompt_column and messages_column exclude each other; set only one of them")

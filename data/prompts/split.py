@@ -82,8 +82,7 @@ def held_out(prompt_ids: Sequence[str], heldout_count: int, groups: Sequence[str
     replaces at most one group. The ids are distinct (``deduplicate``); near-equal prompts may be on both sides. ``groups`` (see
     `split_groups`; default: each prompt is its own group) stay on one side, so a few more prompts may be held out.
 
-    Raises:
-        UserError: all prompts would be held out.
+    Raises UserError: all prompts would be held out.
     """
     if groups is None:
         groups = prompt_ids

@@ -44,9 +44,8 @@ def render_prompt(row: PromptRow, tokenizer: Any, template: Template) -> list[in
     the tokenizer's special tokens in front (BOS) and none after it. ``auto``: chat if the tokenizer has a template. A row that was
     rendered earlier keeps its ids.
 
-    Raises:
-        UserError: chat without a template, plain with a conversation, a template that refuses the row or an argument, a prompt
-            without tokens.
+    Raises UserError: chat without a template, plain with a conversation, a template that refuses the row or an argument, a prompt without
+    tokens.
     """
     if row.prompt_ids is not None:
         ids = list(row.prompt_ids)
@@ -64,8 +63,7 @@ def render_prompt(row: PromptRow, tokenizer: Any, template: Template) -> list[in
 def render_opening(row: PromptRow, tokenizer: Any, template: Template) -> list[int]:
     """Ids of a chat prompt up to the first word of its last user turn; a model that continues there writes a user turn.
 
-    Raises:
-        UserError: no chat template, one that refuses the row, or one that does not show the user turn.
+    Raises UserError: no chat template, one that refuses the row, or one that does not show the user turn.
     """
     turns = _turns(row)
     asked = (*turns[: last_question(turns)], {"role": "user", "content": WORD})
@@ -84,8 +82,7 @@ def render_reference(row: PromptRow, tokenizer: Any, template: Template) -> tupl
     The prompt ids equal those of ``render_prompt``. A token that would span the border of prompt and answer is split in two, as at
     serving time, where the prompt's ids exist before the answer.
 
-    Raises:
-        UserError: no reference, or a chat template that changes the prompt when an answer follows.
+    Raises UserError: no reference, or a chat template that changes the prompt when an answer follows.
     """
     if row.reference is None:
         raise UserError(f"{row.origin}: no reference answer; set reference_column, or data.responses: target")

@@ -82,8 +82,7 @@ def read_acceptance_log(path: Path, format: str = "auto") -> AcceptanceLog:
     An incomplete last line is skipped with a warning, because the log may still be written. Requests without drafted tokens are
     skipped.
 
-    Raises:
-        UserError: no such file, unknown format, a damaged line (with its number), accepted > drafted, or no records.
+    Raises UserError: no such file, unknown format, a damaged line (with its number), accepted > drafted, or no records.
     """
     if format not in ("auto", *EXPECTED):
         raise UserError(f"--format {format}: choose one of auto, {', '.join(EXPECTED)}")

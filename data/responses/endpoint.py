@@ -78,8 +78,7 @@ class EndpointTarget:
     def model(self) -> str:
         """The name of the model at the server, checked once.
 
-        Raises:
-            UserError: no server there, API key refused, the model is not served, or several models and no name is given.
+        Raises UserError: no server there, API key refused, the model is not served, or several models and no name is given.
         """
         if self._model is None:
             listed = self._ask(lambda: {str(model.id): model for model in self.client.models.list()})
@@ -96,8 +95,7 @@ class EndpointTarget:
     def check(self) -> None:
         """Check which model answers, and that its tokenizer splits a text like ours, if the server returns prompt ids.
 
-        Raises:
-            UserError: as `model`; another tokenizer; another model than the recorded one.
+        Raises UserError: as `model`; another tokenizer; another model than the recorded one.
         """
         choice = self._complete(
             _PROBE_TEXT, max_tokens=1, temperature=0.0, add_special_tokens=False, return_token_ids=True
@@ -129,8 +127,7 @@ class EndpointTarget:
         Every request has a seed made from (settings.seed, prompt id, sample number), so responses after a kill are the same, if the
         server respects seeds.
 
-        Raises:
-            UserError: the server does not answer, or not at these settings. Finished shards are kept.
+        Raises UserError: the server does not answer, or not at these settings. Finished shards are kept.
         """
         lacking, total = plan.share(store)
         if not lacking:
@@ -161,8 +158,7 @@ class EndpointTarget:
     ) -> None:
         """Write the missing signal of an opened store. Example i is row i; each rank writes every `ranks`-th.
 
-        Raises:
-            UserError: the server does not answer or returns no or too few `prompt_logprobs`. Finished rows are kept.
+        Raises UserError: the server does not answer or returns no or too few `prompt_logprobs`. Finished rows are kept.
         """
         missing = [index for index in store.missing() if index % ranks == rank]
         if not missing:
@@ -191,8 +187,7 @@ class EndpointTarget:
     def answer(self, prompt_ids: Sequence[int], settings: DecodeSettings, key: str) -> Response:
         """One response to a prompt, sampled by the server with a seed made from the settings' seed and ``key``.
 
-        Raises:
-            UserError: the server does not answer, or its answer cannot be read as tokens.
+        Raises UserError: the server does not answer, or its answer cannot be read as tokens.
         """
         options = request_of(settings, key)
         choice = self._complete(list(prompt_ids), **options, logprobs=1, return_tokens_as_token_ids=True)
@@ -214,8 +209,7 @@ class EndpointTarget:
     def score(self, prompt_ids: Sequence[int], response_ids: Sequence[int], k: int) -> TopKSignal:
         """The K most probable tokens at each response token and the total of the rest, at temperature 1.
 
-        Raises:
-            UserError: the server does not answer, returns no or too few `prompt_logprobs`, or has another vocabulary.
+        Raises UserError: the server does not answer, returns no or too few `prompt_logprobs`, or has another vocabulary.
         """
         ids = [*prompt_ids, *response_ids]
         content = self._response(ids, max_tokens=1, temperature=0.0, prompt_logprobs=k).content

@@ -74,8 +74,7 @@ class EngineClient(EndpointTarget):
     def __init__(self, url: str, tokenizer: Any, vocab_rows: int, **how: Any) -> None:
         """``tokenizer``: the target's. ``url``: of the API; /v1 is appended if it is missing. ``how``: other fields of `Endpoint`.
 
-        Raises:
-            UserError: `url` is not an address.
+        Raises UserError: `url` is not an address.
         """
         if not is_address(url):
             raise UserError(f"{url or 'no address'}: give the address of the API, e.g. http://127.0.0.1:8000/v1")
@@ -88,8 +87,7 @@ class EngineClient(EndpointTarget):
     def identify(self) -> None:
         """Find the engine's name and version, as far as it states them, and check that its tokenizer is ours.
 
-        Raises:
-            UserError: no server, another tokenizer, or several models and no --model.
+        Raises UserError: no server, another tokenizer, or several models and no --model.
         """
         self.check()
         owners = self._ask(lambda: [str(getattr(model, "owned_by", "")).lower() for model in self.client.models.list()])
@@ -104,16 +102,14 @@ class EngineClient(EndpointTarget):
     def choice(self, prompt_ids: Sequence[int], settings: DecodeSettings, key: str, **more: Any) -> Choice:
         """One whole answer to a request with `more` parameters, as the server wrote it; not counted, not timed.
 
-        Raises:
-            UserError: the server is gone or refuses.
+        Raises UserError: the server is gone or refuses.
         """
         return self._complete(self._prompt(prompt_ids), **request_of(settings, key) | more)
 
     def ask(self, prompt_ids: Sequence[int], settings: DecodeSettings, key: str) -> Answer:
         """Ask for one response and time it.
 
-        Raises:
-            UserError: the server is gone or cannot answer, tokens are outside the vocabulary, or counts contradict themselves.
+        Raises UserError: the server is gone or cannot answer, tokens are outside the vocabulary, or counts contradict themselves.
         """
         options = request_of(settings, key) | ((self.timed and _TIMED.get(self.engine)) or _EXTRAS.get(self.engine, {}))
         if self._as_text:  # The text already contains the special tokens.
@@ -136,8 +132,7 @@ class EngineClient(EndpointTarget):
     def stream(self, prompt_ids: Sequence[int], settings: DecodeSettings) -> tuple[Stream, int]:
         """Time the chunks of a response of exactly `max_tokens` tokens; also return gamma, 0 if the server reports no drafts.
 
-        Raises:
-            UserError: the server is gone or cannot answer, counts no tokens, or counts contradict themselves.
+        Raises UserError: the server is gone or cannot answer, counts no tokens, or counts contradict themselves.
         """
         url, counts, seconds, tokens, drafted = self.endpoint.url, None, list[float](), list[int](), list[int]()
         body = request_of(settings, "time") | {"model": self.model, "prompt": list(prompt_ids), "ignore_eos": True}

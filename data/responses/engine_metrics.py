@@ -90,8 +90,7 @@ _FORMATS = (
 def counts_of(page: Page) -> ServerCounts | None:
     """Return the counters of the first engine whose names are on the page; None if it has no draft counters.
 
-    Raises:
-        CountsError: a counter is not a whole number, or more tokens were accepted than drafted.
+    Raises CountsError: a counter is not a whole number, or more tokens were accepted than drafted.
     """
     form = next((form for form in _FORMATS if form.drafted in page), None)
     if form is None:

@@ -22,8 +22,7 @@ def read_topk(content: bytes, start: int, total: int, k: int, vocab_rows: int) -
     ``content``: the JSON of a completion with `prompt_logprobs`. At each place, the given token counts only if it is one of the k.
     An empty entry has id 0 and log-probability -inf.
 
-    Raises:
-        ValueError: not a completion, no `prompt_logprobs`, not for all tokens, another vocabulary, or not probabilities.
+    Raises ValueError: not a completion, no `prompt_logprobs`, not for all tokens, another vocabulary, or not probabilities.
     """
     places = _places(content)
     if places is None:

@@ -95,8 +95,7 @@ class StoredPrompts(Sequence[RenderedPrompt]):
 def write_prompts(path: Path, prompts: Iterable[RenderedPrompt], schema: pa.Schema = SCHEMA) -> str:
     """Write prompts to a file atomically, with few of them in memory, and return their fingerprint. ``schema``: or REVIEWED.
 
-    Raises:
-        UserError: disk full or folder not writable; also errors of the iterable.
+    Raises UserError: disk full or folder not writable; also errors of the iterable.
     """
     digest = hashlib.sha256()
 

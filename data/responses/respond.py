@@ -77,8 +77,7 @@ def respond(
     A response depends only on (settings.seed, prompt id, sample number), so a killed and resumed run gives the same ones.
     ``companion`` gets the path of a shard and its responses before the shard is written.
 
-    Raises:
-        UserError: a prompt that does not fit; disk full.
+    Raises UserError: a prompt that does not fit; disk full.
     """
     lacking, total = plan.share(store)
     done = total - sum(len(numbers) for _, numbers in lacking)

@@ -36,8 +36,7 @@ def recognise(path: Path, now: dict[str, Any], url: str) -> None:
 
     ``path``: the record. ``now``: {model, root, next: `Says`}; `root` is where the server says that it found the weights.
 
-    Raises:
-        UserError: another model; a record that cannot be read or written.
+    Raises UserError: another model; a record that cannot be read or written.
     """
     try:
         if not path.exists():

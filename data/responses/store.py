@@ -192,8 +192,7 @@ class Store:
     def adopt(self, other: "Store") -> None:
         """Link or copy the shards of another store with the same manifest; keep what is here.
 
-        Raises:
-            UserError: the manifests differ, a shard of the other store is damaged, or the disk is full.
+        Raises UserError: the manifests differ, a shard of the other store is damaged, or the disk is full.
         """
         self.open(other.manifest())
         other.verify()
@@ -222,8 +221,7 @@ class Store:
     def chosen(self, keys: pa.Array, domains: Sequence[str]) -> StoredRows:
         """These rows (see `row_keys`), in this order and with these domains. Writes nothing; checksums are checked.
 
-        Raises:
-            UserError: a row that is missing, a shard that is damaged.
+        Raises UserError: a row that is missing, a shard that is damaged.
         """
         self.verify()
         there = self._listed()
@@ -248,8 +246,7 @@ class Store:
     def rows(self) -> StoredRows:
         """The selected rows, or without a selection all rows, by name of the shard; checksums are not checked.
 
-        Raises:
-            UserError: the index is damaged, a shard cannot be read.
+        Raises UserError: the index is damaged, a shard cannot be read.
         """
         path = self.folder / INDEX
         pa.default_memory_pool().release_unused()  # Free the memory that listing the shards used.

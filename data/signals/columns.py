@@ -85,8 +85,7 @@ def encode(signal: StoredSignal, entries: int, vocab_rows: int) -> dict[str, np.
 def decode(columns: Mapping[str, np.ndarray], tokens: int, entries: int, vocab_rows: int) -> StoredSignal:
     """The signal in the columns of one example. Samples are padded to the token with the most distinct ids.
 
-    Raises:
-        ValueError: columns have the wrong length.
+    Raises ValueError: columns have the wrong length.
     """
     ids_N, log_probs_N = decode_ids(columns, vocab_rows), decode_log_probs(columns["log_probs"])
     if "log_tail" in columns:

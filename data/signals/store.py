@@ -91,8 +91,7 @@ def signal_manifest(
 ) -> SignalManifest:
     """The settings that identify a signal: kind, k or samples, the loss's temperature, target, seed of draws, with prompts or not.
 
-    Raises:
-        UserError: more entries than the vocabulary has tokens, more samples than a byte can count.
+    Raises UserError: more entries than the vocabulary has tokens, more samples than a byte can count.
     """
     if kind == "topk" and entries > vocab_rows:
         raise UserError(

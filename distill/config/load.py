@@ -130,8 +130,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Read a YAML file, apply `a.b=value` overrides and validate.
 
-    Raises:
-        UserError: missing or unreadable file, unknown key (with the nearest valid one), wrong type, impossible combination.
+    Raises UserError: missing or unreadable file, unknown key (with the nearest valid one), wrong type, impossible combination.
     """
     tree = read_yaml(Path(path))
     _drop_retired(tree)

@@ -58,8 +58,7 @@ def chunked_loss(
     `reference` is another draft's hidden states and head, for weighting `selected`: two forward KLs are computed without gradient,
     then only the selected rows train; the overlap covers all rows.
 
-    Raises:
-        ValueError: an objective that does not work with the signal, or a weighting without its signal or reference.
+    Raises ValueError: an objective that does not work with the signal, or a weighting without its signal or reference.
     """
     refuse_impossible(objective, signal, reference)
     measured = length = None

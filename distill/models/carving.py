@@ -179,8 +179,7 @@ def choose_layers(
     with one layer dropped do not rank the layers to keep. At the end, exchange a kept layer for a removed one until no exchange
     helps. About depth^3 / 3 layer forwards in total. Deterministic.
 
-    Raises:
-        ValueError: no text.
+    Raises ValueError: no text.
     """
     total = target.config.get_text_config().num_hidden_layers
     scorer = LayerScorer(target, sample_sequences(sequences, tokens, LONGEST), settings)
@@ -273,8 +272,7 @@ def _mlps(model: PreTrainedModel) -> tuple[str, list[_Mlp]]:
 def channel_scores(model: PreTrainedModel, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
     """Score each MLP channel, one float64 (F,) per layer: mean over positions of |channel| times its output column's norm.
 
-    Raises:
-        UserError: the architecture's MLP is unknown. ValueError: no text.
+    Raises UserError: the architecture's MLP is unknown. ValueError: no text.
     """
     name, mlps = _mlps(model)
     layers = model.get_submodule(name)
@@ -316,8 +314,7 @@ def trim_mlps(model: PreTrainedModel, size: int, scores: Sequence[Tensor]) -> Pr
 
     Its logits equal those of the given model with the other channels set to zero.
 
-    Raises:
-        UserError: more channels requested than there are, or the architecture's MLP or its config field is unknown.
+    Raises UserError: more channels requested than there are, or the architecture's MLP or its config field is unknown.
     """
     prefix, mlps = _mlps(model)
     if size > mlps[0].channels:
@@ -349,9 +346,8 @@ def trim_mlps(model: PreTrainedModel, size: int, scores: Sequence[Tensor]) -> Pr
 def carve(target: PreTrainedModel, layers: Sequence[int]) -> PreTrainedModel:
     """Return a draft made of some of the target's layers, its embeddings, final norm and head; copied, float32.
 
-    Raises:
-        UserError: a layer that the target does not have, the same layer twice, an architecture without a plain list of layers,
-            only recurrent layers of a hybrid, or a multimodal model whose text model cannot be extracted.
+    Raises UserError: a layer that the target does not have, the same layer twice, an architecture without a plain list of layers, only
+    recurrent layers of a hybrid, or a multimodal model whose text model cannot be extracted.
     """
     if target.config.get_text_config(decoder=True) is not target.config:
         raise UserError(
@@ -385,8 +381,7 @@ def carve(target: PreTrainedModel, layers: Sequence[int]) -> PreTrainedModel:
 def filled(config: Any, state: dict[str, Tensor], source: PreTrainedModel, refusal: str) -> PreTrainedModel:
     """Return a float32 model of this config with these weights and the generation config of `source`.
 
-    Raises:
-        UserError: the config needs other weights; the message is `refusal` and the first of them.
+    Raises UserError: the config needs other weights; the message is `refusal` and the first of them.
     """
     made = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     expected = {(key, value.shape) for key, value in made.state_dict().items()}

@@ -115,8 +115,7 @@ def cast_copy(model: PreTrainedModel, dtypes: Sequence[torch.dtype], device: tor
 def cast_weights(model: Any, dtype: torch.dtype) -> None:
     """Cast parameters in place, not buffers, as `from_pretrained(dtype=...)`: `model.to(dtype)` would round the rotary frequencies too.
 
-    Raises:
-        UserError: a weight overflows in `dtype`.
+    Raises UserError: a weight overflows in `dtype`.
     """
     for name, parameter in model.named_parameters():
         if not parameter.is_floating_point():

@@ -129,9 +129,8 @@ def load_model(
     ``device``: None means the CPU. ``device_map``: spread its layers over all devices instead, by this map of accelerate. ``change``: edits its config before the
     model is built.
 
-    Raises:
-        UserError: not found, not loadable (such as a quantisation without its library), incomplete, hub not reachable, or not
-            enough memory on the devices.
+    Raises UserError: not found, not loadable (such as a quantisation without its library), incomplete, hub not reachable, or not enough
+    memory on the devices.
     """
     options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     config = load_pretrained(what, path, AutoConfig.from_pretrained, **options)

@@ -21,8 +21,7 @@ def give_mask_token(
     An existing mask token keeps its embedding; a new one starts as the mean of all embeddings. tokenizer: the target's. texts: token
     ids that the draft will read; the mask token must not occur in them.
 
-    Raises:
-        UserError: the architecture cannot compute several blocks in one pass, the id has no row, or no id is free.
+    Raises UserError: the architecture cannot compute several blocks in one pass, the id has no row, or no id is free.
     """
     check_parallel(student)
     own = mask_token_of(student.config)

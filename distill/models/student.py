@@ -55,9 +55,8 @@ def make_student(
             so that a resumed run or another rank gets the same layers.
         texts: token ids that the draft will read, each of which needs a row; may be iterated more than once.
 
-    Raises:
-        UserError: layers that the target lacks, a vocabulary that cannot agree, or an impossible architecture or pair of keys.
-        ValueError: a measurement is needed and there is no calibration.
+    Raises UserError: layers that the target lacks, a vocabulary that cannot agree, or an impossible architecture or pair of keys. Raises
+    ValueError: a measurement is needed and there is no calibration.
     """
     notes = {} if notes is None else notes
     refuse_impossible(config)
@@ -180,8 +179,7 @@ def context_of(student: StudentConfig) -> int | None:
 def run_context(student: StudentConfig, asked: int | None, target_context: int | None) -> int:
     """Return the most tokens of a run's sequences: the target's context, or ``asked`` by `data.context_length`.
 
-    Raises:
-        UserError: the draft has a shorter context; see also `context_of`.
+    Raises UserError: the draft has a shorter context; see also `context_of`.
     """
     limits = [limit for limit in (target_context, asked) if limit is not None]
     own = context_of(student)
@@ -203,8 +201,7 @@ def extend_context(config: PretrainedConfig, positions: int | None) -> None:
 
     Slow frequencies are stretched by the ratio of the lengths, fast ones stay. The draft learns the rest from the target's text.
 
-    Raises:
-        UserError: the positions are not plain rotary ones, or the target's config has no length.
+    Raises UserError: the positions are not plain rotary ones, or the target's config has no length.
     """
     text = config.get_text_config(decoder=True)
     own, rope = max_positions(config), getattr(text, "rope_parameters", None)
@@ -250,8 +247,7 @@ def add_lora(
 ) -> Any:
     """Return the model with trainable low-rank adapters (peft). All else is frozen except the embedding of a mask token.
 
-    Raises:
-        UserError: the model has no module of that name, or a tied head must stay tied.
+    Raises UserError: the model has no module of that name, or a tied head must stay tied.
     """
     from peft import LoraConfig, get_peft_model
 

@@ -123,8 +123,7 @@ class Target:
     def borrowed(self) -> Iterator[None]:
         """Inside the block, `model` is the whole target. If it is not in memory, its first use loads it, and the end frees it.
 
-        Raises:
-            UserError: it does not fit in memory.
+        Raises UserError: it does not fit in memory.
         """
         if self.kept:
             yield

@@ -160,8 +160,7 @@ def transplant_vocabulary(donor: PreTrainedModel, donor_tokenizer: Any, target_t
 
     ``donor``: a causal LM on the CPU. ``rows``: of the target's embedding; rows after its tokens become the mean row.
 
-    Raises:
-        UserError: the two tokenizers have no token in common.
+    Raises UserError: the two tokenizers have no token in common.
     """
     match = match_tokens(target_tokenizer, donor_tokenizer)
     if not match.exact:
@@ -219,8 +218,7 @@ def fit_embeddings(student: PreTrainedModel, target: PreTrainedModel, seed: int)
 
     Returns the kept share of the tables' squares, and both widths.
 
-    Raises:
-        UserError: the student has other vocabulary rows than the target.
+    Raises UserError: the student has other vocabulary rows than the target.
     """
     source_in, source_out = _tables(target)
     own_in, own_out = _tables(student)

@@ -169,8 +169,7 @@ def repair_rows(model: Any, rows: int, token_rows: int) -> None:
 
     ``token_rows``: see `VocabularyAgreement`; rows after them do not enter the mean.
 
-    Raises:
-        UserError: a row that holds a token would be trimmed.
+    Raises UserError: a row that holds a token would be trimmed.
     """
     old_rows = model.get_input_embeddings().weight.shape[0]
     real_rows = min(token_rows, old_rows)

@@ -73,8 +73,7 @@ class Answers:
     def provenance(self) -> Mapping[str, Any]:
         """Origin of a checkpoint: code, machine, target, sampling, other targets.
 
-        Raises:
-            UserError: the responses of other targets have changed since the run's last checkpoint.
+        Raises UserError: the responses of other targets have changed since the run's last checkpoint.
         """
         config, facts = self.run.config, self.target.facts
         told: dict[str, Any] = describe_run(config.seed) | {

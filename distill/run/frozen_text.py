@@ -40,8 +40,7 @@ class FrozenText:
 def load_frozen_text(run: Path, rule: Rule | None = None, trusted: bool = False) -> FrozenText:
     """The held-out text of a run for a rule, by default its judge.rule. ``trusted``: see `load_trusted`.
 
-    Raises:
-        UserError: no run there, held-out prompts without responses, or text that the rule cannot replay.
+    Raises UserError: no run there, held-out prompts without responses, or text that the rule cannot replay.
     """
     if not (run / CONFIG).is_file():
         raise UserError(f"{run}: no config.yaml there; give the folder of a run, e.g. runs/demo")

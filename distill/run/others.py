@@ -61,9 +61,8 @@ def open_others(
 
     ``train``, ``heldout``: the run's own prompts.
 
-    Raises:
-        UserError: no run there, or without responses; another tokenizer, vocabulary or serving; a target listed twice; one run
-            trains on what the other holds out; a sequence longer than ``context``.
+    Raises UserError: no run there, or without responses; another tokenizer, vocabulary or serving; a target listed twice; one run trains on
+    what the other holds out; a sequence longer than ``context``.
     """
     config, found = run.config, list[OtherTarget]()
     known = {target.facts.fingerprint: "this run"}

@@ -67,9 +67,8 @@ def load_prompts(
         folder: the run's folder; None = keep nothing.
         ranks: given when all ranks of a run call this together.
 
-    Raises:
-        UserError: sources missing, empty or all duplicates; a prompt too long (`data.too_long: error`); no template; the prompts of
-            a run with checkpoints have changed.
+    Raises UserError: sources missing, empty or all duplicates; a prompt too long (`data.too_long: error`); no template; the prompts of a
+    run with checkpoints have changed.
     """
     made_with = _made_with(data, tokenizer, context_length, max_tokens)
     if folder is not None:
@@ -259,8 +258,7 @@ def asked_rows(
 ) -> tuple[list[PromptRow], bool]:
     """(rows of a command's `--prompts PATH`, read like a source of a config; whether a column `label` gives their domain).
 
-    Raises:
-        UserError: see `load_source`; the message starts with the option.
+    Raises UserError: see `load_source`; the message starts with the option.
     """
     columns = {"prompt_column": prompt_column or None, "messages_column": messages_column or None}
     # A file with an unknown suffix is read as plain lines.
@@ -280,8 +278,7 @@ def asked_rows(
 def render_rows(rows: Sequence[PromptRow], tokenizer: Any, chat: bool) -> list[Prompt]:
     """(key, ids) of each row. Conversations, and with `chat` plain prompts too, use the chat template. The key is FILE:LINE.
 
-    Raises:
-        UserError: a missing chat template, a row that it refuses, a prompt without a token.
+    Raises UserError: a missing chat template, a row that it refuses, a prompt without a token.
     """
     if chat and not tokenizer.chat_template:
         raise UserError("--chat: the target's tokenizer has no chat template")

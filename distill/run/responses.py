@@ -101,8 +101,7 @@ class RunStores:
         folder and everything else follows from it, so a killed run makes the same prompts. ``tokenizer``: the one that renders the
         run's prompts. ``context``: maximum tokens of prompt and response.
 
-        Raises:
-            UserError: magpie without a chat template, mix with prompts that share no words.
+        Raises UserError: magpie without a chat template, mix with prompts that share no words.
         """
         config = self.run.config
         asked = config.data.synthetic

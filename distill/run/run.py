@@ -134,8 +134,7 @@ class Run:
         The ranks take the pieces in turn, or the main process all of them if ``alone``. Results are kept in ``folder``, so that
         a killed run does not repeat them; the caller deletes it.
 
-        Raises:
-            UserError: ``folder`` cannot be written.
+        Raises UserError: ``folder`` cannot be written.
         """
         own = {}
         for index, piece in enumerate(pieces):
@@ -153,8 +152,7 @@ class Run:
     def once(self, path: Path, make: Callable[[], object]) -> None:
         """Call ``make``, which writes a file at ``path``, on the main process; return when this rank reads the same bytes.
 
-        Raises:
-            UserError: not within a minute, because the disk is not shared.
+        Raises UserError: not within a minute, because the disk is not shared.
         """
         if self.main:
             make()
@@ -177,8 +175,7 @@ class Run:
     def await_seen(self, seen: Callable[[], bool], path: Path) -> None:
         """Wait until this rank sees what another one has written; return at once if there is no other.
 
-        Raises:
-            UserError: not within a minute; the message starts with ``path``.
+        Raises UserError: not within a minute; the message starts with ``path``.
         """
         deadline = time.monotonic() + PATIENCE
         while self.ranks > 1 and not seen():
@@ -210,8 +207,7 @@ MAY_DIFFER = (
 def claim_folder(config: RunConfig) -> None:
     """Make the run's folder, or accept one with the same config (apart from `MAY_DIFFER`).
 
-    Raises:
-        UserError: it holds another config (the message gives the first difference), or it cannot be written.
+    Raises UserError: it holds another config (the message gives the first difference), or it cannot be written.
     """
     folder, text = config.folder, dump_config(config)
     path = folder / CONFIG

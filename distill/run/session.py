@@ -112,8 +112,7 @@ def check_instrument(
 ) -> Mapping[str, Any]:
     """Run the self-checks on the first held-out prompts, once per run, at most `judge.batch_size` of them at once.
 
-    Raises:
-        SelfCheckError: two measurements that must agree differ.
+    Raises SelfCheckError: two measurements that must agree differ.
     """
 
     def checked() -> dict[str, object]:

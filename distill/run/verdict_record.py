@@ -168,8 +168,7 @@ def load_verdict(run: Path) -> Verdict:
 def load_engine_costs(run: Path) -> EngineCosts | None:
     """engine_costs.json of a run; None if no engine was timed.
 
-    Raises:
-        UserError: damaged, or a key is missing or has an invalid value.
+    Raises UserError: damaged, or a key is missing or has an invalid value.
     """
     path = run / ENGINE_COSTS
     return EngineCosts.read(path, "delete it, and use `understudy time` again") if path.is_file() else None

@@ -59,8 +59,7 @@ class BatchSource:
     ) -> None:
         """`examples`: responses of the target; `others`: (weight, responses) of other targets. `rollouts` and `text_examples` are needed if `data.mix` has a share of them.
 
-        Raises:
-            UserError: a sequence that is longer than `train.packing`.
+        Raises UserError: a sequence that is longer than `train.packing`.
         """
         config = run.config
         mix, every = config.data.mix, config.data.rollouts.every
@@ -190,8 +189,7 @@ class BatchSource:
 def check_packing(split: SplitModel) -> None:
     """Compare hidden states of packed sequences with those of each sequence alone, and with other neighbours in the row.
 
-    Raises:
-        UserError: the architecture, or the attention implementation in use, lets packed sequences attend to each other.
+    Raises UserError: the architecture, or the attention implementation in use, lets packed sequences attend to each other.
     """
     parameter = next(split.model.parameters())
     vocabulary = min(split.model.config.get_text_config().vocab_size, 997)
@@ -246,8 +244,7 @@ def make_batches(
 
     ``teacher``: a stored one reads the records of the next step in advance. ``mask_token``: of a parallel draft. ``others``: as for `BatchSource`.
 
-    Raises:
-        UserError: sequences that are too long or contain the mask token; general text that cannot be cut into windows.
+    Raises UserError: sequences that are too long or contain the mask token; general text that cannot be cut into windows.
     """
     config, data, tokenizer, packing = run.config, run.config.data, target.tokenizer, run.config.train.packing
     rollouts, text = None, None

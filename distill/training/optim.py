@@ -42,8 +42,7 @@ def make_optimizers(module: nn.Module, optim: OptimConfig) -> list[torch.optim.O
     `muon`: Muon (orthogonalised momentum, arXiv 2502.16982) for the matrices of the layers, with updates scaled to AdamW's size
     so that the same learning rate works; AdamW for embeddings, head and vectors.
 
-    Raises:
-        UserError: adamw8bit without torchao.
+    Raises UserError: adamw8bit without torchao.
     """
     lr = optim.lr if optim.lr is not None else default_lr(module)
     named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]

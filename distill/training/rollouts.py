@@ -82,8 +82,7 @@ class Rollouts:
     def student(self, generation: int, draft: Draft) -> list[Example]:
         """The draft's own responses, sampled at `data.rollouts.temperature` (on-policy distillation, arXiv 2306.13649).
 
-        Raises:
-            UserError: disk full; a store of other settings; a damaged shard.
+        Raises UserError: disk full; a store of other settings; a damaged shard.
         """
         rows, _ = self._generation("student", generation, draft)
         return [row.example() for row in rows]

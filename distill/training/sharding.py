@@ -153,8 +153,7 @@ def load_state(accelerator: Accelerator, wrapped: Any, optimizers: Sequence[Any]
     Weights, optimizer and schedule do not depend on the number of ranks. Random numbers (dropout) do: a rank without a saved
     state starts from the run's seed.
 
-    Raises:
-        UserError: FSDP2 ranks read a state that was written without FSDP2.
+    Raises UserError: FSDP2 ranks read a state that was written without FSDP2.
     """
     sharded = (folder / SHARDED_STATE).exists()
     if sharded and not accelerator.is_fsdp2:
@@ -179,8 +178,7 @@ def sharded_teacher(run: Run, target: Target) -> PreTrainedModel:
     Only the main process reads the weights, into host memory, and sends each rank its shards, so no device holds the whole target.
     Live judging loads the whole target after the shards are freed. All ranks must run the same number of forwards together.
 
-    Raises:
-        UserError: an architecture without a list of layers; quantised weights.
+    Raises UserError: an architecture without a list of layers; quantised weights.
     """
     if quantization_of(target.side.config) is not None:
         raise UserError(

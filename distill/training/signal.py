@@ -31,8 +31,7 @@ def open_signal_store(
 
     ``repair``: for callers that compute missing signals; damaged ones then count as missing. Otherwise the store must be complete.
 
-    Raises:
-        UserError: missing or incomplete; the message has the command that makes it.
+    Raises UserError: missing or incomplete; the message has the command that makes it.
     """
     config = run.config
     store, examples = SignalStore(run.folder / RESPONSES / TRAINING), as_examples(examples)

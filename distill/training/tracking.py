@@ -161,8 +161,7 @@ def wandb_options(folder: Path, name: str) -> dict[str, Any]:
 def log_draft(folder: Path, config: RunConfig, exported: Path) -> None:
     """Log an exported draft to the run of a folder, as an artifact of type model. A judged draft gets alias `best` and its verdict.
 
-    Raises:
-        UserError: wandb is not installed or cannot be reached. The export is kept.
+    Raises UserError: wandb is not installed or cannot be reached. The export is kept.
     """
     try:
         import wandb

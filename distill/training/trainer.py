@@ -123,9 +123,8 @@ class Trainer:
 
         Random numbers drawn by the caller while it holds a checkpoint do not affect training.
 
-        Raises:
-            NotFinite: before the update; the message has the last good checkpoint.
-            Interrupted: Ctrl-C, after a checkpoint was written.
+        Raises NotFinite: before the update; the message has the last good checkpoint. Raises Interrupted: Ctrl-C, after a checkpoint was
+        written.
         """
         interrupt, train, dial = Interrupt(), self.config.train, self.config.judge.dial_every
         word = "distil" if self.teacher else "train"
@@ -188,8 +187,7 @@ class Trainer:
         The number of valid tokens of all ranks is known before the first backward. Each micro-batch backpropagates its
         summed loss x ranks / that number, because DDP averages gradients over ranks.
 
-        Raises:
-            NotFinite: loss or gradient norm is nan or infinite; weights and optimizer are as before the step.
+        Raises NotFinite: loss or gradient norm is nan or infinite; weights and optimizer are as before the step.
         """
         accelerator = self.accelerator
         self._set_objective()

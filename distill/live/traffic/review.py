@@ -48,8 +48,7 @@ class Disagreement(Record):
 def review_traffic(options: ReviewOptions, console: Console) -> list[Disagreement]:
     """Store what a person says of requests, or print the costliest ones.
 
-    Raises:
-        UserError: no log, an id that is not in it, an unknown verdict, or a damaged reviews.json.
+    Raises UserError: no log, an id that is not in it, an unknown verdict, or a damaged reviews.json.
     """
     if bool(options.say) != bool(options.id):
         raise UserError("--as and --id belong together: --as bad --id ID --id ID")
