@@ -98,9 +98,7 @@ class Judgement(OnText):
     live: bool = Field(True, description="whether tau was counted on all prompts, decoded live; false: by replay")
     live_check: LiveCheck | None = Field(None, description="the prompts that a checkpoint decoded live; null: none")
     live_tokens: int | None = Field(None, description="tokens of the live run")
-    replay_check: ReplayCheck | None = Field(
-        None, description="blocks of the live run compared with replay of its text"
-    )
+    replay_check: ReplayCheck | None = Field(None, description="live blocks compared with replay of their text")
     warnings: list[Text] = Field([], description="differences between live decoding and replay")
     weights: str | None = Field(None, description="raw or ema: the better weights, if averaged weights were judged too")
     score_raw: float | None = Field(None, description="score of the raw weights, where both were judged")

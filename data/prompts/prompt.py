@@ -47,9 +47,7 @@ class PromptSource(Section):
     system: str | None = Field(None, description="system message to put before every prompt (chat)")
     domain: str | None = Field(None, description="domain label for all rows")
     domain_column: str | None = Field(None, description="column with the domain label")
-    limit: int | None = Field(
-        None, ge=1, description="maximum rows to use, chosen over the whole source by content hash"
-    )
+    limit: int | None = Field(None, ge=1, description="most rows to use, chosen over the whole source by content hash")
 
 
 class Template(Section):

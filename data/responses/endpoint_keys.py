@@ -21,9 +21,7 @@ class Endpoint(Section):
         description="completions, or chat = a hosted API of messages (needs signal.source: response_logprobs)",
     )
     model: str | None = Field(None, description="name of the model at the server; null = the only one served")
-    api_key_env: str = Field(
-        "", description="environment variable with the API key, e.g. OPENAI_API_KEY; empty = no key is sent"
-    )
+    api_key_env: str = Field("", description="environment variable with the API key, e.g. OPENAI_API_KEY; empty = none")
     concurrency: int = Field(32, ge=1, description="requests sent at once")
     timeout: float = Field(600.0, gt=0, description="timeout of one request in seconds")
     retries: int = Field(5, ge=0, description="how often a request is repeated after a dropped connection, 429 or 5xx")

@@ -108,9 +108,7 @@ class ExportOptions:
     ] = ""
     push: Annotated[str, option("upload the export as hub model ORG/NAME, private if it is new")] = ""
     push_dataset: Annotated[str, option("upload prompts and responses as hub dataset ORG/NAME")] = ""
-    dry_run: Annotated[
-        bool, option("write what would be uploaded and list its files, but upload nothing", "--dry-run")
-    ] = False
+    dry_run: Annotated[bool, option("write and list what would be uploaded, but upload nothing", "--dry-run")] = False
     engine: Annotated[str, option("also convert target and draft for this engine: openvino or llama.cpp")] = ""
     weights: Annotated[str, option("with --engine: weights of target and draft there, e.g. int8 or q8_0,q4_k_m")] = ""
     trust_remote_code: shared.TrustRemoteCode = False
@@ -179,18 +177,12 @@ class CompareOptions:
     on: Annotated[Path | None, option("run whose held-out text is used for all; default: the first run given")] = None
     rule: shared.RuleName = ""
     gamma: Annotated[int, option("drafted tokens per block, 1 to 32; default: the run's")] = 0
-    timing: Annotated[
-        bool, option("measure step times and predict speed-ups; --no-timing never loads the target's weights")
-    ] = True
+    timing: Annotated[bool, option("measure step times, predict speed-ups; --no-timing never loads the target")] = True
     fail_below: Annotated[
         list[str] | None,
-        option(
-            "exit 1 when the first draft is below a limit: tau=2.1, alpha=0.6, speed_up=1.2, tau.ci_low=2; repeatable"
-        ),
+        option("exit 1 when the first is below a limit: tau=2.1, alpha=0.6, speed_up=1.2, tau.ci_low=2; repeatable"),
     ] = None
-    fail_if_worse: Annotated[
-        bool, option("exit 1 when the first draft is certainly worse than another", "--fail-if-worse")
-    ] = False
+    fail_if_worse: Annotated[bool, option("exit 1 when another draft is certainly better", "--fail-if-worse")] = False
     plot: shared.Plot = None
     trust_remote_code: shared.TrustRemoteCode = False
     out: shared.Out = None
@@ -208,9 +200,7 @@ class DriftOptions:
     """
 
     run: Annotated[Path, argument("run folder whose best draft is served")]
-    log: Annotated[
-        Path | None, option("acceptance log: vLLM or llama.cpp output, JSON lines, csv or proposals; may be .gz")
-    ] = None
+    log: Annotated[Path | None, option("log of vLLM or llama.cpp, JSON lines, csv or proposals; may be .gz")] = None
     prompts: Annotated[str, option(f"or fresh prompts, decoded here: {PROMPT_SOURCE}")] = ""
     metrics_url: Annotated[
         str,
@@ -271,9 +261,7 @@ class EvaluateOptions:
     drafting: shared.DraftingName = ""
     prompts: Annotated[int, option("held-out prompts for --losslessness and --scorer", min=1)] = 32
     samples: Annotated[int, option("responses per prompt for --losslessness (0 = 16) and --scorer (0 = 1)", min=0)] = 0
-    control: Annotated[
-        bool, option("with --losslessness: also test that texts at 1.1 times the temperature are detected")
-    ] = True
+    control: Annotated[bool, option("with --losslessness: also test that 1.1 times the temperature is detected")] = True
     overrides: shared.Overrides = None
     trust_remote_code: shared.TrustRemoteCode = False
 
@@ -302,9 +290,7 @@ class ReadbackOptions:
 
     url: Annotated[str, argument("URL of the running engine with the draft, e.g. http://127.0.0.1:8000/v1")]
     run: Annotated[Path | None, option("run folder whose best draft is served")] = None
-    target: Annotated[
-        str, option("the target as it is served: directory, hub id, GGUF file or `embedded`; default: the run's")
-    ] = ""
+    target: Annotated[str, option("target as served: directory, hub id, GGUF or `embedded`; default: the run's")] = ""
     draft: Annotated[str, option("with --run: the draft as it is served, e.g. a GGUF file; default: the run's")] = ""
     prompts: Annotated[str, option(f"with --target: {PROMPT_SOURCE}")] = ""
     prompt_column: shared.PromptColumn = ""
@@ -321,13 +307,9 @@ class ReadbackOptions:
     speed: Annotated[bool, option("with --run and --plain: compare speeds with `understudy time`", "--speed")] = False
     parameters: Annotated[
         bool,
-        option(
-            "with --plain: try penalties, min_p, logit_bias, logprobs, seed and stop on both engines", "--parameters"
-        ),
+        option("with --plain: try penalties, min_p, logit_bias, logprobs, seed and stop on both", "--parameters"),
     ] = False
-    rule: Annotated[
-        str, option("auto, or the engine's rule: greedy (temperature 0), greedy-draft, sample or block")
-    ] = "auto"
+    rule: Annotated[str, option("auto or the engine's: greedy (temperature 0), greedy-draft, sample or block")] = "auto"
     gamma: Annotated[int | None, option("drafted tokens per block; default: as exported", min=1, max=128)] = None
     drafting: shared.DraftingName = ""
     count: Annotated[int | None, option("prompts to send; default: all", min=1)] = None
@@ -376,9 +358,7 @@ class ProbeOptions:
         str, option("memory of the serving device, e.g. 80GB or 80GiB: does the pair fit? (with the next two options)")
     ] = ""
     concurrency: Annotated[int, option("with --device-memory: requests served at once", min=0)] = 0
-    context: Annotated[
-        str, option("with --device-memory: tokens of prompt and response per request, e.g. 8192 or 8k")
-    ] = ""
+    context: Annotated[str, option("with --device-memory: tokens of prompt and response, e.g. 8192 or 8k")] = ""
     dtype: shared.Dtype = "auto"
     device: shared.Device = ""
     seed: shared.Seed = 0
@@ -414,9 +394,7 @@ class GenerateOptions:
     drafting: shared.DraftingName = ""
     exit_layers: Annotated[int, option("with early-exit: layers to run; 0 = a third of them")] = 0
     datastore: Annotated[Path | None, option("with retrieval: past texts, the --out file of an earlier command")] = None
-    gamma: Annotated[
-        str, option("drafted tokens per block (default 4), or auto = the fastest number, which may be none")
-    ] = ""
+    gamma: Annotated[str, option("drafted tokens per block (default 4); auto = the fastest, which may be none")] = ""
     stop_below: Annotated[float, option("stop drafting after a token with a lower probability; 0 = off")] = 0.0
     tree: Annotated[str, option("draft a token tree instead of a chain: candidates per depth, e.g. 3,2,1")] = ""
     rule: Annotated[
@@ -438,9 +416,7 @@ class GenerateOptions:
     dtype: shared.Dtype = "auto"
     device: shared.Device = ""
     runner: Annotated[str, option("how models are run: auto, eager, compile or graph (CUDA)")] = "auto"
-    out: Annotated[
-        Path | None, option("file for the responses as JSON lines; without it they are printed as they finish")
-    ] = None
+    out: Annotated[Path | None, option("file for the responses as JSON lines; default: printed as they finish")] = None
     log: Annotated[Path | None, option("file for every drafted token, as parquet")] = None
     numbers: Annotated[Path | None, option("file for the numbers, as JSON")] = None
 

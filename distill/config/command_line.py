@@ -25,9 +25,7 @@ def argument(text: str) -> Any:
 
 # Options that several commands share. The column options have the names that a config uses.
 PROMPT_SOURCE = "file (jsonl, json, csv, parquet, txt; may be .gz), directory or hub id"
-PromptColumn = Annotated[
-    str, option("column of --prompts with a plain prompt; default: a common name such as `prompt`")
-]
+PromptColumn = Annotated[str, option("column of --prompts with a plain prompt; default: a common name like `prompt`")]
 MessagesColumn = Annotated[str, option("column of --prompts with chat messages (role, content)")]
 Chat = Annotated[bool, option("wrap each prompt in the target's chat template")]
 TargetModel = Annotated[str, argument("target: directory, hub id or `embedded`")]
@@ -39,9 +37,7 @@ Dtype = Annotated[str, option("auto (as the target is saved), float32, bfloat16 
 Device = Annotated[str, option("cpu, cuda or cuda:N; default: cuda if there is a GPU")]
 Seed = Annotated[int, option("seed of all sampling")]
 Overrides = Annotated[list[str] | None, argument("config overrides as key=value, e.g. optim.lr=3e-4")]
-Launcher = Annotated[
-    str, option('command to put before `-m distill.train`, e.g. "accelerate launch --num_processes 2"')
-]
+Launcher = Annotated[str, option('command put before `-m distill.train`, e.g. "accelerate launch --num_processes 2"')]
 TargetSeconds = Annotated[str, option("time of one target step instead of measuring it, e.g. 25ms (with --t-draft)")]
 DraftSeconds = Annotated[
     str, option("time of one draft call (one token, or a block drafted in one pass), e.g. 3ms (with --t-target)")

@@ -8,9 +8,7 @@ import typer
 
 from distill.config.command_line import Launcher, Overrides, TrustRemoteCode
 
-TargetVersion = Annotated[
-    str, typer.Option(help="version of RUN's target in the log; default: its fingerprint or path")
-]
+TargetVersion = Annotated[str, typer.Option(help="version of RUN's target in the log; default: fingerprint or path")]
 AssumeSampling = Annotated[bool, typer.Option("--assume-sampling", help="take unknown sampling settings to be RUN's")]
 Log = Annotated[Path, typer.Argument(help="directory that the gateway logs to")]
 
@@ -30,9 +28,7 @@ class GatewayOptions:
     engine: Annotated[list[str], typer.Option(help="address of an engine; repeatable, one per draft")]
     log: Annotated[Path, typer.Option(help="directory of the traffic log; one gateway per directory")]
     share: Annotated[list[float] | None, typer.Option(help="share of the conversations for each further engine")] = None
-    draft_version: Annotated[
-        list[str] | None, typer.Option(help="draft version of each engine in turn, e.g. v0007")
-    ] = None
+    draft_version: Annotated[list[str] | None, typer.Option(help="draft version per engine in turn, e.g. v0007")] = None
     target_version: Annotated[
         str, typer.Option(help="version of the target that all engines serve; written into each record")
     ] = "unknown"
@@ -73,9 +69,7 @@ class ShowOptions:
         str, typer.Option(help="draft version that the alarm watches; default: the version that served last")
     ] = ""
     bins: Annotated[int, typer.Option(help="number of time intervals", min=1, max=1000)] = 24
-    plot: Annotated[
-        Path | None, typer.Option(help="file for a plot of acceptance and requests over time, .png or .svg")
-    ] = None
+    plot: Annotated[Path | None, typer.Option(help="file for a plot of acceptance and requests, .png or .svg")] = None
     as_json: Annotated[bool, typer.Option("--json", help="print everything as JSON")] = False
 
 
@@ -92,9 +86,7 @@ class ExportTrafficOptions:
     run: Annotated[Path, typer.Option(help="run whose target wrote the responses, with the run's `serving` settings")]
     to: Annotated[Path, typer.Option(help="folder to write: prompts/ and responses/train/ (docs/traffic.md)")]
     heldout: Annotated[int, typer.Option(help="prompts to hold out, at most the latest fifth", min=2)] = 128
-    alike: Annotated[
-        int, typer.Option(help="maximum number of near-equal prompts, and of prompts of one conversation", min=1)
-    ] = 8
+    alike: Annotated[int, typer.Option(help="most near-equal prompts, and prompts of one conversation", min=1)] = 8
     quota: Annotated[
         list[str] | None, typer.Option(help="maximum training prompts per slice: 5000, or code=2000 for one slice")
     ] = None

@@ -88,9 +88,7 @@ class TaskScores(Record):
     alone: Score = Field(description="score of the target alone")
     with_reference: int = Field(0, description="prompts that have a reference")
     same_texts: int = Field(0, description="responses that are identical with and without the draft")
-    difference_ci_wide: Interval | None = Field(
-        None, description="wider interval that decides `passed`; null at temperature 0"
-    )
+    difference_ci_wide: Interval | None = Field(None, description="interval behind `passed`; null at temperature 0")
     difference: ScoreDifference = Field(description="score with the draft minus score without")
     passed: bool = Field(description="whether no certain difference was found")
     sentence: Text = Field(description="the result in words")
@@ -155,17 +153,11 @@ class Result(Record):
     slices: list[SliceTable] = Field([], description="acceptance on parts of the frozen text, one table per dimension")
     where: list[WhereRow] = Field([], description="speed-up of every way on parts of the text; empty: not timed")
     temperatures: list[TemperatureRow] = Field([], description="acceptance at each of judge.temperatures, lowest first")
-    losslessness: Losslessness | None = Field(
-        None, description="whether the text is the target's own; null: not tested"
-    )
+    losslessness: Losslessness | None = Field(None, description="whether text is the target's own; null: not tested")
     scores: list[TaskScores] = Field([], description="task scores with and without the draft, one entry per scorer")
     disagreements: list[Disagreement] = Field([], description="the most expensive disagreements, worst first")
-    calibration: Calibration | None = Field(
-        None, description="how often drafted tokens of each confidence are accepted"
-    )
-    trained_on: list[Text] | None = Field(
-        None, description="domains of the training prompts; null: nothing was trained"
-    )
+    calibration: Calibration | None = Field(None, description="how often tokens of each confidence are accepted")
+    trained_on: list[Text] | None = Field(None, description="domains of the training prompts; null: not trained")
     timed_prompts: dict[str, dict[str, float]] = Field(
         {}, description="tokens/s by prompt and way; a way that was certainly slower has fewer prompts"
     )
@@ -178,9 +170,7 @@ class Result(Record):
     config: Text = Field("", description="resolved config, YAML")
     provenance: dict[str, Any] = Field({}, description="commit, versions, command, machine, fingerprints")
     files: dict[str, str | None] = Field({}, description="other files in the same folder: {proposals}")
-    gammas: dict[int, Judgement] | None = Field(
-        None, description="of an evaluation: the judgement at every requested gamma"
-    )
+    gammas: dict[int, Judgement] | None = Field(None, description="of an evaluation: the judgement at every gamma")
 
 
 def load_result(path: Path) -> Result:

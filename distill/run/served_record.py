@@ -29,9 +29,7 @@ class GreedyTexts(Record):
 
     prompts: int = Field(description="prompts compared")
     equal: int = Field(description="texts that are equal token for token")
-    near_ties: int = Field(
-        0, description="texts that differ after a near-tie: the target's two best logits are equal up to rounding"
-    )
+    near_ties: int = Field(0, description="texts that differ after a near-tie: two best logits equal up to rounding")
 
     @property
     def same(self) -> bool:
@@ -82,9 +80,7 @@ class ServedRecord(Record):
     )
     target: str = Field("", description="--target that the text is compared with; empty: the run's")
     sampling: dict[str, Any] = Field(description="sampling settings of the requests")
-    source: str = Field(
-        description="`responses`: the engine's counts for each response; `metrics`: the difference of its counters"
-    )
+    source: str = Field(description="`responses`: counts for each response; `metrics`: the difference of counters")
     measured: list[Row] = Field(description="rows as served, and by replay at the exported or requested gamma")
     survival: dict[str, list[float]] = Field(
         description="survival by position in a block: `replay`, and `served` if the engine reports it"

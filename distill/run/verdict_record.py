@@ -73,13 +73,9 @@ class Verdict(Record):
     version: str = Field(description="version of understudy that wrote it")
     measured: list[Row] = Field([], description="every way at every concurrency, on the held-out text and its domains")
     drafts: list[DraftOf] = Field(min_length=1, description="every draft; the judged one is last")
-    gain: Effects | None = Field(
-        None, description="draft minus undistilled draft, paired by prompt, widened for the looks"
-    )
+    gain: Effects | None = Field(None, description="draft minus undistilled, paired by prompt, widened for the looks")
     run: dict[str, str] = Field({}, description="the way to run by number of concurrent requests; empty: not timed")
-    pays: bool | None = Field(
-        None, description="whether decoding with the draft is certainly faster than without; null: not timed"
-    )
+    pays: bool | None = Field(None, description="whether decoding is certainly faster with the draft; null: not timed")
     survival: list[float] | None = Field(
         None,
         description="of the judged draft, live, else by replay: share of blocks whose first j tokens are all accepted, j = 1, 2, ...",
@@ -110,9 +106,7 @@ class Verdict(Record):
     targets: list[OnTarget] = Field([], description="the draft on each other target (target.others)")
     repetition: Repetition | None = Field(None, description="how much the frozen text repeats itself")
     outcome: Outcome = Field(description="see [the outcomes](../verdict.md#the-outcomes)")
-    warnings: list[Text] = Field(
-        [], description="live decoding and replay disagree, the target loops, or a load was not measured"
-    )
+    warnings: list[Text] = Field([], description="live and replay disagree, the target loops, a load was not measured")
     seconds: dict[str, float] = Field({}, description="seconds of each stage of the run; empty for an evaluation")
     engine: EngineCosts | None = Field(None, description="content of engine_costs.json; null: no engine was timed")
 

@@ -56,9 +56,7 @@ class SliceTable(Record):
 
     dimension: Text = Field(description="domain, position, token class, ...")
     unit: Text | None = Field(None, description="unit of the bounds")
-    corrected_confidence: float | None = Field(
-        None, description="confidence of each gain's interval (Bonferroni over the rows)"
-    )
+    corrected_confidence: float | None = Field(None, description="of each gain's interval (Bonferroni over the rows)")
     rows: list[SliceRow] = Field(description="the slices; every token is in exactly one")
 
 

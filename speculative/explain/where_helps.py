@@ -27,13 +27,9 @@ class WhereRow(Record):
     repeated: float | None = Field(None, description="share of its tokens inside a sequence of 8 that occurred earlier")
     looping: float | None = Field(None, description="share of its tokens in a loop")
     speed_up: dict[str, float] = Field(description="speed-up by way")
-    speed_up_ci: dict[str, Interval | None] = Field(
-        {}, description="95 % interval by way, not corrected for the other rows"
-    )
+    speed_up_ci: dict[str, Interval | None] = Field({}, description="95 % interval by way, not corrected for rows")
     best: str | None = Field(None, description="the fastest way; `target alone`: no way is faster")
-    certain: bool | None = Field(
-        None, description="whether it is certainly faster than all others, over all rows of the dimension"
-    )
+    certain: bool | None = Field(None, description="whether it is certainly faster than all others, over all rows")
 
 
 def where_each_helps(texts: Sequence[SlicedText], steps: Mapping[str, Sequence[float] | np.ndarray]) -> list[WhereRow]:

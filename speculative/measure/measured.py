@@ -85,20 +85,14 @@ class Measured:
     tau: Annotated[float | None, "tokens per target call at this gamma"] = None
     tau_ci: Annotated[Interval | None, "its interval"] = None
     accepted_per_drafted: Annotated[float | None, "accepted over drafted tokens at this gamma"] = None
-    tokens_per_second: Annotated[
-        float | None, "of all requests together; in a served row, of one request among the others"
-    ] = None
+    tokens_per_second: Annotated[float | None, "of all requests; in a served row, of one among the others"] = None
     speed_up: Annotated[
         float | None, "tokens/s over tokens/s of the target alone at the same concurrency, pooled over prompts"
     ] = None
     speed_up_ci: Annotated[Interval | None, "its interval; null: too few prompts to be certain"] = None
-    first_token_ms: Annotated[
-        Waits | None, "p50, p90, p99 of requests: arrival to first token, with prefill and queue"
-    ] = None
+    first_token_ms: Annotated[Waits | None, "p50, p90, p99: arrival to first token, with prefill and queue"] = None
     per_token_ms: Annotated[Waits | None, "the same of (last token - first token) / (tokens - 1)"] = None
-    stages_ms: Annotated[
-        Waits | None, "mean per block: prefill, draft, verify, accept, host; or all in one, `block`"
-    ] = None
+    stages_ms: Annotated[Waits | None, "mean per block: prefill, draft, verify, accept, host; or one, `block`"] = None
     how: Annotated[dict[str, How], "how each figure was obtained"] = field(default_factory=dict)
     ngrams: Annotated[tuple[int, int] | None, "longest and shortest n-gram that is looked up"] = None
     then_gamma: Annotated[int | None, "gamma of the draft used when the lookup finds nothing"] = None

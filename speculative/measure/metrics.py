@@ -165,12 +165,8 @@ class Percentiles(Record):
 class Latency(Record):
     """Waiting times of a reader. Null: not observed."""
 
-    first_token: Percentiles | None = Field(
-        None, description="time to the first tokens, including the prefill of both models"
-    )
-    between_commits: Percentiles | None = Field(
-        None, description="pauses of the stream: the tokens of a block arrive together"
-    )
+    first_token: Percentiles | None = Field(None, description="time to the first tokens, with both models' prefill")
+    between_commits: Percentiles | None = Field(None, description="pauses: the tokens of a block arrive together")
     per_token: Percentiles | None = Field(None, description="(last - first token) / (tokens - 1) of each response")
     per_response: Percentiles | None = Field(None, description="from the request to the response's last token")
 
