@@ -151,9 +151,7 @@ def check_prompts(
     for prompt in prompts:
         paired = isinstance(prompt, tuple) and len(prompt) == 2
         if not paired or not isinstance(prompt[0], str) or isinstance(prompt[1], str):
-            raise UserError(
-                f"a prompt is {str(prompt)[:60]!r}: give pairs (key, token ids), as in ('first', [1, 2, 3])"
-            )
+            raise UserError(f"a prompt is {str(prompt)[:60]!r}: give pairs (key, token ids), like ('first', [1, 2, 3])")
         key, ids = prompt
         if len(ids) == 0:
             raise UserError(f"prompt {key!r} is empty: give at least one token (for example the BOS token)")
@@ -163,9 +161,7 @@ def check_prompts(
         if context is None or len(ids) + (1 if settings.fit_context else max_tokens) <= context:
             continue
         if settings.fit_context:
-            raise UserError(
-                f"prompt {key!r} has {len(ids)} tokens but the context of the {name} is {context}: shorten it"
-            )
+            raise UserError(f"prompt {key!r} has {len(ids)} tokens but the {name}'s context is {context}: shorten it")
         raise UserError(
             f"prompt {key!r} has {len(ids)} tokens; with max_tokens = {max_tokens} that exceeds the context of "
             f"{context} of the {name}: shorten the prompt or lower max_tokens"
@@ -205,9 +201,7 @@ class _Call:
             )
         if settings.tree is not None:
             if not (isinstance(self.policy, FixedGamma) and self.policy.max_gamma == settings.gamma):
-                raise UserError(
-                    f"a token tree needs a fixed gamma equal to its depth: use FixedGamma({settings.tree.depth})"
-                )
+                raise UserError(f"a token tree needs a fixed gamma, its depth: use FixedGamma({settings.tree.depth})")
             if self.log is not None:
                 raise UserError("the proposal log does not support token trees: remove the tree or the log")
         self.draft_model = drafter.model if drafter is not None else None

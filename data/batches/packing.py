@@ -46,9 +46,7 @@ def micro_batches(batch: np.ndarray, micro_batch_size: int, rank: int, ranks: in
     Raises ValueError: the batch does not divide into micro-batches times ranks.
     """
     if len(batch) % (micro_batch_size * ranks):
-        raise ValueError(
-            f"a batch of {len(batch)} does not divide into {ranks} ranks x micro-batches of {micro_batch_size}"
-        )
+        raise ValueError(f"a batch of {len(batch)} does not divide by {ranks} ranks x {micro_batch_size}")
     return list(batch.reshape(-1, micro_batch_size)[rank::ranks])
 
 

@@ -35,8 +35,6 @@ def text_examples(sources: Sequence[PromptSource], tokenizer: PreTrainedTokenize
     windows = cut_windows(documents, window, tokenizer.eos_token_id)
     if not len(windows):
         names = ", ".join(source.path for source in sources)
-        raise UserError(
-            f"data.text: less than one window of {window} tokens in {names}; add text, or lower data.text_window"
-        )
+        raise UserError(f"data.text: fewer than {window} tokens in {names}; add text, or lower data.text_window")
     mask = np.arange(window) > 0
     return [Example(ids, mask) for ids in windows]

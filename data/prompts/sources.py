@@ -154,9 +154,7 @@ def _open(source: PromptSource) -> tuple[Iterator[_Table], str]:
     path, split = source.path, source.split
     local = Path(path).expanduser()
     if source.streaming and (local.exists() or glob.has_magic(path)):
-        raise UserError(
-            f"{path}: streaming is for datasets of the hub, and local files are read row by row anyway; remove it"
-        )
+        raise UserError(f"{path}: streaming is for hub datasets; local files are read row by row anyway; remove it")
     if local.is_dir():
         return _directory_tables(local, split, source.subset), local.resolve().name
     if local.is_file():
@@ -194,9 +192,7 @@ def _file_tables(files: list[Path], format: str, split: str) -> Iterator[_Table]
     told = [(file, format_of(file) if format == "auto" else format) for file in files]
     for file, kind in told:
         if kind is None:
-            raise UserError(
-                f"{file}: the suffix gives no format; rename it or set format to one of {', '.join(FORMATS)}"
-            )
+            raise UserError(f"{file}: the suffix gives no format; rename it or set format to {', '.join(FORMATS)}")
     return (table for file, kind in told for table in _read_file(file, FORMATS[str(kind)]))
 
 

@@ -44,9 +44,7 @@ class RequestCounts:
         if blocks == 0 and (drafted or accepted):
             raise CountsError(f"{drafted or accepted} drafted tokens in 0 blocks")
         if len(self.accepted_B) != len(self.drafted_B):
-            raise CountsError(
-                f"accepted counts for {len(self.accepted_B)} blocks, but drafted counts for {len(self.drafted_B)}"
-            )
+            raise CountsError(f"accepted for {len(self.accepted_B)} blocks, but drafted for {len(self.drafted_B)}")
         if any(kept > tried for kept, tried in zip(self.accepted_B, self.drafted_B, strict=True)):
             raise CountsError("a block accepted more tokens than it drafted")
         if self.accepted_B and (sum(self.accepted_B), sum(self.drafted_B)) != (accepted, drafted):

@@ -51,9 +51,7 @@ def engine_http(
                 response.extensions.setdefault("first_part", time.perf_counter())
                 body += part
                 if len(body) > most_bytes:
-                    raise UserError(
-                        f"{url}: its answer is longer than {most_bytes:,} bytes; check that this is an engine"
-                    )
+                    raise UserError(f"{url}: its answer is longer than {most_bytes:,} bytes; is this an engine?")
         response.stream = httpx2.ByteStream(bytes(body))
 
     return httpx2.Client(

@@ -77,9 +77,7 @@ def topk_table(ids_N: np.ndarray, logs_N: np.ndarray, counts_R: np.ndarray, k: i
     ids_RK[at], logs_RK[at] = ids_N[order_N], logs_N[order_N]
     mass_R = np.exp(logs_RK).sum(-1)
     if mass_R.max(initial=0.0) > 1 + _SUM_SLACK or np.isnan(mass_R).any():
-        raise ValueError(
-            f"probabilities of one token sum to {mass_R.max():.4g}; start the server with --logprobs-mode raw_logprobs"
-        )
+        raise ValueError(f"probabilities sum to {mass_R.max():.4g}; start the server with --logprobs-mode raw_logprobs")
     with np.errstate(divide="ignore"):
         # A rest below the precision of float32 counts as zero.
         log_tail_R = np.log(np.where(1 - mass_R > k * 2.0**-23, 1 - mass_R, 0.0))

@@ -185,9 +185,7 @@ class Store:
         except OSError as error:
             if not path.exists():
                 _checksum_path(path).unlink(missing_ok=True)
-            raise UserError(
-                f"{path}: cannot be written ({error.strerror or error}); earlier shards are intact"
-            ) from error
+            raise UserError(f"{path}: cannot be written ({error.strerror or error}); earlier shards stay") from error
 
     def adopt(self, other: "Store") -> None:
         """Link or copy the shards of another store with the same manifest; keep what is here.
@@ -307,9 +305,7 @@ def _mapped_table(path: Path) -> pa.Table:
         with pa.memory_map(str(path)) as source:
             return pa.ipc.open_file(source).read_all()
     except FileNotFoundError as error:
-        raise UserError(
-            f"{path}: this shard is missing; give the same command again to make its responses again"
-        ) from error
+        raise UserError(f"{path}: this shard is missing; the same command makes its responses again") from error
     except (OSError, pa.ArrowException) as error:
         raise UserError(f"{path}: damaged shard ({error}); {AGAIN}") from error
 

@@ -26,9 +26,7 @@ def numbers_of(option: str, text: str, kind: type, low: float, high: float, leas
         values = []
     if len(values) < least or not all(low <= value <= high for value in values):
         several = "two or more " if least > 1 else ""
-        raise UserError(
-            f"{option} {text}: give {several}numbers from {low:g} to {high:g}, separated by commas, e.g. 1,4"
-        )
+        raise UserError(f"{option} {text}: give {several}numbers from {low:g} to {high:g}, with commas, e.g. 1,4")
     return values
 
 

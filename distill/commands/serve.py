@@ -108,9 +108,7 @@ def engine_words(options: ServeOptions, directory: Path, facts: EngineFacts) -> 
     check_directory_name(directory)
     verdict = check(engine.name, facts)
     if not verdict.ok and not options.alone:
-        raise UserError(
-            f"{directory / SERVING_FILE}: {engine.name} does not support this pair: {'; '.join(verdict.reasons)}"
-        )
+        raise UserError(f"{directory / SERVING_FILE}: {engine.name} refuses this pair: {'; '.join(verdict.reasons)}")
     target, program = _target(options, directory, facts.target), program_of(engine, service)
     places = {"$DRAFT": str(directory), "$TARGET": target, "$SERVER": str(service.script)}
     places |= {"$PROGRAM": str(program), "$PYTHON": sys.executable}
@@ -208,9 +206,7 @@ def _read_export(path: Path) -> tuple[Path, EngineFacts]:
     except FileNotFoundError as error:
         if run_of(path) is None:
             raise UserError(f"{path}: neither a run nor an export (a directory with {SERVING_FILE})") from error
-        raise UserError(
-            f"{path}: this run has no export; write it with `understudy export {path} --to {path / EXPORT}`"
-        ) from error
+        raise UserError(f"{path}: no export; write it with `understudy export {path} --to {path / EXPORT}`") from error
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(
             f"{directory / SERVING_FILE}: cannot be read ({' '.join(str(error).split())[:200]}); export again"
@@ -296,9 +292,7 @@ def _url(host: str, port: int) -> str:
 def _died(engine: subprocess.Popen[bytes], name: str, log: Path) -> NoReturn:
     for line in _last_lines(log, TOLD_LINES):
         print(f"  {line}", file=sys.stderr)
-    raise UserError(
-        f"{name} exited on its own with status {engine.returncode}; its last lines are above, the full log is {log}"
-    )
+    raise UserError(f"{name} exited with status {engine.returncode}; its last lines are above, the full log is {log}")
 
 
 def _last_lines(log: Path, count: int) -> list[str]:

@@ -22,9 +22,7 @@ def open_target(path: str, dtype: str, device: str) -> Target:
     except RuntimeError:
         raise UserError(f"--device {device}: choose cpu, cuda or cuda:N") from None
     if place.type == "cuda" and (place.index or 0) >= (torch.cuda.device_count() if has_cuda else 0):
-        raise UserError(
-            f"--device {device}: this machine has {torch.cuda.device_count()} CUDA devices; try --device cpu"
-        )
+        raise UserError(f"--device {device}: there are {torch.cuda.device_count()} CUDA devices; try --device cpu")
     check_known("--dtype", dtype, ("auto", "float32", "bfloat16", "float16"))
     return Target(TargetConfig(path=path, dtype=dtype), place, what="target")  # type: ignore[arg-type]
 

@@ -181,9 +181,7 @@ def parse_section(kind: type[Checked], tree: dict[str, Any], origin: str) -> Che
     try:
         return kind.model_validate(_tuples(tree))
     except RecursionError as error:
-        raise UserError(
-            f"{origin}: an alias (*name) contains itself, or lists are nested too deep; write the values out"
-        ) from error
+        raise UserError(f"{origin}: an alias (*name) contains itself or nests too deep; write values out") from error
     except ValidationError as error:
         raise UserError(_explain(error, origin, kind)) from error
 

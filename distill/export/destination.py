@@ -33,9 +33,7 @@ def check_destination(to: str | Path, *, sources: list[Path], overwrite: bool = 
         raise UserError(f"export directory {path}: it is the root or home directory; choose a new directory")
     for source in (source.resolve() for source in sources):
         if path == source or path.is_relative_to(source) or source.is_relative_to(path):
-            raise UserError(
-                f"export directory {path}: it overlaps {source}, which the export reads; choose another directory"
-            )
+            raise UserError(f"export directory {path}: it overlaps {source}, which is read; choose another directory")
     if path.is_file():
         raise UserError(f"export directory {path}: it is a file; choose a directory")
     if path.is_dir() and any(path.iterdir()):
@@ -82,9 +80,7 @@ def _check_replaceable(path: Path, overwrite: bool) -> None:
     if not isinstance(serving, dict) or serving.get("format") != SERVING_FORMAT:
         raise UserError(f"export directory {path}: it is not empty and not an earlier export; choose a new directory")
     if not overwrite:
-        raise UserError(
-            f"export directory {path}: it contains an earlier export; pass --overwrite or choose another directory"
-        )
+        raise UserError(f"export directory {path}: it has an earlier export; pass --overwrite or choose another")
     foreign = sorted({entry.name for entry in path.iterdir()} - {str(name) for name in serving.get("files", [])})
     if foreign:
         raise UserError(

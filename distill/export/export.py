@@ -139,9 +139,7 @@ def check_exported(directory: Path, model: Any, tokenizer: Any, trust_remote_cod
         raise RuntimeError(f"{directory}: the reloaded draft and the student give different logits")
     differing = tokenizer_differences(tokenizer, loaded_tokenizer)
     if differing or loaded_tokenizer.get_vocab() != tokenizer.get_vocab():
-        raise RuntimeError(
-            f"{directory}: the reloaded tokenizer differs from the target's: {differing or 'vocabulary'}"
-        )
+        raise RuntimeError(f"{directory}: its tokenizer differs from the target's: {differing or 'vocabulary'}")
     dtype = _dtype_name(loaded.dtype)
     return [f"the export was reloaded, and its logits of {ids_BT.shape[1]} tokens are equal in {dtype}"]
 

@@ -84,9 +84,7 @@ def _merged(model: Any, adapter_dir: Path, token_rows: int) -> tuple[Any, float]
         why = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
         raise UserError(f"adapter {adapter_dir} does not fit its base: {why}") from error
     if not hasattr(adapted, "merge_and_unload"):
-        raise UserError(
-            f"adapter {adapter_dir}: an adapter of this type cannot be merged into weights; train with LoRA"
-        )
+        raise UserError(f"adapter {adapter_dir}: an adapter of this type cannot be merged; train with LoRA")
     with torch.no_grad():
         before = adapted(input_ids=ids_BT).logits
         merged = adapted.merge_and_unload()

@@ -58,9 +58,7 @@ def read_version(folder: Path) -> Version:
             return Version(folder, provenance)
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         pass
-    raise UserError(
-        f"{folder}: not a draft version; give a folder such as drafts/NAME/v0001, which `understudy refresh` writes"
-    )
+    raise UserError(f"{folder}: not a draft version; give a folder such as drafts/NAME/v0001 of `understudy refresh`")
 
 
 def list_versions(drafts: Path) -> list[Version]:

@@ -42,9 +42,7 @@ class SplitModel:
         self.body: nn.Module = model.base_model
         embeddings = model.get_output_embeddings()
         if embeddings is None or self.body is model:
-            raise UserError(
-                f"{type(model).__name__} has no separate output head, so it cannot be distilled; use a causal LM"
-            )
+            raise UserError(f"{type(model).__name__} has no separate output head to distil; use a causal LM")
         text_config: Any = model.config.get_text_config()
         # Cohere multiplies by logit_scale, Granite divides by logits_scaling.
         times, over = (float(getattr(text_config, name, None) or 1.0) for name in ("logit_scale", "logits_scaling"))

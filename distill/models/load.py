@@ -75,9 +75,7 @@ def find_model(what: str, path: str, needed: str = "config.json") -> bool:
     looks_local = local.startswith((".", "/", "~")) or Path(local).exists()
     needed = "" if local.endswith(GGUF) else needed
     if looks_local and not (Path(local) / needed).exists():
-        raise UserError(
-            f"{what} {path!r}: no {needed or 'directory'} there; give a Hugging Face model directory or a hub id"
-        )
+        raise UserError(f"{what} {path!r}: no {needed or 'directory'} there; give a model directory or a hub id")
     return looks_local
 
 

@@ -55,6 +55,4 @@ def free_token(tokenizer: Any, rows: int, texts: Iterable[Sequence[int]]) -> int
     special = unused & set(special_ids(tokenizer))
     if special or unused:
         return min(special) if special else max(unused)
-    raise UserError(
-        f"{KEY}: auto finds none: your texts use each of the {rows} tokens of the vocabulary; leave student.parallel out"
-    )
+    raise UserError(f"{KEY}: auto finds none: your texts use all {rows} tokens; leave student.parallel out")

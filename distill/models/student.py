@@ -160,9 +160,7 @@ def _dequantised(student: PreTrainedModel, path: str) -> PreTrainedModel:
     config = copy.deepcopy(student.config)
     without_quantization(config)
     state = {name: full_weight(value).float() for name, value in student.state_dict().items()}
-    packed = (
-        f"student.path: the weights of {path} are packed ({quantization_name(student.config)}); give its plain weights"
-    )
+    packed = f"student.path: the weights of {path} are packed ({quantization_name(student.config)}); give plain ones"
     return filled(config, state, student, packed)
 
 

@@ -145,9 +145,7 @@ def load_judgements(run: Path) -> list[Judgement]:
         if path.exists():
             records.append(Judgement.read(path, remedy))
     if records and records[0].step != 0:
-        raise UserError(
-            f"{step_folder(run, 0) / JUDGEMENT}: is missing, so the draft before training is unknown; {remedy}"
-        )
+        raise UserError(f"{step_folder(run, 0) / JUDGEMENT}: is missing, so the draft at step 0 is unknown; {remedy}")
     if not records:
         raise UserError(f"{run}: has no judged checkpoint; train first with `understudy train CONFIG`")
     return records

@@ -24,9 +24,7 @@ def launch_if_asked(options: LaunchOptions, module: str, *arguments: str) -> Non
     if not options.config_file and (options.num_processes or 1) == 1:
         return
     if "LOCAL_RANK" in os.environ:
-        raise UserError(
-            "--num-processes, --config-file: a launcher started this process; give the options to that launcher"
-        )
+        raise UserError("--num-processes, --config-file: a launcher started this process; give the options to it")
     path = Path(options.config_file or DDP)
     read_yaml(path)
     try:

@@ -137,9 +137,7 @@ def _require_alike(config: RunConfig, other: RunConfig, key: str) -> None:
     pairs = {name: [attrgetter(name)(one) for one in (config, other)] for name in ALIKE}
     for name, (ours, theirs) in (pairs | {"judge.rule": [config.judge_rule, other.judge_rule]}).items():
         if ours != theirs:
-            raise UserError(
-                f"{key} {other.folder}: {name} is {theirs} there and {ours} here; one draft needs equal values"
-            )
+            raise UserError(f"{key} {other.folder}: {name} is {theirs} there and {ours} here; they must be equal")
 
 
 def _require_apart(
@@ -153,6 +151,4 @@ def _require_apart(
         ids, words = {tuple(prompt.prompt_ids) for prompt in kept}, {prompt.prompt_id for prompt in kept}
         both = sum(tuple(prompt.prompt_ids) in ids or prompt.prompt_id in words for prompt in trained)
         if both:
-            raise UserError(
-                f"{key}: {whose} trains on {both} prompts that the other holds out; give both the same data"
-            )
+            raise UserError(f"{key}: {whose} trains on {both} prompts the other holds out; give both the same data")

@@ -334,9 +334,7 @@ class _Renderer:
         if self.data.responses != "reference" or not with_reference:
             return render_prompt(row, self.tokenizer, template), None
         if row.reference is None:
-            raise UserError(
-                f"{row.origin}: data.responses is reference, but this row has no answer; set reference_column"
-            )
+            raise UserError(f"{row.origin}: data.responses: reference, but the row has no answer; set reference_column")
         prompt_ids, answer_ids = render_reference(row, self.tokenizer, template)
         return prompt_ids, tuple(answer_ids)
 

@@ -229,17 +229,13 @@ def claim_folder(config: RunConfig) -> None:
                     f"choose another name=...{copied}, or delete the folder"
                 )
             if config.resume == "never":
-                raise UserError(
-                    f"{folder}: already holds a run and resume is never; choose another name=..., or delete the folder"
-                )
+                raise UserError(f"{folder}: holds a run, and resume is never; choose another name=..., or delete it")
         elif path.exists() and path.read_text(encoding="utf-8") != text:
             for stale in (SELF_CHECKS, STUDENT_NOTES):
                 (folder / stale).unlink(missing_ok=True)
         write_bytes(path, text.encode())
     except OSError as error:
-        raise UserError(
-            f"{folder}: cannot be written ({error.strerror}); set output=... to a writable folder"
-        ) from error
+        raise UserError(f"{folder}: cannot be written ({error.strerror}); set output=... to a writable one") from error
 
 
 def _first_difference(old: Any, new: Any, may: set[str], key: str = "") -> tuple[str, str, str] | None:

@@ -256,13 +256,9 @@ def make_batches(
             )
     if data.mix.text:
         if tokenizer.eos_token_id is None:
-            raise UserError(
-                "data.text: the target's tokenizer has no eos token to separate documents; set data.mix.text to 0"
-            )
+            raise UserError("data.text: the tokenizer has no eos token to separate documents; set data.mix.text to 0")
         if data.text_window > context:
-            raise UserError(
-                f"data.text_window = {data.text_window}: the models accept {context} tokens; set it to at most {context}"
-            )
+            raise UserError(f"data.text_window = {data.text_window}: set it to at most {context}, the models' context")
         text = text_examples(data.text, tokenizer, data.text_window)
     for sequences in (examples, text or (), *(own for _, own in others)) if mask_token is not None else ():
         if any(mask_token in sequences[number].input_ids for number in range(len(sequences))):

@@ -188,9 +188,7 @@ def read_rejected(shard: Path) -> list[np.ndarray]:
         with np.load(path, allow_pickle=False) as arrays:
             return np.split(arrays["rejected"], np.cumsum(arrays["lengths"])[:-1])
     except (OSError, ValueError, KeyError, EOFError, BadZipFile) as error:
-        raise UserError(
-            f"{path}: missing or damaged ({error}); delete it and its shard, and run again to generate both"
-        ) from error
+        raise UserError(f"{path}: missing or damaged ({error}); delete it and its shard, and run again") from error
 
 
 def _weighted(example: Example, rejected: np.ndarray, weight: float) -> Example:

@@ -166,9 +166,7 @@ def load_state(accelerator: Accelerator, wrapped: Any, optimizers: Sequence[Any]
             load_custom_state(custom, str(folder), index)
         return
     if accelerator.is_fsdp2 and not sharded:
-        raise UserError(
-            f"{folder}: written by a run without FSDP2; continue with the same launcher settings (any number of ranks)"
-        )
+        raise UserError(f"{folder}: written without FSDP2; continue with those launcher settings (any number of ranks)")
     accelerator.load_state(str(folder))
 
 
@@ -181,9 +179,7 @@ def sharded_teacher(run: Run, target: Target) -> PreTrainedModel:
     Raises UserError: an architecture without a list of layers; quantised weights.
     """
     if quantization_of(target.side.config) is not None:
-        raise UserError(
-            "target.shard: quantised weights cannot be split across ranks; use target.device_map or a stored signal"
-        )
+        raise UserError("target.shard: quantised weights cannot be split; use target.device_map or a stored signal")
     whole: PreTrainedModel | None = target.host_model() if run.main else None
 
     def kind() -> tuple[Any, torch.dtype]:

@@ -129,9 +129,7 @@ def start_trackers(
         return
     for tracker in trackers:
         if tracker not in map(str, get_available_trackers()):
-            raise UserError(
-                f"tracking.trackers: {tracker} is not installed; run `pip install {tracker}`, or remove it from the list"
-            )
+            raise UserError(f"tracking.trackers: {tracker} is not installed; run `pip install {tracker}`, or remove it")
     with_wandb = "wandb" in trackers and accelerator.is_main_process
     options: dict[str, dict[str, Any]] = {
         "trackio": {"name": name, "resume": "allow"},

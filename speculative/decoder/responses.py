@@ -74,9 +74,7 @@ class DecodeSettings:
             raise UserError(f"{self.lossy} does not support token trees or rule {self.rule!r}: set it to None")
         if self.tree is not None:
             if self.gamma not in (0, self.tree.depth):
-                raise UserError(
-                    f"gamma = {self.gamma} with a token tree of depth {self.tree.depth}: they must be equal"
-                )
+                raise UserError(f"gamma = {self.gamma} with a tree of depth {self.tree.depth}: they must be equal")
             if self.rule == "block":
                 raise UserError("rule = 'block' does not support token trees: remove the tree, or use rule 'sample'")
             if self.active_rules is not None:

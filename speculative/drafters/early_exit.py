@@ -30,9 +30,7 @@ class EarlyExit(ModelDrafter):
     def __init__(self, target: PreTrainedModel, layers: int):
         """Raises UserError if the target has too few layers, no single list of layers, or a recurrent state."""
         if is_recurrent(target):
-            raise UserError(
-                f"{type(target).__name__} keeps a recurrent state, which early exit does not support: use a draft model"
-            )
+            raise UserError(f"{type(target).__name__} has a recurrent state and no early exit: use a draft model")
         super().__init__(first_layers(target, layers), name=f"early exit after {layers} layers")
 
     def start(self, seats: Seats) -> None:
@@ -61,9 +59,7 @@ def first_layers(model: PreTrainedModel, count: int) -> PreTrainedModel:
         )
     stacks = layer_stacks(model)
     if len(stacks) != 1:
-        raise UserError(
-            f"early exit needs one list of {total} layers and {type(model).__name__} has none: use another drafter"
-        )
+        raise UserError(f"early exit needs one list of {total} layers and {type(model).__name__} has none: use another")
     shorter = _hollow_copy(model)
     parent = shorter
     *path, last = stacks[0].split(".")

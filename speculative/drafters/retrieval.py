@@ -68,9 +68,7 @@ class Datastore:
                 "use the ids of the target's own tokenizer"
             )
         if len(tokens_N) >= 2**31:
-            raise UserError(
-                f"the datastore would hold {len(tokens_N)} tokens but the limit is 2^31: give fewer responses"
-            )
+            raise UserError(f"the datastore would hold {len(tokens_N)} tokens, the limit is 2^31: give fewer responses")
         hashes_M, starts_M = _index(tokens_N, vocab_size, min_ngram, max_ngram)
         if not len(hashes_M):
             raise UserError(f"no response of the datastore is longer than min_ngram = {min_ngram}: lower it")

@@ -156,9 +156,7 @@ def cache_entry(model: PreTrainedModel) -> CacheEntry:
             model(input_ids=zero, position_ids=zero, past_key_values=cache, use_cache=True)
         dtype = next((states.dtype for states in cache.buffers), None)
         if dtype is None:
-            raise UserError(
-                f"{type(model).__name__} wrote nothing to its key/value cache: use a model that supports one"
-            )
+            raise UserError(f"{type(model).__name__} wrote nothing to its key/value cache: use a model with one")
         known[model.dtype] = CacheEntry(tuple(sum(map(torch.numel, own)) for own in cache.by_layer), dtype)
     return known[model.dtype]
 

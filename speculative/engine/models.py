@@ -174,9 +174,7 @@ def state_name(model: PreTrainedModel) -> str:
     for name in ("past_key_values", "cache_params"):
         if name in forward_parameters(model):
             return name
-    raise UserError(
-        f"{type(model).__name__} does not accept the state that it returns, so it cannot be decoded step by step"
-    )
+    raise UserError(f"{type(model).__name__} does not accept its own state, so it cannot be decoded step by step")
 
 
 def check_decodable(model: PreTrainedModel, name: str) -> None:
@@ -192,9 +190,7 @@ def check_decodable(model: PreTrainedModel, name: str) -> None:
         state_name(model)
         return
     if getattr(config, "alibi", False) or "position_ids" not in forward_parameters(model):
-        raise UserError(
-            f"{who} does not accept position ids (ALiBi or older code), which rows of different length need"
-        )
+        raise UserError(f"{who} takes no position ids (ALiBi or older code), which rows of different length need")
     if config._attn_implementation not in ("sdpa", "eager"):
         raise UserError(
             f"{who} uses attention '{config._attn_implementation}', which does not accept 4-D masks: "

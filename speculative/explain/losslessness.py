@@ -152,9 +152,7 @@ class Lossless:
         smallest = f"p = {min(control.p_values.values()):.2g}"
         if control.failed:
             return f"{sentence} The same tests detect {warmer} ({smallest})."
-        return (
-            f"{sentence} But so few samples do not detect {warmer} either ({smallest}): raise --samples or --prompts."
-        )
+        return f"{sentence} So few samples do not detect {warmer} either ({smallest}): raise --samples or --prompts."
 
     def record(self) -> dict[str, Any]:
         """Plain values for JSON."""

@@ -205,6 +205,4 @@ def _check_processor(processor: object) -> None:
     try:
         inspect.signature(processor).bind(None, None)
     except TypeError as error:
-        raise UserError(
-            f"logits processor {name} needs more than (input_ids, scores): it cannot be used here"
-        ) from error
+        raise UserError(f"logits processor {name} needs more than (input_ids, scores): not usable here") from error

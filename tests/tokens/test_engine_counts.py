@@ -95,7 +95,7 @@ def test_what_says_nothing_of_drafts_is_nobodys(answer: Any) -> None:
         ({"num_spec_steps": "4"}, "num_spec_steps is '4'"),
         ({"num_spec_steps": 0}, "12 drafted tokens in 0 blocks"),
         ({"num_spec_steps": None}, "num_spec_steps is missing"),
-        ({"per_step_accepted": [3, 0, 2]}, "accepted counts for 3 blocks, but drafted counts for 4"),
+        ({"per_step_accepted": [3, 0, 2]}, "accepted for 3 blocks, but drafted for 4"),
         ({"per_step_accepted": [3, 0, 2, 1]}, "do not add up"),
         ({"per_step_drafted": [2, 4, 3, 3]}, "accepted more tokens than it drafted"),
         ({"per_step_accepted": [3, 0, 2, None]}, "per_step_accepted is"),

@@ -34,7 +34,7 @@ def test_general_text_comes_in_windows(tmp_path: Path) -> None:
     for example in examples:
         assert len(example.input_ids) == 16
         assert example.loss_mask.tolist() == [False] + [True] * 15
-    with pytest.raises(UserError, match="less than one window"):
+    with pytest.raises(UserError, match="fewer than"):
         text_examples([PromptSource(path=str(path))], tiny_tokenizer(), 10**6)
 
 

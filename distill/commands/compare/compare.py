@@ -98,9 +98,7 @@ def _refuse_early(options: CompareOptions, plot: Path | None) -> None:
     if len(options.drafts) < 2:
         raise UserError("compare needs at least two drafts: runs, checkpoints, model directories or hub ids")
     if all(draft_of(name) is None for name in options.drafts):
-        raise UserError(
-            "compare lookup: at least one way needs a draft, e.g. compare lookup runs/demo lookup+runs/demo"
-        )
+        raise UserError("compare lookup: one way needs a draft, e.g. compare lookup runs/demo lookup+runs/demo")
     check_known("--rule", options.rule, ("", *RULES))
     if options.gamma and not 1 <= options.gamma <= MOST_GAMMA:
         raise UserError(f"--gamma {options.gamma}: give 1 to {MOST_GAMMA}")

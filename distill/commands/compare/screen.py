@@ -58,9 +58,7 @@ def difference_lines(result: Comparison) -> list[str]:
             line += f"; a difference of {seen:.3f} in tau would have been detected with 80 % probability"
         lines.append(line)
     if len(differences) > 1:
-        lines.append(
-            f"Intervals are widened for {len(differences)} comparisons, so that all of them hold jointly at 95 %."
-        )
+        lines.append(f"Intervals are widened for {len(differences)} comparisons, so that all hold jointly at 95 %.")
     return lines
 
 

@@ -58,9 +58,7 @@ def compare_served(options: CompareOptions, text: FrozenText, console: Console) 
     Raises UserError: an option that needs replay of all ways, no server, or one that does not count each request.
     """
     if options.fail_below or options.fail_if_worse or options.plot:
-        raise UserError(
-            "--fail-below, --fail-if-worse, --plot: need drafts and not URLs; use --out and its differences"
-        )
+        raise UserError("--fail-below, --fail-if-worse, --plot: need drafts, not URLs; use --out and its differences")
     if names := [name for name in options.drafts if looks_up(name)]:
         raise UserError(f"{names[0]}: lookup is not replayed beside URLs; remove it")
     rule: Any = options.rule or "auto"
@@ -74,9 +72,7 @@ def compare_served(options: CompareOptions, text: FrozenText, console: Console) 
     if not keys:
         raise UserError("no prompt has token ids and counts from every way, so nothing can be compared")
     if missing := max(len(of) for _, of in found) - len(keys):
-        console.print(
-            f"{missing} prompts are left out of the differences: a server did not list all token ids", highlight=False
-        )
+        console.print(f"{missing} prompts are not compared: a server did not list all token ids", highlight=False)
     (first, base), *others = [(row, np.array([of[key] for key in keys])) for row, of in found]
     gains = [
         ServedDifference(

@@ -33,9 +33,7 @@ def scrape(url: str, scrapes: int, interval: float, gamma: int | None, key: str 
                 "SGLang with --enable-metrics; or read SGLang's request files (--export-metrics-to-file) with --log"
             )
         if found.drafted is None and gamma is None:
-            raise UserError(
-                f"--metrics-url {url}: {found.engine} counts blocks but not drafted tokens; give its --gamma"
-            )
+            raise UserError(f"--metrics-url {url}: {found.engine} counts blocks, not drafted tokens; give its --gamma")
         seen.append(found)
     return _differences(url, seen, gamma)
 

@@ -118,9 +118,7 @@ def _check(options: DriftOptions) -> None:
     if options.log is not None and options.log.is_dir():
         raise UserError(f"--log {options.log}: a directory; for a gateway's give `understudy traffic show DIR`")
     if options.scrapes < 2 or not 0 <= options.interval < 1e6:
-        raise UserError(
-            f"--scrapes {options.scrapes} --interval {options.interval:g}: give at least 2 scrapes, some seconds apart"
-        )
+        raise UserError(f"--scrapes {options.scrapes} --interval {options.interval:g}: give at least 2, seconds apart")
     for option, value in (
         ("--chat", options.chat), ("--prompt-column", options.prompt_column), ("--messages-column", options.messages_column)
     ):  # fmt: skip

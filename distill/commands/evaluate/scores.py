@@ -105,9 +105,7 @@ def _sampled_answer(difference: ScoreDifference, wide: Interval, prompts: int, s
     elif not passed:
         words = f"The scores DIFFER: {seen}. The {1 - LEVEL:.1%} interval excludes 0 too."
     elif low <= 0 <= high:
-        words = (
-            f"No difference found: {seen}. A difference outside this 95 % interval is ruled out, a smaller one is not."
-        )
+        words = f"No difference found: {seen}. One outside this 95 % interval is ruled out, a smaller one is not."
     else:
         words = (
             f"Not clear: {seen} excludes 0, but the {1 - LEVEL:.1%} interval does not. One correct check in twenty does "

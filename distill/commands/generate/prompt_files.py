@@ -32,9 +32,7 @@ def read_datastore(path: Path | None, target: PreTrainedModel) -> Datastore:
         except (ValueError, KeyError, TypeError):
             ids = [None]
         if any(type(token_id) is not int for token_id in ids):
-            raise UserError(
-                f'{path}:{number}: not a line of `understudy generate --out` ("prompt_ids", "response_ids")'
-            )
+            raise UserError(f'{path}:{number}: no line of `understudy generate --out` ("prompt_ids", "response_ids")')
         texts.append(ids)
     return Datastore.build(texts, vocab_rows(target))
 

@@ -142,9 +142,7 @@ def _ways(prospect: Prospect) -> list[Prospect]:
     """The prospect that drafts token by token, and a second one that drafts a block in one pass if the config has a mask token."""
     if prospect.draft is None:
         return [prospect]
-    note = (
-        "the distilled figures are estimated from drafts that draft token by token, with the same gain at every offset"
-    )
+    note = "distilled figures are estimated from drafts that draft token by token, with the same gain at every offset"
     ways = [prospect]
     for draft in drafts_of(prospect.draft.model)[1:]:
         way = Prospect(prospect.name, prospect.model, prospect.vocabulary, draft=draft, notes=[note])
@@ -171,9 +169,7 @@ def _within_context(plan: Plan, models: Sequence[PreTrainedModel], notes: list[s
     limit = context_limit(*(max_positions(model.config) for model in models))
     gammas = [gamma for gamma in plan.gammas if (TIMED_BLOCKS + 3) * (gamma + 1) < limit - 32] or [1]
     if plan.given is None and gammas != plan.gammas:
-        notes.append(
-            f"gammas above {gammas[-1]} are not timed, because {TIMED_BLOCKS} such blocks do not fit the context of {limit}"
-        )
+        notes.append(f"gammas above {gammas[-1]} are not timed: {TIMED_BLOCKS} blocks exceed the context of {limit}")
     context = max(2, min(TIMED_CONTEXT, limit - (TIMED_BLOCKS + 3) * (gammas[-1] + 1)))
     return replace(plan, gammas=gammas, context=context)
 

@@ -89,9 +89,7 @@ def _clients_for(wanted: int) -> int:
     most = max(soft, needed if hard == resource.RLIM_INFINITY else min(hard, needed))
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
     if (clients := min(wanted, (most - _OWN_FILES) // 2)) < wanted:
-        print(
-            f"--max-connections: {clients} instead of {wanted}, because the system allows {most} open files (ulimit -n)"
-        )
+        print(f"--max-connections: {clients}, not {wanted}, because the system allows {most} open files (ulimit -n)")
     return max(1, clients)
 
 

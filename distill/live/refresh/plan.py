@@ -67,9 +67,7 @@ def write_training(home: Path, student: Path, export: Path, folder: Path, share:
     """
     config, (old_train, old_heldout), (new_train, new_heldout) = run_config(home), _prompts(home), _prompts(export)
     if not old_train.exists() or not old_heldout.exists():
-        raise UserError(
-            f"{home / layout.PROMPTS}: missing; without it a refresh cannot know what {home} was trained and judged on"
-        )
+        raise UserError(f"{home / layout.PROMPTS}: missing; it is not known what {home} was trained and judged on")
     had, fresh = len(StoredPrompts(old_train)), len(StoredPrompts(new_heldout))
     old, new = mixed(had, len(StoredPrompts(new_train)), share)
     judged = min(config.judge.prompts, len(StoredPrompts(old_heldout)))

@@ -72,9 +72,7 @@ def own_words(home: Path, export: Path) -> OwnText:
     rows = store.rows()
     some = frozen_responses_of(rows[:: -(-len(rows) // ASKED_RESPONSES)])
     if config.target.endpoint is not None:
-        return OwnText(
-            holds=True, sentence="text: not checked, because the target's weights are on a server", responses=0
-        )
+        return OwnText(holds=True, sentence="text: not checked: the target's weights are on a server", responses=0)
     target = Target(config.target, torch.device("cuda" if torch.cuda.is_available() else "cpu"), home).model
     sampling = SamplingSettings(**store.manifest()["sampling"])
     if sampling.greedy:

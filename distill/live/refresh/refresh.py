@@ -88,9 +88,7 @@ def refresh_command(options: RefreshOptions, console: Console) -> int:
             with terminated_as_interrupted():
                 return _Refresh(options, console, folder, drafts, home, served, version, log).run()
         except TrainingFailed as failed:
-            print(
-                f"understudy: {folder}: {failed} (log: {folder}.log); run the same command to resume", file=sys.stderr
-            )
+            print(f"understudy: {folder}: {failed} (log: {folder}.log); the same command resumes", file=sys.stderr)
             return 1
 
 

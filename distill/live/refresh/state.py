@@ -113,9 +113,7 @@ def refresh_folder(
     folder = left[0] if left else _new_folder(stem, next_name(drafts), found)
     state = read_state(folder) if left else None
     if state is not None and version not in (state.parent, state.version):
-        raise UserError(
-            f"{folder}: an unfinished refresh of {state.parent}, but {version} is served now; delete the folder"
-        )
+        raise UserError(f"{folder}: an unfinished refresh of {state.parent}, but {version} is served now; delete it")
     with locked(folder / LOCK, f"{folder}: another refresh is running there; wait for it"):
         yield folder
 

@@ -113,9 +113,7 @@ class Rollout:
         while not answers(self.state.engine.url):
             if self._has_died():
                 log = self._engine_log()
-                raise UserError(
-                    f"--engine-command: the engine exited before it answered: {engines.last_line(log)} (full log: {log})"
-                )
+                raise UserError(f"--engine-command: exited before it answered: {engines.last_line(log)} (log: {log})")
             if time.monotonic() - start > self.options.start_timeout:
                 within = f"--start-timeout {self.options.start_timeout:g} s"
                 raise UserError(f"{self.state.engine.url} does not answer within {within}")

@@ -170,17 +170,13 @@ def _read_run(run: Path, trusted: bool) -> _Run:
         raise UserError(f"--run {run}: no config.yaml there; give the folder of a run, e.g. runs/demo")
     config, store = load_trusted(run / CONFIG, trusted), Store(run / RUN_RESPONSES / TRAINING)
     if config.target.endpoint is not None and config.target.endpoint.api == "chat":
-        raise UserError(
-            f"--run {run}: target.endpoint.api: chat does not accept token ids; export for a run with another api"
-        )
+        raise UserError(f"--run {run}: target.endpoint.api: chat accepts no token ids; use a run with another api")
     for folder in (run / PROMPTS, store.folder):
         if not (folder / MANIFEST).exists():
             raise UserError(f"{folder}: missing; finish the run first (or run `understudy respond` with its config)")
     manifest = store.manifest()
     if manifest.get("responses") != "target":
-        raise UserError(
-            f"{store.folder}: contains the dataset's responses; traffic needs a run with data.responses: target"
-        )
+        raise UserError(f"{store.folder}: has the dataset's responses; traffic needs a run with data.responses: target")
     target = Target(config.target, torch.device("cpu"), run)
     made_with = read_manifest(run / PROMPTS)["made_with"]
     rows = vocabulary_rows(target.side.config)

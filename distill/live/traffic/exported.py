@@ -53,9 +53,7 @@ def list_exports(directory: Path) -> list[Export]:
         try:
             return TypeAdapter(list[Export]).validate_json(path.read_bytes(), strict=True)
         except ValueError as error:
-            raise UserError(
-                f"{path}: damaged ({error}); repair it: it lists where text of this log was exported"
-            ) from error
+            raise UserError(f"{path}: damaged ({error}); repair it: it lists where text was exported") from error
     return []
 
 

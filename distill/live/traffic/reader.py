@@ -140,9 +140,7 @@ def acceptance_of(log: TrafficLog, version: str) -> AcceptanceLog:
         )
     targets = {record.target_version for record in told if record.draft_version == version}
     if len(targets) > 1:
-        warnings.append(
-            f"more than one target was served: {', '.join(sorted(targets))}; a change may come from the target"
-        )
+        warnings.append(f"more than one target was served: {', '.join(sorted(targets))}; a change may be the target's")
     if len(versions) > 1:
         others = ", ".join(f"{name} ({count:,})" for name, count in versions.items() if name != version)
         warnings.append(f"only requests of version {version} count; left out: {others}")

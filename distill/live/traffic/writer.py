@@ -232,6 +232,4 @@ def mend_tail(directory: Path, path: Path) -> None:
         whole = content.rfind(b"\n") + 1
         if whole < len(content):
             file.truncate(whole)
-            print(
-                f"{path}: removed an incomplete last line of {len(content) - whole} bytes", file=sys.stderr, flush=True
-            )
+            print(f"{path}: removed an incomplete line of {len(content) - whole} bytes", file=sys.stderr, flush=True)

@@ -31,9 +31,7 @@ def effect_lines(verdict: Verdict) -> list[str]:
 def _confidence(effects: Effects) -> str:
     if effects.looks <= 1:
         return f"intervals of {100 * effects.confidence:.0f} %"
-    return (
-        f"intervals of {100 * effects.corrected_confidence:.2f} % each, {100 * effects.confidence:.0f} % over all looks"
-    )
+    return f"intervals of {100 * effects.corrected_confidence:.2f} % each, {100 * effects.confidence:.0f} % jointly"
 
 
 @section("load", "Under load", order=50)

@@ -71,9 +71,7 @@ def serve_warning(view: View) -> str:
     if verdict.outcome == "baseline_better":
         reasons.append(f"{verdict.to_run()} is faster and needs no training")
     elif verdict.outcome == "best_together":
-        reasons.append(
-            "the draft is faster with prompt lookup before it (understudy generate, or an engine that chains both)"
-        )
+        reasons.append("the draft is faster with prompt lookup before it (understudy generate, or an engine with both)")
     if verdict.pays is False or verdict.outcome == "no_speed":
         reasons.append("the target with this draft by itself was not certainly faster than the target alone")
     if reasons:
@@ -125,9 +123,7 @@ def _agreement_line(result: Result) -> str:
         )
     if verdict.replay_check and (tokens := verdict.live_tokens):
         tau = tokens / verdict.replay_check.live_blocks
-        said.append(
-            f"The verdict decoded all prompts live: tau {tau:.2f}, {agreement_words(verdict.replay_check, tokens)}."
-        )
+        said.append(f"The verdict decoded all prompts: tau {tau:.2f}, {agreement_words(verdict.replay_check, tokens)}.")
     return " ".join(said or ["Live decoding was not compared with replay, because nothing was decoded live."])
 
 

@@ -325,7 +325,7 @@ def test_a_run_of_another_target_is_refused_by_name_unless_asked_for(tiny_run, t
         (["RUN", "STRANGER"], {}, "/stranger: draft and target do not share a vocabulary"),
         (["RUN", "./none"], {}, "no config.json there"),
         (["RUN", "UNFINISHED"], {}, "unfinished: this run has no best checkpoint yet"),
-        (["lookup", "lookup"], {}, "at least one way needs a draft"),
+        (["lookup", "lookup"], {}, "one way needs a draft"),
         (["lookup+nowhere", "lookup"], {}, "none of nowhere"),
         (["lookup", "RUN"], {"fail_below": ["alpha=.5"]}, "--fail-below alpha=.5: lookup has no alpha"),
     ],

@@ -287,7 +287,7 @@ def judged(run: Path, step: int, text: str) -> None:
     [
         (0, "{", "cannot be read"),
         (0, "[]", "the file has an invalid value"),
-        (4, None, "the draft before training is unknown"),
+        (4, None, "the draft at step 0 is unknown"),
     ],
 )
 def test_a_judgement_that_is_not_whole_is_one_line(tmp_path: Path, step: int, text: str | None, words: str) -> None:

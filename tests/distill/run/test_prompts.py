@@ -205,7 +205,7 @@ def test_only_bad_rows_are_dropped_as_bad_rows(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("mistake", "words"),
     [
-        ("reference", "data.responses is reference, but this row has no answer; set reference_column"),
+        ("reference", "data.responses: reference, but the row has no answer; set reference_column"),
         ("template", "has no chat template"),
         ("long", "every prompt is too long (8 left out)"),
     ],

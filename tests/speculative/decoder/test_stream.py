@@ -245,7 +245,7 @@ def test_timing_adds_up_and_names_every_stage():
         ({}, {"runner": "fast"}, "runner = 'fast'"),
         ({}, {"runner": "graph"}, "needs a CUDA device"),
         ({}, {"policy": AdaptiveGamma(9)}, "but gamma = 3"),
-        ({"tree": TokenTree.from_branching((2, 1, 1))}, {"policy": AdaptiveGamma(3)}, "fixed gamma equal to its depth"),
+        ({"tree": TokenTree.from_branching((2, 1, 1))}, {"policy": AdaptiveGamma(3)}, "a fixed gamma, its depth"),
         ({"tree": TokenTree.from_branching((2, 1, 1))}, {"policy": FixedGamma(1)}, "FixedGamma\\(3\\)"),
     ],
 )

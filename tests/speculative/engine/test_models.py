@@ -70,11 +70,11 @@ def told(model, **config):
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: tiny_model("bloom", n_head=4, n_layer=1), "target (BloomForCausalLM) does not accept position ids"),
+        (lambda: tiny_model("bloom", n_head=4, n_layer=1), "target (BloomForCausalLM) takes no position ids"),
         (lambda: told(tiny_model(), _attn_implementation="flash_attention_2"), "attn_implementation='sdpa'"),
         (
             lambda: tiny_model("rwkv", attention_hidden_size=32),
-            "RwkvForCausalLM does not accept the state that it returns",
+            "RwkvForCausalLM does not accept its own state",
         ),
         (
             lambda: tiny_model("gpt_neo", num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]]),
