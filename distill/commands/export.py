@@ -112,8 +112,6 @@ def export_lines(report: ExportReport) -> list[str]:
 def outside_check_lines(found: OutsideCheck, gamma: int) -> list[str]:
     theirs, (low, high) = found.theirs, found.tau_ci
     lines = [f"same greedy tokens as the target alone on {sum(theirs.equal_N)} of {len(theirs.equal_N)} prompts"]
-    if theirs.first_difference:
-        prompt, place = theirs.first_difference
-        lines.append(f"first difference: prompt {prompt}, {place}")
+    lines += [f"first difference: {theirs.first_difference}"] if theirs.first_difference else []
     lines.append(f"tau at gamma {gamma}: transformers {theirs.tau:.3f}, ours {found.tau:.3f} [{low:.3f}, {high:.3f}]")
     return lines

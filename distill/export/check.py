@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
@@ -18,31 +18,21 @@ from distill.models.draft import cast_weights
 from distill.models.quantized import as_served
 from distill.run.session import Pair
 from speculative.decode import decode
+from speculative.decoder.responses import Response
 from speculative.drafters.drafter import ModelDrafter
 from speculative.measure.metrics import live_metrics
-
-
-class Difference(NamedTuple):
-    """The first position where two continuations differ; tokens and gap are None if one continuation is a prefix of the other.
-
-    gap: the target's logit of the plain token minus that of the assisted token. Within rounding it is a tie, not an error.
-    """
-
-    position: int
-    plain: int | None = None
-    assisted: int | None = None
-    gap: float | None = None
+from speculative.measure.self_checks import SelfCheckError, near_tie
 
 
 @dataclass
 class Assisted:
-    """Counts of assisted generation per prompt, and the first (prompt, difference) from the target alone."""
+    """Counts of assisted generation per prompt, and where it first differs from the target alone, in words; empty: nowhere."""
 
     tokens_N: list[int] = field(default_factory=list)
     target_calls_N: list[int] = field(default_factory=list)
     drafted_N: list[int] = field(default_factory=list)
     equal_N: list[bool] = field(default_factory=list)
-    first_difference: tuple[int, Difference] | None = None
+    first_difference: str = ""
 
     @property
     def accepted(self) -> int:
@@ -93,8 +83,9 @@ def check_with_transformers(
         # Each call of the draft, including its prefill, proposes exactly one token.
         found.drafted_N.append(draft_calls[0])
         found.equal_N.append(plain_ids == assisted_ids)
-        if plain_ids != assisted_ids and found.first_difference is None:
-            found.first_difference = index, _difference(target_model, prompt_ids, plain_ids, assisted_ids)
+        if plain_ids != assisted_ids and not found.first_difference:
+            sides = [Response(str(index), list(prompt_ids), response_ids=ids) for ids in (plain_ids, assisted_ids)]
+            found.first_difference = difference(target_model, *sides)
     return found
 
 
@@ -142,18 +133,13 @@ def _continuation(
     return output_BT[0, ids_BT.shape[1] :].tolist()
 
 
-def _difference(
-    target_model: Any, prompt_ids: Sequence[int], plain_ids: list[int], assisted_ids: list[int]
-) -> Difference:
-    pairs = zip(plain_ids, assisted_ids, strict=False)
-    position = next((i for i, (plain, other) in enumerate(pairs) if plain != other), None)
-    if position is None:
-        return Difference(min(len(plain_ids), len(assisted_ids)))
-    plain, other = plain_ids[position], assisted_ids[position]
-    ids_BT = torch.tensor([[*prompt_ids, *plain_ids[:position]]], device=target_model.device)
-    with torch.no_grad():
-        logits_V = target_model(input_ids=ids_BT).logits[0, -1].float()
-    return Difference(position, plain, other, float(logits_V[plain] - logits_V[other]))
+def difference(target_model: Any, plain: Response, assisted: Response) -> str:
+    """Where two greedy texts differ, and whether that is more than rounding."""
+    try:
+        tie = near_tie(target_model, plain, assisted)
+    except SelfCheckError as error:
+        return str(error)
+    return f"a near-tie at token {tie['position']} of prompt {tie['prompt']}, {tie['gap']:.1e} apart (relative)"
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,8 @@ import pytest
 import torch
 from tiny_models import tiny_model
 
-from distill.export.check import _difference, check_with_transformers, counted_calls
+from distill.export.check import check_with_transformers, counted_calls, difference
+from speculative.decoder.responses import Response
 
 PROMPTS = [[5, 6, 7], [40, 41, 42, 43, 44], [10], [0, 9]]  # the last starts with the pad id, as bos often is
 
@@ -37,20 +38,24 @@ def test_another_draft_gives_the_same_text_and_consistent_counts(tmp_path, gamma
     target = make_llama(0, eos=3)
     make_llama(1, layers=1, eos=3).save_pretrained(tmp_path)
     result = check_with_transformers(target, tmp_path, PROMPTS, 16, gamma)
-    assert (result.equal_N, result.first_difference) == ([True] * 4, None)
+    assert (result.equal_N, result.first_difference) == ([True] * 4, "")
     assert sum(result.drafted_N) <= gamma * sum(result.target_calls_N)
     assert 1.0 <= result.tau <= gamma + 1
 
 
 def test_a_difference_is_located_with_its_gap():
     target = make_llama(0)
-    prompt_ids, plain_ids = [5, 6, 7], [11, 12, 13]
-    found = _difference(target, prompt_ids, plain_ids, [11, 20])
+    plain, other, shorter = (Response("0", [5, 6, 7], response_ids=ids) for ids in ([11, 12, 13], [11, 20], [11, 12]))
     with torch.no_grad():
         logits_V = target(input_ids=torch.tensor([[5, 6, 7, 11]])).logits[0, -1]
-    assert (found.position, found.plain, found.assisted) == (1, 12, 20)
-    assert found.gap == pytest.approx(float(logits_V[12] - logits_V[20]), abs=1e-5)
-    assert _difference(target, prompt_ids, plain_ids, plain_ids[:2]).position == 2
+    gap = float((logits_V.max() - logits_V[[12, 20]].min()) / logits_V.abs().max())
+    assert f"differs from plain greedy at token 1 of prompt '0': the logits are {gap:.1e} apart" in difference(
+        target, plain, other
+    )
+    assert "ends after 2 tokens" in difference(target, plain, shorter)
+    with torch.no_grad():
+        target.lm_head.weight[:] = target.lm_head.weight[0].clone()  # every token ties
+    assert difference(target, plain, other).startswith("a near-tie at token 1 of prompt 0")
 
 
 def test_hooks_are_removed_after_an_error():
