@@ -103,9 +103,7 @@ class ExportOptions:
     dtype: shared.Dtype = "auto"
     overwrite: Annotated[bool, option("replace an earlier export in that directory")] = False
     adapter: Annotated[bool, option("also write the LoRA adapter, for peft, to DIR/adapter", "--adapter")] = False
-    quantize: Annotated[
-        str, option("8-bit linear layers: int8, int8-dynamic (runs in vLLM on CPUs), fp8, none; default: the run's key")
-    ] = ""
+    quantize: Annotated[str, option("8-bit layers: int8, int8-dynamic (for CPUs), fp8, none; default: the run's")] = ""
     push: Annotated[str, option("upload the export as hub model ORG/NAME, private if it is new")] = ""
     push_dataset: Annotated[str, option("upload prompts and responses as hub dataset ORG/NAME")] = ""
     dry_run: Annotated[bool, option("write and list what would be uploaded, but upload nothing", "--dry-run")] = False
@@ -248,9 +246,7 @@ class EvaluateOptions:
             "add to a result of the same draft that is already there, also to a run's own"
         ),
     ] = Path("result.json")
-    losslessness: Annotated[
-        bool, option("instead: test that the text is the target's own; exit 1 when it is not", "--losslessness")
-    ] = False
+    losslessness: Annotated[bool, option("instead: test that the text is the target's own", "--losslessness")] = False
     scorer: Annotated[
         str,
         option(
@@ -406,9 +402,7 @@ class GenerateOptions:
     top_p: Annotated[float, option("nucleus sampling; 1 = off")] = 1.0
     min_p: Annotated[float, option("drop tokens below min-p times the largest probability; 0 = off")] = 0.0
     repetition_penalty: Annotated[float, option("penalty on tokens that occurred before; 1 = off")] = 1.0
-    max_tokens: Annotated[
-        int | None, option("maximum tokens per response; default: 128, or what the context leaves after the prompt")
-    ] = None
+    max_tokens: Annotated[int | None, option("maximum tokens per response; default: 128, or as many as fit")] = None
     min_tokens: Annotated[int, option("minimum tokens before an end token is allowed")] = 0
     stop: Annotated[list[str] | None, option("a text that ends a response; repeatable")] = None
     seed: shared.Seed = 0

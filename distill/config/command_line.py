@@ -30,9 +30,7 @@ MessagesColumn = Annotated[str, option("column of --prompts with chat messages (
 Chat = Annotated[bool, option("wrap each prompt in the target's chat template")]
 TargetModel = Annotated[str, argument("target: directory, hub id or `embedded`")]
 RuleName = Annotated[str, option("acceptance rule: sample, greedy-draft, greedy or block; default: the run's")]
-DraftingName = Annotated[
-    str, option("how the draft proposes: autoregressive, or parallel (a block in one pass); default: as exported")
-]
+DraftingName = Annotated[str, option("autoregressive, or parallel (a block in one pass); default: as exported")]
 Dtype = Annotated[str, option("auto (as the target is saved), float32, bfloat16 or float16")]
 Device = Annotated[str, option("cpu, cuda or cuda:N; default: cuda if there is a GPU")]
 Seed = Annotated[int, option("seed of all sampling")]
@@ -42,9 +40,7 @@ TargetSeconds = Annotated[str, option("time of one target step instead of measur
 DraftSeconds = Annotated[
     str, option("time of one draft call (one token, or a block drafted in one pass), e.g. 3ms (with --t-target)")
 ]
-TrustRemoteCode = Annotated[
-    bool, option("allow code that comes with the weights to run, if the config asks for it", "--trust-remote-code")
-]
+TrustRemoteCode = Annotated[bool, option("run the weights' own code if the config asks for it", "--trust-remote-code")]
 Out = Annotated[Path | None, option("file for all results, as JSON")]
 Plot = Annotated[Path | None, option("file for a plot, .png or .svg")]
 Json = Annotated[bool, option("print the result as JSON", "--json")]

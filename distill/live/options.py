@@ -29,9 +29,7 @@ class GatewayOptions:
     log: Annotated[Path, typer.Option(help="directory of the traffic log; one gateway per directory")]
     share: Annotated[list[float] | None, typer.Option(help="share of the conversations for each further engine")] = None
     draft_version: Annotated[list[str] | None, typer.Option(help="draft version per engine in turn, e.g. v0007")] = None
-    target_version: Annotated[
-        str, typer.Option(help="version of the target that all engines serve; written into each record")
-    ] = "unknown"
+    target_version: Annotated[str, typer.Option(help="version of the served target, for each record")] = "unknown"
     plain_engine: Annotated[str, typer.Option(help="address of the same target without a draft, used under load")] = ""
     shed_above: Annotated[int, typer.Option(help="requests in flight above which --plain-engine is used", min=1)] = 64
     host: Annotated[str, typer.Option(help="address to listen on; 0.0.0.0 for all")] = "127.0.0.1"
@@ -40,9 +38,7 @@ class GatewayOptions:
     text: Annotated[bool, typer.Option("--text", help="log token ids of the text, not only hashes")] = False
     reservoir: Annotated[int, typer.Option(help="with --text: responses per slice whose text is kept", min=0)] = 10_000
     retention_days: Annotated[float, typer.Option(help="with --text: days until text is erased", min=0)] = 30.0
-    trust_clock: Annotated[bool, typer.Option("--trust-clock", help="erase old text even after the clock jumped")] = (
-        False
-    )
+    trust_clock: Annotated[bool, typer.Option("--trust-clock", help="erase old text even if the clock jumped")] = False
     exclude_tenant: Annotated[
         list[str] | None, typer.Option(help="value of x-understudy-tenant whose requests are never logged; repeatable")
     ] = None
@@ -65,9 +61,7 @@ class ShowOptions:
     """
 
     log: Log
-    draft_version: Annotated[
-        str, typer.Option(help="draft version that the alarm watches; default: the version that served last")
-    ] = ""
+    draft_version: Annotated[str, typer.Option(help="draft version that the alarm watches; default: the last")] = ""
     bins: Annotated[int, typer.Option(help="number of time intervals", min=1, max=1000)] = 24
     plot: Annotated[Path | None, typer.Option(help="file for a plot of acceptance and requests, .png or .svg")] = None
     as_json: Annotated[bool, typer.Option("--json", help="print everything as JSON")] = False
@@ -87,9 +81,7 @@ class ExportTrafficOptions:
     to: Annotated[Path, typer.Option(help="folder to write: prompts/ and responses/train/ (docs/traffic.md)")]
     heldout: Annotated[int, typer.Option(help="prompts to hold out, at most the latest fifth", min=2)] = 128
     alike: Annotated[int, typer.Option(help="most near-equal prompts, and prompts of one conversation", min=1)] = 8
-    quota: Annotated[
-        list[str] | None, typer.Option(help="maximum training prompts per slice: 5000, or code=2000 for one slice")
-    ] = None
+    quota: Annotated[list[str] | None, typer.Option(help="most training prompts per slice: 5000, or code=2000")] = None
     target_version: TargetVersion = ""
     assume_sampling: AssumeSampling = False
     trust_remote_code: TrustRemoteCode = False
@@ -110,9 +102,7 @@ class ReviewOptions:
     say: Annotated[str, typer.Option("--as", help="what you say of the requests --id: good, bad or ignore")] = ""
     id: Annotated[list[str] | None, typer.Option(help="request that you reviewed; repeatable")] = None
     most: Annotated[int, typer.Option(help="number of requests to show", min=1)] = 20
-    tokenizer: Annotated[Path | None, typer.Option(help="model directory whose tokenizer shows text, where kept")] = (
-        None
-    )
+    tokenizer: Annotated[Path | None, typer.Option(help="model directory whose tokenizer shows kept text")] = None
     as_json: Annotated[bool, typer.Option("--json", help="print as JSON")] = False
 
 
@@ -153,13 +143,11 @@ class RefreshOptions:
     share: Annotated[float, typer.Option(help="share of the training prompts that comes from traffic")] = 0.5
     probe_steps: Annotated[int, typer.Option(help="trial steps on fresh traffic that measure the headroom")] = 30
     margin: Annotated[float, typer.Option(help="largest allowed loss of alpha on an old slice")] = 0.01
-    false_alarms: Annotated[
-        float, typer.Option(help="probability of at least one false alarm in 1,000 requests after the first")
-    ] = 0.01
+    false_alarms: Annotated[float, typer.Option(help="chance of a false alarm in the next 1,000 requests")] = 0.01
     drop: Annotated[float, typer.Option(help="a smaller measured fall in accepted/drafted does not ring")] = 0.03
-    burn_in: Annotated[
-        int, typer.Option(help="a version's first requests of a slice, before which it cannot ring; at least 30")
-    ] = 150
+    burn_in: Annotated[int, typer.Option(help="first requests per slice, before which it cannot ring; 30 or more")] = (
+        150
+    )
     payback_days: Annotated[float, typer.Option(help="days within which the training must pay for itself")] = 7.0
     target_version: TargetVersion = ""
     assume_sampling: AssumeSampling = False
@@ -195,13 +183,9 @@ class RolloutOptions:
     port: Annotated[int, typer.Option(help="port of the new engine; default: a free one", min=0, max=65535)] = 0
     share: Annotated[float, typer.Option(help="the new version's share of conversations during the comparison")] = 0.1
     margin: Annotated[float, typer.Option(help="allowed fall in acceptance; 0 = a certain gain is required")] = 0.0
-    slower: Annotated[
-        float, typer.Option(help="take it back when its time per token is certainly higher by this share; 0.05 = 5 %")
-    ] = 0.05
+    slower: Annotated[float, typer.Option(help="take it back when certainly slower per token by this share")] = 0.05
     false_alarms: Annotated[float, typer.Option(help="probability that an equally good version is called worse")] = 0.05
-    requests: Annotated[
-        int, typer.Option(help="maximum requests of both engines; if still undecided, it is taken back", min=1)
-    ] = 20_000
+    requests: Annotated[int, typer.Option(help="most requests of both; if undecided, it is taken back", min=1)] = 20_000
     watch: Annotated[int, typer.Option(help="requests to watch after all traffic goes to the new engine", min=0)] = 500
     start_timeout: Annotated[float, typer.Option(help="seconds within which the new engine must answer")] = 900.0
     drain: Annotated[float, typer.Option(help="seconds that the last requests of an engine may take")] = 30.0

@@ -75,16 +75,12 @@ class ServedRecord(Record):
     version: str = Field("", description="version that the server reports")
     url: Text = Field(description="URL of the server")
     made: str = Field(description="time of writing, UTC")
-    drafting: Drafting | None = Field(
-        "autoregressive", description="way of drafting in replay: as exported, or --drafting; null without a run"
-    )
+    drafting: Drafting | None = Field("autoregressive", description="way of drafting in replay; null without a run")
     target: str = Field("", description="--target that the text is compared with; empty: the run's")
     sampling: dict[str, Any] = Field(description="sampling settings of the requests")
     source: str = Field(description="`responses`: counts for each response; `metrics`: the difference of counters")
     measured: list[Row] = Field(description="rows as served, and by replay at the exported or requested gamma")
-    survival: dict[str, list[float]] = Field(
-        description="survival by position in a block: `replay`, and `served` if the engine reports it"
-    )
+    survival: dict[str, list[float]] = Field(description="by position: `replay`, and `served` if the engine reports it")
     survival_ci: list[Interval] | None = Field(
         None, description="95 % intervals of the served survival over prompts; null: the engine reports only sums"
     )

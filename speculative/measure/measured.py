@@ -86,9 +86,7 @@ class Measured:
     tau_ci: Annotated[Interval | None, "its interval"] = None
     accepted_per_drafted: Annotated[float | None, "accepted over drafted tokens at this gamma"] = None
     tokens_per_second: Annotated[float | None, "of all requests; in a served row, of one among the others"] = None
-    speed_up: Annotated[
-        float | None, "tokens/s over tokens/s of the target alone at the same concurrency, pooled over prompts"
-    ] = None
+    speed_up: Annotated[float | None, "tokens/s over the target alone's at the same load, pooled over prompts"] = None
     speed_up_ci: Annotated[Interval | None, "its interval; null: too few prompts to be certain"] = None
     first_token_ms: Annotated[Waits | None, "p50, p90, p99: arrival to first token, with prefill and queue"] = None
     per_token_ms: Annotated[Waits | None, "the same of (last token - first token) / (tokens - 1)"] = None

@@ -45,9 +45,7 @@ class Curve(Record):
     tau: list[float] = Field(description="at each gamma")
     tau_ci: list[Interval] = Field(description="at each gamma, from the same resampled prompts")
     survival: list[float] = Field(description="at the verdict's gamma")
-    predicted_speed_up: list[float | None] | None = Field(
-        None, description="at each gamma, by the timed steps; null beyond the timed gammas"
-    )
+    predicted_speed_up: list[float | None] | None = Field(None, description="at each gamma; null beyond the timed ones")
 
 
 def rule_curve(
