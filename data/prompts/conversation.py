@@ -24,9 +24,7 @@ def first_question(value: Any, origin: str) -> Any:
     """
     asked = value[0] if isinstance(value, list) and value and all(isinstance(turn, str) for turn in value) else value
     if asked is not value and UNFILLED in asked.partition("\n")[0]:
-        raise UserError(
-            f"{origin}: the question is a placeholder; fill the dataset with prepare_data.py of Model-Optimizer's specdec_bench"
-        )
+        raise UserError(f"{origin}: a placeholder; fill it with prepare_data.py of Model-Optimizer's specdec_bench")
     return asked
 
 

@@ -224,9 +224,7 @@ class EndpointTarget:
         if choice.get("finish_reason") == "stop" and (not ids or ids[-1] not in eos_ids):
             said = choice.get("stop_reason", choice.get("matched_stop"))
             if said not in eos_ids and len(eos_ids) != 1:
-                raise UserError(
-                    f"{self.endpoint.url}: does not say which of the end tokens {list(eos_ids)} ended a response; use vLLM"
-                )
+                raise UserError(f"{self.endpoint.url}: does not say which of {list(eos_ids)} ended a text; use vLLM")
             ids = [*ids, said if isinstance(said, int) and said in eos_ids else eos_ids[0]]
         if foreign := [token for token in ids if not 0 <= token < self.vocab_rows]:
             raise UserError(

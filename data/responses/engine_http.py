@@ -119,6 +119,4 @@ def listening(host: str, port: int, keyed: bool) -> socket.socket:
     try:
         return socket.create_server((host, port), family=family, backlog=2048)
     except OSError as error:
-        raise UserError(
-            f"--host {host} --port {port}: cannot listen there ({error.strerror}); choose another port or host"
-        ) from error
+        raise UserError(f"--host {host} --port {port}: cannot listen ({error.strerror}); choose another") from error

@@ -46,9 +46,7 @@ def layer_list(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) == depth:
             return name, module
-    raise UserError(
-        f"{type(model).__name__}: it has no list of {depth} layers, so it cannot be carved or sharded; use student.init: config"
-    )
+    raise UserError(f"{type(model).__name__}: no list of {depth} layers to carve or shard; use student.init: config")
 
 
 def per_layer_fields(config: Any) -> dict[str, list[Any]]:

@@ -164,9 +164,7 @@ def transplant_vocabulary(donor: PreTrainedModel, donor_tokenizer: Any, target_t
     """
     match = match_tokens(target_tokenizer, donor_tokenizer)
     if not match.exact:
-        raise UserError(
-            "student.vocabulary: transplant found no token that the draft's tokenizer shares with the target's; use another draft"
-        )
+        raise UserError("student.vocabulary: transplant: the two tokenizers share no token; use another draft")
     old_rows = _tables(donor)[0].shape[0]
     known = [token_id for token_id in tokens_by_id(donor_tokenizer) if token_id < old_rows]
     # A tokenizer may have more tokens than the model has rows.

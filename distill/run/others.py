@@ -82,14 +82,10 @@ def open_others(
         there = Run(own, run.accelerator)
         one = Target(own.target, run.device, folder, f"{key}: target.path")
         if one.facts.fingerprint in known:
-            raise UserError(
-                f"{key} {folder}: {own.target.path} is also the target of {known[one.facts.fingerprint]}; list each target once"
-            )
+            raise UserError(f"{key} {folder}: its target is also that of {known[one.facts.fingerprint]}; list it once")
         known[one.facts.fingerprint] = key
         if tokenizer_fingerprint(one.tokenizer) != tokenizer_fingerprint(target.tokenizer):
-            raise UserError(
-                f"{key} {folder}: {own.target.path} has another tokenizer than {config.target.path}; one draft needs one tokenizer"
-            )
+            raise UserError(f"{key} {folder}: another tokenizer than {config.target.path}'s; one draft needs one")
         if one.facts.vocab_rows != target.facts.vocab_rows:
             raise UserError(
                 f"{key} {folder}: {own.target.path} has {one.facts.vocab_rows} vocabulary rows, {config.target.path} {target.facts.vocab_rows}"
@@ -122,9 +118,7 @@ def require_unchanged(run: Run, told: Sequence[Mapping[str, Any]]) -> None:
     try:
         before = json.loads(path.read_text(encoding="utf-8")).get("other_targets", [])
     except (OSError, ValueError, AttributeError, RecursionError) as error:
-        raise UserError(
-            f"{path}: cannot be read, so it is unknown what the checkpoint was trained on; delete {checkpoint}"
-        ) from error
+        raise UserError(f"{path}: cannot be read, so what it was trained on is unknown; delete {checkpoint}") from error
     for number, (then, now) in enumerate(zip(before, told, strict=False)):
         if then != now:
             raise UserError(

@@ -164,9 +164,7 @@ class BatchSource:
         if not len(examples):
             raise UserError(f"data.mix.{name}: no sequences; check its sources, or set its share to 0")
         if packing is not None and (longest := examples.lengths_N.max()) > packing:
-            raise UserError(
-                f"train.packing = {packing}: a sequence of data.mix.{name} has {longest} tokens; set it to at least {longest}"
-            )
+            raise UserError(f"train.packing = {packing}: set it to at least {longest}, for data.mix.{name}")
         self._held[name] = generation, examples
 
     def _in_blocks(self, example: Example, step: int, place: int) -> Example:
@@ -251,9 +249,7 @@ def make_batches(
     if data.mix.student or data.mix.speculative:
         rollouts = Rollouts(run, target.model, tokenizer, prompts)
         if packing is not None and rollouts.longest > packing:
-            raise UserError(
-                f"train.packing = {packing}: a rollout may have {rollouts.longest} tokens; set it to at least {rollouts.longest}"
-            )
+            raise UserError(f"train.packing = {packing}: set it to at least {rollouts.longest}, for rollouts")
     if data.mix.text:
         if tokenizer.eos_token_id is None:
             raise UserError("data.text: the tokenizer has no eos token to separate documents; set data.mix.text to 0")

@@ -139,9 +139,7 @@ class Rollouts:
         self.run.wait()
         self.run.await_seen(lambda: bool(store.present(keys).all()), store.folder)
         if lost := int((~store.present(keys)).sum()):
-            raise UserError(
-                f"{store.folder}: {lost} of {len(keys)} responses are missing; run the same command again to generate them"
-            )
+            raise UserError(f"{store.folder}: {lost} of {len(keys)} responses missing; the same command generates them")
         return store.read(), store
 
     def _make(

@@ -527,7 +527,7 @@ def test_questions_of_benchmarks_are_prompts_and_their_categories_domains(tmp_pa
 def test_a_question_that_was_not_filled_in_is_refused(tmp_path):
     row = {**SPEED_BENCH[0], "turns": ["THE REST IS FETCHED BY SPECDEC_BENCH\n\nSummarise: {article}"]}
     path = write(tmp_path / "test.jsonl", [row, *SPEED_BENCH[1:]])
-    assert "test.jsonl:1: the question is a placeholder; fill the dataset with prepare_data.py" in refusal(path=path)
+    assert "test.jsonl:1: a placeholder; fill it with prepare_data.py" in refusal(path=path)
     bad: list[UserError] = []
     assert len(load_source(PromptSource(path=path), bad_rows=bad)) == len(bad) == 1
     empty = write(tmp_path / "empty.jsonl", [{**SPEC_BENCH[0], "turns": []}])

@@ -112,9 +112,7 @@ def drift_command(options: DriftOptions, console: Console | None = None) -> Drif
 
 def _check(options: DriftOptions) -> None:
     if sum((options.log is not None, bool(options.prompts), bool(options.metrics_url))) != 1:
-        raise UserError(
-            "give one of --log FILE (a server's log), --metrics-url URL (its counters) and --prompts FILE (fresh prompts)"
-        )
+        raise UserError("give one of --log FILE, --metrics-url URL (its counters) and --prompts FILE (fresh prompts)")
     if options.log is not None and options.log.is_dir():
         raise UserError(f"--log {options.log}: a directory; for a gateway's give `understudy traffic show DIR`")
     if options.scrapes < 2 or not 0 <= options.interval < 1e6:

@@ -96,9 +96,7 @@ def chosen_prompts(
     embedded = options.prompts == STDLIB
     longest = (context or 1 << 20) - options.max_tokens
     if longest < 1:
-        raise UserError(
-            f"--max-tokens {options.max_tokens} leaves no room for a prompt in the target's context of {context}: lower it"
-        )
+        raise UserError(f"--max-tokens {options.max_tokens} fills the target's context of {context}: lower it")
     if embedded:
         rows = sorted(load_source(PromptSource(path=STDLIB, split="heldout")), key=content_hash)[: 4 * options.count]
         rows = [replace(row, origin=f"prompt-{number}") for number, row in enumerate(rows, start=1)]

@@ -137,7 +137,5 @@ def finished(trial: Trial) -> bool:
         return False
     found = load_config(folder / CONFIG)
     if found.model_copy(update={"resume": trial.config.resume}) != trial.config:
-        raise UserError(
-            f"{folder}: this run finished with another config than the sweep's; give the sweep another name, or delete the folder"
-        )
+        raise UserError(f"{folder}: finished with another config than the sweep's; rename the sweep, or delete it")
     return True

@@ -291,7 +291,7 @@ def test_prompts_are_distinct_and_fit(given, folder, chat_target):
         ({"drafts": ["./nowhere"]}, "draft './nowhere': no config.json there"),
         ({"chat": True}, "--chat: the target's tokenizer has no chat template"),
         ({"max_tokens": 125}, "that exceeds the target's context of 128"),
-        ({"max_tokens": 1000, "prompts": "stdlib"}, "leaves no room for a prompt in the target's context of 128"),
+        ({"max_tokens": 1000, "prompts": "stdlib"}, "fills the target's context of 128"),
         ({"prompts": "long.jsonl"}, "prompt long.jsonl:1 has "),
         ({"prompts": "chats.jsonl"}, "chats.jsonl:1: the tokenizer"),
         ({"prompts": "stdlib", "prompt_column": "text"}, "stdlib has no columns"),

@@ -316,7 +316,7 @@ def test_an_empty_micro_batch_is_still_a_forward(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("mix", "train", "message"),
     [
-        ({"target": 1.0}, {"packing": 12}, r"train\.packing = 12: a sequence of data\.mix\.target has 16 tokens"),
+        ({"target": 1.0}, {"packing": 12}, r"train\.packing = 12: set it to at least 16, for data\.mix\.target"),
         ({"target": 0.0, "text": 1.0}, {}, r"data\.mix\.text: no sequences"),
     ],
 )
