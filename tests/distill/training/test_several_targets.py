@@ -134,8 +134,8 @@ def test_every_sequence_learns_from_its_own_target() -> None:
         (["target.others=[{run: SECOND}]", "loss.temperature=2"], "loss.temperature is 1.0 there and 2.0 here"),
         (["target.others=[{run: SECOND}]", "serving.temperature=0.5"], "serving.temperature is 0.7 there and 0.5 here"),
         (["target.others=[{run: SECOND}]", "serving.rule=block"], "judge.rule is sample there and block here"),
-        (["target.others=[{run: SECOND}, {run: SECOND}]"], "is also the target of target.others.0.run"),
-        (["target.others=[{run: OWN}]"], "is also the target of this run"),
+        (["target.others=[{run: SECOND}, {run: SECOND}]"], "its target is also that of target.others.0.run"),
+        (["target.others=[{run: OWN}]"], "its target is also that of this run"),
     ],
 )
 def test_what_does_not_go_together_is_one_line(
