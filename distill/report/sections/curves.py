@@ -14,8 +14,6 @@ def steps(view: View) -> Made:
     if len(rows) < 2:
         return "Only one checkpoint was judged, so there is no curve over steps."
     judged_on = "Every checkpoint was judged on the same frozen held-out text, with tau by replay."
-    if any(step.replay_check for step in rows):  # of an older version
-        judged_on = "alpha is on the same frozen held-out text for every checkpoint; tau was counted live."
     if any(step.live_check for step in rows):
         judged_on += (
             " Crosses: tau of the prompts that each checkpoint decoded live, other prompts and other text each time. Each was "
