@@ -26,10 +26,7 @@ def train_apart(
 ) -> None:
     """Train a run to its verdict or its pause, continuing from its last state. If the config needs a stored signal, `respond` runs first.
 
-    Args:
-        arguments: arguments of `distill.train` that give this config.
-        command: the command before `-m distill.train`.
-        group: group of the run in wandb.
+    ``arguments``: of `distill.train`, that give this config. ``command``: the words before `-m distill.train`. ``group``: in wandb.
 
     Raises TrainingFailed: it ended before that. Interrupted: after Ctrl-C, when it has stopped.
     """

@@ -27,12 +27,8 @@ NOT_MEASURED = "not measured: this export has no verdict. Run `understudy evalua
 def model_card(serving: dict[str, Any], verdict: Verdict | None, provenance: dict[str, Any] | None) -> str:
     """Return README.md of the exported directory: YAML front matter for the hub, the verdict, how to reproduce it.
 
-    Args:
-        serving: the content of `serving.json`.
-        verdict: the run's verdict, or None if nothing was measured.
-        provenance: the run's record of itself. `base`, `data` (a name or a list), `license` and `command` (or `argv`)
-            have their own lines; the rest is shown as JSON.
-
+    Of the provenance, `base`, `data` (a name or a list), `license` and `command` (or `argv`) have their own lines; the rest is shown as
+    JSON. ``verdict``: None if nothing was measured.
     """
     facts = {"base": None, "license": None} | (provenance or {})
     named = facts.get("data") or []

@@ -59,13 +59,8 @@ def check_with_transformers(
     (`num_assistant_tokens`, its schedule, `assistant_confidence_threshold`), not from the arguments of generate().
     The last block is shorter: at most (tokens left - 1) tokens are drafted.
 
-    Args:
-        target_model: causal LM on any device. Use float32 for a strict comparison, since matrix products of one token
-            and of gamma + 1 tokens round differently.
-        export_dir: directory of the draft, which computes in the target's dtype from its exported weights.
-        prompts_ids: token ids of each prompt.
-        max_new_tokens: budget per prompt.
-        gamma: drafted tokens per block.
+    The draft computes in the target's dtype from its exported weights. Use float32 for a strict comparison, since matrix products of one
+    token and of gamma + 1 tokens round differently.
     """
     draft = AutoModelForCausalLM.from_pretrained(export_dir, dtype="auto", trust_remote_code=trust_remote_code)
     draft = as_served(draft, target_model.device).to(target_model.device).eval()

@@ -38,10 +38,6 @@ def load_merged_student(
 ) -> MergedStudent:
     """Load a checkpoint or an adapter directory, check its vocabulary, repair its rows, merge the adapter.
 
-    Args:
-        student_dir: a Hugging Face model directory or a peft adapter directory.
-        target_tokenizer: the target's tokenizer. `target_rows`: rows of the target's embedding.
-
     Raises UserError: the directory is missing or incomplete, the vocabulary differs, or the adapter does not merge.
     """
     if not student_dir.is_dir():

@@ -27,9 +27,7 @@ def quantize_draft(model: Any, how: Quantization) -> Any:
     A tied head gets its own weights, because every step reads the whole head but only one embedding row per token. The embedding is
     unchanged. The head stays tied for architectures that engines always load as tied.
 
-    Args:
-        model: a causal LM in the dtype that it is exported in.
-        how: a key of `SCHEMES`.
+    ``model``: in the dtype that it is exported in.
 
     Raises UserError: an unknown name, a trimmed head, or compressed-tensors is not installed.
     """
