@@ -41,9 +41,8 @@ def gamma_plan(verdict: Verdict | None, way: str = DRAFT, engine: str = "") -> G
     if verdict is None:
         return GammaPlan(GAMMA_WITHOUT_VERDICT, "the default; not measured", None)
     if verdict.engine is not None and verdict.engine.engine.split()[0] == engine:
-        runs = {
-            row.concurrency: row.gamma or 0 for row in verdict.engine_rows
-        }  # the last at each load is the one to run
+        # The last at each load is the one to run.
+        runs = {row.concurrency: row.gamma or 0 for row in verdict.engine_rows}
         most = next((gamma for gamma in runs.values() if gamma), 0)
         wins = verdict.engine.plain_wins_from(verdict.replay, verdict.response_tokens) or MOST_LOAD + 1
         ranges = _ranges({load: min(gamma, most) for load, gamma in runs.items()}, wins)

@@ -91,9 +91,8 @@ def load_pretrained(what: str, path: str, load: Any, **options: Any) -> Any:
         return load(local, **options)
     except (KeyboardInterrupt, SystemExit):
         raise
-    except (
-        BaseException
-    ) as error:  # The tokenizers library raises nothing more specific, and its panics are not Exceptions.
+    # The tokenizers library raises nothing more specific, and its panics are not Exceptions.
+    except BaseException as error:
         reason = reason_of(error)
         if looks_local:
             raise UserError(f"{what} {path!r}: cannot be loaded: {reason}") from error

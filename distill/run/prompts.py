@@ -137,10 +137,8 @@ def _own_heldout(folder: Path, made_with: Manifest, count: int) -> list[Rendered
     with contextlib.suppress(UserError, OSError, KeyError):  # Missing or damaged.
         kept = read_manifest(folder)
         if _drawn_from(kept["made_with"]) == _drawn_from(made_with) and kept["files"] == _digests(folder):
-            heldout, longest = (
-                StoredPrompts(folder / HELDOUT_FILE)[:],
-                made_with["context_length"] - made_with["max_tokens"],
-            )
+            heldout = StoredPrompts(folder / HELDOUT_FILE)[:]
+            longest = made_with["context_length"] - made_with["max_tokens"]
             longest = min(longest, made_with["data"]["max_prompt_tokens"] or longest)
             fitting = [prompt for prompt in heldout if len(prompt.prompt_ids) <= longest]
             if len(fitting) < len(heldout):

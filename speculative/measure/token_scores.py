@@ -131,10 +131,8 @@ def score_tokens(
     scores = []
     values = values_by_text(draft, texts, columns, width + (bins if sampled else 0), "draft")
     for text, values_TK in zip(texts, values, strict=True):
-        choices, log_target_probs = (
-            values_TK[:, 1].astype(np.int64),
-            np.asarray(text.log_target_probs, dtype=np.float64),
-        )
+        choices = values_TK[:, 1].astype(np.int64)
+        log_target_probs = np.asarray(text.log_target_probs, dtype=np.float64)
         matches = choices == np.asarray(text.response_ids, dtype=np.int64)
         mass_TC, whole_T = values_TK[:, width:] if sampled else None, values_TK[:, 3] if width > 3 else None
         own_scores = TokenScores(values_TK[:, 0], log_target_probs, matches, choices, values_TK[:, 2], mass_TC)

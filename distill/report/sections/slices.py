@@ -108,10 +108,8 @@ def forgetting(view: View) -> Made:
     rows = untrained(view)
     if not rows:
         return None
-    names, trained_on = (
-        [one for one in view.ways if any(one in row.alpha for row in rows)],
-        view.result.trained_on or [],
-    )
+    names = [one for one in view.ways if any(one in row.alpha for row in rows)]
+    trained_on = view.result.trained_on or []
     heads = (Column("tokens", ","), *(Column(f"alpha {name}", ".3f") for name in names), Column("change", "+.3f"))
     table = Table(["domain", *heads])
     for row in rows:
