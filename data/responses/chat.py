@@ -45,9 +45,8 @@ class ChatTarget(EndpointTarget):
     def _ids(self) -> dict[bytes, int]:
         """Text of a token -> id. If a raw byte and a written token have the same text, the written token is used."""
         written = {text: token for token, text in sorted(self._token_bytes().items())}
-        return written | {
-            str(one.content).encode(): token for token, one in self.tokenizer.added_tokens_decoder.items()
-        }
+        added = self.tokenizer.added_tokens_decoder.items()
+        return written | {str(one.content).encode(): token for token, one in added}
 
     def check(self) -> None:
         """Check which model answers; its chat template is checked at each response. Raises UserError as `EndpointTarget.check`."""

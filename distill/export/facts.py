@@ -150,9 +150,7 @@ class EngineFacts:
     def sampled_drafts_win(self) -> bool:
         """Whether replay predicts more acceptance for sampled drafts, also for untruncated ones, than for argmax drafts."""
         sampled = min(self.taus.get(rule, math.inf) for rule in ("sample", UNTRUNCATED))
-        return (
-            self.sampled and not self.head_tokens and math.inf > sampled > self.taus.get("greedy-draft", float("inf"))
-        )
+        return self.sampled and not self.head_tokens and math.inf > sampled > self.taus.get("greedy-draft", math.inf)
 
     @property
     def request(self) -> dict[str, float | int]:

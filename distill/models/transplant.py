@@ -168,9 +168,7 @@ def transplant_vocabulary(donor: PreTrainedModel, donor_tokenizer: Any, target_t
     old_rows = _tables(donor)[0].shape[0]
     known = [token_id for token_id in tokens_by_id(donor_tokenizer) if token_id < old_rows]
     # A tokenizer may have more tokens than the model has rows.
-    pieces = {
-        token_id: tuple(piece for piece in donors if piece < old_rows) for token_id, donors in match.pieces.items()
-    }
+    pieces = {token_id: tuple(piece for piece in ids if piece < old_rows) for token_id, ids in match.pieces.items()}
     made = [spread_rows(tensor, pieces, rows, known) for tensor in row_tensors(donor)]
     with torch.random.fork_rng(devices=[]):
         donor.resize_token_embeddings(rows, mean_resizing=False)

@@ -114,17 +114,13 @@ class BatchSource:
         lengths = np.array([len(document.input_ids) for document in documents])
         order = np.argsort(-lengths, kind="stable")
         if train.packing is None:
-            shares = micro_batches(order, self.micro_batch_size, self.rank, self.ranks)
-            return [
-                collate([documents[i] for i in share], self.pad_id, [numbers[i] for i in share]) for share in shares
-            ]
+            parts = micro_batches(order, self.micro_batch_size, self.rank, self.ranks)
+            return [collate([documents[i] for i in part], self.pad_id, [numbers[i] for i in part]) for part in parts]
         packed = packed_micro_batches(lengths, train.packing, self.micro_batch_size, self.rank, self.ranks)
         batches = []
         for rows in packed:
-            indices = [numbers[i] for row in rows for i in row]
-            batches.append(
-                collate_packed([[documents[i] for i in row] for row in rows], self.pad_id, train.packing, indices)
-            )
+            filled, indices = [[documents[i] for i in row] for row in rows], [numbers[i] for row in rows for i in row]
+            batches.append(collate_packed(filled, self.pad_id, train.packing, indices))
         return batches
 
     @property

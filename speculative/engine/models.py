@@ -130,9 +130,7 @@ def window_kinds(model: PreTrainedModel, name: str, longest: int | None = None) 
     """`attention_windows`, each kind once, full attention (None) first; a window of at least `longest` positions counts as full. Raises
     UserError naming the model for windows of several sizes.
     """
-    windows = {
-        window if window and (longest is None or window < longest) else None for window in attention_windows(model)
-    }
+    windows = {size if size and (longest is None or size < longest) else None for size in attention_windows(model)}
     kinds = sorted(windows, key=lambda window: window or 0)
     if len(kinds) > 2 or (len(kinds) == 2 and None not in kinds):
         raise UserError(f"{name} ({type(model).__name__}) has sliding windows of {kinds}: only one size is supported")

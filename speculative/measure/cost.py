@@ -54,9 +54,8 @@ class StepCosts:
     @property
     def draft_step_seconds(self) -> float:
         """Seconds of one draft call: of a token, or of a whole block of a parallel draft."""
-        return statistics.median(
-            seconds / (1 if self.parallel else gamma) for gamma, seconds in self.draft_seconds.items()
-        )
+        seconds = self.draft_seconds.items()
+        return statistics.median(spent / (1 if self.parallel else gamma) for gamma, spent in seconds)
 
     @property
     def cost_ratio(self) -> float:

@@ -71,9 +71,8 @@ class TokenScores:
 
     def log_drafted(self, rule: str) -> np.ndarray:
         """Log probability with which a draft that samples under this rule proposes the stored token."""
-        return (
-            self.log_whole_probs if rule == UNTRUNCATED and self.log_whole_probs is not None else self.log_draft_probs
-        )
+        whole = self.log_whole_probs if rule == UNTRUNCATED else None
+        return self.log_draft_probs if whole is None else whole
 
     def accept_probs(self, rule: str) -> np.ndarray:
         """Per token (T,) the probability that it is an accepted drafted token once a block reaches it.

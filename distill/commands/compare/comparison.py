@@ -105,9 +105,8 @@ def with_lookup(
     own = draft or Scored(name=LOOKUP, path=LOOKUP, parameters=0, scores=None, costs=costs)
     drafted = None if own.scores is None else texts_of(own.scores, rule)
     sizes = tuned_lookup(texts, costs or UNTIMED, (gamma,), drafted).sizes
-    return replace(
-        own, costs=costs, kept=[kept_by_lookup(text, max(CURVE_GAMMAS), *sizes) for text in texts], ngrams=sizes
-    )
+    kept = [kept_by_lookup(text, max(CURVE_GAMMAS), *sizes) for text in texts]
+    return replace(own, costs=costs, kept=kept, ngrams=sizes)
 
 
 class ComparedWay(Record):

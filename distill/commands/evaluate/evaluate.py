@@ -129,9 +129,8 @@ def evaluate(config: RunConfig, path: str, gammas: list[int], rule: Rule, log: P
     checks = self_checks(target.model, pair.keyed[:CHECKED_PROMPTS], checked, batch_size=config.judge.batch_size)
     stores = RunStores(Run(config), target)
     frozen = stores.heldout(pair.prompts, rule)
-    question = Question(
-        config.judge, pair.settings.under(rule, max(gammas)), {rule: frozen}, pair.context, stores.past(rule)
-    )
+    widest = pair.settings.under(rule, max(gammas))
+    question = Question(config.judge, widest, {rule: frozen}, pair.context, stores.past(rule))
     field = line_up(question, target.model, [Candidate(DRAFT, path, None, Draft(pair.draft))])
     by_gamma: dict[int, Judgement] = {}
     chosen = gammas[0]

@@ -228,7 +228,5 @@ def _judge(
                 prospect.detectable_alpha = rough_detectable([one.accept_probs(rule) for one in own], text.keys)
     lead = prospect.lead
     assert lead is not None
-    prospect.prices = [ceilings.price_of(name, rule, found) for (rule, _), found in costs.items()]
-    prospect.at_loads = [
-        ceilings.at_load(lead.now, lead.taus, found) for (_, size), found in costs.items() if size != load
-    ]
+    prospect.prices = [ceilings.price_of(name, rule, of) for (rule, _), of in costs.items()]
+    prospect.at_loads = [ceilings.at_load(lead.now, lead.taus, of) for (_, size), of in costs.items() if size != load]

@@ -92,9 +92,8 @@ def plan(path: Path, suffix: str = "") -> tuple[SweepFile, list[Trial]]:
     sweep = sweep.model_copy(update={"name": f"{sweep.name}{suffix}"})
     keys = sorted(sweep.grid, key=lambda key: key != SEED)
     fixed = [assignment(key, value) for key, value in sweep.overrides.items()]
-    combinations = [
-        dict(zip(keys, values, strict=True)) for values in itertools.product(*(sweep.grid[key] for key in keys))
-    ]
+    grid = itertools.product(*(sweep.grid[key] for key in keys))
+    combinations = [dict(zip(keys, values, strict=True)) for values in grid]
     names = [_name(sweep, values) for values in combinations]
     trials = []
     for name, values in zip(names, combinations, strict=True):
