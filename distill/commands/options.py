@@ -174,7 +174,7 @@ class CompareOptions:
     ]
     on: Annotated[Path | None, option("run whose held-out text is used for all; default: the first run given")] = None
     rule: shared.RuleName = ""
-    gamma: Annotated[int, option("drafted tokens per block, 1 to 32; default: the run's")] = 0
+    gamma: Annotated[int, option("drafted tokens per block; default: the run's", min=0, max=32)] = 0
     timing: Annotated[bool, option("measure step times, predict speed-ups; --no-timing never loads the target")] = True
     fail_below: Annotated[
         list[str] | None,
@@ -211,7 +211,7 @@ class DriftOptions:
     messages_column: shared.MessagesColumn = ""
     chat: shared.Chat = False
     format: Annotated[str, option("format of --log: auto, jsonl, csv, vllm, llama.cpp, proposals")] = "auto"
-    gamma: Annotated[int | None, option("drafted tokens per block of the server, if the log does not say")] = None
+    gamma: Annotated[int | None, option("the server's drafted tokens per block, if not logged", min=1, max=128)] = None
     rule: shared.RuleName = ""
     drafting: shared.DraftingName = ""
     confidence: Annotated[float, option("confidence of the interval that decides whether acceptance fell")] = 0.95

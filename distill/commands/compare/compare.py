@@ -43,7 +43,6 @@ from speculative.drafters.draft import Draft, Drafting
 from speculative.engine.models import max_positions
 from speculative.errors import UserError
 from speculative.measure.cost import StepCosts
-from speculative.measure.metrics import MOST_GAMMA
 from speculative.measure.token_scores import score_tokens
 from speculative.rules.rule import RULES
 from speculative.rules.verify import draft_settings_for
@@ -100,8 +99,6 @@ def _refuse_early(options: CompareOptions, plot: Path | None) -> None:
     if all(draft_of(name) is None for name in options.drafts):
         raise UserError("compare lookup: one way needs a draft, e.g. compare lookup runs/demo lookup+runs/demo")
     check_known("--rule", options.rule, ("", *RULES))
-    if options.gamma and not 1 <= options.gamma <= MOST_GAMMA:
-        raise UserError(f"--gamma {options.gamma}: give 1 to {MOST_GAMMA}")
     check_writable("--out", options.out)
     check_plot(plot)
 

@@ -124,8 +124,6 @@ def _check(options: DriftOptions) -> None:
             raise UserError(f"{option} is for --prompts: a log contains rendered prompts")
     if not 0.5 <= options.confidence < 1:
         raise UserError(f"--confidence {options.confidence}: give a probability of at least 0.5 and below 1, e.g. 0.95")
-    if options.gamma is not None and not 1 <= options.gamma <= 128:
-        raise UserError(f"--gamma {options.gamma}: give the server's drafted tokens per block, 1 to 128")
     check_known("--rule", options.rule, ("", *RULES))
     check_known("--drafting", options.drafting, ("", *DRAFTINGS))
     check_writable("--out", options.out)

@@ -34,8 +34,6 @@ def device_of(options: ProbeOptions) -> Device | None:
         return None
     if not all(given):
         raise UserError("give --device-memory, --concurrency and --context together, e.g. 80GB, 64 and 8k")
-    if options.concurrency < 1:
-        raise UserError(f"--concurrency {options.concurrency}: give at least 1")
     return Device(parse_bytes(options.device_memory), options.concurrency, parse_tokens(options.context))
 
 

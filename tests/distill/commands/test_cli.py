@@ -116,6 +116,20 @@ def test_evaluate_prints_a_table_and_writes_the_shape_of_the_verdict(
     assert "training run" in str(refused.exception)
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("drift", "RUN", "--gamma", "0"),
+        ("compare", "A", "B", "--gamma", "33"),
+        ("probe", "A", "--concurrency", "-1"),
+    ],
+)
+def test_an_option_refuses_a_number_out_of_its_range(words: tuple[str, ...]) -> None:
+    result = CliRunner().invoke(cli.app, list(words), env={"COLUMNS": "200"})
+    assert result.exit_code == 2
+    assert f"Invalid value for '{words[-2]}': {words[-1]} is not in the range" in result.output
+
+
 @pytest.mark.usefixtures("without_pictures")
 def test_proofs_stand_beside_the_judgement_of_the_same_draft(tiny_run: Path, tiny_config: Path, tmp_path: Path) -> None:
     out = tmp_path / "result.json"
