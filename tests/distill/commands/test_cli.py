@@ -127,8 +127,7 @@ def test_evaluate_prints_a_table_and_writes_the_shape_of_the_verdict(
 def test_an_option_refuses_a_number_out_of_its_range(words: tuple[str, ...]) -> None:
     result = CliRunner().invoke(cli.app, list(words), env={"COLUMNS": "200"})
     assert result.exit_code == 2
-    option, _, value = words[-1].partition("=")
-    assert f"Invalid value for '{option}': {value} is not in the range" in result.output
+    assert f"Invalid value for '{words[-1].partition('=')[0]}'" in result.output
 
 
 @pytest.mark.usefixtures("without_pictures")
