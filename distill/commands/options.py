@@ -66,9 +66,7 @@ class ReportOptions:
     to: Annotated[Path | None, option("HTML file to write; default: report.html next to the result")] = None
     t_target: shared.TargetSeconds = ""
     t_draft: shared.DraftSeconds = ""
-    price_per_hour: Annotated[
-        str, option("price of a device hour, e.g. 2.49, for the cost of tokens; 2.49,4.98 = without and with the draft")
-    ] = ""
+    price_per_hour: Annotated[str, option("price of an hour, e.g. 2.49; 2.49,4.98 = without and with the draft")] = ""
 
 
 @dataclass(frozen=True)
@@ -350,9 +348,7 @@ class ProbeOptions:
     t_draft: shared.DraftSeconds = ""
     t_verify: Annotated[str, option("time of one verify call of a block; default: as long as a target step")] = ""
     engine_costs: Annotated[Path | None, option("step times of `understudy time`; default: in the draft's run")] = None
-    device_memory: Annotated[
-        str, option("memory of the serving device, e.g. 80GB or 80GiB: does the pair fit? (with the next two options)")
-    ] = ""
+    device_memory: Annotated[str, option("device memory, e.g. 80GB or 80GiB: does it fit? (with the next two)")] = ""
     concurrency: Annotated[int, option("with --device-memory: requests served at once", min=0)] = 0
     context: Annotated[str, option("with --device-memory: tokens of prompt and response, e.g. 8192 or 8k")] = ""
     dtype: shared.Dtype = "auto"

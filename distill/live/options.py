@@ -39,9 +39,7 @@ class GatewayOptions:
     reservoir: Annotated[int, typer.Option(help="with --text: responses per slice whose text is kept", min=0)] = 10_000
     retention_days: Annotated[float, typer.Option(help="with --text: days until text is erased", min=0)] = 30.0
     trust_clock: Annotated[bool, typer.Option("--trust-clock", help="erase old text even if the clock jumped")] = False
-    exclude_tenant: Annotated[
-        list[str] | None, typer.Option(help="value of x-understudy-tenant whose requests are never logged; repeatable")
-    ] = None
+    exclude_tenant: Annotated[list[str] | None, typer.Option(help="x-understudy-tenant not to log; repeatable")] = None
     usage: Annotated[bool, typer.Option("--usage", help="ask for usage in streams; vLLM sends counts with it")] = False
     sampling: Annotated[str, typer.Option(help="sampling defaults of the engines, e.g. temperature=0.7,top_p=0.8")] = ""
     max_body: Annotated[int, typer.Option(help="largest request body in bytes", min=1)] = 16 << 20

@@ -81,9 +81,7 @@ class ServedRecord(Record):
     source: str = Field(description="`responses`: counts for each response; `metrics`: the difference of counters")
     measured: list[Row] = Field(description="rows as served, and by replay at the exported or requested gamma")
     survival: dict[str, list[float]] = Field(description="by position: `replay`, and `served` if the engine reports it")
-    survival_ci: list[Interval] | None = Field(
-        None, description="95 % intervals of the served survival over prompts; null: the engine reports only sums"
-    )
+    survival_ci: list[Interval] | None = Field(None, description="its 95 % intervals over prompts; null: sums only")
     tokens_per_second_ci: Interval = Field(description="95 % interval of tokens/s over prompts, as served")
     latency: float = Field(description="mean seconds per response")
     latency_ci: Interval = Field(description="its 95 % interval over prompts")
@@ -93,9 +91,7 @@ class ServedRecord(Record):
     )
     agrees: bool = Field(description="whether tau, gamma, the greedy texts and the distribution of the text all agree")
     greedy: GreedyTexts | None = Field(None, description="comparison of greedy texts; null: not made")
-    text_law: TextLawRecord | None = Field(
-        None, description="test of the sampled text; null: greedy text, or weights or token ids are not known here"
-    )
+    text_law: TextLawRecord | None = Field(None, description="test of sampled text; null: greedy, or no weights or ids")
     parameters: list[TriedParameter] = Field([], description="request parameters that were tried (--parameters)")
     causes: list[Text] = Field([], description="causes of disagreement that were found by tests")
     speed: list[SpeedCheck] = Field([], description="predicted and served speed-up by load (--speed)")
