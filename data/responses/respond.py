@@ -97,7 +97,6 @@ def respond(
 
 
 def row_of(prompt: RenderedPrompt, sample: int, response: Response) -> Row:
-    """The row of a prompt and one response."""
     input_ids = [*prompt.prompt_ids, *response.response_ids]
     mask = loss_mask(len(prompt.prompt_ids), len(input_ids))
     log_probs = list(response.log_target_probs)

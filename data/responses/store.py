@@ -81,7 +81,6 @@ class Row:
 
     @property
     def response_ids(self) -> list[int]:
-        """Ids of the response."""
         return [int(token) for token in compress(self.input_ids, self.loss_mask)]
 
     @property
@@ -164,7 +163,6 @@ class Store:
         return read_manifest(self.folder)
 
     def shard_path(self, shard: int) -> Path:
-        """File of a shard."""
         return self.folder / f"shard-{shard:05d}.arrow"
 
     def write_shard(self, shard: int, rows: Sequence[Row]) -> None:

@@ -19,7 +19,6 @@ def option(text: str, *names: str, **more: Any) -> Any:
 
 
 def argument(text: str) -> Any:
-    """An argument and its help text."""
     return typer.Argument(help=text)
 
 

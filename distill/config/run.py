@@ -250,5 +250,4 @@ class RunConfig(Section):
 
     @property
     def folder(self) -> Path:
-        """The folder of the run."""
         return Path(self.output) / self.name

@@ -18,7 +18,6 @@ HEAD = "| key | default | meaning |\n|---|---|---|\n"
 
 
 def print_table(_: object) -> None:
-    """Print the tables."""
     print(config_table())
 
 

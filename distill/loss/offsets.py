@@ -77,9 +77,7 @@ class Survival:
         self.seen_2J = torch.zeros_like(self.seen_2J)
 
     def state_dict(self) -> dict[str, list[float]]:
-        """For a checkpoint."""
         return {"kept": list(self.kept_J)}
 
     def load_state_dict(self, state: dict[str, list[float]]) -> None:
-        """From a checkpoint."""
         self.kept_J = list(state["kept"])

@@ -107,7 +107,6 @@ def made_sections(view: View) -> list[tuple[Section, Made]]:
 
 
 def render_page(result: Result, given: GivenTimes | None = None, prices: Prices | None = None) -> str:
-    """The HTML page of a result."""
     view = View(result, given or measured_times(result), prices)
     view = replace(view, figures=figures_of(view))
     loader, strict = jinja2.FileSystemLoader(TEMPLATES), jinja2.StrictUndefined

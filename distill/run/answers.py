@@ -37,7 +37,6 @@ class Answers:
 
     @functools.cached_property
     def stores(self) -> RunStores:
-        """The stores of all responses."""
         return RunStores(self.run, self.target)
 
     @functools.cached_property

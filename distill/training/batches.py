@@ -265,7 +265,6 @@ def make_batches(
 
 
 def make_objective(config: RunConfig) -> Objective:
-    """The objective that the config names."""
     loss, weighting = config.loss, config.loss.weighting
     return Objective(
         config.loss_weights(0), loss.temperature, loss.beta, loss.eta, loss.chunk_tokens, config.serving.sampling, config.judge_rule,

@@ -165,11 +165,9 @@ class SpikeGuard:
         self.skipped_in_a_row = 0
 
     def state_dict(self) -> dict[str, list[float] | int]:
-        """For a checkpoint."""
         return {"norms": list(self.norms), "skipped_in_a_row": self.skipped_in_a_row}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """From a checkpoint."""
         self.norms = deque(state["norms"], maxlen=SPIKE_WINDOW)
         self.skipped_in_a_row = state["skipped_in_a_row"]
 

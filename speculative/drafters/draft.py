@@ -107,7 +107,6 @@ class Draft:
         return self.drafting, window, *((name, tuple(weight.shape)) for name, weight in self.model.named_parameters())
 
     def drafter(self) -> ModelDrafter:
-        """A new drafter."""
         return ParallelDrafter(self.model) if self.parallel else ModelDrafter(self.model)
 
     def offsets(self, gamma: int, least: int = PARALLEL_OFFSETS) -> int | None:

@@ -112,7 +112,6 @@ class RaggedCache(Cache):
 
     @property
     def rows(self) -> int:
-        """Number of rows."""
         return self.place.rows
 
     @property
@@ -123,7 +122,6 @@ class RaggedCache(Cache):
 
     @property
     def buffers(self) -> list[torch.Tensor]:
-        """The buffers of all layers."""
         return list(itertools.chain.from_iterable(self.by_layer))
 
     def begin(

@@ -213,7 +213,6 @@ class Outlook:
 
     @property
     def rows(self) -> list[Measured]:
-        """All rows."""
         return [self.now, self.distilled, self.ceiling, *self.both]
 
 

@@ -158,7 +158,6 @@ class Standings:
         self._prices = {name: self._priced(name) for name in laps}
 
     def speed(self, name: str, confidence: float = 0.95) -> Speed:
-        """Speed of one way."""
         mean, interval = self.against(name, TARGET, confidence)
         step_seconds = float(_near(np.array(list(self._alone.values()))).mean())
         tokens = float(self._tokens_P.sum())

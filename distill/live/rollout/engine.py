@@ -38,7 +38,6 @@ class Engine:
 
 
 def marked_environment(variable: str, mark: str) -> dict[str, str]:
-    """The environment that marks a process."""
     # SPT_NOENV: without it, setproctitle in vLLM's workers overwrites the environment that holds the mark.
     return os.environ | {variable: mark, "SPT_NOENV": "1"}
 

@@ -33,7 +33,6 @@ Place = tuple[str, int]  # in a log: file and number of complete lines. Not a ti
 
 
 def end_of(directory: Path) -> Place:
-    """The end of a log."""
     for path in log_files(directory)[-1:]:
         with path.open("rb") as file:
             return path.name, sum(line.endswith(b"\n") for line in file)

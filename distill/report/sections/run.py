@@ -54,7 +54,6 @@ def serve(view: View) -> Made:
 
 @section("words", "Glossary", order=100, nav="Glossary")
 def words(view: View) -> Made:
-    """The glossary."""
     return [Piece("facts", list(GLOSSARY.items()))]
 
 
