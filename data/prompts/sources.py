@@ -257,9 +257,7 @@ def _hub_table(source: PromptSource) -> _Table:
         )
         columns = dataset.column_names or list(next(iter(dataset), {}))
     except datasets.exceptions.DatasetNotFoundError as error:
-        raise UserError(
-            f"{path}: {one_line(error)}; {no_file}; check the id, or run `hf auth login` if it is gated or private"
-        ) from error
+        raise UserError(f"{path}: {one_line(error)}; {no_file}; check the id, or run `hf auth login`") from error
     except (ConnectionError, HfHubHTTPError, LocalEntryNotFoundError) as error:
         raise UserError(
             f"{path}: the hub cannot be reached and the dataset is not in the cache; {no_file}. Offline: on a "

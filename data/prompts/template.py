@@ -70,9 +70,7 @@ def render_opening(row: PromptRow, tokenizer: Any, template: Template) -> list[i
     text = _apply(row, asked, tokenizer, template, tokenize=False, add_generation_prompt=False)
     opening, word, _ = text.rpartition(WORD)
     if not word:
-        raise UserError(
-            f"{row.origin}: the chat template does not show the user turn, so none can be generated; set data.synthetic.method: mix"
-        )
+        raise UserError(f"{row.origin}: the chat template does not show the user turn; set data.synthetic.method: mix")
     return list(tokenizer(opening, add_special_tokens=False).input_ids)
 
 

@@ -223,9 +223,7 @@ class Store:
         there = self._listed()
         places = pc.index_in(keys, value_set=row_keys(there["prompt_id"], there["sample"]))
         if places.null_count:
-            raise UserError(
-                f"{self.folder}: {places.null_count} of {len(keys)} responses are missing; give the same command again to make them"
-            )
+            raise UserError(f"{self.folder}: {places.null_count} of {len(keys)} responses are missing; run again")
         listed = there.take(places)
         listed = listed.set_column(FACTS.get_field_index("domain"), "domain", pa.array(domains, pa.string()))
         return StoredRows(self.folder, listed.combine_chunks())

@@ -167,7 +167,7 @@ def program_of(engine: Engine, service: Service) -> Path:
     program = shutil.which(service.program, path=os.pathsep.join(map(str, places)))
     if program is None:
         raise UserError(
-            f"{engine.name} is not installed: no program `{service.program}` in PATH; install it, or run `make engines` for CPUs"
+            f"{engine.name} is not installed: no `{service.program}` in PATH; install it, or run `make engines`"
         )
     return Path(program)
 

@@ -83,6 +83,4 @@ def _check_replaceable(path: Path, overwrite: bool) -> None:
         raise UserError(f"export directory {path}: it has an earlier export; pass --overwrite or choose another")
     foreign = sorted({entry.name for entry in path.iterdir()} - {str(name) for name in serving.get("files", [])})
     if foreign:
-        raise UserError(
-            f"export directory {path}: {foreign[0]!r} in it is not part of the earlier export; move it away first"
-        )
+        raise UserError(f"export directory {path}: {foreign[0]!r} in it is not part of an earlier export; move it away")

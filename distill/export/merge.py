@@ -63,7 +63,7 @@ def load_merged_student(
         modules = adapter.get("target_modules") or []
         if untie_for_adapters(model, [modules] if isinstance(modules, str) else list(modules)):
             notes.append(
-                "the adapter changes a tied embedding, so head and embedding are exported separately and the draft is larger"
+                "the adapter changes a tied embedding, so head and embedding are both exported: a larger draft"
             )
         model, merge_error = _merged(model, student_dir, agreement.token_rows)
     return MergedStudent(model.eval(), agreement, merge_error, notes)

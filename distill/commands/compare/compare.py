@@ -146,9 +146,7 @@ def load_text(options: CompareOptions) -> FrozenText:
     runs = [(path, run) for path in paths if (run := run_of(path)) is not None]
     home = options.on or next((run for _, run in runs if target_of(run) is not None), None)
     if home is None:
-        raise UserError(
-            f"none of {', '.join(paths) or 'the URLs'} is a run with held-out responses to judge on; give one with --on RUN"
-        )
+        raise UserError(f"none of {', '.join(paths) or 'the URLs'} is a run with held-out responses; give --on RUN")
     rule: Any = options.rule or None
     text = load_frozen_text(home, rule, options.trust_remote_code)
     if rule is not None:

@@ -66,9 +66,7 @@ def task_scores(asked: Asked, scorer: str, references: Path | None = None) -> Ta
         place = np.unravel_index(index, alone_PS.shape)
         if speculative_PS[place] != alone_PS[place]:
             prompt = pair.prompts[place[0]].prompt_id
-            raise UserError(
-                f"--scorer {scorer}: gives the same text two scores on prompt {prompt}; it must be deterministic"
-            )
+            raise UserError(f"--scorer {scorer}: gives one text two scores on prompt {prompt}; make it deterministic")
     found = summarise(speculative_PS, alone_PS)
     wide = None
     if not settings.sampling.greedy:

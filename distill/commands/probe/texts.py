@@ -113,9 +113,7 @@ def chosen_prompts(
     check_room(chosen, options.max_tokens, context)
     notes = []
     if tokenizer.chat_template and not (embedded or options.chat or all(row.messages for row in rows)):
-        notes.append(
-            "the target has a chat template, but plain prompts were continued as text; with --chat each is a user's turn"
-        )
+        notes.append("the target has a chat template; prompts were continued as text; with --chat each is a user turn")
     if len(chosen) < options.count:
         notes.append(f"only {len(chosen)} distinct prompts instead of {options.count}, so intervals are wider")
     return chosen, notes

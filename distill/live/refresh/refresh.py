@@ -270,9 +270,7 @@ class _Refresh:
             made = export_traffic(asked)
             if made.train < FEWEST_PROMPTS:
                 why = "; ".join(f"{count:,} {reason}" for reason, count in made.left_out.items())
-                raise UserError(
-                    f"{traffic}: {made.train} requests to train on; at least {FEWEST_PROMPTS} are needed ({why})"
-                )
+                raise UserError(f"{traffic}: {made.train} requests to train on; {FEWEST_PROMPTS} are needed ({why})")
             note_use(export, self.folder)
             self._keep(window=made)
         return export

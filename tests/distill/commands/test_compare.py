@@ -317,7 +317,7 @@ def test_a_run_of_another_target_is_refused_by_name_unless_asked_for(tiny_run, t
     ("names", "changes", "message"),
     [
         (["RUN"], {}, "at least two drafts"),
-        (["WORSE", "WORSE"], {}, "is a run with held-out responses to judge on; give one with --on RUN"),
+        (["WORSE", "WORSE"], {}, "is a run with held-out responses; give --on RUN"),
         (["RUN", "WORSE"], {"rule": "best"}, "--rule best: choose one of sample"),
         (["RUN", "WORSE"], {"plot": Path("compare.pdf")}, "compare.pdf: its name must end in .svg or .png"),
         (["RUN", "WORSE"], {"out": Path(".")}, "exists and is not a regular file"),

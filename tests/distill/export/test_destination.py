@@ -56,7 +56,7 @@ def test_an_earlier_export_is_replaceable_when_asked_and_untouched(tmp_path, stu
         check_destination(tmp_path / "out", sources=[student_dir])
     assert check_destination(tmp_path / "out", sources=[student_dir], overwrite=True) == tmp_path / "out"
     (tmp_path / "out" / "notes.txt").write_text("mine")
-    with pytest.raises(UserError, match=r"'notes\.txt' in it is not part of the earlier export"):
+    with pytest.raises(UserError, match=r"'notes\.txt' in it is not part of an earlier export"):
         check_destination(tmp_path / "out", sources=[student_dir], overwrite=True)
 
 

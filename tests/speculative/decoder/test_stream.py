@@ -218,7 +218,7 @@ def test_a_long_prompt_gets_what_the_context_leaves_and_costs_its_neighbours_not
     assert {response.finish_reason for response in responses} == {"length"}
     alone, _ = decode(TARGET, None, prompts[:1], settings_of(GREEDY, "greedy", 0, max_tokens=40))
     assert responses[0].response_ids == alone[0].response_ids
-    with pytest.raises(UserError, match="'over' has 256 tokens but the context of the target is 256: shorten it"):
+    with pytest.raises(UserError, match="'over' has 256 tokens but the target's context is 256: shorten it"):
         decode(TARGET, None, [("over", [1] * 256)], settings_of(GREEDY, "greedy", 0, fit_context=True))
 
 
