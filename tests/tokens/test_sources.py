@@ -213,7 +213,7 @@ def test_missing_file_names_near_ones(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert "(near: train.jsonl)" in refusal(path="data/train.jsnl")
     assert "no such file" in refusal(path="train", format="jsonl")
-    assert "streaming is for datasets of the hub" in refusal(path="data/train.jsonl", streaming=True)
+    assert "streaming is for hub datasets" in refusal(path="data/train.jsonl", streaming=True)
 
 
 def test_domains(tmp_path):

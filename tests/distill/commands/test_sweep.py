@@ -159,7 +159,7 @@ def test_a_longer_grid_trains_only_what_is_new(tmp_path: Path) -> None:
     assert [row.note for row in rows] == ["best", "within noise of the best", ""]
     base = tmp_path / "base.yaml"
     base.write_text(base.read_text() + "train: {steps: 7}\n")
-    with pytest.raises(UserError, match="this run finished with another config"):
+    with pytest.raises(UserError, match="finished with another config"):
         run(path, launcher)
     assert len(calls(tmp_path)) == 6
 
