@@ -224,7 +224,7 @@ def test_odd_prompts_are_refused_plainly(tiny_target: Path, text: str, message: 
 
 def test_a_datastore_that_is_none_is_refused_by_its_line(tiny_target: Path, tmp_path: Path) -> None:
     (tmp_path / "h.jsonl").write_text('{"prompt_ids": ["a"], "response_ids": [5]}')
-    with pytest.raises(UserError, match=r"h.jsonl:1: not a line of"):
+    with pytest.raises(UserError, match=r"h.jsonl:1: no line of"):
         read_datastore(tmp_path / "h.jsonl", load_model("target", str(tiny_target)))
 
 
