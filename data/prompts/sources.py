@@ -257,7 +257,8 @@ def _hub_table(source: PromptSource) -> _Table:
         )
         columns = dataset.column_names or list(next(iter(dataset), {}))
     except datasets.exceptions.DatasetNotFoundError as error:
-        raise UserError(f"{path}: {one_line(error)}; {no_file}; check the id, or run `hf auth login`") from error
+        login = "check the id, or run `hf auth login` if it is gated or private"
+        raise UserError(f"{path}: {one_line(error)}; {no_file}; {login}") from error
     except (ConnectionError, HfHubHTTPError, LocalEntryNotFoundError) as error:
         raise UserError(
             f"{path}: the hub cannot be reached and the dataset is not in the cache; {no_file}. Offline: on a "
