@@ -388,7 +388,7 @@ class JudgeConfig(Section):
     `load` at which the p90 of both waits is within them, with and without the draft"""
     ways: tuple[Literal["token tree", "early exit", "lookahead", "adaptive lookup + draft"], ...] = ()
     """more ways to decode that the verdict times, besides the drafts, prompt lookup, past responses and lookup +
-    draft; their tau is counted live. The adaptive one chooses gamma before each block, 0 too, and is timed at one request"""
+    draft; their tau is counted live. The adaptive one chooses gamma before each block, 0 too"""
     lenience: tuple[Annotated[float, Field(ge=1)], ...] = ()
     """LOSSY ways to time: a drafted token is kept with min(1, lenience * target / draft); docs/verdict.md"""
     typical: tuple[Annotated[float, Field(gt=0, lt=1)], ...] = ()

@@ -13,10 +13,11 @@ from rich.progress import track
 from transformers import PreTrainedModel
 
 from distill.verdict.question import Question
+from speculative.decoder.responses import Prompt
 from speculative.errors import UserError
 from speculative.measure.effects import fewest_prompts
 from speculative.measure.intervals import Interval, ratio_interval, sum_by_prompt
-from speculative.measure.load import DRAFTED, LoadStandings, clock, full_batch_seconds, kind_shares
+from speculative.measure.load import DRAFTED, LoadStandings, clock, full_batch_seconds, kind_shares, policy_seconds
 from speculative.measure.measured import TARGET, TOGETHER, How, Measured, Way
 from speculative.measure.metrics import Waiting, alpha_with_interval
 from speculative.measure.race import FEWEST_SITTINGS, SITTING, Laps, Speed, Standings, race, spread_order
@@ -25,6 +26,7 @@ from speculative.measure.token_scores import TokenScores
 # A speed-up is precise enough when the upper end of its interval is within this share of it.
 PRECISION = 0.05
 CLOCK_SHARE = 1 / 4  # of judge.speed_seconds, for the waits at each load
+POLICY_SHARE = 1 / 2  # the same, for a policy at each load
 # Lookup before the draft must be at least this much faster than everything else, or a second proposer is not worth having.
 TOGETHER_WORTHWHILE = 1.03
 
@@ -167,9 +169,7 @@ def hold(
 
     about: the way that is timed until its own speed-up is precise enough. Any other way that is certainly slower is not timed any more.
     """
-    judging, frozen = question.judge, question.frozen
-    first_of_prompt = list({text.prompt: text for text in reversed(frozen)}.values())[::-1]
-    chosen = [first_of_prompt[index] for index in spread_order(len(first_of_prompt))][: judging.speed_prompts]
+    judging, chosen = question.judge, _prompts_to_time(question)
     fewest = fewest_prompts(0.95)
     blocks = {one.name: one.calls_N for one in ways}
 
@@ -179,12 +179,19 @@ def hold(
     def still(laps: Laps) -> list[str]:
         return worth_timing(standings(laps), [one.name for one in ways], about)
 
-    prompts = track([(text.key, text.prompt_ids) for text in chosen], "timing", transient=True)
+    prompts = track(chosen, "timing", transient=True)
     seconds, least = judging.speed_seconds, min(max(fewest, FEWEST_SITTINGS * SITTING), len(chosen))
     laps = race(target, ways, prompts, question.settings, still=still, seconds=seconds, least=least)
     timed = standings(laps)
     counted = {one.name: timed.counted(one.name) for one in ways if one.blocks_N is None}
     return Contest(question, 1, tuple(ways), timed, frozenset(picked), counted, laps)
+
+
+def _prompts_to_time(question: Question) -> list[Prompt]:
+    """judge.speed_prompts of the held-out prompts, spread over all."""
+    first_of_prompt = list({text.prompt: text for text in reversed(question.frozen)}.values())[::-1]
+    chosen = [first_of_prompt[index] for index in spread_order(len(first_of_prompt))]
+    return [(text.key, text.prompt_ids) for text in chosen[: question.judge.speed_prompts]]
 
 
 def worth_timing(standings: Standings, names: Sequence[str], about: str) -> list[str]:
@@ -206,31 +213,35 @@ def hold_at_load(
     texts = [(text.prompt_ids, text.response_ids) for text in question.frozen]
     tokens_P = sum_by_prompt(question.keys, question.tokens_N)
     times: dict[str, tuple[np.ndarray, np.ndarray]] = {}
-    calls, left_out = {}, []
+    calls, left_out, counted = {}, [], dict(first.counted)
     for way in ways:
         assert way.drafter is not None
         drafts = way.then_gamma is not None
         shares = {DRAFTED: 1.0} if way.found is None else kind_shares(way.found, load, drafts=drafts)
         try:
-            timed = full_batch_seconds(target, way.drafter, texts, way.settings(question.settings), load)
+            if way.policy is None:
+                timed = full_batch_seconds(target, way.drafter, texts, way.settings(question.settings), load)
+                times[way.name] = (np.median(timed.plain_TB, axis=1), timed.ratios(shares))
+            else:
+                asked, seconds = _prompts_to_time(question), POLICY_SHARE * question.judge.speed_seconds
+                times[way.name], counted[way.name] = policy_seconds(target, way, asked, question.settings, load, seconds)
         except UserError as error:
             left_out.append(f"{way.name} at judge.load {load} was not measured: {error}")
             continue
-        times[way.name] = (np.median(timed.plain_TB, axis=1), timed.ratios(shares))
-        calls[way.name] = _calls_P(question, way, tokens_P, first)
+        calls[way.name] = _calls_P(question, way, tokens_P, counted)
     if not times:
         return None, left_out
     held = tuple(way for way in ways if way.name in times)
-    counted = {way.name: first.counted[way.name] for way in held if way.blocks_N is None}
     return Contest(question, load, held, LoadStandings(load, tokens_P, calls, times), first.picked, counted), left_out
 
 
-def _calls_P(question: Question, way: Way, tokens_P: np.ndarray, first: Contest) -> np.ndarray:
-    """Expected target calls of each prompt. For a way that replay cannot predict: counted at one request, NaN elsewhere."""
+def _calls_P(
+    question: Question, way: Way, tokens_P: np.ndarray, counted: Mapping[str, Mapping[str, tuple[int, int]]]
+) -> np.ndarray:
+    """Expected target calls of each prompt. For a way that replay cannot predict: those counted, NaN elsewhere."""
     if way.calls_N is not None:
         return sum_by_prompt(question.keys, way.calls_N)
-    counted = first.counted[way.name]
     keys = {text.prompt: text.key for text in reversed(question.frozen)}
-    per_token = {key: blocks / max(1, tokens) for key, (tokens, blocks) in counted.items()}
+    per_token = {key: blocks / max(1, tokens) for key, (tokens, blocks) in counted[way.name].items()}
     prompts = dict.fromkeys(question.keys)
     return tokens_P * np.array([per_token.get(keys[prompt], np.nan) for prompt in prompts])

@@ -15,7 +15,6 @@ from distill.verdict.field import (
     cpu_threads,
     draft_way,
     free_ways,
-    live_ways,
     score_all,
     typical_length,
     ways_of,
@@ -148,9 +147,7 @@ def held_at_loads(question: Question, target: PreTrainedModel, field: Field, fir
         ways = [
             draft_way(question, best.name, best.draft.drafter, own[best.name], at_load, gammas[:of_one]),
             *free_ways(question, target, own[behind.name], behind, at_load, gammas),
-            # Blocks at a load are priced at one gamma, so a policy is not timed there.
-            *(one for one in live_ways(question.judge.ways, target, best.draft.drafter) if one.policy is None),
-            *(one for one in first.ways if "lossy" in one.changes),
+            *(one for one in first.ways if one.blocks_N is None),  # a policy goes on with what it has learned
         ]
         held, left_out = hold_at_load(question, target, ways, at_load.batch_size, first)
         warnings += left_out

@@ -57,7 +57,7 @@ def conclude(evidence: Evidence, gain: Effects | None, against_served: Effects |
     others = [one.name for one in contest.ways if one.name != draft]
     facts = [
         _fast(contest, draft), *learned, *(_beside(contest, name, draft) for name in others), *served,
-        *(_at_load(one) for one in evidence.contests[1:]),
+        *(told for one in evidence.contests[1:] for told in _at_load(one, draft)),
     ]  # fmt: skip
     hopeless = advice(evidence.best_costs) if evidence.best_costs and not pays else None
     facts += [f"{capitalised(hopeless[1])}."] if hopeless else []
@@ -115,11 +115,12 @@ def _beside(contest: Contest, name: str, draft: str) -> str:
     return told if apart else f"{told} It is not certainly different from the draft."
 
 
-def _at_load(contest: Contest) -> str:
-    run = contest.to_run()
+def _at_load(contest: Contest, draft: str) -> list[str]:
+    run, at = contest.to_run(), f"At {contest.concurrency} requests"
     speed = contest.speed(run)
     fast = "" if run == TARGET else f": {speed.speed_up:.2f}x{_ends(speed.interval)}"
-    return f"At {contest.concurrency} requests, {order(run)}{fast}."
+    policies = [_beside(contest, one.name, draft) for one in contest.ways if one.policy is not None]
+    return [f"{at}, {order(run)}{fast}.", *(f"{at}: {told}" for told in policies)]
 
 
 def _learned(gain: Effects) -> str:

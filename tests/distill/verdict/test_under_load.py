@@ -65,9 +65,7 @@ def test_every_way_has_a_row_at_every_load(judged) -> None:
     assert found.concurrencies == [1, 3]
     for concurrency in (1, 3):
         rows = [one for one in found.measured if one.concurrency == concurrency and one.speed_up is not None]
-        assert [one.way for one in rows] == [
-            TARGET, DRAFT, LOOKUP, TOGETHER, *LIVE, *([ADAPTIVE] if concurrency == 1 else []),
-        ]  # fmt: skip
+        assert [one.way for one in rows] == [TARGET, DRAFT, LOOKUP, TOGETHER, *LIVE, ADAPTIVE]
         alone = rows[0]
         for row in rows[1:]:
             assert (row.gamma or 0) >= 1
@@ -87,6 +85,9 @@ def test_every_way_has_a_row_at_every_load(judged) -> None:
                 assert 0.0 < waits["p50"] <= waits["p90"] <= waits["p99"]
             assert {"prefill", "verify", "host"} <= set(row.stages_ms)
             assert row.way == TARGET or "draft" in row.stages_ms
+    (at_load,) = [fact for fact in found.facts if fact.startswith("At 3 requests: ")]
+    assert at_load.startswith("At 3 requests: Adaptive lookup + draft gives ")
+    assert "the best fixed way" in at_load
     assert found.latency_loads == {TARGET: 3, DRAFT: 3}
     assert found.facts[-1] == (
         "Within 100000 ms to the first token and 50000 ms per token (p90), the largest measured load is 3 for the target alone and "
@@ -122,9 +123,9 @@ def test_what_is_timed_at_a_load_is_what_is_counted(judged, monkeypatch: pytest.
     monkeypatch.setattr(lining, "tuned_lookup", tuned)
     monkeypatch.setattr(question, "CROSS_FIT_BELOW", 0)
     frozen = evidence.question.frozen
-    config = evidence.question.judge.model_copy(update={"ways": ()})
-    with_history = replace(evidence.question, judge=config, history=frozen[:2])
-    (held,) = held_at_loads(with_history, target.model, field, evidence.contest).contests
+    with_history = replace(evidence.question, history=frozen[:2])
+    first = replace(evidence.contest, ways=tuple(one for one in evidence.contest.ways if one.blocks_N is not None))
+    (held,) = held_at_loads(with_history, target.model, field, first).contests
     assert asked == [(frozen[:2], 3)]
     assert [(rows, type(drafter)) for rows, _, drafter in timed] == [
         (3, kind) for kind in (ModelDrafter, PromptLookup, Retrieval, Cascade)
@@ -181,9 +182,13 @@ def test_a_way_or_a_load_that_does_not_fit_memory_is_a_warning(judged, monkeypat
     def full(target, draft, rows, *rest):
         raise UserError("needs more")
 
+    def policy(*_):
+        return (np.ones(4), np.full(4, 2.0)), evidence.contest.counted[ADAPTIVE]
+
     monkeypatch.setattr(contest, "full_batch_seconds", scripted)
+    monkeypatch.setattr(contest, "policy_seconds", policy)
     found = held_at_loads(evidence.question, target.model, field, evidence.contest)
-    assert [one.name for one in found.contests[0].ways] == [DRAFT, LOOKUP, *LIVE]
+    assert [one.name for one in found.contests[0].ways] == [DRAFT, LOOKUP, *LIVE, ADAPTIVE]
     assert found.warnings == ("lookup + draft at judge.load 3 was not measured: no room",)
     monkeypatch.setattr(contest, "clock", full)
     found = held_at_loads(evidence.question, target.model, field, evidence.contest)
