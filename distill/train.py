@@ -103,7 +103,7 @@ def distil(run: Run) -> None:
     pkgutil.resolve_name(SCORER)(config, sets.heldout, tokenizer)
     settings = decode_settings(config.serving, config.seed, target).under(config.judge_rule, config.judge.gamma)
     checks: Mapping[str, Any] = {}
-    if config.judge.live != "never":  # otherwise replay alone judges, and there is nothing to check
+    if config.decodes:  # otherwise replay alone judges, and there is nothing to check
         with run.progress.timed("self_checks"):
             checks = check_instrument(run, target, sets.heldout, settings)
     answers = Answers(run, target, tokenizer, sets, context)
@@ -192,7 +192,7 @@ def new_trainer(answers: Answers, student: Any, rows: StoredRows | None) -> Trai
 def keep(trainer: Trainer, judge: DraftJudge, checkpoint: Checkpoint, path: Path) -> None:
     """Judge a checkpoint, unless its record already exists at ``path``, and keep the best so far. All ranks must call it.
 
-    Raises SelfCheckError: live decoding and replay have differed at `MOST_MISSES` checkpoints.
+    Raises SelfCheckError: live decoding, or new responses of a server, and replay have differed at `MOST_MISSES` checkpoints.
     """
     run, step = trainer.run, checkpoint.step
     if not run.seen(path.exists):
@@ -209,6 +209,12 @@ def keep(trainer: Trainer, judge: DraftJudge, checkpoint: Checkpoint, path: Path
     keep_judgement(run, step, record)
     missed = run.seen(lambda: missed_checks(run.folder))
     if run.config.judge.live == "checkpoint" and step in missed and len(missed) >= MOST_MISSES:
+        if run.config.behind():
+            raise SelfCheckError(
+                f"new responses of the server differ from the stored ones by more than chance at {len(missed)} checkpoints (steps "
+                f"{', '.join(map(str, missed))}), so another model or other settings answer now; serve the earlier one, or give "
+                "the run another name"
+            )
         raise SelfCheckError(
             f"live decoding and replay differ by more than chance at {len(missed)} checkpoints (steps "
             f"{', '.join(map(str, missed))}), so acceptance here is not what an engine would see; try target.dtype: float32, "

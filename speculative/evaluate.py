@@ -31,6 +31,9 @@ from speculative.measure.replay import (
 )
 from speculative.measure.token_scores import TokenScores, score_tokens, scored_gammas
 
+# Of a comparison of new responses with stored ones: fewest prompts, and standard errors that can be chance.
+FEWEST_COMPARED, MOST_ERRORS = 6, 4.0
+
 
 @dataclass(frozen=True)
 class HeldoutResponse:
@@ -83,6 +86,17 @@ class LiveCheck(Record):
     replay: ReplayCheck | None = Field(None, description="counted blocks against replay of the same text")
 
 
+class FreshCheck(Record):
+    """Some held-out prompts that the target's server answered anew, to prove that the stored responses are still its own."""
+
+    prompts: int = Field(description="prompts answered")
+    tokens: int = Field(description="tokens of the new responses")
+    alpha: float = Field(description="acceptance rate on them, by replay")
+    stored_alpha: float = Field(description="the same on the stored responses to these prompts")
+    z: float = Field(description="difference in standard errors, paired by prompt")
+    agrees: bool = Field(description="whether the difference can be chance")
+
+
 class Judgement(OnText):
     """judgement.json of a checkpoint: replay of the frozen text, and some prompts decoded live. In a verdict: all decoded live."""
 
@@ -97,6 +111,7 @@ class Judgement(OnText):
     domains: dict[str, OnText] = Field({}, description="the same numbers by domain")
     live: bool = Field(True, description="whether tau was counted on all prompts, decoded live; false: by replay")
     live_check: LiveCheck | None = Field(None, description="the prompts that a checkpoint decoded live; null: none")
+    fresh_check: FreshCheck | None = Field(None, description="the same where the target is at a server; null: none")
     live_tokens: int | None = Field(None, description="tokens of the live run")
     replay_check: ReplayCheck | None = Field(None, description="live blocks compared with replay of their text")
     warnings: list[Text] = Field([], description="differences between live decoding and replay")
@@ -250,6 +265,26 @@ def live_check(sums: Sequence[LiveSums]) -> LiveCheck:
         accepted_per_drafted=sum(one.accepted for one in sums) / max(1, sum(one.drafted for one in sums)),
         replay=agreement(predicted_N, variance_N, blocks_N.tolist()) if predicted_N else None,
     )
+
+
+def fresh_check(new_P2: np.ndarray, stored_P2: np.ndarray) -> FreshCheck:
+    """Compare the draft on new and stored responses to the same P prompts: (accepted, tokens) of each. The error of each rate is
+    linearised, as of a ratio estimator. Below FEWEST_COMPARED prompts any difference can be chance.
+    """
+    (alpha, off_P), (stored, stored_off_P) = (
+        (
+            rate := sums_P2[:, 0].sum() / sums_P2[:, 1].sum(),
+            (sums_P2[:, 0] - rate * sums_P2[:, 1]) / sums_P2[:, 1].sum(),
+        )
+        for sums_P2 in (new_P2, stored_P2)
+    )
+    prompts = len(new_P2)
+    error = float(np.sqrt(prompts / max(1, prompts - 1) * ((off_P - stored_off_P) ** 2).sum()))
+    z = float(alpha - stored) / error if error > 0.0 else 0.0
+    agrees = prompts < FEWEST_COMPARED or abs(z) <= MOST_ERRORS
+    return FreshCheck(
+        prompts=prompts, tokens=int(new_P2[:, 1].sum()), alpha=float(alpha), stored_alpha=float(stored), z=z, agrees=agrees
+    )  # fmt: skip
 
 
 def _has_law(settings: DecodeSettings) -> bool:

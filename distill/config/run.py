@@ -55,12 +55,13 @@ IMPOSSIBLE: tuple[Impossible, ...] = (  # Checked in this order; the first match
      "judge.rule: greedy and serving.temperature: 0 need each other; set both or neither"),
     (lambda c: len(set(c.judge.load)) < len(c.judge.load),
      "judge.load: each number of concurrent requests may be listed once"),
-    (lambda c: (c.judge.load or c.judge.latency_ms) and c.judge.live == "never",
-     "judge.load and judge.latency_ms are timed by decoding; set judge.live: checkpoint or end"),
+    (lambda c: (c.judge.load or c.judge.latency_ms) and not c.decodes,
+     "judge.load and judge.latency_ms are timed by decoding; set judge.live: checkpoint or end, without target.endpoint"),
     (lambda c: c.judge.scorer and not (c.judge.lenience or c.judge.typical),
      "judge.scorer scores only LOSSY ways; set judge.lenience or judge.typical, or use `understudy evaluate --scorer`"),
-    (lambda c: (c.judge.lenience or c.judge.typical) and (c.serving.temperature == 0 or c.judge.live == "never"),
-     "judge.lenience and judge.typical time sampled text; set serving.temperature above 0 and judge.live: checkpoint or end"),
+    (lambda c: (c.judge.lenience or c.judge.typical) and (c.serving.temperature == 0 or not c.decodes),
+     "judge.lenience and judge.typical time sampled text; set serving.temperature above 0 and judge.live: checkpoint or end, without "
+     "target.endpoint"),
     (lambda c: c.serving.batch_size > c.serving.shard_size,
      "serving.batch_size is above serving.shard_size, but each shard is decoded on its own; raise shard_size too"),
     (lambda c: c.serving.temperature == 0 and c.serving.samples_per_prompt > 1,
@@ -92,8 +93,11 @@ IMPOSSIBLE: tuple[Impossible, ...] = (  # Checked in this order; the first match
      "signal.kind: sampled is unbiased only for forward_kl and ce, not for {0.biased_by_samples}; "
      "set loss.name: forward_kl, or signal.kind: topk"),
     # A target at a server.
-    (lambda c: c.behind() and c.judge.live != "never",
-     "target.endpoint: without the target's weights nothing can be decoded live; set judge.live: never"),
+    (lambda c: c.behind() and c.judge.live == "end",
+     "target.endpoint: without the target's weights nothing can be decoded for the verdict; set judge.live: checkpoint (new responses of the "
+     "server prove the stored ones) or never"),
+    (lambda c: c.behind("chat") and c.judge.live == "checkpoint",
+     "target.endpoint.api: chat gives no probabilities to prove stored responses with at a checkpoint; set judge.live: never"),
     (lambda c: c.behind() and c.student.init == "carved",
      "target.endpoint: a draft cannot be carved without the target's weights; set student.init: pretrained or config"),
     (lambda c: c.behind() and c.data.responses == "reference",
@@ -224,6 +228,11 @@ class RunConfig(Section):
     def behind(self, api: str | None = None) -> bool:
         """Whether the target is at a server; with ``api``: at a server with that API."""
         return self.target.endpoint is not None and api in (None, self.target.endpoint.api)
+
+    @property
+    def decodes(self) -> bool:
+        """Whether anything is decoded with the target, at checkpoints or at the end."""
+        return self.judge.live != "never" and not self.behind()
 
     def asks_more_than(self, source: str) -> bool:
         """Whether the objective needs more than a server can give, which is top-k probabilities from one ``source``."""

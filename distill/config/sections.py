@@ -358,8 +358,8 @@ class JudgeConfig(Section):
     """acceptance rule that picks the best checkpoint; null = serving.rule"""
     live: Literal["checkpoint", "end", "never"] = "checkpoint"
     """when prompts are decoded live. Replay always picks the best checkpoint. checkpoint: some prompts at every
-    checkpoint prove what replay says, and a target that is not in memory is loaded for that; end: only for
-    the verdict; never: no decoding and no speeds"""
+    checkpoint prove what replay says, and a target that is not in memory is loaded for that (one at a server answers them
+    anew); end: only for the verdict; never: no decoding and no speeds"""
     live_prompts: int = Field(32, ge=1)
     """prompts that each checkpoint decodes live, other ones each time until all had a turn"""
     dial_every: int = Field(0, ge=0)
@@ -386,9 +386,9 @@ class JudgeConfig(Section):
     latency_ms: dict[Literal["first_token", "per_token"], Annotated[float, Field(gt=0)]] = Field({})
     """limits in milliseconds, e.g. {first_token: 300, per_token: 30}: the verdict says the largest of the loads 1 and
     `load` at which the p90 of both waits is within them, with and without the draft"""
-    ways: tuple[Literal["token tree", "early exit", "lookahead", "adaptive lookup + draft"], ...] = ()
+    ways: tuple[Literal["token tree", "early exit", "lookahead", "adaptive draft", "adaptive lookup + draft"], ...] = ()
     """more ways to decode that the verdict times, besides the drafts, prompt lookup, past responses and lookup +
-    draft; their tau is counted live. The adaptive one chooses gamma before each block, 0 too"""
+    draft; their tau is counted live. The adaptive ones choose gamma before each block, 0 too"""
     lenience: tuple[Annotated[float, Field(ge=1)], ...] = ()
     """LOSSY ways to time: a drafted token is kept with min(1, lenience * target / draft); docs/verdict.md"""
     typical: tuple[Annotated[float, Field(gt=0, lt=1)], ...] = ()

@@ -119,8 +119,9 @@ def judged_scores(run: Path) -> list[tuple[int, float]]:
 
 
 def missed_checks(run: Path) -> list[int]:
-    """Steps of checkpoints whose prompts, decoded live, differ from replay by more than chance."""
-    checks = [(step, (record.get("live_check") or {}).get("replay")) for step, record in _judgements(run)]
+    """Steps of checkpoints whose prompts, decoded live or answered anew, differ from replay by more than chance."""
+    judged = _judgements(run)
+    checks = [(step, (own.get("live_check") or {}).get("replay") or own.get("fresh_check")) for step, own in judged]
     return [step for step, check in checks if check and not check["agrees"]]
 
 

@@ -88,13 +88,16 @@ class Metrics:
 def judged_scalars(record: Mapping[str, Any]) -> dict[str, float]:
     """The numbers of a judgement as `judge/NAME`, the bounds of its intervals as `judge/NAME_low` and `judge/NAME_high`.
 
-    tau is `judge/tau_replay`. Of the prompts that were decoded live: `judge/tau_live` with its bounds, `judge/live_prompts`, `judge/z`.
+    tau is `judge/tau_replay`. Of the prompts that were decoded live: `judge/tau_live` with its bounds, `judge/live_prompts`, `judge/z`; a
+    server that answers anew gives the last two.
     Survival is `judge/survival_J`, and alpha by domain `domains/NAME/alpha`.
     """
     record = {{"tau": "tau_replay", "tau_ci": "tau_replay_ci"}.get(key, key): value for key, value in record.items()}
     if check := record.get("live_check"):
         record |= {"tau_live": check["tau"], "tau_live_ci": check["tau_ci"], "live_prompts": check["prompts"]}
         record["z"] = (check.get("replay") or {}).get("z")
+    if fresh := record.get("fresh_check"):
+        record |= {"live_prompts": fresh["prompts"], "z": fresh["z"]}
     numbers = {f"judge/{key}": value for key, value in record.items() if isinstance(value, int | float)}
     numbers |= {f"judge/survival_{place}": share for place, share in enumerate(record.get("survival") or (), start=1)}
     intervals = {f"judge/{key.removesuffix('_ci')}": ends for key, ends in record.items() if key.endswith("_ci")}

@@ -69,10 +69,10 @@ def conclude_run(answers: Answers, self_checks: dict[str, Any]) -> None:
 def result_of(answers: Answers, self_checks: dict[str, Any]) -> Result:
     """Verdict and findings, without the seconds that they took.
 
-    With judge.live: never, nothing is decoded or timed, and every figure that needs it is null.
+    With judge.live: never or a target at a server, nothing is decoded or timed, and every figure that needs it is null.
     """
     config, target, run = answers.run.config, answers.target, answers.run.folder
-    live = config.judge.live != "never"
+    live = config.decodes
     settings = decode_settings(config.serving, config.seed, target).under(config.judge_rule, config.judge.gamma)
     records = load_judgements(run)
     best = max(records, key=lambda record: record.score or 0.0)

@@ -224,7 +224,9 @@ def hold_at_load(
                 times[way.name] = (np.median(timed.plain_TB, axis=1), timed.ratios(shares))
             else:
                 asked, seconds = _prompts_to_time(question), POLICY_SHARE * question.judge.speed_seconds
-                times[way.name], counted[way.name] = policy_seconds(target, way, asked, question.settings, load, seconds)
+                times[way.name], counted[way.name] = policy_seconds(
+                    target, way, asked, question.settings, load, seconds
+                )
         except UserError as error:
             left_out.append(f"{way.name} at judge.load {load} was not measured: {error}")
             continue

@@ -2,9 +2,11 @@
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from distill.config.layout import JUDGING
 from distill.models.draft import as_exported, load_draft
@@ -24,13 +26,14 @@ from speculative.evaluate import (
     LiveSums,
     ReplaySums,
     decode_live,
+    fresh_check,
     judge_sums,
     live_check,
     one_per_prompt,
     replay_sums,
     require_text,
 )
-from speculative.measure.intervals import interval
+from speculative.measure.intervals import interval, sum_by_prompt
 from speculative.measure.replay import agreement_warning, agreement_words, expected_blocks_of
 from speculative.measure.token_scores import score_batches, score_tokens
 from speculative.rules.rule import Rule
@@ -73,7 +76,8 @@ class DraftJudge:
         if len(found) > 1:
             record |= {"weights": name} | {f"score_{one}": own["score"] for one, own in found.items()}
         if self.judging.live == "checkpoint":
-            record |= self._decoded(self._draft(drafts[name]), step, parts, name)
+            prove = self._asked if self.run.config.behind() else self._decoded
+            record |= prove(self._draft(drafts[name]), step, parts, name)
         release()  # Training needs the memory until the next checkpoint is judged.
         return record | {"ranks": self.run.ranks}
 
@@ -109,21 +113,14 @@ class DraftJudge:
         return judge_sums(text, settings, ReplaySums(**joined, gammas=found[0]["gammas"]))
 
     def _decoded(self, draft: Draft, step: int, parts: Path, name: str) -> dict[str, Any]:
-        """{live_check, warnings} of `judge.live_prompts` prompts: at each checkpoint the next ones, until all had a turn."""
-        text = sorted(one_per_prompt(self.heldout[self.settings.rule]), key=lambda one: one.key)
-        count = min(self.judging.live_prompts, len(text))
-        turn = self.run.seen(lambda: sum(one < step for one, _ in judged_scores(self.run.folder)))
-        chosen = [text[(turn * count + place) % len(text)] for place in range(count)]
-        chosen.sort(key=lambda one: (len(one.prompt_ids), one.key))
-        groups = [chosen[place : place + DECODED_TOGETHER] for place in range(0, count, DECODED_TOGETHER)]
+        """{live_check, warnings} of the prompts whose turn it is."""
+        groups, digest = self._turn(step)
         batch_size = min(self.judging.batch_size, DECODED_TOGETHER)
 
         def work(group: Sequence[HeldoutResponse]) -> list[dict[str, Any]]:
             sums = decode_live(self.target.model, draft, group, self.settings, batch_size)
             return [asdict(one) for one in sums]
 
-        # Parts that an earlier start left may be of other prompts.
-        digest = hashlib.sha256(" ".join(one.key for one in chosen).encode()).hexdigest()[:12]
         # Where ranks share a target, only the main process has memory for all of it.
         alone = self.run.config.target.shard
         with self.target.borrowed():
@@ -131,6 +128,46 @@ class DraftJudge:
         check = live_check([LiveSums(**one) for part in found for one in part])
         warnings = agreement_warning(check.replay), recurrence_warning(draft.model)
         return {"live_check": check.record(), "warnings": [one for one in warnings if one]}
+
+    def _turn(self, step: int) -> tuple[list[list[HeldoutResponse]], str]:
+        """(groups of `judge.live_prompts` prompts: at each checkpoint the next ones, until all had a turn; their digest, because parts that
+        an earlier start left may be of other prompts).
+        """
+        text = sorted(one_per_prompt(self.heldout[self.settings.rule]), key=lambda one: one.key)
+        count = min(self.judging.live_prompts, len(text))
+        turn = self.run.seen(lambda: sum(one < step for one, _ in judged_scores(self.run.folder)))
+        chosen = [text[(turn * count + place) % len(text)] for place in range(count)]
+        chosen.sort(key=lambda one: (len(one.prompt_ids), one.key))
+        groups = [chosen[place : place + DECODED_TOGETHER] for place in range(0, count, DECODED_TOGETHER)]
+        return groups, hashlib.sha256(" ".join(one.key for one in chosen).encode()).hexdigest()[:12]
+
+    def _asked(self, draft: Draft, step: int, parts: Path, name: str) -> dict[str, Any]:
+        """{fresh_check, warnings}: the server answers the prompts whose turn it is anew, and the draft replays both responses."""
+        (groups, digest), server, rule = self._turn(step), self.target.endpoint, self.settings.rule
+        if self.run.main:
+            server.check()
+
+        def anew(one: HeldoutResponse) -> HeldoutResponse:
+            said = server.answer(one.prompt_ids, self.settings, f"{one.key} {step}")
+            return replace(one, response_ids=said.response_ids, log_target_probs=said.log_target_probs)
+
+        def sums_of(texts: Sequence[HeldoutResponse]) -> list[list[float]]:
+            sums, keys = replay_sums(draft, texts, self.settings), [one.prompt for one in texts]
+            both = [sum_by_prompt(keys, np.array(own)).tolist() for own in (sums.accepted_N, sums.tokens_N)]
+            return [list(own) for own in zip(*both, strict=True)]
+
+        def work(group: Sequence[HeldoutResponse]) -> dict[str, list[list[float]]]:
+            places = {one.prompt: place for place, one in enumerate(group)}
+            new = [answer for _, answer in server.each(anew, group)]
+            stored = [one for one in self.heldout[rule] if one.prompt in places]
+            both = {"new": new, "stored": stored}
+            return {which: sums_of(sorted(own, key=lambda one: places[one.prompt])) for which, own in both.items()}
+
+        found = self.run.dealt(parts, f"{name}-fresh-{digest}", groups, work)
+        new, stored = (np.array([sums for part in found for sums in part[which]]) for which in ("new", "stored"))
+        check = fresh_check(new, stored)
+        warning = f"alpha is {check.alpha:.3f} on new responses of the server and {check.stored_alpha:.3f} on the stored ones to the same prompts"
+        return {"fresh_check": check.record(), "warnings": [] if check.agrees else [f"{warning} (z {check.z:+.1f})"]}
 
     def dial(self, module: DraftModule) -> dict[str, float]:
         """{alpha, tau} on the frozen text of the configured rule: one draft pass, no target, on the main process."""
@@ -151,6 +188,10 @@ class DraftJudge:
         if (check := own.live_check) is not None:
             line += f"; live {check.tau:.2f} on {check.prompts} prompts ({agreement_words(check.replay, check.tokens)})"
             line += "" if self.target.kept else ", target loaded for it"
+        if (fresh := own.fresh_check) is not None:
+            line += (
+                f"; alpha {fresh.alpha:.3f} on {fresh.prompts} prompts answered anew by the server (z {fresh.z:+.1f})"
+            )
         if self.others:
             line += f"  score {own.score:.3f} on {1 + len(self.others)} targets"
         if own.weights == "ema":

@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from speculative.drafters.drafter import Ask, DeviceText, Drafter, ModelDrafter, Proposal, Seats
+from speculative.drafters.gamma import AdaptiveGamma
 from speculative.drafters.registry import Parts, registers
 from speculative.engine.cached_model import CachedModel
 from speculative.engine.models import check_parallel, mask_token_of
@@ -120,6 +121,7 @@ def drafts_of(model: PreTrainedModel) -> tuple[Draft, ...]:
 
 
 @registers("draft")
+@registers("adaptive draft", policy=AdaptiveGamma)
 @registers("token tree", TokenTree.from_branching((3, 2, 1)))
 def _draft(parts: Parts) -> Drafter:
     return parts.drafter()

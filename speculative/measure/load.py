@@ -360,15 +360,20 @@ def policy_seconds(
                         if event.finish_reason is not None and key in left:
                             left.remove(key)
                             counted[key] = len(event.response.response_ids), event.response.blocks
-            if time.perf_counter() > stop and len(left & began) + len(counted) >= min(len(prompts), max(LEAST_PROMPTS, load)):
+            if time.perf_counter() > stop and len(left & began) + len(counted) >= min(
+                len(prompts), max(LEAST_PROMPTS, load)
+            ):
                 left, stop = left & began, math.inf
             if not left and (not full or len(spent_B[1]) >= LEARNING + LEAST_BLOCKS):
                 break
     blocks = min(map(len, spent_B)) - LEARNING
     if blocks < TURNS:
-        raise UserError(f"{max(0, blocks)} blocks are too few to time: raise judge.speed_prompts or judge.speed_seconds")
+        raise UserError(
+            f"{max(0, blocks)} blocks are too few to time: raise judge.speed_prompts or judge.speed_seconds"
+        )
     plain_T, block_T = (
-        np.array([np.nanmean(part) for part in np.array_split(own_B[LEARNING : LEARNING + blocks], TURNS)]) for own_B in spent_B
+        np.array([np.nanmean(part) for part in np.array_split(own_B[LEARNING : LEARNING + blocks], TURNS)])
+        for own_B in spent_B
     )
     return (plain_T, block_T / plain_T), counted
 

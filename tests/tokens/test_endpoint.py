@@ -367,7 +367,7 @@ def test_a_whole_run_with_a_target_that_only_a_server_has(
         tmp_path, 30, name="served", student={"init": "pretrained", "path": str(tmp_path / "draft")},
         target={"endpoint": {"url": url, "concurrency": 4}}, data={"heldout_count": 8}, loss={"name": "forward_kl"},
         signal={"source": "store", "k": 16}, optim={"lr": 0.01}, train={"steps": 20, "batch_size": 8, "micro_batch_size": 8},
-        judge={"every": 10, "prompts": 8, "live": "never"},
+        judge={"every": 10, "prompts": 8, "live_prompts": 6},
     )  # fmt: skip
     facts = respond_command.run(config)
     assert facts is not None
@@ -375,9 +375,14 @@ def test_a_whole_run_with_a_target_that_only_a_server_has(
     assert train.main([str(config)]) == 0
     verdict = load_verdict(tmp_path / "served")
     assert all(row.speed_up is None for row in verdict.measured)
+    checks = [record.fresh_check for record in verdict.checkpoints]
+    assert [(check.prompts, check.agrees) for check in checks] == [(6, True)] * 3
+    assert len({check.tokens for check in checks}) > 1, "other responses each time"
+    assert all(record.live_check is None for record in verdict.checkpoints)
+    assert f"alpha {checks[0].alpha:.3f} on 6 prompts answered anew by the server (z " in capsys.readouterr().out
     assert verdict.judged(DRAFT).alpha > verdict.judged(UNDISTILLED).alpha
     assert verdict.headline.startswith("Not timed: ")
     capsys.readouterr()
     # What needs the weights says so in one line.
     assert train.main([str(config), "judge.live=end"]) == 2
-    assert "set judge.live: never" in capsys.readouterr().err
+    assert "set judge.live: checkpoint" in capsys.readouterr().err

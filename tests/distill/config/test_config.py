@@ -143,7 +143,7 @@ def test_unknown_keys_name_the_nearest(section: dict[str, Any], key: str, near: 
         ({"student": {"layers": [0, "last"]}}, "`student.layers.1`"),
         ({"student": {"init": "carvd"}}, '`student.init` = "carvd": did you mean `carved`?'),
         ({"judge": {"ways": ["token trees"]}}, '`judge.ways.0` = "token trees": did you mean `token tree`?'),
-        ({"judge": {"ways": ["draft"]}}, "known here: adaptive lookup + draft, early exit, lookahead"),
+        ({"judge": {"ways": ["x"]}}, "known here: adaptive draft, adaptive lookup + draft, early exit, lookahead"),
         ({"student": {"lora": {"target_modules": "q_proj"}}}, "`student.lora.target_modules`"),
         ({"student": {"parallel": {"mask_token": -1}}}, "`student.parallel.mask_token` = -1"),
         (

@@ -164,21 +164,29 @@ def test_warm_up_has_its_own_objective(tmp_path: Path) -> None:
 
 
 class MissingJudge(ScriptedJudge):
-    """Live decoding and replay differ at these steps."""
+    """Live decoding and replay differ at these steps, or new responses and stored ones."""
 
-    missed = (2, 4, 5)
+    missed, anew = (2, 4, 5), False
 
     def __call__(self, step: int, *asked: Any) -> dict[str, Any]:
+        agrees = step not in self.missed
+        if self.anew:
+            fresh = {"prompts": 6, "tokens": 60, "alpha": 0.5, "stored_alpha": 0.8, "z": -5.0, "agrees": agrees}
+            return super().__call__(step, *asked) | {"fresh_check": fresh}
         check = {
             "prompts": 4,
             "tau": 2.0,
             "tau_ci": [1.5, 2.5],
-            "replay": {"z": 9.0, "agrees": step not in self.missed},
+            "replay": {"z": 9.0, "agrees": agrees},
         }
         return super().__call__(step, *asked) | {"live_check": check}
 
 
-def test_three_checkpoints_at_which_live_decoding_and_replay_differ_stop_a_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize("anew", [False, True])
+def test_three_checkpoints_at_which_live_decoding_and_replay_differ_stop_a_run(
+    tmp_path: Path, anew: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(MissingJudge, "anew", anew)
     config = run_config(tmp_path, train={"steps": 8}, judge={"every": 1})
     with pytest.raises(SelfCheckError, match=r"at 3 checkpoints \(steps 2, 4, 5\).*judge.live: end"):
         fit(make_loop(config, MissingJudge()))

@@ -14,7 +14,7 @@ from speculative.rules.sampling import GREEDY
 TARGET = tiny_model(num_hidden_layers=3)
 PARTS = Parts(TARGET, Draft(perturbed(TARGET)).drafter, Datastore.build([[1, 2, 3, 4]], VOCAB), ngrams=(3, 2))
 WAYS = {"draft", "token tree", "prompt lookup", "past responses", "lookup + draft", "early exit", "lookahead"}
-WAYS |= {"adaptive lookup + draft"}
+WAYS |= {"adaptive draft", "adaptive lookup + draft"}
 
 
 def test_every_way_is_registered() -> None:
@@ -36,7 +36,7 @@ def test_each_decodes_the_targets_text(name: str) -> None:
         ("draft", "needs a draft model"),
         ("lookup + draft", "needs a draft model"),
         ("past responses", "needs a datastore"),
-        ("beam", "unknown drafter 'beam': must be one of adaptive lookup + draft, draft, early exit, "),
+        ("beam", "unknown drafter 'beam': must be one of adaptive draft, adaptive lookup + draft, draft, early exit, "),
     ],
 )
 def test_what_is_missing_is_said_in_one_line(name: str, said: str) -> None:
