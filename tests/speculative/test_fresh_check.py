@@ -25,7 +25,7 @@ def test_z_is_of_standard_size_where_nothing_has_changed() -> None:
     found = list(checks(0.0, 2000))
     assert np.std([one.z for one in found]) == pytest.approx(1.0, abs=0.08)
     assert np.mean([one.z for one in found]) == pytest.approx(0.0, abs=0.08)
-    assert all(one.agrees for one in found)
+    assert np.mean([one.agrees for one in found]) > 0.998
 
 
 def test_a_changed_target_is_found_by_32_prompts() -> None:

@@ -358,7 +358,7 @@ def test_a_whole_run_with_a_target_that_only_a_server_has(
     from distill import train
     from distill.run.verdict_record import load_verdict
 
-    url, _ = server
+    url, behaviour = server
     MODEL.config.save_pretrained(tmp_path / "target")
     MODEL.generation_config.save_pretrained(tmp_path / "target")
     tiny_tokenizer().save_pretrained(tmp_path / "target")
@@ -377,7 +377,8 @@ def test_a_whole_run_with_a_target_that_only_a_server_has(
     assert all(row.speed_up is None for row in verdict.measured)
     checks = [record.fresh_check for record in verdict.checkpoints]
     assert [(check.prompts, check.agrees) for check in checks] == [(6, True)] * 3
-    assert len({check.tokens for check in checks}) > 1, "other responses each time"
+    seeds = [request["seed"] for request in behaviour.requests if "seed" in request]
+    assert len(set(seeds[-18:])) == 18, "other responses each time"
     assert all(record.live_check is None for record in verdict.checkpoints)
     assert f"alpha {checks[0].alpha:.3f} on 6 prompts answered anew by the server (z " in capsys.readouterr().out
     assert verdict.judged(DRAFT).alpha > verdict.judged(UNDISTILLED).alpha
