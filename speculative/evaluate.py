@@ -87,7 +87,7 @@ class LiveCheck(Record):
 
 
 class FreshCheck(Record):
-    """Some held-out prompts that the target's server answered anew, to prove that the stored responses are still its own."""
+    """Some held-out prompts that the target's server answered again, to prove that the stored responses are still its own."""
 
     prompts: int = Field(description="prompts answered")
     tokens: int = Field(description="tokens of the new responses")

@@ -359,7 +359,7 @@ class JudgeConfig(Section):
     live: Literal["checkpoint", "end", "never"] = "checkpoint"
     """when prompts are decoded live. Replay always picks the best checkpoint. checkpoint: some prompts at every
     checkpoint prove what replay says, and a target that is not in memory is loaded for that (one at a server answers them
-    anew); end: only for the verdict; never: no decoding and no speeds"""
+    again); end: only for the verdict; never: no decoding and no speeds"""
     live_prompts: int = Field(32, ge=1)
     """prompts that each checkpoint decodes live, other ones each time until all had a turn"""
     dial_every: int = Field(0, ge=0)

@@ -119,7 +119,7 @@ def judged_scores(run: Path) -> list[tuple[int, float]]:
 
 
 def missed_checks(run: Path) -> list[int]:
-    """Steps of checkpoints whose prompts, decoded live or answered anew, differ from replay by more than chance."""
+    """Steps of checkpoints whose prompts, decoded live or answered again, differ from replay by more than chance."""
     judged = _judgements(run)
     checks = [(step, (own.get("live_check") or {}).get("replay") or own.get("fresh_check")) for step, own in judged]
     return [step for step, check in checks if check and not check["agrees"]]

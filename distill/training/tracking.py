@@ -89,7 +89,7 @@ def judged_scalars(record: Mapping[str, Any]) -> dict[str, float]:
     """The numbers of a judgement as `judge/NAME`, the bounds of its intervals as `judge/NAME_low` and `judge/NAME_high`.
 
     tau is `judge/tau_replay`. Of the prompts that were decoded live: `judge/tau_live` with its bounds, `judge/live_prompts`, `judge/z`; a
-    server that answers anew gives the last two.
+    server that answers again gives the last two.
     Survival is `judge/survival_J`, and alpha by domain `domains/NAME/alpha`.
     """
     record = {{"tau": "tau_replay", "tau_ci": "tau_replay_ci"}.get(key, key): value for key, value in record.items()}

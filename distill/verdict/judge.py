@@ -142,12 +142,12 @@ class DraftJudge:
         return groups, hashlib.sha256(" ".join(one.key for one in chosen).encode()).hexdigest()[:12]
 
     def _asked(self, draft: Draft, step: int, parts: Path, name: str) -> dict[str, Any]:
-        """{fresh_check, warnings}: the server answers the prompts whose turn it is anew, and the draft replays both responses."""
+        """{fresh_check, warnings}: the server answers the prompts whose turn it is again, and the draft replays both responses."""
         (groups, digest), server, rule = self._turn(step), self.target.endpoint, self.settings.rule
         if self.run.main:
             server.check()
 
-        def anew(one: HeldoutResponse) -> HeldoutResponse:
+        def again(one: HeldoutResponse) -> HeldoutResponse:
             said = server.answer(one.prompt_ids, self.settings, f"{one.key} {step}")
             return replace(one, response_ids=said.response_ids, log_target_probs=said.log_target_probs)
 
@@ -158,7 +158,7 @@ class DraftJudge:
 
         def work(group: Sequence[HeldoutResponse]) -> dict[str, list[list[float]]]:
             places = {one.prompt: place for place, one in enumerate(group)}
-            new = [answer for _, answer in server.each(anew, group)]
+            new = [answer for _, answer in server.each(again, group)]
             stored = [one for one in self.heldout[rule] if one.prompt in places]
             both = {"new": new, "stored": stored}
             return {which: sums_of(sorted(own, key=lambda one: places[one.prompt])) for which, own in both.items()}
@@ -189,9 +189,7 @@ class DraftJudge:
             line += f"; live {check.tau:.2f} on {check.prompts} prompts ({agreement_words(check.replay, check.tokens)})"
             line += "" if self.target.kept else ", target loaded for it"
         if (fresh := own.fresh_check) is not None:
-            line += (
-                f"; alpha {fresh.alpha:.3f} on {fresh.prompts} prompts answered anew by the server (z {fresh.z:+.1f})"
-            )
+            line += f"; alpha {fresh.alpha:.3f} on {fresh.prompts} prompts that the server answered again (z {fresh.z:+.1f})"
         if self.others:
             line += f"  score {own.score:.3f} on {1 + len(self.others)} targets"
         if own.weights == "ema":

@@ -380,7 +380,7 @@ def test_a_whole_run_with_a_target_that_only_a_server_has(
     seeds = [request["seed"] for request in behaviour.requests if "seed" in request]
     assert len(set(seeds[-18:])) == 18, "other responses each time"
     assert all(record.live_check is None for record in verdict.checkpoints)
-    assert f"alpha {checks[0].alpha:.3f} on 6 prompts answered anew by the server (z " in capsys.readouterr().out
+    assert f"alpha {checks[0].alpha:.3f} on 6 prompts that the server answered again (z " in capsys.readouterr().out
     assert verdict.judged(DRAFT).alpha > verdict.judged(UNDISTILLED).alpha
     assert verdict.headline.startswith("Not timed: ")
     capsys.readouterr()
