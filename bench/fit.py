@@ -24,7 +24,7 @@ from scipy import stats
 from data.files import write_bytes
 from distill.commands.sweep.plan import Trial, assignment
 from distill.commands.sweep.sweep import share_stores
-from distill.config.layout import VERDICT
+from distill.config.layout import CONFIG, VERDICT
 from distill.config.load import load_config
 from distill.run.provenance import describe_run
 from result_file import write_result
@@ -68,7 +68,10 @@ def trained(
         }
         words = tuple(assignment(key, value) for key, value in {**values, **more, "name": f"{which}-{seed}"}.items())
         trial = Trial(values, words, load_config(base, words))
-        if not (trial.config.folder / VERDICT).exists():
+        if (trial.config.folder / VERDICT).exists():
+            if load_config(trial.config.folder / CONFIG).train.steps != steps[which]:
+                raise UserError(f"{trial.config.folder}: was trained for another number of steps; give another --to")
+        else:
             share_stores(trial, trials)
             subprocess.run([PROGRAM, "train", base, *words], check=True)
         trials.append(trial)

@@ -212,8 +212,8 @@ def keep(trainer: Trainer, judge: DraftJudge, checkpoint: Checkpoint, path: Path
         if run.config.behind():
             raise SelfCheckError(
                 f"new responses of the server differ from the stored ones by more than chance at {len(missed)} checkpoints (steps "
-                f"{', '.join(map(str, missed))}), so another model or other settings answer now; serve the earlier one, or give "
-                "the run another name"
+                f"{', '.join(map(str, missed))}), so another model or other settings answer now; give the run another name, or "
+                "set judge.live: never to go on by replay alone"
             )
         raise SelfCheckError(
             f"live decoding and replay differ by more than chance at {len(missed)} checkpoints (steps "

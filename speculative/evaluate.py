@@ -32,7 +32,7 @@ from speculative.measure.replay import (
 from speculative.measure.token_scores import TokenScores, score_tokens, scored_gammas
 
 # Of a comparison of new responses with stored ones: fewest prompts, and standard errors that can be chance.
-FEWEST_COMPARED, MOST_ERRORS = 6, 4.0
+FEWEST_COMPARED, MOST_ERRORS = 16, 4.0
 
 
 @dataclass(frozen=True)

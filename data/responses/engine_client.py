@@ -41,7 +41,7 @@ _EXTRAS: dict[str, dict[str, Any]] = {
     "sglang": {"return_spec_tokens_details": True},
     "llama.cpp": {"return_tokens": True, "logprobs": 1},
 }
-# What a timed request has: no prompt is read from a cache, and llama-server tells the tokens of each part. Its ids need probabilities,
+# What a timed request has: llama-server reads no prompt from its cache, and tells the tokens of each part. Its ids need probabilities,
 # which it computes only for tokens that were not drafted, so they would slow plain decoding alone.
 _TIMED: dict[str, dict[str, Any]] = {"llama.cpp": {"cache_prompt": False, "timings_per_token": True}}
 _SETTLED_SECONDS, _LONGEST_SETTLING = 0.1, 5.0

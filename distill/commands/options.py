@@ -244,7 +244,9 @@ class EvaluateOptions:
             "add to a result of the same draft that is already there, also to a run's own"
         ),
     ] = Path("result.json")
-    losslessness: Annotated[bool, option("instead: test that the text is the target's own", "--losslessness")] = False
+    losslessness: Annotated[
+        bool, option("instead: test the text; exit 1 if it is not the target's", "--losslessness")
+    ] = False
     scorer: Annotated[
         str,
         option(

@@ -141,7 +141,9 @@ class RefreshOptions:
     share: Annotated[float, typer.Option(help="share of the training prompts that comes from traffic")] = 0.5
     probe_steps: Annotated[int, typer.Option(help="trial steps on fresh traffic that measure the headroom")] = 30
     margin: Annotated[float, typer.Option(help="largest allowed loss of alpha on an old slice")] = 0.01
-    false_alarms: Annotated[float, typer.Option(help="chance of a false alarm in the next 1,000 requests")] = 0.01
+    false_alarms: Annotated[float, typer.Option(help="chance of a false alarm in 1,000 requests after the first")] = (
+        0.01
+    )
     drop: Annotated[float, typer.Option(help="a smaller measured fall in accepted/drafted does not ring")] = 0.03
     burn_in: Annotated[int, typer.Option(help="first requests per slice, before which it cannot ring; 30 or more")] = (
         150
@@ -181,7 +183,9 @@ class RolloutOptions:
     port: Annotated[int, typer.Option(help="port of the new engine; default: a free one", min=0, max=65535)] = 0
     share: Annotated[float, typer.Option(help="the new version's share of conversations during the comparison")] = 0.1
     margin: Annotated[float, typer.Option(help="allowed fall in acceptance; 0 = a certain gain is required")] = 0.0
-    slower: Annotated[float, typer.Option(help="take it back when certainly slower per token by this share")] = 0.05
+    slower: Annotated[
+        float, typer.Option(help="take it back when certainly slower per token by this share, 0.05 = 5 %")
+    ] = 0.05
     false_alarms: Annotated[float, typer.Option(help="probability that an equally good version is called worse")] = 0.05
     requests: Annotated[int, typer.Option(help="most requests of both; if undecided, it is taken back", min=1)] = 20_000
     watch: Annotated[int, typer.Option(help="requests to watch after all traffic goes to the new engine", min=0)] = 500

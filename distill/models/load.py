@@ -1,11 +1,11 @@
 """Load models and tokenizers from a directory, a hub id or `embedded`, and fingerprint them."""
 
+import contextlib
 import copy
 import hashlib
 import json
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    initialization,
 )
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 
@@ -58,7 +59,7 @@ def reason_of(error: BaseException) -> str:
     return " ".join(line.strip() for line in lines[: 2 if isinstance(error, StrictDataclassError) else 1])
 
 
-@contextmanager
+@contextlib.contextmanager
 def refusing(what: str) -> Iterator[None]:
     """Turn errors of transformers and peft into a UserError of one line that begins with ``what``."""
     try:
@@ -161,7 +162,9 @@ def _refuse_oversized(folder: Path, config: Any, trust_remote_code: bool) -> Non
     held = sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
     if layers > MOST_LAYERS:
         raise ValueError(f"config.json claims {layers} layers, more than {MOST_LAYERS}")
-    with torch.device("meta"):  # neither memory nor random numbers
+    # Neither memory nor random numbers; a model's own code may ask for values while it is made, as `from_pretrained` lets it.
+    safe = getattr(initialization, "meta_device_safe_creation_ops", contextlib.nullcontext)
+    with torch.device("meta"), safe():
         made = auto_class(config).from_config(copy.deepcopy(config), trust_remote_code=trust_remote_code)
     claimed = sum(weight.numel() for weight in made.parameters())
     if claimed > WEIGHTS_A_BYTE * held:

@@ -136,5 +136,7 @@ def finished(trial: Trial) -> bool:
         return False
     found = load_config(folder / CONFIG)
     if found.model_copy(update={"resume": trial.config.resume}) != trial.config:
-        raise UserError(f"{folder}: finished with another config than the sweep's; rename the sweep, or delete it")
+        raise UserError(
+            f"{folder}: finished with another config than the sweep's; rename the sweep, or delete the folder"
+        )
     return True

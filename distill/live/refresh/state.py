@@ -113,7 +113,9 @@ def refresh_folder(
     folder = left[0] if left else _new_folder(stem, next_name(drafts), found)
     state = read_state(folder) if left else None
     if state is not None and version not in (state.parent, state.version):
-        raise UserError(f"{folder}: an unfinished refresh of {state.parent}, but {version} is served now; delete it")
+        raise UserError(
+            f"{folder}: an unfinished refresh of {state.parent}, but {version} is served now; delete the folder"
+        )
     with locked(folder / LOCK, f"{folder}: another refresh is running there; wait for it"):
         yield folder
 

@@ -113,6 +113,7 @@ inline void tile_of(long tokens, const float *x, long x_stride, const T *w, long
 }
 
 constexpr long V = 2, TOGETHER = V * W;  // vectors of a tile that has a token in every lane, and their tokens
+constexpr long MOST_TOGETHER = 256;  // tokens that a thread lays out at a time
 
 struct Tile {  // sums of 4 outputs
     vec sums[OUTPUTS][V] = {};
@@ -156,7 +157,9 @@ class Lanes {
     Tile tile(const float *group, const float *w) const {
         Tile low = lane(group, w, 0) + lane(group, w, 2), total = low + (lane(group, w, 1) + lane(group, w, 3));
         for (long k = depth / W * W; k < depth; k++)
-            total.each([&](vec &sum, long n, long v) { sum += load(group + k * TOGETHER + v * W) * everywhere(w[n * depth + k]); });
+            total.each([&](vec &sum, long n, long v) {
+                for (long i = 0; i < W; i++) sum[i] = std::fma(group[k * TOGETHER + v * W + i], w[n * depth + k], sum[i]);
+            });
         return total;
     }
 
@@ -189,9 +192,15 @@ class Lanes {
     }
 };
 
-// y[m][n] = x[m] . w[n] for the outputs n of a share, at least 4 of them. Strides are of one token. lanes: of x.
+// y[m][n] = x[m] . w[n] for the outputs n of a share, at least 4 of them. Strides are of one token.
 template <class T>
-void dots(const float *x, long x_stride, long tokens, const Lanes &lanes, const T *w, long depth, Share share, float *y, long y_stride) {
+void dots(const float *x, long x_stride, long tokens, const T *w, long depth, Share share, float *y, long y_stride) {
+    if (tokens > MOST_TOGETHER) {
+        for (long m = 0; m < tokens; m += MOST_TOGETHER)
+            dots(x + m * x_stride, x_stride, std::min(MOST_TOGETHER, tokens - m), w, depth, share, y + m * y_stride, y_stride);
+        return;
+    }
+    Lanes lanes(x, x_stride, tokens, depth);
     long some_outputs = std::max(OUTPUTS, SECOND_CACHE / depth / OUTPUTS * OUTPUTS);
     long some_tokens = std::max(FEW, FIRST_CACHE / depth / TOKENS * TOKENS);
     auto block = [&](auto *own, long begin, long start, long end, long first, auto ahead) {  // own: the weights of `begin`
@@ -228,10 +237,10 @@ void dots(const float *x, long x_stride, long tokens, const Lanes &lanes, const 
 }
 
 // A share of y (tokens, outputs) = x (tokens, depth) . weight^T.
-inline void product(const Matrix &w, const float *x, long tokens, const Lanes &lanes, long depth, Share share, float *y) {
-    if (w.kind == FLOAT32) dots(x, depth, tokens, lanes, (const float *)w.weight, depth, share, y, w.outputs);
-    if (w.kind == BFLOAT16) dots(x, depth, tokens, lanes, (const bfloat16 *)w.weight, depth, share, y, w.outputs);
-    if (w.kind == INT8) dots(x, depth, tokens, lanes, (const int8_t *)w.weight, depth, share, y, w.outputs);
+inline void product(const Matrix &w, const float *x, long tokens, long depth, Share share, float *y) {
+    if (w.kind == FLOAT32) dots(x, depth, tokens, (const float *)w.weight, depth, share, y, w.outputs);
+    if (w.kind == BFLOAT16) dots(x, depth, tokens, (const bfloat16 *)w.weight, depth, share, y, w.outputs);
+    if (w.kind == INT8) dots(x, depth, tokens, (const int8_t *)w.weight, depth, share, y, w.outputs);
     if (!w.scale && !w.bias) return;
     for (long m = 0; m < tokens; m++)
         for (long n = share.begin; n < share.end; n++) {

@@ -218,8 +218,8 @@ void attend(const Model &model, const Layer &layer, const Call &call, long row, 
         const float *from = queries + ((row * call.tokens + first + q) * model.heads + kv_head * group) * D;
         for (long i = 0; i < group * D; i++) own[q * group * D + i] = from[i] * (float)model.scaling;
     }
-    dots(own, D, tokens * group, Lanes(own, D, tokens * group, D), (const T *)layer.keys + head, D,
-         Share(std::max(positions, OUTPUTS), OUTPUTS, 0, 1), scores, stride);
+    dots(own, D, tokens * group, (const T *)layer.keys + head, D, Share(std::max(positions, OUTPUTS), OUTPUTS, 0, 1), scores,
+         stride);
     for (long q = 0; q < tokens; q++)
         for (long g = 0; g < group; g++) {
             float *mine = scores + (q * group + g) * stride;
@@ -303,16 +303,15 @@ void run_layer(const Model &model, const Layer &layer, const Call &call, const B
     };
     auto add = [&](const Matrix &w, const float *from, long depth) {  // adds to x, through the buffer of norms
         Share own = share(model.width, OUTPUTS);
-        product(w, from, M, Lanes(from, depth, M, depth), depth, own, b.normed);
+        product(w, from, M, depth, own, b.normed);
         for (long m = 0; m < M; m++)
             for (long n = own.begin; n < own.end; n++) b.x[m * model.width + n] += b.normed[m * model.width + n];
     };
     norm_all(layer.norm);
     all.wait(threads);
-    Lanes lanes(b.normed, model.width, M, model.width);
-    product(layer.query, b.normed, M, lanes, model.width, share(layer.query.outputs, OUTPUTS), b.queries);
-    product(layer.key, b.normed, M, lanes, model.width, share(layer.key.outputs, OUTPUTS), b.keys);
-    product(layer.value, b.normed, M, lanes, model.width, share(layer.value.outputs, OUTPUTS), b.values);
+    product(layer.query, b.normed, M, model.width, share(layer.query.outputs, OUTPUTS), b.queries);
+    product(layer.key, b.normed, M, model.width, share(layer.key.outputs, OUTPUTS), b.keys);
+    product(layer.value, b.normed, M, model.width, share(layer.value.outputs, OUTPUTS), b.values);
     all.wait(threads);
     Share tokens = share(M, 1);
     for (long m = tokens.begin; m < tokens.end; m++) place_token<T>(model, layer, call, m, b.queries, b.keys, b.values);
@@ -328,9 +327,8 @@ void run_layer(const Model &model, const Layer &layer, const Call &call, const B
     norm_all(layer.second_norm);
     all.wait(threads);
     Share inner = share(model.inner, OUTPUTS);
-    Lanes second(b.normed, model.width, M, model.width);
-    product(layer.gate, b.normed, M, second, model.width, inner, b.gate);
-    product(layer.up, b.normed, M, second, model.width, inner, b.up);
+    product(layer.gate, b.normed, M, model.width, inner, b.gate);
+    product(layer.up, b.normed, M, model.width, inner, b.up);
     for (long m = 0; m < M; m++) {
         long from = m * model.inner + inner.begin;
         gated(b.gate + from, b.up + from, inner.end - inner.begin);
@@ -372,9 +370,8 @@ void run(const Model *model, const Layer *layers, const Call *asked) {
             normalise(b.x + m * width, model->norm, width, model->epsilon, b.normed + i * width);
         }
         all.wait(threads);
-        long told = call->rows * call->kept;
-        product(model->head, b.normed, told, Lanes(b.normed, width, told, width), width,
-                Share(model->head.outputs, OUTPUTS, thread, threads), call->logits);
+        product(model->head, b.normed, call->rows * call->kept, width, Share(model->head.outputs, OUTPUTS, thread, threads),
+                call->logits);
         all.wait(threads);
         if (threads > 1) all.leave();
     }

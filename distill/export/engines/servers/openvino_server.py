@@ -264,11 +264,14 @@ def main() -> None:
     target = converted(given.target, given.store / f"target-{given.weights}", given.weights)
     draft = given.draft and converted(given.draft, given.store / f"draft-{given.draft_weights}", given.draft_weights)
     if given.port:
-        engine = Engine(target, draft, given.gamma, EXACT | dict(one.split("=", 1) for one in given.hint))
-        Handler.engine, Handler.name = engine, given.target
-        server = Server((given.host, given.port), Handler)
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        engine.run()
+        try:
+            engine = Engine(target, draft, given.gamma, EXACT | dict(one.split("=", 1) for one in given.hint))
+            Handler.engine, Handler.name = engine, given.target
+            server = Server((given.host, given.port), Handler)
+            threading.Thread(target=server.serve_forever, daemon=True).start()
+            engine.run()
+        except EOFError:
+            sys.exit("OpenVINO's pipeline failed; why is said above")
 
 
 if __name__ == "__main__":
