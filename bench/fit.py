@@ -135,7 +135,7 @@ def main(
     )
     ratio = {"mean": statistics.fmean(ratios), "half_width": half}
     result = {
-        "machine": describe_run(0), "grid": keys, "minutes": minutes, "train_minutes": train_minutes, "shapes": shapes,
+        "machine": describe_run(0) | {"argv": None}, "grid": keys, "minutes": minutes, "train_minutes": train_minutes, "shapes": shapes,
         "step_seconds": times, "steps": steps, "rungs": search["fit"]["rungs"], "ratio": ratio, "seeds": rows,
     }  # fmt: skip
     write_result(out, result)
