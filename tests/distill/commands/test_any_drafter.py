@@ -221,7 +221,7 @@ def test_prompts_without_all_ids_are_left_out_of_differences(
     assert 0 < lacking < len(prompts)
     with running_engine(served(prompts=prompts, unlisted=3)) as one:
         assert compare(CompareOptions([str(run), one], rule="greedy", gamma=GAMMA, out=out), console) == 0
-    assert f"{lacking} prompts are left out" in console.file.getvalue()  # type: ignore[attr-defined]
+    assert f"{lacking} prompts are not compared" in console.file.getvalue()  # type: ignore[attr-defined]
     found = json.loads(out.read_text())
     assert found["differences"][0]["tau"]["gain"] == pytest.approx(0, abs=1e-9)
     assert found["measured"][1]["prompts"] == len(prompts) - lacking

@@ -42,7 +42,7 @@ def test_then_a_special_token_that_no_text_uses(tmp_path: Path) -> None:
     assert student_of(tmp_path, texts=[[5, 0, 7], [2]]).config.pard_token == 1
     assert free_token(tiny_tokenizer(), FULL, [[0, 1], [2, FULL - 1]]) == FULL - 2
     text = refused(free_token, tiny_tokenizer(), FULL, [range(FULL)])
-    assert "student.parallel.mask_token: auto finds none: your texts use each of the 299" in text
+    assert "student.parallel.mask_token: auto finds none: your texts use all 299 tokens" in text
 
 
 def test_the_users_own_id(tmp_path: Path) -> None:

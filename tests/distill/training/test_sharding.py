@@ -261,7 +261,7 @@ def test_a_whole_state_is_not_read_by_sharded_ranks(tmp_path: Path) -> None:
     loop = new_loop(config)
     loop.accelerator.state.distributed_type = sharding.DistributedType.FSDP
     loop.accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
-    with pytest.raises(UserError, match="written by a run without FSDP2"):
+    with pytest.raises(UserError, match="written without FSDP2"):
         sharding.load_state(
             loop.accelerator, loop.wrapped, loop.optimizers, step_folder(loop.run.folder, STOP) / "state"
         )
