@@ -242,7 +242,9 @@ def test_any_number_of_ranks_makes_the_same(tmp_path: Path, kind: Any, ranks: in
     for rank in range(ranks):
         rollouts = rollouts_of(config, rank, ranks)
         if rank < min(ranks, 3) - 1:
-            with pytest.raises(UserError, match="responses missing"):  # in earnest, the barrier waits for the other ranks
+            with pytest.raises(
+                UserError, match="responses missing"
+            ):  # in earnest, the barrier waits for the other ranks
                 made(rollouts, kind, 1, Draft(draft_model()))
         else:
             found = made(rollouts, kind, 1, Draft(draft_model()))
