@@ -131,8 +131,9 @@ struct Tile {  // sums of 4 outputs
     }
 };
 
-// The first of many tokens, laid out in groups that have a token in every lane. No sum runs over lanes then, which saves a fifth of the time. The bits are
-// those of `tile`: what is a lane there is a remainder of k by W here, and remainders are added as `sums_of` adds lanes.
+// The first of many tokens, laid out in groups that have a token in every lane. No sum runs over lanes then, which saves a fifth of
+// the time. The bits are those of `tile`: what is a lane there is a remainder of k by W here, and remainders are added as `sums_of`
+// adds lanes.
 class Lanes {
     const float *x = nullptr;
     long depth;

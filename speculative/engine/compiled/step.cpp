@@ -1,6 +1,6 @@
 // One call of a plain decoder (Llama, Mistral, Qwen 2 and 3) on a cache of keys and values: embedding, layers, norm, head.
 //
-// Nothing is repacked: weights are read where torch keeps them, each once for all tokens of a call. Sums always run in the
+// No weights are repacked: they are read where torch keeps them, once for some hundred tokens of a call. Sums always run in the
 // same order, for any number of tokens, rows and threads. So a token's logits have the same bits whether it is decoded alone
 // or verified in a block.
 //

@@ -143,6 +143,17 @@ def test_a_token_has_the_same_bits_however_it_is_decoded(dtype: torch.dtype) -> 
                 torch.set_num_threads(before)
 
 
+def test_a_token_among_hundreds_has_the_bits_that_it_has_alone() -> None:
+    """More than are laid out together, and no whole number of groups."""
+    model = tiny_model("qwen3", hidden_size=72, intermediate_size=90, head_dim=24)
+    alone, many = opened(model, rows=1), opened(model, rows=7)
+    with torch.no_grad():
+        one_by_one = torch.cat([alone.feed(TOKENS[:1, i : i + 1], np.array([i]), 1) for i in range(39)], 1)
+        found = many.feed(TOKENS[[1, 1, 0, 1, 1, 1, 0], :39], np.zeros(7, dtype=np.int64), 39)
+    for row in (2, 6):
+        assert torch.equal(found[row], one_by_one[0])
+
+
 @pytest.mark.parametrize(
     "settings",
     [DecodeSettings(GREEDY, 0, "greedy", 30), DecodeSettings(SamplingSettings(0.7, 0, 0.9), 3, max_tokens=30)],
