@@ -5,6 +5,7 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from http import HTTPStatus
 from statistics import mode
 from typing import Any
@@ -35,15 +36,21 @@ _VERSIONS = (
     ("/get_server_info", "version", "sglang"),
     ("/props", "build_info", "llama.cpp"),
 )
-# Request options that return counts or token ids, and vLLM's to stream them: only its streams are known to have both.
+# Request options that return counts or token ids, and to stream them: only vLLM's streams are known to have both.
+_STREAM: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
 _EXTRAS: dict[str, dict[str, Any]] = {
-    "vllm": {"stream": True, "stream_options": {"include_usage": True}},
+    "vllm": _STREAM,
     "sglang": {"return_spec_tokens_details": True},
     "llama.cpp": {"return_tokens": True, "logprobs": 1},
 }
-# What a timed request has: llama-server reads no prompt from its cache, and tells the tokens of each part. Its ids need probabilities,
-# which it computes only for tokens that were not drafted, so they would slow plain decoding alone.
-_TIMED: dict[str, dict[str, Any]] = {"llama.cpp": {"cache_prompt": False, "timings_per_token": True}}
+# What a timed request has instead: it is streamed, as users ask, and no turn finds its prompts in a cache (vLLM's by `cache_salt`).
+# llama-server tells the tokens of each part; its ids need probabilities, computed only for tokens that were not drafted, so
+# they would slow plain decoding alone.
+_TIMED: dict[str, dict[str, Any]] = {
+    "vllm": _STREAM | {"cache_salt": str(time.time_ns())},
+    "openvino": _STREAM,
+    "llama.cpp": _STREAM | {"cache_prompt": False, "timings_per_token": True},
+}
 _SETTLED_SECONDS, _LONGEST_SETTLING = 0.1, 5.0
 
 
@@ -111,7 +118,8 @@ class EngineClient(EndpointTarget):
 
         Raises UserError: the server is gone or cannot answer, tokens are outside the vocabulary, or counts contradict themselves.
         """
-        options = request_of(settings, key) | ((self.timed and _TIMED.get(self.engine)) or _EXTRAS.get(self.engine, {}))
+        extras = self._timed(settings) if self.timed else {}
+        options = request_of(settings, key) | (extras or _EXTRAS.get(self.engine, {}))
         if self._as_text:  # The text already contains the special tokens.
             options |= {"add_special_tokens": False}
         import openai
@@ -136,32 +144,36 @@ class EngineClient(EndpointTarget):
         """
         url, counts, seconds, tokens, drafted = self.endpoint.url, None, list[float](), list[int](), list[int]()
         body = request_of(settings, "time") | {"model": self.model, "prompt": list(prompt_ids), "ignore_eos": True}
-        body |= {"stop_token_ids": [], "stream": True, "stream_options": {"include_usage": True}}
-        body |= _TIMED.get(self.engine, {})
-        http = engine_http(url, self.key, timeout=(limit := self.endpoint.timeout))
-        http.event_hooks = http.event_hooks | {"response": []}  # It would wait for the whole answer.
+        body |= {"stop_token_ids": []} | _STREAM | self._timed(settings)
+        http, sent, parts = self._streaming, time.perf_counter(), list[tuple[float, str]]()
         try:
-            with http, within(limit, url, http.close), http.stream("POST", f"{url}/completions", json=body) as reply:
+            ended = within(self.endpoint.timeout, url, http.close)
+            # A server may close a connection that waits, just when it is used again.
+            with ended, http.stream("POST", f"{url}/completions", json=body, headers={"connection": "close"}) as reply:
                 for line in reply.raise_for_status().iter_lines():
-                    part = json.loads(line.removeprefix("data: ")) if line.startswith("data: {") else {}
-                    counts = read_counts(part) or counts
-                    timings = part.get("timings") or {}  # llama-server's, from the start of the response
-                    ids = _ids_in((part.get("choices") or [{}])[0]) or ()
-                    if (new := timings.get("predicted_n", sum(tokens) + len(ids)) - sum(tokens)) > 0:
-                        seconds.append(time.perf_counter())
-                        tokens.append(new)
-                    if (said := timings.get("draft_n", 0)) > sum(drafted):
-                        drafted.append(said - sum(drafted))
+                    if line.startswith("data: {"):
+                        parts.append((time.perf_counter(), line))
+            # Read only now: the engine may share the processor with us.
+            for second, line in parts:
+                part = json.loads(line.removeprefix("data: "))
+                counts = read_counts(part) or counts
+                timings = part.get("timings") or {}  # llama-server's, from the start of the response
+                ids = _ids_in((part.get("choices") or [{}])[0]) or ()
+                if (new := timings.get("predicted_n", sum(tokens) + len(ids)) - sum(tokens)) > 0:
+                    seconds.append(second)
+                    tokens.append(new)
+                if (said := timings.get("draft_n", 0)) > sum(drafted):
+                    drafted.append(said - sum(drafted))
             if sum(tokens) != settings.max_tokens:
                 raise ValueError(f"{sum(tokens)} tokens are counted in a stream of {settings.max_tokens} tokens")
         except (httpx2.HTTPError, ValueError, LookupError, TypeError, AttributeError) as error:
             raise UserError(f"{url}: {self.no_completion.format(said=' '.join(str(error).split())[:200])}") from error
         after = sum(tokens) - 1
         if counts is None or not (blocks := after - (counts.accepted or 0) if counts.blocks is None else counts.blocks):
-            return Stream(seconds, tokens, after), 0
+            return Stream(sent, seconds, after), 0
         # Blocks at the end draft less, and a block without a part of its own is in the next one's.
         usual = mode(drafted) if drafted else round((counts.drafted or 0) / blocks)
-        return Stream(seconds, tokens, blocks), counts.gamma or usual
+        return Stream(sent, seconds, blocks), counts.gamma or usual
 
     def read(
         self, body: dict[str, Any], settings: DecodeSettings, key: str, seconds: float, first: float | None = None
@@ -182,6 +194,17 @@ class EngineClient(EndpointTarget):
         except CountsError as error:
             raise UserError(f"{self.endpoint.url}: the counts of {key} contradict themselves: {error}") from error
         return Answer(key, ids, str(choice.get("text") or ""), finished, seconds, counts, tokens, body, first)
+
+    @cached_property
+    def _streaming(self) -> httpx2.Client:
+        http = engine_http(self.endpoint.url, self.key, timeout=self.endpoint.timeout)
+        http.event_hooks = http.event_hooks | {"response": []}  # It would wait for the whole answer.
+        return http
+
+    def _timed(self, settings: DecodeSettings) -> dict[str, Any]:
+        """Options of a timed request to this engine; another seed is another turn."""
+        found = _TIMED.get(self.engine, {})
+        return {name: f"{value}-{settings.seed}" if name == "cache_salt" else value for name, value in found.items()}
 
     def scrape(self, settle: bool = False) -> ServerCounts | None:
         """Read the server's counters; None if it has none for drafts; UserError if they contradict themselves.

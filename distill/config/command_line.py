@@ -136,7 +136,7 @@ class TimeOptions:
     gamma: Annotated[str, option("drafted tokens per block of an engine that is started, two numbers or more")] = (
         "1,3,6"
     )
-    repeats: Annotated[int, option("waves of requests at each load and gamma", min=2)] = 5
+    repeats: Annotated[int, option("turns of requests at each load and gamma", min=2)] = 5
     port: Annotated[int, option("port for the engine", min=1024, max=65535)] = 8000
     out: Annotated[Path | None, option("file to write; default: engine_costs.json in the run")] = None
 

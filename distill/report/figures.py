@@ -104,6 +104,9 @@ def plot_steps(axis: Any, steps: Sequence[Any], key: str, best: int | None, styl
         around = [[abs(check.tau - check.tau_ci[end]) for _, check in checks] for end in (0, 1)]
         where = [step for step, _ in checks]
         axis.errorbar(where, taus, around, fmt="x", color=INK, linewidth=1, label="some prompts, live")
+    again = [(step.step, step.fresh_check.alpha) for step in steps if key == "alpha" and step.fresh_check]
+    if again:
+        axis.plot(*zip(*again, strict=True), "x", color=INK, label="some prompts, answered again")
     if best in at:
         value = values[at.index(best)]
         shown = f"{value:.3f}" if key == "alpha" else f"{value:.2f}"

@@ -1,48 +1,57 @@
 """The engine's clock: c and v(gamma) of a serving engine from streamed responses, and the speed-ups that they predict.
 
-A wave is a number of requests sent at once. From the last first token to the first end all of them decode, so this time has a full
-batch and no prefill. Shapes: W requests of a wave, C chunks of a stream, R repeats.
+Requests come one after another, so many at a time, and each gets as many tokens as the run's response: prompts are read while others are
+decoded, as when it is served. Shapes: S responses, C chunks of a stream, R repeats.
 """
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from statistics import stdev
+from statistics import fmean, stdev
 from typing import ClassVar, Literal, NamedTuple
 
 import numpy as np
 from pydantic import Field
 from scipy import special
 
-from speculative.errors import UserError
 from speculative.measure.cost import StepCosts, gamma_to_run
 from speculative.measure.load import LoadCurve, fit_line, fit_roofline
 from speculative.measure.measured import DRAFT, How, Measured
 from speculative.measure.record import Record
 
+TOGETHER = 0.1  # of a block's time: chunks that are closer came in one
 Ratios = dict[str, tuple[float, float, float]]  # value, and the ends of its interval
 
 
 class Stream(NamedTuple):
-    """A streamed response: its chunks of tokens with their times, and target calls after the first token."""
+    """A streamed response: when it was asked for, the times of its chunks of tokens, and target calls after the first chunk."""
 
+    sent: float
     seconds_C: Sequence[float]
-    tokens_C: Sequence[int]
     blocks: float
 
+    def joined(self) -> "Stream":
+        """The same, with one time for chunks that came together: some engines send a chunk for each token of a block."""
+        times_C = np.array(self.seconds_C)
+        apart = np.diff(times_C) > TOGETHER * (times_C[-1] - times_C[0]) / max(1.0, self.blocks)
+        return self._replace(seconds_C=times_C[np.append(apart, True)].tolist())
 
-def wave_seconds(streams_W: Sequence[Stream]) -> float:
-    """Seconds of a block in a wave; of a step without a draft.
 
-    Raises UserError: its requests were never decoded at the same time.
-    """
-    start, end, blocks = max(one.seconds_C[0] for one in streams_W), min(one.seconds_C[-1] for one in streams_W), 0.0
-    for one in streams_W:
-        first, last = (int(np.searchsorted(one.seconds_C, second, "right")) for second in (start, end))
-        blocks += sum(one.tokens_C[first:last]) * one.blocks / max(1, sum(one.tokens_C) - one.tokens_C[0])
-    if end <= start or not blocks:
-        raise UserError(f"--load {len(streams_W)}: the engine does not decode so many requests at once; lower it")
-    return len(streams_W) * (end - start) / blocks
+def busiest(streams_S: Sequence[Stream]) -> int:
+    """The most responses that were decoded at the same time."""
+    ends = sorted(end for one in streams_S for end in ((one.seconds_C[0], 1), (one.seconds_C[-1], -1)))
+    return max(itertools.accumulate(change for _, change in ends))
+
+
+def served_seconds(streams_S: Sequence[Stream]) -> tuple[float, float]:
+    """Seconds of a block, which most chunks took (of a step without a draft), and the rest of a response: its prompt and the others'."""
+    gaps = np.concatenate([np.diff(one.joined().seconds_C) for one in streams_S])
+    block = float(np.median(gaps)) if len(gaps) else 0.0
+    whole, blocks = (
+        fmean(of) for of in zip(*((one.seconds_C[-1] - one.sent, one.blocks) for one in streams_S), strict=True)
+    )
+    return block, max(0.0, whole - blocks * block)
 
 
 class EngineCosts(Record):
@@ -56,7 +65,8 @@ class EngineCosts(Record):
     costs: list[StepCosts] = Field(description="seconds by load (batch_size); only the split of blocks is fitted")
     ratios: dict[int, Ratios] = Field(description="by load: c, v and blocks in plain steps, with 95 % intervals")
     prefill: dict[int, dict[int, float]] = Field(
-        {}, description="by load and gamma (0: plain): seconds until all requests that arrive together have a token"
+        {},
+        description="by load and gamma (0: plain): seconds of a response beyond its blocks: reading prompts, its own and others'",
     )
 
     @property

@@ -18,7 +18,7 @@ from starlette.routing import Route
 class TimedEngine:
     """gamma 0: without a draft. counts: whether a stream tells its blocks. with_ids: whether it tells token ids.
 
-    llama: as llama-server, which sends a part for each token, and in it the counts so far.
+    llama: as llama-server, which sends a part for each token, and in it the counts so far. most: requests that it decodes at a time.
     """
 
     gamma: int
@@ -29,6 +29,7 @@ class TimedEngine:
     counts: bool = True
     with_ids: bool = True
     llama: bool = False
+    most: int = 1000
     running: int = 0
 
     def app(self) -> Starlette:
@@ -54,6 +55,8 @@ class TimedEngine:
         return StreamingResponse(self.stream(body["max_tokens"]), media_type="text/event-stream")
 
     async def stream(self, most: int) -> AsyncIterator[str]:
+        while self.running >= self.most:
+            await asyncio.sleep(0.001)
         self.running += 1
         said, blocks = 0, -1
         while said < most:

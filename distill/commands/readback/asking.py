@@ -1,10 +1,9 @@
 """Send the run's held-out prompts to engines, and write every answer to a file as it arrives."""
 
 import contextlib
-import functools
 import json
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from speculative.decoder.responses import DecodeSettings
 from speculative.errors import UserError
 from speculative.evaluate import HeldoutResponse
 
+_Job = tuple[Callable[[HeldoutResponse, DecodeSettings], Answer | None], HeldoutResponse]
 TURN = 4  # requests of each place in a turn of one of several servers
 WARM_TOKENS = 8  # of the uncounted request before each sampling mode
 _KEYS = ("key", "domain", "asked", "seconds", "first_seconds", "response")
@@ -87,6 +87,11 @@ class AnswerFile:
             self.fresh += 1
         return found
 
+    def spare(self, text: HeldoutResponse, settings: DecodeSettings) -> None:
+        """Ask for a response that is neither kept nor counted. Raises UserError: as `answer`."""
+        # Of another seed, so that the prompt is not in the engine's cache when it counts.
+        self.client.ask(text.prompt_ids, replace(settings, seed=~settings.seed), text.key)
+
     @property
     def kept(self) -> str:
         """What remains after an interrupted readback, as a phrase."""
@@ -98,10 +103,15 @@ def _asked(settings: DecodeSettings) -> str:
 
 
 def ask(
-    files: Sequence[AnswerFile], texts: Sequence[HeldoutResponse], settings: DecodeSettings, by_request: bool = False
+    files: Sequence[AnswerFile],
+    texts: Sequence[HeldoutResponse],
+    settings: DecodeSettings,
+    by_request: bool = False,
+    full: bool = False,
 ) -> Asked:
     """Send every prompt to every server, one server at a time, in short turns so that both see the same machine load.
 
+    full: keep the servers busy before and after each turn with requests that are not counted, where answers have counts of their own.
     by_request: if the answers have no counts and prompts are sent one at a time, read the counters after each. A server whose
     answers are all in its file is not asked.
 
@@ -118,22 +128,27 @@ def ask(
             raise UserError(
                 f"--plain {one.client.endpoint.url}: this server drafts too; give the same engine without the draft"
             )
+        full = full and (one is not own or warm.counts is not None)
         one.counting = by_request and one is own and warm.counts is None and client.endpoint.concurrency == 1
     before = client.scrape(settle=True) if own in lacking else None
     # Servers take turns: together they would slow each other down.
-    turn = len(texts) if len(files) == 1 else TURN * busy if (busy := client.endpoint.concurrency) > 1 else 1
+    busy = client.endpoint.concurrency
+    turn = len(texts) if len(files) == 1 else TURN * busy if busy > 1 or full else 1
     answers = dict[tuple[int, str], Answer]()
     try:
         for first in range(0, len(texts), turn):
             for place, one in enumerate(files):
-                found = client.each(functools.partial(one.answer, settings=settings), texts[first : first + turn])
-                answers |= {(place, text.key): answer for text, answer in found}
+                ours = texts[first : first + turn]
+                spare: list[_Job] = [(one.spare, text) for text in ours[: busy if full else 0]]
+                jobs = [*spare, *((one.answer, text) for text in ours), *spare]
+                found = client.each(lambda job: job[0](job[1], settings), jobs)
+                answers |= {(place, text.key): answer for (_, text), answer in found if answer is not None}
     except KeyboardInterrupt:
         raise Interrupted(own.kept) from None
     after = client.scrape(settle=True) if own in lacking else None
     server, reset = None, ""
-    # Answers from the file are not in the server's counters.
-    if before is not None and after is not None and own.fresh - earlier == len(texts):
+    # Answers from the file are not in the server's counters, and with `full` others are.
+    if not full and before is not None and after is not None and own.fresh - earlier == len(texts):
         try:
             server = difference(before, after)
         except CountsError as error:

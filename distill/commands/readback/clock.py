@@ -1,12 +1,11 @@
 """`understudy time`: c and v(gamma) of a serving engine by concurrent requests, and the speed-ups that they predict."""
 
 import contextlib
-import functools
+import itertools
 import platform
-import time
 from collections import defaultdict
-from collections.abc import Generator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Generator, Iterator
+from dataclasses import replace
 from statistics import median, mode
 
 import torch
@@ -26,9 +25,11 @@ from distill.run.responses import decode_settings
 from distill.run.verdict_record import load_verdict
 from speculative.decoder.responses import DecodeSettings
 from speculative.errors import UserError
-from speculative.measure.engine_costs import EngineCosts, ratios_of, step_costs, wave_seconds
+from speculative.evaluate import HeldoutResponse
+from speculative.measure.engine_costs import EngineCosts, Stream, busiest, ratios_of, served_seconds, step_costs
 
-TRIES = 4  # waves, until one has all requests decoded at the same time
+TURN, FEWEST = 2, 6  # timed requests of each place in a turn, and in all
+FEWEST_TOKENS = 4  # of a timed response
 SPARE_TOKENS = 64  # in the context of each request, beyond prompt, response and drafted tokens
 
 
@@ -45,33 +46,41 @@ def time_command(options: TimeOptions) -> int:
     out = options.out or options.run / ENGINE_COSTS
     check_writable("--out", out)
     settings = decode_settings(frozen.config.serving, 0, frozen.target)
-    waves, reads, name = (*(defaultdict[tuple[int, int], list[float]](list) for _ in range(2)), "")
-    tokens = max(len(one.prompt_ids) for one in frozen.responses) + settings.max_tokens + gammas[-1] + SPARE_TOKENS
+    blocks, reads, name = (*(defaultdict[tuple[int, int], list[float]](list) for _ in range(2)), "")
+    tokens = (
+        max(len(one.prompt_ids) for one in frozen.responses)
+        + max(FEWEST_TOKENS, settings.max_tokens)
+        + gammas[-1]
+        + SPARE_TOKENS
+    )
     with contextlib.closing(_engines(options, gammas, loads[-1], tokens)) as engines:
         for urls in engines:
             clients = [EngineClient(url, frozen.target.tokenizer, frozen.target.facts.vocab_rows) for url in urls]
             for client in clients:
                 client.identify()
                 name = f"{client.engine} {client.version}".strip()
-            for repeat in range(-1, options.repeats):  # The first wave at each load is not timed.
-                for load, client in ((load, one) for load in loads for one in clients):
-                    texts = [frozen.responses[(repeat * load + row) % len(frozen.responses)] for row in range(load)]
-                    gamma, block, read = _wave(client, [one.prompt_ids for one in texts], settings)
-                    if bool(gamma) != urls[client.endpoint.url]:
-                        told = (
-                            "drafts too; start it without the draft"
-                            if gamma
-                            else "reports no drafts (docs/readback.md)"
-                        )
-                        raise UserError(f"{client.endpoint.url}: {told}")
-                    if repeat >= 0:
-                        waves[load, gamma].append(block)
-                        reads[load, gamma].append(read)
-    if len({gamma for _, gamma in waves}) < 3:
+            texts = {client: itertools.cycle(frozen.responses) for client in clients}
+            # Not timed: an engine may prepare each size of its steps when it first comes.
+            peaks = {
+                (load, client): _turn(client, texts[client], load, settings)[3] for load in loads for client in clients
+            }
+            for repeat, load, client in itertools.product(range(options.repeats), loads, clients):
+                seed = 1 + repeat * loads[-1] + load
+                gamma, block, read, peak = _turn(client, texts[client], load, replace(settings, seed=seed))
+                if bool(gamma) != urls[client.endpoint.url]:
+                    told = "drafts too; start it without the draft" if gamma else "reports no drafts (docs/readback.md)"
+                    raise UserError(f"{client.endpoint.url}: {told}")
+                blocks[load, gamma].append(block)
+                reads[load, gamma].append(read)
+                peaks[load, client] = max(peaks[load, client], peak)
+            for (load, _), peak in peaks.items():
+                if peak < load:
+                    raise UserError(f"--load {load}: the engine decoded {peak} requests at a time; lower it")
+    if len({gamma for _, gamma in blocks}) < 3:
         raise UserError("--url: give two or more engines that draft different numbers of tokens")
     one_pass = verdict.drafts[-1].drafting == "parallel"
-    each = [step_costs({cell: of[row] for cell, of in waves.items()}, one_pass) for row in range(options.repeats)]
-    costs = step_costs({cell: median(of) for cell, of in waves.items()}, one_pass)
+    each = [step_costs({cell: of[row] for cell, of in blocks.items()}, one_pass) for row in range(options.repeats)]
+    costs = step_costs({cell: median(of) for cell, of in blocks.items()}, one_pass)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
     result = EngineCosts(
         format=1, engine=name, device=options.plain or device, flags=options.words or [], costs=costs,
@@ -85,24 +94,26 @@ def time_command(options: TimeOptions) -> int:
     return 0
 
 
-def _wave(client: EngineClient, prompts: list[list[int]], settings: DecodeSettings) -> tuple[int, float, float]:
-    """Send requests at once. Return (gamma, seconds of a block, seconds until all of them have a token).
+def _turn(
+    client: EngineClient, texts: Iterator[HeldoutResponse], load: int, settings: DecodeSettings
+) -> tuple[int, float, float, int]:
+    """Send requests, `load` at a time. Return (gamma, seconds of a block, of the rest of a response, most decoded at the same time).
 
-    Raises UserError: as `wave_seconds`, after some waves: other work on the machine can hold a request back.
+    The first and last ones are not timed: the engine has to be as busy as in service.
+
+    Raises UserError: as `EngineClient.stream`.
     """
-    for attempt in range(1, TRIES + 1):
-        began = time.perf_counter()
-        with ThreadPoolExecutor(len(prompts)) as pool:
-            found = list(pool.map(functools.partial(client.stream, settings=settings), prompts))
-        gamma = mode(gamma for _, gamma in found)
-        try:
-            block = wave_seconds([stream for stream, _ in found])
-        except UserError:
-            if attempt == TRIES:
-                raise
-        else:
-            break
-    return gamma, block, max(stream.seconds_C[0] for stream, _ in found) - began
+    client.endpoint = client.endpoint.model_copy(update={"concurrency": load})
+    count = max(FEWEST, TURN * load)
+
+    def ask(text: HeldoutResponse) -> tuple[Stream, int]:
+        return client.stream(text.prompt_ids, replace(settings, max_tokens=max(FEWEST_TOKENS, len(text.response_ids))))
+
+    found = sorted(
+        (one for _, one in client.each(ask, itertools.islice(texts, count + 2 * load))), key=lambda one: one[0].sent
+    )
+    streams = [stream for stream, _ in found]
+    return mode(gamma for _, gamma in found), *served_seconds(streams[load:][:count]), busiest(streams)
 
 
 def _engines(

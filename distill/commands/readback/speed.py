@@ -58,7 +58,7 @@ def speed_checks(
         for file in files:
             file.client.timed = True
             file.client.endpoint = file.client.endpoint.model_copy(update={"concurrency": load})
-        answers = ask(files, texts, replace(settings, seed=settings.seed + load))
+        answers = ask(files, texts, replace(settings, seed=settings.seed + load), full=True)
         found.append(check_speed(verdict, load, answers, seen_in(run, costs.engine, load), rule))
     return found
 

@@ -19,6 +19,8 @@ def steps(view: View) -> Made:
             " Crosses: tau of the prompts that each checkpoint decoded live, other prompts and other text each time. Each was "
             "compared with replay of that text."
         )
+    if any(step.fresh_check for step in rows):
+        judged_on += " Crosses: alpha of prompts that the target's server answered again, other prompts each time."
     shown = figures(view, ("steps_alpha", "alpha, acceptance rate"), ("steps_tau", "tau, tokens per target call"))
     return [f"{judged_on} The dashed line is the draft before training. The bands are 95 % intervals.", shown]
 

@@ -111,6 +111,12 @@ def check_lines(result: Result) -> list[str]:
 def _agreement_line(result: Result) -> str:
     """Compare live decoding with replay of its own text, at checkpoints and in the verdict."""
     verdict, said = result.verdict, []
+    if anew := [one.fresh_check for one in verdict.checkpoints if one.fresh_check]:
+        said.append(
+            f"At {len(anew)} checkpoints the target's server answered up to {max(check.prompts for check in anew)} prompts again, "
+            f"|z| of alpha at most {max(abs(check.z) for check in anew):.1f}; {sum(not check.agrees for check in anew) or 'none'} "
+            "disagreed with the stored responses."
+        )
     checks = [one.live_check for one in verdict.checkpoints if one.live_check and one.live_check.replay]
     scores = [abs(check.replay.z) for check in checks if check.replay and check.replay.z is not None]
     if checks:

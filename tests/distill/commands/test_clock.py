@@ -1,7 +1,6 @@
 """`understudy time` with engines whose costs are known, over HTTP; the sums are in tests/speculative/measure/test_engine_costs.py."""
 
 import contextlib
-import itertools
 import json
 import shutil
 from pathlib import Path
@@ -19,7 +18,6 @@ from distill.commands.readback.clock import time_command
 from distill.config.command_line import TimeOptions
 from distill.run.frozen_text import load_frozen_text
 from distill.run.verdict_record import load_verdict
-from speculative.errors import UserError
 from speculative.measure.engine_costs import EngineCosts
 
 
@@ -70,22 +68,11 @@ def test_llama_cpp_is_timed_by_the_counts_so_far_in_its_parts(tiny_run: Path, tm
             assert 0.99 * wait < one.block_price(gamma) * one.target_seconds < 2 * wait
 
 
-@pytest.mark.parametrize("times", [3, 4])
-def test_a_wave_that_was_held_back_is_repeated(tiny_run: Path, monkeypatch: pytest.MonkeyPatch, times: int) -> None:
-    usual, failures = clock.wave_seconds, itertools.count()
-
-    def wave_seconds(streams_W: Any) -> float:
-        if len(streams_W) == 3 and next(failures) < times:
-            raise UserError("--load 3: the engine does not decode so many requests at once; lower it")
-        return usual(streams_W)
-
-    monkeypatch.setattr(clock, "wave_seconds", wave_seconds)
-    with asking(tiny_run, TimedEngine(0), TimedEngine(2, 1), TimedEngine(4, 3)) as options:
-        options = TimeOptions(**{**vars(options), "out": tiny_run.parent / "again.json"})
-        if times == 3:
-            assert time_command(options) == 0
-        else:
-            assert "so many requests at once" in refused(time_command, options)
+def test_an_engine_that_takes_fewer_requests_is_refused(tiny_run: Path) -> None:
+    engines = TimedEngine(0), TimedEngine(2, 1), TimedEngine(4, 3, most=2)
+    with asking(tiny_run, *engines) as options:
+        assert "--load 3: the engine decoded 2 requests at a time; lower it" in refused(time_command, options)
+    assert not (tiny_run / "engine_costs.json").exists()
 
 
 def test_an_engine_is_started_with_room_and_counts(tiny_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

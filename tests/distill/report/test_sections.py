@@ -149,6 +149,12 @@ def test_live_and_replay_are_of_one_run_and_always_told(result: dict[str, Any]) 
     old["verdict"]["checkpoints"][-1]["live_check"]["replay"]["agrees"] = False
     assert check_lines(typed(old))[-1].endswith("; 1 disagreed with replay.")
     assert "nothing was decoded live" in check_lines(typed(not_timed(result)))[-1]
+    fresh = {"prompts": 20, "tokens": 600, "alpha": 0.71, "stored_alpha": 0.72, "z": -0.4, "agrees": True}
+    old["verdict"]["checkpoints"][-1]["fresh_check"] = fresh
+    told = (
+        "At 1 checkpoints the target's server answered up to 20 prompts again, |z| of alpha at most 0.4; none disagreed"
+    )
+    assert told in check_lines(typed(old))[-1]
 
 
 @pytest.mark.parametrize(
