@@ -271,6 +271,8 @@ def test_servers_are_asked_one_at_a_time_at_each_load(
             with lock:
                 busy.remove(own)
 
+    spare, spared = AnswerFile.spare, list[AnswerFile]()
+    monkeypatch.setattr(AnswerFile, "spare", lambda own, *asked: (spared.append(own), spare(own, *asked))[1])
     monkeypatch.setattr(AnswerFile, "answer", answer)
     (judged / "vllm.log").write_text(
         "x enforce_eager=True, y\nAsync scheduling will be disabled because it is not supported\n"
@@ -279,6 +281,13 @@ def test_servers_are_asked_one_at_a_time_at_each_load(
         found = readback_command(ReadbackOptions(url, judged, plain=plain, gamma=GAMMA, speed=True, concurrency=3))
     assert [one.served.concurrency for one in found.speed] == [1, 4]
     assert sorted(most.values()) == [1, 3, 4], "load 1, the readback itself, load 4"
+    count, files = found.served.prompts, set(spared)
+    turns = [-(-count // (4 * load)) for load in (1, 4)]
+    # Before and after each turn, as many as are decoded at a time or as the turn has.
+    assert len(spared) == 2 * 2 * sum(
+        min(load, count - 4 * load * turn) for load, turns in zip((1, 4), turns, strict=True) for turn in range(turns)
+    )
+    assert all(len(one.path.read_text().splitlines()) == 2 * count for one in files), "and they are not kept"
     verdict = load_verdict(judged)
     for one in found.speed:
         expected = verdict.engine.row(
