@@ -74,6 +74,7 @@ class LoopOptions:
     )
     to: Annotated[Path, typer.Option(help="output folder")] = Path("runs/loop")
     fast: Annotated[bool, typer.Option("--fast", help="less than half of the requests after the shift")] = False
+    clients: Annotated[int, typer.Option(min=1, max=16, help="users who ask at the same time")] = 8
     alarms: Annotated[
         int, typer.Option(min=0, help="only up to the alarm, so many times, with other traffic each time")
     ] = 0
@@ -95,7 +96,7 @@ class Plan:
 
     @property
     def shed_above(self) -> int:
-        return self.rush - self.at_once
+        return (self.rush + self.at_once) // 2
 
 
 class LoopDemo:
@@ -104,7 +105,8 @@ class LoopDemo:
     def __init__(self, options: LoopOptions, config: RunConfig, engine: str, family: Family, turn: int = 0) -> None:
         """``turn``: among several loops; each has its own order of prompts and its own log."""
         self.options, self.config, self.engine, self.family, self.turn = options, config, engine, family, turn
-        self.to, self.plan = options.to, Plan(shifted=150, after=80) if options.fast else Plan()
+        fewer = {"shifted": 150, "after": 80} if options.fast else {}
+        self.to, self.plan = options.to, Plan(at_once=options.clients, **fewer)
         self.traffic, self.drafts = self.to / (f"{TRAFFIC}-{turn}" if turn else TRAFFIC), self.to / DRAFTS
         self.ports = dict(zip(("engine", "plain", "gateway"), _free_ports(3), strict=True))
         self.alive: dict[str, subprocess.Popen[bytes]] = {}

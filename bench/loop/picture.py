@@ -47,9 +47,9 @@ def plot_loop(path: Path, traffic: Path, result: LoopResult, began: float) -> No
     axis.set(ylabel="accepted / drafted, served", ylim=(0, None))
     below.set(xlabel="seconds", ylabel="tokens per second of a request", ylim=(0, None))
     below.grid(alpha=0.3)
-    below.legend(fontsize=8, loc="upper right")
+    below.legend(fontsize=8, loc="lower center")
     axis.set_title(f"The closed loop, engine: {result.engine}", pad=16)
-    axis.legend(fontsize=8, loc="upper left")
+    axis.legend(fontsize=8, loc="upper center")
     axis.grid(alpha=0.3)
     write_figure(figure, path)
 

@@ -328,6 +328,12 @@ class EndpointTarget:
         status = getattr(error, "status_code", None)
         return f"{url}: {status or type(error).__name__}: {said}; {stays}"
 
+    def close(self) -> None:
+        """End all requests; later ones get another client."""
+        client, self._client = self._client, None
+        if client is not None:
+            client.close()
+
     def each(self, work: Callable[[Any], Any], jobs: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
         """Yield (job, result) as they finish, `concurrency` at a time. After an error or Ctrl-C no more requests are made."""
         waiting, under_way = iter(jobs), dict[Future[Any], Any]()
@@ -346,9 +352,8 @@ class EndpointTarget:
         finally:
             for future in under_way:
                 future.cancel()
-            if under_way and self._client is not None:
-                self._client.close()  # Otherwise the interpreter would wait for requests that are not needed.
-                self._client = None
+            if under_way:
+                self.close()  # Otherwise the interpreter would wait for requests that are not needed.
             pool.shutdown(wait=not under_way, cancel_futures=True)
 
 

@@ -166,7 +166,7 @@ class EngineClient(EndpointTarget):
                     drafted.append(said - sum(drafted))
             if sum(tokens) != settings.max_tokens:
                 raise ValueError(f"{sum(tokens)} tokens are counted in a stream of {settings.max_tokens} tokens")
-        except (httpx2.HTTPError, ValueError, LookupError, TypeError, AttributeError) as error:
+        except (httpx2.HTTPError, RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
             raise UserError(f"{url}: {self.no_completion.format(said=' '.join(str(error).split())[:200])}") from error
         after = sum(tokens) - 1
         if counts is None or not (blocks := after - (counts.accepted or 0) if counts.blocks is None else counts.blocks):
@@ -201,8 +201,14 @@ class EngineClient(EndpointTarget):
         http.event_hooks = http.event_hooks | {"response": []}  # It would wait for the whole answer.
         return http
 
+    def close(self) -> None:
+        """End all requests, also streams; later ones get other clients."""
+        super().close()
+        if (http := self.__dict__.pop("_streaming", None)) is not None:
+            http.close()
+
     def _timed(self, settings: DecodeSettings) -> dict[str, Any]:
-        """Options of a timed request to this engine; another seed is another turn."""
+        """Options of a timed request to this engine; with another seed the cache is another."""
         found = _TIMED.get(self.engine, {})
         return {name: f"{value}-{settings.seed}" if name == "cache_salt" else value for name, value in found.items()}
 

@@ -20,7 +20,7 @@ from speculative.measure.load import LoadCurve, fit_line, fit_roofline
 from speculative.measure.measured import DRAFT, How, Measured
 from speculative.measure.record import Record
 
-TOGETHER = 0.1  # of a block's time: chunks that are closer came in one
+TOGETHER = 0.05  # of a block's time: chunks that are closer came in one
 Ratios = dict[str, tuple[float, float, float]]  # value, and the ends of its interval
 
 
@@ -44,12 +44,22 @@ def busiest(streams_S: Sequence[Stream]) -> int:
     return max(itertools.accumulate(change for _, change in ends))
 
 
-def served_seconds(streams_S: Sequence[Stream]) -> tuple[float, float]:
-    """Seconds of a block, which most chunks took (of a step without a draft), and the rest of a response: its prompt and the others'."""
-    gaps = np.concatenate([np.diff(one.joined().seconds_C) for one in streams_S])
-    block = float(np.median(gaps)) if len(gaps) else 0.0
+def served_seconds(streams_S: Sequence[Stream], timed: slice) -> tuple[float, float]:
+    """Seconds of a block (of a step without a draft), and the rest of a response, which its prompt and the others' take; of the timed ones.
+
+    A block is the median of those in which no other response got its first chunk: they read no prompt. Without such, of all.
+    """
+    joined = [one.joined() for one in streams_S]
+    began_S, clean, every = np.sort([one.seconds_C[0] for one in joined]), list[float](), list[float]()
+    for one in joined[timed]:
+        times_C = np.array(one.seconds_C)
+        gaps = np.diff(times_C)
+        # Chunks of a step come a little before or after each other.
+        until = np.searchsorted(began_S, times_C[1:] + 0.5 * gaps) - np.searchsorted(began_S, times_C[:-1] + 0.5 * gaps)
+        clean, every = clean + gaps[until == 0].tolist(), every + gaps.tolist()
+    block = float(np.median(clean or every or [0.0]))
     whole, blocks = (
-        fmean(of) for of in zip(*((one.seconds_C[-1] - one.sent, one.blocks) for one in streams_S), strict=True)
+        fmean(of) for of in zip(*((one.seconds_C[-1] - one.sent, one.blocks) for one in joined[timed]), strict=True)
     )
     return block, max(0.0, whole - blocks * block)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from starlette.applications import Starlette
@@ -31,6 +31,7 @@ class TimedEngine:
     llama: bool = False
     most: int = 1000
     running: int = 0
+    seen: set[tuple[tuple[int, ...], str]] = field(default_factory=set)
 
     def app(self) -> Starlette:
         answers = Route("/v1/completions", self.complete, methods=["POST"])
@@ -49,6 +50,9 @@ class TimedEngine:
         if not body.get("stream"):
             return JSONResponse({"choices": [{"text": "", "finish_reason": "length"}]})
         assert body["ignore_eos"]
+        place = tuple(body["prompt"]), body.get("cache_salt")
+        assert self.llama or place not in self.seen, "its prompt would be in vLLM's prefix cache"
+        self.seen.add(place)
         if self.llama:
             assert not body["cache_prompt"]
             assert body["timings_per_token"]

@@ -121,7 +121,7 @@ def ask(
     own, client, earlier = files[0], files[0].client, files[0].fresh
     lacking = [one for one in files if not one.has(texts, settings)]
     for one in lacking:
-        few = replace(settings, max_tokens=min(WARM_TOKENS, settings.max_tokens))
+        few = replace(settings, seed=~settings.seed, max_tokens=min(WARM_TOKENS, settings.max_tokens))
         warm = one.client.ask(texts[0].prompt_ids, few, "warm")
         seen = one.client.scrape() if one is not own else None
         if one is not own and (warm.counts is not None or (seen is not None and seen.blocks)):

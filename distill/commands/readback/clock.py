@@ -6,7 +6,7 @@ import platform
 from collections import defaultdict
 from collections.abc import Generator, Iterator
 from dataclasses import replace
-from statistics import median, mode
+from statistics import median
 
 import torch
 from rich.console import Console
@@ -47,6 +47,7 @@ def time_command(options: TimeOptions) -> int:
     check_writable("--out", out)
     settings = decode_settings(frozen.config.serving, 0, frozen.target)
     blocks, reads, name = (*(defaultdict[tuple[int, int], list[float]](list) for _ in range(2)), "")
+    count = len(frozen.responses)
     tokens = (
         max(len(one.prompt_ids) for one in frozen.responses)
         + max(FEWEST_TOKENS, settings.max_tokens)
@@ -59,23 +60,19 @@ def time_command(options: TimeOptions) -> int:
             for client in clients:
                 client.identify()
                 name = f"{client.engine} {client.version}".strip()
-            texts = {client: itertools.cycle(frozen.responses) for client in clients}
-            # Not timed: an engine may prepare each size of its steps when it first comes.
-            peaks = {
-                (load, client): _turn(client, texts[client], load, settings)[3] for load in loads for client in clients
-            }
-            for repeat, load, client in itertools.product(range(options.repeats), loads, clients):
-                seed = 1 + repeat * loads[-1] + load
-                gamma, block, read, peak = _turn(client, texts[client], load, replace(settings, seed=seed))
+            texts = {client: enumerate(itertools.cycle(frozen.responses)) for client in clients}
+            for load, client in itertools.product(loads, clients):
+                # Not timed: an engine may prepare each size of its steps when it first comes.
+                *_, peak = _turn(client, texts[client], load, settings, count, settings.max_tokens)
+                if peak < load:
+                    raise UserError(f"--load {load}: the engine decoded {peak} requests at a time; lower it")
+            for _, load, client in itertools.product(range(options.repeats), loads, clients):
+                gamma, block, read, _ = _turn(client, texts[client], load, settings, count)
                 if bool(gamma) != urls[client.endpoint.url]:
                     told = "drafts too; start it without the draft" if gamma else "reports no drafts (docs/readback.md)"
                     raise UserError(f"{client.endpoint.url}: {told}")
                 blocks[load, gamma].append(block)
                 reads[load, gamma].append(read)
-                peaks[load, client] = max(peaks[load, client], peak)
-            for (load, _), peak in peaks.items():
-                if peak < load:
-                    raise UserError(f"--load {load}: the engine decoded {peak} requests at a time; lower it")
     if len({gamma for _, gamma in blocks}) < 3:
         raise UserError("--url: give two or more engines that draft different numbers of tokens")
     one_pass = verdict.drafts[-1].drafting == "parallel"
@@ -95,25 +92,33 @@ def time_command(options: TimeOptions) -> int:
 
 
 def _turn(
-    client: EngineClient, texts: Iterator[HeldoutResponse], load: int, settings: DecodeSettings
+    client: EngineClient,
+    texts: Iterator[tuple[int, HeldoutResponse]],
+    load: int,
+    settings: DecodeSettings,
+    count: int,
+    fewest: int = FEWEST_TOKENS,
 ) -> tuple[int, float, float, int]:
     """Send requests, `load` at a time. Return (gamma, seconds of a block, of the rest of a response, most decoded at the same time).
 
-    The first and last ones are not timed: the engine has to be as busy as in service.
+    The first and last ones are not timed: the engine has to be as busy as in service. texts: numbered, `count` in a round. fewest:
+    tokens of a response that the run's is shorter than.
 
     Raises UserError: as `EngineClient.stream`.
     """
     client.endpoint = client.endpoint.model_copy(update={"concurrency": load})
-    count = max(FEWEST, TURN * load)
+    timed = slice(load, load + max(FEWEST, TURN * load))
 
-    def ask(text: HeldoutResponse) -> tuple[Stream, int]:
-        return client.stream(text.prompt_ids, replace(settings, max_tokens=max(FEWEST_TOKENS, len(text.response_ids))))
+    def ask(numbered: tuple[int, HeldoutResponse]) -> tuple[Stream, int]:
+        number, text = numbered
+        tokens = max(fewest, len(text.response_ids))
+        # Another seed in each round, so that no prompt is in the engine's cache.
+        return client.stream(text.prompt_ids, replace(settings, max_tokens=tokens, seed=number // count))
 
-    found = sorted(
-        (one for _, one in client.each(ask, itertools.islice(texts, count + 2 * load))), key=lambda one: one[0].sent
-    )
+    found = [one for _, one in client.each(ask, itertools.islice(texts, timed.stop + load))]
+    found.sort(key=lambda one: one[0].sent)
     streams = [stream for stream, _ in found]
-    return mode(gamma for _, gamma in found), *served_seconds(streams[load:][:count]), busiest(streams)
+    return max(gamma for _, gamma in found), *served_seconds(streams, timed), busiest(streams)
 
 
 def _engines(

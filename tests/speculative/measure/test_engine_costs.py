@@ -44,7 +44,7 @@ def test_known_costs_are_recovered(engine: tuple[float, ...], prompt: float) -> 
         block, prefill = block_seconds(load, gamma, engine), prompt * block_seconds(1, 0, engine)
         streams = served(load, block, prefill, 40)
         assert busiest(streams) == load
-        seconds[load, gamma], rest = served_seconds(streams[load:-load])
+        seconds[load, gamma], rest = served_seconds(streams, slice(load, -load))
         # Its own step, and the prompts that are read until it ends.
         assert rest == pytest.approx(block + load * prefill, rel=0.2)
     fixed, per_token, draft, extra = engine
@@ -95,18 +95,19 @@ def test_the_file_predicts_what_the_engine_would_do() -> None:
     assert 4 < wins <= 16
 
 
-@pytest.mark.parametrize("load", [1, 4])
+@pytest.mark.parametrize("load", [1, 4, 16])
 def test_other_acceptance_is_predicted(load: int) -> None:
     """Half as many blocks a response: the rest stays what it is, so times measured with one draft hold for another."""
-    block, rest = served_seconds(served(load, 0.02, 0.004, 40)[load:-load])
-    fewer = served(load, 0.02, 0.004, 20)[load:-load]
+    block, rest = served_seconds(served(load, 0.02, 0.01, 26, 400), slice(load, -load))
+    assert block == pytest.approx(0.02)
+    fewer = served(load, 0.02, 0.01, 13, 400)[load:-load]
     found = np.mean([one.seconds_C[-1] - one.sent for one in fewer])
     assert found == pytest.approx(rest + block * np.mean([one.blocks for one in fewer]), rel=0.01)
 
 
 def test_a_chunk_for_each_token_of_a_block_is_a_block() -> None:
     burst = [0.01 * block + 1e-5 * token for block in range(20) for token in range(4)]
-    block, rest = served_seconds([Stream(-0.03, burst, 19)])
+    block, rest = served_seconds([Stream(-0.03, burst, 19)], slice(1))
     assert block == pytest.approx(0.01)
     assert rest == pytest.approx(0.03, abs=1e-4)
 
