@@ -159,6 +159,10 @@ def count(asked: Asked, gamma: int) -> Counted:
     """
     gamma = _llama_cpp_gamma(asked.answers) or gamma
     rows = [_row(answer, gamma) for answer in asked.answers]
+    if any(one.counts is not None and one.counts.engine == "llama.cpp" for one in asked.answers):
+        # It leaves its counts out where nothing was drafted: then each token is a call.
+        whole = [max(0, one.tokens - 1) for one in asked.answers]
+        rows = [row or ServedBlocks(tokens, tokens) for row, tokens in zip(rows, whole, strict=True)]
     if all(row is not None for row in rows) and any(row.blocks for row in rows if row is not None):
         return _by_response([row for row in rows if row is not None], asked)
     server = asked.server

@@ -192,6 +192,14 @@ def test_llama_cpps_gamma_is_read_whatever_was_asked_for(gamma: int) -> None:
     assert (counted.gamma, counted.blocks) == (gamma, 30)
 
 
+def test_llama_cpps_answer_without_counts_was_not_drafted() -> None:
+    counts = RequestCounts("llama.cpp", 10, 30, None, None)
+    answers = [Answer("", [5] * 21, "", False, 1.0, counts, 21, {}), Answer("", [5] * 3, "", True, 1.0, None, 3, {})]
+    texts = [HeldoutResponse("", "", [1], [5] * one.tokens, [0.0] * one.tokens) for one in answers]
+    counted = count(Asked(DecodeSettings(), texts, answers), GAMMA)
+    assert (counted.tokens, counted.blocks) == (22, 12)
+
+
 def test_one_prompt_without_token_ids_tells_nothing(make: Callable[..., Engine], run: Path, frozen: FrozenText) -> None:
     with pytest.raises(UserError, match="at least 2 prompts"):
         read(make(ids=False, tokenizer=frozen.target.tokenizer), run, count=1)
