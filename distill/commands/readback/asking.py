@@ -1,6 +1,7 @@
 """Send the run's held-out prompts to engines, and write every answer to a file as it arrives."""
 
 import contextlib
+import itertools
 import json
 import threading
 from collections.abc import Callable, Sequence
@@ -12,6 +13,7 @@ from data.files import write_bytes
 from data.responses.engine_client import Answer, EngineClient
 from data.responses.engine_counts import CountsError
 from data.responses.engine_metrics import ServerCounts, as_counts, difference
+from data.responses.respond import ProgressBar
 from distill.faults import Interrupted
 from speculative.decoder.responses import DecodeSettings
 from speculative.errors import UserError
@@ -136,13 +138,15 @@ def ask(
     turn = len(texts) if len(files) == 1 else TURN * busy if busy > 1 or full else 1
     answers = dict[tuple[int, str], Answer]()
     try:
-        for first in range(0, len(texts), turn):
-            for place, one in enumerate(files):
+        with ProgressBar(f"asking, {busy} at a time", len(files) * len(texts), 0, bool(lacking)) as bar:
+            for first, (place, one) in itertools.product(range(0, len(texts), turn), enumerate(files)):
                 ours = texts[first : first + turn]
                 spare: list[_Job] = [(one.spare, text) for text in ours[: busy if full else 0]]
                 jobs = [*spare, *((one.answer, text) for text in ours), *spare]
-                found = client.each(lambda job: job[0](job[1], settings), jobs)
-                answers |= {(place, text.key): answer for (_, text), answer in found if answer is not None}
+                for (_, text), answer in client.each(lambda job: job[0](job[1], settings), jobs):
+                    if answer is not None:
+                        answers[place, text.key] = answer
+                        bar.store(1)
     except KeyboardInterrupt:
         raise Interrupted(own.kept) from None
     after = client.scrape(settle=True) if own in lacking else None

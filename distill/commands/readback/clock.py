@@ -14,6 +14,7 @@ from rich.console import Console
 from data.files import write_json
 from data.responses.endpoint_keys import root_of
 from data.responses.engine_client import EngineClient
+from data.responses.respond import ProgressBar
 from distill.commands.options import ServeOptions
 from distill.commands.output import check_writable, numbers_of
 from distill.commands.serve import started
@@ -66,13 +67,21 @@ def time_command(options: TimeOptions) -> int:
                 *_, peak = _turn(client, texts[client], load, settings, count, settings.max_tokens)
                 if peak < load:
                     raise UserError(f"--load {load}: the engine decoded {peak} requests at a time; lower it")
-            for _, load, client in itertools.product(range(options.repeats), loads, clients):
-                gamma, block, read, _ = _turn(client, texts[client], load, settings, count)
-                if bool(gamma) != urls[client.endpoint.url]:
-                    told = "drafts too; start it without the draft" if gamma else "reports no drafts (docs/readback.md)"
-                    raise UserError(f"{client.endpoint.url}: {told}")
-                blocks[load, gamma].append(block)
-                reads[load, gamma].append(read)
+            turns = [*itertools.product(range(options.repeats), loads, clients)]
+            with ProgressBar("timing", len(turns), 0, True) as bar:
+                for _, load, client in turns:
+                    bar.update(bar.task, facts=f"{client.endpoint.url}, {load} at a time")
+                    gamma, block, read, _ = _turn(client, texts[client], load, settings, count)
+                    if bool(gamma) != urls[client.endpoint.url]:
+                        told = (
+                            "drafts too; start it without the draft"
+                            if gamma
+                            else "reports no drafts (docs/readback.md)"
+                        )
+                        raise UserError(f"{client.endpoint.url}: {told}")
+                    blocks[load, gamma].append(block)
+                    reads[load, gamma].append(read)
+                    bar.store(1)
     if len({gamma for _, gamma in blocks}) < 3:
         raise UserError("--url: give two or more engines that draft different numbers of tokens")
     one_pass = verdict.drafts[-1].drafting == "parallel"

@@ -326,7 +326,7 @@ def test_the_command_for_ci_and_the_report(make: Callable[..., Engine], run: Pat
         arguments = ["readback", url.removesuffix("/v1"), "--run", str(run), "--gamma", "3", "--count", "6", "--concurrency", "2"]  # fmt: skip
         done = CliRunner().invoke(app, [*arguments, "--json", "--out", str(tmp_path / "out.json")])
         assert done.exit_code == 0
-        tree = json.loads(done.output)
+        tree = json.loads(done.stdout)
         assert tree == json.loads((tmp_path / "out.json").read_text())
         assert (tree["format"], tree["engine"], tree["agrees"]) == (2, "vllm", True)
         assert [(row["text"], row["prompts"], row["how"]["tau"]) for row in tree["measured"]] == [
