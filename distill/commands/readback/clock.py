@@ -82,8 +82,8 @@ def time_command(options: TimeOptions) -> int:
                     blocks[load, gamma].append(block)
                     reads[load, gamma].append(read)
                     bar.store(1)
-    if len({gamma for _, gamma in blocks}) < 3:
-        raise UserError("--url: give two or more engines that draft different numbers of tokens")
+    if len({gamma for _, gamma in blocks}) < 3 or any(len(of) != options.repeats for of in blocks.values()):
+        raise UserError("--url: give two or more engines that draft different numbers of tokens, each always the same")
     one_pass = verdict.drafts[-1].drafting == "parallel"
     each = [step_costs({cell: of[row] for cell, of in blocks.items()}, one_pass) for row in range(options.repeats)]
     costs = step_costs({cell: median(of) for cell, of in blocks.items()}, one_pass)
@@ -111,7 +111,7 @@ def _turn(
     """Send requests, `load` at a time. Return (gamma, seconds of a block, of the rest of a response, most decoded at the same time).
 
     The first and last ones are not timed: the engine has to be as busy as in service. texts: numbered, `count` in a round. fewest:
-    tokens of a response that the run's is shorter than.
+    tokens of a response.
 
     Raises UserError: as `EngineClient.stream`.
     """
