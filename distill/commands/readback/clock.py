@@ -48,7 +48,6 @@ def time_command(options: TimeOptions) -> int:
     check_writable("--out", out)
     settings = decode_settings(frozen.config.serving, 0, frozen.target)
     blocks, reads, name = (*(defaultdict[tuple[int, int], list[float]](list) for _ in range(2)), "")
-    count = len(frozen.responses)
     tokens = (
         max(len(one.prompt_ids) for one in frozen.responses)
         + max(FEWEST_TOKENS, settings.max_tokens)
@@ -61,17 +60,19 @@ def time_command(options: TimeOptions) -> int:
             for client in clients:
                 client.identify()
                 name = f"{client.engine} {client.version}".strip()
-            texts = {client: enumerate(itertools.cycle(frozen.responses)) for client in clients}
+            texts = {
+                client: ((turn, one) for turn in itertools.count() for one in frozen.responses) for client in clients
+            }
             for load, client in itertools.product(loads, clients):
                 # Not timed: an engine may prepare each size of its steps when it first comes.
-                *_, peak = _turn(client, texts[client], load, settings, count, settings.max_tokens)
+                *_, peak = _turn(client, texts[client], load, settings, settings.max_tokens)
                 if peak < load:
                     raise UserError(f"--load {load}: the engine decoded {peak} requests at a time; lower it")
             turns = [*itertools.product(range(options.repeats), loads, clients)]
             with ProgressBar("timing", len(turns), 0, True) as bar:
                 for _, load, client in turns:
                     bar.update(bar.task, facts=f"{client.endpoint.url}, {load} at a time")
-                    gamma, block, read, _ = _turn(client, texts[client], load, settings, count)
+                    gamma, block, read, _ = _turn(client, texts[client], load, settings)
                     if bool(gamma) != urls[client.endpoint.url]:
                         told = (
                             "drafts too; start it without the draft"
@@ -105,13 +106,12 @@ def _turn(
     texts: Iterator[tuple[int, HeldoutResponse]],
     load: int,
     settings: DecodeSettings,
-    count: int,
     fewest: int = FEWEST_TOKENS,
 ) -> tuple[int, float, float, int]:
     """Send requests, `load` at a time. Return (gamma, seconds of a block, of the rest of a response, most decoded at the same time).
 
-    The first and last ones are not timed: the engine has to be as busy as in service. texts: numbered, `count` in a round. fewest:
-    tokens of a response.
+    The first and last ones are not timed: the engine has to be as busy as in service. texts: each with the number of its
+    round. fewest: tokens of a response.
 
     Raises UserError: as `EngineClient.stream`.
     """
@@ -119,10 +119,10 @@ def _turn(
     timed = slice(load, load + max(FEWEST, TURN * load))
 
     def ask(numbered: tuple[int, HeldoutResponse]) -> tuple[Stream, int]:
-        number, text = numbered
+        turn, text = numbered
         tokens = max(fewest, len(text.response_ids))
         # Another seed in each round, so that no prompt is in the engine's cache.
-        return client.stream(text.prompt_ids, replace(settings, max_tokens=tokens, seed=number // count))
+        return client.stream(text.prompt_ids, replace(settings, max_tokens=tokens, seed=turn))
 
     found = [one for _, one in client.each(ask, itertools.islice(texts, timed.stop + load))]
     found.sort(key=lambda one: one[0].sent)

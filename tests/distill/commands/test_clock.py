@@ -1,6 +1,7 @@
 """`understudy time` with engines whose costs are known, over HTTP; the sums are in tests/speculative/measure/test_engine_costs.py."""
 
 import contextlib
+import itertools
 import json
 import shutil
 from pathlib import Path
@@ -73,6 +74,18 @@ def test_an_engine_that_takes_fewer_requests_is_refused(tiny_run: Path) -> None:
     with asking(tiny_run, *engines) as options:
         assert "--load 3: the engine decoded 2 requests at a time; lower it" in refused(time_command, options)
     assert not (tiny_run / "engine_costs.json").exists()
+
+
+def test_an_engine_whose_gamma_varies_is_refused(tiny_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usual, calls = clock._turn, itertools.count()
+
+    def turn(*asked: Any) -> Any:
+        gamma, *rest = usual(*asked)
+        return gamma and gamma + next(calls) // 4 % 2, *rest  # another in each repeat
+
+    monkeypatch.setattr(clock, "_turn", turn)
+    with asking(tiny_run, TimedEngine(0), TimedEngine(2, 1), TimedEngine(4, 3)) as options:
+        assert "different numbers of tokens, each always the same" in refused(time_command, options)
 
 
 def test_an_engine_is_started_with_room_and_counts(tiny_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from readback_run import GAMMA
 from refusals import refused
 from rich.console import Console
 
-from data.responses.engine_client import Answer
+from data.responses.engine_client import Answer, EngineClient
 from data.responses.engine_counts import RequestCounts
 from distill.commands.compare.compare import compare_command
 from distill.commands.compare.screen import engine_table
@@ -273,6 +273,14 @@ def test_servers_are_asked_one_at_a_time_at_each_load(
 
     spare, spared = AnswerFile.spare, list[AnswerFile]()
     monkeypatch.setattr(AnswerFile, "spare", lambda own, *asked: (spared.append(own), spare(own, *asked))[1])
+    places, ask = list[Any](), EngineClient.ask
+
+    def record(own: EngineClient, ids: Any, settings: Any, key: str) -> Answer:
+        if own.timed:
+            places.append((own.root, tuple(ids), settings.seed))
+        return ask(own, ids, settings, key)
+
+    monkeypatch.setattr(EngineClient, "ask", record)
     monkeypatch.setattr(AnswerFile, "answer", answer)
     (judged / "vllm.log").write_text(
         "x enforce_eager=True, y\nAsync scheduling will be disabled because it is not supported\n"
@@ -288,6 +296,8 @@ def test_servers_are_asked_one_at_a_time_at_each_load(
         min(load, count - 4 * load * turn) for load, turns in zip((1, 4), turns, strict=True) for turn in range(turns)
     )
     assert all(len(one.path.read_text().splitlines()) == 2 * count for one in files), "and they are not kept"
+    counted = [place for place in places if place[2] >= 0]
+    assert len(counted) == len(set(counted)) == 4 * count, "a prompt that counts is in no cache"
     verdict = load_verdict(judged)
     for one in found.speed:
         expected = verdict.engine.row(
