@@ -10,11 +10,15 @@
 #include <cmath>
 #include <type_traits>
 
+#define ALWAYS __attribute__((always_inline)) inline
 constexpr long OUTPUTS = 4;     // outputs of one tile of a product
 constexpr long TOKENS = 2;      // of one tile: 8 sums, which fit the 16 registers of AVX2 together with their inputs; 3 if one token is left
+constexpr long CACHE_LINE = 64, AHEAD = 2 * OUTPUTS;  // bytes, outputs whose weights are prefetched
 constexpr long FEW = 8;         // tokens that are never split: a block of speculative decoding reads weights once
 // Numbers of activations and of weights processed at a time, so that they fit the caches.
 constexpr long FIRST_CACHE = 4 * 1024, SECOND_CACHE = 32 * 1024;
+
+template <long N> using Parts = std::integral_constant<long, N>;
 
 struct Share {  // one thread's part of `total` items, in whole steps
     long begin, end;
@@ -39,7 +43,7 @@ template <class T> const float *unpacked(const T *from, long count) {
 }
 
 // Sums of four vectors, each over its lanes, and all in the same order.
-inline four sums_of(const vec (&v)[4]) {
+ALWAYS four sums_of(const vec (&v)[4]) {
     four part[4];
     for (int i = 0; i < 4; i++) {
         alignas(64) float lanes[W];
@@ -58,6 +62,22 @@ inline four sums_of(const vec (&v)[4]) {
 #endif
 }
 
+// Rows become columns.
+ALWAYS void transpose(four (&v)[4]) {
+#if defined(__clang__) || __GNUC__ >= 12
+    four low[] = {__builtin_shufflevector(v[0], v[1], 0, 4, 1, 5), __builtin_shufflevector(v[2], v[3], 0, 4, 1, 5)};
+    four high[] = {__builtin_shufflevector(v[0], v[1], 2, 6, 3, 7), __builtin_shufflevector(v[2], v[3], 2, 6, 3, 7)};
+    v[0] = __builtin_shufflevector(low[0], low[1], 0, 1, 4, 5), v[1] = __builtin_shufflevector(low[0], low[1], 2, 3, 6, 7);
+    v[2] = __builtin_shufflevector(high[0], high[1], 0, 1, 4, 5), v[3] = __builtin_shufflevector(high[0], high[1], 2, 3, 6, 7);
+#else
+    for (long i = 0; i < 4; i++)
+        for (long j = 0; j < i; j++) {
+            float own = v[i][j];
+            v[i][j] = v[j][i], v[j][i] = own;
+        }
+#endif
+}
+
 // Otherwise the compiler reads a number from memory again for every sum.
 inline vec in_register(vec v) {
 #ifdef __x86_64__
@@ -68,7 +88,7 @@ inline vec in_register(vec v) {
 
 // One step of a tile over W numbers. Unrolled here, so that all sums stay in registers together with the tokens and one weight.
 template <long M, class T>
-inline void step(vec (&sums)[M][OUTPUTS], const float *x, long x_stride, const T *w, long depth) {
+ALWAYS void step(vec (&sums)[M][OUTPUTS], const float *x, long x_stride, const T *w, long depth) {
     vec own[M];
 #pragma GCC unroll 3
     for (long m = 0; m < M; m++) own[m] = in_register(load(x + m * x_stride));
@@ -80,15 +100,19 @@ inline void step(vec (&sums)[M][OUTPUTS], const float *x, long x_stride, const T
     }
 }
 
-// out[m][n] = x[m] . w[n] for 4 outputs n. AHEAD: prefetch in address order, which is fastest for memory.
-template <long M, bool AHEAD, class T>
-inline void tile(const float *x, long x_stride, const T *w, long depth, float (*out)[OUTPUTS]) {
-    constexpr long LINE = 64 / sizeof(T);
+// Of cache lines. In address order, which is fastest for memory, and a few at a time: more would wait for each other.
+template <class T> ALWAYS void prefetch(const T *from, long lines) {
+    for (long i = 0; i < lines; i++) __builtin_prefetch(from + i * (CACHE_LINE / sizeof(T)), 0, 2);
+}
+
+// out[m][n] = x[m] . w[n] for 4 outputs n. Prefetches its part of what is `ahead`, if PARTS tiles share the work; 0: nothing.
+template <long M, long PARTS, class T>
+inline void tile(const float *x, long x_stride, const T *w, long depth, float (*out)[OUTPUTS], const T *ahead) {
+    constexpr long LINE = CACHE_LINE / sizeof(T), LINES = PARTS ? OUTPUTS / PARTS : 0;
     vec sums[M][OUTPUTS] = {};
     long k = 0;
-    for (const T *ahead = w + 2 * OUTPUTS * depth; k + LINE <= depth; ahead += OUTPUTS * LINE) {
-        if constexpr (AHEAD)
-            for (long n = 0; n < OUTPUTS; n++) __builtin_prefetch(ahead + n * LINE, 0, 2);
+    for (; k + LINE <= depth; ahead += LINES * LINE) {
+        prefetch(ahead, LINES);
 #pragma GCC unroll 8
         for (long i = 0; i < LINE; i += W) step<M>(sums, x + k + i, x_stride, w + k + i, depth);
         k += LINE;
@@ -105,11 +129,11 @@ inline void tile(const float *x, long x_stride, const T *w, long depth, float (*
     }
 }
 
-template <bool AHEAD, class T>
-inline void tile_of(long tokens, const float *x, long x_stride, const T *w, long depth, float (*out)[OUTPUTS]) {
-    if (tokens == 3) tile<3, AHEAD>(x, x_stride, w, depth, out);
-    if (tokens == 2) tile<2, AHEAD>(x, x_stride, w, depth, out);
-    if (tokens == 1) tile<1, AHEAD>(x, x_stride, w, depth, out);
+template <long PARTS, class T>
+inline void tile_of(long tokens, const float *x, long x_stride, const T *w, long depth, float (*out)[OUTPUTS], const T *ahead) {
+    if (tokens == 3) tile<3, PARTS>(x, x_stride, w, depth, out, ahead);
+    if (tokens == 2) tile<2, PARTS>(x, x_stride, w, depth, out, ahead);
+    if (tokens == 1) tile<1, PARTS>(x, x_stride, w, depth, out, ahead);
 }
 
 constexpr long V = 2, TOGETHER = V * W;  // vectors of a tile that has a token in every lane, and their tokens
@@ -138,9 +162,10 @@ class Lanes {
     const float *x = nullptr;
     long depth;
 
-    // The sum over k = r, r + W, ...
-    Tile remainder(const float *group, const float *w, long r) const {
-        long steps = depth / W;
+    // The sum over k = r, r + W, ...; prefetches its part of later weights.
+    Tile remainder(const float *group, const float *w, long r, bool uncached) const {
+        long steps = depth / W, part = OUTPUTS * depth / W;
+        if (uncached) prefetch(w + AHEAD * depth + r * part, part * sizeof(float) / CACHE_LINE);
         Tile tile;
         for (const float *own = group + r * steps * TOGETHER, *end = own + steps * TOGETHER; own < end; own += TOGETHER, w += W) {
             vec tokens[V] = {in_register(load(own)), in_register(load(own + W))};
@@ -149,14 +174,15 @@ class Lanes {
         return tile;
     }
 
-    Tile lane(const float *group, const float *w, long first) const {
-        Tile total = remainder(group, w, first);
-        for (long r = first + 4; r < W; r += 4) total = total + remainder(group, w, r);
+    Tile lane(const float *group, const float *w, long first, bool uncached) const {
+        Tile total = remainder(group, w, first, uncached);
+        for (long r = first + 4; r < W; r += 4) total = total + remainder(group, w, r, uncached);
         return total;
     }
 
-    Tile tile(const float *group, const float *w) const {
-        Tile low = lane(group, w, 0) + lane(group, w, 2), total = low + (lane(group, w, 1) + lane(group, w, 3));
+    Tile tile(const float *group, const float *w, bool uncached) const {
+        auto of = [&](long first) { return lane(group, w, first, uncached); };
+        Tile low = of(0) + of(2), total = low + (of(1) + of(3));
         for (long k = depth / W * W; k < depth; k++)
             total.each([&](vec &sum, long n, long v) {
                 for (long i = 0; i < W; i++) sum[i] = std::fma(group[k * TOGETHER + v * W + i], w[n * depth + k], sum[i]);
@@ -180,15 +206,21 @@ class Lanes {
     }
 
     // y[m][n] for the outputs from `start` to `end`. w: the weights of `begin`, as in `dots`.
-    __attribute__((noinline)) void outputs(const float *w, long begin, long start, long end, float *y, long y_stride) const {
+    __attribute__((noinline)) void outputs(const float *w, long begin, long start, long end, float *y, long y_stride, bool uncached) const {
         for (long first = 0; first < tokens; first += TOGETHER)
             for (long n = start; n < end; n += OUTPUTS) {
                 long from = std::min(n, end - OUTPUTS);
-                if (!first)  // from memory; later groups find them in the cache
-                    for (long k = 2 * OUTPUTS * depth; k < 3 * OUTPUTS * depth; k += 16) __builtin_prefetch(w + (from - begin) * depth + k, 0, 2);
-                Tile out = tile(x + first * depth, w + (from - begin) * depth);
-                for (long m = 0; m < TOGETHER; m++)
-                    for (long j = n - from; j < OUTPUTS; j++) y[(first + m) * y_stride + from + j] = out.sums[j][m / W][m % W];
+                Tile out = tile(x + first * depth, w + (from - begin) * depth, uncached && !first);  // later groups find them in the cache
+                for (long m = 0; m < TOGETHER; m += 4) {
+                    four own[4];
+                    for (long j = 0; j < 4; j++) own[j] = *reinterpret_cast<const four *>((const float *)out.sums[j] + m);
+                    transpose(own);
+                    for (long i = 0; i < 4; i++) {
+                        float *to = y + (first + m + i) * y_stride + from;
+                        if (n == from) std::memcpy(to, &own[i], sizeof(four));
+                        else for (long j = n - from; j < OUTPUTS; j++) to[j] = own[i][j];
+                    }
+                }
             }
     }
 };
@@ -204,7 +236,7 @@ void dots(const float *x, long x_stride, long tokens, const T *w, long depth, Sh
     Lanes lanes(x, x_stride, tokens, depth);
     long some_outputs = std::max(OUTPUTS, SECOND_CACHE / depth / OUTPUTS * OUTPUTS);
     long some_tokens = std::max(FEW, FIRST_CACHE / depth / TOKENS * TOKENS);
-    auto block = [&](auto *own, long begin, long start, long end, long first, auto ahead) {  // own: the weights of `begin`
+    auto block = [&](auto *own, long begin, long start, long end, long first, auto parts) {  // own: the weights of `begin`
         long last = std::min(tokens, first + some_tokens);
         for (long n = start; n < end; n += OUTPUTS) {
             // If the number is not a multiple of 4, the last outputs are computed together with some before them.
@@ -213,8 +245,10 @@ void dots(const float *x, long x_stride, long tokens, const T *w, long depth, Sh
                 height = last - m == 3 ? 3 : std::min(TOKENS, last - m);
                 float out[TOKENS + 1][OUTPUTS];
                 const float *input = x + m * x_stride;
-                if (m == 0) tile_of<ahead.value>(height, input, x_stride, own + (from - begin) * depth, depth, out);
-                else tile_of<false>(height, input, x_stride, own + (from - begin) * depth, depth, out);
+                auto *weights = own + (from - begin) * depth, *ahead = weights + AHEAD * depth;
+                long part = m / TOKENS, rows = OUTPUTS / std::max<long>(1, parts.value);  // the first tiles share the prefetching
+                if (part >= parts.value) tile_of<0>(height, input, x_stride, weights, depth, out, ahead);
+                else tile_of<parts.value>(height, input, x_stride, weights, depth, out, ahead + part * rows * depth);
                 // The outputs before are another thread's, which may have added a bias already.
                 for (long i = 0; i < height; i++)
                     for (long j = n - from; j < OUTPUTS; j++) y[(m + i) * y_stride + from + j] = out[i][j];
@@ -226,14 +260,17 @@ void dots(const float *x, long x_stride, long tokens, const T *w, long depth, Sh
         const T *own = w + begin * depth;
         bool widened = false;
         if constexpr (std::is_same_v<T, float>) {
-            if (lanes.tokens) lanes.outputs(own, begin, n, end, y, y_stride);
+            if (lanes.tokens) lanes.outputs(own, begin, n, end, y, y_stride, true);
         } else if (tokens > 3 * TOKENS) {  // once for all tokens
             const float *wide = unpacked(own, (end - begin) * depth);
-            lanes.outputs(wide, begin, n, end, y, y_stride);
-            for (long m = lanes.tokens; m < tokens; m += some_tokens) block(wide, begin, n, end, m, std::false_type());
+            lanes.outputs(wide, begin, n, end, y, y_stride, false);
+            for (long m = lanes.tokens; m < tokens; m += some_tokens) block(wide, begin, n, end, m, Parts<0>());
             widened = true;
         }
-        for (long m = lanes.tokens; m < tokens && !widened; m += some_tokens) block(own, begin, n, end, m, std::true_type());
+        for (long m = lanes.tokens; m < tokens && !widened; m += some_tokens)
+            if (tokens < 2 * TOKENS) block(own, begin, n, end, m, Parts<1>());
+            else if (tokens < 4 * TOKENS) block(own, begin, n, end, m, Parts<2>());
+            else block(own, begin, n, end, m, Parts<4>());
     }
 }
 
