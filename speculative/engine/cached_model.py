@@ -32,6 +32,7 @@ from speculative.rules.tree import TokenTree
 # Compiled and captured calls use few prefix lengths, because each is recorded: this times a power of two, or fractions (`Runner.prefixes`).
 STATIC_PREFIX = 256
 PREFILL_TOKENS = 2048  # Tokens (rows x columns) of one prefill call: bounds its activations.
+COMPILED_SLACK = 12  # Tokens of padding that take as long as another call, which reads the weights once more.
 REMEMBERED_QUERY = 64  # Masks of longer calls (prefill) are large and rarely used again.
 FEWEST_PREFILL_TOKENS = 64  # Give up on out of memory only if even this few tokens do not fit.
 
@@ -166,7 +167,8 @@ class CachedModel:
         Padding is written too: only later positions see it, and it is overwritten before they are used. Raises TooLittleMemory when even
         the smallest call does not fit.
         """
-        for group in _similar_lengths(lengths_K, self.prefill_tokens):
+        slack = None if self.compiled is None else COMPILED_SLACK
+        for group in _similar_lengths(lengths_K, self.prefill_tokens, slack):
             longest = int(lengths_K[group].max())
             group_rows = [rows[index] for index in group]
             everyone = group_rows == list(range(self.cache.rows))
@@ -282,13 +284,13 @@ class CachedModel:
         return masks
 
 
-def _similar_lengths(lengths_K: np.ndarray, tokens: int) -> Iterator[list[int]]:
-    """Indices in groups with little padding: each text has at least three quarters of the length of its group's longest."""
+def _similar_lengths(lengths_K: np.ndarray, tokens: int, slack: int | None = None) -> Iterator[list[int]]:
+    """Indices in groups with little padding: no text is more than `slack` tokens shorter than its group's longest; None: a quarter and 16."""
     group: list[int] = []
     for index in np.argsort(-lengths_K, kind="stable").tolist():
         longest = int(lengths_K[group[0]]) if group else 0
         crowded = (len(group) + 1) * longest > tokens
-        if group and (crowded or lengths_K[index] < 0.75 * longest - 16):
+        if group and (crowded or longest - lengths_K[index] > (longest / 4 + 16 if slack is None else slack)):
             yield sorted(group)
             group = []
         group.append(index)

@@ -133,21 +133,23 @@ def test_prefill_in_small_chunks_gives_the_same_cache():
 
 
 @pytest.mark.parametrize(
-    ("lengths", "budget", "groups"),
+    ("runner", "lengths", "budget", "groups"),
     [
-        ([90, 3, 84, 9, 2, 42], 4096, [[0, 2], [5], [1, 3, 4]]),
-        ([60, 60, 60], 120, [[0, 1], [2]]),  # a budget of tokens
-        ([], 10, []),
+        ("eager", [90, 3, 84, 9, 2, 42], 4096, [[0, 2], [5], [1, 3, 4]]),
+        ("eager", [60, 60, 60], 120, [[0, 1], [2]]),  # a budget of tokens
+        ("eager", [90, 70, 81], 4096, [[0, 1, 2]]),
+        ("compile", [90, 70, 81], 4096, [[0, 2], [1]]),
+        ("eager", [], 10, []),
     ],
 )
-def test_prompts_of_similar_length_are_prefilled_together(lengths, budget, groups, monkeypatch):
+def test_prompts_of_similar_length_are_prefilled_together(runner, lengths, budget, groups, monkeypatch):
     calls = []
 
     def feed(self, ids, starts, logits_kept, rows=None, **options):
         calls.append((list(range(len(lengths))) if rows is None else rows, tuple(ids.shape)))
 
     monkeypatch.setattr(CachedModel, "feed", feed)
-    cached = CachedModel(MODELS["llama"], "target", rows=max(1, len(lengths)), capacity=CAPACITY)
+    cached = CachedModel(MODELS["llama"], "target", max(1, len(lengths)), CAPACITY, runner)
     cached.prefill_tokens = budget
     tokens = np.ones((len(lengths), CAPACITY), dtype=np.int64)
     cached.prefill(tokens, range(len(lengths)), np.array(lengths, dtype=np.int64))
