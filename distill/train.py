@@ -117,8 +117,7 @@ def distil(run: Run) -> None:
     # Free the training state, which is in the checkpoints, to make room for the target.
     run.accelerator.free_memory()
     gc.collect()
-    if run.main:
-        conclude(answers, dict(checks))
+    conclude(answers, dict(checks))
     run.wait()
 
 
@@ -235,7 +234,7 @@ def read_dial(trainer: Trainer, judge: DraftJudge, checkpoint: Checkpoint) -> No
 
 
 def conclude(answers: Answers, checks: dict[str, Any]) -> None:
-    """Write verdict, report and plot, on the main process."""
+    """Write verdict, report and plot. All ranks must call it."""
     pkgutil.resolve_name(CONCLUSION)(answers, checks)
 
 

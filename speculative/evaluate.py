@@ -1,6 +1,6 @@
 """Judge a draft on held-out prompts: frozen target text for alpha and every gamma, live decoding for tau."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,14 +9,13 @@ from pydantic import Field
 from transformers import PreTrainedModel
 
 from speculative.decode import decode
-from speculative.decoder.proposal_log import ProposalLog
 from speculative.decoder.responses import DecodeSettings, Prompt, Response
 from speculative.drafters.draft import Draft
 from speculative.engine.recurrent_model import recurrence_warning
 from speculative.errors import UserError
 from speculative.measure.effects import Gain
 from speculative.measure.intervals import Interval
-from speculative.measure.metrics import CURVE_GAMMAS, latency, live_metrics, ratio_with_interval, stage_seconds
+from speculative.measure.metrics import CURVE_GAMMAS, live_metrics, ratio_with_interval
 from speculative.measure.record import Record, Text
 from speculative.measure.replay import (
     ReplayCheck,
@@ -299,22 +298,25 @@ def judge(
     settings: DecodeSettings,
     *,
     batch_size: int = 16,
-    log: ProposalLog | None = None,
     scores: Sequence[TokenScores] | None = None,
+    decoded: Callable[[Sequence[Prompt]], list[Response]] | None = None,
 ) -> tuple[Judgement, list[Response]]:
     """Return (all numbers of one draft, responses of the live run): `judge_frozen`, and each held-out prompt decoded live once.
 
-    Adds {gamma, tau, tau_ci, accepted_per_drafted, accepted_per_tested, overlap, survival, live_tokens, blocks, tokens_per_second
-    (batched, prefill included), batch_size, replay_check}, the live numbers also per domain. `replay_check` replays the text of the live
-    run: |z| above 4 means a fault. log: every drafted token of the live run. scores: as for `judge_frozen`. Raises UserError when gamma is
-    0, for empty input, and for everything that `decode` refuses.
+    Adds {tau, tau_ci, accepted_per_drafted, accepted_per_tested, overlap, survival, live_tokens, blocks, replay_check}, the live numbers
+    also per domain. `replay_check` replays the text of the live run: |z| above 4 means a fault. scores: as for `judge_frozen`. decoded:
+    decodes prompts at these settings; default: here. Raises UserError when gamma is 0, for empty input, and for everything that `decode`
+    refuses.
     """
     if settings.gamma < 1:
         raise UserError("gamma = 0: judging a draft needs at least one drafted token per block")
     result = judge_frozen(draft, heldout, settings, scores=scores)
     chosen = sorted(one_per_prompt(heldout), key=lambda response: (len(response.prompt_ids), response.key))
     prompts = [(response.key, response.prompt_ids) for response in chosen]
-    responses, timing = decode(target, draft.drafter(), prompts, settings, batch_size=batch_size, log=log)
+    if decoded is None:
+        responses, _ = decode(target, draft.drafter(), prompts, settings, batch_size=batch_size)
+    else:
+        responses = decoded(prompts)
     domains = dict(result.domains)
     for name, indices in _by_domain(chosen).items():
         if name in domains:
@@ -330,11 +332,6 @@ def judge(
         **live_metrics(responses, settings.gamma),
         "domains": domains,
         "live": True,
-        "tokens_per_second": sum(len(response.response_ids) for response in responses) / timing.total_seconds,
-        "batch_size": batch_size,
-        "latency": latency(responses),
-        "seconds": stage_seconds(timing),
-        "peak_bytes": timing.peak_bytes,
         "replay_check": check,
         "warnings": [warning for warning in dict.fromkeys(warnings) if warning],
     }
@@ -357,7 +354,11 @@ def frozen_responses(
     target: PreTrainedModel, prompts: Sequence[Prompt], settings: DecodeSettings, domain: str, batch_size: int = 16
 ) -> list[HeldoutResponse]:
     """Decode the target alone; its responses are the frozen text to judge drafts on."""
-    responses, _ = decode(target, None, prompts, replace(settings, gamma=0), batch_size=batch_size)
+    return as_heldout(decode(target, None, prompts, replace(settings, gamma=0), batch_size=batch_size)[0], domain)
+
+
+def as_heldout(responses: Sequence[Response], domain: str) -> list[HeldoutResponse]:
+    """Responses of the target alone as frozen text."""
     return [
         HeldoutResponse(text.key, domain, text.prompt_ids, text.response_ids, text.log_target_probs)
         for text in responses

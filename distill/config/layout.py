@@ -15,6 +15,7 @@ runs/NAME/config.yaml             the resolved config
                                   judgement.json, judging/ (parts of a judgement that was not finished), provenance.json (commit, versions, machine, command)
          self_checks.json         checks that ran before anything was measured
          best                     link to the best checkpoint
+         judging/                 parts of a verdict that was not finished
          served.json, served.jsonl  what `understudy readback` measured in an engine, and that engine's answers
          engine_costs.json         step times of that engine (`understudy time`)
          result.json, proposals.parquet, report.html, report.json

@@ -27,8 +27,9 @@ from distill.run.checkpoint import load_judgements
 from distill.run.responses import decode_settings
 from distill.run.result import RESULT_FORMAT, Curves, Result, RuleCurves, ServeCommand, TokenView
 from distill.run.verdict_record import Verdict
+from distill.verdict.decoding import Candidate, Decoding
 from distill.verdict.evidence import Evidence, gather, gather_by_replay, with_speeds
-from distill.verdict.field import Candidate, line_up
+from distill.verdict.field import line_up
 from distill.verdict.question import Question
 from distill.verdict.scorer import scorer_of
 from distill.verdict.temperatures import temperature_rows
@@ -54,19 +55,25 @@ SHOWN_RESPONSES = 8
 
 
 def conclude_run(answers: Answers, self_checks: dict[str, Any]) -> None:
-    """End a run whose last checkpoint is judged, on the main process: write plot, verdict and report, and log them to trackers."""
+    """End a run whose last checkpoint is judged: write plot, verdict and report, and log them to trackers. All ranks must call it: the
+    others decode what the main process asks for, and wait while it times.
+    """
     run, started = answers.run, time.perf_counter()
+    decoding = Decoding(run, answers.target)
+    if not run.main:
+        return decoding.take_part()
     plot_run(run.folder)
-    result = result_of(answers, self_checks)
+    result = result_of(answers, self_checks, decoding)
     run.progress.spend("verdict", time.perf_counter() - started)
     spent = {stage: round(value, 2) for stage, value in run.progress.seconds.items()}
     result = result.model_copy(update={"verdict": result.verdict.model_copy(update={"seconds": spent})})
     write_conclusion(run.folder, result)
+    decoding.end()
     log_result(run.accelerator, result)
     run.say(result.verdict.headline)
 
 
-def result_of(answers: Answers, self_checks: dict[str, Any]) -> Result:
+def result_of(answers: Answers, self_checks: dict[str, Any], decoding: Decoding) -> Result:
     """Verdict and findings, without the seconds that they took.
 
     With judge.live: never or a target at a server, nothing is decoded or timed, and every figure that needs it is null.
@@ -78,7 +85,13 @@ def result_of(answers: Answers, self_checks: dict[str, Any]) -> Result:
     best = max(records, key=lambda record: record.score or 0.0)
     scored = scorer_of(config, answers.sets.heldout, answers.tokenizer)
     question = Question(
-        config.judge, settings, answers.heldout, answers.context, looks=looks_of(records), scored=scored
+        config.judge,
+        settings,
+        answers.heldout,
+        answers.context,
+        looks=looks_of(records),
+        scored=scored,
+        decoding=decoding,
     )
     candidates = _candidates(run, config.judge.served_paths, target, records[0], best)
     if live:

@@ -1,6 +1,6 @@
 """Evidence for a verdict: drafts judged and scored on the same frozen text, and timed on the same prompts of one target."""
 
-import contextlib
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -9,8 +9,8 @@ from transformers import PreTrainedModel
 
 from distill.models.target import Target
 from distill.verdict.contest import Contest, hold, hold_at_load, with_waits
+from distill.verdict.decoding import Candidate
 from distill.verdict.field import (
-    Candidate,
     Field,
     cpu_threads,
     draft_way,
@@ -21,7 +21,6 @@ from distill.verdict.field import (
 )
 from distill.verdict.question import Question
 from speculative.decode import context_of
-from speculative.decoder.proposal_log import ProposalLog
 from speculative.decoder.responses import Response
 from speculative.engine.memory import check_memory
 from speculative.errors import UserError
@@ -92,12 +91,13 @@ def gather(question: Question, target: Target, field: Field, *, log: Path | None
     judged: dict[str, Judgement] = {}
     responses: list[Response] = []
     for one in candidates:
-        writes = ProposalLog(log) if log is not None and one is candidates[-1] else contextlib.nullcontext()
-        with writes as opened:
-            record, responses = judge(
-                target.model, one.draft, question.frozen, question.settings, batch_size=question.judge.batch_size, log=opened,
-                scores=own[one.name],
-            )  # fmt: skip
+        decoded = functools.partial(
+            question.decoding, target.model, one, settings=question.settings, batch_size=question.judge.batch_size,
+            log=log if one is candidates[-1] else None,
+        )  # fmt: skip
+        record, responses = judge(
+            target.model, one.draft, question.frozen, question.settings, scores=own[one.name], decoded=decoded
+        )
         judged[one.name] = record.model_copy(update={"step": one.step})
     ways, best = ways_of(question, target.model, field), candidates[-1].name
     lossy = [one.name for one in ways if "lossy" in one.changes]

@@ -17,9 +17,9 @@ from transformers import PreTrainedModel
 
 from distill.config.sections import JudgeConfig
 from distill.run.verdict_record import WAYS
+from distill.verdict.decoding import Candidate
 from distill.verdict.question import Question
 from distill.verdict.scorer import summarise
-from speculative.decode import decode
 from speculative.decoder.responses import DecodeSettings
 from speculative.drafters.cascade import Cascade
 from speculative.drafters.draft import Draft, drafts_of
@@ -65,16 +65,6 @@ TUNED_ON = 256
 FEW = 4
 # Largest gamma that a policy may choose.
 MOST = 8
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A draft as it would be served, under the name of its way."""
-
-    name: str
-    path: str
-    step: int | None
-    draft: Draft
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -313,7 +303,7 @@ def lossy_ways(
     judging, frozen, ways = question.judge, question.frozen, []
     rules = [*map(Lossy, judging.lenience), *(Lossy(epsilon=own) for own in judging.typical)]
     greedy, asked = question.settings.under("greedy", 0), [(one.key, one.prompt_ids) for one in one_per_prompt(frozen)]
-    own = decode(target, None, asked, greedy, batch_size=judging.batch_size)[0] if rules else []
+    own = question.decoding(target, None, asked, greedy, judging.batch_size) if rules else []
     for lossy in dict.fromkeys(rules):
         changes: dict[str, Any] = {"lossy": lossy, "rule": lossy.rule(question.rule)}
         if draft_draws(changes["rule"]):
@@ -326,7 +316,7 @@ def lossy_ways(
         excess_N = np.array([own.sum() for own in excess])
         distance, ends = ratio_with_interval(excess_N, question.tokens_N, question.keys, question.confidence(True))
         lenient = replace(greedy, gamma=way.gamma, lossy=lossy)
-        ours, _ = decode(target, best.draft.drafter(), asked, lenient, batch_size=judging.batch_size)
+        ours = question.decoding(target, best, asked, lenient, judging.batch_size)
         differing = np.mean([one.response_ids != two.response_ids for one, two in zip(ours, own, strict=True)])
         price = {"total_variation": distance, "total_variation_ci": ends, "differing": float(differing)}
         if question.scored is not None:

@@ -7,7 +7,7 @@ import numpy as np
 from distill.models.target import Target
 from distill.run.result import TemperatureRow
 from distill.verdict.evidence import Evidence, with_speeds
-from speculative.evaluate import frozen_responses
+from speculative.evaluate import as_heldout
 from speculative.explain.repetition import repetition
 from speculative.measure.metrics import rule_curve
 from speculative.measure.token_scores import score_tokens
@@ -30,10 +30,12 @@ def temperature_rows(evidence: Evidence, target: Target) -> list[TemperatureRow]
     for temperature in sorted(set(evidence.question.judge.temperatures)):
         sampling = GREEDY if temperature == 0 else replace(settings.sampling, temperature=temperature)
         rule: Rule = "greedy" if sampling.greedy else "sample"
-        texts = frozen_responses(
-            target.model, [(one.key, one.prompt_ids) for one in chosen], replace(settings, sampling=sampling, rule=rule),
-            "held-out", batch_size=evidence.question.judge.batch_size,
-        )  # fmt: skip
+        alone, asked = (
+            replace(settings, sampling=sampling, rule=rule, gamma=0),
+            [(one.key, one.prompt_ids) for one in chosen],
+        )
+        question = evidence.question
+        texts = as_heldout(question.decoding(target.model, None, asked, alone, question.judge.batch_size), "held-out")
         gamma = evidence.question.gamma
         scores = score_tokens(draft.model, texts, sampling, offsets=draft.offsets(gamma))
         curve = rule_curve(scores, [text.prompt for text in texts], rule, survival_gamma=gamma)

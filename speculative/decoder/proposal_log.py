@@ -108,6 +108,10 @@ class ProposalLog:
         if len(self._columns["prompt"]) >= self._flush_rows:
             self._flush()
 
+    def add_file(self, path: Path) -> None:
+        """Add a whole finished log. Raises UserError when the disk is full."""
+        self._write(pq.read_table(path))
+
     def __exit__(
         self, kind: type[BaseException] | None, raised: BaseException | None, traceback: TracebackType | None
     ) -> None:
@@ -127,13 +131,15 @@ class ProposalLog:
 
     def _flush(self) -> None:
         """Write the rows in memory as one row group. Raises ArrowInvalid if a number would overflow."""
-        assert self._writer is not None
         # Cleared before writing: an interruption may lose these rows but never writes them twice.
         columns, self._columns = self._columns, {name: [] for name in SCHEMA.names}
-        if not columns["prompt"]:
-            return
+        if columns["prompt"]:
+            self._write(pa.table(columns, schema=SCHEMA))
+
+    def _write(self, rows: pa.Table) -> None:
+        assert self._writer is not None
         try:
-            self._writer.write_table(pa.table(columns, schema=SCHEMA))
+            self._writer.write_table(rows)
         except OSError as error:
             self._broken = True
             raise self._unwritable(error) from error

@@ -21,8 +21,9 @@ from distill.run.result import Losslessness, Result
 from distill.run.run import Run
 from distill.run.session import CHECKED_PROMPTS, open_pair
 from distill.verdict.conclusion import findings_of
+from distill.verdict.decoding import Candidate
 from distill.verdict.evidence import gather
-from distill.verdict.field import Candidate, line_up
+from distill.verdict.field import line_up
 from distill.verdict.question import Question
 from distill.verdict.verdict import verdict_of
 from speculative.drafters.draft import DRAFTINGS, Draft

@@ -31,8 +31,9 @@ from distill.models.target import Target
 from distill.run.frozen_text import load_frozen_text
 from distill.run.responses import decode_settings
 from distill.run.session import open_pair
+from distill.verdict.decoding import Candidate
 from distill.verdict.evidence import gather
-from distill.verdict.field import Candidate, line_up
+from distill.verdict.field import line_up
 from distill.verdict.question import Question
 from distill.verdict.verdict import verdict_of
 from speculative.drafters.draft import Draft

@@ -11,6 +11,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 import torch
 from accelerate import PartialState
@@ -31,7 +32,7 @@ from tiny_training import (
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from distill import faults, train
-from distill.config.layout import JUDGEMENT, JUDGING, step_folder
+from distill.config.layout import JUDGEMENT, JUDGING, PROPOSALS, RESULT, step_folder
 from distill.config.load import dump_config, load_config
 from distill.config.run import RunConfig
 from distill.models import student
@@ -40,7 +41,7 @@ from distill.run.checkpoint import judged_scores, last_resumable
 from distill.run.run import Run
 from distill.run.verdict_record import load_verdict
 from distill.training.trainer import Trainer
-from distill.verdict import judge
+from distill.verdict import decoding, judge
 from speculative.errors import UserError
 from speculative.measure import token_scores
 
@@ -297,6 +298,57 @@ def test_a_judgement_does_not_depend_on_the_number_of_ranks(small: Path, monkeyp
         assert rank_statuses(_trains, small, ["name=judged", "train.batch_size=6"], ranks=ranks) == [0] * ranks
         assert json.loads(path.read_text(encoding="utf-8")) == first | {"ranks": ranks}
         assert not (path.parent / JUDGING).exists()
+
+
+def _notes_what_it_decodes(rank: int, path: Path, overrides: list[str], folder: Path) -> None:
+    real = decoding.decode
+
+    def noted(target: Any, drafter: Any, prompts: Any, *rest: Any, **options: Any) -> Any:
+        with (folder / f"rank{rank}").open("a", encoding="utf-8") as file:
+            file.writelines(f"{key}\n" for key, _ in prompts)
+        return real(target, drafter, prompts, *rest, **options)
+
+    decoding.decode = noted
+    _trains(rank, path, overrides)
+
+
+def _untimed(run: Path) -> dict[str, Any]:
+    """The numbers of a result that were decoded or replayed."""
+    result = json.loads((run / RESULT).read_text(encoding="utf-8"))
+    rows = [row for row in result["verdict"]["measured"] if row["how"].get("speed_up") != "timed"]
+    proposals = sorted(
+        pq.read_table(run / PROPOSALS).to_pylist(), key=lambda one: (one["prompt"], one["block"], one["place"])
+    )
+    for one in result["temperatures"]:
+        del one["curve"]["predicted_speed_up"]
+    return (
+        {"rows": rows, "proposals": proposals}
+        | {key: result[key] for key in ("token_view", "temperatures")}
+        | {key: result["verdict"][key] for key in ("survival", "live_tokens", "replay_check", "gain", "warnings")}
+    )
+
+
+@pytest.mark.ranks
+@pytest.mark.usefixtures("without_figures")
+def test_a_verdict_is_decoded_by_all_ranks_and_does_not_depend_on_their_number(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run's verdict, made again by two ranks, and by three of which one has no prompt."""
+    monkeypatch.setattr(decoding, "DECODED_TOGETHER", 2)
+    asked = ["train.batch_size=6", "judge.temperatures=[0.5]"]
+    config = run_alone(small, "verdict", *asked)
+    first = _untimed(config.folder)
+    assert first["live_tokens"] > 0
+    for ranks in (2, 3):
+        (config.folder / RESULT).unlink()
+        (notes := tmp_path / str(ranks)).mkdir()
+        overrides = ["name=verdict", *asked]
+        assert rank_statuses(_notes_what_it_decodes, small, overrides, notes, ranks=ranks) == [0] * ranks
+        assert _untimed(config.folder) == first
+        assert not (config.folder / JUDGING).exists()
+        decoded = {path.name: set(path.read_text(encoding="utf-8").split()) for path in notes.iterdir()}
+        assert {name: len(keys) for name, keys in decoded.items()} == {"rank0": 2, "rank1": 2}
+        assert not decoded["rank0"] & decoded["rank1"]
 
 
 def _on_a_lagging_disk(rank: int, path: Path, overrides: list[str], stop: bool) -> None:

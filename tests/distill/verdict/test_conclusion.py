@@ -11,6 +11,7 @@ from distill.config.load import load_config
 from distill.config.sections import ParallelConfig
 from distill.models.target import Target
 from distill.verdict import conclusion
+from distill.verdict.decoding import Decoding
 from speculative.measure.measured import DRAFT, UNDISTILLED
 
 
@@ -46,7 +47,7 @@ def test_a_baseline_judged_as_untrained_blocks_is_judged_again_token_by_token(
         context=64, sets=SimpleNamespace(heldout=[]), tokenizer=None, stores=SimpleNamespace(past=lambda rule: []),
     )  # fmt: skip
     with pytest.raises(_Asked):
-        conclusion.result_of(answers, {})  # type: ignore[arg-type]
+        conclusion.result_of(answers, {}, Decoding())  # type: ignore[arg-type]
     assert (UNDISTILLED in seen["known"]) == (parallel is None)
     assert DRAFT in seen["known"]
     assert seen["drafting"] == ["autoregressive", "parallel" if parallel else "autoregressive"]

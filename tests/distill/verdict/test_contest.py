@@ -9,7 +9,8 @@ from tiny_models import perturbed, prompts_of, tiny_model
 from distill.config.sections import JudgeConfig
 from distill.verdict import question as asking
 from distill.verdict.contest import hold, worth_timing
-from distill.verdict.field import Candidate, Field, ways_of
+from distill.verdict.decoding import Candidate
+from distill.verdict.field import Field, ways_of
 from distill.verdict.question import Question
 from distill.verdict.sentence import _beside
 from speculative.decode import decode

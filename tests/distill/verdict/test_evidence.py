@@ -15,8 +15,9 @@ from distill.models.carving import carve
 from distill.models.target import Target
 from distill.run.responses import decode_settings
 from distill.verdict.conclusion import curves_of
+from distill.verdict.decoding import Candidate
 from distill.verdict.evidence import Evidence, gather, gather_by_replay
-from distill.verdict.field import Candidate, line_up
+from distill.verdict.field import line_up
 from distill.verdict.question import Question
 from distill.verdict.verdict import verdict_of
 from speculative.decode import decode

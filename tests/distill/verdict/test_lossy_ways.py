@@ -19,8 +19,9 @@ from distill.models.load import load_model, load_tokenizer
 from distill.report.measured import load_table, ways_tables
 from distill.report.page import report_command
 from distill.verdict.contest import Contest, hold
+from distill.verdict.decoding import Candidate
 from distill.verdict.evidence import Evidence, Loads
-from distill.verdict.field import Candidate, Field, ways_of
+from distill.verdict.field import Field, ways_of
 from distill.verdict.question import Question
 from distill.verdict.verdict import verdict_of
 from speculative.decode import decode

@@ -12,8 +12,8 @@ from distill.config.sections import JudgeConfig
 from distill.models.carving import carve
 from distill.models.target import Target
 from distill.run.responses import decode_settings
+from distill.verdict.decoding import Candidate
 from distill.verdict.evidence import Evidence
-from distill.verdict.field import Candidate
 from distill.verdict.question import Question
 from distill.verdict.temperatures import PROMPTS, temperature_rows
 from speculative.decode import decode

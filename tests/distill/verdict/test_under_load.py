@@ -14,8 +14,9 @@ from distill.run.responses import decode_settings
 from distill.verdict import contest, question
 from distill.verdict import evidence as gathering
 from distill.verdict import field as lining
+from distill.verdict.decoding import Candidate
 from distill.verdict.evidence import Loads, gather, held_at_loads
-from distill.verdict.field import Candidate, line_up
+from distill.verdict.field import line_up
 from distill.verdict.question import Question
 from distill.verdict.sentence import within
 from distill.verdict.verdict import verdict_of

@@ -21,8 +21,8 @@ from distill.report.view import OUTCOMES, View, measured_times
 from distill.run.verdict_record import Outcome, Verdict
 from distill.verdict.conclusion import findings_of
 from distill.verdict.contest import Contest
+from distill.verdict.decoding import Candidate
 from distill.verdict.evidence import Evidence, Loads
-from distill.verdict.field import Candidate
 from distill.verdict.question import Question
 from distill.verdict.sentence import headline_of, order, shown
 from distill.verdict.verdict import looks_of, verdict_of

@@ -46,7 +46,6 @@ def test_judge_reports_every_number_overall_and_by_domain():
     assert len(result.survival) == 3
     assert result.survival[0] > result.accepted_per_drafted > result.survival[2]
     assert list(result.replay) == list(range(33))
-    assert result.tokens_per_second > 0
     assert abs(result.replay_check.z) < 3.5
     assert set(result.domains) == {"domain-0", "domain-1"}
     for name in ("prompts", "tokens", "live_tokens", "blocks"):
