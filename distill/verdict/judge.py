@@ -190,6 +190,8 @@ class DraftJudge:
             line += "" if self.target.kept else ", target loaded for it"
         if (fresh := own.fresh_check) is not None:
             line += f"; alpha {fresh.alpha:.3f} on {fresh.prompts} prompts that the server answered again (z {fresh.z:+.1f})"
+        if check is None and fresh is None:
+            line += f"; no prompt decoded live (judge.live: {self.judging.live})"
         if self.others:
             line += f"  score {own.score:.3f} on {1 + len(self.others)} targets"
         if own.weights == "ema":

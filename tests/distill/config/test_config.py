@@ -37,6 +37,7 @@ def tree_of(**sections: Any) -> dict[str, Any]:
 def test_shipped_config_loads(path: Path) -> None:
     config = load_config(path)
     assert config.name
+    assert (config.judge.live, config.judge.live_prompts) == ("checkpoint", 32), "each proves its checkpoints"
     assert load_config(path, ["optim.lr=3e-4", "loss.name=ce"]).optim.lr == 3e-4
 
 

@@ -184,6 +184,10 @@ def test_the_line_of_a_checkpoint_says_how_each_number_was_obtained(setting: Any
     assert f"z {check['replay']['z']:+.1f})" in line
     judge.target = SimpleNamespace(kept=False)  # type: ignore[assignment]
     assert judge.headline(record) == f"{line}, target loaded for it"
+    for live in ("end", "never"):
+        judge = judge_of(setting, tmp_path / live, live)
+        said = judge.headline(json.loads(json.dumps(judged(judge, setting[1]))))
+        assert said.endswith(f"by replay; no prompt decoded live (judge.live: {live})")
 
 
 def test_text_without_a_token_is_refused(setting: Any, tmp_path: Path) -> None:
