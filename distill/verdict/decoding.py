@@ -6,6 +6,7 @@ Prompts are dealt in groups that do not depend on the number of ranks, because a
 import contextlib
 import functools
 import hashlib
+import math
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -23,8 +24,9 @@ from speculative.decoder.proposal_log import ProposalLog
 from speculative.decoder.responses import DecodeSettings, Prompt, Response
 from speculative.drafters.draft import Draft, Drafting
 
-# Prompts that one rank decodes at once. A small number, so that ranks can share them.
-DECODED_TOGETHER = 8
+# Fewest prompts that one rank decodes at once, unless judge.batch_size is smaller, and groups of a larger number of prompts. More groups
+# could be shared by more ranks, and would take one rank longer.
+DECODED_TOGETHER, GROUPS = 8, 8
 
 
 @dataclass(frozen=True)
@@ -74,12 +76,12 @@ class Decoding:
             return _decoded(target, draft, prompts, settings, batch_size, log)
         order = sorted(range(len(prompts)), key=lambda index: (len(prompts[index][1]), prompts[index][0]))
         asked = [prompts[index] for index in order]
-        named = (draft and (model_fingerprint(draft.model), draft.drafting), asked, settings)
+        size = min(batch_size, max(DECODED_TOGETHER, math.ceil(len(asked) / GROUPS)))
+        named = (size, log is not None, draft and (model_fingerprint(draft.model), draft.drafting), asked, settings)
         job = Job(
             f"verdict-{hashlib.sha256(repr(named).encode()).hexdigest()[:12]}",
             (one.path, one.draft.drafting) if one is not None else None,
-            [asked[place : place + DECODED_TOGETHER] for place in range(0, len(asked), DECODED_TOGETHER)],
-            settings, min(batch_size, DECODED_TOGETHER), log is not None,
+            [asked[place : place + size] for place in range(0, len(asked), size)], settings, size, log is not None,
         )  # fmt: skip
         found = self._dealt(self.run, self.run.seen(lambda: job), lambda: (target, draft))
         if log is not None:

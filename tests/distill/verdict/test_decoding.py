@@ -72,11 +72,11 @@ def test_a_killed_verdict_decodes_what_is_left_and_takes_no_other_parts(
     found = dealt(tmp_path)(TARGET, BEST, PROMPTS, SETTINGS, 16, tmp_path / PROPOSALS)
     assert (len(seen), seen[-1]) == (8, max(PROMPTS, key=lambda one: len(one[1]))[0]), "the last group has one prompt"
     assert len({row["prompt"] for row in rows_of(tmp_path / PROPOSALS)}) == len(PROMPTS)
-    # The target alone, another draft and another gamma are other jobs.
+    # The target alone, another draft, another gamma, and the same without a log are other jobs.
     other = Candidate("draft", BEST.path, 2, Draft(perturbed(TARGET, scale=0.5)))
-    for one, gamma in ((None, 0), (other, 3), (BEST, 2)):
+    for one, gamma in ((None, 0), (other, 3), (BEST, 2), (BEST, 3)):
         before = len(seen)
         dealt(tmp_path)(TARGET, one, PROMPTS, SETTINGS.under("sample", gamma), 16)
         assert len(seen) == before + len(PROMPTS)
     assert dealt(tmp_path)(TARGET, BEST, PROMPTS, SETTINGS, 16, tmp_path / PROPOSALS) == found
-    assert len(seen) == 8 + 3 * len(PROMPTS), "all parts are there"
+    assert len(seen) == 8 + 4 * len(PROMPTS), "all parts are there"
