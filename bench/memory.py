@@ -1,4 +1,4 @@
-"""Memory of one training step at real shapes, without a GPU: the real step on tensors that have sizes and no data.
+"""Memory of a training step: at real shapes without a GPU, and of adapters on a CPU.
 
     python bench/memory.py --out bench/results/memory.json
 
@@ -6,10 +6,20 @@ Target and draft have their published shapes and no weights. Forward, loss and b
 FakeTensorMode (bf16 autocast, an online teacher in bfloat16, the head in chunks), and the bytes of all live storages are
 summed. A line is fitted through two micro-batches. `states`: AdamW's moments, which this step does not make, 8 bytes
 per draft weight; with several ranks 4 bytes more for the copy of the gradients. Not included: fragmentation, library workspaces, the judge's caches.
+
+`adapters`: a draft of ADAPTED's shape is loaded from its directory and takes STEPS real steps of AdamW in float32, by each of CELLS in a process
+of its own. The product dequantises a quantised base; KEPT shows what it would need otherwise. `loaded_mb`: peak resident memory while the
+draft is loaded, `steps_mb`: during the steps, both without the imports.
 """
 
 from distill.faults import run_script
 
+import gc
+import json
+import re
+import subprocess
+import sys
+import tempfile
 import weakref
 from pathlib import Path
 from typing import Annotated, Any
@@ -25,11 +35,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from data.batches.collate import Batch
 from data.signals.signal import DenseSignal
-from distill.config.sections import LossConfig
+from distill.config.sections import LoraConfig, LossConfig, OptimConfig, StudentConfig
 from distill.loss.definitions import Objective
 from distill.models.heads import SplitModel
+from distill.models.load import EMBEDDED, load_model
+from distill.models.student import add_lora, make_student
+from distill.models.target import load_target_side
 from distill.training.module import DraftModule
+from distill.training.optim import make_optimizers
 from result_file import write_result
 
 GB = 1e9
@@ -45,6 +60,18 @@ SHAPES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 PAIRS = (("Qwen3-4B", "Qwen3-0.6B"), ("Llama-3.1-8B", "Llama-3.2-1B"), ("Qwen3-32B", "Qwen3-0.6B"))
 DEVICE_GB, SHARE = 80, 0.9
+# 126 million weights in the layers, with the vocabulary of the embedded target.
+ADAPTED: dict[str, Any] = {
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+}
+PLAIN, INT8, KEPT = "plain", "int8", "LoRA, base kept in int8"
+CELLS = {"all weights": PLAIN, "LoRA": PLAIN, "LoRA, int8 base": INT8, KEPT: INT8}
+STEPS, SEQUENCES, TOKENS = 3, 2, 256
 
 
 class Alive(TorchDispatchMode):
@@ -103,16 +130,81 @@ def step_bytes(target: str, draft: str, sequences: int, tokens: int) -> tuple[in
         signal = DenseSignal(hidden.reshape(-1, hidden.shape[-1])[rows], teacher.get_output_embeddings())
         del hidden
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss, _, _ = module(ids, rows, torch.zeros_like(rows), signal)
+            loss, _, _ = module(Batch(ids, rows, torch.zeros_like(rows)), signal)
         loss.backward()
     return weights, alive.peak
+
+
+def write_bases(folder: Path) -> None:
+    """One random draft, plain and with int8 layers, with the embedded target's tokenizer."""
+    from torchao.quantization import Int8WeightOnlyConfig
+    from transformers import TorchAoConfig
+
+    side = load_target_side(EMBEDDED)
+    config = AutoConfig.for_model("qwen3", **ADAPTED, vocab_size=side.config.vocab_size, tie_word_embeddings=True)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder / PLAIN)
+    int8: dict[str, Any] = {"dtype": torch.float32, "quantization_config": TorchAoConfig(Int8WeightOnlyConfig())}
+    AutoModelForCausalLM.from_pretrained(folder / PLAIN, **int8).save_pretrained(folder / INT8)
+    for name in (PLAIN, INT8):
+        side.tokenizer.save_pretrained(folder / name)
+
+
+def peak_mb(again: bool = False) -> float:
+    """Peak resident memory of this process, in megabytes; `again` starts it anew from here."""
+    found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    if again:
+        Path("/proc/self/clear_refs").write_text("5")
+    return int(found.group(1)) * 1024 / 1e6 if found else 0.0
+
+
+def take_steps(cell: str, path: Path) -> dict[str, float]:
+    """Load a draft and train it, with adapters or whole; megabytes above what the process had."""
+    side = load_target_side(EMBEDDED)
+    peak_mb(again=True)
+    before = peak_mb()
+    lora = LoraConfig() if "LoRA" in cell else None
+    if cell == KEPT and lora is not None:
+        student = add_lora(load_model(KEPT, str(path)), lora.rank, lora.alpha, lora.target_modules)
+    else:
+        config = StudentConfig(init="pretrained", path=str(path), lora=lora)
+        student = make_student(config, side, side.tokenizer)
+    module = DraftModule(student, Objective({"ce": 1.0})).train()
+    gc.collect()  # the quantised model that the draft was made from
+    loaded = peak_mb(again=True)
+    optimizers = make_optimizers(module, OptimConfig())
+    ids = torch.randint(side.config.vocab_size, (SEQUENCES, TOKENS))
+    rows = torch.arange(SEQUENCES * TOKENS - 1)
+    for _ in range(STEPS):
+        loss, _, _ = module(Batch(ids, rows, ids.flatten()[rows + 1]))
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return {"loaded_mb": loaded - before, "steps_mb": peak_mb() - before}
+
+
+def adapter_rows() -> list[dict[str, Any]]:
+    """Each of CELLS in a process of its own."""
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        write_bases(Path(folder))
+        for name, base in CELLS.items():
+            command = [sys.executable, __file__, "--cell", name, "--base", str(Path(folder) / base)]
+            done = subprocess.run(command, check=True, capture_output=True, text=True)
+            rows.append({"trained": name, **json.loads(done.stdout.splitlines()[-1])})
+    return rows
 
 
 def main(
     out: Annotated[Path | None, typer.Option(help="JSON")] = None,
     tokens: Annotated[int, typer.Option(help="tokens of a sequence")] = 1536,
+    cell: Annotated[str | None, typer.Option(hidden=True)] = None,
+    base: Annotated[Path | None, typer.Option(hidden=True)] = None,
 ) -> None:
-    """Peak memory of a training step, pair by pair."""
+    """Peak memory of a training step, pair by pair, and of adapters."""
+    if cell is not None and base is not None:
+        return print(json.dumps(take_steps(cell, base)))
+    adapters = adapter_rows()
     # It compares numbers, which these tensors do not have.
     SplitModel._check = lambda self: None  # type: ignore[method-assign]
     table = Table("target", "draft", "weights", "+ states", "peak at 1", "each more", f"fit {DEVICE_GB} GB", title="GB")
@@ -130,8 +222,12 @@ def main(
         )  # fmt: skip
         table.add_row(target, draft, *(f"{value / GB:.1f}" for value in (weights, states, one, each)), str(fit))
     Console().print(table)
+    side = Table("trained", "loading", "steps", title="MB")
+    for row in adapters:
+        side.add_row(row["trained"], *(f"{row[name]:.0f}" for name in ("loaded_mb", "steps_mb")))
+    Console().print(side)
     if out is not None:
-        write_result(out, {"torch": torch.__version__, "rows": rows})
+        write_result(out, {"torch": torch.__version__, "rows": rows, "adapters": adapters})
 
 
 if __name__ == "__main__":
