@@ -24,8 +24,8 @@ from speculative.decoder.proposal_log import ProposalLog
 from speculative.decoder.responses import DecodeSettings, Prompt, Response
 from speculative.drafters.draft import Draft, Drafting
 
-# Fewest prompts that one rank decodes at once, unless judge.batch_size is smaller, and groups of a larger number of prompts. More groups
-# could be shared by more ranks, and would take one rank longer.
+# Prompts that one rank decodes at once, a small number, so that ranks can share them; of a verdict more if there would be more groups
+# than GROUPS, which take one rank longer.
 DECODED_TOGETHER, GROUPS = 8, 8
 
 

@@ -14,6 +14,7 @@ from distill.models.target import Target
 from distill.run.checkpoint import judged_scores
 from distill.run.run import Run
 from distill.training.module import DraftModule
+from distill.verdict.decoding import DECODED_TOGETHER
 from speculative.decoder.responses import DecodeSettings
 from speculative.drafters.draft import Draft, Drafting
 from speculative.engine.memory import release
@@ -37,9 +38,6 @@ from speculative.measure.intervals import interval, sum_by_prompt
 from speculative.measure.replay import agreement_warning, agreement_words, expected_blocks_of
 from speculative.measure.token_scores import score_batches, score_tokens
 from speculative.rules.rule import Rule
-
-# Prompts that one rank decodes at once. A small number, so that ranks can share the prompts of a checkpoint.
-DECODED_TOGETHER = 8
 
 
 class DraftJudge:
