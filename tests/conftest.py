@@ -79,6 +79,9 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     import torch
 
+    from speculative.measure import intervals
+
+    intervals.MOST_RESAMPLES = 4000  # The few prompts of a tiny run would ask for a hundred thousand.
     # Tiny models lose more to thread hand-over than they gain.
     torch.set_num_threads(1)
     for item in items:

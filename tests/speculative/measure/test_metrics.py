@@ -142,6 +142,11 @@ def some_sums(prompts, seed=0):
     return np.stack((tokens, tokens * rng.beta(6, 3, prompts), tokens / rng.uniform(1.5, 4, prompts)), 1)
 
 
+@pytest.fixture(autouse=True)
+def _all_resamples(monkeypatch):
+    monkeypatch.setattr(intervals, "MOST_RESAMPLES", 100_000)
+
+
 @pytest.mark.parametrize("prompts", [12, 40])
 def test_intervals_equal_scipys_bootstrap_at_the_expanded_level(prompts, monkeypatch):
     """Same seed, same draws: scipy picks prompts one by one, here they are counted."""
