@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import uvicorn
+
+# It looks every tenth of a second whether to stop, and waits two more for what is open: most of the time of many tests.
+vars(uvicorn.server)["asyncio"] = SimpleNamespace(**{**vars(asyncio), "sleep": lambda _: asyncio.sleep(0.01)})
 
 
 @contextmanager
