@@ -6,6 +6,7 @@ streams. So this file keeps the few idle connections itself. Reads have no timeo
 
 import asyncio
 import contextlib
+import functools
 import ssl
 import time
 from collections.abc import AsyncIterator, Iterable
@@ -93,7 +94,10 @@ class Upstream:
 
     def __init__(self) -> None:
         self._idle: dict[str, list[tuple[float, _Connection]]] = {}
-        self._tls = ssl.create_default_context()
+
+    @functools.cached_property
+    def _tls(self) -> ssl.SSLContext:
+        return ssl.create_default_context()  # It reads all trusted certificates: only for an engine that needs them.
 
     @contextlib.asynccontextmanager
     async def ask(
