@@ -21,6 +21,14 @@ from distill.run.frozen_text import load_frozen_text
 from distill.run.verdict_record import load_verdict
 from speculative.measure.engine_costs import EngineCosts
 
+QUICK = {"fixed": 0.002, "per_token": 0.0, "draft": 0.0}  # costs that no test looks at
+
+
+@pytest.fixture(autouse=True)
+def few_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clock, "TURN", 1)
+    monkeypatch.setattr(clock, "FEWEST", 3)
+
 
 @contextlib.contextmanager
 def asking(run: Path, *engines: TimedEngine) -> object:
@@ -70,7 +78,7 @@ def test_llama_cpp_is_timed_by_the_counts_so_far_in_its_parts(tiny_run: Path, tm
 
 
 def test_an_engine_that_takes_fewer_requests_is_refused(tiny_run: Path) -> None:
-    engines = TimedEngine(0), TimedEngine(2, 1), TimedEngine(4, 3, most=2)
+    engines = TimedEngine(0, **QUICK), TimedEngine(2, 1, **QUICK), TimedEngine(4, 3, **QUICK, most=2)
     with asking(tiny_run, *engines) as options:
         assert "--load 3: the engine decoded 2 requests at a time; lower it" in refused(time_command, options)
     assert not (tiny_run / "engine_costs.json").exists()
@@ -84,7 +92,7 @@ def test_an_engine_whose_gamma_varies_is_refused(tiny_run: Path, monkeypatch: py
         return gamma and gamma + next(calls) // 4 % 2, *rest  # another in each repeat
 
     monkeypatch.setattr(clock, "_turn", turn)
-    with asking(tiny_run, TimedEngine(0), TimedEngine(2, 1), TimedEngine(4, 3)) as options:
+    with asking(tiny_run, *(TimedEngine(gamma, **QUICK) for gamma in (0, 2, 4))) as options:
         assert "different numbers of tokens, each always the same" in refused(time_command, options)
 
 
@@ -109,14 +117,16 @@ def test_an_engine_is_started_with_room_and_counts(tiny_run: Path, monkeypatch: 
 @pytest.mark.parametrize(
     ("engines", "told"),
     [
-        ((TimedEngine(0), TimedEngine(2, 1, counts=False), TimedEngine(4)), "reports no drafts"),
-        ((TimedEngine(2), TimedEngine(2), TimedEngine(4)), "drafts too; start it without the draft"),
-        ((TimedEngine(0, with_ids=False), TimedEngine(2), TimedEngine(4)), "0 tokens are counted in a stream of"),
-        ((TimedEngine(0), TimedEngine(2), TimedEngine(2)), "two or more engines that draft different numbers"),
+        (({"gamma": 0}, {"gamma": 2, "counts": False}, {"gamma": 4}), "reports no drafts"),
+        (({"gamma": 2}, {"gamma": 2}, {"gamma": 4}), "drafts too; start it without the draft"),
+        (({"gamma": 0, "with_ids": False}, {"gamma": 2}, {"gamma": 4}), "0 tokens are counted in a stream of"),
+        (({"gamma": 0}, {"gamma": 2}, {"gamma": 2}), "two or more engines that draft different numbers"),
     ],
 )
-def test_engines_that_cannot_be_timed_are_one_line(tiny_run: Path, engines: tuple[TimedEngine, ...], told: str) -> None:
-    with asking(tiny_run, *engines) as options:
+def test_engines_that_cannot_be_timed_are_one_line(
+    tiny_run: Path, engines: tuple[dict[str, Any], ...], told: str
+) -> None:
+    with asking(tiny_run, *(TimedEngine(**QUICK, **one) for one in engines)) as options:
         assert told in refused(time_command, options)
     assert not (tiny_run / "engine_costs.json").exists()
 
