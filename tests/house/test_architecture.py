@@ -54,6 +54,7 @@ def names_imported(source: str, package: str) -> list[str]:
     return names
 
 
+@functools.cache
 def modules_imported(path: Path) -> set[str]:
     """Dotted names of our modules that a file imports."""
     return {
