@@ -2,15 +2,15 @@
 called as it is.
 """
 
-import os
-import subprocess
-import sys
+import ctypes
+import resource
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model, inject_adapter_in_model
+from processes import run_child
 from tiny_models import VOCAB, prompts_of, texts, tiny_model
 from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
@@ -340,19 +340,12 @@ def test_one_met_while_it_trains_is_judged_as_it_decodes() -> None:
 
 
 def test_without_memory_it_says_so_as_torch_does() -> None:
-    program = (
-        "import resource, numpy as np, torch\n"
-        "from tiny_models import tiny_model\n"
-        "from speculative.engine.cached_model import CachedModel\n"
-        "cached = CachedModel(tiny_model(), 'm', 1, 70000, 'compile')\n"
-        "ids = torch.zeros((1, 60000), dtype=torch.int64)\n"
-        "used = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
-        "resource.setrlimit(resource.RLIMIT_AS, (used + 2**23, used + 2**23))\n"
-        "try:\n"
-        "    with torch.no_grad(): cached.feed(ids, np.zeros(1, dtype=np.int64), 1)\n"
-        "except RuntimeError as error:\n"
-        "    raise SystemExit(0 if 'allocate memory' in str(error) else 5)\n"
-    )
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2] / "support")}
-    ended = subprocess.run([sys.executable, "-c", program], cwd=Path(__file__).parents[3], env=environment, timeout=120)
-    assert ended.returncode == 0
+    def feed() -> None:
+        cached, ids = opened(tiny_model(), rows=1, capacity=70_000), torch.zeros((1, 60_000), dtype=torch.int64)
+        ctypes.CDLL(None).mallopt(-3, 1 << 16)  # M_MMAP_THRESHOLD: memory that is free already is not enough
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + 2**23, used + 2**23))
+        with torch.no_grad(), pytest.raises(RuntimeError, match="allocate memory"):
+            cached.feed(ids, np.zeros(1, dtype=np.int64), 1)
+
+    assert run_child(feed) == 0
