@@ -47,13 +47,13 @@ MATRIX = {
 def test_architectures_equal_transformers_generate(name):
     """Prompts and responses longer than the windows, ragged, more prompts than rows: recycled rows too."""
     target = tiny_model(name.split()[0], **MATRIX[name])
-    prompts = prompts_of([5, 1, 12, 30, 8])
+    prompts = prompts_of([12, 1, 5, 30, 8])
     expected = generated(target, prompts, 24)
     settings = DecodeSettings(GREEDY, 3, "greedy", max_tokens=24)
     draft = perturbed(target)
-    for batch_size in (1, 3):
-        responses, _ = decode(target, ModelDrafter(draft), prompts, settings, batch_size=batch_size)
-        assert texts(responses) == expected
+    for batch_size, count in ((1, 2), (3, 5)):
+        responses, _ = decode(target, ModelDrafter(draft), prompts[:count], settings, batch_size=batch_size)
+        assert texts(responses) == expected[:count]
         # The draft saw what it should have: positions or windows off by one would only lower its acceptance.
         check = agreement_of(score_tokens(draft, responses, GREEDY), "greedy", [text.blocks for text in responses], 3)
         assert check.live_blocks == pytest.approx(check.predicted_blocks)

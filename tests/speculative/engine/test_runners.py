@@ -63,8 +63,7 @@ def recorded(monkeypatch):
     return made
 
 
-@pytest.mark.parametrize("batch_size", [1, 3])
-@pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma2"])
+@pytest.mark.parametrize(("kind", "batch_size"), [("llama", 1), ("llama", 3), ("gpt2", 3), ("gemma2", 3)])
 def test_recorded_calls_give_the_tokens_of_plain_ones(recorded, kind, batch_size):
     """Whole blocks, and, for a policy that hears of each block, its calls one by one."""
     target = tiny_model(kind, **({"sliding_window": 6} if kind == "gemma2" else {}))
