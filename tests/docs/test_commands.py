@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import shutil
 import subprocess
@@ -18,8 +19,10 @@ from typer.testing import CliRunner
 
 from distill.cli import app
 from distill.commands import serve as serving
+from distill.commands.probe import probe
 from distill.models.carving import carve
 from distill.models.load import load_tokenizer
+from speculative.measure.cost import measure_costs
 
 # Below an <!-- needs ... --> in the quickstart.
 NEEDS_AN_ENGINE = {"serve", "readback"}
@@ -42,6 +45,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     shutil.copytree(ROOT / "configs", tmp_path / "configs")
     shutil.copytree(ROOT / "distill" / "models" / "embedded", tmp_path / "distill" / "models" / "embedded")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(probe, "measure_costs", functools.partial(measure_costs, seconds=0.1))
     return tmp_path
 
 

@@ -23,10 +23,9 @@ from distill import train
 from distill.commands import training_process
 from distill.commands.compare.compare import CompareOptions, compare_command
 from distill.commands.options import SweepOptions
-from distill.commands.sweep import fit
+from distill.commands.sweep import fit, sweep
 from distill.commands.sweep.fit import Rung, minutes_of, rungs_of, steps_at
 from distill.commands.sweep.plan import plan
-from distill.commands.sweep.sweep import run_sweep
 from distill.config.layout import best_student, list_steps
 from distill.faults import Interrupted
 from distill.models.student import from_architecture
@@ -102,6 +101,11 @@ def children(monkeypatch: pytest.MonkeyPatch) -> Children:
 
 
 @pytest.fixture
+def without_frontier(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sweep, "plot_frontier", lambda *_: None)
+
+
+@pytest.fixture
 def timed_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     """A step takes this long, whatever the machine does."""
 
@@ -121,7 +125,7 @@ def sweep_file(folder: Path, grid: dict[str, Any] = SHAPES, **sections: Any) -> 
 def run(path: Path, minutes: Any = MINUTES, dry_run: bool = False) -> str:
     """What was printed."""
     file = io.StringIO()
-    run_sweep(SweepOptions(path, dry_run=dry_run, fit=str(minutes)), Console(file=file, width=240))
+    sweep.run_sweep(SweepOptions(path, dry_run=dry_run, fit=str(minutes)), Console(file=file, width=240))
     return file.getvalue()
 
 
@@ -172,6 +176,7 @@ def test_a_search_from_the_grid_to_the_recommendation(
     assert "this one differs" in refused(run, sweep_file(tmp_path), 0.3)
 
 
+@pytest.mark.usefixtures("without_frontier")
 def test_a_killed_search_goes_on_where_it_was(tmp_path: Path, children: Children, timed_at: Any) -> None:
     timed_at(0.5)
     path = sweep_file(tmp_path)
@@ -189,6 +194,7 @@ def test_a_killed_search_goes_on_where_it_was(tmp_path: Path, children: Children
     assert sum(row["kept"] for row in told["rungs"][0]) == 2
 
 
+@pytest.mark.usefixtures("without_frontier")
 def test_a_shape_that_fails_is_dropped_and_the_others_go_on(
     tmp_path: Path, children: Children, timed_at: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -332,7 +332,7 @@ trees = st.fixed_dictionaries(
 )  # fmt: skip
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=30, deadline=None)
 @example(tree_of(name="1e5", target={"revision": "0E0"}, output="1_0.e3"))
 @given(trees)
 def test_what_is_dumped_loads_to_the_same_value(tmp_path_factory: pytest.TempPathFactory, tree: dict[str, Any]) -> None:

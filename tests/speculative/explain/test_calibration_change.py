@@ -5,6 +5,7 @@ import pytest
 from simulation import trials
 
 from speculative.evaluate import HeldoutResponse
+from speculative.explain import calibration_change as module
 from speculative.explain.calibration import calibration
 from speculative.explain.calibration_change import Scored, calibration_change
 from speculative.measure.token_scores import TokenScores
@@ -21,7 +22,8 @@ def side(rng: np.random.Generator, prompts: int, overconfident: float) -> Scored
     return texts, scores
 
 
-def test_on_much_text_the_errors_are_those_of_the_reliability_curve() -> None:
+def test_on_much_text_the_errors_are_those_of_the_reliability_curve(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_RESAMPLES", 100)
     rng = np.random.default_rng(0)
     now, judged = side(rng, 3000, 0.15), side(rng, 3000, 0.05)
     found = calibration_change(now, judged, "greedy")
@@ -32,7 +34,8 @@ def test_on_much_text_the_errors_are_those_of_the_reliability_curve() -> None:
     assert 0 < found.ci[0] < found.change < found.ci[1]
 
 
-def test_about_half_of_what_noise_adds_is_subtracted() -> None:
+def test_about_half_of_what_noise_adds_is_subtracted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_RESAMPLES", 2)  # only for the interval
     rng = np.random.default_rng(1)
     pairs = [side(rng, 30, 0.0) for _ in range(60)]
     raw = [calibration(*one, "greedy").expected_error or 0.0 for one in pairs]
@@ -47,10 +50,14 @@ def test_about_half_of_what_noise_adds_is_subtracted() -> None:
 @pytest.mark.parametrize(
     ("prompts", "before", "after"), [(40, 0.0, 0.0), (40, 0.1, 0.1), (20, 0.1, 0.1), (40, 0.0, 0.15)]
 )
-def test_the_interval_covers_the_true_change(prompts: int, before: float, after: float) -> None:
+def test_the_interval_covers_the_true_change(
+    prompts: int, before: float, after: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It covers in 92 to 97 % of the simulations (in full 1,000), not in exactly 95: the distance has a corner at zero."""
     rng, count = np.random.default_rng(2), trials(30, 1000)
-    many = calibration_change(side(rng, 2000, after), side(rng, 2000, before), "greedy").change
+    with monkeypatch.context() as without_interval:
+        without_interval.setattr(module, "_RESAMPLES", 2)
+        many = calibration_change(side(rng, 2000, after), side(rng, 2000, before), "greedy").change
     covered = 0
     for _ in range(count):
         found = calibration_change(side(rng, prompts, after), side(rng, 60, before), "greedy")
