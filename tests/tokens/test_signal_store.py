@@ -13,6 +13,7 @@ import pytest
 import torch
 from processes import forked, run_and_kill, run_child
 from refusals import refused
+from simulation import trials
 from stored_signals import random_topk
 from tiny_training import examples_of
 
@@ -235,14 +236,15 @@ def test_another_seed_matters_for_samples_only(tmp_path: Path) -> None:
 # --- damage ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.simulation
 @KINDS
 def test_one_flipped_byte_anywhere_is_refused_by_name_missing_or_harmless(tmp_path: Path, kind: str) -> None:
-    """Every byte. Missing: of a row no other byte is read. Harmless: what is read is what was written."""
+    """Every third byte, in `make prove` each. Missing: of a row no other byte is read. Harmless: what is read is what was written."""
     lengths = [1, 2, 1]  # two messages, of two rows and one
     whole, refusals = filled(tmp_path, kind, lengths).read(range(3)), 0
     (path,) = files(tmp_path)
     content = path.read_bytes()
-    for position in range(len(content)):
+    for position in range(0, len(content), step := trials(3, 1)):
         mask = 1 << (position % 8)
         path.write_bytes(content[:position] + bytes([content[position] ^ mask]) + content[position + 1 :])
         store = opened(tmp_path, kind, lengths)
@@ -268,15 +270,16 @@ def test_one_flipped_byte_anywhere_is_refused_by_name_missing_or_harmless(tmp_pa
             assert same(signal, narrowed), (position, number)
     entries = K if kind == "topk" else SAMPLES
     values = (part for n in range(3) for part in encode(signal_of(n, kind, lengths[n]), entries, VOCAB).values())
-    assert refusals >= sum(part.nbytes for part in values), "every byte of a value at least"
+    assert refusals >= sum(part.nbytes // step for part in values), "every byte of a value at least"
 
 
+@pytest.mark.simulation
 @KINDS
 def test_of_a_truncated_file_only_whole_rows_are_there(tmp_path: Path, kind: str) -> None:
     filled(tmp_path, kind)
     (path,) = files(tmp_path)
     content, found = path.read_bytes(), set()
-    for length in range(0, len(content), 7):
+    for length in range(0, len(content), trials(21, 7)):
         path.write_bytes(content[:length])
         store = opened(tmp_path, kind)
         present = np.flatnonzero(store.present()).tolist()

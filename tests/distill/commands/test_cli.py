@@ -89,6 +89,7 @@ def test_a_dataclass_is_the_command_line(capsys: pytest.CaptureFixture[str]) -> 
         assert words in text
 
 
+@pytest.mark.usefixtures("without_pictures")
 def test_evaluate_prints_a_table_and_writes_the_shape_of_the_verdict(
     tiny_run: Path, tiny_config: Path, tmp_path: Path
 ) -> None:

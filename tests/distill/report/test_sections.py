@@ -291,6 +291,7 @@ def test_a_price_that_is_none_is_refused(text: str) -> None:
     assert re.search(r"--price-per-hour .*2\.49,4\.98", refused(parse_prices, text))
 
 
+@pytest.mark.usefixtures("without_pictures")
 def test_prices_on_the_command_line(result: dict[str, Any], tmp_path: Path) -> None:
     assert [parse_prices(text) for text in ("", "2.49", "2.49,4.98")] == [None, Prices(2.49, 2.49), Prices(2.49, 4.98)]
     write_json(tmp_path / RESULT, priced(result))
