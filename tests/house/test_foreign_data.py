@@ -14,9 +14,7 @@ from processes import run_child, until
 from refusals import refused
 
 from distill import train
-from distill.commands.training_process import TrainingFailed, train_apart
 from distill.config.command_line import LaunchOptions
-from distill.config.load import load_config
 from distill.run.launcher import launch_if_asked
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -114,18 +112,6 @@ def test_a_program_starts_beside_any_data_that_is_not_in_its_way(
         assert is_refusal(said, file)
     else:
         assert said.startswith("understudy: nowhere.yaml: cannot read the config"), "all imports are passed"
-
-
-def test_the_child_of_a_sweep_and_of_a_refresh_starts_beside_any_data(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    new_project(tmp_path, "package")
-    (tmp_path / "base.yaml").write_text(
-        "{name: base, target: {path: ./no-such-target}, data: {train: [{path: prompts.jsonl}]}}", encoding="utf-8"
-    )
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(TrainingFailed, match="no-such-target"):
-        train_apart(load_config("base.yaml"), ["base.yaml"], tmp_path / "log", [sys.executable])
 
 
 def test_no_program_of_ours_starts_a_module_of_ours_from_the_working_directory() -> None:

@@ -452,7 +452,12 @@ def test_the_error_line_is_ours_where_there_is_one() -> None:
 
 
 @pytest.mark.usefixtures("without_figures")
-def test_real_runs_share_the_targets_answers(tiny_config: Path, tmp_path: Path) -> None:
+def test_real_runs_share_the_targets_answers(
+    tiny_config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a project that has a `data` of its own: the process of a run imports nothing from the working directory."""
+    (tmp_path / "data.py").write_text("raise SystemExit('the wrong data')", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
     path = tmp_path / "sweep.yaml"
     # Nothing is timed: that is most of so small a run.
     overrides = {"output": str(tmp_path), "train.steps": 1, "judge.every": 1, "judge.live": "never"}
