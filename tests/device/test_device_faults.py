@@ -26,7 +26,7 @@ pytestmark = pytest.mark.device
 TARGET = tiny_model(num_hidden_layers=1)
 DRAFT = perturbed(TARGET)
 PROMPTS = prompts_of([7, 3, 60, 12, 5])
-SETTINGS = DecodeSettings(SamplingSettings(0.9, top_p=0.95), 3, "sample", max_tokens=20, eos_ids=(5,))
+SETTINGS = DecodeSettings(SamplingSettings(0.9, top_p=0.95), 3, "sample", max_tokens=12, eos_ids=(5,))
 
 
 class Hears(FixedGamma):
