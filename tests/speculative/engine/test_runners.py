@@ -67,14 +67,14 @@ def recorded(monkeypatch):
 def test_recorded_calls_give_the_tokens_of_plain_ones(recorded, kind, batch_size):
     """Whole blocks, and, for a policy that hears of each block, its calls one by one."""
     target = tiny_model(kind, **({"sliding_window": 6} if kind == "gemma2" else {}))
-    draft = perturbed(target)
+    draft, prompts = perturbed(target), PROMPTS if batch_size > 1 else PROMPTS[4:]
     settings = [(GREEDY, "greedy"), (SamplingSettings(1.0), "sample"), (SamplingSettings(1.0), "block")]
     for sampling, rule in settings:
         asked = DecodeSettings(sampling, 3, rule, max_tokens=24, eos_ids=(5, 9))
-        plain, _ = decode(target, ModelDrafter(draft), PROMPTS, asked, batch_size=batch_size)
+        plain, _ = decode(target, ModelDrafter(draft), prompts, asked, batch_size=batch_size)
         for policy in (None, HearsSeconds(3)):
             static, timing = decode(
-                target, ModelDrafter(draft), PROMPTS, asked, batch_size=batch_size, runner="graph", policy=policy
+                target, ModelDrafter(draft), prompts, asked, batch_size=batch_size, runner="graph", policy=policy
             )
             assert texts(static) == texts(plain)
             assert [text.accepted_counts for text in static] == [text.accepted_counts for text in plain]
