@@ -42,22 +42,10 @@ def test_the_decoder_bench_writes_a_cell_for_everything(
     tiny_target: Path, tiny_run: Path, prompts: Path, tmp_path: Path
 ) -> None:
     bench("decode").main(
-        out=tmp_path / "decode.json",
-        target=str(tiny_target),
-        draft=str(tiny_run / "best" / "student"),
-        prompts=str(prompts),
-        chat=False,
-        gammas="1,2",
-        count=1,
-        max_tokens=4,
-        longest=60,
-        batch=2,
-        drafters=True,
-        threads=0,
-        dtype="float32",
-        device="cpu",
-        repeats=1,
-    )
+        out=tmp_path / "decode.json", target=str(tiny_target), draft=str(tiny_run / "best" / "student"), prompts=str(prompts),
+        chat=False, gammas="1,2", count=1, max_tokens=4, longest=60, batch=2, drafters=True, threads=0, dtype="float32",
+        device="cpu", repeats=1,
+    )  # fmt: skip
     result = json.loads((tmp_path / "decode.json").read_text())
     cells = result["cells"]
     assert result["machine"]["dtype"] == "float32"

@@ -23,10 +23,6 @@ CELL = {
 }  # fmt: skip
 
 
-def trl_is_here() -> bool:
-    return bench("trl_peer").version() is not None
-
-
 @pytest.fixture
 def chatty_target(tiny_target: Path, tmp_path: Path) -> Path:
     """The tiny target with a chat template."""
@@ -58,7 +54,7 @@ def test_a_step_has_a_cell_for_every_policy_and_objective(tiny_target: Path, tmp
     assert set(cells) == reading | writing
     for (_, objective, _), cell in cells.items():
         assert set(cell) >= CELL
-        assert (cell["vs_trl"] is not None) == (trl_is_here() and objective in module.BETA)
+        assert (cell["vs_trl"] is not None) == (objective in module.BETA)
         assert cell["peak_memory_mb"] is None
     # Speed of the baseline and time over its time are one measurement.
     baseline = result["contestants"]["floor/off/forward_kl"]["tokens_per_second"]
@@ -324,7 +320,7 @@ def test_the_race_has_everyone_and_intervals(
         ["batch=4"], minutes=0.002, contestants="ours,forward_kl,trl_gkd", compare="minutes", steps=1, **options
     )
     result = json.loads(out.read_text())
-    expected = {"ours", "forward_kl"} | ({"trl_gkd"} if trl_is_here() else set())
+    expected = {"ours", "forward_kl", "trl_gkd"}
     assert set(result["summary"]) == expected
     assert {(run["name"], run["seed"]) for run in result["runs"]} == {(name, s) for name in expected for s in (0, 1)}
     gains = [

@@ -22,17 +22,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if (ROOT / name).exists():
             (source / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(ROOT / name, source / name, follow_symlinks=False)
-    command = [
-        sys.executable,
-        "-m",
-        "build",
-        "--wheel",
-        "--no-isolation",
-        "--outdir",
-        str(folder / "dist"),
-        str(source),
-    ]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", folder / "dist", source]
+    result = subprocess.run([*map(str, command)], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr[-2000:]
     return next((folder / "dist").glob("*.whl"))
 

@@ -44,15 +44,6 @@ def test_every_understudy_command_of_the_readme_exists() -> None:
         assert command in help_text, command
 
 
-def test_the_options_in_the_readmes_commands_exist() -> None:
-    block = README.split("## Your own model")[1].split("```bash")[1].split("```")[0]
-    lines = [line.partition(" #")[0].split() for line in block.strip().splitlines()]
-    assert len(lines) == 5
-    for _, command, *words in lines:
-        help_text = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "200"}).output
-        assert [word for word in words if word.startswith("--") and word not in help_text] == [], command
-
-
 def test_every_config_the_readme_names_loads() -> None:
     named = set(re.findall(r"configs/[a-z0-9_]+\.yaml", README))
     assert "configs/demo.yaml" in named

@@ -273,12 +273,8 @@ def test_width_and_window_are_shapes_too_and_share_responses(tmp_path: Path) -> 
     grid = {"student.architecture.hidden_size": [32, 64], "student.architecture.sliding_window": [16, None]}
     trials = plan(sweep_file(tmp_path, grid, student=student))[1]
     shapes = [trial.config.student.architecture or {} for trial in trials]
-    assert [(one["hidden_size"], one["sliding_window"]) for one in shapes] == [
-        (32, 16),
-        (32, None),
-        (64, 16),
-        (64, None),
-    ]
+    found = [(one["hidden_size"], one["sliding_window"]) for one in shapes]
+    assert found == [(32, 16), (32, None), (64, 16), (64, None)]
     assert len({trial.answers_key for trial in trials}) == 1
     grid = {"student.architecture.max_position_embeddings": [64, 128]}
     assert len({trial.answers_key for trial in plan(sweep_file(tmp_path, grid, student=student))[1]}) == 2

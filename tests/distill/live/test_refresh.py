@@ -33,13 +33,8 @@ QUICK = [
 ]  # fmt: skip
 FIRST, HEALTHY = 90, 40  # requests before the first refresh, and before acceptance falls
 LONG_PATIENCE = {
-    "payback_days": 1e12,
-    "margin": 0.1,
-    "probe_steps": 16,
-    "false_alarms": 0.2,
-    "drop": 0.15,
-    "burn_in": 30,
-}
+    "payback_days": 1e12, "margin": 0.1, "probe_steps": 16, "false_alarms": 0.2, "drop": 0.15, "burn_in": 30,
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
