@@ -20,6 +20,7 @@ from distill.models.quantized import quantization_of
 from distill.models.target import TargetSide
 from distill.models.vocabulary import (
     TokenDifference,
+    added_ends,
     first_string_difference,
     tokenizer_differences,
     tokens_by_id,
@@ -248,13 +249,32 @@ def gather_facts(target: TargetSide, draft: TargetSide, path: str, **served: Any
         draft_quantised=quantization_of(draft.config) is not None,
         pre_tokenizer=pre_tokenizer_name(target.tokenizer),
         draft_context=context if context and limit and context < limit else None,
-        differences=tokenizer_differences(target.tokenizer, draft.tokenizer),
+        differences=tokenizer_differences(target.tokenizer, draft.tokenizer) | _first_tokens(target, draft),
         dtypes=(str(saved_dtype(target.config)), str(saved_dtype(draft.config))),
         token_rows=max(target_tokens, default=-1) + 1,
         shapes={"target": _shape(target.config), "draft": _shape(draft.config)},
         head_tokens=len(head_ids_of(draft.config) or ()) or None,
         **served,
     )
+
+
+def _first_tokens(target: TargetSide, draft: TargetSide) -> dict[str, str]:
+    """Return, as `tokenizer_differences`, where the draft's bos differs, if the target's tokenizer adds tokens to a text."""
+    ours, theirs = (
+        {
+            "tokenizer_config.json: bos_token": one.tokenizer.bos_token,
+            "config.json (read where the tokenizer's files have no bos): bos_token_id": getattr(
+                one.config.get_text_config(), "bos_token_id", None
+            ),
+        }
+        for one in (target, draft)
+    )
+    found = [
+        f"{place}: {ours[place]} in the target, {theirs[place]} in the draft"
+        for place in ours
+        if None not in (ours[place], theirs[place]) and ours[place] != theirs[place]
+    ]
+    return {"bos": " and ".join(found)} if found and added_ends(target.tokenizer) else {}
 
 
 def _shape(config: Any) -> Shape:

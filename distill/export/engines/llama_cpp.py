@@ -15,8 +15,8 @@ ALWAYS_TIED = ("cohere", "cohere2", "gemma", "gemma2")
 
 
 def _refusals(facts: EngineFacts) -> list[str]:
-    told = "it refuses such a pair (common/speculative.cpp); use the target's tokenizer files in the draft"
-    found = [facts.differences[name] for name in ("ends", "kind") if name in facts.differences]
+    told = "it refuses such a pair (common/speculative.cpp); use the target's tokenizer files and bos_token_id in the draft"
+    found = [facts.differences[name] for name in ("ends", "bos", "kind") if name in facts.differences]
     return [f"{one}; {told}" for one in found] + facts.lost_heads(ALWAYS_TIED)
 
 

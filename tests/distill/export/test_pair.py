@@ -127,6 +127,27 @@ def test_each_file_that_differs_is_found_once(target, draft, name, change, broke
     assert len(findings) <= 2, "several engines may say it in their own words, and nothing else is wrong"
 
 
+@pytest.mark.parametrize(
+    ("name", "change", "words"),
+    [
+        ("config.json", {"bos_token_id": 3}, ("bos_token_id: 2 in the target, 3 in the draft", "refuses")),
+        ("tokenizer_config.json", {"bos_token": "<|pad|>"}, ("bos_token: <|user|> in the target, <|pad|> in the draft", "refuses")),
+    ],
+)  # fmt: skip
+def test_another_bos_breaks_only_if_the_target_adds_one(target, draft, name, change, words):
+    for side in (target, draft):
+        edit(side, "tokenizer_config.json", lambda tree: tree.update(bos_token="<|user|>"))
+        edit(side, "config.json", lambda tree: tree.update(bos_token_id=2))
+    assert found(target, draft) == []
+    edit(draft, name, lambda tree: tree.update(change))
+    assert not any(one.breaks for one in found(target, draft)), "no text begins with it"
+    for side in (target, draft):
+        edit(side, "tokenizer.json", add_bos)
+    (one,) = (one for one in found(target, draft) if one.breaks)
+    assert one.engines == (LLAMA_CPP,)
+    assert all(word in one.text for word in words), one.text
+
+
 def test_a_chat_template_of_its_own_is_a_note(target, draft):
     (draft / "chat_template.jinja").write_text("other")
     (one,) = found(target, draft)
