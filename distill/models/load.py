@@ -150,8 +150,19 @@ def load_model(
     model = text_only(loaded).eval()
     if path.endswith(GGUF):
         without_quantization(model.config)
+        _scale_rotation(resolve(path), model)
     _refuse_offloaded(what, path, model)
     return model if device is None or "device_map" in options else model.to(device)
+
+
+def _scale_rotation(path: str, model: Any) -> None:
+    """Divide rotary frequencies by the factors of a GGUF file, Llama 3.1's rope scaling: transformers leaves them out."""
+    from gguf import GGUFReader  # An extra; transformers has asked for it by now.
+
+    factors = next((one.data for one in GGUFReader(path).tensors if one.name == "rope_freqs.weight"), None)
+    for module in model.modules() if factors is not None else ():
+        if "inv_freq" in getattr(module, "_buffers", {}):
+            module.inv_freq /= torch.tensor(factors, device=module.inv_freq.device)
 
 
 def _refuse_oversized(folder: Path, config: Any, trust_remote_code: bool) -> None:
