@@ -149,9 +149,14 @@ class EngineFacts:
 
     @property
     def sampled_drafts_win(self) -> bool:
-        """Whether replay predicts more acceptance for sampled drafts, also for untruncated ones, than for argmax drafts."""
-        sampled = min(self.taus.get(rule, math.inf) for rule in ("sample", UNTRUNCATED))
-        return self.sampled and not self.head_tokens and math.inf > sampled > self.taus.get("greedy-draft", math.inf)
+        """Whether replay predicts more acceptance for vLLM's sampled drafts than for argmax drafts."""
+        drawn, argmax = (self.taus.get(rule) for rule in (self.drawn_rule, "greedy-draft"))
+        return self.sampled and not self.head_tokens and None not in (drawn, argmax) and drawn > argmax
+
+    @property
+    def drawn_rule(self) -> str:
+        """The rule of vLLM's sampled drafts, which it draws at the temperature alone."""
+        return UNTRUNCATED if self.sampling is not None and self.sampling.truncates else "sample"
 
     @property
     def request(self) -> dict[str, float | int]:
@@ -262,7 +267,7 @@ def _first_tokens(target: TargetSide, draft: TargetSide) -> dict[str, str]:
     """Return, as `tokenizer_differences`, where the draft's bos differs, if the target's tokenizer adds tokens to a text."""
     ours, theirs = (
         {
-            "tokenizer_config.json: bos_token": one.tokenizer.bos_token,
+            "tokenizer_config.json: bos_token": getattr(one.tokenizer, "bos_token", None),
             "config.json (read where the tokenizer's files have no bos): bos_token_id": getattr(
                 one.config.get_text_config(), "bos_token_id", None
             ),

@@ -45,7 +45,7 @@ def _differences(counted: Counted, replayer: Replayer, found: Predicted) -> list
     causes: list[str] = []
     if counted.varies and not (found.agrees and counted.gamma == found.gamma):
         varies = f"gamma: the server varies it ({counted.varies}), and replay needs one gamma; use --concurrency 1"
-        return _foreign(counted, replayer, found) or [varies]
+        return foreign(counted, replayer, found) or [varies]
     if counted.gamma != found.gamma:
         there = replayer.predict(counted, found.rule, counted.gamma)
         fits = "replay agrees" if there.agrees else f"replay disagrees there too, z {there.z:+.1f}"
@@ -59,7 +59,7 @@ def _differences(counted: Counted, replayer: Replayer, found: Predicted) -> list
     if told := _drafting(counted, replayer, found):
         return [*causes, told]
     trimmed = [] if found.agrees else _trimmed(counted, replayer, found)
-    causes += trimmed or _foreign(counted, replayer, found)
+    causes += trimmed or foreign(counted, replayer, found)
     if found.agrees:
         return causes
     for rule in replayer.rules(found.rule):
@@ -103,10 +103,10 @@ def _drafting(counted: Counted, replayer: Replayer, found: Predicted) -> str:
 def _fits(counted: Counted, replayer: Replayer, rule: str) -> bool:
     """Whether replay under the rule gives the counted blocks, with tokens that this draft proposes."""
     found = replayer.predict(counted, rule, counted.gamma)
-    return found.agrees and not _foreign(counted, replayer, found)
+    return found.agrees and not foreign(counted, replayer, found)
 
 
-def _foreign(counted: Counted, replayer: Replayer, found: Predicted) -> list[str]:
+def foreign(counted: Counted, replayer: Replayer, found: Predicted) -> list[str]:
     """Detect another draft, which accepts other tokens even if it accepts the same number.
 
     Argmax drafts: count accepted tokens that our draft would not propose. Sampled drafts: given the text, each token is accepted

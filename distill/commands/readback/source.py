@@ -10,7 +10,7 @@ from typing import Any
 from data.responses.store import Store
 from distill.commands.options import ReadbackOptions
 from distill.commands.readback.asking import Asked
-from distill.commands.readback.causes import acceptance_causes, few_note
+from distill.commands.readback.causes import acceptance_causes, few_note, foreign
 from distill.commands.readback.comparison import Counted, Predicted, Replayer, count, own_interval, tau_interval
 from distill.commands.readback.speed import speed_checks
 from distill.commands.serve import dequantised
@@ -32,7 +32,7 @@ from speculative.explain.text_law import TextLaw
 from speculative.measure.intervals import Interval
 from speculative.measure.measured import DRAFT, HELD_OUT, Measured
 from speculative.measure.record import Record
-from speculative.rules.rule import UNTRUNCATED, rules_of_text
+from speculative.rules.rule import rules_of_text
 from speculative.rules.sampling import SamplingSettings
 
 _SEED = 4  # Added to the run's seed, so that it differs from the seeds of the run's own responses.
@@ -242,7 +242,8 @@ def _rule(options: ReadbackOptions, counted: Counted, replayer: Replayer, gamma:
     truncated = replayer.asked.settings.sampling.truncates
     usual = [rule for rule in rules_of_text("sample", truncated=truncated) if rule != "block"]
     near = {rule: replayer.predict(counted, rule, counted.gamma) for rule in usual}
-    rule = min(usual, key=lambda rule: abs(near[rule].tau - counted.tau))
-    if rule == UNTRUNCATED and near["sample"].agrees:  # the rarer rule needs evidence
-        rule = "sample"
+    # Two rules can have the same tau and accept other tokens.
+    rule = min(
+        usual, key=lambda rule: (bool(foreign(counted, replayer, near[rule])), abs(near[rule].tau - counted.tau))
+    )
     return replayer.predict(counted, rule, gamma)

@@ -42,7 +42,7 @@ def _notes(facts: EngineFacts) -> list[str]:
 
 
 def _rule(facts: EngineFacts) -> str:
-    return "sample" if facts.sampled_drafts_win else "greedy-draft"
+    return facts.drawn_rule if facts.sampled_drafts_win else "greedy-draft"
 
 
 _SERVICE = Service(

@@ -6,6 +6,7 @@ import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,9 +20,10 @@ from data.responses.acceptance_log import read_acceptance_log
 from data.responses.engine_client import Answer
 from distill.cli import app
 from distill.commands.options import ReadbackOptions
+from distill.commands.readback import source
 from distill.commands.readback.asking import Asked
 from distill.commands.readback.causes import acceptance_causes
-from distill.commands.readback.comparison import Counted, Replayer, pace, served_texts, waits
+from distill.commands.readback.comparison import Counted, Predicted, Replayer, pace, served_texts, waits
 from distill.commands.readback.readback import readback_command
 from distill.report.page import report_command
 from distill.report.sections.served import served_tables
@@ -359,3 +361,17 @@ def test_blocks_are_counted_from_the_second_token_and_cut_at_the_end() -> None:
     assert predicted_shares([score], "greedy", 3) == ([1.0, 1.0, 0.0], 0.8)
     # An engine that leaves room for the target's own token drafts 1 in the last block.
     assert predicted_shares([score], "greedy", 3, spared=1) == ([1.0, 1.0, 0.0], 0.75)
+
+
+@pytest.mark.parametrize("strange", ["sample", "sample-untruncated"])
+def test_rules_of_one_tau_are_told_apart_by_their_tokens(monkeypatch: pytest.MonkeyPatch, strange: str) -> None:
+    def predict(_: Any, rule: str, gamma: int) -> Predicted:
+        return Predicted(rule, gamma, {"sample": 1.6, "sample-untruncated": 1.6}.get(rule, 1.2), (1.5, 1.7), 0.0, True)
+
+    settings = SimpleNamespace(sampling=SamplingSettings(0.7, top_p=0.9))
+    replayer: Any = SimpleNamespace(asked=SimpleNamespace(settings=settings), predict=predict)
+    monkeypatch.setattr(
+        source, "foreign", lambda counted, replayer, found: ["draft: another"] * (found.rule == strange)
+    )
+    found = source._rule(ReadbackOptions("", None), Counted("", None, 100, 160, 1, None, None), replayer, 1, True)
+    assert {found.rule, strange} == {"sample", "sample-untruncated"}

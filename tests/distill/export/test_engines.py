@@ -30,7 +30,7 @@ from speculative.rules.sampling import GREEDY, SamplingSettings
 DRAFT, TARGET = "/models/my draft's $HOME", "org/target-8b"
 SERVED = SamplingSettings(temperature=0.8, top_p=0.95)
 # Sampled drafts are accepted more often than argmax drafts.
-TAUS = {"sample": 3.63, "greedy-draft": 2.01, "block": 3.8}
+TAUS = {"sample": 3.7, "sample-untruncated": 3.63, "greedy-draft": 2.01, "block": 3.8}
 GOOD = EngineFacts(
     target=TARGET,
     draft=DRAFT,
@@ -91,18 +91,18 @@ def test_vllm_drafts_as_replay_says_is_accepted_more_and_both_taus_stand_there()
         "draft_sample_method": "probabilistic",
     }
     assert json.loads(given["--speculative-config"]) == drawn
-    assert (verdict.rule, "rule sample" in verdict.rule_note, "tau 3.63 at gamma 5" in verdict.rule_note) == (
-        "sample",
-        True,
-        True,
+    assert verdict.rule == "sample-untruncated", "vLLM draws drafts at the temperature alone"
+    assert "rule sample-untruncated: replay predicts tau 3.63 at gamma 5" in verdict.rule_note.replace(
+        " at temperature > 0", ""
     )
+    assert check("vLLM", replace(GOOD, sampling=SamplingSettings(0.8))).rule == "sample", "nothing is truncated"
     assert "default, rule greedy-draft) replay predicts tau 2.01" in verdict.notes[0]
     del drawn["draft_sample_method"]
-    argmax = replace(GOOD, taus={"sample": 2.0, "greedy-draft": 2.01})
+    argmax = replace(GOOD, taus={"sample": 3.0, "sample-untruncated": 2.0, "greedy-draft": 2.01})
     verdict = check("vLLM", argmax)
     assert speculative_config(argmax) == drawn
     assert (verdict.rule, "tau 2.01" in verdict.rule_note) == ("greedy-draft", True)
-    assert '"probabilistic"` (rule sample) replay predicts tau 2.00' in verdict.notes[0]
+    assert '"probabilistic"` (rule sample-untruncated) replay predicts tau 2.00' in verdict.notes[0]
     for unknown in (replace(GOOD, taus={}), replace(GOOD, taus={"sample": 3.0}), replace(GOOD, sampling=None)):
         assert speculative_config(unknown) == drawn
     greedy = replace(GOOD, sampling=GREEDY, taus={"greedy": 2.58})
@@ -243,7 +243,7 @@ def test_tensorrt_llm_command_and_file(tmp_path):
         "speculative_config": {"decoding_type": "Draft_Target", "max_draft_len": 5, "speculative_model": DRAFT},
         "disable_overlap_scheduler": True,
     }
-    assert any("use_rejection_sampling" in note and "tau 3.63" in note for note in check("TensorRT-LLM", GOOD).notes)
+    assert any("use_rejection_sampling" in note and "tau 3.70" in note for note in check("TensorRT-LLM", GOOD).notes)
 
 
 def test_the_measured_settings_are_in_every_command_that_has_a_flag():
@@ -332,7 +332,7 @@ def test_rules_of_single_engines():
 
 
 def test_each_engine_says_its_rule_and_what_replay_predicts_for_it():
-    drafting_argmax = replace(GOOD, taus=TAUS | {"sample": 1.9})
+    drafting_argmax = replace(GOOD, taus=TAUS | {"sample-untruncated": 1.9})
     rules = {verdict.engine: verdict.rule for verdict in check_all(drafting_argmax)}
     assert rules == {
         "vLLM": "greedy-draft",
@@ -427,7 +427,9 @@ def test_facts_of_different_tokenizers():
 
 
 def test_a_draft_of_one_pass_where_the_engine_has_it_and_token_by_token_elsewhere():
-    facts = replace(GOOD, one_pass=OnePass(4095, 7, {"sample": 3.9, "greedy-draft": 3.1}), gamma_by_load=((1, 8, 5),))
+    facts = replace(
+        GOOD, one_pass=OnePass(4095, 7, {"sample-untruncated": 3.9, "greedy-draft": 3.1}), gamma_by_load=((1, 8, 5),)
+    )
     found = {verdict.engine: verdict for verdict in check_all(facts)}
     spoken = speculative_config(facts)
     assert (spoken["parallel_drafting"], spoken["num_speculative_tokens"]) == (True, 7)

@@ -90,7 +90,14 @@ def curve(rule, taus):
 
 
 CURVES = Curves.model_validate(
-    {"gammas": [0, 3], "rules": [curve("sample", [1.0, 2.8]), curve("greedy-draft", [1.0, 2.25])]}
+    {
+        "gammas": [0, 3],
+        "rules": [
+            curve("sample", [1.0, 2.8]),
+            curve("sample-untruncated", [1.0, 2.7]),
+            curve("greedy-draft", [1.0, 2.25]),
+        ],
+    }
 )
 
 
@@ -175,9 +182,9 @@ def test_serving_json(exported, target_dir, tokenizer):
     assert "temperature > 0" in serving["engines"]["OpenVINO GenAI"]["reasons"][0]
     for engine in list(serving["engines"].values())[:-1]:
         assert engine["ok"], engine["reasons"]
-        predicted = {"sample": "2.80", "greedy-draft": "2.25"}[engine["rule"]]
+        predicted = {"sample": "2.80", "sample-untruncated": "2.70", "greedy-draft": "2.25"}[engine["rule"]]
         assert f"rule {engine['rule']} at temperature > 0: replay predicts tau {predicted}" in engine["rule_note"]
-    assert serving["engines"]["vLLM"]["rule"] == "sample"
+    assert serving["engines"]["vLLM"]["rule"] == "sample-untruncated"
     assert serving["sampling"] == {"temperature": 0.7, "top_p": 0.9}
     assert serving["files"] == exported.files
 
