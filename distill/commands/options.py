@@ -172,7 +172,7 @@ class CompareOptions:
     ]
     on: Annotated[Path | None, option("run whose held-out text is used for all; default: the first run given")] = None
     rule: shared.RuleName = ""
-    gamma: Annotated[int, option("drafted tokens per block; default: the run's", min=0, max=32)] = 0
+    gamma: Annotated[int, option("drafted tokens per block; default: the URLs', else the run's", min=0, max=32)] = 0
     timing: Annotated[bool, option("measure step times, predict speed-ups; --no-timing never loads the target")] = True
     fail_below: Annotated[
         list[str] | None,

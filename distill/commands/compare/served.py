@@ -65,9 +65,16 @@ def compare_served(options: CompareOptions, text: FrozenText, console: Console) 
     asked = ReadbackOptions("", text.run, rule=rule, trust_remote_code=options.trust_remote_code)
     source = of_run(asked, text.run)
     # Drafts first: one that cannot be loaded must not cost the answers of a server.
-    replayed = {name: _replayed(options, name, text) for name in options.drafts if not is_url(name)}
+    ours = {
+        name: Draft(text.draft(str(draft_of(name))), drafting_of(name)) for name in options.drafts if not is_url(name)
+    }
     with held_for(source.folder / "served"):
-        found = [replayed.get(name) or _served(name, source, number) for number, name in enumerate(options.drafts)]
+        served = {number: _served(name, source, number) for number, name in enumerate(options.drafts) if is_url(name)}
+    gammas = {row.gamma for row, _ in served.values()}
+    gamma = options.gamma or (gammas.pop() if len(gammas) == 1 else text.config.judge.gamma)
+    found = [
+        served.get(number) or _replayed(name, ours[name], text, gamma) for number, name in enumerate(options.drafts)
+    ]
     keys = [key for key in found[0][1] if all(key in of for _, of in found)]
     if not keys:
         raise UserError("no prompt has token ids and counts from every way, so nothing can be compared")
@@ -112,8 +119,7 @@ def _served(url: str, source: Source, number: int) -> tuple[Measured, dict[str, 
     return replace(row, way=url), sums
 
 
-def _replayed(options: CompareOptions, name: str, text: FrozenText) -> tuple[Measured, dict[str, Sums]]:
-    gamma, draft = options.gamma or text.config.judge.gamma, Draft(text.draft(str(draft_of(name))), drafting_of(name))
+def _replayed(name: str, draft: Draft, text: FrozenText, gamma: int) -> tuple[Measured, dict[str, Sums]]:
     own = [after_prefill(one) for one in text.responses]
     scores = score_tokens(draft.model, own, text.sampling, offsets=draft.offsets(gamma))
     (tau, blocks_P), tokens_P = tau_of(scores, text.rule, gamma), np.array([len(one) for one in scores])

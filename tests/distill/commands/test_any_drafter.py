@@ -238,6 +238,8 @@ def test_a_served_drafter_beside_ours(
         drafts = [one, two, str(run)]
         asked = CompareOptions(drafts, rule="greedy", gamma=GAMMA, out=out)
         assert compare(asked, console) == 0
+        narrow = replace(asked, drafts=[two, str(run)], gamma=0, out=tmp_path / "narrow.json")
+        assert compare(narrow, console) == 0
         with pytest.raises(UserError, match="--fail-below"):
             compare(replace(asked, fail_below=["tau=1"]), console)
         with pytest.raises(UserError, match="lookup is not replayed"):
@@ -248,6 +250,8 @@ def test_a_served_drafter_beside_ours(
         assert loaded[-1] == str(run)
         with pytest.raises(UserError, match="--on RUN"):
             compare(CompareOptions([one, two]), console)
+    (same,) = json.loads((tmp_path / "narrow.json").read_text())["differences"]
+    assert same["tau"]["gain"] == pytest.approx(0, abs=1e-9), "one draft, at the gamma of the server"
     found = json.loads(out.read_text())
     first, less, ours = found["measured"]
     assert (first["how"]["tau"], ours["how"]["tau"], less["gamma"], first["prompts"]) == ("served", "replay", 1, 10)
