@@ -150,8 +150,8 @@ class EngineFacts:
     @property
     def sampled_drafts_win(self) -> bool:
         """Whether replay predicts more acceptance for vLLM's sampled drafts than for argmax drafts."""
-        drawn, argmax = (self.taus.get(rule) for rule in (self.drawn_rule, "greedy-draft"))
-        return self.sampled and not self.head_tokens and None not in (drawn, argmax) and drawn > argmax
+        drawn, argmax = self.taus.get(self.drawn_rule, 0.0), self.taus.get("greedy-draft", math.inf)
+        return self.sampled and not self.head_tokens and drawn > argmax
 
     @property
     def drawn_rule(self) -> str:

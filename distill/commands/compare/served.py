@@ -71,7 +71,7 @@ def compare_served(options: CompareOptions, text: FrozenText, console: Console) 
     with held_for(source.folder / "served"):
         served = {number: _served(name, source, number) for number, name in enumerate(options.drafts) if is_url(name)}
     gammas = {row.gamma for row, _ in served.values()}
-    gamma = options.gamma or (gammas.pop() if len(gammas) == 1 else text.config.judge.gamma)
+    gamma = options.gamma or (len(gammas) == 1 and gammas.pop()) or text.config.judge.gamma
     found = [
         served.get(number) or _replayed(name, ours[name], text, gamma) for number, name in enumerate(options.drafts)
     ]

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import gguf
 import pytest
 import torch
 from gguf_file import write_gguf
@@ -55,7 +56,6 @@ def test_a_file_has_the_weights_that_are_served(tmp_path: Path, target: Target) 
 
 def test_the_rope_scaling_of_a_file_is_read(tmp_path: Path) -> None:
     """llama.cpp's converter writes Llama 3.1's scaling as one factor for each frequency."""
-    gguf = pytest.importorskip("gguf")
     rope = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     rope["original_max_position_embeddings"] = 64
     own = tiny_model(num_hidden_layers=1, vocab_size=TOKENS, rope_parameters=rope, tie_word_embeddings=True)
