@@ -19,17 +19,10 @@ Checked = TypeVar("Checked", bound=Section)
 SHIPPED = Path(__file__).parent / "shipped"
 
 
-_Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml takes a seventh of the time; PyYAML may lack it
-
-
-class YamlLoader(yaml.composer.Composer, _Loader):
+class YamlLoader(yaml.SafeLoader):
     """Reads YAML 1.2 floats (PyYAML takes `1e-4` for a string) and few aliases: nested ones can expand to more than memory holds."""
 
     _aliases = 0
-
-    def __init__(self, stream: Any) -> None:
-        _Loader.__init__(self, stream)
-        yaml.composer.Composer.__init__(self)
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         self._aliases += self.check_event(yaml.AliasEvent)
