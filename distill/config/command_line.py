@@ -153,8 +153,10 @@ def lazy_command(options: type, place: str) -> Callable[..., None]:
 
     def program() -> Callable[[Any], Any]:
         gc.disable()  # What is imported stays; looking for garbage in it takes a fifth of the start.
-        function = pkgutil.resolve_name(place)
-        gc.enable()
+        try:
+            function = pkgutil.resolve_name(place)
+        finally:
+            gc.enable()
         if "console" not in inspect.signature(function).parameters:
             return function
         from rich.console import Console

@@ -368,7 +368,7 @@ class JudgeConfig(Section):
     """draft that is served today, to be judged too: run, checkpoint, directory (also of a peft adapter) or hub id;
     or a list of drafts, e.g. adapters of one base"""
     batch_size: int = Field(32, ge=1)
-    """prompts decoded at once"""
+    """prompts decoded at once; in a run's verdict at most 8, or an eighth of the prompts if that is more"""
     temperatures: tuple[Temperature, ...] = ()
     """more temperatures to measure acceptance at, e.g. [0, 0.3, 0.7, 1] (0 = greedy); at the end the target
     answers 16 held-out prompts at each"""

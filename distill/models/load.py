@@ -21,6 +21,7 @@ from transformers import (
     PreTrainedTokenizerBase,
     initialization,
 )
+from transformers.utils import cached_file
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 
 from distill.models.quantized import quantization_of, stored_parts, without_quantization
@@ -150,7 +151,7 @@ def load_model(
     model = text_only(loaded).eval()
     if path.endswith(GGUF):
         without_quantization(model.config)
-        _scale_rotation(resolve(path), model)
+        _scale_rotation(load_pretrained(what, path, lambda place, gguf_file: cached_file(place, gguf_file)), model)
     _refuse_offloaded(what, path, model)
     return model if device is None or "device_map" in options else model.to(device)
 

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 
 from distill.config.sections import StudentConfig
 from distill.models.carving import carve, channel_scores, choose_layers, filled, layers_only, trim_mlps
-from distill.models.load import load_model, load_pretrained, load_tokenizer, refusing
+from distill.models.load import GGUF, load_model, load_pretrained, load_tokenizer, refusing
 from distill.models.mask_token import give_mask_token
 from distill.models.quantized import full_weight, quantization_name, quantization_of, without_quantization
 from distill.models.transplant import fit_embeddings, transplant_vocabulary
@@ -141,6 +141,12 @@ def _pretrained(
     student = load_model("student.path", path, revision=revision, change=change)
     if quantization_of(student.config) is not None:
         student = _dequantised(student, path)
+    rotations = [module for module in student.modules() if hasattr(module, "original_inv_freq")]
+    if path.endswith(GGUF) and any(not torch.equal(one.inv_freq, one.original_inv_freq) for one in rotations):
+        raise UserError(  # the scaled frequencies are a buffer, which no checkpoint keeps
+            f"student.path {path!r}: scales its rotary positions (rope_freqs.weight), and config.json cannot say so; give the "
+            "Hugging Face directory that it was converted from"
+        )
     own_tokenizer = load_tokenizer(path, revision=revision)
     own_rows = vocabulary_rows(student.config)
     vars(student.config).pop(HEAD_IDS, None)  # of its own run; `head_tokens` counts again

@@ -95,7 +95,7 @@ class Decoding:
     def take_part(self) -> None:
         """Every other rank: decode a share of what the main process asks for, until its `end`."""
         assert self.run is not None
-        opened = functools.cache(self._open)
+        opened = functools.lru_cache(1)(self._open)  # jobs come draft by draft
         while (job := self.run.seen(lambda: None)) is not None:
             self._dealt(self.run, job, functools.partial(opened, job.draft))
 

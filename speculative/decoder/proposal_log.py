@@ -110,6 +110,7 @@ class ProposalLog:
 
     def add_file(self, path: Path) -> None:
         """Add a whole finished log. Raises UserError when the disk is full."""
+        self._flush()
         self._write(pq.read_table(path))
 
     def __exit__(

@@ -82,7 +82,7 @@ def case(side: str, number: int) -> tuple[bytes, bytes]:
     draw = random.Random(f"{side}:{number}")
     if side == "client":
         return message(REQUESTS, draw), b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%s" % (len(GOOD), GOOD)
-    head, body = REQUESTS[number % 2]
+    head, body = draw.choice(REQUESTS)
     return head + b"x-case: %d\r\ncontent-length: %d\r\n\r\n%s" % (number, len(body), body), message(ANSWERS, draw)
 
 

@@ -10,10 +10,12 @@ from refusals import refused
 from tiny_models import tiny_model
 from tiny_training import TOKENS, write_target
 
+from distill.config.sections import StudentConfig
 from distill.config.target import TargetConfig
 from distill.models import draft as drafts
 from distill.models.draft import read_draft, served_draft
 from distill.models.load import load_model
+from distill.models.student import make_student
 from distill.models.target import Target
 from distill.models.vocabulary import tokens_by_id
 
@@ -54,7 +56,7 @@ def test_a_file_has_the_weights_that_are_served(tmp_path: Path, target: Target) 
     assert torch.equal(served.model.layers[0].mlp.up_proj.weight, own.model.layers[0].mlp.up_proj.weight)
 
 
-def test_the_rope_scaling_of_a_file_is_read(tmp_path: Path) -> None:
+def test_the_rope_scaling_of_a_file_is_read_and_refused_where_it_would_be_lost(tmp_path: Path) -> None:
     """llama.cpp's converter writes Llama 3.1's scaling as one factor for each frequency."""
     rope = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     rope["original_max_position_embeddings"] = 64
@@ -89,3 +91,5 @@ def test_the_rope_scaling_of_a_file_is_read(tmp_path: Path) -> None:
     read = load_model("target", str(path))
     ids = torch.arange(1, 60)[None] % TOKENS
     torch.testing.assert_close(read(ids).logits, own(ids).logits, rtol=1e-5, atol=1e-5)
+    said = refused(make_student, StudentConfig(init="pretrained", path=str(path)), own, None)
+    assert "scales its rotary positions (rope_freqs.weight)" in said
