@@ -84,6 +84,14 @@ class EngineCosts(Record):
         """How a figure from these times was obtained, in words."""
         return f"predicted (engine {self.engine})"
 
+    @property
+    def unsteady(self) -> list[int]:
+        """Loads whose repeats differ too much to be used: the interval of a block is wider than the block."""
+        blocks = {
+            load: [of for name, of in own.items() if name.startswith("block")] for load, own in self.ratios.items()
+        }
+        return [load for load, own in blocks.items() if any(high - low > value for value, low, high in own)]
+
     def speed_up(self, one: StepCosts, gamma: int, tau: float, tokens: float, price: float | None = None) -> float:
         """Tokens per second over plain decoding, for responses of `tokens` tokens whose first comes from the prefill.
 

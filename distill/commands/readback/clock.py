@@ -98,6 +98,11 @@ def time_command(options: TimeOptions) -> int:
     console = Console(highlight=False)
     for part in engine_parts(verdict.model_copy(update={"engine": result})):
         console.print(part)
+    for load in result.unsteady:
+        console.print(
+            f"load {load}: repeats differ by more than a block takes; time again on a quiet machine, or with more --repeats",
+            style="yellow",
+        )
     return 0
 
 

@@ -115,3 +115,13 @@ def test_a_chunk_for_each_token_of_a_block_is_a_block() -> None:
 def test_requests_that_do_not_overlap_are_not_counted_together() -> None:
     streams = [Stream(0.0, [1.0, 2.0], 3), Stream(0.0, [2.0, 4.0], 3), Stream(0.0, [3.0, 5.0], 3)]
     assert busiest(streams) == 2
+
+
+@pytest.mark.parametrize(("shift", "unsteady"), [(1.0, []), (3.0, [4])])
+def test_repeats_that_differ_by_more_than_a_block_are_told(shift: float, unsteady: list[int]) -> None:
+    """One of three repeats at load 4 has other plain steps."""
+    engine = (1e-3, 1e-4, 2e-4, 0.0)
+    seconds = {(load, gamma): block_seconds(load, gamma, engine) for load in (1, 4) for gamma in GAMMAS}
+    costs, other = step_costs(seconds, False), step_costs(seconds | {(4, 0): shift * seconds[4, 0]}, False)
+    ratios = {one.batch_size: ratios_of(one, each) for one, *each in zip(costs, costs, other, costs, strict=True)}
+    assert EngineCosts(format=1, engine="e", device="d", flags=[], costs=costs, ratios=ratios).unsteady == unsteady
