@@ -8,11 +8,10 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel
-from transformers.utils import cached_file
 
 from distill.config.layout import find_student
 from distill.models.gguf import read_gguf, tokens_of
-from distill.models.load import GGUF, load_model, load_pretrained, load_tokenizer, refusing
+from distill.models.load import GGUF, gguf_path, load_model, load_tokenizer, refusing
 from distill.models.quantized import as_served
 from distill.models.target import Target
 from distill.models.vocabulary import (
@@ -69,7 +68,7 @@ def read_draft(path: str, target: Target) -> tuple[PreTrainedModel, VocabularyAg
 
 def _other_token(name: str, target: Target) -> TokenDifference | None:
     """The first of the target's tokens that a GGUF file does not have; transformers may add tokens to those of a file."""
-    path = Path(load_pretrained("draft", name, lambda place, gguf_file: cached_file(place, gguf_file)))
+    path = gguf_path("draft", name)
     known, strings = tokens_of(path, read_gguf(path)[0]), tokens_by_id(target.tokenizer)
     if target.config.path.endswith(GGUF):
         strings = {one: string for one, string in strings.items() if one in known}

@@ -151,12 +151,17 @@ def load_model(
     model = text_only(loaded).eval()
     if path.endswith(GGUF):
         without_quantization(model.config)
-        _scale_rotation(load_pretrained(what, path, lambda place, gguf_file: cached_file(place, gguf_file)), model)
+        _scale_rotation(gguf_path(what, path), model)
     _refuse_offloaded(what, path, model)
     return model if device is None or "device_map" in options else model.to(device)
 
 
-def _scale_rotation(path: str, model: Any) -> None:
+def gguf_path(what: str, path: str) -> Path:
+    """Where a GGUF file is on this machine; a hub's is downloaded. Raises UserError as `load_model`."""
+    return Path(load_pretrained(what, path, lambda place, gguf_file: cached_file(place, gguf_file)))
+
+
+def _scale_rotation(path: Path, model: Any) -> None:
     """Divide rotary frequencies by the factors of a GGUF file, Llama 3.1's rope scaling: transformers leaves them out."""
     from gguf import GGUFReader  # An extra; transformers has asked for it by now.
 

@@ -141,7 +141,7 @@ def _pretrained(
     student = load_model("student.path", path, revision=revision, change=change)
     if quantization_of(student.config) is not None:
         student = _dequantised(student, path)
-    rotations = [module for module in student.modules() if hasattr(module, "original_inv_freq")]
+    rotations: list[Any] = [module for module in student.modules() if hasattr(module, "original_inv_freq")]
     if path.endswith(GGUF) and any(not torch.equal(one.inv_freq, one.original_inv_freq) for one in rotations):
         raise UserError(  # the scaled frequencies are a buffer, which no checkpoint keeps
             f"student.path {path!r}: scales its rotary positions (rope_freqs.weight), and config.json cannot say so; give the "

@@ -30,11 +30,8 @@ def temperature_rows(evidence: Evidence, target: Target) -> list[TemperatureRow]
     for temperature in sorted(set(evidence.question.judge.temperatures)):
         sampling = GREEDY if temperature == 0 else replace(settings.sampling, temperature=temperature)
         rule: Rule = "greedy" if sampling.greedy else "sample"
-        alone, asked = (
-            replace(settings, sampling=sampling, rule=rule, gamma=0),
-            [(one.key, one.prompt_ids) for one in chosen],
-        )
-        question = evidence.question
+        question, asked = evidence.question, [(one.key, one.prompt_ids) for one in chosen]
+        alone = replace(settings, sampling=sampling, rule=rule, gamma=0)
         texts = as_heldout(question.decoding(target.model, None, asked, alone, question.judge.batch_size), "held-out")
         gamma = evidence.question.gamma
         scores = score_tokens(draft.model, texts, sampling, offsets=draft.offsets(gamma))
