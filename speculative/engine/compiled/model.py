@@ -6,9 +6,8 @@ width, V vocabulary.
 
 import ctypes
 import struct
-import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,77 +18,32 @@ from transformers import PreTrainedModel
 from speculative.engine.cache import RaggedCache, RaggedLayer
 from speculative.engine.compiled.library import library
 from speculative.engine.frequent_head import FrequentHead
-from speculative.engine.models import all_modules, attention_windows, evaluating, max_positions, vocab_rows
+from speculative.engine.models import all_modules, attention_windows, max_positions, vocab_rows
+from speculative.engine.plain_decoders import CHECKED_TOKENS, Unfit, agrees, is_plain
 from speculative.rules.tree import TokenTree
 
-# Models of embedding, one rotary table, layers, norm and head only. Others may look the same but scale something in between.
-PLAIN_DECODERS = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
-# An adapter or a parametrisation is a module of another package that looks like the module it replaced.
-OWN_CALLS = ("torch.nn.modules.", "transformers.models.", "transformers.activations", FrequentHead.__module__)
 FEWEST_OUTPUTS = 4  # smallest matrix output and cache length, because tiles have this size
-# Allowed difference of logits, relative to the largest. With weights other than float32 the model's own call also rounds activations.
-TOLERANCE, ROUNDED_TOLERANCE = 1e-3, 0.1
-
-# Whether a model's compiled call agreed with its own, checked once.
-_agrees: weakref.WeakKeyDictionary[PreTrainedModel, bool] = weakref.WeakKeyDictionary()
-
-
-class Unfit(Exception):
-    """The model has a part that `step.cpp` does not support."""
 
 
 def compiled_model(model: PreTrainedModel, cache: RaggedCache) -> "CompiledModel | None":
     """Return the compiled model, or None if it must run eagerly: no library, an unsupported model, or different logits."""
-    loaded = library() if serves(model) else None
+    loaded = library() if model.device.type == "cpu" and is_plain(model) else None
     if loaded is None:
         return None
     try:
-        return CompiledModel(loaded, model, cache) if _checked(loaded, model) else None
+        agreed = agrees(model, "compiled code", lambda: _call_of(loaded, model))
+        return CompiledModel(loaded, model, cache) if agreed else None
     except (Unfit, AttributeError):  # AttributeError: names of another release
         return None
 
 
-def serves(model: PreTrainedModel) -> bool:
-    """Whether the model is supported: a known architecture without hooks or replaced parts."""
-    # A wrapper (peft, a compiled model) has the config of its model but does more.
-    of_transformers = all(type(one).__module__.startswith("transformers.models.") for one in (model, model.base_model))
-    if not of_transformers or model.config.model_type not in PLAIN_DECODERS or model.device.type != "cpu":
-        return False
-    return not torch.is_autocast_enabled("cpu") and all(
-        (type(one).__module__.startswith(OWN_CALLS) or hasattr(one, "values"))
-        and not ("forward" in vars(one) or one._forward_hooks or one._forward_pre_hooks)
-        and one._compiled_call_impl is None
-        for one in all_modules(model)
+def _call_of(loaded: ctypes.CDLL, model: PreTrainedModel) -> Callable[[torch.Tensor, int], torch.Tensor]:
+    """Calls of two rows that start at one position, for `agrees`."""
+    compiled = CompiledModel(
+        loaded, model, RaggedCache(model.config.num_hidden_layers, rows=2, capacity=CHECKED_TOKENS)
     )
-
-
-def _checked(loaded: ctypes.CDLL, model: PreTrainedModel) -> bool:
-    """Whether compiled code gives the model's own logits, tested on a few tokens at the first use."""
-    if model not in _agrees:
-        tokens = 6
-        ids = torch.arange(1, 2 * tokens + 1).remainder(vocab_rows(model)).view(2, tokens)
-        cache = RaggedCache(model.config.num_hidden_layers, rows=2, capacity=tokens)
-        with evaluating(model):
-            own = model(input_ids=ids, use_cache=False).logits.float()
-            compiled = CompiledModel(loaded, model, cache)
-            starts = np.zeros(2, dtype=np.int64)
-            found = torch.cat((compiled(ids[:, :4], starts, 4), compiled(ids[:, 4:], starts + 4, tokens - 4)), 1)
-        # NaN in the model's own logits does not count as a difference; the loop reports it.
-        told = own.isfinite()
-        if not told.any():
-            return True  # nothing to compare yet
-        difference, largest = (found - own)[told].abs().max(), own[told].abs().max()
-        exact = all(weight.dtype == torch.float32 for weight in model.parameters())
-        tolerance = (TOLERANCE if exact else ROUNDED_TOLERANCE) * largest
-        _agrees[model] = bool(difference <= tolerance)
-        if not _agrees[model]:
-            warnings.warn(
-                f"compiled code and {type(model).__name__} itself give different logits ({difference:.2g} apart): "
-                "the model runs eagerly",
-                stacklevel=2,
-            )
-    return _agrees[model]
+    return lambda ids_RQ, start: compiled(ids_RQ, np.full(2, start, dtype=np.int64), ids_RQ.shape[1])
 
 
 class _Weights:

@@ -18,10 +18,11 @@ from distill.models.quantized import Int8Linear
 from speculative.decode import decode
 from speculative.decoder.responses import DecodeSettings
 from speculative.drafters.drafter import ModelDrafter
-from speculative.engine import cached_model
+from speculative.engine import cached_model, plain_decoders
 from speculative.engine.cached_model import CachedModel
 from speculative.engine.compiled import model as compiled
-from speculative.engine.compiled.model import PLAIN_DECODERS, CompiledModel, serves
+from speculative.engine.compiled.model import CompiledModel
+from speculative.engine.plain_decoders import PLAIN_DECODERS, is_plain
 from speculative.rules.sampling import GREEDY, SamplingSettings
 from speculative.rules.tree import TokenTree
 
@@ -170,29 +171,29 @@ def test_texts_are_those_of_the_models_own_calls(settings: DecodeSettings) -> No
 
 @pytest.mark.parametrize("kind", ["gemma2", "granite", "cohere", "phi3", "gpt2", "falcon"])
 def test_a_model_of_another_kind_is_called_as_it_wants(kind: str) -> None:
-    assert not serves(tiny_model(kind))
+    assert not is_plain(tiny_model(kind))
 
 
 def test_a_call_that_somebody_listens_to_or_has_replaced_is_made() -> None:
     model = tiny_model()
-    assert serves(model)
+    assert is_plain(model)
     for module in (model, model.model, model.model.layers[0].mlp.up_proj):
         hook = module.register_forward_hook(lambda *args: None)
-        assert not serves(model)
+        assert not is_plain(model)
         hook.remove()
         before = module.register_forward_pre_hook(lambda *args: None)
-        assert not serves(model)
+        assert not is_plain(model)
         before.remove()
         module.forward = module.forward
-        assert not serves(model)
+        assert not is_plain(model)
         del module.forward
     with torch.autocast("cpu", torch.bfloat16):
-        assert not serves(model)
-    assert serves(model)
+        assert not is_plain(model)
+    assert is_plain(model)
     model.model.compile()
-    assert not serves(model)
-    assert not serves(torch.compile(tiny_model()))
-    assert not serves(get_peft_model(tiny_model(), LoraConfig(target_modules=["q_proj"])))
+    assert not is_plain(model)
+    assert not is_plain(torch.compile(tiny_model()))
+    assert not is_plain(get_peft_model(tiny_model(), LoraConfig(target_modules=["q_proj"])))
 
 
 @pytest.mark.parametrize(
@@ -248,7 +249,7 @@ def test_logits_that_are_broken_are_no_difference() -> None:
     with torch.no_grad():
         model.lm_head.weight[3] = torch.nan
     assert opened(model).compiled is not None
-    assert compiled._agrees[model]
+    assert plain_decoders._agrees[model] == {"compiled code": True}
 
 
 def test_weights_may_move_and_change_between_decode_calls() -> None:
