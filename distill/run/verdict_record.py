@@ -32,7 +32,9 @@ class Costs(Record):
     batch_size: int | None = Field(None, description="rows in the batch")
     context: int | None = Field(None, description="tokens before the timed steps")
     threads: int | None = Field(None, description="CPU threads")
-    steps: str = Field("", description="how the target's calls ran: compiled code, CUDA graphs or eager calls")
+    steps: str = Field(
+        "", description="how the target's calls ran: compiled code, (fused kernels in) CUDA graphs or eager calls"
+    )
 
 
 class Roofline(Record):

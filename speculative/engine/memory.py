@@ -16,6 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from speculative.engine.cache import RaggedCache, whole_steps
+from speculative.engine.fused.model import FusedModel
 from speculative.engine.models import devices_of, in_eval_mode, is_recurrent, vocab_rows
 from speculative.engine.recurrent_model import recurrent_bytes
 from speculative.engine.runners import RECORDED, GraphRunner, Runner, make_runner
@@ -35,6 +36,7 @@ class Memory:
         self.runner = make_runner(runner)
         # Kept with the cache: captured calls read it at this address.
         self.positions_C = torch.arange(cache.place.capacity, device=device)
+        self.fused: FusedModel | None = None  # Recordings hold the addresses of its tensors.
         self._blocks: weakref.WeakKeyDictionary[Memory, dict[Any, Any]] = weakref.WeakKeyDictionary()
         self._lower: dict[int, Memory] = {}
 

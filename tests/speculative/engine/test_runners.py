@@ -3,6 +3,7 @@
 import pyarrow.parquet as pq
 import pytest
 import torch
+from cpu_graphs import CpuGraphRunner, tensors_of
 from tiny_models import generated, perturbed, prompts_of, texts, tiny_model
 
 from distill.models.load import EMBEDDED_FOLDER, load_tokenizer
@@ -13,29 +14,12 @@ from speculative.drafters.drafter import ModelDrafter
 from speculative.drafters.early_exit import EarlyExit
 from speculative.drafters.gamma import FixedGamma
 from speculative.engine import cached_model, memory
-from speculative.engine.runners import GraphRunner, Recording, make_runner, resolve_runner
+from speculative.engine.runners import Recording, make_runner, resolve_runner
 from speculative.errors import UserError
 from speculative.rules.sampling import GREEDY, SamplingSettings
 
 PROMPTS = prompts_of([9, 1, 23, 4, 70, 2, 15])
 GREEDY_3 = DecodeSettings(GREEDY, 3, "greedy", max_tokens=24)
-
-
-class CpuGraphRunner(GraphRunner):
-    """Recorded calls without CUDA: fixed inputs and outputs, everything else as on the device."""
-
-    def _record(self, function, inputs, device):
-        output = function()
-
-        def replay():
-            for old, new in zip(tensors_of(output), tensors_of(function()), strict=True):
-                old.copy_(new)
-
-        return Recording(replay, inputs, output)
-
-
-def tensors_of(output):
-    return [output] if isinstance(output, torch.Tensor) else [part for part in output if isinstance(part, torch.Tensor)]
 
 
 class HearsSeconds(FixedGamma):

@@ -1,0 +1,61 @@
+"""A program: fused kernels in Triton's interpreter on the CPU, beside the model's own layers. Its environment has TRITON_INTERPRET=1."""
+
+import torch
+from cpu_graphs import CpuGraphRunner
+from tiny_models import perturbed, prompts_of, texts, tiny_model
+
+from speculative.decode import decode
+from speculative.decoder.responses import DecodeSettings
+from speculative.drafters.drafter import ModelDrafter
+from speculative.engine import memory
+from speculative.engine.cache import RaggedCache
+from speculative.engine.fused import model as fused
+from speculative.engine.fused.products import Matrix, Products, Tile
+from speculative.rules.sampling import GREEDY
+
+
+def logits_are_the_models_own(kind, **sizes):
+    """Of many tokens at once (torch's products), few, and one."""
+    model = tiny_model(
+        kind, num_hidden_layers=1, num_attention_heads=2, vocab_size=20, **{"num_key_value_heads": 1, **sizes}
+    )
+    ids = torch.randint(1, 20, (2, 70), generator=torch.Generator().manual_seed(0))
+    own, call = model(input_ids=ids, use_cache=False).logits, fused.FusedModel(model, RaggedCache(1, 2, 128))
+    for start, stop, kept in ((0, 66, 66), (66, 69, 1), (69, 70, 1)):
+        positions = torch.arange(start, stop).repeat(2, 1)
+        found = call(ids[:, start:stop].contiguous(), positions, kept)
+        # The same sums in another order.
+        torch.testing.assert_close(found, own[:, stop - kept : stop], rtol=1e-4, atol=1e-4)
+    assert int(call.product.work.counters.sum()) == 0
+
+
+def products_do_not_depend_on_their_division():
+    products, generator = Products(torch.device("cpu"), torch.float32, 1e-6), torch.Generator().manual_seed(0)
+    x_MK, w_NK = torch.randn(2, 96, generator=generator), torch.randn(40, 96, generator=generator)
+    add_MN = torch.randn(2, 40, generator=generator)
+    for tile in (Tile(16, 32, split=3, stages=2), Tile(16, 64), Tile(8, 32, rows=True), Tile(8, 128, rows=True)):
+        found = products(x_MK, Matrix(w_NK, None), add=add_MN, tile=tile)
+        torch.testing.assert_close(found, x_MK @ w_NK.T + add_MN, rtol=1e-4, atol=1e-4)
+
+
+def texts_are_those_of_eager_calls():
+    target = tiny_model("qwen3", num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, vocab_size=20)
+    draft, prompts = perturbed(target), prompts_of([5, 1], vocab_size=20)
+    settings = DecodeSettings(GREEDY, 2, "greedy", max_tokens=5)
+    memory.make_runner = lambda kind: CpuGraphRunner()
+    eager, _ = decode(target, ModelDrafter(draft), prompts, settings, batch_size=2, runner="eager")
+    fused.serves = lambda model: True
+    found, _ = decode(target, ModelDrafter(draft), prompts, settings, batch_size=2, runner="graph")
+    assert texts(found) == texts(eager)
+    assert [one.blocks for one in found] == [one.blocks for one in eager]  # the draft proposed the same
+
+
+if __name__ == "__main__":
+    fused.LONG = 16  # Programs share the longer texts.
+    with torch.no_grad():
+        logits_are_the_models_own("qwen3")
+        logits_are_the_models_own("qwen2", head_dim=12)
+        logits_are_the_models_own("mistral", sliding_window=40, num_key_value_heads=2)
+        products_do_not_depend_on_their_division()
+    texts_are_those_of_eager_calls()
+    print("equal")
