@@ -36,19 +36,20 @@ from gpu.pairs import PAIRS  # noqa: E402
 from gpu.place import Place, first_line  # noqa: E402
 from result_file import command_line, write_result  # noqa: E402
 
-SHALLOW_FIRST = sorted(PAIRS, key=lambda name: PAIRS[name][1].layers)
 # name: (module, function, arguments before the place); what matters most comes first.
 PARTS: dict[str, tuple[str, str, tuple[str, ...]]] = {
-    **{name: ("gpu.decoding", "cells", (name,)) for name in SHALLOW_FIRST},
+    **{name: ("gpu.decoding", "cells", (name,)) for name in list(PAIRS)[:2]},
     "losslessness": ("gpu.trained", "losslessness_cells", ()),
+    "tests": ("gpu_all", "test_cells", ()),
     "train step": ("gpu.training", "cells", ()),
+    "products": ("gpu.products", "cells", ()),
     "attention": ("gpu.attention", "cells", ()),
     "trained pair": ("gpu.trained", "trained_cells", ()),
-    "tests": ("gpu_all", "test_cells", ()),
+    **{name: ("gpu.decoding", "cells", (name,)) for name in list(PAIRS)[2:]},
 }
 GRACE = 20.0  # seconds over its time in which a part may end by itself
-COLUMNS = ("batch", "mode", "runner", "contestant", "way", "queries", "draft", "rule", "tokens_per_second", "tau", "alpha", "floor_share",
-           "vs_hf_assisted", "vs_plain", "mfu", "over", "microseconds", "difference", "passed", "error", "skipped")  # fmt: skip
+COLUMNS = ("batch", "mode", "runner", "contestant", "model", "matrix", "way", "queries", "draft", "rule", "tokens_per_second", "tau", "alpha",
+           "milliseconds_per_block", "floor_share", "vs_hf_assisted", "vs_plain", "mfu", "over", "microseconds", "difference", "passed", "error", "skipped")  # fmt: skip
 console = Console(width=170)
 
 
@@ -66,6 +67,8 @@ def test_cells(place: Place) -> Iterator[dict[str, Any]]:
         "-q",
         "-m",
         "gpu",
+        "-n",
+        "1" if place.tiny else "5",
         "-p",
         "no:cacheprovider",
         *files[: 1 if place.tiny else None],
