@@ -16,7 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from speculative.engine.cache import RaggedCache, whole_steps
-from speculative.engine.fused.model import FusedModel
+from speculative.engine.fused.model import FusedModel, forget
 from speculative.engine.models import devices_of, in_eval_mode, is_recurrent, vocab_rows
 from speculative.engine.recurrent_model import recurrent_bytes
 from speculative.engine.runners import RECORDED, GraphRunner, Runner, make_runner
@@ -87,6 +87,7 @@ def holds(model: PreTrainedModel, rows: int, capacity: int) -> bool:
 
 def release(model: PreTrainedModel | None = None) -> None:
     """Free all idle memories of one model, or of all models."""
+    forget(model)
     if model is None:
         _idle.clear()
     else:

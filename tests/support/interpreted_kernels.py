@@ -11,6 +11,7 @@ from speculative.engine import memory
 from speculative.engine.cache import RaggedCache
 from speculative.engine.fused import model as fused
 from speculative.engine.fused.products import Matrix, Products, Tile
+from speculative.engine.plain_decoders import agrees
 from speculative.rules.sampling import GREEDY
 
 
@@ -44,8 +45,11 @@ def texts_are_those_of_eager_calls():
     settings = DecodeSettings(GREEDY, 2, "greedy", max_tokens=5)
     memory.make_runner = lambda kind: CpuGraphRunner()
     eager, _ = decode(target, ModelDrafter(draft), prompts, settings, batch_size=2, runner="eager")
-    fused.serves = lambda model: True
+    fused.serves = lambda model: agrees(model, "fused kernels", lambda: fused._call_of(model))
     found, _ = decode(target, ModelDrafter(draft), prompts, settings, batch_size=2, runner="graph")
+    # The weights stayed where they were when they were first packed, so the next call finds the recordings.
+    assert memory.holds(target, rows=2, capacity=1)
+    assert memory.holds(draft, rows=2, capacity=1)
     assert texts(found) == texts(eager)
     assert [one.blocks for one in found] == [one.blocks for one in eager]  # the draft proposed the same
 

@@ -193,8 +193,14 @@ def _layer(layer: Any, window: int) -> Layer:
     )  # fmt: skip
 
 
-# Joint matrices in use, by the address of their first part.
-_joint: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
+# Joint matrices, by the first module of each.
+_joint: weakref.WeakKeyDictionary[nn.Module, dict[str, torch.Tensor]] = weakref.WeakKeyDictionary()
+
+
+def forget(model: nn.Module | None = None) -> None:
+    """Forget the joint matrices of a model, or of all. Parameters that are part of one keep its memory until all of them have moved."""
+    for module in list(_joint) if model is None else model.modules():
+        _joint.pop(module, None)
 
 
 def packed(*modules: nn.Linear) -> Matrix:
@@ -204,24 +210,24 @@ def packed(*modules: nn.Linear) -> Matrix:
     kinds = {(type(module), type(module.weight), module.weight.dtype, module.bias is None) for module in modules}
     if len(kinds) > 1 or kinds.pop()[:2] != (nn.Linear, nn.Parameter):
         raise Unfit("a matrix in another form")
-    biases = [module.bias for module in modules if module.bias is not None]
-    return Matrix(_together([module.weight for module in modules]), _together(biases) if biases else None)
+    return Matrix(_together(modules, "weight"), None if modules[0].bias is None else _together(modules, "bias"))
 
 
-def _together(own: Sequence[torch.Tensor]) -> torch.Tensor:
+def _together(modules: Sequence[nn.Linear], name: str) -> torch.Tensor:
+    own: list[torch.Tensor] = [getattr(module, name) for module in modules]
     if len(own) == 1:
         return own[0].detach()
-    known, place = _joint.get(own[0].data_ptr()), own[0].data_ptr()
-    for tensor in own:
-        known = known if tensor.data_ptr() == place and tensor.is_contiguous() else None
-        place += tensor.nbytes
-    if known is not None and known.nbytes == place - own[0].data_ptr():
-        return known
+    known = _joint.setdefault(modules[0], {})
+    if name in known:
+        place = known[name].data_ptr()
+        for tensor in own:
+            place = place + tensor.nbytes if tensor.data_ptr() == place and tensor.is_contiguous() else 0
+        if place == known[name].data_ptr() + known[name].nbytes:
+            return known[name]
     # Training goes on with these weights, so they must not be made in inference mode.
     with torch.inference_mode(False), torch.no_grad():
-        joint = torch.cat(list(own))
+        joint = known[name] = torch.cat(own)
         for tensor, part in zip(own, joint.split([len(tensor) for tensor in own]), strict=True):
             # Each with a storage of its own: whoever saves weights takes parts of one storage for one weight under several names.
             tensor.data = torch.from_dlpack(part)
-    _joint[joint.data_ptr()] = joint
     return joint

@@ -10,7 +10,7 @@ from torch.nn.functional import linear
 
 FEW_TOKENS = 64  # More tokens of a call are multiplied by torch, whose products are bound by arithmetic then.
 FEWEST_TOKENS = 2  # So few are multiplied row by row if the matrix is small.
-SMALL, MOST_INPUTS = 2**23, 4096
+SMALL, MOST_BYTES = 2**23, 8192  # numbers of the matrix; bytes of its row, which fits in registers
 TILE = 64  # rows of a matrix that a program multiplies: the least that the matrix units of a Hopper take
 GATE_WIDTH = 1024
 SHARED_BYTES = 99 * 1024  # of a multiprocessor: the least of devices since 8.0
@@ -33,7 +33,7 @@ class Tile(NamedTuple):
 
 def tile_of(tokens: int, outputs: int, inputs: int, gated: bool, may_split: bool, itemsize: int, shared: int) -> Tile:
     """The fastest on an H200 (bench/gpu/products.py) that fits in `shared` bytes."""
-    if tokens <= FEWEST_TOKENS and outputs * inputs <= SMALL and inputs <= MOST_INPUTS:
+    if tokens <= FEWEST_TOKENS and outputs * inputs <= SMALL and inputs * itemsize <= MOST_BYTES:
         return Tile(8, power_of_two(inputs), rows=True)
     tiles = -(-outputs // TILE)
     split = max(1, min(8, 2 * TILE // tiles)) if may_split else 1

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from speculative.decode import decode
 from speculative.decoder.responses import DecodeSettings
 from speculative.drafters.drafter import ModelDrafter
+from speculative.engine import memory
 from speculative.engine.cache import RaggedCache
 from speculative.engine.fused import model as fused
 from speculative.engine.fused.model import packed
@@ -94,7 +95,7 @@ def test_packed_weights_are_parts_of_one_matrix_and_stay_the_models(tmp_path):
         torch.testing.assert_close(saved[name], weight, rtol=0, atol=0)
 
 
-def test_weights_are_packed_again_when_nobody_uses_the_matrix_or_they_have_moved():
+def test_weights_are_packed_again_when_they_have_moved_or_the_model_was_released():
     attention = tiny_model("llama").model.layers[0].self_attn
     matrix = packed(attention.q_proj, attention.k_proj)
     expected = matrix.weight.clone()
@@ -103,8 +104,11 @@ def test_weights_are_packed_again_when_nobody_uses_the_matrix_or_they_have_moved
     assert moved.weight.data_ptr() != matrix.weight.data_ptr()
     assert attention.k_proj.weight.data_ptr() == moved.weight[32:].data_ptr()
     torch.testing.assert_close(moved.weight, expected, rtol=0, atol=0)
-    del matrix, moved
-    torch.testing.assert_close(packed(attention.q_proj, attention.k_proj).weight, expected, rtol=0, atol=0)
+    assert packed(attention.q_proj, attention.k_proj).weight is moved.weight
+    memory.release(attention)
+    again = packed(attention.q_proj, attention.k_proj)
+    assert again.weight is not moved.weight
+    torch.testing.assert_close(again.weight, expected, rtol=0, atol=0)
 
 
 def test_other_linear_layers_are_not_packed():
