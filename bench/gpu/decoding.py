@@ -20,8 +20,7 @@ from gpu.place import Place, best_of, tried
 from speculative.decode import decode
 from speculative.decoder.responses import DecodeSettings, Prompt, Timing
 from speculative.drafters.drafter import ModelDrafter
-from speculative.engine import memory
-from speculative.engine.fused import model as fused
+from speculative.engine import cached_model
 from speculative.rules.sampling import GREEDY, SamplingSettings
 
 ALPHA, GAMMA = 0.7, 5
@@ -37,7 +36,6 @@ PLAN = (
     (1, "greedy", "eager"), (16, "sample", "graph"), (64, "sample", "graph"),
 )  # fmt: skip
 COMPILED, COMPILING = (1, "greedy", "compile"), 90.0  # with a shallow draft only; seconds that it takes
-_layers_before = [False]
 TINY_PLAN = ((1, "greedy", "auto"), (4, "sample", "eager"))
 
 
@@ -52,11 +50,8 @@ Run = tuple[int, int, Timing]  # tokens, blocks of all rows, where the time went
 def ours(target: Any, draft: Any, prompts: list[Prompt], settings: DecodeSettings, runner: str) -> Run:
     """All prompts in one batch."""
     drafter, batch = ModelDrafter(draft) if settings.gamma else None, len(prompts)
-    if (runner == LAYERS) != _layers_before[-1]:
-        memory.release()  # Recordings are of the other kind of calls.
-        _layers_before.append(runner == LAYERS)
-    switched = mock.patch.object(fused, "serves", return_value=False) if runner == LAYERS else contextlib.nullcontext()
-    with switched:
+    switched = mock.patch.object(cached_model, "fused_weights", return_value=None)
+    with switched if runner == LAYERS else contextlib.nullcontext():
         kind = "graph" if runner == LAYERS else runner
         responses, timing = decode(target, drafter, prompts, settings, batch_size=batch, runner=kind)
     return sum(len(text.response_ids) for text in responses), sum(text.blocks for text in responses), timing

@@ -69,7 +69,7 @@ def seconds_each(place: Place, work: Contestant, weights: list[torch.Tensor]) ->
 
 def contestants(place: Place, outputs: int, inputs: int, form: str, tokens: int) -> Iterator[tuple[str, Contestant]]:
     """(name, product of one weight), torch's own first."""
-    from speculative.engine.fused.products import Matrix, Products
+    from speculative.engine.fused.products import Matrix, Products, Workspace
 
     x_MK = torch.randn(tokens, inputs, device=place.device, dtype=torch.bfloat16)
     norm = torch.rand(inputs, device=place.device, dtype=torch.bfloat16) if form != "added" else None
@@ -82,7 +82,7 @@ def contestants(place: Place, outputs: int, inputs: int, form: str, tokens: int)
         return y_MN if add is None else y_MN + add
 
     yield "torch", plain
-    products = Products(place.device, torch.bfloat16, 1e-6)
+    products = Products(place.device, torch.bfloat16, 1e-6, Workspace(place.device))
     for tile in tiles(form, tokens, outputs, inputs):
         yield (
             " ".join(str(int(number)) for number in tile),

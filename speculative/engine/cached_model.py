@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from speculative.engine.cache import whole_steps
 from speculative.engine.calls import compiled_layers, grouped_queries
 from speculative.engine.compiled.model import compiled_model
-from speculative.engine.fused import model as fused
+from speculative.engine.fused.model import FusedModel, Scratch, fused_weights
 from speculative.engine.memory import Memory, cache_entry, give_back, take
 from speculative.engine.models import (
     by_layer_kind,
@@ -26,7 +26,7 @@ from speculative.engine.models import (
     window_kinds,
 )
 from speculative.engine.recurrent_model import RecurrentModel
-from speculative.engine.runners import COMPILED, COMPILED_GRAPH, EAGER, GRAPHED
+from speculative.engine.runners import COMPILED, COMPILED_GRAPH, EAGER, FUSED_GRAPH, GRAPHED
 from speculative.errors import TooLittleMemory
 from speculative.rules.tree import TokenTree
 
@@ -75,8 +75,10 @@ class CachedModel:
         capacity = capacity if self.device.type == "cpu" else whole_steps(capacity)
         self._shares = shared is not None
         layers = model.config.get_text_config(decoder=True).num_hidden_layers
-        # First, because it moves weights, whose addresses recordings hold.
-        is_fused = runner == GRAPHED and fused.serves(model)
+        # First, because it moves weights, whose addresses recordings hold. Layers that are shared are packed by their owner.
+        fits = runner == GRAPHED and (shared is None or shared.kind == FUSED_GRAPH)
+        weights = fused_weights(model) if fits else None
+        runner = runner if weights is None else FUSED_GRAPH
         self.memory = take(model, rows, capacity, runner) if shared is None else shared.of_first_layers(layers)
         self.cache, self.runner = self.memory.cache, self.memory.runner
         self._exact_prefix = self.device.type == "cpu" and not self.runner.static
@@ -89,8 +91,10 @@ class CachedModel:
         self._takes_logits_to_keep = takes_logits_to_keep(model)
         self._windows = window_kinds(model, name, capacity)
         self.compiled = compiled_model(model, self.cache) if runner == COMPILED else None
-        if is_fused and self.memory.fused is None:
-            self.memory.fused = fused.FusedModel(model, self.cache)
+        self._fused: FusedModel | None = None
+        if weights is not None:
+            scratch = self.memory.scratch = self.memory.scratch or Scratch(model, weights, capacity)
+            self._fused = FusedModel(weights, self.cache, scratch)
         self._triangles: dict[tuple[int, int | None], torch.Tensor] = {}
 
     def feed(
@@ -192,7 +196,7 @@ class CachedModel:
     @property
     def how(self) -> str:
         """How its calls run, in words."""
-        if self.memory.fused is not None:
+        if self._fused is not None:
             return "fused kernels in CUDA graphs"
         return "compiled code" if self.compiled is not None else "CUDA graphs" if self.runner.static else "eager calls"
 
@@ -239,15 +243,15 @@ class CachedModel:
         """Logits (R, kept, V) of a call of all rows that can be captured: nothing comes from the host, and shapes and
         addresses depend only on the arguments' shapes, `prefix` and `kept`.
         """
-        if self.memory.fused is not None:
-            return self.memory.fused(ids_RQ, positions_RQ, kept)
+        if self._fused is not None:
+            return self._fused(ids_RQ, positions_RQ, kept)
         self.cache.begin(positions_RQ, prefix)
         with compiled_layers(self.model) if self.memory.kind == COMPILED_GRAPH else nullcontext():
             return self._call(ids_RQ, positions_RQ, self._masks(positions_RQ, prefix), kept)
 
     def static_prefix(self, stop: int) -> int:
         """Number of positions a compiled or captured call reads if its last written position is `stop` - 1."""
-        if self.memory.fused is not None:
+        if self._fused is not None:
             return self._capacity  # It reads each row to its last token, so one recording does.
         steps = self.runner.prefixes
         unit = STATIC_PREFIX // steps

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from speculative.engine.cache import RaggedCache, whole_steps
-from speculative.engine.fused.model import FusedModel, forget
+from speculative.engine.fused.model import Scratch
 from speculative.engine.models import devices_of, in_eval_mode, is_recurrent, vocab_rows
 from speculative.engine.recurrent_model import recurrent_bytes
 from speculative.engine.runners import RECORDED, GraphRunner, Runner, make_runner
@@ -36,7 +36,7 @@ class Memory:
         self.runner = make_runner(runner)
         # Kept with the cache: captured calls read it at this address.
         self.positions_C = torch.arange(cache.place.capacity, device=device)
-        self.fused: FusedModel | None = None  # Recordings hold the addresses of its tensors.
+        self.scratch: Scratch | None = None  # of fused kernels
         self._blocks: weakref.WeakKeyDictionary[Memory, dict[Any, Any]] = weakref.WeakKeyDictionary()
         self._lower: dict[int, Memory] = {}
 
@@ -87,7 +87,6 @@ def holds(model: PreTrainedModel, rows: int, capacity: int) -> bool:
 
 def release(model: PreTrainedModel | None = None) -> None:
     """Free all idle memories of one model, or of all models."""
-    forget(model)
     if model is None:
         _idle.clear()
     else:

@@ -17,8 +17,9 @@ from speculative.engine.models import all_modules, evaluating, vocab_rows
 PLAIN_DECODERS = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 # An adapter or a parametrisation is a module of another package that looks like the module it replaced.
 OWN_CALLS = ("torch.nn.modules.", "transformers.models.", "transformers.activations", FrequentHead.__module__)
-CHECKED_TOKENS = 6
-# Allowed difference of logits, relative to the largest. With weights other than float32 the model's own call also rounds activations.
+CHECKED_TOKENS, CHECKED_PARTS = 6, ((0, 4), (4, 5), (5, 6))  # one and several tokens of a row
+# Allowed difference of logits, relative to the largest. With weights other than float32, or products that round, the model's own call
+# rounds activations too.
 TOLERANCE, ROUNDED_TOLERANCE = 1e-3, 0.1
 
 # Whether a model's calls in our code, by its name, agreed with its own, checked once.
@@ -56,15 +57,17 @@ def agrees(
         tokens = CHECKED_TOKENS
         ids = torch.arange(1, 2 * tokens + 1).remainder(vocab_rows(model)).view(2, tokens).to(model.device)
         with evaluating(model):
-            own = model(input_ids=ids, use_cache=False).logits.float()
             call = open_calls()
-            found = torch.cat((call(ids[:, :4].contiguous(), 0), call(ids[:, 4:].contiguous(), 4)), 1).float()
+            own = model(input_ids=ids, use_cache=False).logits.float()
+            parts = [call(ids[:, start:stop].contiguous(), start) for start, stop in CHECKED_PARTS]
+            found = torch.cat(parts, 1).float()
         # NaN in the model's own logits does not count as a difference; the loop reports it.
         told = own.isfinite()
         if not told.any():
             return True  # nothing to compare yet
         difference, largest = (found - own)[told].abs().max(), own[told].abs().max()
         exact = all(weight.dtype == torch.float32 for weight in model.parameters())
+        exact = exact and torch.get_float32_matmul_precision() == "highest"
         known[what] = bool(difference <= (TOLERANCE if exact else ROUNDED_TOLERANCE) * largest)
         if not known[what]:
             warnings.warn(

@@ -16,7 +16,8 @@ from speculative.errors import UserError
 EAGER, COMPILED, GRAPHED = "eager", "compile", "graph"
 RUNNERS = ("auto", EAGER, COMPILED, GRAPHED)
 COMPILED_GRAPH = "compiled graph"  # `compile` on CUDA: graphs of calls with compiled layers.
-RECORDED = (GRAPHED, COMPILED_GRAPH)
+FUSED_GRAPH = "fused graph"  # `graph` for a model that fused kernels compute.
+RECORDED = (GRAPHED, COMPILED_GRAPH, FUSED_GRAPH)
 UNRECORDED = (EAGER, COMPILED)  # Any shapes; rows may be dropped.
 GRAPH_TOLERANCE = 0.05  # Of the largest logit: kernels may round differently under capture; real faults are larger.
 
@@ -200,8 +201,7 @@ def make_runner(kind: str) -> Runner:
     """Return a runner of a kind from `resolve_runner`. Raises UserError for graphs without CUDA."""
     if kind == GRAPHED and not torch.cuda.is_available():
         raise UserError("runner = 'graph' needs a CUDA device: use 'eager' or 'compile'")
-    makers = {EAGER: Runner, COMPILED: Runner, GRAPHED: GraphRunner, COMPILED_GRAPH: GraphRunner}
-    return makers[kind]()
+    return GraphRunner() if kind in RECORDED else Runner()
 
 
 def resolve_runner(kind: str, device: torch.device) -> str:

@@ -7,21 +7,29 @@ from tiny_models import perturbed, prompts_of, texts, tiny_model
 from speculative.decode import decode
 from speculative.decoder.responses import DecodeSettings
 from speculative.drafters.drafter import ModelDrafter
-from speculative.engine import memory
+from speculative.engine import cached_model, memory
 from speculative.engine.cache import RaggedCache
 from speculative.engine.fused import model as fused
-from speculative.engine.fused.products import Matrix, Products, Tile
+from speculative.engine.fused.products import Matrix, Products, Tile, Workspace
+from speculative.engine.fused.weights import Weights
 from speculative.engine.plain_decoders import agrees
 from speculative.rules.sampling import GREEDY
 
 
+def opened(model, cache):
+    weights = Weights(model)
+    return fused.FusedModel(weights, cache, fused.Scratch(model, weights, cache.place.capacity))
+
+
 def logits_are_the_models_own(kind, **sizes):
     """Of many tokens at once (torch's products), few, and one."""
-    model = tiny_model(
-        kind, num_hidden_layers=1, num_attention_heads=2, vocab_size=20, **{"num_key_value_heads": 1, **sizes}
-    )
+    few = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 20}
+    model = tiny_model(kind, **{**few, **sizes})
+    for name, weight in model.named_parameters():
+        if name.endswith("bias"):
+            weight.normal_(generator=torch.Generator().manual_seed(1))
     ids = torch.randint(1, 20, (2, 70), generator=torch.Generator().manual_seed(0))
-    own, call = model(input_ids=ids, use_cache=False).logits, fused.FusedModel(model, RaggedCache(1, 2, 128))
+    own, call = model(input_ids=ids, use_cache=False).logits, opened(model, RaggedCache(1, 2, 128))
     for start, stop, kept in ((0, 66, 66), (66, 69, 1), (69, 70, 1)):
         positions = torch.arange(start, stop).repeat(2, 1)
         found = call(ids[:, start:stop].contiguous(), positions, kept)
@@ -31,7 +39,8 @@ def logits_are_the_models_own(kind, **sizes):
 
 
 def products_do_not_depend_on_their_division():
-    products, generator = Products(torch.device("cpu"), torch.float32, 1e-6), torch.Generator().manual_seed(0)
+    generator, device = torch.Generator().manual_seed(0), torch.device("cpu")
+    products = Products(device, torch.float32, 1e-6, Workspace(device))
     x_MK, w_NK = torch.randn(2, 96, generator=generator), torch.randn(40, 96, generator=generator)
     add_MN = torch.randn(2, 40, generator=generator)
     for tile in (Tile(16, 32, split=3, stages=2), Tile(16, 64), Tile(8, 32, rows=True), Tile(8, 128, rows=True)):
@@ -45,7 +54,12 @@ def texts_are_those_of_eager_calls():
     settings = DecodeSettings(GREEDY, 2, "greedy", max_tokens=5)
     memory.make_runner = lambda kind: CpuGraphRunner()
     eager, _ = decode(target, ModelDrafter(draft), prompts, settings, batch_size=2, runner="eager")
-    fused.serves = lambda model: agrees(model, "fused kernels", lambda: fused._call_of(model))
+
+    def fused_weights(model):
+        weights = Weights(model)
+        return weights if agrees(model, "fused kernels", lambda: fused._call_of(model, weights)) else None
+
+    cached_model.fused_weights = fused_weights
     found, _ = decode(target, ModelDrafter(draft), prompts, settings, batch_size=2, runner="graph")
     # The weights stayed where they were when they were first packed, so the next call finds the recordings.
     assert memory.holds(target, rows=2, capacity=1)
@@ -60,6 +74,7 @@ if __name__ == "__main__":
         logits_are_the_models_own("qwen3")
         logits_are_the_models_own("qwen2", head_dim=12)
         logits_are_the_models_own("mistral", sliding_window=40, num_key_value_heads=2)
+        logits_are_the_models_own("llama", num_attention_heads=3, hidden_size=24, mlp_bias=True, attention_bias=True)
         products_do_not_depend_on_their_division()
     texts_are_those_of_eager_calls()
     print("equal")

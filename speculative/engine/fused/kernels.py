@@ -82,6 +82,8 @@ def product(
             up *= scale_M[None, :]
         if BIAS:
             acc += tl.load(bias_N + n_N, mask=kept_N, other=0.0)[:, None].to(tl.float32)
+            if GATED:
+                up += tl.load(bias_N + N + n_N, mask=kept_N, other=0.0)[:, None].to(tl.float32)
         if GATED:
             acc = acc / (1.0 + tl.exp(-acc)) * up
         at = m_M[None, :].to(tl.int64) * N + n_N[:, None]
@@ -132,6 +134,8 @@ def product_of_rows(
         up *= scale_M[None, :]
     if BIAS:
         acc += tl.load(bias_N + n_N, mask=kept_N, other=0.0)[:, None].to(tl.float32)
+        if GATED:
+            up += tl.load(bias_N + N + n_N, mask=kept_N, other=0.0)[:, None].to(tl.float32)
     if GATED:
         acc = acc / (1.0 + tl.exp(-acc)) * up
     here_NM = kept_N[:, None] & kept_M[None, :]

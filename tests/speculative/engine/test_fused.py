@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM
 from speculative.decode import decode
 from speculative.decoder.responses import DecodeSettings
 from speculative.drafters.drafter import ModelDrafter
-from speculative.engine import memory
 from speculative.engine.cache import RaggedCache
 from speculative.engine.fused import model as fused
-from speculative.engine.fused.model import packed
+from speculative.engine.fused.weights import Weights, packed
+from speculative.engine.plain_decoders import Unfit
 from speculative.rules.sampling import GREEDY
 
 # Each pair of a dtype and an architecture costs a quarter of a minute of Triton's compiler.
@@ -45,7 +45,8 @@ def test_fused_kernels_give_the_models_own_logits(kind, dtype, sizes, monkeypatc
     model = tiny_model(kind, dtype=dtype, **sizes).cuda()
     ids = torch.randint(1, 50, (3, 200), generator=torch.Generator().manual_seed(0)).cuda()
     own = model(input_ids=ids, use_cache=False).logits.float()
-    call = fused.FusedModel(model, RaggedCache(2, 3, 2048))
+    weights = Weights(model)
+    call = fused.FusedModel(weights, RaggedCache(2, 3, 2048), fused.Scratch(model, weights, 2048))
     with torch.no_grad():
         for start, stop, kept in ((0, 195, 195), (195, 199, 1), (199, 200, 1)):  # many tokens, few, one
             positions = torch.arange(start, stop, device="cuda").repeat(3, 1)
@@ -66,7 +67,7 @@ def test_decoding_with_fused_kernels_gives_the_texts_of_eager_calls():
         found[runner], _ = decode(
             target, ModelDrafter(draft), prompts_of([9, 1, 23, 70]), settings, batch_size=4, runner=runner
         )
-    assert fused.serves(target)
+    assert fused.fused_weights(target) is not None
     assert texts(found["graph"]) == texts(found["eager"])
 
 
@@ -95,7 +96,7 @@ def test_packed_weights_are_parts_of_one_matrix_and_stay_the_models(tmp_path):
         torch.testing.assert_close(saved[name], weight, rtol=0, atol=0)
 
 
-def test_weights_are_packed_again_when_they_have_moved_or_the_model_was_released():
+def test_weights_are_packed_again_when_they_have_moved():
     attention = tiny_model("llama").model.layers[0].self_attn
     matrix = packed(attention.q_proj, attention.k_proj)
     expected = matrix.weight.clone()
@@ -105,15 +106,14 @@ def test_weights_are_packed_again_when_they_have_moved_or_the_model_was_released
     assert attention.k_proj.weight.data_ptr() == moved.weight[32:].data_ptr()
     torch.testing.assert_close(moved.weight, expected, rtol=0, atol=0)
     assert packed(attention.q_proj, attention.k_proj).weight is moved.weight
-    memory.release(attention)
-    again = packed(attention.q_proj, attention.k_proj)
-    assert again.weight is not moved.weight
-    torch.testing.assert_close(again.weight, expected, rtol=0, atol=0)
+    place = moved.weight.data_ptr()
+    del matrix, moved
+    assert packed(attention.q_proj, attention.k_proj).weight.data_ptr() == place  # Recordings hold the address.
 
 
 def test_other_linear_layers_are_not_packed():
     model = tiny_model("llama")
     attention = model.model.layers[0].self_attn
     attention.k_proj.bias = torch.nn.Parameter(torch.zeros(16))
-    with pytest.raises(fused.Unfit):
+    with pytest.raises(Unfit):
         packed(attention.q_proj, attention.k_proj)
