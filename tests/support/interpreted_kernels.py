@@ -72,9 +72,10 @@ if __name__ == "__main__":
     fused.LONG = 16  # Programs share the longer texts.
     with torch.no_grad():
         logits_are_the_models_own("qwen3")
-        logits_are_the_models_own("qwen2", head_dim=12)
         logits_are_the_models_own("mistral", sliding_window=40, num_key_value_heads=2)
-        logits_are_the_models_own("llama", num_attention_heads=3, hidden_size=24, mlp_bias=True, attention_bias=True)
+        logits_are_the_models_own(
+            "llama", num_attention_heads=3, hidden_size=24, head_dim=12, mlp_bias=True, attention_bias=True
+        )
         products_do_not_depend_on_their_division()
     texts_are_those_of_eager_calls()
     print("equal")

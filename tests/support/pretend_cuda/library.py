@@ -37,6 +37,7 @@ def load() -> None:
     assert "torch" not in sys.modules, "the pretend device comes before torch"
     ctypes.CDLL(str(_torch_folder() / "lib" / "libtorch_cpu.so"), mode=ctypes.RTLD_GLOBAL)
     ctypes.CDLL(str(_compiled()))
+    sys.modules["triton"] = None  # type: ignore[assignment]  # Its kernels would ask for a real device.
 
 
 def _compiled() -> Path:
