@@ -104,7 +104,8 @@ def attention_windows(model: PreTrainedModel) -> list[int | None]:
     sliding-window.
     """
     config = model.config.get_text_config(decoder=True)
-    told = tuple(str(getattr(config, name, None)) for name in ("layer_types", "sliding_window", "attention_layers"))
+    names = ("num_hidden_layers", "layer_types", "sliding_window", "attention_layers")
+    told = tuple(str(getattr(config, name, None)) for name in names)
     known = _known_windows.get(model)
     if known is not None and known[0] == told:
         return known[1]

@@ -76,3 +76,8 @@ def agrees(
                 stacklevel=2,
             )
     return known[what]
+
+
+def refuse(model: PreTrainedModel, what: str) -> None:
+    """Remember that our code, by its name, does not compute this model."""
+    _agrees.setdefault(model, {})[what] = False

@@ -19,30 +19,30 @@ from speculative.engine.cache import RaggedCache, RaggedLayer
 from speculative.engine.fused.products import PROGRAMS, Products, Workspace, power_of_two
 from speculative.engine.fused.weights import Layer, Weights
 from speculative.engine.models import max_positions
-from speculative.engine.plain_decoders import Unfit, agrees, is_plain
+from speculative.engine.plain_decoders import Unfit, agrees, is_plain, refuse
 
 MOST_GROUPED, MOST_GROUPED_FLOAT = 64, 16  # query tokens times heads of a group in one program; of float32
 LONG = 256  # positions that one program of attention reads before others help
 OLDEST = (8, 0)  # compute capability: bfloat16 products
 
-_broken: list[str] = []  # why no kernel can be compiled or run here
+KERNELS = "fused kernels"
 
 
 def fused_weights(model: PreTrainedModel) -> Weights | None:
     """Return the weights, packed, if the model is supported and fused kernels give its own logits, which is tested at its first use."""
-    if _broken or not (model.device.type == "cuda" and _usable() and is_plain(model)):
+    if model.device.type != "cuda" or not _usable() or not is_plain(model):
         return None
     if torch.cuda.get_device_capability(model.device) < OLDEST:
         return None
     try:
         with _on(model.device):
-            weights = Weights(model)
-            return weights if agrees(model, "fused kernels", lambda: _call_of(model, weights)) else None
+            return Weights(model) if agrees(model, KERNELS, lambda: _call_of(model, Weights(model))) else None
     except (Unfit, AttributeError, torch.OutOfMemoryError):  # AttributeError: names of another release
         return None
     except Exception as error:  # of Triton's compiler or its driver
-        _broken.append((str(error).splitlines() or [type(error).__name__])[0])
-        warnings.warn(f"models run without fused kernels: {_broken[0]}", stacklevel=2)
+        refuse(model, KERNELS)
+        said = (str(error).splitlines() or [type(error).__name__])[0]
+        warnings.warn(f"{type(model).__name__} runs without {KERNELS}: {said}", stacklevel=2)
         return None
 
 

@@ -119,6 +119,21 @@ def empty_capture(function, inputs):
     return Recording(lambda: None, inputs, function())
 
 
+def test_logits_of_a_head_of_some_tokens_can_be_recorded():
+    def logits(hidden_R):
+        return hidden_R.new_full((2, 5), -torch.inf).index_copy_(
+            1, torch.tensor([1, 3]), hidden_R[:, None].expand(2, 2)
+        )
+
+    runner = CpuGraphRunner()
+    for values in ([1.0, 2.0], [3.0, 4.0]):
+        hidden_R = torch.tensor(values)
+        torch.testing.assert_close(runner.run(logits, (hidden_R,), ()), logits(hidden_R), rtol=0, atol=0)
+    assert runner.knows(((torch.Size([2]),), ()))
+    assert runner.recordings == 1
+    assert runner._usable
+
+
 @pytest.mark.parametrize(
     ("capture", "said"),
     [
