@@ -33,7 +33,7 @@ def test_fused_kernels_in_tritons_interpreter_equal_the_models_layers():
     tests = Path(__file__).parents[2]
     program, path = tests / "support/interpreted_kernels.py", f"{tests.parent}{os.pathsep}{tests / 'support'}"
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-    done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, env=environment, timeout=400)
+    done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, env=environment, timeout=220)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.endswith("equal\n")
 
