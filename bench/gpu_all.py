@@ -5,7 +5,7 @@
 
 Nothing is downloaded. Each part runs in its own process, which is stopped when its time is over; its results so far are in the
 file, and a part that fails does not affect the others. Finished parts are not run again; parts with an error are.
-It needs torch, transformers, accelerate, scipy, pyarrow and rich. A part reports any other package that it lacks.
+It needs torch, transformers, accelerate, scipy, pyarrow and rich, and for the tests pytest-xdist. A part reports any other package that it lacks.
 """
 
 from __future__ import annotations

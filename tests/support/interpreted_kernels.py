@@ -12,7 +12,6 @@ from speculative.engine.cache import RaggedCache
 from speculative.engine.fused import model as fused
 from speculative.engine.fused.products import Matrix, Products, Tile, Workspace
 from speculative.engine.fused.weights import Weights
-from speculative.engine.plain_decoders import agrees
 from speculative.rules.sampling import GREEDY
 
 
@@ -54,12 +53,7 @@ def texts_are_those_of_eager_calls():
     settings = DecodeSettings(GREEDY, 2, "greedy", max_tokens=5)
     memory.make_runner = lambda kind: CpuGraphRunner()
     eager, _ = decode(target, ModelDrafter(draft), prompts, settings, batch_size=2, runner="eager")
-
-    def fused_weights(model):
-        weights = Weights(model)
-        return weights if agrees(model, "fused kernels", lambda: fused._call_of(model, weights)) else None
-
-    cached_model.fused_weights = fused_weights
+    cached_model.fused_weights = fused.agreeing_weights
     found, _ = decode(target, ModelDrafter(draft), prompts, settings, batch_size=2, runner="graph")
     # The weights stayed where they were when they were first packed, so the next call finds the recordings.
     assert memory.holds(target, rows=2, capacity=1)

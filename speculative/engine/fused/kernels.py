@@ -29,6 +29,30 @@ def _last_of(counter, parts):
     return last
 
 
+@triton.jit
+def _store(
+    acc, up, squares_M, y_MN, bias_N, add_MN, n_N, m_M, M, N, K, eps,
+    NORM: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr, GATED: tl.constexpr,
+):  # fmt: skip
+    """What follows the sums of a product."""
+    kept_N = n_N < N
+    here_NM = kept_N[:, None] & (m_M < M)[None, :]
+    if NORM:
+        scale_M = tl.rsqrt(squares_M / K + eps)
+        acc *= scale_M[None, :]
+        up *= scale_M[None, :]
+    if BIAS:
+        acc += tl.load(bias_N + n_N, mask=kept_N, other=0.0)[:, None].to(tl.float32)
+        if GATED:
+            up += tl.load(bias_N + N + n_N, mask=kept_N, other=0.0)[:, None].to(tl.float32)
+    if GATED:
+        acc = acc / (1.0 + tl.exp(-acc)) * up
+    at = m_M[None, :].to(tl.int64) * N + n_N[:, None]
+    if ADD:
+        acc += tl.load(add_MN + at, mask=here_NM, other=0.0).to(tl.float32)
+    tl.store(y_MN + at, acc.to(y_MN.dtype.element_ty), mask=here_NM)
+
+
 @triton.jit(do_not_specialize=["M"])
 def product(
     x_MK, w_NK, y_MN, norm_K, bias_N, add_MN, partial, counters, M, N, K, eps,
@@ -76,20 +100,9 @@ def product(
             for other in range(SPLIT):
                 acc += tl.load(partial + other * M * N + spot, mask=here_NM, other=0.0, cache_modifier=".cg")
     if last:
-        if NORM:
-            scale_M = tl.rsqrt(squares_M / K + eps)
-            acc *= scale_M[None, :]
-            up *= scale_M[None, :]
-        if BIAS:
-            acc += tl.load(bias_N + n_N, mask=kept_N, other=0.0)[:, None].to(tl.float32)
-            if GATED:
-                up += tl.load(bias_N + N + n_N, mask=kept_N, other=0.0)[:, None].to(tl.float32)
-        if GATED:
-            acc = acc / (1.0 + tl.exp(-acc)) * up
-        at = m_M[None, :].to(tl.int64) * N + n_N[:, None]
-        if ADD:
-            acc += tl.load(add_MN + at, mask=here_NM, other=0.0).to(tl.float32)
-        tl.store(y_MN + at, acc.to(y_MN.dtype.element_ty), mask=here_NM)
+        _store(
+            acc, up, squares_M, y_MN, bias_N, add_MN, n_N, m_M, M, N, K, eps, NORM=NORM, BIAS=BIAS, ADD=ADD, GATED=GATED
+        )
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -128,21 +141,7 @@ def product_of_rows(
         acc += tl.sum(weights.to(tl.float32)[:, None, :] * values[None, :, :], 2)
         if GATED:
             up += tl.sum(more.to(tl.float32)[:, None, :] * values[None, :, :], 2)
-    if NORM:
-        scale_M = tl.rsqrt(squares_M / K + eps)
-        acc *= scale_M[None, :]
-        up *= scale_M[None, :]
-    if BIAS:
-        acc += tl.load(bias_N + n_N, mask=kept_N, other=0.0)[:, None].to(tl.float32)
-        if GATED:
-            up += tl.load(bias_N + N + n_N, mask=kept_N, other=0.0)[:, None].to(tl.float32)
-    if GATED:
-        acc = acc / (1.0 + tl.exp(-acc)) * up
-    here_NM = kept_N[:, None] & kept_M[None, :]
-    place = m_M[None, :].to(tl.int64) * N + n_N[:, None]
-    if ADD:
-        acc += tl.load(add_MN + place, mask=here_NM, other=0.0).to(tl.float32)
-    tl.store(y_MN + place, acc.to(y_MN.dtype.element_ty), mask=here_NM)
+    _store(acc, up, squares_M, y_MN, bias_N, add_MN, n_N, m_M, M, N, K, eps, NORM=NORM, BIAS=BIAS, ADD=ADD, GATED=GATED)
 
 
 @triton.jit

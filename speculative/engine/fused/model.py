@@ -36,7 +36,7 @@ def fused_weights(model: PreTrainedModel) -> Weights | None:
         return None
     try:
         with _on(model.device):
-            return Weights(model) if agrees(model, KERNELS, lambda: _call_of(model, Weights(model))) else None
+            return agreeing_weights(model)
     except (Unfit, AttributeError, torch.OutOfMemoryError):  # AttributeError: names of another release
         return None
     except Exception as error:  # of Triton's compiler or its driver
@@ -44,6 +44,11 @@ def fused_weights(model: PreTrainedModel) -> Weights | None:
         said = (str(error).splitlines() or [type(error).__name__])[0]
         warnings.warn(f"{type(model).__name__} runs without {KERNELS}: {said}", stacklevel=2)
         return None
+
+
+def agreeing_weights(model: PreTrainedModel) -> Weights | None:
+    """Return the weights if fused kernels give the model's own logits. Raises Unfit for an unsupported part."""
+    return Weights(model) if agrees(model, KERNELS, lambda: _call_of(model, Weights(model))) else None
 
 
 @functools.cache

@@ -60,7 +60,6 @@ class Workspace:
     """Partial sums of programs that share one, and counters of those that are done. Calls on one stream take turns."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
         self.partial = torch.empty(0, dtype=torch.float32, device=device)
         self.counters = torch.zeros(0, dtype=torch.int32, device=device)
         self._outgrown: list[torch.Tensor] = []  # Recordings hold their addresses.

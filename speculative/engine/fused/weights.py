@@ -15,10 +15,8 @@ from speculative.engine.fused.products import Matrix
 from speculative.engine.models import attention_windows
 from speculative.engine.plain_decoders import Unfit
 
-DTYPES = (
-    torch.float32,
-    torch.bfloat16,
-)  # float16 has too small a range for inputs that are normed after their product.
+# float16 has too small a range for inputs that are normed after their product.
+DTYPES = (torch.float32, torch.bfloat16)
 
 
 class Layer(NamedTuple):

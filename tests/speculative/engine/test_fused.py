@@ -69,6 +69,8 @@ def test_decoding_with_fused_kernels_gives_the_texts_of_eager_calls():
         )
     assert fused.fused_weights(target) is not None
     assert texts(found["graph"]) == texts(found["eager"])
+    # A wrong draft shows in no greedy text.
+    assert [one.blocks for one in found["graph"]] == [one.blocks for one in found["eager"]]
 
 
 def test_packed_weights_are_parts_of_one_matrix_and_stay_the_models(tmp_path):
