@@ -59,8 +59,11 @@ class TimedEngine:
         return StreamingResponse(self.stream(body["max_tokens"]), media_type="text/event-stream")
 
     async def stream(self, most: int) -> AsyncIterator[str]:
-        while self.running >= self.most:
-            await asyncio.sleep(0.001)
+        if self.running >= self.most:
+            while self.running >= self.most:
+                await asyncio.sleep(0.001)
+            # Longer than a busy machine's client takes to read the end of the response before.
+            await asyncio.sleep(0.25)
         self.running += 1
         said, blocks = 0, -1
         while said < most:
