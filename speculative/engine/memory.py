@@ -7,6 +7,7 @@ Shapes: R rows, C capacity (positions a row can hold), Q query tokens of one cal
 import resource
 import sys
 import weakref
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from transformers import PreTrainedModel
 
 from speculative.engine.cache import RaggedCache, whole_steps
 from speculative.engine.fused.model import Scratch
-from speculative.engine.models import devices_of, in_eval_mode, is_recurrent, vocab_rows
+from speculative.engine.models import all_modules, devices_of, in_eval_mode, is_recurrent, vocab_rows
 from speculative.engine.recurrent_model import recurrent_bytes
 from speculative.engine.runners import RECORDED, GraphRunner, Runner, make_runner
 from speculative.errors import TooLittleMemory, UserError
@@ -63,7 +64,7 @@ _idle: weakref.WeakKeyDictionary[PreTrainedModel, list[Memory]] = weakref.WeakKe
 
 def take(model: PreTrainedModel, rows: int, capacity: int, runner: str) -> Memory:
     """Memory of R rows and at least C positions for one caller; reuses an idle one if it fits. Return it with `give_back`."""
-    kept = _fitting(model, rows, capacity, runner) if runner in RECORDED else None
+    kept = _fitting(model, rows, capacity, (runner,)) if runner in RECORDED else None
     if kept is not None:
         _idle[model].remove(kept)
         return kept
@@ -82,7 +83,7 @@ def give_back(model: PreTrainedModel, memory: Memory) -> None:
 
 def holds(model: PreTrainedModel, rows: int, capacity: int) -> bool:
     """Whether `take` would find an idle memory."""
-    return any(_fitting(model, rows, capacity, runner) is not None for runner in RECORDED)
+    return _fitting(model, rows, capacity, RECORDED) is not None
 
 
 def release(model: PreTrainedModel | None = None) -> None:
@@ -98,16 +99,16 @@ def idle_memories() -> list[Memory]:
     return [memory for memories in _idle.values() for memory in memories]
 
 
-def _fitting(model: PreTrainedModel, rows: int, capacity: int, runner: str) -> Memory | None:
-    """The smallest idle memory that is large enough. Memories recorded for weights that have moved are dropped."""
-    if model not in _idle:
+def _fitting(model: PreTrainedModel, rows: int, capacity: int, runners: Sequence[str]) -> Memory | None:
+    """The smallest idle memory of these runners that is large enough. Memories recorded for weights that have moved are dropped."""
+    if not _idle.get(model):
         return None
     made_for = _fingerprint(model)
     _idle[model] = [memory for memory in _idle[model] if memory.made_for == made_for]
     fitting = [
         memory
         for memory in _idle[model]
-        if (memory.kind, memory.cache.rows) == (runner, rows) and memory.cache.place.capacity >= capacity
+        if memory.kind in runners and memory.cache.rows == rows and memory.cache.place.capacity >= capacity
     ]
     return min(fitting, key=lambda memory: memory.cache.place.capacity, default=None)
 
@@ -116,9 +117,12 @@ def _fingerprint(model: nn.Module) -> Any:
     """The state a recording depends on: weight addresses, active adapters, autocast, attention function, and inference mode, whose buffers
     can be written only in it. Weights that change in place, as in training, are read again by every replay.
     """
-    places = [(tensor.data_ptr(), tensor.dtype) for tensor in (*model.parameters(), *model.buffers())]
+    modules = all_modules(model)
+    tensors = (tensor for one in modules for own in (one._parameters, one._buffers) for tensor in own.values())
+    places = [(tensor.data_ptr(), tensor.dtype) for tensor in tensors if tensor is not None]
     told = ("active_adapters", "disable_adapters", "merged_adapters")
-    adapted = (module for module in model.modules() if hasattr(module, "disable_adapters"))
+    # Of adapters it is a property; transformers' models have a method of this name.
+    adapted = (one for one in modules if isinstance(getattr(type(one), "disable_adapters", None), property))
     adapters = [[str(getattr(module, name, "")) for name in told] for module in adapted]
     modes = (
         getattr(getattr(model, "config", None), "_attn_implementation", None),

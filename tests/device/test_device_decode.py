@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from pretend_cuda.ledger import LEDGER
 from tiny_models import perturbed, prompts_of, texts, tiny_model
 
@@ -282,6 +283,20 @@ def test_what_was_recorded_under_other_conditions_is_not_found() -> None:
     next(stream)
     target.lm_head.weight = torch.nn.Parameter(target.lm_head.weight.detach().clone())
     stream.close()
+    assert recorded() > 0
+
+
+def test_what_was_recorded_with_an_adapter_is_not_found_without_it() -> None:
+    adapted = get_peft_model(on_device(small()), LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
+    target = adapted.get_base_model()
+
+    def recorded() -> int:
+        return decode(target, None, PROMPTS, RULES["plain"], batch_size=2, runner="graph")[1].recording_calls
+
+    assert recorded() > 0
+    assert recorded() == 0
+    with adapted.disable_adapter():
+        assert recorded() > 0
     assert recorded() > 0
 
 
