@@ -351,6 +351,28 @@ def test_a_verdict_is_decoded_by_all_ranks_and_does_not_depend_on_their_number(
         assert not decoded["rank0"] & decoded["rank1"]
 
 
+@pytest.mark.ranks
+@pytest.mark.usefixtures("without_figures")
+def test_launched_ranks_judge_and_decode_the_same_at_the_default_settings(tmp_path: Path) -> None:
+    """Through `accelerate launch`, with groups as large as ever: 40 held-out prompts, 32 of them decoded at the checkpoint."""
+    path = small_config(
+        tmp_path, 200, serving={"temperature": 0.7}, loss={"name": "forward_kl"}, optim={"lr": 3e-3},
+        train={"steps": 2, "batch_size": 6}, judge={"prompts": 40},
+    )  # fmt: skip
+    config = run_alone(path, "small")
+    judged = step_folder(config.folder, 2) / JUDGEMENT
+    first, verdict = json.loads(judged.read_text(encoding="utf-8")), _untimed(config.folder)
+    assert (first["prompts"], first["live_check"]["prompts"]) == (40, 32)
+    for ranks in (2, 3):
+        judged.unlink()
+        (config.folder / RESULT).unlink()
+        command = [Path(sys.executable).with_name("understudy"), "train", path, "--num-processes", ranks]
+        done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=200, check=False)
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert json.loads(judged.read_text(encoding="utf-8")) == first | {"ranks": ranks}
+        assert _untimed(config.folder) == verdict
+
+
 def _on_a_lagging_disk(rank: int, path: Path, overrides: list[str], stop: bool) -> None:
     """A rank of a run, the second one on a machine where small files of the run never show; both stopped in step 3."""
     forget_accelerators()
