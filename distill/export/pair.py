@@ -1,11 +1,13 @@
 """Check the files of a pair before it is served: what breaks serving in which engine, and what is served otherwise than measured."""
 
+import json
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from distill.export.engine import check, known_engines
 from distill.export.facts import EngineFacts, gather_facts
@@ -43,7 +45,7 @@ def check_pair(
         lines += [one for path in ggufs if engine.reads_gguf for one in _gguf(path, sides["target"])]
         for line in lines:
             found[line].append(f"{name} {engine.version}")
-    general = [(True, one) for what, side in sides.items() for one in _weights(side, what)]
+    general = [(True, one) for what, side in sides.items() for one in _weights(side, what, bool(ggufs))]
     found |= {line: ["every engine"] for line in (*general, *((False, one) for one in pair_notes(facts)))}
     broken = [f"breaks {', '.join(who)}: {text}" for (breaks, text), who in found.items() if breaks]
     return broken, [f"note for {', '.join(who)}: {text}" for (breaks, text), who in found.items() if not breaks]
@@ -60,10 +62,17 @@ def pair_notes(facts: EngineFacts) -> list[str]:
     return notes
 
 
-def _weights(side: TargetSide, what: str) -> Iterable[str]:
-    """Yield where embedding and head in the weight files do not fit config.json."""
-    text, rows = side.config.get_text_config(), dict[str, int]()
-    for file in sorted(Path(side.name).glob("*.safetensors")):
+def _weights(side: TargetSide, what: str, elsewhere: bool) -> Iterable[str]:
+    """Yield what weight files lack, and where embedding and head in them do not fit config.json. elsewhere: GGUF files were given."""
+    text, rows, folder = side.config.get_text_config(), dict[str, int](), Path(side.name)
+    index = folder / SAFE_WEIGHTS_INDEX_NAME
+    shards = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values() if index.is_file() else ()
+    missing = sorted({name for name in shards if not (folder / name).is_file()})
+    if folder.is_dir() and not elsewhere and not any(any(folder.glob(kind)) for kind in ("*.safetensors", "*.bin")):
+        missing = [SAFE_WEIGHTS_NAME]
+    if missing:
+        yield f"{folder}: the {what} has no {', '.join(missing)}; engines do not load it; copy its weights there"
+    for file in sorted(folder.glob("*.safetensors")):
         try:
             with safe_open(file, "pt") as tensors:
                 rows |= {name: (tensors.get_slice(name).get_shape() or [0])[0] for name in tensors.keys()}  # noqa: SIM118

@@ -8,6 +8,7 @@ from distill.report.table import Cell, Column, Table
 from distill.report.view import View
 from distill.run.served_record import SERVED_TEXT, ServedRecord
 from distill.run.verdict_record import WAYS
+from speculative.measure.replay import WORRYING_Z
 
 
 @section("served", "Measured in an engine", order=45)
@@ -70,12 +71,13 @@ def speed_table(record: ServedRecord) -> Table:
 
 
 def served_lines(record: ServedRecord) -> list[str]:
-    """Whether the engine agrees with replay, and its texts."""
+    """Whether the engine's counts agree with replay, and its texts."""
     replay, lines = record.replay, list[str]()
     if replay is not None and record.drafting is not None and record.z is not None:
         text = "served text" if replay.text == SERVED_TEXT else "run's text"
+        counts = "agrees" if abs(record.z) <= WORRYING_Z else "DISAGREES"
         lines.append(
-            f"{record.where} {'agrees' if record.agrees else 'DISAGREES'} with replay of the {text} "
+            f"{record.where} {counts} with replay of the {text} "
             f"({WAYS[record.drafting]}, rule {replay.rule}, gamma {replay.gamma}): z {record.z:+.1f}."
         )
     if record.greedy is not None:

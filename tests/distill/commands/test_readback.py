@@ -26,7 +26,7 @@ from distill.commands.readback.causes import acceptance_causes
 from distill.commands.readback.comparison import Counted, Predicted, Replayer, pace, served_texts, waits
 from distill.commands.readback.readback import readback_command
 from distill.report.page import report_command
-from distill.report.sections.served import served_tables
+from distill.report.sections.served import served_lines, served_tables
 from distill.run.frozen_text import FrozenText
 from distill.run.served_record import ServedRecord, load_served
 from speculative.decoder.responses import DecodeSettings
@@ -209,6 +209,7 @@ def test_greedy_text_that_differs_is_named(make: Callable[..., Engine], run: Pat
     assert (found.agrees, found.greedy.same) == (False, False)
     assert starts(found) == ["greedy"]
     assert "0 of 10 greedy texts" in found.causes[0]
+    assert "agrees with replay" in served_lines(found)[0], "the counts do"
 
 
 def test_counters_that_are_reset_are_noticed(make: Callable[..., Engine], run: Path) -> None:
