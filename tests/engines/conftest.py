@@ -1,5 +1,7 @@
 """The pair that the engines serve."""
 
+import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -8,6 +10,7 @@ from function_heads import write_heads
 from distill import train
 from distill.commands.export import export_run
 from distill.commands.options import ExportOptions
+from distill.config import layout
 from distill.config.layout import EXPORT
 
 CONFIG = """
@@ -40,4 +43,15 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
         assert train.main([str(config)]) == 0
     run = folder / "runs" / "pair"
     export_run(ExportOptions(run, run / EXPORT))
+    return run
+
+
+@pytest.fixture(scope="session")
+def greedy(pair: Path) -> Path:
+    """The pair, served at temperature 0 and converted for OpenVINO by its export."""
+    run = pair.parent / "greedy"
+    shutil.copytree(pair, run, symlinks=True)
+    config = (run / layout.CONFIG).read_text()
+    (run / layout.CONFIG).write_text(re.sub("temperature: 0.8", "temperature: 0", config))
+    export_run(ExportOptions(run, run / EXPORT, overwrite=True, engine="openvino"))
     return run

@@ -5,7 +5,6 @@
 
 import json
 import os
-import re
 import shutil
 import subprocess
 import urllib.error
@@ -20,13 +19,12 @@ from processes import free_port
 from timed_run import write_verdict
 
 from data.responses.store import Store
-from distill.commands.export import export_run
-from distill.commands.options import ExportOptions, ReadbackOptions
+from distill.commands.options import ReadbackOptions
 from distill.commands.readback.clock import time_command
 from distill.commands.readback.readback import readback_command
 from distill.commands.readback.speed import seen_in
 from distill.config.command_line import TimeOptions
-from distill.config.layout import CONFIG, ENGINE_COSTS, EXPORT, HELDOUT_GREEDY, RESPONSES
+from distill.config.layout import ENGINE_COSTS, EXPORT, HELDOUT_GREEDY, RESPONSES
 from distill.models.load import EMBEDDED_FOLDER, load_model
 from distill.run.responses import frozen_responses_of
 from speculative.measure.engine_costs import EngineCosts
@@ -53,17 +51,6 @@ for ids in prompts:
     found = pipeline.generate(ov.Tensor(np.array([ids], dtype=np.int64)), config).extended_perf_metrics
     print(found.get_num_accepted_tokens(), found.get_num_draft_tokens(), len(found.main_model_metrics.raw_metrics.m_durations))
 """
-
-
-@pytest.fixture(scope="module")
-def greedy(pair: Path) -> Path:
-    """The pair, served at temperature 0 and converted by its export."""
-    run = pair.parent / "greedy"
-    shutil.copytree(pair, run, symlinks=True)
-    config = (run / CONFIG).read_text()
-    (run / CONFIG).write_text(re.sub("temperature: 0.8", "temperature: 0", config))
-    export_run(ExportOptions(run, run / EXPORT, overwrite=True, engine="openvino"))
-    return run
 
 
 def served(run: Path, *words: str) -> Any:
@@ -178,6 +165,21 @@ def test_an_8_bit_draft_is_replayed_as_it_is_served(greedy: Path) -> None:
     sizes = [(place.parent / f"draft-{kind}" / "openvino_model.bin").stat().st_size for kind in ("int8", "fp32")]
     assert sizes[0] < sizes[1] / 3
     assert load_model("draft", str(place)).config.vocab_size == 4096
+
+
+def test_a_target_in_8_bits_is_replayed_as_it_is_served(greedy: Path) -> None:
+    place = greedy / f"{EXPORT}-openvino"
+    with served(greedy, "--weights", "int8", "--draft-weights", "int8") as server:
+        found = readback_command(
+            ReadbackOptions(
+                url=server.url, run=greedy, rule="greedy", gamma=GAMMA, count=24, draft=str(place / "draft-int8"),
+                target=str(place / "target-int8"),
+            )
+        )  # fmt: skip
+    assert found.agrees, found.causes
+    assert found.greedy is not None
+    assert found.greedy.same
+    assert found.served.tau == pytest.approx(found.replay.tau, rel=0.02)
 
 
 def test_the_command_of_the_page_runs(greedy: Path, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from speculative.drafters.drafter import ModelDrafter
 from speculative.engine import cached_model, memory
 from speculative.engine.cache import RaggedCache
 from speculative.engine.fused import model as fused
+from speculative.engine.fused import products
 from speculative.engine.fused.products import Matrix, Products, Tile, Workspace
 from speculative.engine.fused.weights import Weights
 from speculative.rules.sampling import GREEDY
@@ -27,9 +28,9 @@ def logits_are_the_models_own(kind, **sizes):
     for name, weight in model.named_parameters():
         if name.endswith("bias"):
             weight.normal_(generator=torch.Generator().manual_seed(1))
-    ids = torch.randint(1, 20, (2, 70), generator=torch.Generator().manual_seed(0))
-    own, call = model(input_ids=ids, use_cache=False).logits, opened(model, RaggedCache(1, 2, 128))
-    for start, stop, kept in ((0, 66, 66), (66, 69, 1), (69, 70, 1)):
+    ids = torch.randint(1, 20, (2, 38), generator=torch.Generator().manual_seed(0))
+    own, call = model(input_ids=ids, use_cache=False).logits, opened(model, RaggedCache(1, 2, 64))
+    for start, stop, kept in ((0, 34, 34), (34, 37, 1), (37, 38, 1)):
         positions = torch.arange(start, stop).repeat(2, 1)
         found = call(ids[:, start:stop].contiguous(), positions, kept)
         # The same sums in another order.
@@ -39,11 +40,11 @@ def logits_are_the_models_own(kind, **sizes):
 
 def products_do_not_depend_on_their_division():
     generator, device = torch.Generator().manual_seed(0), torch.device("cpu")
-    products = Products(device, torch.float32, 1e-6, Workspace(device))
+    call = Products(device, torch.float32, 1e-6, Workspace(device))
     x_MK, w_NK = torch.randn(2, 96, generator=generator), torch.randn(40, 96, generator=generator)
     add_MN = torch.randn(2, 40, generator=generator)
     for tile in (Tile(16, 32, split=3, stages=2), Tile(16, 64), Tile(8, 32, rows=True), Tile(8, 128, rows=True)):
-        found = products(x_MK, Matrix(w_NK, None), add=add_MN, tile=tile)
+        found = call(x_MK, Matrix(w_NK, None), add=add_MN, tile=tile)
         torch.testing.assert_close(found, x_MK @ w_NK.T + add_MN, rtol=1e-4, atol=1e-4)
 
 
@@ -66,9 +67,10 @@ def texts_are_those_of_eager_calls():
 
 if __name__ == "__main__":
     fused.LONG = 16  # Programs share the longer texts.
+    products.FEW_TOKENS = 8  # The interpreter takes milliseconds a program.
     with torch.no_grad():
         logits_are_the_models_own("qwen3")
-        logits_are_the_models_own("mistral", sliding_window=40, num_key_value_heads=2)
+        logits_are_the_models_own("mistral", sliding_window=20, num_key_value_heads=2)
         logits_are_the_models_own(
             "llama", num_attention_heads=3, hidden_size=24, head_dim=12, mlp_bias=True, attention_bias=True
         )
