@@ -7,15 +7,14 @@ a graph and those around the end of a response are left out. The cost of each fu
 
 The time model: bytes over bandwidth, each kernel's own time in a graph or outside, and a launch for every graph, every
 kernel outside a graph and every copy. It ignores gaps between blocks, attention over long texts, and arithmetic of large batches.
-`eager` is the same decoder without graphs; `before` comes from an earlier result (`--before`); `compiled` is the one graph with
-compiled layers: Inductor makes a Qwen3 layer of 7 products, one attention and 6 fused kernels, according to its CPU code.
+`eager` is the same decoder without graphs; `layers` is one graph of the model's own layers; `fused` is the default on a GPU, the
+same graph with the six kernels a layer of speculative/engine/fused, which do not run on the pretend device.
 """
 
 from __future__ import annotations
 
 from distill.faults import run_script
 
-import json
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -39,7 +38,7 @@ from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 from transformers import PreTrainedModel  # noqa: E402
 
-from gpu.pairs import QWEN3_8B, QWEN3_600M, Shape, least_bytes, pair, tiny  # noqa: E402
+from gpu.pairs import PAIRS, QWEN3_8B, QWEN3_600M, Shape, least_bytes, pair, tiny  # noqa: E402
 from result_file import write_result  # noqa: E402
 from speculative.decode import generate  # noqa: E402
 from speculative.decoder.responses import DecodeSettings, Timing  # noqa: E402
@@ -50,6 +49,7 @@ NUCLEUS = SamplingSettings(0.7, top_p=0.95)
 # (rule, sampling) of each cell.
 WAYS = (("greedy", GREEDY), ("sample", SamplingSettings(1.0)), ("sample", NUCLEUS), ("block", SamplingSettings(1.0)))
 BATCHES = (1, 16)
+NAMES = list(PAIRS)[:2]  # of one architecture, whose layers take the same kernels at any width
 FIRST, BEHIND = 3, 2  # Blocks left out: at the beginning, and after a block that ends a response.
 TOKENS = 56
 
@@ -157,90 +157,74 @@ def cell_of(counts: Counts, prices: Prices, least_seconds: float) -> dict[str, f
     }
 
 
-def measure(
-    gamma: int, prices: Prices, target: Shape, draft: Shape, fused: int
-) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """(a cell for each way and batch, kernels of a layer)."""
+def measure(gamma: int, prices: Prices, fused: int) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """(a cell for each pair, way and batch, kernels of a layer)."""
     cells, layers = [], {}
     models = small_pair()
     for rows in BATCHES:
-        least_seconds = least_bytes(target, draft, gamma, rows, prices.positions) / prices.bandwidth
         added = {runner: per_layer(rows, gamma, runner) for runner in ("graph", "eager")}
         for runner, (of_target, of_draft) in added.items():
             layers[f"{runner}, batch {rows}"] = {"verify": of_target, "draft_step": of_draft / gamma}
         for rule, sampling in WAYS:
-            way = {
-                "rule": rule,
-                "temperature": sampling.temperature,
-                "top_p": sampling.top_p,
-                "batch": rows,
-                "gamma": gamma,
-            }
-            found = {}
-            for runner, layer in added.items():
-                counts = count_blocks(*models, settings_of(rule, sampling, gamma), rows, runner)
-                found[runner] = at_depth(counts, runner, layer, target, draft)
-            kernels = [target.layers * (added["graph"][0] - fused), draft.layers * (added["graph"][1] - gamma * fused)]
-            found["compiled"] = found["graph"]._replace(
-                kernels_in_graphs=found["graph"].kernels_in_graphs - sum(kernels)
-            )
-            columns = {name: cell_of(counts, prices, least_seconds) for name, counts in found.items()}
-            cells.append(way | columns.pop("graph") | {"floor_ms": round(1e3 * least_seconds, 3)} | columns)
+            settings = settings_of(rule, sampling, gamma)
+            counted = {runner: count_blocks(*models, settings, rows, runner) for runner in added}
+            for pair_name in NAMES:
+                target, draft = PAIRS[pair_name]
+                least_seconds = least_bytes(target, draft, gamma, rows, prices.positions) / prices.bandwidth
+                found = {
+                    runner: at_depth(counted[runner], runner, layer, target, draft) for runner, layer in added.items()
+                }
+                kernels = found["graph"].kernels_in_graphs
+                kernels -= target.layers * (added["graph"][0] - fused) + draft.layers * (
+                    added["graph"][1] - gamma * fused
+                )
+                found = {
+                    "eager": found["eager"],
+                    "layers": found["graph"],
+                    "fused": found["graph"]._replace(kernels_in_graphs=kernels),
+                }
+                cells.append(
+                    {
+                        "pair": pair_name,
+                        "rule": rule,
+                        "temperature": sampling.temperature,
+                        "top_p": sampling.top_p,
+                        "batch": rows,
+                    }
+                    | {"gamma": gamma, "floor_ms": round(1e3 * least_seconds, 3)}
+                    | {name: cell_of(counts, prices, least_seconds) for name, counts in found.items()}
+                )
     return cells, layers
-
-
-def add_before(cells: list[dict[str, Any]], path: Path) -> None:
-    """Add the earlier result to each cell: the earlier `before`, or the earlier cell itself."""
-    names = ("rule", "temperature", "top_p", "batch", "gamma")
-    old = {tuple(cell[name] for name in names): cell for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]}
-    for cell in cells:
-        if (found := old.get(tuple(cell[name] for name in names))) is not None:
-            cell["before"] = found.get("before") or {name: found[name] for name in cell["eager"]}
 
 
 def show(result: dict[str, Any]) -> None:
     """A line for each cell."""
-    counted = ("launches", "uploads", "waits", "kernels_outside", "kernels_in_graphs")
-    shares = ("eager", "before", "now", "compiled")
+    shares = ("eager", "layers", "fused")
+    names = ("pair", "rule", "temperature", "top_p", "batch")
     table = Table(
-        "rule",
-        "T",
-        "top-p",
-        "batch",
-        *counted,
-        "bandwidth limit, ms",
-        *shares,
-        title=f"{result['pair']}: predicted shares of the bandwidth limit",
+        *names, "bandwidth limit, ms", "kernels, fused", *shares, title="predicted shares of the bandwidth limit"
     )
     for cell in result["cells"]:
-        way = [str(cell[name]) for name in ("rule", "temperature", "top_p", "batch")]
-        counts = [f"{cell[f'{name}_per_block']:g}" for name in counted]
-        found = [(cell if name == "now" else cell.get(name, {})).get("predicted_floor_share") for name in shares]
-        table.add_row(
-            *way, *counts, f"{cell['floor_ms']:.2f}", *("" if share is None else f"{share:.0%}" for share in found)
-        )
+        found = [f"{cell[name]['predicted_floor_share']:.0%}" for name in shares]
+        kernels = f"{cell['fused']['kernels_in_graphs_per_block']:g}"
+        table.add_row(*(str(cell[name]) for name in names), f"{cell['floor_ms']:.2f}", kernels, *found)
     Console(width=150).print(table)
 
 
 def main(
     out: Annotated[Path | None, typer.Option(help="JSON to write")] = None,
-    before: Annotated[Path | None, typer.Option(help="an earlier result, shown for comparison")] = ROOT
-    / "bench/results/gpu_model.json",
     gamma: Annotated[int, typer.Option(help="drafted tokens per block", min=1)] = 5,
     launch: Annotated[float, typer.Option(help="microseconds of a launch from the host")] = 3.0,
     kernel: Annotated[float, typer.Option(help="microseconds of a kernel beyond its bytes")] = 2.0,
     bandwidth: Annotated[float, typer.Option(help="terabytes per second")] = 3.0,
-    fused: Annotated[int, typer.Option(help="kernels of a compiled layer")] = 14,
+    fused: Annotated[int, typer.Option(help="kernels of a fused layer")] = 6,
     positions: Annotated[int, typer.Option(help="tokens of a text, in the caches that are read")] = 128,
 ) -> None:
     """Count, predict, print."""
     prices = Prices(launch / 1e6, kernel / 1e6, bandwidth * 1e12, positions)
     with pretend_cuda():
-        cells, layers = measure(gamma, prices, QWEN3_8B, QWEN3_600M, fused)
-    if before is not None and before.exists():
-        add_before(cells, before)
-    name = "Qwen3 8B (36 layers), 0.6B (28 layers), bfloat16"
-    result = {"pair": name, "prices": asdict(prices), "kernels_per_layer": layers, "cells": cells}
+        cells, layers = measure(gamma, prices, fused)
+    result = {"prices": asdict(prices), "kernels_per_layer": layers, "cells": cells}
     show(result)
     if out is not None:
         write_result(out, result)

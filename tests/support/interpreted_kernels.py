@@ -9,8 +9,8 @@ from speculative.decoder.responses import DecodeSettings
 from speculative.drafters.drafter import ModelDrafter
 from speculative.engine import cached_model, memory
 from speculative.engine.cache import RaggedCache
+from speculative.engine.fused import kernels, products
 from speculative.engine.fused import model as fused
-from speculative.engine.fused import products
 from speculative.engine.fused.products import Matrix, Products, Tile, Workspace
 from speculative.engine.fused.weights import Weights
 from speculative.rules.sampling import GREEDY
@@ -36,6 +36,17 @@ def logits_are_the_models_own(kind, **sizes):
         # The same sums in another order.
         torch.testing.assert_close(found, own[:, stop - kept : stop], rtol=1e-4, atol=1e-4)
     assert int(call.product.work.counters.sum()) == 0
+
+
+def a_layer_is_six_kernels():
+    """As bench/gpu_model.py counts; the head is one more."""
+    model, launched = tiny_model("qwen3", num_hidden_layers=2, vocab_size=20), []
+    call, kind = opened(model, RaggedCache(2, 1, 32)), type(kernels.product)
+    usual = kind.__getitem__
+    kind.__getitem__ = lambda kernel, grid: launched.append(kernel) or usual(kernel, grid)
+    call(torch.ones((1, 1), dtype=torch.int64), torch.zeros((1, 1), dtype=torch.int64), 1)
+    kind.__getitem__ = usual
+    assert len(launched) == 6 * 2 + 1
 
 
 def products_do_not_depend_on_their_division():
@@ -74,6 +85,7 @@ if __name__ == "__main__":
         logits_are_the_models_own(
             "llama", num_attention_heads=3, hidden_size=24, head_dim=12, mlp_bias=True, attention_bias=True
         )
+        a_layer_is_six_kernels()
         products_do_not_depend_on_their_division()
     texts_are_those_of_eager_calls()
     print("equal")
