@@ -65,11 +65,7 @@ def pair_notes(facts: EngineFacts) -> list[str]:
 def _weights(side: TargetSide, what: str, elsewhere: bool) -> Iterable[str]:
     """Yield what weight files lack, and where embedding and head in them do not fit config.json. elsewhere: GGUF files were given."""
     text, rows, folder = side.config.get_text_config(), dict[str, int](), Path(side.name)
-    index = folder / SAFE_WEIGHTS_INDEX_NAME
-    shards = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values() if index.is_file() else ()
-    missing = sorted({name for name in shards if not (folder / name).is_file()})
-    if folder.is_dir() and not elsewhere and not any(any(folder.glob(kind)) for kind in ("*.safetensors", "*.bin")):
-        missing = [SAFE_WEIGHTS_NAME]
+    missing = _missing(folder) if folder.is_dir() and not elsewhere else []
     if missing:
         yield f"{folder}: the {what} has no {', '.join(missing)}; engines do not load it; copy its weights there"
     for file in sorted(folder.glob("*.safetensors")):
@@ -85,6 +81,19 @@ def _weights(side: TargetSide, what: str, elsewhere: bool) -> Iterable[str]:
     embedded, head = (any(word in name for name in rows) for word in (TABLES[0], "lm_head."))
     if embedded and not head and not text.tie_word_embeddings:
         yield f"config.json: tie_word_embeddings false in the {what}, and its safetensors have no lm_head.weight; {told}"
+
+
+def _missing(folder: Path) -> list[str]:
+    """Return the weight files that a model's folder names and lacks."""
+    index = folder / SAFE_WEIGHTS_INDEX_NAME
+    if not index.is_file():
+        found = any(any(folder.glob(kind)) for kind in ("*.safetensors", "*.bin"))
+        return [] if found else [SAFE_WEIGHTS_NAME]
+    try:
+        named = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{index}: not an index of weight files ({error}); copy it again") from error
+    return sorted(name for name in named if not (folder / name).is_file())
 
 
 def _gguf(path: Path, target: TargetSide) -> Iterable[tuple[bool, str]]:

@@ -173,6 +173,9 @@ def test_rows_and_weights(tmp_path, target, draft):
     index = {"weight_map": {"lm_head.weight": "part.safetensors", "model.norm.weight": "other.safetensors"}}
     (own / "model.safetensors.index.json").write_text(json.dumps(index))
     assert ["the draft has no other.safetensors" in one.text for one in found(target, own)] == [True]
+    (own / "model.safetensors.index.json").write_text("[]")
+    with pytest.raises(UserError, match="not an index of weight files"):
+        found(target, own)
     (own / "model.safetensors.index.json").unlink()
     (own / "part.safetensors").unlink()
     (one,) = found(target, own)
