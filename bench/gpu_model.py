@@ -43,6 +43,7 @@ from result_file import write_result  # noqa: E402
 from speculative.decode import generate  # noqa: E402
 from speculative.decoder.responses import DecodeSettings, Timing  # noqa: E402
 from speculative.drafters.drafter import ModelDrafter  # noqa: E402
+from speculative.engine.fused.products import FEW_TOKENS  # noqa: E402
 from speculative.rules.sampling import GREEDY, SamplingSettings  # noqa: E402
 
 NUCLEUS = SamplingSettings(0.7, top_p=0.95)
@@ -174,15 +175,12 @@ def measure(gamma: int, prices: Prices, fused: int) -> tuple[list[dict[str, Any]
                 found = {
                     runner: at_depth(counted[runner], runner, layer, target, draft) for runner, layer in added.items()
                 }
-                kernels = found["graph"].kernels_in_graphs
-                kernels -= target.layers * (added["graph"][0] - fused) + draft.layers * (
-                    added["graph"][1] - gamma * fused
-                )
-                found = {
-                    "eager": found["eager"],
-                    "layers": found["graph"],
-                    "fused": found["graph"]._replace(kernels_in_graphs=kernels),
-                }
+                found["layers"] = found.pop("graph")
+                if rows * (gamma + 1) <= FEW_TOKENS:  # Others take torch's products, which are more kernels.
+                    verify, steps = added["graph"]
+                    saved = target.layers * (verify - fused) + draft.layers * (steps - gamma * fused)
+                    kernels = found["layers"].kernels_in_graphs - saved
+                    found["fused"] = found["layers"]._replace(kernels_in_graphs=kernels)
                 cells.append(
                     {
                         "pair": pair_name,
@@ -205,8 +203,8 @@ def show(result: dict[str, Any]) -> None:
         *names, "bandwidth limit, ms", "kernels, fused", *shares, title="predicted shares of the bandwidth limit"
     )
     for cell in result["cells"]:
-        found = [f"{cell[name]['predicted_floor_share']:.0%}" for name in shares]
-        kernels = f"{cell['fused']['kernels_in_graphs_per_block']:g}"
+        found = [f"{cell[name]['predicted_floor_share']:.0%}" if name in cell else "" for name in shares]
+        kernels = f"{cell['fused']['kernels_in_graphs_per_block']:g}" if "fused" in cell else ""
         table.add_row(*(str(cell[name]) for name in names), f"{cell['floor_ms']:.2f}", kernels, *found)
     Console(width=150).print(table)
 

@@ -18,6 +18,10 @@ from speculative.engine.models import max_positions
 from speculative.errors import UserError
 
 TABLES = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "lm_head.weight")
+WEIGHTS, NOT_A_MODEL = (
+    (".safetensors", ".bin", ".pt", ".pth", ".gguf"),
+    ("adapter_", "training_args", "optimizer", "scheduler"),
+)
 # Differences that no engine refuses.
 _AFFECTED = {
     "template": "every engine fills in the target's, so a draft trained with its own meets prompts it has never seen; train it on the target's",
@@ -79,21 +83,22 @@ def _weights(side: TargetSide, what: str, elsewhere: bool) -> Iterable[str]:
         if name.endswith(TABLES) and count != text.vocab_size:
             yield f"{name} has {count} rows in the {what}'s safetensors, config.json: vocab_size is {text.vocab_size}; {told}"
     embedded, head = (any(word in name for name in rows) for word in (TABLES[0], "lm_head."))
-    if embedded and not head and not text.tie_word_embeddings:
+    if embedded and not head and not missing and not text.tie_word_embeddings:
         yield f"config.json: tie_word_embeddings false in the {what}, and its safetensors have no lm_head.weight; {told}"
 
 
 def _missing(folder: Path) -> list[str]:
-    """Return the weight files that a model's folder names and lacks."""
+    """Return the weight files that a model's folder lacks."""
+    if not any(one.suffix in WEIGHTS and not one.name.startswith(NOT_A_MODEL) for one in folder.iterdir()):
+        return [SAFE_WEIGHTS_NAME]
     index = folder / SAFE_WEIGHTS_INDEX_NAME
-    if not index.is_file():
-        found = any(any(folder.glob(kind)) for kind in ("*.safetensors", "*.bin"))
-        return [] if found else [SAFE_WEIGHTS_NAME]
+    if not index.is_file() or (folder / SAFE_WEIGHTS_NAME).is_file() or any(folder.glob("*.bin")):
+        return []
     try:
         named = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        return sorted(name for name in named if not (folder / name).is_file())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"{index}: not an index of weight files ({error}); copy it again") from error
-    return sorted(name for name in named if not (folder / name).is_file())
 
 
 def _gguf(path: Path, target: TargetSide) -> Iterable[tuple[bool, str]]:

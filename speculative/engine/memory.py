@@ -114,7 +114,7 @@ def _fitting(model: PreTrainedModel, rows: int, capacity: int, runners: Sequence
 
 
 def _fingerprint(model: nn.Module) -> Any:
-    """The state a recording depends on: weight addresses, active adapters, autocast, attention function, and inference mode, whose buffers
+    """The state a recording depends on: weight addresses, kinds of modules, active adapters, autocast, attention function, and inference mode, whose buffers
     can be written only in it. Weights that change in place, as in training, are read again by every replay.
     """
     modules = all_modules(model)
@@ -130,7 +130,7 @@ def _fingerprint(model: nn.Module) -> Any:
         torch.get_float32_matmul_precision(),
         torch.is_inference_mode_enabled(),
     )
-    return hash((tuple(places), str(adapters), modes))
+    return hash((tuple(places), tuple(map(type, modules)), str(adapters), modes))
 
 
 GIB = 1024**3

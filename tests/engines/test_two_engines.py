@@ -10,6 +10,7 @@ from rich.console import Console
 
 from distill.commands.compare.compare import compare
 from distill.commands.options import CompareOptions
+from distill.config.layout import EXPORT
 
 BUILT = [ROOT / f".venv-{name}" / "ready" for name in ("openvino", "llamacpp")]
 pytestmark = [
@@ -23,6 +24,11 @@ LLAMA = (
     "--spec-draft-n-max", str(GAMMA), "-t", "1", "-tb", "1", "-td", "1", "-tbd", "1", "--kv-unified-per-slot", "384",
     "--weights", "f32", "--draft-weights", "f32",
 )  # fmt: skip
+
+
+def test_the_pair_is_converted(greedy: Path) -> None:
+    """By itself, since it takes as long as what follows."""
+    assert (greedy / f"{EXPORT}-openvino").is_dir()
 
 
 def test_one_draft_in_two_engines(greedy: Path, tmp_path: Path) -> None:

@@ -21,16 +21,16 @@ def opened(model, cache):
     return fused.FusedModel(weights, cache, fused.Scratch(model, weights, cache.place.capacity))
 
 
-def logits_are_the_models_own(kind, **sizes):
+def logits_are_the_models_own(kind, length=38, **sizes):
     """Of many tokens at once (torch's products), few, and one."""
     few = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 20}
     model = tiny_model(kind, **{**few, **sizes})
     for name, weight in model.named_parameters():
         if name.endswith("bias"):
             weight.normal_(generator=torch.Generator().manual_seed(1))
-    ids = torch.randint(1, 20, (2, 38), generator=torch.Generator().manual_seed(0))
-    own, call = model(input_ids=ids, use_cache=False).logits, opened(model, RaggedCache(1, 2, 64))
-    for start, stop, kept in ((0, 34, 34), (34, 37, 1), (37, 38, 1)):
+    ids = torch.randint(1, 20, (2, length), generator=torch.Generator().manual_seed(0))
+    own, call = model(input_ids=ids, use_cache=False).logits, opened(model, RaggedCache(1, 2, 128))
+    for start, stop, kept in ((0, length - 4, length - 4), (length - 4, length - 1, 1), (length - 1, length, 1)):
         positions = torch.arange(start, stop).repeat(2, 1)
         found = call(ids[:, start:stop].contiguous(), positions, kept)
         # The same sums in another order.
@@ -80,7 +80,7 @@ if __name__ == "__main__":
     fused.LONG = 16  # Programs share the longer texts.
     products.FEW_TOKENS = 8  # The interpreter takes milliseconds a program.
     with torch.no_grad():
-        logits_are_the_models_own("qwen3")
+        logits_are_the_models_own("qwen3", 70)  # Two programs of attention have positions.
         logits_are_the_models_own("mistral", sliding_window=20, num_key_value_heads=2)
         logits_are_the_models_own(
             "llama", num_attention_heads=3, hidden_size=24, head_dim=12, mlp_bias=True, attention_bias=True

@@ -59,12 +59,12 @@ class TimedEngine:
         return StreamingResponse(self.stream(body["max_tokens"]), media_type="text/event-stream")
 
     async def stream(self, most: int) -> AsyncIterator[str]:
-        if self.running >= self.most:
-            while self.running >= self.most:
-                await asyncio.sleep(0.001)
-            # Longer than a busy machine's client takes to read the end of the response before.
-            await asyncio.sleep(0.25)
+        queued = self.running >= self.most
+        while self.running >= self.most:
+            await asyncio.sleep(0.001)
         self.running += 1
+        # Longer than a busy machine's client takes to read the end of the response before.
+        await asyncio.sleep(0.25 * queued)
         said, blocks = 0, -1
         while said < most:
             await asyncio.sleep(self.fixed + self.per_token * self.running * (self.gamma + 1) + self.gamma * self.draft)

@@ -75,9 +75,9 @@ def served_lines(record: ServedRecord) -> list[str]:
     replay, lines = record.replay, list[str]()
     if replay is not None and record.drafting is not None and record.z is not None:
         text = "served text" if replay.text == SERVED_TEXT else "run's text"
-        counts = "agrees" if abs(record.z) <= WORRYING_Z else "DISAGREES"
+        counts = "agree" if abs(record.z) <= WORRYING_Z else "DISAGREE"
         lines.append(
-            f"{record.where} {counts} with replay of the {text} "
+            f"The counts of {record.where} {counts} with replay of the {text} "
             f"({WAYS[record.drafting]}, rule {replay.rule}, gamma {replay.gamma}): z {record.z:+.1f}."
         )
     if record.greedy is not None:

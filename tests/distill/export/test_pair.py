@@ -7,6 +7,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from gguf_file import write_gguf
+from safetensors.torch import load_file, save_file
 from test_export import make_tokenizer
 from tiny_models import tiny_model
 from transformers import Gemma3nTextConfig, LlamaConfig
@@ -169,17 +170,28 @@ def test_rows_and_weights(tmp_path, target, draft):
         found(target, few)
     own = write(tmp_path / "own", tie_word_embeddings=False)
     assert found(target, own) == [], "an untied head that is there"
-    (own / "model.safetensors").rename(own / "part.safetensors")
-    index = {"weight_map": {"lm_head.weight": "part.safetensors", "model.norm.weight": "other.safetensors"}}
-    (own / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert ["the draft has no other.safetensors" in one.text for one in found(target, own)] == [True]
-    (own / "model.safetensors.index.json").write_text("[]")
-    with pytest.raises(UserError, match="not an index of weight files"):
-        found(target, own)
-    (own / "model.safetensors.index.json").unlink()
-    (own / "part.safetensors").unlink()
+
+
+def test_weights_that_are_not_there(tmp_path, target):
+    own = write(tmp_path / "own", tie_word_embeddings=False)
+    index, named = own / "model.safetensors.index.json", ["part.safetensors", "head.safetensors"]
+    index.write_text(json.dumps({"weight_map": dict(zip("ab", named, strict=True))}))
+    assert found(target, own) == [], "the whole file comes first"
+    tensors = load_file(own / "model.safetensors")
+    save_file({name: value for name, value in tensors.items() if "lm_head" not in name}, own / named[0])
+    (own / "model.safetensors").unlink()
     (one,) = found(target, own)
-    assert (one.breaks, "the draft has no model.safetensors; engines do not load it" in one.text) == (True, True)
+    assert (one.breaks, "the draft has no head.safetensors; engines do not load it" in one.text) == (True, True)
+    for damaged in ("[]", "{", '{"weight_map": {"a": null}}'):
+        index.write_text(damaged)
+        with pytest.raises(UserError, match="not an index of weight files"):
+            found(target, own)
+    index.unlink()
+    (own / named[0]).rename(own / "adapter_model.safetensors")
+    (one,) = found(target, own)
+    assert "the draft has no model.safetensors" in one.text
+    (own / "adapter_model.safetensors").rename(own / "pytorch_model.bin")
+    assert found(target, own) == []
 
 
 def test_a_head_that_the_engine_never_loads(tmp_path, target):

@@ -352,6 +352,7 @@ def test_a_verdict_is_decoded_by_all_ranks_and_does_not_depend_on_their_number(
 
 
 @pytest.mark.ranks
+@pytest.mark.timeout(340)
 @pytest.mark.usefixtures("without_figures")
 def test_launched_ranks_judge_and_decode_the_same_at_the_default_settings(tmp_path: Path) -> None:
     """Through `accelerate launch`, with groups as large as ever: 40 held-out prompts, 32 of them decoded at the checkpoint."""
@@ -367,7 +368,7 @@ def test_launched_ranks_judge_and_decode_the_same_at_the_default_settings(tmp_pa
         judged.unlink()
         (config.folder / RESULT).unlink()
         command = [Path(sys.executable).with_name("understudy"), "train", path, "--num-processes", ranks]
-        done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=200, check=False)
+        done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=150, check=False)
         assert done.returncode == 0, done.stderr[-3000:]
         assert json.loads(judged.read_text(encoding="utf-8")) == first | {"ranks": ranks}
         assert _untimed(config.folder) == verdict
