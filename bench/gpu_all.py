@@ -178,7 +178,7 @@ def go(out: Path, device: str, only: str, seconds_per_part: float, minutes: floa
     show(read(out))
 
 
-def asked() -> argparse.Namespace:
+def asked(words: list[str] | None = None) -> argparse.Namespace:
     """The command line. (typer may need the configuration library.)"""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
@@ -191,7 +191,7 @@ def asked() -> argparse.Namespace:
     )
     parser.add_argument("--minutes", type=float, default=9.5, help="no part is started that could end after this")
     parser.add_argument("--tiny", action="store_true", help="small shapes, all parts in this process")
-    return parser.parse_args()
+    return parser.parse_args(words)
 
 
 if __name__ == "__main__":

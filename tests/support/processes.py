@@ -81,13 +81,20 @@ def _is_zombie(process: psutil.Process) -> bool:
 @contextlib.contextmanager
 def forked(work: Callable[..., Any], *arguments: Any) -> Iterator[Any]:
     """Work in a forked process, which is killed at the end of the block."""
-    child = FORK.Process(target=work, args=arguments, daemon=True)
+    child = FORK.Process(target=_with_a_pool, args=(work, arguments), daemon=True)
     child.start()
     try:
         yield child
     finally:
         child.kill()
         child.join()
+
+
+def _with_a_pool(work: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    """A fork has none of torch's threads. One thread has to make them: two that load a model at once can meet in the middle."""
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.set_num_threads(torch.get_num_threads())
+    work(*arguments)
 
 
 def run_child(work: Callable[..., Any], *arguments: Any, limit: float = 120.0) -> int:

@@ -19,6 +19,7 @@ import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 from processes import forked, free_port, until
 from refusals import refused
+from safetensors.torch import save_file
 
 from data.responses.engine_http import listening
 from distill.commands import serve as module
@@ -426,6 +427,7 @@ def test_the_actual_files_are_checked_before_the_engine_starts(
     directory = options.run / "export"
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         shutil.copy(EMBEDDED_FOLDER / name, directory)
+    save_file({}, directory / "model.safetensors")
     words = words_of(replace(options, target="embedded"))
     module._check_files("vLLM", words, directory)
     assert capsys.readouterr().err == ""
