@@ -125,7 +125,7 @@ def test_the_commands_of_the_readme_run(place: Path, pair: tuple[str, str]) -> N
             else:
                 said = understudy([*given, *more.get(command, [])])
         assert command == "readback"
-        assert "agrees with replay" in said.replace("\n", " ")
+        assert "agree with replay" in said.replace("\n", " ")
         server.terminate()
         server.join(30)
         assert server.exitcode == 0, out.read_text(encoding="utf-8")

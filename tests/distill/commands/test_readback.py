@@ -336,7 +336,7 @@ def test_the_command_for_ci_and_the_report(make: Callable[..., Engine], run: Pat
             ("served", 6, "served"), ("served", 6, "replay"), ("held-out", 6, "replay")
         ]  # fmt: skip
         files = report_command(run, tmp_path / "report.html")
-        assert "vLLM 0.32.0 agrees with replay" in files.html.read_text()
+        assert "The counts of vLLM 0.32.0 agree with replay" in files.html.read_text()
         done = CliRunner().invoke(app, [*arguments[:-4], "--gamma", "2"])
         assert done.exit_code == 1
         assert "gamma" in done.output
