@@ -15,6 +15,7 @@ from torch.nn.functional import linear, rms_norm, silu
 
 from gpu.pairs import QWEN3_8B, QWEN3_600M, Shape
 from gpu.place import Place, tried
+from speculative.engine.fused.products import FEWEST_TOKENS, Matrix, Products, Tile, Workspace, power_of_two, tile_of
 
 LAUNCHES, MOST_SHARED, MOST_INPUTS, CACHE_BYTES = 24, 227 * 1024, 4096, 3e8
 Contestant = Callable[[torch.Tensor], torch.Tensor]
@@ -34,8 +35,6 @@ def matrices(shape: Shape) -> dict[str, tuple[int, int, str]]:
 
 def tiles(form: str, tokens: int, outputs: int, inputs: int) -> Iterator[Any]:
     """Divisions of a product: what is chosen first, then others that fit."""
-    from speculative.engine.fused.products import FEWEST_TOKENS, Tile, power_of_two, tile_of
-
     chosen = tile_of(tokens, outputs, inputs, form == "gated", form == "added", 2, MOST_SHARED)
     yield chosen
     if tokens <= FEWEST_TOKENS and inputs <= MOST_INPUTS:
@@ -67,8 +66,6 @@ def seconds_each(place: Place, work: Contestant, weights: list[torch.Tensor]) ->
 
 def contestants(place: Place, outputs: int, inputs: int, form: str, tokens: int) -> Iterator[tuple[str, Contestant]]:
     """(name, product of one weight), torch's own first."""
-    from speculative.engine.fused.products import Matrix, Products, Workspace
-
     x_MK = torch.randn(tokens, inputs, device=place.device, dtype=torch.bfloat16)
     norm = torch.rand(inputs, device=place.device, dtype=torch.bfloat16) if form != "added" else None
     add = torch.randn(tokens, outputs, device=place.device, dtype=torch.bfloat16) if form == "added" else None

@@ -18,10 +18,8 @@ from speculative.engine.models import max_positions
 from speculative.errors import UserError
 
 TABLES = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "lm_head.weight")
-WEIGHTS, NOT_A_MODEL = (
-    (".safetensors", ".bin", ".pt", ".pth", ".gguf"),
-    ("adapter_", "training_args", "optimizer", "scheduler"),
-)
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+NOT_A_MODEL = ("adapter_", "training_args", "optimizer", "scheduler")  # Files that begin so lie beside one.
 # Differences that no engine refuses.
 _AFFECTED = {
     "template": "every engine fills in the target's, so a draft trained with its own meets prompts it has never seen; train it on the target's",

@@ -114,8 +114,8 @@ def _fitting(model: PreTrainedModel, rows: int, capacity: int, runners: Sequence
 
 
 def _fingerprint(model: nn.Module) -> Any:
-    """The state a recording depends on: weight addresses, kinds of modules, active adapters, autocast, attention function, and inference mode, whose buffers
-    can be written only in it. Weights that change in place, as in training, are read again by every replay.
+    """The state a recording depends on: weight addresses, kinds of modules, active adapters, autocast, attention function, and inference
+    mode, whose buffers can be written only in it. Weights that change in place, as in training, are read again by every replay.
     """
     modules = all_modules(model)
     tensors = (tensor for one in modules for own in (one._parameters, one._buffers) for tensor in own.values())

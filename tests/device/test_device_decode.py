@@ -300,6 +300,19 @@ def test_what_was_recorded_with_an_adapter_is_not_found_without_it() -> None:
     assert recorded() > 0
 
 
+def test_what_was_recorded_with_another_module_is_not_found() -> None:
+    """One without weights, whose addresses would tell."""
+    target = on_device(small())
+
+    def recorded() -> int:
+        return decode(target, None, PROMPTS, RULES["plain"], batch_size=2, runner="graph")[1].recording_calls
+
+    assert recorded() > 0
+    target.model.layers[0].mlp.act_fn = torch.nn.GELU()
+    assert recorded() > 0
+    assert recorded() == 0
+
+
 def test_recordings_of_a_memory_share_a_pool_and_a_stream_and_no_cast_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """A pool keeps the workspace of its largest recording; autocast lets go of the weights that it cast."""
     seen, target = [], on_device(small())

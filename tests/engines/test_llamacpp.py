@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_process import ROOT, Server, serving
+from engine_process import LLAMA_ALONE, LLAMA_EXACT, ROOT, Server, serving
 from processes import free_port
 from timed_run import write_verdict
 
@@ -45,9 +45,6 @@ pytestmark = [
 ]
 GAMMA = 3
 BIN, SOURCE = BUILT.parent / "bin", BUILT.parent / "source/vendor/llama.cpp"
-EXACT = ["--weights", "f32", "--draft-weights", "f32"]
-# Its threads wait for each other in a loop: on a busy machine two of them take a hundred times as long as one.
-ALONE = ["-t", "1", "-tb", "1", "-td", "1", "-tbd", "1", "--kv-unified-per-slot", "384"]
 
 
 @pytest.fixture(scope="module")
@@ -60,13 +57,13 @@ def run(pair: Path) -> Path:
 
 
 def served(run: Path, name: str, *words: str) -> Any:
-    words = ("--spec-draft-n-max", str(GAMMA), *ALONE, *words)
+    words = ("--spec-draft-n-max", str(GAMMA), *LLAMA_ALONE, *words)
     return serving(run, ["--log", str(run / f"{name}.log"), "--engine", "llama.cpp", "--", *words], "llama.cpp", {})
 
 
 @pytest.fixture(scope="module")
 def exact(run: Path) -> Iterator[Server]:
-    with served(run, "exact", *EXACT) as server:
+    with served(run, "exact", *LLAMA_EXACT) as server:
         yield server
 
 
@@ -137,7 +134,7 @@ def test_lookup_is_tried_before_the_draft(run: Path) -> None:
         "--spec-ngram-simple-size-m",
         "8",
     ]
-    with served(run, "chained", *EXACT, *chained, "-lv", "4") as server:
+    with served(run, "chained", *LLAMA_EXACT, *chained, "-lv", "4") as server:
         found = read_back(server, run, count=12)
     assert found.greedy is not None
     assert found.greedy.same
@@ -166,7 +163,7 @@ def test_the_command_of_the_page_runs(run: Path, tmp_path: Path) -> None:
     port = free_port()
     with (tmp_path / "log").open("w") as log:
         process = subprocess.Popen(
-            ["bash", "-euc", f"{command} --port {port} {' '.join(ALONE)}"],
+            ["bash", "-euc", f"{command} --port {port} {' '.join(LLAMA_ALONE)}"],
             env=os.environ | places, stdout=log, stderr=log, start_new_session=True,
         )  # fmt: skip
     try:
@@ -187,7 +184,7 @@ def test_it_is_timed_and_the_served_speed_stands_beside_the_prediction(run: Path
     timed = tmp_path / "timed"
     shutil.copytree(run, timed, symlinks=True)
     write_verdict(timed, "greedy-draft")
-    flags = [*EXACT, *ALONE[:8]]
+    flags = [*LLAMA_EXACT, *LLAMA_ALONE[:8]]
     options = TimeOptions(timed, flags, engine="llama.cpp", load="1,5", gamma="1,3", repeats=2, port=free_port())
     assert time_command(options) == 0
     costs = EngineCosts.read(timed / ENGINE_COSTS, "")
@@ -198,7 +195,7 @@ def test_it_is_timed_and_the_served_speed_stands_beside_the_prediction(run: Path
         assert 0 < one.target_seconds < one.block_price(3) * one.target_seconds
     words = ["--engine", "llama.cpp", "--alone", "--", *flags]
     with (
-        served(timed, "llama.cpp", *EXACT) as server,
+        served(timed, "llama.cpp", *LLAMA_EXACT) as server,
         serving(timed, ["--log", str(tmp_path / "plain.log"), *words], "llama.cpp", {}) as plain,
     ):
         found = read_back(server, timed, plain=plain.url, speed=True, count=8)

@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
-from engine_process import ROOT, serving
+from engine_process import LLAMA_ALONE, LLAMA_EXACT, ROOT, serving
 from rich.console import Console
 
 from distill.commands.compare.compare import compare
@@ -19,11 +19,6 @@ pytestmark = [
     pytest.mark.skipif(not all(one.exists() for one in BUILT), reason="needs OpenVINO GenAI and llama.cpp: `make engines`"),
 ]  # fmt: skip
 GAMMA = 3
-# One thread of llama.cpp for each part, as in `test_llamacpp`.
-LLAMA = (
-    "--spec-draft-n-max", str(GAMMA), "-t", "1", "-tb", "1", "-td", "1", "-tbd", "1", "--kv-unified-per-slot", "384",
-    "--weights", "f32", "--draft-weights", "f32",
-)  # fmt: skip
 
 
 def test_the_pair_is_converted(greedy: Path) -> None:
@@ -34,7 +29,8 @@ def test_the_pair_is_converted(greedy: Path) -> None:
 def test_one_draft_in_two_engines(greedy: Path, tmp_path: Path) -> None:
     out, console = tmp_path / "out.json", Console(file=io.StringIO(), width=200)
     words = ["--log", str(tmp_path / "openvino.log"), "--engine", "openvino", "--", "--gamma", str(GAMMA)]
-    more = ["--log", str(tmp_path / "llama.log"), "--engine", "llama.cpp", "--", *LLAMA]
+    more = ["--log", str(tmp_path / "llama.log"), "--engine", "llama.cpp", "--"]
+    more += ["--spec-draft-n-max", str(GAMMA), *LLAMA_ALONE, *LLAMA_EXACT]
     with serving(greedy, words, "OpenVINO GenAI", {}) as one, serving(greedy, more, "llama.cpp", {}) as two:
         asked = CompareOptions([one.url, two.url, str(greedy)], rule="greedy", gamma=GAMMA, out=out)
         assert compare(asked, console) == 0

@@ -16,6 +16,9 @@ from processes import free_port
 from data.responses.engine_http import answers
 
 ROOT = Path(__file__).resolve().parents[2]
+# Of llama.cpp. Its threads wait for each other in a loop: on a busy machine two of them take a hundred times as long as one.
+LLAMA_EXACT = ["--weights", "f32", "--draft-weights", "f32"]
+LLAMA_ALONE = ["-t", "1", "-tb", "1", "-td", "1", "-tbd", "1", "--kv-unified-per-slot", "384"]
 
 
 @dataclass(frozen=True)

@@ -58,7 +58,7 @@ def _usable() -> bool:
 
 def _call_of(model: PreTrainedModel, weights: Weights) -> Callable[[torch.Tensor, int], torch.Tensor]:
     """Calls of two rows that start at one position, for `agrees`."""
-    # So many positions that several programs share a row, as in decoding.
+    # So many positions that several programs are given a row, as in decoding.
     capacity = 2 * LONG
     cache = RaggedCache(model.config.num_hidden_layers, rows=2, capacity=capacity)
     fused = FusedModel(weights, cache, Scratch(model, weights, capacity))

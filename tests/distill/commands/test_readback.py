@@ -132,6 +132,7 @@ def test_another_draft_is_exposed(make: Callable[..., Engine], run: Path, frozen
         found = read(make(draft=other, rule=rule), run)
         assert not found.agrees
         assert starts(found) == ["draft"]
+        assert "DISAGREE with replay" in served_lines(found)[0]
 
 
 def test_a_trimmed_vocabulary_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

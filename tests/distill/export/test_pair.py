@@ -225,6 +225,13 @@ def gguf(folder: Path, side: str, shapes=None, **changes):
     return write_gguf(folder / "model.gguf", known, shapes or {"token_embd.weight": [32, len(tokens)]})
 
 
+def test_weights_may_be_a_gguf_elsewhere(tmp_path, target):
+    bare = write(tmp_path / "bare")
+    (bare / "model.safetensors").unlink()
+    assert ["the draft has no model.safetensors" in one.text for one in found(target, bare)] == [True]
+    assert found(target, bare, gguf(tmp_path, str(target))) == []
+
+
 @pytest.mark.parametrize(
     ("changes", "breaks", "words"),
     [
