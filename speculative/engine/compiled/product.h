@@ -139,21 +139,7 @@ inline void tile_of(long tokens, const float *x, long x_stride, const T *w, long
 constexpr long V = 2, TOGETHER = V * W;  // vectors of a tile that has a token in every lane, and their tokens
 constexpr long MOST_TOGETHER = 256;  // tokens that a thread lays out at a time
 
-struct Tile {  // sums of 4 outputs
-    vec sums[OUTPUTS][V] = {};
-
-    template <class F> void each(F act) {
-#pragma GCC unroll 4
-        for (long n = 0; n < OUTPUTS; n++)
-#pragma GCC unroll 2
-            for (long v = 0; v < V; v++) act(sums[n][v], n, v);
-    }
-    Tile operator+(const Tile &other) const {
-        Tile total = *this;
-        total.each([&](vec &own, long n, long v) { own += other.sums[n][v]; });
-        return total;
-    }
-};
+using Tile = vec[OUTPUTS][V];  // sums of 4 outputs
 
 // The first of many tokens, laid out in groups that have a token in every lane. No sum runs over lanes then, which saves a fifth of
 // the time. The bits are those of `tile`: what is a lane there is a remainder of k by W here, and remainders are added as `sums_of`
@@ -162,32 +148,49 @@ class Lanes {
     const float *x = nullptr;
     long depth;
 
-    // The sum over k = r, r + W, ...; prefetches its part of later weights.
-    Tile remainder(const float *group, const float *w, long r, bool uncached) const {
-        long steps = depth / W, part = OUTPUTS * depth / W;
-        if (uncached) prefetch(w + AHEAD * depth + r * part, part * sizeof(float) / CACHE_LINE);
-        Tile tile;
+    // The sum over k = r, r + W, ...
+    ALWAYS void remainder(const float *group, const float *w, long r, Tile &out) const {
+        long steps = depth / W;
+        Tile sums = {};
         for (const float *own = group + r * steps * TOGETHER, *end = own + steps * TOGETHER; own < end; own += TOGETHER, w += W) {
             vec tokens[V] = {in_register(load(own)), in_register(load(own + W))};
-            tile.each([&](vec &sum, long n, long v) { sum += tokens[v] * everywhere(w[n * depth + r]); });
+#pragma GCC unroll 4
+            for (long n = 0; n < OUTPUTS; n++) {
+                vec weight = everywhere(w[n * depth + r]);
+#pragma GCC unroll 2
+                for (long v = 0; v < V; v++) sums[n][v] += tokens[v] * weight;
+            }
         }
-        return tile;
+#pragma GCC unroll 4
+        for (long n = 0; n < OUTPUTS; n++)
+#pragma GCC unroll 2
+            for (long v = 0; v < V; v++) out[n][v] = sums[n][v];
     }
 
-    Tile lane(const float *group, const float *w, long first, bool uncached) const {
-        Tile total = remainder(group, w, first, uncached);
-        for (long r = first + 4; r < W; r += 4) total = total + remainder(group, w, r, uncached);
-        return total;
-    }
-
-    Tile tile(const float *group, const float *w, bool uncached) const {
-        auto of = [&](long first) { return lane(group, w, first, uncached); };
-        Tile low = of(0) + of(2), total = low + (of(1) + of(3));
+    // If `uncached`, prefetches the tile after the next.
+    ALWAYS void tile(const float *group, const float *w, bool uncached, Tile &out) const {
+        Tile parts[W];
+        long part = OUTPUTS * depth / W;
+        for (long r = 0; r < W; r++) {
+            if (uncached) prefetch(w + AHEAD * depth + r * part, part * sizeof(float) / CACHE_LINE);
+            remainder(group, w, r, parts[r]);
+        }
+#pragma GCC unroll 4
+        for (long n = 0; n < OUTPUTS; n++)
+#pragma GCC unroll 2
+            for (long v = 0; v < V; v++) {
+                vec lanes[4];
+#pragma GCC unroll 4
+                for (long i = 0; i < 4; i++) {
+                    lanes[i] = parts[i][n][v];
+                    for (long r = i + 4; r < W; r += 4) lanes[i] += parts[r][n][v];
+                }
+                out[n][v] = (lanes[0] + lanes[2]) + (lanes[1] + lanes[3]);
+            }
         for (long k = depth / W * W; k < depth; k++)
-            total.each([&](vec &sum, long n, long v) {
-                for (long i = 0; i < W; i++) sum[i] = std::fma(group[k * TOGETHER + v * W + i], w[n * depth + k], sum[i]);
-            });
-        return total;
+            for (long n = 0; n < OUTPUTS; n++)
+                for (long m = 0; m < TOGETHER; m++)
+                    out[n][m / W][m % W] = std::fma(group[k * TOGETHER + m], w[n * depth + k], out[n][m / W][m % W]);
     }
 
   public:
@@ -198,10 +201,17 @@ class Lanes {
         if (asked < TOGETHER) return;
         float *to = memory.of(asked / TOGETHER * TOGETHER * depth);
         x = to;
-        for (long steps = depth / W; tokens + TOGETHER <= asked; tokens += TOGETHER, from += TOGETHER * stride, to += TOGETHER * depth)
-            for (long k = 0; k < depth; k++) {
-                float *place = to + (k < steps * W ? k % W * steps + k / W : k) * TOGETHER;
-                for (long m = 0; m < TOGETHER; m++) place[m] = from[m * stride + k];
+        for (long whole = depth / W * W; tokens + TOGETHER <= asked; tokens += TOGETHER, from += TOGETHER * stride, to += TOGETHER * depth)
+            for (long m = 0; m < TOGETHER; m += 4) {
+                const float *own = from + m * stride;
+                for (long k = 0; k < whole; k += 4) {
+                    four part[4];
+                    for (long i = 0; i < 4; i++) std::memcpy(&part[i], own + i * stride + k, sizeof(four));
+                    transpose(part);
+                    for (long i = 0; i < 4; i++) std::memcpy(to + ((k % W + i) * (whole / W) + k / W) * TOGETHER + m, &part[i], sizeof(four));
+                }
+                for (long k = whole; k < depth; k++)
+                    for (long i = 0; i < 4; i++) to[k * TOGETHER + m + i] = own[i * stride + k];
             }
     }
 
@@ -210,10 +220,11 @@ class Lanes {
         for (long first = 0; first < tokens; first += TOGETHER)
             for (long n = start; n < end; n += OUTPUTS) {
                 long from = std::min(n, end - OUTPUTS);
-                Tile out = tile(x + first * depth, w + (from - begin) * depth, uncached && !first);  // later groups find them in the cache
+                Tile out;
+                tile(x + first * depth, w + (from - begin) * depth, uncached && !first, out);  // later groups find them in the cache
                 for (long m = 0; m < TOGETHER; m += 4) {
                     four own[4];
-                    for (long j = 0; j < 4; j++) own[j] = *reinterpret_cast<const four *>((const float *)out.sums[j] + m);
+                    for (long j = 0; j < 4; j++) own[j] = *reinterpret_cast<const four *>((const float *)out[j] + m);
                     transpose(own);
                     for (long i = 0; i < 4; i++) {
                         float *to = y + (first + m + i) * y_stride + from;
