@@ -306,7 +306,7 @@ class _Call:
 
     def _committed(self, loop: BlockLoop, outcome: BlockOutcome) -> tuple[list[Event], list[int]]:
         """Append a block to the responses. Returns its events and the rows that are free because their response ended."""
-        gate, now = self.gate, time.perf_counter()
+        gate, now = self.gate, outcome.ended or time.perf_counter()
         known_ids = vocab_rows(self.target) if gate is not None else 0
         events, freed = [], []
         for row, seat in enumerate(self.seats):

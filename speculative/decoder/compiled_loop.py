@@ -1,9 +1,10 @@
-"""The block loop on a CPU: a block is one call of compiled code, from the first draft step to the commit.
+"""The block loop on a CPU: a block runs in compiled code, from the first draft step to the commit, and short blocks several in a call.
 
-Shapes: R rows of the batch, K of them active, G drafted tokens of this block, G1 = G + 1, V vocabulary.
+Shapes: B blocks of a call, R rows of the batch, K of them active, G drafted tokens of a block, G1 = G + 1, V vocabulary.
 """
 
 import time
+from collections import deque
 from typing import Any
 
 import numpy as np
@@ -17,16 +18,29 @@ from speculative.engine.compiled.model import CompiledModel, address_of, bits_of
 from speculative.rules.lossy import Lossy
 
 NOBODY, MODEL, GIVEN = range(3)  # source of the proposal, as in block.cpp
+# Of one call: more would save little, and a reader would see the text stutter.
+MOST_BLOCKS, MOST_NANOSECONDS = 16, 20_000_000
 
 
 class CompiledLoop(BlockLoop):
     """A `BlockLoop` whose blocks run in compiled code where possible: chains with token-wise rules."""
 
+    runs_ahead = False  # Several blocks of the settings' gamma may run in one call; between them nothing but `run_block` is called.
     _request: "_Request | None" = None
 
-    @in_step_mode
+    def __init__(self, *given: Any, **options: Any):
+        super().__init__(*given, **options)
+        self._ahead: deque[tuple[BlockOutcome, list[float]]] = (
+            deque()
+        )  # blocks that ran, with their draft, verify and accept seconds
+        self._ends_E = np.array(self.settings.eos_ids, dtype=np.int64)
+
     def run_block(self, gamma: int | None = None, stop_below: float = 0.0) -> BlockOutcome:
         """See `BlockLoop`: the same outcome, to rounding."""
+        return self._next() if self._ahead else self._start(gamma, stop_below)
+
+    @in_step_mode
+    def _start(self, gamma: int | None, stop_below: float) -> BlockOutcome:
         gamma = self.settings.gamma if gamma is None else gamma
         target, drafter = _compiled(self.target), self.drafter
         settings, lossy_greedy = self.settings, self.settings.lossy is not None and self.settings.sampling.greedy
@@ -46,26 +60,39 @@ class CompiledLoop(BlockLoop):
             gamma = proposal.ids_RG.shape[1]
             if proposal.peaks_RG is not None:
                 self._refuse_non_finite({"draft_peaks": proposal.peaks_RG.float().numpy()}, self.active_R)
-        arrays = (self.tokens_RC, self.lengths_R, self.prompt_lengths_R, self._uniforms_RLU, read_R)
+        arrays = (
+            self.tokens_RC, self.lengths_R, self.prompt_lengths_R, self.limits_R, self._ends_E, self._uniforms_RLU, read_R,
+        )  # fmt: skip
         addresses = (*target.addresses(), *((0, 0) if draft is None else draft.addresses()))
-        made_for = (gamma, torch.get_num_threads(), addresses, *map(id, arrays))
+        blocks = MOST_BLOCKS if self.runs_ahead and proposal is None and gamma == settings.gamma else 1
+        made_for = (blocks, gamma, torch.get_num_threads(), addresses, *map(id, arrays))
         if self._request is None or self._request.made_for != made_for:
             self._request = _Request(self, made_for, target.vocab, arrays, draft is not None)
         return self._run(self._request, target, proposal)
 
     def _run(self, request: "_Request", target: CompiledModel, proposal: Proposal | None) -> BlockOutcome:
         request.fill(self.active_R, proposal)
-        check(target.library.run_block(request.address))
+        done = target.library.run_blocks(request.address)
+        check(not done)
+        ended, seconds = time.perf_counter(), request.seconds_B3[:done].tolist()
+        for outcome, own in zip(
+            reversed(request.outcomes(done, self.active_R, proposal)), reversed(seconds), strict=True
+        ):
+            self._ahead.appendleft((outcome._replace(ended=ended), own))
+            ended -= sum(own)
+        if not np.isfinite(request.peaks_2BR[:, :done].sum()):
+            draft_peaks_BR, peaks_BR = request.peaks_2BR[:, :done]
+            self._refuse_non_finite({"draft_peaks": draft_peaks_BR.T, "peaks": peaks_BR.T}, self.active_R)
+        return self._next()
+
+    def _next(self) -> BlockOutcome:
+        outcome, (draft, verify, accept) = self._ahead.popleft()
         timing = self.timing
-        draft, verify, accept = request.seconds.tolist()
         timing.draft_seconds += draft
         timing.verify_seconds += verify
         timing.accept_seconds += accept
         timing.target_calls += 1
-        if not np.isfinite(request.peaks_2R.sum()):
-            draft_peaks_R, peaks_R = request.peaks_2R
-            self._refuse_non_finite({"draft_peaks": draft_peaks_R[:, None], "peaks": peaks_R[:, None]}, self.active_R)
-        return request.outcome(self.active_R, proposal)
+        return outcome
 
     def close(self, reusable: bool = True) -> None:
         drafter = self.drafter.cached if isinstance(self.drafter, ModelDrafter) else None
@@ -76,7 +103,7 @@ class CompiledLoop(BlockLoop):
 
 
 class _Request:
-    """Inputs and outputs of block.cpp. Blocks of one width and one set of arrays reuse the same memory."""
+    """Inputs and outputs of block.cpp. Calls of one number of blocks, one width and one set of arrays reuse the same memory."""
 
     def __init__(
         self,
@@ -86,36 +113,47 @@ class _Request:
         arrays: tuple[np.ndarray | None, ...],
         drafts: bool,
     ) -> None:
-        """arrays: tokens, lengths, prompt lengths, uniforms, and the length the draft has read."""
+        """arrays: tokens, lengths, prompt lengths, limits, end tokens, uniforms, and the length the draft has read."""
         self.made_for, self._arrays = made_for, arrays
         self._proposal: Any = None
-        gamma, threads, addresses = made_for[:3]
+        blocks, gamma, threads, addresses = made_for[:4]
         rows, sampling, lossy = len(loop.lengths_R), loop.settings.sampling, loop.settings.lossy or Lossy()
         self._sampled = not sampling.greedy
-        self._seats_R = np.zeros(rows, dtype=np.int64)
-        self._accepted_R, self._drafted_RG = np.zeros(rows, np.int64), np.zeros((rows, gamma), np.int64)
-        self._ids_RG1, self._counts_R = np.zeros((rows, gamma + 1), np.int64), np.full(rows, gamma)
-        self._log_probs_RG1, self._overlap_R = np.zeros((rows, gamma + 1)), np.zeros(rows)
-        self.peaks_2R, self.seconds = np.zeros((2, rows)), np.zeros(3)
-        tokens_RC, lengths_R, prompt_lengths_R, uniforms_RLU, read_R = arrays
+        self._seats_R, self._counts_R = np.zeros(rows, dtype=np.int64), np.full(rows, gamma)
+        self._accepted_BR, self._drafted_BRG = (
+            np.zeros((blocks, rows), np.int64),
+            np.zeros((blocks, rows, gamma), np.int64),
+        )
+        self._ids_BRG1, self._log_probs_BRG1 = (
+            np.zeros((blocks, rows, gamma + 1), kind) for kind in (np.int64, np.float64)
+        )
+        self._overlap_BR, self.peaks_2BR, self.seconds_B3 = (
+            np.zeros((blocks, rows)),
+            np.zeros((2, blocks, rows)),
+            np.zeros((blocks, 3)),
+        )
+        tokens_RC, lengths_R, prompt_lengths_R, limits_R, ends_E, uniforms_RLU, read_R = arrays
         assert tokens_RC is not None
+        assert ends_E is not None
         assert uniforms_RLU is not None
         target_model, target_layers, draft_model, draft_layers = addresses
-        draft_peaks_R, peaks_R = self.peaks_2R
+        draft_peaks_BR, peaks_BR = self.peaks_2BR
         # The fields of `Block`, in its order.
         fields = {
-            "rows": 0, "gamma": gamma, "proposer": NOBODY if gamma == 0 else MODEL if drafts else GIVEN,
+            "rows": 0, "blocks": blocks, "nanoseconds": MOST_NANOSECONDS, "batch": rows, "gamma": gamma,
+            "proposer": NOBODY if gamma == 0 else MODEL if drafts else GIVEN,
             "greedy_target": not self._sampled, "greedy_draft": loop.drafts_greedily, "threads": threads,
             "columns": tokens_RC.shape[1], "vocabulary": vocab, "positions": uniforms_RLU.shape[1],
             "target": target_model, "draft": draft_model, "target_layers": target_layers, "draft_layers": draft_layers,
             "seats": address_of(self._seats_R), "tokens": address_of(tokens_RC), "lengths": address_of(lengths_R),
-            "read": address_of(read_R), "prompt_lengths": address_of(prompt_lengths_R),
+            "read": address_of(read_R), "prompt_lengths": address_of(prompt_lengths_R), "limits": address_of(limits_R),
+            "ends": address_of(ends_E), "last_end": address_of(ends_E) + ends_E.nbytes,
             "uniforms": address_of(uniforms_RLU) if self._sampled else 0,
             "given_ids": 0, "given_counts": 0, "given_probs": 0,
-            "accepted": address_of(self._accepted_R), "drafted": address_of(self._drafted_RG),
-            "ids": address_of(self._ids_RG1), "log_probs": address_of(self._log_probs_RG1),
-            "overlap": address_of(self._overlap_R), "peaks": address_of(peaks_R), "draft_peaks": address_of(draft_peaks_R),
-            "seconds": address_of(self.seconds), "lenience": bits_of(lossy.lenience), "epsilon": bits_of(lossy.epsilon),
+            "accepted": address_of(self._accepted_BR), "drafted": address_of(self._drafted_BRG),
+            "ids": address_of(self._ids_BRG1), "log_probs": address_of(self._log_probs_BRG1),
+            "overlap": address_of(self._overlap_BR), "peaks": address_of(peaks_BR), "draft_peaks": address_of(draft_peaks_BR),
+            "seconds": address_of(self.seconds_B3), "lenience": bits_of(lossy.lenience), "epsilon": bits_of(lossy.epsilon),
         }  # fmt: skip
         for whose, one in {"target": sampling, "draft": loop.draft_sampling}.items():
             fields |= {f"{whose} {name}": bits_of(getattr(one, name)) for name in ("temperature", "top_p", "min_p")}
@@ -126,7 +164,7 @@ class _Request:
         self._given = self._numbers[first : first + 3]
 
     def fill(self, active_R: np.ndarray, proposal: Proposal | None) -> None:
-        """Set the active rows and the proposal of this block."""
+        """Set the active rows and the proposal of the next block."""
         seats_K = active_R.nonzero()[0]
         self._seats_R[: len(seats_K)] = seats_K
         self._numbers[0] = len(seats_K)
@@ -138,14 +176,18 @@ class _Request:
         self._proposal = ids_RG, probs_RGV, counts_R  # keeps the arrays alive while their addresses are used
         self._given[:] = ids_RG.data_ptr(), address_of(counts_R), 0 if probs_RGV is None else probs_RGV.data_ptr()
 
-    def outcome(self, active_R: np.ndarray, proposal: Proposal | None) -> BlockOutcome:
-        """Outcome of the block that was just run, as copies that the next block does not change."""
-        log_probs_RG1 = self._log_probs_RG1.copy() if self._sampled else None
+    def outcomes(self, done: int, active_R: np.ndarray, proposal: Proposal | None) -> list[BlockOutcome]:
+        """Outcomes of the blocks that were just run, as copies that the next call does not change."""
         counts_R, sources_R = (None, None) if proposal is None else (proposal.counts_R, proposal.sources_R)
-        return BlockOutcome(
-            active_R.copy(), self._accepted_R.copy(), self._ids_RG1.copy(), log_probs_RG1, self._overlap_R.copy(),
-            self._counts_R if counts_R is None else counts_R, sources_R, self._drafted_RG.copy(), None, None,
-        )  # fmt: skip
+        counts_R, active_R = self._counts_R if counts_R is None else counts_R, active_R.copy()
+        accepted_BR, ids_BRG1, overlap_BR, drafted_BRG = (
+            whole[:done].copy() for whole in (self._accepted_BR, self._ids_BRG1, self._overlap_BR, self._drafted_BRG)
+        )
+        log_probs_BRG1 = self._log_probs_BRG1[:done].copy() if self._sampled else [None] * done
+        return [
+            BlockOutcome(active_R, *own, counts_R, sources_R, drafted_RG, None, None)
+            for *own, drafted_RG in zip(accepted_BR, ids_BRG1, log_probs_BRG1, overlap_BR, drafted_BRG, strict=True)
+        ]
 
 
 def _compiled(cached: Any) -> CompiledModel | None:

@@ -289,7 +289,10 @@ def open_loop(
     """Return the loop for these settings. `reads_each_block`: the host must see each block before the next one starts."""
     on_device = not reads_each_block and DeviceLoop.serves(target, drafter, settings, runner)
     kind = DeviceLoop if on_device else CompiledLoop if runner == COMPILED else BlockLoop
-    return kind(target, drafter, rows, longest, settings, runner=runner, **options)
+    loop = kind(target, drafter, rows, longest, settings, runner=runner, **options)
+    if isinstance(loop, CompiledLoop):
+        loop.runs_ahead = not (reads_each_block or settings.stop)
+    return loop
 
 
 def _on_the_way(block: _Block) -> torch.Tensor:

@@ -214,7 +214,8 @@ class StageClock:
 class BlockOutcome(NamedTuple):
     """One block on the host. Only the first accepted + 1 entries of a row of `ids_RG1` and `log_probs_RG1` count. rows_R: whether the row
     was active; the entries of other rows are meaningless. drafted_counts_R: number of real drafted ids. sources_R: index of the drafter.
-    Probabilities of the drafted ids are set if they were requested; log_probs_RG1 is None for greedy rules.
+    Probabilities of the drafted ids are set if they were requested; log_probs_RG1 is None for greedy rules. ended: when it was committed
+    (`time.perf_counter`), if before it was returned.
     """
 
     rows_R: np.ndarray
@@ -227,6 +228,7 @@ class BlockOutcome(NamedTuple):
     drafted_ids_RG: np.ndarray
     target_probs_RG: np.ndarray | None
     draft_probs_RG: np.ndarray | None
+    ended: float | None = None
 
 
 class _Stop:

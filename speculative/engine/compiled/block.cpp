@@ -1,6 +1,6 @@
-// A block of speculative decoding without Python: the draft's steps, the target's call, the rule, the commit.
+// Blocks of speculative decoding without Python: the draft's steps, the target's call, the rule, the commit.
 //
-// R rows of the batch, K of them active, G drafted tokens, G1 = G + 1, C columns of the token buffer, L response positions,
+// B blocks, R rows of the batch, K of them active, G drafted tokens, G1 = G + 1, C columns of the token buffer, L response positions,
 // V vocabulary.
 
 #include "rules.h"
@@ -18,19 +18,21 @@ enum Proposer : int64_t { NOBODY, MODEL, GIVEN };
 enum Column : long { DRAFT, COIN, RESIDUAL, COLUMNS };  // columns of the uniforms of a position
 
 struct Block {
-    int64_t rows, gamma, proposer, greedy_target, greedy_draft, threads, columns, vocabulary, positions;
+    int64_t rows, blocks, nanoseconds;  // K; at most B blocks, of which none starts after so long or after the end of a response
+    int64_t batch, gamma, proposer, greedy_target, greedy_draft, threads, columns, vocabulary, positions;
     const Model *target, *draft;
     const Layer *target_layers, *draft_layers;
     const int64_t *seats;                     // (K) rows that are active
     int64_t *tokens, *lengths, *read;         // (R, C); (R); (R): read by the draft
-    const int64_t *prompt_lengths;            // (R)
+    const int64_t *prompt_lengths, *limits;   // (R); (R) length at which a response ends
+    const int64_t *ends, *last_end;           // ids that end it
     const double *uniforms;                   // (R, L, 3), or null
     const int64_t *given_ids, *given_counts;  // (R, G); (R), or null for all
     const float *given_probs;                 // (R, G, V), or null for one-hot
-    // Outputs by row; only active rows are written.
-    int64_t *accepted, *drafted, *ids;                  // (R); (R, G); (R, G1): accepted ids, then the target's own
-    double *log_probs, *overlap, *peaks, *draft_peaks;  // (R, G1); (R); (R); (R): the last two are NaN or infinite if a logit is
-    double *seconds;                                    // draft, verify, accept
+    // Outputs by block and row; only active rows are written.
+    int64_t *accepted, *drafted, *ids;                  // (B, R); (B, R, G); (B, R, G1): accepted ids, then the target's own
+    double *log_probs, *overlap, *peaks, *draft_peaks;  // (B, R, G1); (B, R) each: the last two are NaN or infinite if a logit is
+    double *seconds;                                    // (B, 3): draft, verify, accept
     double lenience, epsilon;  // 1 and 0 if lossless
     Sampling sampling, draft_sampling;
 };
@@ -44,6 +46,18 @@ struct Work : Block {  // a block with its buffers: (K, G1, V), (K, V) or fewer 
         target_logits = memory_of_target_logits.of(rows * (gamma + 1) * vocabulary);
         draft_logits = memory_of_draft_logits.of(drafts ? rows * vocabulary : 0);
         draft_probs = memory_of_draft_probs.of(drafts && !greedy_draft ? rows * gamma * vocabulary : 0);
+    }
+
+    void next() {  // outputs of the next block
+        accepted += batch, overlap += batch, peaks += batch, draft_peaks += batch, seconds += 3;
+        drafted += batch * gamma, ids += batch * (gamma + 1), log_probs += batch * (gamma + 1);
+    }
+
+    bool ended() const {  // some response, in this block
+        return std::any_of(seats, seats + rows, [&](int64_t row) {
+            const int64_t *own = ids + row * (gamma + 1);
+            return lengths[row] >= limits[row] || std::find_first_of(own, own + accepted[row] + 1, ends, last_end) != own + accepted[row] + 1;
+        });
     }
 };
 
@@ -204,8 +218,7 @@ static void verify(const Work &b) {
     }
 }
 
-static void run_whole(const Block &block) {
-    const Work b(block);
+static void run_one(const Work &b) {
     auto now = [] { return std::chrono::steady_clock::now(); };
     auto since = [&](auto began) { return std::chrono::duration<double>(now() - began).count(); };
     auto began = now();
@@ -227,13 +240,19 @@ static void run_whole(const Block &block) {
     b.seconds[2] = since(began);
 }
 
-extern "C" int64_t run_block(const Block *block) {
+// The number of blocks that ran; 0 if memory is short.
+extern "C" int64_t run_blocks(const Block *block) {
     try {
-        run_whole(*block);
+        Work b(*block);
+        auto began = std::chrono::steady_clock::now();
+        for (long done = 1;; done++) {
+            run_one(b);
+            if (done == b.blocks || b.ended() || std::chrono::steady_clock::now() - began > std::chrono::nanoseconds(b.nanoseconds)) return done;
+            b.next();
+        }
     } catch (const std::bad_alloc &) {
-        return 1;
+        return 0;
     }
-    return 0;
 }
 
 // Frees the buffers of this thread.

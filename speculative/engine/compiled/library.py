@@ -36,10 +36,10 @@ def library() -> ctypes.CDLL | None:
     except (NoLibrary, OSError, RuntimeError, UnicodeError, subprocess.SubprocessError) as error:
         warnings.warn(f"models run without compiled code and take about three times as long: {error}", stacklevel=2)
         return None
-    loaded.call_model.restype = loaded.run_block.restype = ctypes.c_int64
+    loaded.call_model.restype = loaded.run_blocks.restype = ctypes.c_int64
     loaded.forget_all.restype = None
     loaded.call_model.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p]
-    loaded.run_block.argtypes = [ctypes.c_void_p]
+    loaded.run_blocks.argtypes = [ctypes.c_void_p]
     return loaded
 
 

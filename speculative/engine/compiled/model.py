@@ -229,9 +229,9 @@ def _stored(module: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
     return weight.qdata, weight.scale.view(-1)
 
 
-def check(status: int) -> None:
+def check(failed: bool) -> None:
     """Raises RuntimeError, as torch does, if memory is short."""
-    if status:
+    if failed:
         raise RuntimeError("compiled code cannot allocate memory")
 
 

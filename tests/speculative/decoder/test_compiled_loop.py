@@ -2,16 +2,19 @@
 
 import ctypes
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from tiny_models import perturbed, prompts_of, texts, tiny_model
+from tiny_training import tiny_tokenizer
 
 from speculative.decode import decode
+from speculative.decoder import compiled_loop
 from speculative.decoder.compiled_loop import CompiledLoop
 from speculative.decoder.device_loop import open_loop
-from speculative.decoder.responses import DecodeSettings
+from speculative.decoder.responses import DecodeSettings, Timing
 from speculative.drafters.cascade import Cascade
 from speculative.drafters.drafter import ModelDrafter
 from speculative.drafters.early_exit import EarlyExit
@@ -45,10 +48,8 @@ DRAFTERS = {
 @pytest.fixture
 def in_compiled_code(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Counts the blocks that ran there."""
-    counted, run = [], CompiledLoop._run
-    monkeypatch.setattr(
-        CompiledLoop, "_run", lambda self, request, *others: counted.append(1) or run(self, request, *others)
-    )
+    counted, returned = [], CompiledLoop._next
+    monkeypatch.setattr(CompiledLoop, "_next", lambda self: counted.append(1) or returned(self))
     return counted
 
 
@@ -168,11 +169,52 @@ def test_broken_logits_are_refused(who: str, rule: str, value: float) -> None:
         decode(target, ModelDrafter(draft), PROMPTS[:1], RULES[rule])
 
 
-def test_what_a_block_returns_does_not_change_with_the_next() -> None:
+@pytest.mark.parametrize("rule", ["plain", "greedy", "sample"])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_short_blocks_run_several_in_a_call(rule: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to the end of a response: by an end token, by the budget, also if another row goes on."""
+    calls, run = [], CompiledLoop._run
+    monkeypatch.setattr(CompiledLoop, "_run", lambda self, *given: calls.append(1) or run(self, *given))
+    monkeypatch.setattr(compiled_loop, "MOST_NANOSECONDS", 10**12)
+    ended = decode(TARGET, None, PROMPTS, RULES["plain"])[0][0].response_ids[7]  # an id that one of them says
+    settings = replace(RULES[rule], eos_ids=(3, ended))
+
+    def said(most: int) -> tuple[list, Timing, int]:
+        monkeypatch.setattr(compiled_loop, "MOST_BLOCKS", most)
+        calls.clear()
+        drafter = ModelDrafter(DRAFT) if settings.gamma else None
+        return *decode(TARGET, drafter, PROMPTS, settings, batch_size=rows), len(calls)
+
+    (one_by_one, timing, alone), (ours, own_timing, together) = said(1), said(5)
+    times = {"commit_seconds": []}
+    assert [vars(response) | times for response in ours] == [vars(response) | times for response in one_by_one]
+    assert {response.finish_reason for response in ours} >= ({"end", "length"} if rule != "sample" else {"length"})
+    assert own_timing.target_calls == timing.target_calls == alone > 1.5 * together
+    for response in ours:
+        assert response.commit_seconds == sorted(response.commit_seconds)
+    stages = own_timing.draft_seconds + own_timing.verify_seconds + own_timing.accept_seconds
+    assert 0.0 < stages < own_timing.total_seconds
+
+
+def test_a_block_is_run_alone_where_its_end_depends_on_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, run = [], CompiledLoop._run
+    monkeypatch.setattr(CompiledLoop, "_run", lambda self, *given: calls.append(1) or run(self, *given))
+    plain = RULES["plain"]
+    for settings, options in (
+        (replace(plain, stop=("never said",)), {"tokenizer": tiny_tokenizer()}),
+        (plain, {"gate": lambda *_: None}),
+    ):
+        calls.clear()
+        _, timing = decode(TARGET, None, PROMPTS[:1], settings, **options)
+        assert len(calls) == timing.target_calls
+
+
+def test_what_a_block_returns_does_not_change_with_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled_loop, "MOST_BLOCKS", 1)
     loop = open_loop(TARGET, ModelDrafter(DRAFT), 2, 60, RULES["sample"], runner="compile")
     loop.admit([0, 1], PROMPTS[2:4])
     first = loop.run_block()
-    kept = [None if array is None else array.copy() for array in first]
+    kept = [array.copy() if isinstance(array, np.ndarray) else array for array in first]
     for _ in range(3):
         loop.run_block()
     for before, now in zip(kept, first, strict=True):

@@ -27,7 +27,7 @@ def opened() -> object:
 def quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A library of nothing, which is built in no time."""
     source = tmp_path / "nothing.cpp"
-    source.write_text('extern "C" { void call_model() {} void run_block() {} void forget_all() {} }')
+    source.write_text('extern "C" { void call_model() {} void run_blocks() {} void forget_all() {} }')
     monkeypatch.setattr(module, "SOURCES", (source,))
 
 

@@ -78,10 +78,8 @@ def test_only_kept_tokens_are_proposed_and_greedy_text_is_the_targets(rule: str,
 
 @pytest.mark.parametrize("rule", ["greedy", "sample", "cut off", "greedy-draft"])
 def test_compiled_code_draws_what_python_draws(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    counted, run = [], CompiledLoop._run
-    monkeypatch.setattr(
-        CompiledLoop, "_run", lambda self, request, *others: counted.append(1) or run(self, request, *others)
-    )
+    counted, returned = [], CompiledLoop._next
+    monkeypatch.setattr(CompiledLoop, "_next", lambda self: counted.append(1) or returned(self))
 
     def said(runner: str) -> list[Any]:
         prompts = prompts_of([1, 2, 9, 30, 17])
