@@ -30,9 +30,8 @@ class CompiledLoop(BlockLoop):
 
     def __init__(self, *given: Any, **options: Any):
         super().__init__(*given, **options)
-        self._ahead: deque[tuple[BlockOutcome, list[float]]] = (
-            deque()
-        )  # blocks that ran, with their draft, verify and accept seconds
+        # Blocks that ran but were not asked for yet, with their draft, verify and accept seconds.
+        self._ahead: deque[tuple[BlockOutcome, list[float]]] = deque()
         self._ends_E = np.array(self.settings.eos_ids, dtype=np.int64)
 
     def run_block(self, gamma: int | None = None, stop_below: float = 0.0) -> BlockOutcome:
@@ -74,12 +73,10 @@ class CompiledLoop(BlockLoop):
         request.fill(self.active_R, proposal)
         done = target.library.run_blocks(request.address)
         check(not done)
-        ended, seconds = time.perf_counter(), request.seconds_B3[:done].tolist()
-        for outcome, own in zip(
-            reversed(request.outcomes(done, self.active_R, proposal)), reversed(seconds), strict=True
-        ):
-            self._ahead.appendleft((outcome._replace(ended=ended), own))
-            ended -= sum(own)
+        ended = time.perf_counter()
+        for outcome, seconds in reversed(request.outcomes(done, self.active_R, proposal)):
+            self._ahead.appendleft((outcome._replace(ended=ended), seconds))
+            ended -= sum(seconds)
         if not np.isfinite(request.peaks_2BR[:, :done].sum()):
             draft_peaks_BR, peaks_BR = request.peaks_2BR[:, :done]
             self._refuse_non_finite({"draft_peaks": draft_peaks_BR.T, "peaks": peaks_BR.T}, self.active_R)
@@ -120,18 +117,10 @@ class _Request:
         rows, sampling, lossy = len(loop.lengths_R), loop.settings.sampling, loop.settings.lossy or Lossy()
         self._sampled = not sampling.greedy
         self._seats_R, self._counts_R = np.zeros(rows, dtype=np.int64), np.full(rows, gamma)
-        self._accepted_BR, self._drafted_BRG = (
-            np.zeros((blocks, rows), np.int64),
-            np.zeros((blocks, rows, gamma), np.int64),
-        )
-        self._ids_BRG1, self._log_probs_BRG1 = (
-            np.zeros((blocks, rows, gamma + 1), kind) for kind in (np.int64, np.float64)
-        )
-        self._overlap_BR, self.peaks_2BR, self.seconds_B3 = (
-            np.zeros((blocks, rows)),
-            np.zeros((2, blocks, rows)),
-            np.zeros((blocks, 3)),
-        )
+        self._accepted_BR = np.zeros((blocks, rows), np.int64)
+        self._drafted_BRG, self._ids_BRG1 = (np.zeros((blocks, rows, width), np.int64) for width in (gamma, gamma + 1))
+        self._log_probs_BRG1, self._overlap_BR = np.zeros((blocks, rows, gamma + 1)), np.zeros((blocks, rows))
+        self.peaks_2BR, self._seconds_B3 = np.zeros((2, blocks, rows)), np.zeros((blocks, 3))
         tokens_RC, lengths_R, prompt_lengths_R, limits_R, ends_E, uniforms_RLU, read_R = arrays
         assert tokens_RC is not None
         assert ends_E is not None
@@ -153,7 +142,7 @@ class _Request:
             "accepted": address_of(self._accepted_BR), "drafted": address_of(self._drafted_BRG),
             "ids": address_of(self._ids_BRG1), "log_probs": address_of(self._log_probs_BRG1),
             "overlap": address_of(self._overlap_BR), "peaks": address_of(peaks_BR), "draft_peaks": address_of(draft_peaks_BR),
-            "seconds": address_of(self.seconds_B3), "lenience": bits_of(lossy.lenience), "epsilon": bits_of(lossy.epsilon),
+            "seconds": address_of(self._seconds_B3), "lenience": bits_of(lossy.lenience), "epsilon": bits_of(lossy.epsilon),
         }  # fmt: skip
         for whose, one in {"target": sampling, "draft": loop.draft_sampling}.items():
             fields |= {f"{whose} {name}": bits_of(getattr(one, name)) for name in ("temperature", "top_p", "min_p")}
@@ -176,18 +165,24 @@ class _Request:
         self._proposal = ids_RG, probs_RGV, counts_R  # keeps the arrays alive while their addresses are used
         self._given[:] = ids_RG.data_ptr(), address_of(counts_R), 0 if probs_RGV is None else probs_RGV.data_ptr()
 
-    def outcomes(self, done: int, active_R: np.ndarray, proposal: Proposal | None) -> list[BlockOutcome]:
-        """Outcomes of the blocks that were just run, as copies that the next call does not change."""
+    def outcomes(
+        self, done: int, active_R: np.ndarray, proposal: Proposal | None
+    ) -> list[tuple[BlockOutcome, list[float]]]:
+        """The blocks that were just run, as copies that the next call does not change, and their draft, verify and accept seconds."""
         counts_R, sources_R = (None, None) if proposal is None else (proposal.counts_R, proposal.sources_R)
         counts_R, active_R = self._counts_R if counts_R is None else counts_R, active_R.copy()
-        accepted_BR, ids_BRG1, overlap_BR, drafted_BRG = (
-            whole[:done].copy() for whole in (self._accepted_BR, self._ids_BRG1, self._overlap_BR, self._drafted_BRG)
-        )
-        log_probs_BRG1 = self._log_probs_BRG1[:done].copy() if self._sampled else [None] * done
+        outputs = self._accepted_BR, self._ids_BRG1, self._log_probs_BRG1, self._overlap_BR, self._drafted_BRG
+        blocks = zip(*(whole[:done].copy() for whole in outputs), self._seconds_B3[:done].tolist(), strict=True)
         return [
-            BlockOutcome(active_R, *own, counts_R, sources_R, drafted_RG, None, None)
-            for *own, drafted_RG in zip(accepted_BR, ids_BRG1, log_probs_BRG1, overlap_BR, drafted_BRG, strict=True)
-        ]
+            (
+                BlockOutcome(
+                    active_R, accepted_R, ids_RG1, log_probs_RG1 if self._sampled else None, overlap_R,
+                    counts_R, sources_R, drafted_RG, None, None,
+                ),
+                seconds,
+            )
+            for accepted_R, ids_RG1, log_probs_RG1, overlap_R, drafted_RG, seconds in blocks
+        ]  # fmt: skip
 
 
 def _compiled(cached: Any) -> CompiledModel | None:
