@@ -126,7 +126,8 @@ def decode(
     """
     timing = options["timing"] = options.get("timing") or Timing()
     responses: list[Response | None] = [None] * len(prompts)
-    for event in generate(target, drafter, prompts, settings, **options):
+    # Nobody reads the text as it commits: blocks need not be handed over one by one.
+    for event in _Call(target, drafter, prompts, settings, options, runs_ahead=on_commit is None).events():
         responses[event.index] = event.response
         if on_commit is not None and event.token_ids:
             on_commit(event.index, event.token_ids)
@@ -178,6 +179,7 @@ class _Call:
         prompts: Sequence[Prompt],
         settings: DecodeSettings,
         options: Options,
+        runs_ahead: bool = False,
     ):
         self.target, self.drafter, self.prompts, self.settings = target, drafter, prompts, settings
         self.tokenizer, self.gate, self.log = options.get("tokenizer"), options.get("gate"), options.get("log")
@@ -220,6 +222,7 @@ class _Call:
         self.seats: list[_Seat | None] = [None] * self.rows
         self.in_order, self.began = options.get("in_order", False), 0.0
         late = options.get("draft_reads_late", False) and settings.tree is None
+        self.runs_ahead = runs_ahead and not settings.stop
         self.late = late and drafter is not None and self.draft_model is not None and not drafter.shares_cache
 
     def events(self) -> Generator[Event, None, None]:
@@ -273,6 +276,7 @@ class _Call:
             runner=self.runner,
             keep_probs=self.log is not None,
             reads_each_block=self.gate is not None or not fixed,
+            runs_ahead=self.runs_ahead,
         )
 
     def _seated(self, loop: BlockLoop, free: list[int], waiting: deque[int]) -> Generator[Event, None, None]:
@@ -306,7 +310,7 @@ class _Call:
 
     def _committed(self, loop: BlockLoop, outcome: BlockOutcome) -> tuple[list[Event], list[int]]:
         """Append a block to the responses. Returns its events and the rows that are free because their response ended."""
-        gate, now = self.gate, outcome.ended or time.perf_counter()
+        gate, now = self.gate, time.perf_counter() if outcome.ended is None else outcome.ended
         known_ids = vocab_rows(self.target) if gate is not None else 0
         events, freed = [], []
         for row, seat in enumerate(self.seats):

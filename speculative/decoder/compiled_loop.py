@@ -18,25 +18,31 @@ from speculative.engine.compiled.model import CompiledModel, address_of, bits_of
 from speculative.rules.lossy import Lossy
 
 NOBODY, MODEL, GIVEN = range(3)  # source of the proposal, as in block.cpp
-# Of one call: more would save little, and a reader would see the text stutter.
-MOST_BLOCKS, MOST_NANOSECONDS = 16, 20_000_000
+# A call ends after so many blocks; none starts after so long. More would save little.
+MOST_BLOCKS, LAST_START_NANOSECONDS = 16, 20_000_000
 
 
 class CompiledLoop(BlockLoop):
     """A `BlockLoop` whose blocks run in compiled code where possible: chains with token-wise rules."""
 
-    runs_ahead = False  # Several blocks of the settings' gamma may run in one call; between them nothing but `run_block` is called.
     _request: "_Request | None" = None
 
-    def __init__(self, *given: Any, **options: Any):
+    def __init__(self, *given: Any, runs_ahead: bool = False, **options: Any):
+        """See `BlockLoop`. `runs_ahead`: a call of compiled code may run several blocks up to the end of a response, and `run_block` returns
+        them one by one. Rows may change only where a response ends, and gamma not at all.
+        """
         super().__init__(*given, **options)
+        self._runs_ahead = runs_ahead
         # Blocks that ran but were not asked for yet, with their draft, verify and accept seconds.
         self._ahead: deque[tuple[BlockOutcome, list[float]]] = deque()
-        self._ends_E = np.array(self.settings.eos_ids, dtype=np.int64)
+        self._ends_E = np.array([token for token in self.settings.eos_ids if token is not None], dtype=np.int64)
 
     def run_block(self, gamma: int | None = None, stop_below: float = 0.0) -> BlockOutcome:
         """See `BlockLoop`: the same outcome, to rounding."""
-        return self._next() if self._ahead else self._start(gamma, stop_below)
+        if not self._ahead:
+            return self._start(gamma, stop_below)
+        assert gamma in (None, self.settings.gamma)
+        return self._next()
 
     @in_step_mode
     def _start(self, gamma: int | None, stop_below: float) -> BlockOutcome:
@@ -63,7 +69,7 @@ class CompiledLoop(BlockLoop):
             self.tokens_RC, self.lengths_R, self.prompt_lengths_R, self.limits_R, self._ends_E, self._uniforms_RLU, read_R,
         )  # fmt: skip
         addresses = (*target.addresses(), *((0, 0) if draft is None else draft.addresses()))
-        blocks = MOST_BLOCKS if self.runs_ahead and proposal is None and gamma == settings.gamma else 1
+        blocks = MOST_BLOCKS if self._runs_ahead and proposal is None and gamma == settings.gamma else 1
         made_for = (blocks, gamma, torch.get_num_threads(), addresses, *map(id, arrays))
         if self._request is None or self._request.made_for != made_for:
             self._request = _Request(self, made_for, target.vocab, arrays, draft is not None)
@@ -72,11 +78,12 @@ class CompiledLoop(BlockLoop):
     def _run(self, request: "_Request", target: CompiledModel, proposal: Proposal | None) -> BlockOutcome:
         request.fill(self.active_R, proposal)
         done = target.library.run_blocks(request.address)
-        check(not done)
-        ended = time.perf_counter()
-        for outcome, seconds in reversed(request.outcomes(done, self.active_R, proposal)):
-            self._ahead.appendleft((outcome._replace(ended=ended), seconds))
+        check(done == 0)
+        ended, blocks = time.perf_counter(), request.outcomes(done, self.active_R, proposal)
+        for block, (outcome, seconds) in reversed(list(enumerate(blocks))):
+            blocks[block] = outcome._replace(ended=ended), seconds
             ended -= sum(seconds)
+        self._ahead.extend(blocks)
         if not np.isfinite(request.peaks_2BR[:, :done].sum()):
             draft_peaks_BR, peaks_BR = request.peaks_2BR[:, :done]
             self._refuse_non_finite({"draft_peaks": draft_peaks_BR.T, "peaks": peaks_BR.T}, self.active_R)
@@ -129,7 +136,7 @@ class _Request:
         draft_peaks_BR, peaks_BR = self.peaks_2BR
         # The fields of `Block`, in its order.
         fields = {
-            "rows": 0, "blocks": blocks, "nanoseconds": MOST_NANOSECONDS, "batch": rows, "gamma": gamma,
+            "rows": 0, "blocks": blocks, "nanoseconds": LAST_START_NANOSECONDS, "batch": rows, "gamma": gamma,
             "proposer": NOBODY if gamma == 0 else MODEL if drafts else GIVEN,
             "greedy_target": not self._sampled, "greedy_draft": loop.drafts_greedily, "threads": threads,
             "columns": tokens_RC.shape[1], "vocabulary": vocab, "positions": uniforms_RLU.shape[1],

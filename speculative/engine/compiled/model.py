@@ -202,7 +202,7 @@ class CompiledModel:
             ],
             dtype=np.int64,
         )  # fmt: skip
-        check(self.library.call_model(*self.addresses(), address_of(call)))
+        check(self.library.call_model(*self.addresses(), address_of(call)) != 0)
         return logits if head is None else head.spread(logits)
 
     def addresses(self) -> tuple[int, int]:

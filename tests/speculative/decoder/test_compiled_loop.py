@@ -10,7 +10,7 @@ import torch
 from tiny_models import perturbed, prompts_of, texts, tiny_model
 from tiny_training import tiny_tokenizer
 
-from speculative.decode import decode
+from speculative.decode import decode, generate
 from speculative.decoder import compiled_loop
 from speculative.decoder.compiled_loop import CompiledLoop
 from speculative.decoder.device_loop import open_loop
@@ -169,13 +169,21 @@ def test_broken_logits_are_refused(who: str, rule: str, value: float) -> None:
         decode(target, ModelDrafter(draft), PROMPTS[:1], RULES[rule])
 
 
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Counts the calls of compiled code that run blocks."""
+    counted, run = [], CompiledLoop._run
+    monkeypatch.setattr(CompiledLoop, "_run", lambda self, *given: counted.append(1) or run(self, *given))
+    return counted
+
+
 @pytest.mark.parametrize("rule", ["plain", "greedy", "sample"])
 @pytest.mark.parametrize("rows", [1, 3])
-def test_short_blocks_run_several_in_a_call(rule: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_blocks_run_several_in_a_call(
+    rule: str, rows: int, calls: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Up to the end of a response: by an end token, by the budget, also if another row goes on."""
-    calls, run = [], CompiledLoop._run
-    monkeypatch.setattr(CompiledLoop, "_run", lambda self, *given: calls.append(1) or run(self, *given))
-    monkeypatch.setattr(compiled_loop, "MOST_NANOSECONDS", 10**12)
+    monkeypatch.setattr(compiled_loop, "LAST_START_NANOSECONDS", 10**12)
     ended = decode(TARGET, None, PROMPTS, RULES["plain"])[0][0].response_ids[7]  # an id that one of them says
     settings = replace(RULES[rule], eos_ids=(3, ended))
 
@@ -190,28 +198,61 @@ def test_short_blocks_run_several_in_a_call(rule: str, rows: int, monkeypatch: p
     assert [vars(response) | times for response in ours] == [vars(response) | times for response in one_by_one]
     assert {response.finish_reason for response in ours} >= ({"end", "length"} if rule != "sample" else {"length"})
     assert own_timing.target_calls == timing.target_calls == alone > 1.5 * together
-    for response in ours:
-        assert response.commit_seconds == sorted(response.commit_seconds)
     stages = own_timing.draft_seconds + own_timing.verify_seconds + own_timing.accept_seconds
     assert 0.0 < stages < own_timing.total_seconds
 
 
-def test_a_block_is_run_alone_where_its_end_depends_on_python(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls, run = [], CompiledLoop._run
-    monkeypatch.setattr(CompiledLoop, "_run", lambda self, *given: calls.append(1) or run(self, *given))
-    plain = RULES["plain"]
+def test_commits_of_one_call_are_as_far_apart_as_their_blocks_took(
+    calls: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiled_loop, "LAST_START_NANOSECONDS", 10**12)
+    handed, take = [], CompiledLoop._next
+    monkeypatch.setattr(CompiledLoop, "_next", lambda self: handed.append(sum(self._ahead[0][1])) or take(self))
+    (response,), _ = decode(TARGET, None, PROMPTS[:1], replace(RULES["plain"], max_tokens=16))
+    assert len(calls) == 1
+    np.testing.assert_allclose(
+        np.diff(response.commit_seconds), handed[1:], atol=1e-9
+    )  # differences of times since the boot
+
+
+def test_a_block_runs_alone_where_somebody_waits_for_it(calls: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stop string, a gate, an adaptive gamma, a reader of the stream; and a block that takes long."""
+    plain, drafted, drafter = RULES["plain"], RULES["sample"], ModelDrafter(DRAFT)
     for settings, options in (
         (replace(plain, stop=("never said",)), {"tokenizer": tiny_tokenizer()}),
         (plain, {"gate": lambda *_: None}),
+        (plain, {"on_commit": lambda *_: None}),
+        (drafted, {"policy": AdaptiveGamma(3)}),
     ):
         calls.clear()
-        _, timing = decode(TARGET, None, PROMPTS[:1], settings, **options)
+        _, timing = decode(TARGET, drafter if settings.gamma else None, PROMPTS[:1], settings, **options)
         assert len(calls) == timing.target_calls
+    calls.clear()
+    for seen, _ in enumerate(generate(TARGET, None, PROMPTS[:1], plain), 1):
+        assert len(calls) == seen
+    monkeypatch.setattr(compiled_loop, "LAST_START_NANOSECONDS", 0)
+    calls.clear()
+    _, timing = decode(TARGET, None, PROMPTS[:1], plain)
+    assert len(calls) == timing.target_calls
 
 
-def test_what_a_block_returns_does_not_change_with_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled_loop, "MOST_BLOCKS", 1)
-    loop = open_loop(TARGET, ModelDrafter(DRAFT), 2, 60, RULES["sample"], runner="compile")
+def test_broken_logits_in_a_later_block_of_a_call_are_refused() -> None:
+    said = decode(TARGET, None, PROMPTS[:1], RULES["plain"])[0][0].response_ids
+    new = next(place for place in range(2, 24) if said[place] not in (*PROMPTS[0][1], *said[:place]))
+    target = tiny_model("qwen3", seed=3, num_hidden_layers=2)
+    decode(target, None, PROMPTS[:1], RULES["plain"])  # compared with its own logits while they are whole
+    with torch.no_grad():
+        target.get_input_embeddings().weight[said[new]] = torch.nan
+    with pytest.raises(UserError, match="the target returned NaN or infinite logits for prompt 'prompt-0'"):
+        decode(target, None, PROMPTS[:1], RULES["plain"])
+    untouched = replace(RULES["plain"], max_tokens=new)
+    assert decode(target, None, PROMPTS[:1], untouched)[0][0].response_ids == said[:new]
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_what_a_block_returns_does_not_change_with_the_next(ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled_loop, "MOST_BLOCKS", 2)
+    loop = open_loop(TARGET, ModelDrafter(DRAFT), 2, 60, RULES["sample"], runner="compile", runs_ahead=ahead)
     loop.admit([0, 1], PROMPTS[2:4])
     first = loop.run_block()
     kept = [array.copy() if isinstance(array, np.ndarray) else array for array in first]
