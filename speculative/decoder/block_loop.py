@@ -332,8 +332,10 @@ def outcome_of(host: dict[str, np.ndarray], rows_R: np.ndarray, counts_R: np.nda
         overlap_sums_R = (host["overlap"] * tested_RG).sum(1)
     else:
         overlap_sums_R = accepted_R.astype(np.float64)  # One-hot rows overlap exactly where they are accepted.
-    log_probs, *probs = map(host.get, ("log_probs", "target_probs", "draft_probs"))
-    return BlockOutcome(rows_R, accepted_R, ids_RG1, log_probs, overlap_sums_R, counts_R, None, drafted_RG, *probs)
+    log_probs, target_probs, draft_probs = map(host.get, ("log_probs", "target_probs", "draft_probs"))
+    return BlockOutcome(
+        rows_R, accepted_R, ids_RG1, log_probs, overlap_sums_R, counts_R, None, drafted_RG, target_probs, draft_probs
+    )
 
 
 def _to_host(wanted: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
