@@ -183,7 +183,10 @@ class _Call:
     ):
         self.target, self.drafter, self.prompts, self.settings = target, drafter, prompts, settings
         self.tokenizer, self.gate, self.log = options.get("tokenizer"), options.get("gate"), options.get("log")
-        self.policy = options.get("policy") or FixedGamma(settings.gamma)
+        self.policy = policy = options.get("policy") or FixedGamma(settings.gamma)
+        fixed = type(policy) is FixedGamma and policy.max_gamma == settings.gamma and policy.stop_below == 0.0
+        self.reads_each_block = self.gate is not None or not fixed
+        self.runs_ahead = runs_ahead and not self.reads_each_block and not settings.stop
         self.timing = options.get("timing") or Timing()
         batch_size = options.get("batch_size", 32)
         if settings.gamma > 0 and drafter is None:
@@ -222,7 +225,6 @@ class _Call:
         self.seats: list[_Seat | None] = [None] * self.rows
         self.in_order, self.began = options.get("in_order", False), 0.0
         late = options.get("draft_reads_late", False) and settings.tree is None
-        self.runs_ahead = runs_ahead and not settings.stop
         self.late = late and drafter is not None and self.draft_model is not None and not drafter.shares_cache
 
     def events(self) -> Generator[Event, None, None]:
@@ -244,6 +246,7 @@ class _Call:
                 order.sort(key=lambda index: -len(self.prompts[index][1]))
             waiting = deque(order)
             loop.timing, loop.draft_waits = timing, self.late and loop.draft_may_wait
+            loop.runs_ahead = self.runs_ahead
             free = list(range(self.rows))
             while True:
                 yield from self._seated(loop, free, waiting)
@@ -261,12 +264,11 @@ class _Call:
             timing.peak_bytes = peak_bytes(self.target.device)
 
     def _open(self) -> BlockLoop:
-        settings, policy = self.settings, self.policy
+        settings = self.settings
         longest = max(len(ids) + budget for (_, ids), budget in zip(self.prompts, self.budgets, strict=True))
         fed = 1 + (settings.gamma if settings.tree is None else settings.tree.size)
         shared = self.drafter is not None and self.drafter.shares_cache
         check_memory(self.target, self.draft_model, self.rows, longest + slots_beyond(settings), fed, shared)
-        fixed = type(policy) is FixedGamma and policy.max_gamma == settings.gamma and policy.stop_below == 0.0
         return open_loop(
             self.target,
             self.drafter,
@@ -275,8 +277,7 @@ class _Call:
             settings,
             runner=self.runner,
             keep_probs=self.log is not None,
-            reads_each_block=self.gate is not None or not fixed,
-            runs_ahead=self.runs_ahead,
+            reads_each_block=self.reads_each_block,
         )
 
     def _seated(self, loop: BlockLoop, free: list[int], waiting: deque[int]) -> Generator[Event, None, None]:

@@ -267,7 +267,4 @@ def blocks_in_python(monkeypatch: pytest.MonkeyPatch) -> None:
     from speculative.decoder import device_loop
     from speculative.decoder.block_loop import BlockLoop
 
-    def block_loop(*given: Any, runs_ahead: bool, **options: Any) -> BlockLoop:
-        return BlockLoop(*given, **options)
-
-    monkeypatch.setattr(device_loop, "CompiledLoop", block_loop)
+    monkeypatch.setattr(device_loop, "CompiledLoop", BlockLoop)

@@ -50,6 +50,8 @@ class BlockLoop:
 
     draft_may_wait = True  # until `read_prompts`, after `first_tokens`; with draft_waits `admit` does not prefill it
     draft_waits = False
+    # A loop may run blocks before `run_block` returns them: rows change only where a response ends, and gamma not at all.
+    runs_ahead = False
 
     def __init__(
         self,

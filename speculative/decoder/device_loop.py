@@ -284,16 +284,11 @@ def open_loop(
     *,
     runner: str,
     reads_each_block: bool = False,
-    runs_ahead: bool = False,
     **options: bool,
 ) -> BlockLoop:
-    """Return the loop for these settings. `reads_each_block`: the host must see each block before the next one starts. `runs_ahead`: see
-    `CompiledLoop`.
-    """
+    """Return the loop for these settings. `reads_each_block`: the host must see each block before the next one starts."""
     on_device = not reads_each_block and DeviceLoop.serves(target, drafter, settings, runner)
     kind = DeviceLoop if on_device else CompiledLoop if runner == COMPILED else BlockLoop
-    if kind is CompiledLoop:
-        options["runs_ahead"] = runs_ahead and not reads_each_block
     return kind(target, drafter, rows, longest, settings, runner=runner, **options)
 
 

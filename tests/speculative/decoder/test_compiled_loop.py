@@ -210,9 +210,8 @@ def test_commits_of_one_call_are_as_far_apart_as_their_blocks_took(
     monkeypatch.setattr(CompiledLoop, "_next", lambda self: handed.append(sum(self._ahead[0][1])) or take(self))
     (response,), _ = decode(TARGET, None, PROMPTS[:1], replace(RULES["plain"], max_tokens=16))
     assert len(calls) == 1
-    np.testing.assert_allclose(
-        np.diff(response.commit_seconds), handed[1:], atol=1e-9
-    )  # differences of times since the boot
+    # atol: differences of times since the boot.
+    np.testing.assert_allclose(np.diff(response.commit_seconds), handed[1:], atol=1e-9)
 
 
 def test_a_block_runs_alone_where_somebody_waits_for_it(calls: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,6 +235,11 @@ def test_a_block_runs_alone_where_somebody_waits_for_it(calls: list[int], monkey
     assert len(calls) == timing.target_calls
 
 
+def test_a_tokenizer_may_have_no_end_token() -> None:
+    settings = replace(RULES["plain"], eos_ids=(None,))
+    assert texts(decode(TARGET, None, PROMPTS, settings)[0]) == texts(decode(TARGET, None, PROMPTS, RULES["plain"])[0])
+
+
 def test_broken_logits_in_a_later_block_of_a_call_are_refused() -> None:
     said = decode(TARGET, None, PROMPTS[:1], RULES["plain"])[0][0].response_ids
     new = next(place for place in range(2, 24) if said[place] not in (*PROMPTS[0][1], *said[:place]))
@@ -252,7 +256,8 @@ def test_broken_logits_in_a_later_block_of_a_call_are_refused() -> None:
 @pytest.mark.parametrize("ahead", [False, True])
 def test_what_a_block_returns_does_not_change_with_the_next(ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled_loop, "MOST_BLOCKS", 2)
-    loop = open_loop(TARGET, ModelDrafter(DRAFT), 2, 60, RULES["sample"], runner="compile", runs_ahead=ahead)
+    loop = open_loop(TARGET, ModelDrafter(DRAFT), 2, 60, RULES["sample"], runner="compile")
+    loop.runs_ahead = ahead
     loop.admit([0, 1], PROMPTS[2:4])
     first = loop.run_block()
     kept = [array.copy() if isinstance(array, np.ndarray) else array for array in first]
