@@ -143,25 +143,26 @@ void softmax(float *scores, long positions) {
     for (long p = 0; p < positions; p += W) store(scores + p, load(scores + p) * factor);
 }
 
-// out[m][d] = sum over p of weights[m][p] values[p][d], for V vectors of d.
+// out[m][d] = sum over p of weights[m][p] values[p][d], for V vectors of d, of which the last begins at `last`.
 template <long M, long V, class T>
-inline void weigh(const float *weights, long stride, long positions, const T *values, long width, float *out, long out_stride) {
+inline void weigh(const float *weights, long stride, long positions, const T *values, long width, long last, float *out) {
+    auto begin = [&](long v) { return v + 1 < V ? v * W : last; };
     vec sums[M][V] = {};
     for (long p = 0; p < positions; p++) {
         vec own[V];
 #pragma GCC unroll 4
-        for (long v = 0; v < V; v++) own[v] = load(values + p * width + v * W);
+        for (long v = 0; v < V; v++) own[v] = load(values + p * width + begin(v));
 #pragma GCC unroll 3
         for (long m = 0; m < M; m++) {
             vec weight = everywhere(weights[m * stride + p]);
 #pragma GCC unroll 4
-            for (long v = 0; v < V; v++) sums[m][v] += weight * own[v];
+            for (long v = 0; v < V; v++) sums[m][v] = fused(weight, own[v], sums[m][v]);
         }
     }
 #pragma GCC unroll 3
     for (long m = 0; m < M; m++)
 #pragma GCC unroll 4
-        for (long v = 0; v < V; v++) store(out + m * out_stride + v * W, sums[m][v]);
+        for (long v = 0; v < V; v++) store(out + m * width + begin(v), sums[m][v]);
 }
 
 template <class T>
@@ -170,16 +171,22 @@ void weighted_sums(const float *weights, long stride, long queries, long positio
         height = std::min<long>(3, queries - m);
         const float *own = weights + m * stride;
         float *to = out + m * width;
-        long d = 0;
-        for (; d + 4 * W <= width; d += 4 * W) {
-            if (height == 3) weigh<3, 4>(own, stride, positions, values + d, width, to + d, width);
-            if (height == 2) weigh<2, 4>(own, stride, positions, values + d, width, to + d, width);
-            if (height == 1) weigh<1, 4>(own, stride, positions, values + d, width, to + d, width);
+        // A last vector that is not full overlaps the one before it.
+        for (long d = 0; d < width && width >= W; d += 4 * W) {
+            long all = std::min<long>(4, (width - d + W - 1) / W), begin = all > 1 ? d : std::min(d, width - W);
+            auto run = [&](auto vectors) {
+                constexpr long V = vectors.value;
+                long last = std::min((V - 1) * W, width - W - begin);
+                if (height == 3) weigh<3, V>(own, stride, positions, values + begin, width, last, to + begin);
+                if (height == 2) weigh<2, V>(own, stride, positions, values + begin, width, last, to + begin);
+                if (height == 1) weigh<1, V>(own, stride, positions, values + begin, width, last, to + begin);
+            };
+            if (all == 4) run(Parts<4>());
+            if (all == 3) run(Parts<3>());
+            if (all == 2) run(Parts<2>());
+            if (all == 1) run(Parts<1>());
         }
-        for (; d + W <= width; d += W)
-            for (long i = 0; i < height; i++)
-                weigh<1, 1>(own + i * stride, stride, positions, values + d, width, to + i * width + d, width);
-        for (; d < width; d++)
+        for (long d = 0; d < width && width < W; d++)
             for (long i = 0; i < height; i++) {
                 float total = 0.0f;
                 for (long p = 0; p < positions; p++) total = std::fma(own[i * stride + p], number(values[p * width + d]), total);
@@ -218,8 +225,12 @@ void attend(const Model &model, const Layer &layer, const Call &call, long row, 
         const float *from = queries + ((row * call.tokens + first + q) * model.heads + kv_head * group) * D;
         for (long i = 0; i < group * D; i++) own[q * group * D + i] = from[i] * (float)model.scaling;
     }
-    dots(own, D, tokens * group, (const T *)layer.keys + head, D, Share(std::max(positions, OUTPUTS), OUTPUTS, 0, 1), scores,
-         stride);
+    Share keys(std::max(positions, OUTPUTS), OUTPUTS, 0, 1);
+    for (long q = 0; q < tokens * group; q += MOST_TOGETHER) {
+        long count = std::min(MOST_TOGETHER, tokens * group - q);
+        Lanes lanes(own + q * D, D, count, D);
+        dots(lanes, own + q * D, D, count, (const T *)layer.keys + head, D, keys, scores + q * stride, stride);
+    }
     for (long q = 0; q < tokens; q++)
         for (long g = 0; g < group; g++) {
             float *mine = scores + (q * group + g) * stride;
@@ -303,15 +314,14 @@ void run_layer(const Model &model, const Layer &layer, const Call &call, const B
     };
     auto add = [&](const Matrix &w, const float *from, long depth) {  // adds to x, through the buffer of norms
         Share own = share(model.width, OUTPUTS);
-        product(w, from, M, depth, own, b.normed);
+        products({{w, own, b.normed}}, from, M, depth);
         for (long m = 0; m < M; m++)
             for (long n = own.begin; n < own.end; n++) b.x[m * model.width + n] += b.normed[m * model.width + n];
     };
     norm_all(layer.norm);
     all.wait(threads);
-    product(layer.query, b.normed, M, model.width, share(layer.query.outputs, OUTPUTS), b.queries);
-    product(layer.key, b.normed, M, model.width, share(layer.key.outputs, OUTPUTS), b.keys);
-    product(layer.value, b.normed, M, model.width, share(layer.value.outputs, OUTPUTS), b.values);
+    auto part = [&](const Matrix &w, float *y) { return Output{w, share(w.outputs, OUTPUTS), y}; };
+    products({part(layer.query, b.queries), part(layer.key, b.keys), part(layer.value, b.values)}, b.normed, M, model.width);
     all.wait(threads);
     Share tokens = share(M, 1);
     for (long m = tokens.begin; m < tokens.end; m++) place_token<T>(model, layer, call, m, b.queries, b.keys, b.values);
@@ -327,8 +337,7 @@ void run_layer(const Model &model, const Layer &layer, const Call &call, const B
     norm_all(layer.second_norm);
     all.wait(threads);
     Share inner = share(model.inner, OUTPUTS);
-    product(layer.gate, b.normed, M, model.width, inner, b.gate);
-    product(layer.up, b.normed, M, model.width, inner, b.up);
+    products({part(layer.gate, b.gate), part(layer.up, b.up)}, b.normed, M, model.width);
     for (long m = 0; m < M; m++) {
         long from = m * model.inner + inner.begin;
         gated(b.gate + from, b.up + from, inner.end - inner.begin);
@@ -370,8 +379,8 @@ void run(const Model *model, const Layer *layers, const Call *asked) {
             normalise(b.x + m * width, model->norm, width, model->epsilon, b.normed + i * width);
         }
         all.wait(threads);
-        product(model->head, b.normed, call->rows * call->kept, width, Share(model->head.outputs, OUTPUTS, thread, threads),
-                call->logits);
+        Share outputs(model->head.outputs, OUTPUTS, thread, threads);
+        products({{model->head, outputs, call->logits}}, b.normed, call->rows * call->kept, width);
         all.wait(threads);
         if (threads > 1) all.leave();
     }

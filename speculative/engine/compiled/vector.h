@@ -8,11 +8,11 @@
 #endif
 
 #if defined(__AVX512F__)
-constexpr long W = 16;  // floats in a vector register
+constexpr long W = 16, REGISTERS = 32;  // floats in a vector register
 #elif defined(__AVX__)
-constexpr long W = 8;
+constexpr long W = 8, REGISTERS = 16;
 #else
-constexpr long W = 4;
+constexpr long W = 4, REGISTERS = 16;
 #endif
 using vec = float __attribute__((vector_size(W * 4)));
 using ints = int32_t __attribute__((vector_size(W * 4)));
@@ -56,6 +56,17 @@ inline void store(float *p, vec v) {
 }
 
 inline vec everywhere(float x) { return x - vec{}; }  // adding to zeros is an instruction of its own, because of -0
+
+// a * b + c, rounded once. Without this a compiler may round twice here and once there, and a token's bits would depend on the tile.
+inline vec fused(vec a, vec b, vec c) {
+#if defined(__AVX512F__)
+    return (vec)_mm512_fmadd_ps(a, b, c);
+#elif defined(__AVX2__) && defined(__FMA__)
+    return (vec)_mm256_fmadd_ps(a, b, c);
+#else
+    return a * b + c;
+#endif
+}
 
 inline float number(float x) { return x; }
 inline float number(int8_t x) { return x; }
