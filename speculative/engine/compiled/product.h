@@ -16,7 +16,7 @@ constexpr bool MANY = REGISTERS >= 32;
 constexpr long OUTPUTS = 4;            // outputs of one tile of a product
 constexpr long TOKENS = MANY ? 5 : 2;  // of one tile, or one more if one is left: its sums, its tokens and a weight fit the registers
 constexpr long CACHE_LINE = 64, AHEAD = 2 * OUTPUTS;  // bytes, outputs whose weights are prefetched
-constexpr long FEW = 8;         // tokens that are never split: a block of speculative decoding reads weights once
+constexpr long WIDENED = MANY ? 33 : 7;  // tokens for which weights of another type are converted once, for all of them
 // Numbers of activations and of weights processed at a time, so that they fit the caches.
 constexpr long FIRST_CACHE = 4 * 1024, SECOND_CACHE = 32 * 1024, FIRST_CACHE_OF_WEIGHTS = 6 * 1024;
 
@@ -178,11 +178,12 @@ inline void tile_of(long tokens, const float *x, long x_stride, const T *w, long
 // Tiles that have a token in every lane: units of tokens, at most so many in a tile, and outputs.
 constexpr long UNIT = MANY ? W : 2 * W, MOST_UNITS = MANY ? 3 : 1, WIDE = MANY ? 2 * OUTPUTS : OUTPUTS;
 constexpr long FEWEST_TOGETHER = MANY ? 14 : UNIT;  // tokens for which a unit is faster, with idle lanes
+constexpr long FEW = MANY ? FEWEST_TOGETHER : 8;    // tokens that are never split: a block of speculative decoding reads weights once
 constexpr long MOST_TOGETHER = 256;                 // tokens that a thread lays out at a time
 
 // The first of many tokens, laid out in groups that have a token in every lane. No sum runs over lanes then, which saves a fifth of
 // the time. The bits are those of `tile`: what is a lane there is a remainder of k by W here, and remainders are added as `sums_of`
-// adds lanes.
+// adds lanes. All objects of a thread share memory: one at a time.
 class Lanes {
     const float *x = nullptr;
     long depth;
@@ -260,7 +261,7 @@ class Lanes {
             for (long m = 0; m < together; m++) to[k * together + m] = row(m)[k];
     }
 
-    // N outputs of a group of `count` tokens, of which those before `start` are another thread's.
+    // N outputs of a group of `count` tokens. Those before `start` are there already, maybe with a bias.
     template <long N, long V>
     __attribute__((noinline)) void some(const float *group, long count, const float *w, long start, float *y, long y_stride, bool uncached) const {
         Tile<N, V> out;
@@ -326,8 +327,9 @@ class Lanes {
 // `lanes`. Strides are of one token.
 template <class T>
 void dots(const Lanes &lanes, const float *x, long x_stride, long tokens, const T *w, long depth, Share share, float *y, long y_stride) {
+    constexpr bool AS_STORED = std::is_same_v<T, float>;
     long some_outputs = std::max(OUTPUTS, SECOND_CACHE / depth / OUTPUTS * OUTPUTS);
-    long some_tokens = std::max(std::max(FEW, 2 * TOKENS), FIRST_CACHE / depth / TOKENS * TOKENS);
+    long some_tokens = std::max(FEW, FIRST_CACHE / depth / TOKENS * TOKENS);
     auto block = [&](auto *own, long begin, long start, long end, long first, auto parts) {  // own: the weights of `begin`
         long last = std::min(tokens, first + some_tokens);
         for (long n = start; n < end; n += OUTPUTS) {
@@ -341,7 +343,7 @@ void dots(const Lanes &lanes, const float *x, long x_stride, long tokens, const 
                 long part = m / TOKENS, rows = OUTPUTS / std::max<long>(1, parts.value);  // the first tiles share the prefetching
                 if (part >= parts.value) tile_of<0>(height, input, x_stride, weights, depth, out, ahead);
                 else tile_of<parts.value>(height, input, x_stride, weights, depth, out, ahead + part * rows * depth);
-                // The outputs before are another thread's, which may have added a bias already.
+                // The outputs before are there already, maybe with a bias.
                 for (long i = 0; i < height; i++)
                     for (long j = n - from; j < OUTPUTS; j++) y[(m + i) * y_stride + from + j] = out[i][j];
             }
@@ -350,16 +352,15 @@ void dots(const Lanes &lanes, const float *x, long x_stride, long tokens, const 
     for (long n = share.begin; n < share.end; n += some_outputs) {
         long end = std::min(share.end, n + some_outputs), begin = std::min(n, end - OUTPUTS);
         const T *own = w + begin * depth;
-        bool widened = false;
-        if constexpr (std::is_same_v<T, float>) {
-            if (lanes.tokens) lanes.outputs(own, begin, n, end, y, y_stride, true);
-        } else if (tokens > 6) {  // once for all tokens
-            const float *wide = unpacked(own, (end - begin) * depth);
-            lanes.outputs(wide, begin, n, end, y, y_stride, false);
-            for (long m = lanes.tokens; m < tokens; m += some_tokens) block(wide, begin, n, end, m, Parts<0>());
-            widened = true;
-        }
-        for (long m = lanes.tokens; m < tokens && !widened; m += some_tokens)
+        if constexpr (!AS_STORED)
+            if (tokens >= WIDENED) {
+                const float *wide = unpacked(own, (end - begin) * depth);
+                lanes.outputs(wide, begin, n, end, y, y_stride, false);
+                for (long m = lanes.tokens; m < tokens; m += some_tokens) block(wide, begin, n, end, m, Parts<0>());
+                continue;
+            }
+        if constexpr (AS_STORED) lanes.outputs(own, begin, n, end, y, y_stride, true);
+        for (long m = AS_STORED ? lanes.tokens : 0; m < tokens; m += some_tokens)
             if (tokens < 2 * TOKENS) block(own, begin, n, end, m, Parts<1>());
             else if (tokens < 4 * TOKENS) block(own, begin, n, end, m, Parts<2>());
             else block(own, begin, n, end, m, Parts<4>());

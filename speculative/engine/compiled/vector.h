@@ -3,8 +3,10 @@
 
 #include <cstdint>
 #include <cstring>
-#ifdef __AVX2__
+#ifdef __AVX__
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 #if defined(__AVX512F__)
@@ -19,8 +21,9 @@ using ints = int32_t __attribute__((vector_size(W * 4)));
 using four = float __attribute__((vector_size(16), may_alias));
 using bfloat16 = uint16_t;
 
+// A typedef, because clang ignores `aligned` of a `using`.
 inline vec load(const float *p) {
-    using there = float __attribute__((vector_size(W * 4), aligned(4), may_alias));
+    typedef float there __attribute__((vector_size(W * 4), aligned(4), may_alias));
     return *reinterpret_cast<const there *>(p);
 }
 
@@ -31,7 +34,7 @@ inline ints widened(const bfloat16 *p) {
 #elif defined(__AVX2__)
     return (ints)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p));
 #else
-    using there = uint16_t __attribute__((vector_size(W * 2), aligned(2), may_alias));
+    typedef uint16_t there __attribute__((vector_size(W * 2), aligned(2), may_alias));
     return __builtin_convertvector(*reinterpret_cast<const there *>(p), ints);
 #endif
 }
@@ -42,7 +45,7 @@ inline ints widened(const int8_t *p) {
 #elif defined(__AVX2__)
     return (ints)_mm256_cvtepi8_epi32(_mm_loadu_si64(p));
 #else
-    using there = int8_t __attribute__((vector_size(W), aligned(1), may_alias));
+    typedef int8_t there __attribute__((vector_size(W), aligned(1), may_alias));
     return __builtin_convertvector(*reinterpret_cast<const there *>(p), ints);
 #endif
 }
@@ -51,20 +54,22 @@ inline vec load(const bfloat16 *p) { return (vec)(widened(p) << 16); }
 inline vec load(const int8_t *p) { return __builtin_convertvector(widened(p), vec); }
 
 inline void store(float *p, vec v) {
-    using there = float __attribute__((vector_size(W * 4), aligned(4), may_alias));
+    typedef float there __attribute__((vector_size(W * 4), aligned(4), may_alias));
     *reinterpret_cast<there *>(p) = v;
 }
 
 inline vec everywhere(float x) { return x - vec{}; }  // adding to zeros is an instruction of its own, because of -0
 
-// a * b + c, rounded once. Without this a compiler may round twice here and once there, and a token's bits would depend on the tile.
+// a * b + c, rounded once. A compiler may round twice in one place and once in another, and a token's bits would depend on the tile.
 inline vec fused(vec a, vec b, vec c) {
 #if defined(__AVX512F__)
     return (vec)_mm512_fmadd_ps(a, b, c);
-#elif defined(__AVX2__) && defined(__FMA__)
+#elif defined(__AVX__) && defined(__FMA__)
     return (vec)_mm256_fmadd_ps(a, b, c);
+#elif defined(__aarch64__)
+    return (vec)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
 #else
-    return a * b + c;
+    return a * b + c;  // without such an instruction always twice
 #endif
 }
 
