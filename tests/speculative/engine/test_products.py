@@ -71,7 +71,9 @@ def test_a_products_bits_do_not_depend_on_the_tokens_beside_it(
     number, stored, w = weights(kind, outputs, depth, rng)
 
     def product(first: int, last: int, threads: int) -> np.ndarray:
-        y = np.full((last - first + 1, outputs), np.nan, dtype=np.float32)  # nothing may be written behind the last token
+        y = np.full(
+            (last - first + 1, outputs), np.nan, dtype=np.float32
+        )  # nothing may be written behind the last token
         arguments = address_of(stored), number, address_of(bias), depth, outputs, threads, address_of(y)
         compiled.product_of(address_of(x[first:]), last - first, *arguments)
         assert np.isnan(y[-1]).all()
