@@ -24,6 +24,7 @@ from transformers import (
 from transformers.utils import cached_file
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 
+from distill.config.layout import find_student
 from distill.models.quantized import quantization_of, stored_parts, without_quantization
 from distill.models.text_model import auto_class, text_only
 from speculative.errors import UserError
@@ -77,7 +78,9 @@ def find_model(what: str, path: str, needed: str = "config.json") -> bool:
     looks_local = local.startswith((".", "/", "~")) or Path(local).exists()
     needed = "" if local.endswith(GGUF) else needed
     if looks_local and not (Path(local) / needed).exists():
-        raise UserError(f"{what} {path!r}: no {needed or 'directory'} there; give a model directory or a hub id")
+        inside = find_student(local)
+        fix = "give a model directory or a hub id" if inside == local else f"the draft of this run is {inside}"
+        raise UserError(f"{what} {path!r}: no {needed or 'directory'} there; {fix}")
     return looks_local
 
 

@@ -211,6 +211,13 @@ def test_models_that_are_not_there(load: Any, path: str, tmp_path: Path, monkeyp
         assert "hf download" in text
 
 
+@pytest.mark.parametrize("asked", [".", "best"])
+def test_a_runs_folder_names_the_draft_inside(asked: str, tmp_path: Path) -> None:
+    tiny_model().save_pretrained(tmp_path / "best" / "student")
+    text = refused(load_model, "student.path", str(tmp_path / asked))
+    assert text.endswith(f"the draft of this run is {tmp_path / 'best' / 'student'}")
+
+
 def test_a_folder_without_a_model_and_one_with_broken_weights(tmp_path: Path) -> None:
     assert "no config.json" in refused(load_model, "target.path", str(tmp_path))
     tiny_model().save_pretrained(tmp_path)
