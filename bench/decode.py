@@ -396,7 +396,7 @@ def main(
             if drafters:
                 cells += bench_drafters(bench, kind, mode, widths, repeats)
     result = {
-        "machine": describe_run(0) | {"uncommitted_changes": None, "argv": None, "dtype": dtype},
+        "machine": describe_run(0) | {"argv": None, "dtype": dtype},
         "clock": "CPU time of one thread" if cpu_time else "wall",
         "target": Path(target).name,
         "draft": Path(draft).name if draft else "carved 0,-1",

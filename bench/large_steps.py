@@ -207,7 +207,7 @@ def main(
                 table.add_row(name, dtype, str(count), *(f"{number:.3g}" for number in numbers), found)
     Console(width=170).print(table)
     if out is not None:
-        machine = describe_run(0) | {"uncommitted_changes": None, "argv": None, "dtype": dtypes}
+        machine = describe_run(0) | {"argv": None, "dtype": dtypes}
         write_result(out, {"machine": machine, "context": context, "rows": rows})
 
 

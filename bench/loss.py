@@ -219,7 +219,7 @@ def main(
             cells.append(json.loads(done.stdout.splitlines()[-1]))
     show(with_ratios(cells))
     if out is not None:
-        machine = describe_run(0) | {"uncommitted_changes": None, "argv": None, "threads": threads}
+        machine = describe_run(0) | {"argv": None, "threads": threads}
         write_result(out, {"machine": machine, "cells": cells})
 
 

@@ -236,7 +236,7 @@ def main(
     )
     if out is not None:
         result = {
-            "machine": describe_run(0) | {"uncommitted_changes": None, "argv": None, "dtype": "float32"},
+            "machine": describe_run(0) | {"argv": None, "dtype": "float32"},
             "peer_versions": versions,
             "target": Path(target).name,
             "draft": Path(draft).name,

@@ -216,7 +216,7 @@ def main(
     examples = [row_of(p, 0, r).example() for p, r in zip(rendered, responses, strict=True)]
     heldout = [HeldoutResponse(r.key, "stdlib", r.prompt_ids, r.response_ids, r.log_target_probs) for r in responses]
     result = {
-        "machine": describe_run(0) | {"uncommitted_changes": None, "argv": None},
+        "machine": describe_run(0) | {"argv": None},
         "target": target,
         "parameters": {"target": model.num_parameters(), "draft": draft.num_parameters()},
         "responses": bench_responses(model, rendered, max_tokens, batch_size, repeats),

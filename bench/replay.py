@@ -450,7 +450,7 @@ def main(
         tokenizer, pair is not None and bool(tokenizer.chat_template), sizes.prompts, sizes.longest_prompt
     )
     bench = Bench(target.to(device), draft.to(device), prompts, sizes, end_token_ids(target))  # type: ignore[arg-type]
-    machine = describe_run(0) | {"uncommitted_changes": None, "argv": None}
+    machine = describe_run(0) | {"argv": None}
     began = time.perf_counter()
     fresh = measured(bench, wanted, rules.split(","), speed_threads, console)
     former = json.loads(out.read_text(encoding="utf-8")) if out.is_file() else {}
