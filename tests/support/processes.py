@@ -106,13 +106,14 @@ def run_and_kill(
     work: Callable[..., Any], *arguments: Any, progress: Callable[[], int], generator: random.Random, most: int
 ) -> int:
     """Kill -9 at a random moment: a little after 1 to ``most`` more units of progress were seen. The exit code."""
-    enough = progress() + generator.randint(1, most)
-    pause = generator.uniform(0.0, 0.05)
+    before, more, start = progress(), generator.randint(1, most), time.monotonic()
+    part = generator.random()
 
     def reached() -> bool:
-        if progress() < enough:
+        if progress() < before + more:
             return False
-        time.sleep(pause)
+        # At most the time of one unit: on a fast machine a longer pause would outlast the work.
+        time.sleep(part * min(0.05, (time.monotonic() - start) / more))
         return True
 
     return _until(work, arguments, reached, 120.0)
@@ -133,7 +134,7 @@ def _until(work: Callable[..., Any], arguments: tuple[Any, ...], deadly: Callabl
     with forked(work, *arguments) as child:
         deadline = time.monotonic() + limit
         while child.is_alive() and time.monotonic() < deadline and not deadly():
-            child.join(0.005)
+            child.join(0.001)
         late = time.monotonic() >= deadline
     assert not late, f"still running after {limit:g} seconds"
     assert child.exitcode is not None
