@@ -39,6 +39,7 @@ from speculative.engine.models import (
     vocab_rows,
 )
 from speculative.engine.runners import UNRECORDED, resolve_runner
+from speculative.engine.survey import surveyed
 from speculative.errors import UserError
 
 __all__ = ["STOP", "DecodeSettings", "Event", "check_prompts", "decode", "end_token_ids", "generate"]
@@ -235,9 +236,10 @@ class _Call:
         self.began = time.perf_counter() - timing.total_seconds  # Several calls may share one timing.
         if self.target.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.target.device)
-        # Eval mode lasts for the whole stream. no_grad covers only our own steps, because the caller's code runs between events.
-        with in_eval_mode(self.target, self.draft_model), ExitStack() as ending:
-            with torch.no_grad():
+        # Eval mode lasts for the whole stream. The loop's own steps run without gradients, but not the caller's code between events.
+        with ExitStack() as ending:
+            with torch.no_grad(), surveyed():
+                ending.enter_context(in_eval_mode(self.target, self.draft_model))
                 loop = self._open()
             ending.push(lambda kind, *_: loop.close(reusable=kind in (None, GeneratorExit)))
             policy.start(self.rows)
@@ -258,8 +260,7 @@ class _Call:
                     loop.keep(kept)
                     policy.keep(kept)
                     self.seats = [self.seats[row] for row in kept]
-                with torch.no_grad():
-                    events, free = self._one_block(loop)
+                events, free = self._one_block(loop)
                 yield from events
             timing.peak_bytes = peak_bytes(self.target.device)
 
@@ -291,14 +292,11 @@ class _Call:
                 response = Response(key=key, prompt_ids=list(ids), budget=self.budgets[index])
                 self.seats[row] = _Seat(index, response, now, stream)
                 self.policy.admit(row)
-            with torch.no_grad():
-                loop.admit(rows, [self.prompts[index] for index in indices], [self.budgets[index] for index in indices])
+            loop.admit(rows, [self.prompts[index] for index in indices], [self.budgets[index] for index in indices])
             if loop.draft_waits:
-                with torch.no_grad():
-                    events, free = self._committed(loop, loop.first_tokens(rows))
+                events, free = self._committed(loop, loop.first_tokens(rows))
                 yield from events
-                with torch.no_grad():
-                    loop.read_prompts([row for row in rows if row not in free])
+                loop.read_prompts([row for row in rows if row not in free])
 
     def _one_block(self, loop: BlockLoop) -> tuple[list[Event], list[int]]:
         """Run one block. Returns the events of its rows and the rows that are free because their response ended."""

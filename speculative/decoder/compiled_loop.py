@@ -19,7 +19,7 @@ from speculative.rules.lossy import Lossy
 
 NOBODY, MODEL, GIVEN = range(3)  # source of the proposal, as in block.cpp
 # A call that runs ahead ends after so many blocks, and none starts after so long: Python takes about 0.2 ms of it.
-MOST_BLOCKS, LAST_START_NANOSECONDS = 16, 20_000_000
+MOST_BLOCKS, LAST_START_NANOSECONDS = 64, 60_000_000
 
 
 class CompiledLoop(BlockLoop):

@@ -42,8 +42,8 @@ def open_model(
     model: PreTrainedModel, name: str, rows: int, capacity: int, runner: str
 ) -> "CachedModel | RecurrentModel":
     """Return the model with a cache for `rows` texts of at most `capacity` tokens. Raises UserError as `check_decodable`."""
-    check_decodable(model, name)
     if is_recurrent(model):
+        check_decodable(model, name)
         return RecurrentModel(model, name, rows, capacity)
     return CachedModel(model, name, rows, capacity, runner)
 

@@ -18,9 +18,10 @@ from transformers import PreTrainedModel
 
 from speculative.engine.cache import RaggedCache, whole_steps
 from speculative.engine.fused.model import Scratch
-from speculative.engine.models import all_modules, devices_of, in_eval_mode, is_recurrent, vocab_rows
+from speculative.engine.models import devices_of, in_eval_mode, is_recurrent, vocab_rows
 from speculative.engine.recurrent_model import recurrent_bytes
 from speculative.engine.runners import RECORDED, GraphRunner, Runner, make_runner
+from speculative.engine.survey import survey
 from speculative.errors import TooLittleMemory, UserError
 
 MOST_IDLE = 4  # per model: calls that alternate between a few shapes, as the loads of a verdict do, reuse their memory
@@ -69,7 +70,7 @@ def take(model: PreTrainedModel, rows: int, capacity: int, runner: str) -> Memor
         _idle[model].remove(kept)
         return kept
     layers = model.config.get_text_config(decoder=True).num_hidden_layers
-    made_for = _fingerprint(model) if runner in RECORDED else None
+    made_for = _made_for(model) if runner in RECORDED else None
     return Memory(RaggedCache(layers, rows, capacity), runner, model.device, made_for)
 
 
@@ -103,7 +104,7 @@ def _fitting(model: PreTrainedModel, rows: int, capacity: int, runners: Sequence
     """The smallest idle memory of these runners that is large enough. Memories recorded for weights that have moved are dropped."""
     if not _idle.get(model):
         return None
-    made_for = _fingerprint(model)
+    made_for = _made_for(model)
     _idle[model] = [memory for memory in _idle[model] if memory.made_for == made_for]
     fitting = [
         memory
@@ -113,24 +114,13 @@ def _fitting(model: PreTrainedModel, rows: int, capacity: int, runners: Sequence
     return min(fitting, key=lambda memory: memory.cache.place.capacity, default=None)
 
 
-def _fingerprint(model: nn.Module) -> Any:
-    """The state a recording depends on: weight addresses, kinds of modules, active adapters, autocast, attention function, and inference
-    mode, whose buffers can be written only in it. Weights that change in place, as in training, are read again by every replay.
+def _made_for(model: nn.Module) -> Any:
+    """The state a recording depends on: the model's, and autocast, attention function, and inference mode, whose buffers can be written
+    only in it.
     """
-    modules = all_modules(model)
-    tensors = (tensor for one in modules for own in (one._parameters, one._buffers) for tensor in own.values())
-    places = [(tensor.data_ptr(), tensor.dtype) for tensor in tensors if tensor is not None]
-    told = ("active_adapters", "disable_adapters", "merged_adapters")
-    # Of adapters it is a property; transformers' models have a method of this name.
-    adapted = (one for one in modules if isinstance(getattr(type(one), "disable_adapters", None), property))
-    adapters = [[str(getattr(module, name, "")) for name in told] for module in adapted]
-    modes = (
-        getattr(getattr(model, "config", None), "_attn_implementation", None),
-        torch.is_autocast_enabled("cuda"),
-        torch.get_float32_matmul_precision(),
-        torch.is_inference_mode_enabled(),
-    )
-    return hash((tuple(places), tuple(map(type, modules)), str(adapters), modes))
+    attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    autocast, precision = torch.is_autocast_enabled("cuda"), torch.get_float32_matmul_precision()
+    return survey(model).state, attention, autocast, precision, torch.is_inference_mode_enabled()
 
 
 GIB = 1024**3

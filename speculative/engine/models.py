@@ -24,6 +24,7 @@ from transformers.cache_utils import (
 
 from speculative.engine.frequent_head import FrequentHead
 from speculative.engine.runners import UNRECORDED
+from speculative.engine.survey import survey
 from speculative.errors import UserError
 
 
@@ -209,26 +210,11 @@ def end_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
     return () if value is None else tuple(value) if isinstance(value, list) else (int(value),)
 
 
-def all_modules(model: nn.Module) -> list[nn.Module]:
-    """`model.modules()` without its bookkeeping, which takes longer than a block of a small model."""
-    found = [model]
-    for module in found:
-        found.extend(child for child in module._modules.values() if child is not None)
-    return found
-
-
 def without_autograd(runner: str, *models: PreTrainedModel | None) -> Callable[[], AbstractContextManager[Any]]:
     """The cheapest way to run these models without gradients. Inference mode saves the bookkeeping of every operation, which matters for a
     small model. It is not safe for compiled or recorded calls, nor for weights of a tensor subclass (quantised, distributed): `no_grad`.
     """
-    plain = all(
-        type(parameter.data) is torch.Tensor
-        for model in models
-        if model is not None
-        for module in all_modules(model)
-        for parameter in module._parameters.values()
-        if parameter is not None
-    )
+    plain = all(survey(model).ordinary for model in models if model is not None)
     return torch.inference_mode if runner in UNRECORDED and plain else torch.no_grad
 
 
@@ -237,7 +223,7 @@ def in_eval_mode(*models: PreTrainedModel | None) -> Iterator[None]:
     """Eval mode; every module's own mode is restored at the end (models may share modules), and buffers that a forward wrote in inference
     mode become ordinary tensors again, because training may follow.
     """
-    modules = [module for model in models if model is not None for module in all_modules(model)]
+    modules = [module for model in models if model is not None for module in survey(model).modules]
     training = [module for module in modules if module.training]
     for module in training:
         module.training = False

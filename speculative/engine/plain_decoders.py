@@ -11,7 +11,8 @@ import torch
 from transformers import PreTrainedModel
 
 from speculative.engine.frequent_head import FrequentHead
-from speculative.engine.models import all_modules, evaluating, vocab_rows
+from speculative.engine.models import evaluating, vocab_rows
+from speculative.engine.survey import facts_of, survey
 
 # Models of embedding, one rotary table, layers, norm and head only. Others may look the same but scale something in between.
 PLAIN_DECODERS = frozenset({"llama", "mistral", "qwen2", "qwen3"})
@@ -38,12 +39,12 @@ def is_plain(model: PreTrainedModel) -> bool:
         return False
     if torch.is_autocast_enabled(model.device.type):
         return False
-    return all(
-        (type(one).__module__.startswith(OWN_CALLS) or hasattr(one, "values"))
-        and not ("forward" in vars(one) or one._forward_hooks or one._forward_pre_hooks)
-        and one._compiled_call_impl is None
-        for one in all_modules(model)
-    )
+    facts = facts_of(model)
+    if "plain" not in facts:
+        facts["plain"] = all(
+            type(one).__module__.startswith(OWN_CALLS) or hasattr(one, "values") for one in survey(model).modules
+        )
+    return facts["plain"] and not survey(model).listened_to
 
 
 def agrees(

@@ -6,7 +6,6 @@ width, V vocabulary.
 
 import ctypes
 import struct
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,8 +17,9 @@ from transformers import PreTrainedModel
 from speculative.engine.cache import RaggedCache, RaggedLayer
 from speculative.engine.compiled.library import library
 from speculative.engine.frequent_head import FrequentHead
-from speculative.engine.models import all_modules, attention_windows, max_positions, vocab_rows
+from speculative.engine.models import attention_windows, max_positions, vocab_rows
 from speculative.engine.plain_decoders import CHECKED_TOKENS, Unfit, agrees, is_plain
+from speculative.engine.survey import facts_of, survey
 from speculative.rules.tree import TokenTree
 
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
@@ -120,25 +120,27 @@ class _Weights:
         return tensor.data_ptr()
 
 
-# Cached for models whose weights are read in place, with their fingerprint: building it takes longer than a small model's step.
-_known_weights: weakref.WeakKeyDictionary[PreTrainedModel, tuple[Any, _Weights]] = weakref.WeakKeyDictionary()
-
-
 def _weights_of(model: PreTrainedModel) -> tuple[_Weights, list[torch.Tensor]]:
     """The weights, and the tensors to keep alive while their addresses are used."""
-    own = [weight for one in all_modules(model) for weight in one._parameters.values() if weight is not None]
-    config = model.config
-    made_for = (
-        [(weight.data_ptr(), weight.shape, weight.dtype) for weight in own if type(weight) is nn.Parameter],
-        config.num_hidden_layers, config.hidden_size, config.hidden_act, attention_windows(model),
-    )  # fmt: skip
-    known = _known_weights.pop(model, None)
-    weights = known[1] if known is not None and known[0] == made_for else _Weights(model)
-    kept = [weight.detach() for weight in own]
-    if not weights.copied and all(type(weight) is nn.Parameter for weight in own):
+    found, config, facts = survey(model), model.config, facts_of(model)
+    name = ("weights", config.num_hidden_layers, config.hidden_size, config.hidden_act, tuple(attention_windows(model)))
+    weights = facts.get(name) or _Weights(model)
+    kept = [weight.detach() for weight in found.weights]
+    if not weights.copied and found.ordinary:
         weights.alive = []  # otherwise a moved model's memory would not be freed
-        _known_weights[model] = made_for, weights
+        facts[name] = weights
     return weights, kept
+
+
+def _angles(model: PreTrainedModel, positions: int) -> list[torch.Tensor]:
+    """Cosines and sines (positions or more, D) of a model's rotary positions."""
+    facts = facts_of(model)
+    known: list[torch.Tensor] | None = facts.get("angles")
+    if known is None or len(known[0]) < positions:
+        body: Any = model.base_model
+        found = body.rotary_emb(torch.zeros(1), position_ids=torch.arange(positions).unsqueeze(0))
+        known = facts["angles"] = [angle[0].detach().float().contiguous() for angle in found]
+    return known
 
 
 class CompiledModel:
@@ -158,12 +160,9 @@ class CompiledModel:
         if capacity < FEWEST_OUTPUTS:
             raise Unfit(f"a cache of {capacity} positions")
         positions = min(capacity, max_positions(model.config) or capacity)
-        places = torch.arange(positions).unsqueeze(0)
-        body: Any = model.base_model
-        angles = [angle[0] for angle in body.rotary_emb(torch.zeros(1), position_ids=places)]
-        if angles[0].shape[-1] != weights.head_width:
+        self._angles = _angles(model, positions)
+        if self._angles[0].shape[-1] != weights.head_width:
             raise Unfit("a part of a head is rotated")
-        self._angles = [angle.detach().float().contiguous() for angle in angles]
         self._model = np.array(
             [
                 *weights.sizes, capacity, KINDS[weights.dtype], positions, *(angle.data_ptr() for angle in self._angles),

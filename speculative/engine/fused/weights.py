@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from speculative.engine.fused.products import Matrix
 from speculative.engine.models import attention_windows
 from speculative.engine.plain_decoders import Unfit
+from speculative.engine.survey import survey_again
 
 # float16 has too small a range for inputs that are normed after their product.
 DTYPES = (torch.float32, torch.bfloat16)
@@ -53,6 +54,7 @@ class Weights:
         self.head = Matrix(_whole(model.lm_head.weight), model.lm_head.bias)
         windows = attention_windows(model)[: len(layers)]
         self.layers = [_layer(layer, window or 0) for layer, window in zip(layers, windows, strict=True)]
+        survey_again(model)
 
 
 def _layer(layer: Any, window: int) -> Layer:

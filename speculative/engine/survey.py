@@ -1,0 +1,89 @@
+"""What one walk through a model's modules finds, and what is remembered of a model while nothing about them changes. The walk takes as long
+as a small model's step, and opening a decode call asks several times: while it does (`surveyed`), each model is walked once.
+"""
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class Survey:
+    """modules: all, each as often as it is reached. weights: their parameters. ordinary: every weight is a plain parameter, not of a tensor
+    subclass (quantised, distributed). listened_to: some module has a hook, another forward or a compiled call of its own. state: equal as
+    long as weights and buffers keep their addresses, shapes and dtypes, and modules their kinds and adapters; weights that change in place,
+    as in training, do not change it.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.modules = all_modules(model)
+        self.weights: list[torch.Tensor] = []
+        self.listened_to, tensors = False, []
+        for module in self.modules:
+            own = module.__dict__
+            parameters, buffers = own["_parameters"], own["_buffers"]
+            if parameters:
+                self.weights += [weight for weight in parameters.values() if weight is not None]
+            if buffers:
+                tensors += [buffer for buffer in buffers.values() if buffer is not None]
+            if own["_forward_hooks"] or own["_forward_pre_hooks"] or "forward" in own or module._compiled_call_impl:
+                self.listened_to = True
+        self.ordinary = all(type(weight) is nn.Parameter for weight in self.weights)
+        kinds = list(map(type, self.modules))
+        # Of adapters it is a property; transformers' models have a method of this name.
+        adapting = {kind for kind in set(kinds) if isinstance(getattr(kind, "disable_adapters", None), property)}
+        told = ("active_adapters", "disable_adapters", "merged_adapters")
+        self.state = (
+            [(tensor.data_ptr(), tensor.shape, tensor.dtype) for tensor in (*self.weights, *tensors)],
+            kinds,
+            [[str(getattr(one, name, "")) for name in told] for one in self.modules if adapting and type(one) in adapting],
+        )  # fmt: skip
+
+
+def all_modules(model: nn.Module) -> list[nn.Module]:
+    """`model.modules()` without its bookkeeping."""
+    found = [model]
+    for module in found:
+        found.extend(child for child in module._modules.values() if child is not None)
+    return found
+
+
+_open: ContextVar[dict[nn.Module, Survey] | None] = ContextVar("surveys of models that do not change now", default=None)
+_facts: weakref.WeakKeyDictionary[nn.Module, tuple[Any, dict[Any, Any]]] = weakref.WeakKeyDictionary()
+
+
+@contextmanager
+def surveyed() -> Iterator[None]:
+    """Context manager: nobody changes models' modules meanwhile, so `survey` walks each once."""
+    before = _open.set({})
+    try:
+        yield
+    finally:
+        _open.reset(before)
+
+
+def survey(model: nn.Module) -> Survey:
+    """The model's survey: of this moment, or inside `surveyed` of its first question."""
+    known = _open.get()
+    if known is None:
+        return Survey(model)
+    if model not in known:
+        known[model] = Survey(model)
+    return known[model]
+
+
+def survey_again(model: nn.Module) -> None:
+    """Inside `surveyed`: the model's weights have been moved."""
+    (_open.get() or {}).pop(model, None)
+
+
+def facts_of(model: nn.Module) -> dict[Any, Any]:
+    """What is remembered of a model, by name; empty once its state has changed."""
+    state, known = survey(model).state, _facts.get(model)
+    if known is None or known[0] != state:
+        known = _facts[model] = (state, {})
+    return known[1]

@@ -1,0 +1,105 @@
+"""One walk through a model's modules for a decode call; what is remembered of a model is forgotten once it changes."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from tiny_models import perturbed, prompts_of, tiny_model
+from torch import nn
+
+from speculative.decode import DecodeSettings, decode
+from speculative.drafters.drafter import ModelDrafter
+from speculative.engine import survey as module_of_survey
+from speculative.engine.survey import Survey, facts_of, survey, survey_again, surveyed
+from speculative.rules.sampling import SamplingSettings
+
+
+def test_a_decode_call_walks_each_model_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    walked = []
+
+    class Counted(Survey):
+        def __init__(self, model: nn.Module) -> None:
+            walked.append(model)
+            super().__init__(model)
+
+    target = tiny_model()
+    draft = perturbed(target)
+    settings = DecodeSettings(SamplingSettings(0.7), 3, max_tokens=12)
+    decode(target, ModelDrafter(draft), prompts_of([5, 9]), settings)  # checks of a first use walk too
+    monkeypatch.setattr(module_of_survey, "Survey", Counted)
+    decode(target, ModelDrafter(draft), prompts_of([5, 9]), settings)
+    assert walked == [target, draft]
+
+
+def _moved(model: nn.Module) -> None:
+    weight = next(model.parameters())
+    weight.data = weight.data.clone()
+
+
+def _cast(model: nn.Module) -> None:
+    model.bfloat16()
+
+
+def _swapped(model: nn.Module) -> None:
+    model.model.layers[0].mlp.act_fn = nn.GELU()
+
+
+def _reshaped(model: nn.Module) -> None:
+    model.lm_head.weight.data = model.lm_head.weight.data[:-1]
+
+
+def _buffer(model: nn.Module) -> None:
+    model.model.rotary_emb.register_buffer("inv_freq", model.model.rotary_emb.inv_freq.clone(), persistent=False)
+
+
+@pytest.mark.parametrize("change", [_moved, _cast, _swapped, _reshaped, _buffer])
+def test_facts_are_forgotten_once_the_model_changes(change: Callable[[nn.Module], None]) -> None:
+    model = tiny_model(tie_word_embeddings=False)
+    facts_of(model)["known"] = 1
+    with torch.no_grad():
+        model.lm_head.weight.mul_(2.0)  # in place, as training does
+    assert facts_of(model) == {"known": 1}
+    before = Survey(model).state
+    change(model)
+    assert Survey(model).state != before
+    assert facts_of(model) == {}
+
+
+def test_adapters_that_are_switched_change_the_state() -> None:
+    model = get_peft_model(tiny_model(), LoraConfig(target_modules=["q_proj"]))
+    before = Survey(model).state
+    with model.disable_adapter():
+        assert Survey(model).state != before
+    assert Survey(model).state == before
+    model.merge_adapter()
+    assert Survey(model).state != before
+
+
+def test_a_survey_is_kept_only_while_nothing_changes() -> None:
+    model = tiny_model()
+    assert survey(model) is not survey(model)
+    with surveyed():
+        first = survey(model)
+        assert survey(model) is first
+        survey_again(model)
+        assert survey(model) is not first
+    assert survey(model) is not first
+    survey_again(model)  # nothing is kept
+
+
+def test_it_sees_tensor_subclasses_and_who_listens() -> None:
+    class Packed(torch.Tensor):
+        """A weight of another class, as quantisation makes."""
+
+    model = tiny_model()
+    assert Survey(model).ordinary
+    assert not Survey(model).listened_to
+    assert set(Survey(model).modules) == set(model.modules())
+    assert set(map(id, Survey(model).weights)) == set(map(id, model.parameters()))
+    head = model.lm_head
+    hook = head.register_forward_hook(lambda *args: None)
+    assert Survey(model).listened_to
+    hook.remove()
+    head.weight = nn.Parameter(head.weight.detach().as_subclass(Packed), requires_grad=False)
+    assert not Survey(model).ordinary
