@@ -5,7 +5,7 @@ Shapes: B blocks of a call, R rows of the batch, K of them active, G drafted tok
 
 import time
 from collections import deque
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,18 +19,20 @@ from speculative.rules.lossy import Lossy
 
 NOBODY, MODEL, GIVEN = range(3)  # source of the proposal, as in block.cpp
 # A call that runs ahead ends after so many blocks, and none starts after so long: Python takes about 0.2 ms of it.
+MOST_REQUESTS = (
+    4  # of one decode call: a drafter that looks a proposal up in some blocks and drafts in others takes turns
+)
 MOST_BLOCKS, LAST_START_NANOSECONDS = 64, 60_000_000
 
 
 class CompiledLoop(BlockLoop):
     """A `BlockLoop` whose blocks run in compiled code where possible: chains with token-wise rules."""
 
-    _request: "_Request | None" = None
-
     def __init__(self, *given: Any, **options: Any):
         super().__init__(*given, **options)
         # Blocks that ran but were not asked for yet, with their draft, verify and accept seconds.
         self._ahead: deque[tuple[BlockOutcome, list[float]]] = deque()
+        self._requests: dict[Any, _Request] = {}
         # None: of a tokenizer without an end token.
         self._ends_E = np.array([token for token in self.settings.eos_ids if token is not None], dtype=np.int64)
 
@@ -50,33 +52,53 @@ class CompiledLoop(BlockLoop):
         told_more = self._keep_probs or (drafter is not None and drafter.observes)
         if target is None or not token_by_token or told_more or not self.active_R.any():
             return super().run_block(gamma, stop_below)
-        draft, read_R, proposal = None, None, None
-        # Exact type: a subclass may propose differently.
-        if type(drafter) is ModelDrafter and stop_below == 0.0:
-            draft, read_R = _compiled(drafter.cached), drafter.read_R
-            draft = draft if draft is not None and draft.vocab == target.vocab else None
-        if drafter is not None and draft is None:
-            began, read_R = time.perf_counter(), None
-            proposal = self._propose(gamma, stop_below, self._block_uniforms(gamma))
-            self.timing.draft_seconds += time.perf_counter() - began
-            gamma = proposal.ids_RG.shape[1]
-            if proposal.peaks_RG is not None:
-                self._refuse_non_finite({"draft_peaks": proposal.peaks_RG.float().numpy()}, self.active_R)
+        drafting = self._drafting(gamma, stop_below, target.vocab)
+        draft, gamma = drafting.model, drafting.gamma
         arrays = (
-            self.tokens_RC, self.lengths_R, self.prompt_lengths_R, self.limits_R, self._ends_E, self._uniforms_RLU, read_R,
+            self.tokens_RC, self.lengths_R, self.prompt_lengths_R, self.limits_R, self._ends_E, self._uniforms_RLU,
+            drafting.read_R,
         )  # fmt: skip
         addresses = (*target.addresses(), *((0, 0) if draft is None else draft.addresses()))
-        blocks = MOST_BLOCKS if self.runs_ahead and proposal is None and gamma == settings.gamma else 1
+        blocks = MOST_BLOCKS if self.runs_ahead and drafting.goes_on and gamma == settings.gamma else 1
         made_for = (blocks, gamma, torch.get_num_threads(), addresses, *map(id, arrays))
-        if self._request is None or self._request.made_for != made_for:
-            self._request = _Request(self, made_for, target.vocab, arrays, draft is not None)
-        return self._run(self._request, target, proposal)
+        request = self._requests.get(made_for)
+        if request is None:
+            if len(self._requests) >= MOST_REQUESTS:
+                self._requests.clear()
+            request = self._requests[made_for] = _Request(self, made_for, target.vocab, arrays, draft is not None)
+        return self._run(request, target, drafting)
 
-    def _run(self, request: "_Request", target: CompiledModel, proposal: Proposal | None) -> BlockOutcome:
-        request.fill(self.active_R, proposal)
+    def _drafting(self, gamma: int, stop_below: float, vocab: int) -> "_Drafting":
+        drafter, turn = self.drafter, None
+        if drafter is None:
+            return _Drafting(gamma, goes_on=True)
+        began = time.perf_counter()
+        # Exact types, here and below: a subclass may propose differently.
+        if type(drafter) is not ModelDrafter:
+            turn = drafter.turn(self._ask(gamma, stop_below, self._block_uniforms(gamma)))
+        own, proposal, source = (drafter, None, 0) if turn is None else (turn.drafter, turn.proposal, turn.source)
+        if type(own) is ModelDrafter and stop_below == 0.0:
+            model = _compiled(own.cached)
+            if model is not None and model.vocab == vocab:
+                self.timing.draft_seconds += time.perf_counter() - began
+                gamma = gamma if turn is None else turn.ask.gamma
+                return _Drafting(gamma, model, own.read_R, None, source, goes_on=turn is None)
+        if proposal is None:
+            assert own is not None
+            ask = self._ask(gamma, stop_below, self._block_uniforms(gamma)) if turn is None else turn.ask
+            proposal = own.propose(ask)
+            if source:
+                proposal = proposal._replace(sources_R=proposal.proposers_R + source)
+        self.timing.draft_seconds += time.perf_counter() - began
+        if proposal.peaks_RG is not None:
+            self._refuse_non_finite({"draft_peaks": proposal.peaks_RG.float().numpy()}, self.active_R)
+        return _Drafting(proposal.ids_RG.shape[1], proposal=proposal)
+
+    def _run(self, request: "_Request", target: CompiledModel, drafting: "_Drafting") -> BlockOutcome:
+        request.fill(self.active_R, drafting.proposal)
         done = target.library.run_blocks(request.address)
         check(done == 0)
-        self._ahead.extend(request.outcomes(done, self.active_R, proposal))
+        self._ahead.extend(request.outcomes(done, self.active_R, drafting))
         if not np.isfinite(request.peaks_2BR[:, :done].sum()):
             draft_peaks_BR, peaks_BR = request.peaks_2BR[:, :done]
             self._refuse_non_finite({"draft_peaks": draft_peaks_BR.T, "peaks": peaks_BR.T}, self.active_R)
@@ -97,6 +119,19 @@ class CompiledLoop(BlockLoop):
         if compiled is not None:
             compiled.library.forget_all()
         super().close(reusable)
+
+
+class _Drafting(NamedTuple):
+    """Who drafts a block of `gamma` tokens: a compiled model, which has read `read_R` tokens of each row, or nobody in compiled code, because
+    the proposal is ready or there is none. goes_on: it will be the same for all blocks.
+    """
+
+    gamma: int
+    model: CompiledModel | None = None
+    read_R: np.ndarray | None = None
+    proposal: Proposal | None = None
+    source: int = 0
+    goes_on: bool = False
 
 
 class _Request:
@@ -165,11 +200,12 @@ class _Request:
         self._proposal = ids_RG, probs_RGV, counts_R  # keeps the arrays alive while their addresses are used
         self._given[:] = ids_RG.data_ptr(), address_of(counts_R), 0 if probs_RGV is None else probs_RGV.data_ptr()
 
-    def outcomes(
-        self, done: int, active_R: np.ndarray, proposal: Proposal | None
-    ) -> list[tuple[BlockOutcome, list[float]]]:
+    def outcomes(self, done: int, active_R: np.ndarray, drafting: _Drafting) -> list[tuple[BlockOutcome, list[float]]]:
         """The blocks that were just run, as copies that the next call does not change, and their draft, verify and accept seconds."""
+        proposal, source = drafting.proposal, drafting.source
         counts_R, sources_R = (None, None) if proposal is None else (proposal.counts_R, proposal.sources_R)
+        if source:
+            sources_R = np.full(len(active_R), source)
         counts_R, active_R = self._counts_R if counts_R is None else counts_R, active_R.copy()
         outputs = self._accepted_BR, self._ids_BRG1, self._log_probs_BRG1, self._overlap_BR, self._drafted_BRG
         copies, seconds_B3 = [whole[:done].copy() for whole in outputs], self._seconds_B3[:done].tolist()

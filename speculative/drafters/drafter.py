@@ -79,6 +79,17 @@ class Proposal(NamedTuple):
         return np.zeros(len(self.ids_RG), dtype=np.int64) if self.sources_R is None else self.sources_R
 
 
+class Turn(NamedTuple):
+    """Who drafts a block: `drafter`, which has not been asked yet, or nobody, because the `proposal` is ready. source: number of the
+    drafter's first source among those of the drafter that was asked.
+    """
+
+    ask: Ask
+    drafter: "Drafter | None"
+    source: int = 0
+    proposal: Proposal | None = None
+
+
 class DeviceText(NamedTuple):
     """The rows' texts on the device, from which a block can continue without the host. tokens_RC: row r is tokens_RC[r, :lengths_R[r]],
     prompt included; it grows no longer than limits_R. uniforms_RLU: by response position; None when nothing is sampled.
@@ -120,6 +131,10 @@ class Drafter(Protocol):
         State about tokens that were not committed must be corrected here; each call gets all committed tokens.
         """
 
+    def turn(self, ask: Ask) -> Turn:
+        """The drafter that the block is left to, so that it may draft in compiled code. Called instead of `propose`."""
+        return Turn(ask, self)
+
     def observe(self, fed_ids_RG1: np.ndarray, predicted_ids_RG1: np.ndarray, accepted_R: np.ndarray) -> None:
         """The tokens the target was fed in the last block (-1 after a row's own) and its most likely token after each; called only when
         `observes`.
@@ -138,7 +153,7 @@ class Drafter(Protocol):
 class ModelDrafter(Drafter):
     """A causal LM of its own with its own cache, which holds all committed tokens except the last one, or the last two after a fully
     accepted block, because the last drafted token was never fed. Each block starts by feeding them, so no block needs an extra call.
-    Between blocks only a length per row is kept. `on_device`: `propose_on_device` proposes the same as `propose`. Each subclass must set
+    Between blocks only a length per row is kept, in one array that compiled code writes too. `on_device`: `propose_on_device` proposes the same as `propose`. Each subclass must set
     it itself.
     """
 
@@ -230,7 +245,7 @@ class ModelDrafter(Drafter):
 
     def propose(self, ask: Ask) -> Proposal:
         # Forget drafted tokens that were not committed; the last committed token was never fed.
-        self.read_R = np.minimum(self.read_R, ask.lengths_R - 1)
+        np.minimum(self.read_R, ask.lengths_R - 1, out=self.read_R)
         if ask.gamma == 0:
             return Proposal(torch.zeros((len(ask.lengths_R), 0), dtype=torch.int64, device=self.cached.device))
         if ask.tree is not None:
@@ -253,7 +268,7 @@ class ModelDrafter(Drafter):
             short = bool((ends_R < width)[ask.active_R].any())
             kept = width + behind if short else 1 + behind
             logits_RKV = self.cached.feed(upload(ids_RW, self.cached.device), starts_R, kept, once=width > fewest)
-            self.read_R = ends_R.copy()
+            self.read_R[:] = ends_R
             if missing > width:
                 continue
             if not short:
@@ -267,7 +282,7 @@ class ModelDrafter(Drafter):
         yield self._catch_up(ask)[:, 0]
         for step in range(1, ask.gamma):
             logits_R1V = self.cached.feed(ids[-1].unsqueeze(1), ask.lengths_R + (step - 1), 1)
-            self.read_R = ask.lengths_R + step
+            self.read_R[:] = ask.lengths_R + step
             yield logits_R1V[:, 0]
 
     def _propose_chain(self, ask: Ask) -> Proposal:
@@ -311,7 +326,7 @@ class ModelDrafter(Drafter):
         assert ask.gamma == tree.depth, (ask.gamma, tree.depth)
         assert ask.rules is None, "a tree with logits rules is refused before decoding"
         root_logits_RV = self._catch_up(ask)[:, 0]
-        self.read_R = ask.lengths_R - 1
+        self.read_R[:] = ask.lengths_R - 1
         ids_RN1 = root_logits_RV.new_zeros((len(ask.lengths_R), tree.size + 1), dtype=torch.int64)
         last_R1 = np.take_along_axis(ask.tokens_RC, ask.lengths_R[:, None] - 1, 1)
         ids_RN1[:, :1] = upload(last_R1, ids_RN1.device)

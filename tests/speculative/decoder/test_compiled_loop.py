@@ -16,7 +16,7 @@ from speculative.decoder.compiled_loop import CompiledLoop
 from speculative.decoder.device_loop import open_loop
 from speculative.decoder.responses import DecodeSettings, Timing
 from speculative.drafters.cascade import Cascade
-from speculative.drafters.drafter import ModelDrafter
+from speculative.drafters.drafter import Ask, ModelDrafter, Proposal
 from speculative.drafters.early_exit import EarlyExit
 from speculative.drafters.gamma import AdaptiveGamma, FixedGamma
 from speculative.drafters.lookup import PromptLookup
@@ -41,6 +41,9 @@ DRAFTERS = {
     "model": lambda: ModelDrafter(DRAFT),
     "lookup": lambda: PromptLookup(min_ngram=1, max_ngram=2),
     "cascade": lambda: Cascade(PromptLookup(min_ngram=2, max_ngram=3), ModelDrafter(DRAFT)),
+    "nested": lambda: Cascade(
+        PromptLookup(3, 3), Cascade(PromptLookup(2, 2), ModelDrafter(DRAFT), then_gamma=2), then_gamma=3
+    ),
     "early exit": lambda: EarlyExit(TARGET, 1),
 }
 
@@ -77,6 +80,35 @@ def test_a_block_is_what_it_is_in_python(
         # Sums of float32 probabilities in another order.
         np.testing.assert_allclose(own.log_target_probs, other.log_target_probs, rtol=1e-4, atol=1e-4)
         np.testing.assert_allclose(own.overlap_sum, other.overlap_sum, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_cascade_leaves_blocks_to_a_draft_in_compiled_code(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The outcomes are those of Python, who proposed included; Python drafts only in blocks where rows differ."""
+    settings, drafted_in_python = DecodeSettings(SamplingSettings(0.7), 4, "sample", 60), []
+    propose = ModelDrafter.propose
+
+    def noted(self: ModelDrafter, ask: Ask) -> Proposal:
+        drafted_in_python.append(ask.gamma > 0)
+        return propose(self, ask)
+
+    monkeypatch.setattr(ModelDrafter, "propose", noted)
+    ends_like_3_before, ends_like_2_before = [3, 7, 5, 9, 3, 7, 5], [4, 8, 6, 9, 8, 6]
+    found: dict[str, list] = {}
+    for runner in ("compile", "eager"):
+        drafted_in_python.clear()
+        for row, ids in enumerate((ends_like_3_before, ends_like_2_before)):
+            loop = open_loop(TARGET, DRAFTERS["nested"](), rows, 100, settings, runner=runner)
+            loop.admit(range(rows), [(f"{row}", ids), ("other", [11, 12])][:rows])
+            outcomes = [loop.run_block() for _ in range(5)]
+            loop.close()
+            for one in outcomes:
+                texts_R = [ids[: kept + 1].tolist() for ids, kept in zip(one.ids_RG1, one.accepted_R, strict=True)]
+                told = (one.sources_R.tolist(), one.drafted_counts_R.tolist(), texts_R)
+                found.setdefault(runner, []).append(told)
+        assert any(drafted_in_python) == (runner == "eager" or rows > 1)
+    assert found["compile"] == found["eager"]
+    assert {source for sources, _, _ in found["eager"] for source in sources} == {0, 1, 2}
 
 
 def test_text_is_the_same_bits_whatever_the_block() -> None:
