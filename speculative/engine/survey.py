@@ -48,7 +48,8 @@ def all_modules(model: nn.Module) -> list[nn.Module]:
     """`model.modules()` without its bookkeeping."""
     found = [model]
     for module in found:
-        found.extend(child for child in module._modules.values() if child is not None)
+        if module._modules:  # most have none
+            found += [child for child in module._modules.values() if child is not None]
     return found
 
 
