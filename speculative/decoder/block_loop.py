@@ -220,15 +220,12 @@ class BlockLoop:
     def _propose(self, gamma: int, stop_below: float, uniforms: torch.Tensor | None) -> Proposal:
         if self.drafter is None:
             return Proposal(torch.zeros((len(self.lengths_R), 0), dtype=torch.int64, device=self._device))
-        return self.drafter.propose(self._ask(gamma, stop_below, uniforms))
-
-    def _ask(self, gamma: int, stop_below: float, uniforms: torch.Tensor | None) -> Ask:
         draft_uniforms = None
         if uniforms is not None and gamma > 0:
             draft_uniforms = columns(uniforms[:, :gamma], DRAFT_UNIFORM, 3)
         text = self.tokens_RC, self.lengths_R, self.prompt_lengths_R, self.active_R
         sampling, rules, tree = self.draft_sampling, self._rules, self.settings.tree if gamma > 0 else None
-        return Ask(*text, gamma, sampling, draft_uniforms, rules, stop_below, tree)
+        return self.drafter.propose(Ask(*text, gamma, sampling, draft_uniforms, rules, stop_below, tree))
 
     def _uniform_table(self, key: str) -> np.ndarray:
         """Uniforms (L, U) of a response: three per position, plus two per further candidate; with `block`, all of a block."""

@@ -12,27 +12,25 @@ import torch
 
 from speculative.decoder.block_loop import BlockLoop, in_step_mode
 from speculative.decoder.responses import BlockOutcome
-from speculative.drafters.drafter import ModelDrafter, Proposal
+from speculative.drafters.drafter import ModelDrafter, Plan, Proposal
 from speculative.engine.cached_model import CachedModel
 from speculative.engine.compiled.model import CompiledModel, address_of, bits_of, check
 from speculative.rules.lossy import Lossy
 
 NOBODY, MODEL, GIVEN = range(3)  # source of the proposal, as in block.cpp
 # A call that runs ahead ends after so many blocks, and none starts after so long: Python takes about 0.2 ms of it.
-MOST_REQUESTS = (
-    4  # of one decode call: a drafter that looks a proposal up in some blocks and drafts in others takes turns
-)
 MOST_BLOCKS, LAST_START_NANOSECONDS = 64, 60_000_000
 
 
 class CompiledLoop(BlockLoop):
     """A `BlockLoop` whose blocks run in compiled code where possible: chains with token-wise rules."""
 
+    _request: "_Request | None" = None
+
     def __init__(self, *given: Any, **options: Any):
         super().__init__(*given, **options)
         # Blocks that ran but were not asked for yet, with their draft, verify and accept seconds.
         self._ahead: deque[tuple[BlockOutcome, list[float]]] = deque()
-        self._requests: dict[Any, _Request] = {}
         # None: of a tokenizer without an end token.
         self._ends_E = np.array([token for token in self.settings.eos_ids if token is not None], dtype=np.int64)
 
@@ -53,52 +51,41 @@ class CompiledLoop(BlockLoop):
         if target is None or not token_by_token or told_more or not self.active_R.any():
             return super().run_block(gamma, stop_below)
         drafting = self._drafting(gamma, stop_below, target.vocab)
-        draft, gamma = drafting.model, drafting.gamma
         arrays = (
             self.tokens_RC, self.lengths_R, self.prompt_lengths_R, self.limits_R, self._ends_E, self._uniforms_RLU,
             drafting.read_R,
         )  # fmt: skip
-        addresses = (*target.addresses(), *((0, 0) if draft is None else draft.addresses()))
-        blocks = MOST_BLOCKS if self.runs_ahead and drafting.goes_on and gamma == settings.gamma else 1
-        made_for = (blocks, gamma, torch.get_num_threads(), addresses, *map(id, arrays))
-        request = self._requests.get(made_for)
-        if request is None:
-            if len(self._requests) >= MOST_REQUESTS:
-                self._requests.clear()
-            request = self._requests[made_for] = _Request(self, made_for, target.vocab, arrays, draft is not None)
-        return self._run(request, target, drafting)
+        draft = (0, 0) if drafting.model is None else drafting.model.addresses()
+        ahead = self.runs_ahead and drafting.proposal is None and gamma == settings.gamma
+        blocks, addresses = MOST_BLOCKS if ahead else 1, (*target.addresses(), *draft)
+        made_for = (blocks, drafting.gamma, torch.get_num_threads(), addresses, *map(id, arrays))
+        if self._request is None or self._request.made_for != made_for:
+            self._request = _Request(self, made_for, target.vocab, arrays, drafting)
+        return self._run(self._request, target, drafting.proposal)
 
     def _drafting(self, gamma: int, stop_below: float, vocab: int) -> "_Drafting":
-        drafter, turn = self.drafter, None
-        if drafter is None:
-            return _Drafting(gamma, goes_on=True)
+        plan = None
+        if self.drafter is None:
+            plan = Plan()
+        elif stop_below == 0.0:
+            plan = self.drafter.plan()
+        if plan is not None and plan.model is None:
+            return _Drafting(gamma, plan.ngrams)
+        model = None if plan is None or plan.model is None else _compiled(plan.model.cached)
+        if plan is not None and plan.model is not None and model is not None and model.vocab == vocab:
+            return _Drafting(gamma, plan.ngrams, model, min(gamma, plan.steps or gamma), plan.model.read_R)
         began = time.perf_counter()
-        # Exact types, here and below: a subclass may propose differently.
-        if type(drafter) is not ModelDrafter:
-            turn = drafter.turn(self._ask(gamma, stop_below, self._block_uniforms(gamma)))
-        own, proposal, source = (drafter, None, 0) if turn is None else (turn.drafter, turn.proposal, turn.source)
-        if type(own) is ModelDrafter and stop_below == 0.0:
-            model = _compiled(own.cached)
-            if model is not None and model.vocab == vocab:
-                self.timing.draft_seconds += time.perf_counter() - began
-                gamma = gamma if turn is None else turn.ask.gamma
-                return _Drafting(gamma, model, own.read_R, None, source, goes_on=turn is None)
-        if proposal is None:
-            assert own is not None
-            ask = self._ask(gamma, stop_below, self._block_uniforms(gamma)) if turn is None else turn.ask
-            proposal = own.propose(ask)
-            if source:
-                proposal = proposal._replace(sources_R=proposal.proposers_R + source)
+        proposal = self._propose(gamma, stop_below, self._block_uniforms(gamma))
         self.timing.draft_seconds += time.perf_counter() - began
         if proposal.peaks_RG is not None:
             self._refuse_non_finite({"draft_peaks": proposal.peaks_RG.float().numpy()}, self.active_R)
         return _Drafting(proposal.ids_RG.shape[1], proposal=proposal)
 
-    def _run(self, request: "_Request", target: CompiledModel, drafting: "_Drafting") -> BlockOutcome:
-        request.fill(self.active_R, drafting.proposal)
+    def _run(self, request: "_Request", target: CompiledModel, proposal: Proposal | None) -> BlockOutcome:
+        request.fill(self.active_R, proposal)
         done = target.library.run_blocks(request.address)
         check(done == 0)
-        self._ahead.extend(request.outcomes(done, self.active_R, drafting))
+        self._ahead.extend(request.outcomes(done, self.active_R, proposal))
         if not np.isfinite(request.peaks_2BR[:, :done].sum()):
             draft_peaks_BR, peaks_BR = request.peaks_2BR[:, :done]
             self._refuse_non_finite({"draft_peaks": draft_peaks_BR.T, "peaks": peaks_BR.T}, self.active_R)
@@ -122,16 +109,16 @@ class CompiledLoop(BlockLoop):
 
 
 class _Drafting(NamedTuple):
-    """Who drafts a block of `gamma` tokens: a compiled model, which has read `read_R` tokens of each row, or nobody in compiled code, because
-    the proposal is ready or there is none. goes_on: it will be the same for all blocks.
+    """How a block of `gamma` tokens is proposed: as a `Plan` says, by a compiled model that has read `read_R` tokens of each row, or as a
+    proposal that is ready.
     """
 
     gamma: int
+    ngrams: tuple[int, int] | None = None
     model: CompiledModel | None = None
+    steps: int = 0
     read_R: np.ndarray | None = None
     proposal: Proposal | None = None
-    source: int = 0
-    goes_on: bool = False
 
 
 class _Request:
@@ -143,7 +130,7 @@ class _Request:
         made_for: tuple[Any, ...],
         vocab: int,
         arrays: tuple[np.ndarray | None, ...],
-        drafts: bool,
+        drafting: _Drafting,
     ) -> None:
         """arrays: tokens, lengths, prompt lengths, limits, end tokens, uniforms, and the length the draft has read."""
         self.made_for, self._arrays = made_for, arrays
@@ -151,8 +138,8 @@ class _Request:
         blocks, gamma, threads, addresses = made_for[:4]
         rows, sampling, lossy = len(loop.lengths_R), loop.settings.sampling, loop.settings.lossy or Lossy()
         self._sampled = not sampling.greedy
-        self._seats_R, self._counts_R = np.zeros(rows, dtype=np.int64), np.full(rows, gamma)
-        self._accepted_BR = np.zeros((blocks, rows), np.int64)
+        self._seats_R, self._looks_up = np.zeros(rows, dtype=np.int64), drafting.ngrams is not None
+        self._accepted_BR, self._counts_BR, self._sources_BR = np.zeros((3, blocks, rows), np.int64)
         self._drafted_BRG, self._ids_BRG1 = (np.zeros((blocks, rows, width), np.int64) for width in (gamma, gamma + 1))
         self._log_probs_BRG1, self._overlap_BR = np.zeros((blocks, rows, gamma + 1)), np.zeros((blocks, rows))
         self.peaks_2BR, self._seconds_B3 = np.zeros((2, blocks, rows)), np.zeros((blocks, 3))
@@ -162,12 +149,14 @@ class _Request:
         assert uniforms_RLU is not None
         target_model, target_layers, draft_model, draft_layers = addresses
         draft_peaks_BR, peaks_BR = self.peaks_2BR
+        longest, shortest = drafting.ngrams or (0, 0)
         # The fields of `Block`, in its order.
         fields = {
             "rows": 0, "blocks": blocks, "nanoseconds": LAST_START_NANOSECONDS, "batch": rows, "gamma": gamma,
-            "proposer": NOBODY if gamma == 0 else MODEL if drafts else GIVEN,
+            "proposer": GIVEN if drafting.proposal is not None else NOBODY if drafting.model is None or gamma == 0 else MODEL,
             "greedy_target": not self._sampled, "greedy_draft": loop.drafts_greedily, "threads": threads,
             "columns": tokens_RC.shape[1], "vocabulary": vocab, "positions": uniforms_RLU.shape[1],
+            "longest n-gram": longest, "shortest n-gram": shortest, "steps": drafting.steps,
             "target": target_model, "draft": draft_model, "target_layers": target_layers, "draft_layers": draft_layers,
             "seats": address_of(self._seats_R), "tokens": address_of(tokens_RC), "lengths": address_of(lengths_R),
             "read": address_of(read_R), "prompt_lengths": address_of(prompt_lengths_R), "limits": address_of(limits_R),
@@ -175,7 +164,8 @@ class _Request:
             "uniforms": address_of(uniforms_RLU) if self._sampled else 0,
             "given_ids": 0, "given_counts": 0, "given_probs": 0,
             "accepted": address_of(self._accepted_BR), "drafted": address_of(self._drafted_BRG),
-            "ids": address_of(self._ids_BRG1), "log_probs": address_of(self._log_probs_BRG1),
+            "ids": address_of(self._ids_BRG1), "counts": address_of(self._counts_BR), "sources": address_of(self._sources_BR),
+            "log_probs": address_of(self._log_probs_BRG1),
             "overlap": address_of(self._overlap_BR), "peaks": address_of(peaks_BR), "draft_peaks": address_of(draft_peaks_BR),
             "seconds": address_of(self._seconds_B3), "lenience": bits_of(lossy.lenience), "epsilon": bits_of(lossy.epsilon),
         }  # fmt: skip
@@ -200,28 +190,29 @@ class _Request:
         self._proposal = ids_RG, probs_RGV, counts_R  # keeps the arrays alive while their addresses are used
         self._given[:] = ids_RG.data_ptr(), address_of(counts_R), 0 if probs_RGV is None else probs_RGV.data_ptr()
 
-    def outcomes(self, done: int, active_R: np.ndarray, drafting: _Drafting) -> list[tuple[BlockOutcome, list[float]]]:
+    def outcomes(
+        self, done: int, active_R: np.ndarray, proposal: Proposal | None
+    ) -> list[tuple[BlockOutcome, list[float]]]:
         """The blocks that were just run, as copies that the next call does not change, and their draft, verify and accept seconds."""
-        proposal, source = drafting.proposal, drafting.source
-        counts_R, sources_R = (None, None) if proposal is None else (proposal.counts_R, proposal.sources_R)
-        if source:
-            sources_R = np.full(len(active_R), source)
-        counts_R, active_R = self._counts_R if counts_R is None else counts_R, active_R.copy()
-        outputs = self._accepted_BR, self._ids_BRG1, self._log_probs_BRG1, self._overlap_BR, self._drafted_BRG
+        active_R, given_R = active_R.copy(), None if proposal is None else proposal.sources_R
+        outputs = (
+            self._accepted_BR, self._counts_BR, self._sources_BR, self._ids_BRG1, self._log_probs_BRG1, self._overlap_BR, self._drafted_BRG,
+        )  # fmt: skip
         copies, seconds_B3 = [whole[:done].copy() for whole in outputs], self._seconds_B3[:done].tolist()
         own_B = self._seconds_B3[:done].sum(1)
         ended_B = (time.perf_counter() - (own_B.sum() - own_B.cumsum())).tolist()
-        return [
-            (
-                BlockOutcome(
-                    active_R, accepted_R, ids_RG1, log_probs_RG1 if self._sampled else None, overlap_R,
-                    counts_R, sources_R, drafted_RG, None, None, ended,
-                ),
-                seconds,
-            )
-            for accepted_R, ids_RG1, log_probs_RG1, overlap_R, drafted_RG, seconds, ended
-            in zip(*copies, seconds_B3, ended_B, strict=True)
-        ]  # fmt: skip
+        found = []
+        for accepted_R, counts_R, sources_R, ids_RG1, log_probs_RG1, overlap_R, drafted_RG, seconds, ended in zip(
+            *copies, seconds_B3, ended_B, strict=True
+        ):
+            if self._looks_up:  # a block is as wide as its longest row
+                drafted_RG = drafted_RG[:, : int(counts_R[active_R].max())]
+            outcome = BlockOutcome(
+                active_R, accepted_R, ids_RG1, log_probs_RG1 if self._sampled else None, overlap_R, counts_R,
+                sources_R if self._looks_up else given_R, drafted_RG, None, None, ended,
+            )  # fmt: skip
+            found.append((outcome, seconds))
+        return found
 
 
 def _compiled(cached: Any) -> CompiledModel | None:

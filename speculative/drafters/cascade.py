@@ -6,7 +6,7 @@ Shapes: R rows, G drafted tokens (at most gamma), G1 = G + 1, V vocabulary, C co
 import numpy as np
 import torch
 
-from speculative.drafters.drafter import Ask, Drafter, Proposal, Seats, Turn
+from speculative.drafters.drafter import Ask, Drafter, Plan, Proposal, Seats
 from speculative.drafters.gamma import AdaptiveGamma
 from speculative.drafters.lookup import PromptLookup
 from speculative.drafters.registry import Parts, registers
@@ -44,6 +44,19 @@ class Cascade(Drafter):
     def recordings(self) -> int:
         return self.then.recordings
 
+    def plan(self) -> Plan | None:
+        first, then = self.first.plan(), self.then.plan()
+        # A lookup finds gamma tokens or none, so `min_found` decides nothing.
+        if (
+            type(self) is not Cascade
+            or first is None
+            or then is None
+            or first.model is not None
+            or then.ngrams is not None
+        ):
+            return None
+        return Plan(first.ngrams, then.model, self.then_gamma)
+
     def start(self, seats: Seats) -> None:
         self.first.start(seats)
         self.then.start(seats)
@@ -70,15 +83,6 @@ class Cascade(Drafter):
 
     def propose(self, ask: Ask) -> Proposal:
         """Raises UserError if the first drafter samples, before any of its tokens is committed."""
-        turn = self.turn(ask)
-        if turn.proposal is not None:
-            return turn.proposal
-        assert turn.drafter is not None
-        proposal = turn.drafter.propose(turn.ask)
-        return proposal._replace(sources_R=proposal.proposers_R + turn.source)
-
-    def turn(self, ask: Ask) -> Turn:
-        """`then`'s turn where no row found enough. Raises UserError as `propose`."""
         # Chains and a tree cannot share a batch, and a row's tree must not depend on the other rows.
         ask = ask._replace(tree=None)
         self._call_back_strayed(ask)
@@ -93,20 +97,17 @@ class Cascade(Drafter):
         if ask.gamma == 0 or bool((taken_R == ask.active_R).all()):
             # Not needed in this block, but it must know the committed length: its last draft was verified only up to here.
             self.then.propose(ask._replace(gamma=0))
-            return Turn(ask, None, 0, early._replace(sources_R=early.proposers_R))
-        late_ask = ask._replace(gamma=min(ask.gamma, self.then_gamma or ask.gamma))
-        if not taken_R.any():
-            turn, own = self.then.turn(late_ask), len(self.first.source_names)
-            ready = turn.proposal and turn.proposal._replace(sources_R=turn.proposal.proposers_R + own)
-            return turn._replace(source=turn.source + own, proposal=ready)
+            return early._replace(sources_R=early.proposers_R)
         # Copied before the device is busy with the second drafter.
         taken_K = torch.from_numpy(np.flatnonzero(taken_R)).to(early.ids_RG.device)
-        late = self.then.propose(late_ask)
+        late = self.then.propose(ask._replace(gamma=min(ask.gamma, self.then_gamma or ask.gamma)))
         late_sources_R = late.proposers_R + len(self.first.source_names)
+        if not taken_R.any():
+            return late._replace(sources_R=late_sources_R)
         self._strayed_R, self._asked_lengths_R = taken_R, ask.lengths_R.copy()
         counts_R = np.where(taken_R, found_R, late.real_R)
         sources_R = np.where(taken_R, early.proposers_R, late_sources_R)
-        return Turn(ask, None, 0, Proposal(*_mixed(early, late, taken_K), counts_R, late.peaks_RG, sources_R))
+        return Proposal(*_mixed(early, late, taken_K), counts_R, late.peaks_RG, sources_R)
 
     def _call_back_strayed(self, ask: Ask) -> None:
         """Correct `then` for rows that used `first`'s tokens while `then` drafted others: its memory is valid only up to the length at

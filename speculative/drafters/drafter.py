@@ -79,15 +79,15 @@ class Proposal(NamedTuple):
         return np.zeros(len(self.ids_RG), dtype=np.int64) if self.sources_R is None else self.sources_R
 
 
-class Turn(NamedTuple):
-    """Who drafts a block: `drafter`, which has not been asked yet, or nobody, because the `proposal` is ready. source: number of the
-    drafter's first source among those of the drafter that was asked.
+class Plan(NamedTuple):
+    """A way to propose that compiled code knows: rows in which the text's last tokens were found before propose what followed, gamma tokens;
+    for the others the model drafts. ngrams: the longest and the shortest that is looked up, None = none; model: None = no tokens; steps:
+    tokens that the model drafts at most, None = gamma.
     """
 
-    ask: Ask
-    drafter: "Drafter | None"
-    source: int = 0
-    proposal: Proposal | None = None
+    ngrams: tuple[int, int] | None = None
+    model: "ModelDrafter | None" = None
+    steps: int | None = None
 
 
 class DeviceText(NamedTuple):
@@ -131,9 +131,11 @@ class Drafter(Protocol):
         State about tokens that were not committed must be corrected here; each call gets all committed tokens.
         """
 
-    def turn(self, ask: Ask) -> Turn:
-        """The drafter that the block is left to, so that it may draft in compiled code. Called instead of `propose`."""
-        return Turn(ask, self)
+    def plan(self) -> Plan | None:
+        """A plan that proposes the same as `propose`, so that compiled code may do it; None if there is none. A subclass that proposes
+        differently needs its own.
+        """
+        return None
 
     def observe(self, fed_ids_RG1: np.ndarray, predicted_ids_RG1: np.ndarray, accepted_R: np.ndarray) -> None:
         """The tokens the target was fed in the last block (-1 after a row's own) and its most likely token after each; called only when
@@ -169,6 +171,9 @@ class ModelDrafter(Drafter):
     @property
     def recordings(self) -> int:
         return self._cached.runner.recordings if self._cached is not None else 0
+
+    def plan(self) -> Plan | None:
+        return Plan(model=self) if type(self) is ModelDrafter else None
 
     def start(self, seats: Seats) -> None:
         self._cached = open_model(self.model, self.name, seats.rows, seats.capacity, seats.runner)

@@ -12,7 +12,7 @@ from typing import Generic, Protocol, TypeVar
 import numpy as np
 import torch
 
-from speculative.drafters.drafter import Ask, Drafter, Proposal, Seats
+from speculative.drafters.drafter import Ask, Drafter, Plan, Proposal, Seats
 from speculative.drafters.registry import Parts, registers
 from speculative.errors import UserError
 
@@ -96,6 +96,9 @@ class PromptLookup(RowDrafter["RowIndex"]):
         check_ngrams(min_ngram, max_ngram)
         super().__init__(lambda: RowIndex(min_ngram, max_ngram))
         self.max_ngram, self.min_ngram = max_ngram, min_ngram
+
+    def plan(self) -> Plan | None:
+        return Plan((self.max_ngram, self.min_ngram)) if type(self) is PromptLookup else None
 
     def admit(self, rows: list[int], tokens_RC: np.ndarray, lengths_R: np.ndarray) -> None:
         super().admit(rows, tokens_RC, lengths_R)

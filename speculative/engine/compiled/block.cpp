@@ -20,6 +20,7 @@ enum Column : long { DRAFT, COIN, RESIDUAL, COLUMNS };  // columns of the unifor
 struct Block {
     int64_t rows, blocks, nanoseconds;  // K; at most B blocks, of which none starts after so long or after the end of a response
     int64_t batch, gamma, proposer, greedy_target, greedy_draft, threads, columns, vocabulary, positions;
+    int64_t longest_ngram, shortest_ngram, steps;  // of prompt lookup before the draft, 0 for none; tokens that the draft proposes
     const Model *target, *draft;
     const Layer *target_layers, *draft_layers;
     const int64_t *seats;                     // (K) rows that are active
@@ -31,6 +32,7 @@ struct Block {
     const float *given_probs;                 // (R, G, V), or null for one-hot
     // Outputs by block and row; only active rows are written.
     int64_t *accepted, *drafted, *ids;                  // (B, R); (B, R, G); (B, R, G1): accepted ids, then the target's own
+    int64_t *counts, *sources;                          // (B, R): drafted tokens; 0 looked up or given, 1 drafted
     double *log_probs, *overlap, *peaks, *draft_peaks;  // (B, R, G1); (B, R) each: the last two are NaN or infinite if a logit is
     double *seconds;                                    // (B, 3): draft, verify, accept
     double lenience, epsilon;  // 1 and 0 if lossless
@@ -41,6 +43,8 @@ static thread_local Scratch memory_of_target_logits, memory_of_draft_logits, mem
 
 struct Work : Block {  // a block with its buffers: (K, G1, V), (K, V) or fewer columns, (K, G, V)
     float *target_logits, *draft_logits, *draft_probs;
+    std::vector<int64_t> left;  // rows whose tokens the draft proposes, in the order of `seats` and of `draft_probs`
+    long width = 0;             // drafted tokens of the longest row of the block
     explicit Work(const Block &block) : Block(block) {
         bool drafts = proposer == MODEL;
         target_logits = memory_of_target_logits.of(rows * (gamma + 1) * vocabulary);
@@ -49,7 +53,7 @@ struct Work : Block {  // a block with its buffers: (K, G1, V), (K, V) or fewer 
     }
 
     void next() {  // outputs of the next block
-        accepted += batch, overlap += batch, peaks += batch, draft_peaks += batch, seconds += 3;
+        accepted += batch, counts += batch, sources += batch, overlap += batch, peaks += batch, draft_peaks += batch, seconds += 3;
         drafted += batch * gamma, ids += batch * (gamma + 1), log_probs += batch * (gamma + 1);
     }
 
@@ -124,18 +128,26 @@ static void choose(const Work &b, long place) {
     }
 }
 
-static void propose(const Work &b) {
-    // Forget rejected tokens, also before blocks without drafting.
-    for (long k = 0; k < b.rows && b.read; k++) b.read[b.seats[k]] = std::min(b.read[b.seats[k]], b.lengths[b.seats[k]] - 1);
-    for (long k = 0; k < b.rows; k++) b.draft_peaks[b.seats[k]] = 0.0;
-    if (b.proposer == GIVEN)
-        for (long k = 0; k < b.rows; k++)
-            std::copy_n(b.given_ids + b.seats[k] * b.gamma, b.gamma, b.drafted + b.seats[k] * b.gamma);
-    if (b.proposer != MODEL) return;
+// Prompt lookup: what followed the longest n-gram that ends the text, at its latest earlier occurrence; at the end of the text it goes on
+// with its own tokens. Whether there was one.
+static bool look_up(const Work &b, long row) {
+    const int64_t *text = b.tokens + row * b.columns;
+    long length = b.lengths[row], found = 0, follower = 0;
+    for (long p = length - 1; p > 0 && found < b.longest_ngram; p--) {
+        long same = 0, most = std::min<long>(p, b.longest_ngram);
+        while (same < most && text[p - 1 - same] == text[length - 1 - same]) same++;
+        if (same > found && same >= b.shortest_ngram) found = same, follower = p;
+    }
+    for (long i = 0; i < b.gamma && found; i++) b.drafted[row * b.gamma + i] = text[follower + i % (length - follower)];
+    return found > 0;
+}
+
+// The draft's tokens for some rows.
+static void draft(const Work &b) {
     catch_up(b);
     choose(b, 0);
     std::vector<int64_t> ids(b.rows), starts(b.rows);
-    for (long place = 1; place < b.gamma; place++) {
+    for (long place = 1; place < b.steps; place++) {
         for (long k = 0; k < b.rows; k++) {
             long row = b.seats[k];
             ids[k] = b.drafted[row * b.gamma + place - 1];
@@ -145,6 +157,32 @@ static void propose(const Work &b) {
         forward(b, b.draft, b.draft_layers, 1, 1, ids, starts, nullptr, b.draft_logits);
         choose(b, place);
     }
+}
+
+static void propose(Work &b) {
+    b.left.clear(), b.width = 0;
+    for (long k = 0; k < b.rows; k++) {
+        long row = b.seats[k];
+        // Forget rejected tokens, also before blocks without drafting.
+        if (b.read) b.read[row] = std::min(b.read[row], b.lengths[row] - 1);
+        b.draft_peaks[row] = 0.0;
+        b.counts[row] = b.sources[row] = 0;
+        std::fill_n(b.drafted + row * b.gamma, b.gamma, 0);
+        if (b.proposer == GIVEN) {
+            b.counts[row] = b.given_counts ? b.given_counts[row] : b.gamma;
+            std::copy_n(b.given_ids + row * b.gamma, b.gamma, b.drafted + row * b.gamma);
+        } else if (b.gamma && b.longest_ngram && look_up(b, row)) {
+            b.counts[row] = b.gamma;
+        } else if (b.proposer == MODEL) {
+            b.counts[row] = b.steps, b.sources[row] = 1;
+            b.left.push_back(row);
+        }
+        b.width = std::max<long>(b.width, b.counts[row]);
+    }
+    if (b.left.empty()) return;
+    Work part = b;
+    part.seats = b.left.data(), part.rows = b.left.size();
+    draft(part);
 }
 
 // Greedy rules: the drafted tokens that are the target's own choice, then that choice.
@@ -164,13 +202,13 @@ static double typical(const float *target, long V, double epsilon) {
 }
 
 // Speculative sampling (2211.17192, Algorithm 1), position by position: no probability is computed after the first rejection.
-static long accept_sampled(const Work &b, long row, long k, float *logits, long count, long &next) {
+// draft: probabilities (G, V); null if they are one-hot.
+static long accept_sampled(const Work &b, long row, const float *draft, float *logits, long count, long &next) {
     long V = b.vocabulary;
-    const float *draft = b.proposer == MODEL ? b.draft_probs + k * b.gamma * V : b.given_probs + row * b.gamma * V;
-    bool one_hot = b.proposer == MODEL ? b.greedy_draft : !b.given_probs;
+    bool one_hot = !draft;
     for (long place = 0;; place++) {
         float *target = logits + place * V;
-        const float *own = draft + place * V;
+        const float *own = one_hot ? nullptr : draft + place * V;
         probabilities(target, V, b.sampling, target);
         b.peaks[row] += target[0];
         long id = place < count ? b.drafted[row * b.gamma + place] : 0;
@@ -201,13 +239,16 @@ static long accept_sampled(const Work &b, long row, long k, float *logits, long 
 }
 
 static void verify(const Work &b) {
+    std::vector<const float *> draft(b.batch, nullptr);
+    for (size_t i = 0; i < b.left.size() && !b.greedy_draft; i++) draft[b.left[i]] = b.draft_probs + i * b.gamma * b.vocabulary;
+    for (long k = 0; k < b.rows && b.proposer == GIVEN && b.given_probs; k++)
+        draft[b.seats[k]] = b.given_probs + b.seats[k] * b.gamma * b.vocabulary;
 #pragma omp parallel for num_threads(b.threads) if (b.threads > 1 && b.rows > 1)
     for (long k = 0; k < b.rows; k++) {
-        long row = b.seats[k], width = b.gamma + 1, next = 0;
-        long count = b.given_counts && b.proposer == GIVEN ? b.given_counts[row] : b.gamma;
-        float *logits = b.target_logits + k * width * b.vocabulary;
+        long row = b.seats[k], width = b.gamma + 1, next = 0, count = b.counts[row];
+        float *logits = b.target_logits + k * (b.width + 1) * b.vocabulary;
         b.peaks[row] = b.overlap[row] = 0.0;
-        long accepted = b.greedy_target ? accept_greedy(b, row, logits, count, next) : accept_sampled(b, row, k, logits, count, next);
+        long accepted = b.greedy_target ? accept_greedy(b, row, logits, count, next) : accept_sampled(b, row, draft[row], logits, count, next);
         if (b.greedy_target) b.overlap[row] = accepted;  // one-hot rows overlap exactly where they are accepted
         int64_t *ids = b.ids + row * width;
         std::copy_n(b.drafted + row * b.gamma, b.gamma, ids);
@@ -218,20 +259,20 @@ static void verify(const Work &b) {
     }
 }
 
-static void run_one(const Work &b) {
+static void run_one(Work &b) {
     auto now = [] { return std::chrono::steady_clock::now(); };
     auto since = [&](auto began) { return std::chrono::duration<double>(now() - began).count(); };
     auto began = now();
     propose(b);
     b.seconds[0] = since(began);
     began = now();
-    long width = b.gamma + 1;
+    long width = b.width + 1;
     std::vector<int64_t> ids(b.rows * width), starts(b.rows);
     for (long k = 0; k < b.rows; k++) {
         long row = b.seats[k];
         starts[k] = b.lengths[row] - 1;
         ids[k * width] = b.tokens[row * b.columns + starts[k]];
-        std::copy_n(b.drafted + row * b.gamma, b.gamma, ids.begin() + k * width + 1);
+        std::copy_n(b.drafted + row * b.gamma, b.width, ids.begin() + k * width + 1);
     }
     forward(b, b.target, b.target_layers, width, width, ids, starts, nullptr, b.target_logits);
     b.seconds[1] = since(began);

@@ -82,33 +82,39 @@ def test_a_block_is_what_it_is_in_python(
         np.testing.assert_allclose(own.overlap_sum, other.overlap_sum, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("rows", [1, 2])
-def test_a_cascade_leaves_blocks_to_a_draft_in_compiled_code(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The outcomes are those of Python, who proposed included; Python drafts only in blocks where rows differ."""
+@pytest.mark.parametrize("rows", [1, 3])
+def test_lookup_before_a_draft_runs_in_compiled_code(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The outcomes are those of Python, who proposed included, also where rows of a block differ in who proposes and how many."""
     settings, drafted_in_python = DecodeSettings(SamplingSettings(0.7), 4, "sample", 60), []
     propose = ModelDrafter.propose
 
     def noted(self: ModelDrafter, ask: Ask) -> Proposal:
-        drafted_in_python.append(ask.gamma > 0)
+        drafted_in_python.append(ask)
         return propose(self, ask)
 
     monkeypatch.setattr(ModelDrafter, "propose", noted)
-    ends_like_3_before, ends_like_2_before = [3, 7, 5, 9, 3, 7, 5], [4, 8, 6, 9, 8, 6]
+    prompts = {
+        "3 as before": [3, 7, 5, 9, 3, 7, 5],
+        "2 as before": [4, 8, 6, 9, 8, 6],
+        "new": [11, 12],
+        "loop": [4, 4, 4],
+    }
     found: dict[str, list] = {}
     for runner in ("compile", "eager"):
         drafted_in_python.clear()
-        for row, ids in enumerate((ends_like_3_before, ends_like_2_before)):
-            loop = open_loop(TARGET, DRAFTERS["nested"](), rows, 100, settings, runner=runner)
-            loop.admit(range(rows), [(f"{row}", ids), ("other", [11, 12])][:rows])
+        for first in range(len(prompts)):
+            drafter = Cascade(PromptLookup(3, 2), ModelDrafter(DRAFT), then_gamma=2)
+            loop = open_loop(TARGET, drafter, rows, 100, settings, runner=runner)
+            loop.admit(range(rows), (2 * list(prompts.items()))[first : first + rows])
             outcomes = [loop.run_block() for _ in range(5)]
             loop.close()
             for one in outcomes:
                 texts_R = [ids[: kept + 1].tolist() for ids, kept in zip(one.ids_RG1, one.accepted_R, strict=True)]
                 told = (one.sources_R.tolist(), one.drafted_counts_R.tolist(), texts_R)
                 found.setdefault(runner, []).append(told)
-        assert any(drafted_in_python) == (runner == "eager" or rows > 1)
+        assert bool(drafted_in_python) == (runner == "eager")
     assert found["compile"] == found["eager"]
-    assert {source for sources, _, _ in found["eager"] for source in sources} == {0, 1, 2}
+    assert {source for sources, _, _ in found["eager"] for source in sources} == {0, 1}
 
 
 def test_text_is_the_same_bits_whatever_the_block() -> None:
@@ -209,10 +215,12 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return counted
 
 
-@pytest.mark.parametrize("rule", ["plain", "greedy", "sample"])
+@pytest.mark.parametrize(
+    ("rule", "name"), [("plain", "model"), *((rule, name) for rule in ("greedy", "sample") for name in ("model", "lookup", "cascade"))]
+)  # fmt: skip
 @pytest.mark.parametrize("rows", [1, 3])
 def test_short_blocks_run_several_in_a_call(
-    rule: str, rows: int, calls: list[int], monkeypatch: pytest.MonkeyPatch
+    rule: str, name: str, rows: int, calls: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Up to the end of a response: by an end token, by the budget, also if another row goes on."""
     monkeypatch.setattr(compiled_loop, "LAST_START_NANOSECONDS", 10**12)
@@ -222,7 +230,7 @@ def test_short_blocks_run_several_in_a_call(
     def said(most: int) -> tuple[list, Timing, int]:
         monkeypatch.setattr(compiled_loop, "MOST_BLOCKS", most)
         calls.clear()
-        drafter = ModelDrafter(DRAFT) if settings.gamma else None
+        drafter = DRAFTERS[name]() if settings.gamma else None
         return *decode(TARGET, drafter, PROMPTS, settings, batch_size=rows), len(calls)
 
     (one_by_one, timing, alone), (ours, own_timing, together) = said(1), said(5)
