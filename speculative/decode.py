@@ -236,7 +236,7 @@ class _Call:
         self.began = time.perf_counter() - timing.total_seconds  # Several calls may share one timing.
         if self.target.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.target.device)
-        # Eval mode lasts for the whole stream. The loop's own steps run without gradients, but not the caller's code between events.
+        # Eval mode lasts for the whole stream. no_grad covers blocks, gates and policies, but not the caller's code between events.
         with ExitStack() as ending:
             with torch.no_grad(), surveyed():
                 ending.enter_context(in_eval_mode(self.target, self.draft_model))
@@ -260,7 +260,8 @@ class _Call:
                     loop.keep(kept)
                     policy.keep(kept)
                     self.seats = [self.seats[row] for row in kept]
-                events, free = self._one_block(loop)
+                with torch.no_grad():
+                    events, free = self._one_block(loop)
                 yield from events
             timing.peak_bytes = peak_bytes(self.target.device)
 
@@ -294,7 +295,8 @@ class _Call:
                 self.policy.admit(row)
             loop.admit(rows, [self.prompts[index] for index in indices], [self.budgets[index] for index in indices])
             if loop.draft_waits:
-                events, free = self._committed(loop, loop.first_tokens(rows))
+                with torch.no_grad():
+                    events, free = self._committed(loop, loop.first_tokens(rows))
                 yield from events
                 loop.read_prompts([row for row in rows if row not in free])
 

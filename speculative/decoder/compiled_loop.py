@@ -58,22 +58,22 @@ class CompiledLoop(BlockLoop):
         draft = (0, 0) if drafting.model is None else drafting.model.addresses()
         ahead = self.runs_ahead and drafting.proposal is None and gamma == settings.gamma
         blocks, addresses = MOST_BLOCKS if ahead else 1, (*target.addresses(), *draft)
-        made_for = (blocks, drafting.gamma, torch.get_num_threads(), addresses, *map(id, arrays))
+        made_for = (
+            blocks, drafting.gamma, torch.get_num_threads(), addresses, drafting.ngrams, drafting.steps, drafting.proposal is None,
+            *map(id, arrays),
+        )  # fmt: skip
         if self._request is None or self._request.made_for != made_for:
             self._request = _Request(self, made_for, target.vocab, arrays, drafting)
         return self._run(self._request, target, drafting.proposal)
 
     def _drafting(self, gamma: int, stop_below: float, vocab: int) -> "_Drafting":
-        plan = None
-        if self.drafter is None:
-            plan = Plan()
-        elif stop_below == 0.0:
-            plan = self.drafter.plan()
-        if plan is not None and plan.model is None:
-            return _Drafting(gamma, plan.ngrams)
-        model = None if plan is None or plan.model is None else _compiled(plan.model.cached)
-        if plan is not None and plan.model is not None and model is not None and model.vocab == vocab:
-            return _Drafting(gamma, plan.ngrams, model, min(gamma, plan.steps or gamma), plan.model.read_R)
+        plan = Plan() if self.drafter is None else self.drafter.plan() if stop_below == 0.0 else None
+        if plan is not None:
+            if plan.model is None:
+                return _Drafting(gamma, plan.ngrams)
+            model = _compiled(plan.model.cached)
+            if model is not None and model.vocab == vocab:
+                return _Drafting(gamma, plan.ngrams, model, min(gamma, plan.steps or gamma), plan.model.read_R)
         began = time.perf_counter()
         proposal = self._propose(gamma, stop_below, self._block_uniforms(gamma))
         self.timing.draft_seconds += time.perf_counter() - began
@@ -205,7 +205,7 @@ class _Request:
         for accepted_R, counts_R, sources_R, ids_RG1, log_probs_RG1, overlap_R, drafted_RG, seconds, ended in zip(
             *copies, seconds_B3, ended_B, strict=True
         ):
-            if self._looks_up:  # a block is as wide as its longest row
+            if proposal is None:  # a block is as wide as its longest row
                 drafted_RG = drafted_RG[:, : int(counts_R[active_R].max())]
             outcome = BlockOutcome(
                 active_R, accepted_R, ids_RG1, log_probs_RG1 if self._sampled else None, overlap_R, counts_R,

@@ -25,6 +25,7 @@ from speculative.drafters.drafter import DeviceText, Drafter, ModelDrafter, Prop
 from speculative.engine.cached_model import CachedModel, upload
 from speculative.engine.models import devices_of, is_recurrent
 from speculative.engine.runners import COMPILED, RECORDED, GraphRunner
+from speculative.engine.survey import surveyed
 from speculative.rules.sampling import DRAFT_UNIFORM
 
 
@@ -289,7 +290,8 @@ def open_loop(
     """Return the loop for these settings. `reads_each_block`: the host must see each block before the next one starts."""
     on_device = not reads_each_block and DeviceLoop.serves(target, drafter, settings, runner)
     kind = DeviceLoop if on_device else CompiledLoop if runner == COMPILED else BlockLoop
-    return kind(target, drafter, rows, longest, settings, runner=runner, **options)
+    with surveyed():
+        return kind(target, drafter, rows, longest, settings, runner=runner, **options)
 
 
 def _on_the_way(block: _Block) -> torch.Tensor:

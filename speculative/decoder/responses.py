@@ -107,7 +107,8 @@ class Response:
     """One decoded response and what happened to the drafted tokens in it.
 
     budget: maximum number of tokens. log_target_probs: log target probability of each token under the sampling settings (0.0 when greedy,
-    NaN for a token from the gate). drafted_counts, accepted_counts: per block, *before* the end token or the budget cut the last block.
+    NaN for a token from the gate). drafted_counts, accepted_counts: per block, *before* the end token or the budget cut the last block;
+    sources: who drafted them, an index into the drafter's `source_names`.
     proposed_mask: per response token, 1 for an accepted drafted token, 0 for the target's own. tested, overlap_sum: positions at which a
     drafted token was tested, and sum_v min(target, draft) over them. commit_seconds: when each block was committed, from the moment the
     prompt got its row; commit_sizes: its tokens. text: decoded, cut before a stop string; None when no tokenizer was given.
@@ -122,6 +123,7 @@ class Response:
     blocks: int = 0
     drafted_counts: list[int] = field(default_factory=list)
     accepted_counts: list[int] = field(default_factory=list)
+    sources: list[int] = field(default_factory=list)
     drafted: int = 0
     accepted: int = 0
     tested: int = 0
@@ -258,6 +260,7 @@ def append_block(
     response.accepted += accepted
     response.drafted_counts.append(drafted)
     response.accepted_counts.append(accepted)
+    response.sources.append(0 if outcome.sources_R is None else int(outcome.sources_R[row]))
     response.tested += min(accepted + 1, drafted)
     response.overlap_sum += float(outcome.overlap_sums_R[row])
     appended: list[int] = []

@@ -6,7 +6,7 @@ Shapes: R rows, G drafted tokens (at most gamma), G1 = G + 1, V vocabulary, C co
 import numpy as np
 import torch
 
-from speculative.drafters.drafter import Ask, Drafter, Plan, Proposal, Seats
+from speculative.drafters.drafter import Ask, Drafter, ModelDrafter, Plan, Proposal, Seats
 from speculative.drafters.gamma import AdaptiveGamma
 from speculative.drafters.lookup import PromptLookup
 from speculative.drafters.registry import Parts, registers
@@ -45,17 +45,11 @@ class Cascade(Drafter):
         return self.then.recordings
 
     def plan(self) -> Plan | None:
-        first, then = self.first.plan(), self.then.plan()
-        # A lookup finds gamma tokens or none, so `min_found` decides nothing.
-        if (
-            type(self) is not Cascade
-            or first is None
-            or then is None
-            or first.model is not None
-            or then.ngrams is not None
-        ):
+        # Exact types: a lookup finds gamma tokens or none, so `min_found` decides nothing. Strayed rows are called back by `propose`.
+        if type(self) is not Cascade or type(self.first) is not PromptLookup or self._strayed_R.any():
             return None
-        return Plan(first.ngrams, then.model, self.then_gamma)
+        then = self.then.plan() if type(self.then) is ModelDrafter else None
+        return None if then is None else then._replace(ngrams=self.first.ngrams, steps=self.then_gamma)
 
     def start(self, seats: Seats) -> None:
         self.first.start(seats)

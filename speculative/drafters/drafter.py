@@ -120,7 +120,7 @@ class Drafter(Protocol):
         return 0
 
     def start(self, seats: Seats) -> None:
-        """Begin a decode call and reset all state."""
+        """Begin a decode call and reset all state. The modules of models must not change here."""
 
     def admit(self, rows: list[int], tokens_RC: np.ndarray, lengths_R: np.ndarray) -> None:
         """These rows now hold new prompts, tokens_RC[r, :lengths_R[r]]."""
@@ -132,8 +132,8 @@ class Drafter(Protocol):
         """
 
     def plan(self) -> Plan | None:
-        """A plan that proposes the same as `propose`, so that compiled code may do it; None if there is none. A subclass that proposes
-        differently needs its own.
+        """Asked before each block: a plan that proposes now what `propose` would, so that compiled code may do it; None if there is none. A
+        drafter's plan is not that of its subclasses.
         """
         return None
 
@@ -155,7 +155,7 @@ class Drafter(Protocol):
 class ModelDrafter(Drafter):
     """A causal LM of its own with its own cache, which holds all committed tokens except the last one, or the last two after a fully
     accepted block, because the last drafted token was never fed. Each block starts by feeding them, so no block needs an extra call.
-    Between blocks only a length per row is kept, in one array that compiled code writes too. `on_device`: `propose_on_device` proposes the same as `propose`. Each subclass must set
+    Between blocks only a length per row is kept. `on_device`: `propose_on_device` proposes the same as `propose`. Each subclass must set
     it itself.
     """
 
@@ -250,7 +250,7 @@ class ModelDrafter(Drafter):
 
     def propose(self, ask: Ask) -> Proposal:
         # Forget drafted tokens that were not committed; the last committed token was never fed.
-        np.minimum(self.read_R, ask.lengths_R - 1, out=self.read_R)
+        self.read_R = np.minimum(self.read_R, ask.lengths_R - 1)
         if ask.gamma == 0:
             return Proposal(torch.zeros((len(ask.lengths_R), 0), dtype=torch.int64, device=self.cached.device))
         if ask.tree is not None:
@@ -273,7 +273,7 @@ class ModelDrafter(Drafter):
             short = bool((ends_R < width)[ask.active_R].any())
             kept = width + behind if short else 1 + behind
             logits_RKV = self.cached.feed(upload(ids_RW, self.cached.device), starts_R, kept, once=width > fewest)
-            self.read_R[:] = ends_R
+            self.read_R = ends_R.copy()
             if missing > width:
                 continue
             if not short:
@@ -287,7 +287,7 @@ class ModelDrafter(Drafter):
         yield self._catch_up(ask)[:, 0]
         for step in range(1, ask.gamma):
             logits_R1V = self.cached.feed(ids[-1].unsqueeze(1), ask.lengths_R + (step - 1), 1)
-            self.read_R[:] = ask.lengths_R + step
+            self.read_R = ask.lengths_R + step
             yield logits_R1V[:, 0]
 
     def _propose_chain(self, ask: Ask) -> Proposal:
@@ -331,7 +331,7 @@ class ModelDrafter(Drafter):
         assert ask.gamma == tree.depth, (ask.gamma, tree.depth)
         assert ask.rules is None, "a tree with logits rules is refused before decoding"
         root_logits_RV = self._catch_up(ask)[:, 0]
-        self.read_R[:] = ask.lengths_R - 1
+        self.read_R = ask.lengths_R - 1
         ids_RN1 = root_logits_RV.new_zeros((len(ask.lengths_R), tree.size + 1), dtype=torch.int64)
         last_R1 = np.take_along_axis(ask.tokens_RC, ask.lengths_R[:, None] - 1, 1)
         ids_RN1[:, :1] = upload(last_R1, ids_RN1.device)

@@ -95,10 +95,10 @@ class PromptLookup(RowDrafter["RowIndex"]):
         """n-grams of `min_ngram` to `max_ngram` tokens, the longest first. Raises UserError for an empty range."""
         check_ngrams(min_ngram, max_ngram)
         super().__init__(lambda: RowIndex(min_ngram, max_ngram))
-        self.max_ngram, self.min_ngram = max_ngram, min_ngram
+        self.ngrams = max_ngram, min_ngram
 
     def plan(self) -> Plan | None:
-        return Plan((self.max_ngram, self.min_ngram)) if type(self) is PromptLookup else None
+        return Plan(self.ngrams) if type(self) is PromptLookup else None
 
     def admit(self, rows: list[int], tokens_RC: np.ndarray, lengths_R: np.ndarray) -> None:
         super().admit(rows, tokens_RC, lengths_R)

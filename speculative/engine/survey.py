@@ -15,8 +15,8 @@ from torch import nn
 class Survey:
     """modules: all, each as often as it is reached. weights: their parameters. ordinary: every weight is a plain parameter, not of a tensor
     subclass (quantised, distributed). listened_to: some module has a hook, another forward or a compiled call of its own. state: equal as
-    long as weights and buffers keep their addresses, shapes and dtypes, and modules their kinds and adapters; weights that change in place,
-    as in training, do not change it.
+    long as weights and buffers keep their addresses, shapes and dtypes, and modules their kinds and adapters. It does not see what changes in
+    place, as weights do in training, nor inside a tensor subclass, which has no address.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -59,7 +59,10 @@ _facts: weakref.WeakKeyDictionary[nn.Module, tuple[Any, dict[Any, Any]]] = weakr
 
 @contextmanager
 def surveyed() -> Iterator[None]:
-    """Context manager: nobody changes models' modules meanwhile, so `survey` walks each once."""
+    """Context manager: nobody changes models' modules meanwhile, so `survey` walks each once. A nested one has the outer one's surveys."""
+    if _open.get() is not None:
+        yield
+        return
     before = _open.set({})
     try:
         yield
@@ -77,9 +80,9 @@ def survey(model: nn.Module) -> Survey:
     return known[model]
 
 
-def survey_again(model: nn.Module) -> None:
-    """Inside `surveyed`: the model's weights have been moved."""
-    (_open.get() or {}).pop(model, None)
+def survey_again() -> None:
+    """Inside `surveyed`: weights have been moved, perhaps shared ones."""
+    (_open.get() or {}).clear()
 
 
 def facts_of(model: nn.Module) -> dict[Any, Any]:

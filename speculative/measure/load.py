@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from speculative.decode import Event, Options, context_of, generate
 from speculative.decoder.responses import DecodeSettings, Prompt, Response, Timing
-from speculative.drafters.drafter import Ask, Drafter, Proposal
+from speculative.drafters.drafter import Drafter
 from speculative.errors import UserError
 from speculative.measure.cost import StepCosts, first_near_best, predicted_speed_up
 from speculative.measure.effects import fewest_prompts
@@ -271,35 +271,18 @@ def full_batch_seconds(
     for _ in range(turns):
         prompts = places_in(texts, load, longest, rng)
         proposer = drafter()
-        kinds = _kinds_of(proposer)
+        # Of a cascade the model is the last source.
+        models = len(proposer.source_names) - (proposer.model is not None)
         with contextlib.ExitStack() as ending:
             streams = [
                 ending.enter_context(contextlib.closing(generate(target, who, prompts, asked, batch_size=load)))
                 for who, asked in ((None, plain), (proposer, drafted))
             ]
-            turns_of.append(_in_turn(streams, load, kinds))
+            turns_of.append(_in_turn(streams, load, models))
     return FullBatch(*(np.array(part) for part in zip(*turns_of, strict=True)))
 
 
-def _kinds_of(drafter: Drafter) -> list[int]:
-    """The kind of each block that the drafter proposes for from now on; the list grows."""
-    if len(drafter.source_names) == 1 and drafter.model is not None:
-        return [DRAFTED]
-    kinds, propose = [PLAIN], drafter.propose
-    # Of a cascade the model is the last source.
-    models = len(drafter.source_names) - 1 if drafter.model is not None else len(drafter.source_names)
-
-    def noted(ask: Ask) -> Proposal:
-        proposal = propose(ask)
-        by_model_S = proposal.proposers_R[ask.active_R & (proposal.real_R > 0)] >= models
-        kinds.append(FOUND * bool((~by_model_S).any()) | DRAFTED * bool(by_model_S.any()))
-        return proposal
-
-    drafter.propose = noted  # type: ignore[method-assign]
-    return kinds
-
-
-def _in_turn(streams: Sequence[Stream], load: int, kinds: Sequence[int]) -> tuple[list[float], list[float], list[int]]:
+def _in_turn(streams: Sequence[Stream], load: int, models: int) -> tuple[list[float], list[float], list[int]]:
     """Seconds of each timed block of both streams, and the kinds of the second's; the streams begin in turn."""
     seconds, of_kind = (list[float](), list[float]()), list[int]()
     for stream in streams:
@@ -308,18 +291,27 @@ def _in_turn(streams: Sequence[Stream], load: int, kinds: Sequence[int]) -> tupl
     for burst in range(BURSTS):
         for who in (0, 1) if burst % 2 == 0 else (1, 0):
             for _ in range(BURST):
-                seconds[who].append(_next_block(streams[who], load))
+                spent, responses = _next_block(streams[who], load)
+                seconds[who].append(spent)
                 if who == 1:
-                    of_kind.append(kinds[-1])
+                    of_kind.append(_kind(responses, models))
     return *seconds, of_kind
 
 
-def _next_block(stream: Stream, load: int) -> float:
-    """Seconds until every row has a token, which is one block if no row is free."""
+def _next_block(stream: Stream, load: int) -> tuple[float, list[Response]]:
+    """Seconds until every row has a token, which is one block if no row is free, and the rows' responses."""
     began = time.perf_counter()
-    for _ in range(load):
-        next(stream)
-    return time.perf_counter() - began
+    responses = [next(stream).response for _ in range(load)]
+    return time.perf_counter() - began, responses
+
+
+def _kind(responses: Sequence[Response], models: int) -> int:
+    """The kind of the responses' last block; sources from number `models` on are models."""
+    kind = PLAIN
+    for one in responses:
+        if one.drafted_counts[-1] > 0:
+            kind |= DRAFTED if one.sources[-1] >= models else FOUND
+    return kind
 
 
 # Untimed blocks in which a policy gets to know a load; fewest timed ones after them, and fewest prompts.

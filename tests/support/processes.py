@@ -106,14 +106,16 @@ def run_and_kill(
     work: Callable[..., Any], *arguments: Any, progress: Callable[[], int], generator: random.Random, most: int
 ) -> int:
     """Kill -9 at a random moment: a little after 1 to ``most`` more units of progress were seen. The exit code."""
-    before, more, start = progress(), generator.randint(1, most), time.monotonic()
-    part = generator.random()
+    before, more, part = progress(), generator.randint(1, most), generator.random()
+    seen: list[float] = []
 
     def reached() -> bool:
+        if progress() > before:
+            seen.append(time.monotonic())
         if progress() < before + more:
             return False
-        # At most the time of one unit: on a fast machine a longer pause would outlast the work.
-        time.sleep(part * min(0.05, (time.monotonic() - start) / more))
+        # About the time of one unit at most: on a fast machine a longer pause would outlast the work.
+        time.sleep(part * min(0.05, 0.002 + (seen[-1] - seen[0]) / more))
         return True
 
     return _until(work, arguments, reached, 120.0)

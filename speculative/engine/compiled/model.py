@@ -7,7 +7,7 @@ width, V vocabulary.
 import ctypes
 import struct
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -134,13 +134,13 @@ def _weights_of(model: PreTrainedModel) -> tuple[_Weights, list[torch.Tensor]]:
 
 def _angles(model: PreTrainedModel, positions: int) -> list[torch.Tensor]:
     """Cosines and sines (positions or more, D) of a model's rotary positions."""
-    facts = facts_of(model)
-    known: list[torch.Tensor] | None = facts.get("angles")
-    if known is None or len(known[0]) < positions:
-        body: Any = model.base_model
+    facts, body = facts_of(model), cast(Any, model.base_model)
+    made_for = body.rotary_emb.inv_freq.tolist(), body.rotary_emb.attention_scaling  # they may be changed in place
+    known = facts.get("angles")
+    if known is None or known[0] != made_for or len(known[1][0]) < positions:
         found = body.rotary_emb(torch.zeros(1), position_ids=torch.arange(positions).unsqueeze(0))
-        known = facts["angles"] = [angle[0].detach().float().contiguous() for angle in found]
-    return known
+        known = facts["angles"] = made_for, [angle[0].detach().float().contiguous() for angle in found]
+    return cast(list[torch.Tensor], known[1])
 
 
 class CompiledModel:

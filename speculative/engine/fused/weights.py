@@ -54,7 +54,6 @@ class Weights:
         self.head = Matrix(_whole(model.lm_head.weight), model.lm_head.bias)
         windows = attention_windows(model)[: len(layers)]
         self.layers = [_layer(layer, window or 0) for layer, window in zip(layers, windows, strict=True)]
-        survey_again(model)
 
 
 def _layer(layer: Any, window: int) -> Layer:
@@ -106,5 +105,6 @@ def _together(modules: Sequence[nn.Linear], name: str) -> torch.Tensor:
         for tensor, part in zip(own, joint.split([len(tensor) for tensor in own]), strict=True):
             # Each with a storage of its own: whoever saves weights takes parts of one storage for one weight under several names.
             tensor.data = torch.from_dlpack(part)
+    survey_again()
     _joint[joint.data_ptr()] = joint
     return joint

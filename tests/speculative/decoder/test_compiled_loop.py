@@ -115,6 +115,36 @@ def test_lookup_before_a_draft_runs_in_compiled_code(rows: int, monkeypatch: pyt
         assert bool(drafted_in_python) == (runner == "eager")
     assert found["compile"] == found["eager"]
     assert {source for sources, _, _ in found["eager"] for source in sources} == {0, 1}
+    differ = [len(set(sources)) * len(set(counts)) for sources, counts, _ in found["eager"]]
+    assert (max(differ) == 4) == (rows > 1)
+
+
+class InTurn(FixedGamma):
+    """Gammas and thresholds that change from block to block: some blocks run in compiled code, others in Python."""
+
+    def __init__(self) -> None:
+        super().__init__(4)
+        self._blocks = 0
+
+    def choose(self, active_R: np.ndarray) -> int:
+        self._blocks += 1
+        self.stop_below = 0.3 if self._blocks % 4 in (2, 3) else 0.0
+        return (4, 4, 1, 4, 0, 3, 4)[self._blocks % 7]
+
+
+@pytest.mark.parametrize("rule", ["greedy", "cut off", "greedy draft"])
+@pytest.mark.parametrize("name", ["model", "lookup", "cascade", "short cascade"])
+def test_blocks_of_python_and_of_compiled_code_take_turns(name: str, rule: str) -> None:
+    """Each knows what the other's blocks have read, drafted and committed."""
+    made = DRAFTERS | {"short cascade": lambda: Cascade(PromptLookup(2, 1), ModelDrafter(DRAFT), 2, then_gamma=2)}
+    settings = replace(RULES[rule], gamma=4, max_tokens=48)
+    prompts = [("3 as before", [3, 7, 5, 9, 3, 7, 5]), ("new", [11, 12]), ("loop", [4, 4, 4]), *PROMPTS[2:4]]
+    found = [
+        decode(TARGET, made[name](), prompts, settings, policy=InTurn(), batch_size=2, runner=runner)[0]
+        for runner in ("compile", "eager")
+    ]
+    for told in ("response_ids", "accepted_counts", "drafted_counts", "sources", "tested"):
+        assert [getattr(one, told) for one in found[0]] == [getattr(one, told) for one in found[1]]
 
 
 def test_text_is_the_same_bits_whatever_the_block() -> None:
@@ -175,8 +205,8 @@ def test_a_draft_forgets_what_was_rejected_before_blocks_without_it() -> None:
     assert [one.accepted_counts for one in found[0]] == [one.accepted_counts for one in found[1]]
 
 
-@pytest.mark.parametrize("name", ["early exit", "lookup"])
-def test_drafting_in_python_is_timed_as_drafting(name: str) -> None:
+@pytest.mark.parametrize("name", ["early exit", "nested", "lookup"])
+def test_drafting_is_timed_as_drafting(name: str) -> None:
     _, timing = decode(TARGET, DRAFTERS[name](), PROMPTS, RULES["greedy"])
     assert timing.draft_seconds > 0.0
 

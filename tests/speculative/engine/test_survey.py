@@ -66,6 +66,21 @@ def test_facts_are_forgotten_once_the_model_changes(change: Callable[[nn.Module]
     assert facts_of(model) == {}
 
 
+@pytest.mark.parametrize("change", ["frequencies", "scaling"])
+def test_positions_that_change_in_place_are_read_again(change: str) -> None:
+    model, settings = tiny_model(seed=3), DecodeSettings(SamplingSettings(0.7), 0, max_tokens=30)
+
+    def said(runner: str) -> list[list[int]]:
+        return [one.response_ids for one in decode(model, None, prompts_of([9, 30]), settings, runner=runner)[0]]
+
+    before, rotary = said("compile"), model.model.rotary_emb
+    if change == "frequencies":
+        rotary.inv_freq /= 3.0
+    else:
+        rotary.attention_scaling = 3.0
+    assert said("compile") == said("eager") != before
+
+
 def test_adapters_that_are_switched_change_the_state() -> None:
     model = get_peft_model(tiny_model(), LoraConfig(target_modules=["q_proj"]))
     before = Survey(model).state
@@ -82,10 +97,11 @@ def test_a_survey_is_kept_only_while_nothing_changes() -> None:
     with surveyed():
         first = survey(model)
         assert survey(model) is first
-        survey_again(model)
+        with surveyed():
+            assert survey(model) is first
+        survey_again()
         assert survey(model) is not first
     assert survey(model) is not first
-    survey_again(model)  # nothing is kept
 
 
 def test_it_sees_tensor_subclasses_and_who_listens() -> None:

@@ -14,8 +14,10 @@ from speculative import decode as decode_module
 from speculative.decode import generate
 from speculative.decoder import block_loop
 from speculative.decoder.responses import DecodeSettings, Response
+from speculative.drafters.cascade import Cascade
 from speculative.drafters.drafter import Ask, Drafter, ModelDrafter, Proposal
 from speculative.drafters.gamma import FixedGamma
+from speculative.drafters.lookup import PromptLookup
 from speculative.engine.cached_model import CachedModel
 from speculative.errors import UserError
 from speculative.measure import load as load_module
@@ -248,6 +250,20 @@ def test_the_kinds_of_the_timed_blocks_are_theirs_one_by_one() -> None:
     kinds = [PLAIN, DRAFTED, FOUND, FOUND | DRAFTED]
     expected = [kinds[block % 4] for block in range(load_module.WARM_UP, load_module.TIMED_BLOCKS)]
     assert timed.kinds_TB.tolist() == [expected, expected]
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_the_kinds_of_blocks_that_run_in_compiled_code_are_seen(drafts: bool) -> None:
+    """Texts that repeat themselves and others: some blocks find a proposal, some do not."""
+    target = tiny_model(seed=3)
+    texts = [([5, 6, 7] * 5, [5, 6, 7] * 3), (list(range(8, 24)), list(range(24, 31)))]
+
+    def drafter() -> Drafter:
+        lookup = PromptLookup(3, 1)
+        return Cascade(lookup, ModelDrafter(perturbed(target)), then_gamma=1) if drafts else lookup
+
+    timed = full_batch_seconds(target, drafter, texts, DecodeSettings(gamma=2), 1, turns=6)
+    assert set(np.unique(timed.kinds_TB)) == {FOUND, DRAFTED if drafts else PLAIN}
 
 
 def test_a_context_too_short_for_the_blocks_is_refused() -> None:
