@@ -119,6 +119,20 @@ def test_lookup_before_a_draft_runs_in_compiled_code(rows: int, monkeypatch: pyt
     assert (max(differ) == 4) == (rows > 1)
 
 
+def test_a_draft_that_strayed_is_called_back_in_python_first() -> None:
+    """Where one row took found tokens, Python's draft has read its own: compiled code would take them for text."""
+    drafter = Cascade(PromptLookup(3, 2), ModelDrafter(DRAFT))
+    loop = open_loop(TARGET, drafter, 2, 100, DecodeSettings(GREEDY, 4, "greedy", 60), runner="compile")
+    loop.admit(range(2), [("as before", [3, 7, 5, 9, 3, 7, 5]), ("new", [11, 12])])
+    assert drafter.plan() is not None
+    loop.run_block(stop_below=0.1)  # in Python
+    assert drafter.plan() is None
+    loop.active_R[0] = False
+    loop.run_block()
+    assert drafter.plan() is not None
+    loop.close()
+
+
 class InTurn(FixedGamma):
     """Gammas and thresholds that change from block to block: some blocks run in compiled code, others in Python."""
 
