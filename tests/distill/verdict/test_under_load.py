@@ -136,8 +136,8 @@ def test_what_is_timed_at_a_load_is_what_is_counted(judged, monkeypatch: pytest.
     assert rows[DRAFT].speed_up == pytest.approx(evidence.judged[DRAFT].replay[rows[DRAFT].gamma] / 2.0)
     lookup, retrieval, cascade = (one for _, _, one in timed[1:])
     alone, past, both = rows[LOOKUP], rows[PAST], rows[TOGETHER]
-    assert alone.ngrams == (lookup.max_ngram, lookup.min_ngram)
-    assert both.ngrams == (cascade.first.max_ngram, cascade.first.min_ngram)
+    assert alone.ngrams == lookup.ngrams
+    assert both.ngrams == cascade.first.ngrams
     assert both.then_gamma == cascade.then_gamma
     assert past.ngrams is None
     assert [one.tuned_on for one in (alone, past, both)] == [
