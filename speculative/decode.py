@@ -236,7 +236,7 @@ class _Call:
         self.began = time.perf_counter() - timing.total_seconds  # Several calls may share one timing.
         if self.target.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.target.device)
-        # Eval mode lasts for the whole stream. no_grad covers blocks, gates and policies, but not the caller's code between events.
+        # Eval mode lasts for the whole stream. no_grad covers blocks, gates and choices of gamma, but not the caller's code between events.
         with ExitStack() as ending:
             with torch.no_grad(), surveyed():
                 ending.enter_context(in_eval_mode(self.target, self.draft_model))

@@ -132,8 +132,8 @@ class Drafter(Protocol):
         """
 
     def plan(self) -> Plan | None:
-        """Asked before each block: a plan that proposes now what `propose` would, so that compiled code may do it; None if there is none. A
-        drafter's plan is not that of its subclasses.
+        """A plan that proposes what `propose` would, so that compiled code may do it; None if there is none. Asked before each call of compiled
+        code, which may run many blocks: it must hold until a response ends. A drafter's plan is not that of its subclasses.
         """
         return None
 

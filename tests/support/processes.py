@@ -110,9 +110,10 @@ def run_and_kill(
     seen: list[float] = []
 
     def reached() -> bool:
-        if progress() > before:
+        now = progress()
+        if now > before:
             seen.append(time.monotonic())
-        if progress() < before + more:
+        if now < before + more:
             return False
         # About the time of one unit at most: on a fast machine a longer pause would outlast the work.
         time.sleep(part * min(0.05, 0.002 + (seen[-1] - seen[0]) / more))
