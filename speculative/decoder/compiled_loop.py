@@ -138,7 +138,7 @@ class _Request:
         blocks, gamma, threads, addresses = made_for[:4]
         rows, sampling, lossy = len(loop.lengths_R), loop.settings.sampling, loop.settings.lossy or Lossy()
         self._sampled = not sampling.greedy
-        self._seats_R, self._looks_up = np.zeros(rows, dtype=np.int64), drafting.ngrams is not None
+        self._seats_R = np.zeros(rows, dtype=np.int64)
         self._accepted_BR, self._counts_BR, self._sources_BR = np.zeros((3, blocks, rows), np.int64)
         self._drafted_BRG, self._ids_BRG1 = (np.zeros((blocks, rows, width), np.int64) for width in (gamma, gamma + 1))
         self._log_probs_BRG1, self._overlap_BR = np.zeros((blocks, rows, gamma + 1)), np.zeros((blocks, rows))
@@ -194,7 +194,7 @@ class _Request:
         self, done: int, active_R: np.ndarray, proposal: Proposal | None
     ) -> list[tuple[BlockOutcome, list[float]]]:
         """The blocks that were just run, as copies that the next call does not change, and their draft, verify and accept seconds."""
-        active_R, given_R = active_R.copy(), None if proposal is None else proposal.sources_R
+        active_R = active_R.copy()
         outputs = (
             self._accepted_BR, self._counts_BR, self._sources_BR, self._ids_BRG1, self._log_probs_BRG1, self._overlap_BR, self._drafted_BRG,
         )  # fmt: skip
@@ -209,7 +209,7 @@ class _Request:
                 drafted_RG = drafted_RG[:, : int(counts_R[active_R].max())]
             outcome = BlockOutcome(
                 active_R, accepted_R, ids_RG1, log_probs_RG1 if self._sampled else None, overlap_R, counts_R,
-                sources_R if self._looks_up else given_R, drafted_RG, None, None, ended,
+                sources_R if proposal is None else proposal.sources_R, drafted_RG, None, None, ended,
             )  # fmt: skip
             found.append((outcome, seconds))
         return found

@@ -45,11 +45,10 @@ class Cascade(Drafter):
         return self.then.recordings
 
     def plan(self) -> Plan | None:
-        # Exact types: a lookup finds gamma tokens or none, so `min_found` decides nothing. Strayed rows are called back by `propose`.
-        if type(self) is not Cascade or type(self.first) is not PromptLookup or self._strayed_R.any():
+        # A lookup finds gamma tokens or none, so `min_found` decides nothing. Strayed rows are called back by `propose`.
+        if type(self) is not Cascade or type(self.first) is not PromptLookup or type(self.then) is not ModelDrafter:
             return None
-        then = self.then.plan() if type(self.then) is ModelDrafter else None
-        return None if then is None else then._replace(ngrams=self.first.ngrams, steps=self.then_gamma)
+        return None if self._strayed_R.any() else Plan(self.first.ngrams, self.then, self.then_gamma)
 
     def start(self, seats: Seats) -> None:
         self.first.start(seats)

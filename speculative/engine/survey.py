@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -21,24 +22,31 @@ class Survey:
 
     def __init__(self, model: nn.Module) -> None:
         self.modules = all_modules(model)
-        self.weights: list[torch.Tensor] = []
-        self.listened_to, tensors = False, []
-        for module in self.modules:
-            own = module.__dict__
-            parameters, buffers = own["_parameters"], own["_buffers"]
-            if parameters:
-                self.weights += [weight for weight in parameters.values() if weight is not None]
-            if buffers:
-                tensors += [buffer for buffer in buffers.values() if buffer is not None]
-            if own["_forward_hooks"] or own["_forward_pre_hooks"] or "forward" in own or module._compiled_call_impl:
-                self.listened_to = True
-        self.ordinary = all(type(weight) is nn.Parameter for weight in self.weights)
+
+    @cached_property
+    def weights(self) -> list[torch.Tensor]:
+        return [own for one in self.modules if one._parameters for own in one._parameters.values() if own is not None]
+
+    @cached_property
+    def ordinary(self) -> bool:
+        return all(type(weight) is nn.Parameter for weight in self.weights)
+
+    @cached_property
+    def listened_to(self) -> bool:
+        return any(
+            one._forward_hooks or one._forward_pre_hooks or "forward" in vars(one) or one._compiled_call_impl
+            for one in self.modules
+        )
+
+    @cached_property
+    def state(self) -> Any:
+        buffers = [own for one in self.modules if one._buffers for own in one._buffers.values() if own is not None]
         kinds = list(map(type, self.modules))
         # Of adapters it is a property; transformers' models have a method of this name.
         adapting = {kind for kind in set(kinds) if isinstance(getattr(kind, "disable_adapters", None), property)}
         told = ("active_adapters", "disable_adapters", "merged_adapters")
-        self.state = (
-            [(tensor.data_ptr(), tensor.shape, tensor.dtype) for tensor in (*self.weights, *tensors)],
+        return (
+            [(tensor.data_ptr(), tensor.shape, tensor.dtype) for tensor in (*self.weights, *buffers)],
             kinds,
             [[str(getattr(one, name, "")) for name in told] for one in self.modules if adapting and type(one) in adapting],
         )  # fmt: skip

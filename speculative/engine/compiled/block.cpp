@@ -32,7 +32,7 @@ struct Block {
     const float *given_probs;                 // (R, G, V), or null for one-hot
     // Outputs by block and row; only active rows are written.
     int64_t *accepted, *drafted, *ids;                  // (B, R); (B, R, G); (B, R, G1): accepted ids, then the target's own
-    int64_t *counts, *sources;                          // (B, R): drafted tokens; 0 looked up or given, 1 drafted
+    int64_t *counts, *sources;                          // (B, R): drafted tokens; 1 drafted after a lookup, else 0
     double *log_probs, *overlap, *peaks, *draft_peaks;  // (B, R, G1); (B, R) each: the last two are NaN or infinite if a logit is
     double *seconds;                                    // (B, 3): draft, verify, accept
     double lenience, epsilon;  // 1 and 0 if lossless
@@ -174,7 +174,7 @@ static void propose(Work &b) {
         } else if (b.gamma && b.longest_ngram && look_up(b, row)) {
             b.counts[row] = b.gamma;
         } else if (b.proposer == MODEL) {
-            b.counts[row] = b.steps, b.sources[row] = 1;
+            b.counts[row] = b.steps, b.sources[row] = b.longest_ngram > 0;
             b.left.push_back(row);
         }
         b.width = std::max<long>(b.width, b.counts[row]);
