@@ -13,6 +13,7 @@ import torch
 from speculative.decoder.block_loop import BlockLoop, in_step_mode
 from speculative.decoder.responses import BlockOutcome
 from speculative.drafters.drafter import ModelDrafter, Plan, Proposal
+from speculative.drafters.retrieval import Datastore
 from speculative.engine.cached_model import CachedModel
 from speculative.engine.compiled.model import CompiledModel, address_of, bits_of, check
 from speculative.rules.lossy import Lossy
@@ -59,7 +60,7 @@ class CompiledLoop(BlockLoop):
         ahead = self.runs_ahead and drafting.proposal is None and gamma == settings.gamma
         blocks, addresses = MOST_BLOCKS if ahead else 1, (*target.addresses(), *draft)
         made_for = (
-            blocks, drafting.gamma, torch.get_num_threads(), addresses, drafting.ngrams, drafting.steps, drafting.proposal is None,
+            blocks, drafting.gamma, torch.get_num_threads(), addresses, drafting.ngrams, drafting.past, drafting.steps, drafting.proposal is None,
             *map(id, arrays),
         )  # fmt: skip
         if self._request is None or self._request.made_for != made_for:
@@ -70,7 +71,7 @@ class CompiledLoop(BlockLoop):
         plan = Plan() if self.drafter is None else self.drafter.plan() if stop_below == 0.0 else None
         if plan is not None:
             if plan.model is None:
-                return _Drafting(gamma, plan.ngrams)
+                return _Drafting(gamma, plan.ngrams, past=plan.past)
             model = _compiled(plan.model.cached)
             if model is not None and model.vocab == vocab:
                 return _Drafting(gamma, plan.ngrams, model, min(gamma, plan.steps or gamma), plan.model.read_R)
@@ -119,6 +120,7 @@ class _Drafting(NamedTuple):
     steps: int = 0
     read_R: np.ndarray | None = None
     proposal: Proposal | None = None
+    past: Datastore | None = None
 
 
 class _Request:
@@ -149,7 +151,8 @@ class _Request:
         assert uniforms_RLU is not None
         target_model, target_layers, draft_model, draft_layers = addresses
         draft_peaks_BR, peaks_BR = self.peaks_2BR
-        longest, shortest = drafting.ngrams or (0, 0)
+        (longest, shortest), past = drafting.ngrams or (0, 0), drafting.past
+        stored = (None, None, None) if past is None else (past.tokens_N, past.hashes_M, past.starts_M)
         # The fields of `Block`, in its order.
         fields = {
             "rows": 0, "blocks": blocks, "nanoseconds": LAST_START_NANOSECONDS, "batch": rows, "gamma": gamma,
@@ -157,6 +160,8 @@ class _Request:
             "greedy_target": not self._sampled, "greedy_draft": loop.drafts_greedily, "threads": threads,
             "columns": tokens_RC.shape[1], "vocabulary": vocab, "positions": uniforms_RLU.shape[1],
             "longest n-gram": longest, "shortest n-gram": shortest, "steps": drafting.steps,
+            **{f"past {number}": address_of(array) for number, array in enumerate(stored)},
+            "past tokens": 0 if past is None else len(past.tokens_N), "past n-grams": 0 if past is None else len(past.hashes_M),
             "target": target_model, "draft": draft_model, "target_layers": target_layers, "draft_layers": draft_layers,
             "seats": address_of(self._seats_R), "tokens": address_of(tokens_RC), "lengths": address_of(lengths_R),
             "read": address_of(read_R), "prompt_lengths": address_of(prompt_lengths_R), "limits": address_of(limits_R),

@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
-from speculative.drafters.drafter import Ask, Drafter, Proposal, Seats
+from speculative.drafters.drafter import Ask, Drafter, Plan, Proposal, Seats
 from speculative.drafters.lookup import check_ngrams, proposal_width
 from speculative.drafters.registry import Parts, registers
 from speculative.engine.models import vocab_rows
@@ -106,6 +106,9 @@ class Datastore:
         except (OSError, SafetensorError) as error:
             raise UserError(f"datastore {path} cannot be read ({error}): build it again") from error
         sizes = [int(metadata[name]) for name in ("vocab_size", "min_ngram", "max_ngram")]
+        inside = (tokens_N >= END) & (tokens_N < sizes[0])
+        if not inside.all() or len(hashes_M) != len(starts_M) or np.any((starts_M < 0) | (starts_M >= len(tokens_N))):
+            raise UserError(f"datastore {path} is damaged: build it again")
         return cls(tokens_N, hashes_M, starts_M, *sizes)
 
     def continuations(self, tokens_RC: np.ndarray, lengths_R: np.ndarray, gamma: int) -> tuple[np.ndarray, np.ndarray]:
@@ -140,6 +143,10 @@ class Retrieval(Drafter):
     def __init__(self, datastore: Datastore):
         self.datastore = datastore
         self._device = torch.device("cpu")
+
+    def plan(self) -> Plan | None:
+        sizes = self.datastore.max_ngram, self.datastore.min_ngram
+        return Plan(sizes, past=self.datastore) if type(self) is Retrieval else None
 
     def start(self, seats: Seats) -> None:
         """Raises UserError if the datastore was built for another vocabulary than the target's."""

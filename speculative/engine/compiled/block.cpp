@@ -14,13 +14,19 @@
 #include <vector>
 
 constexpr long CATCH_UP = 64;  // tokens per call when the draft catches up with the text
+constexpr uint64_t MULTIPLIER = 0x9E3779B97F4A7C15;  // as in retrieval.py
+constexpr int32_t END = -1;
 enum Proposer : int64_t { NOBODY, MODEL, GIVEN };
 enum Column : long { DRAFT, COIN, RESIDUAL, COLUMNS };  // columns of the uniforms of a position
 
 struct Block {
     int64_t rows, blocks, nanoseconds;  // K; at most B blocks, of which none starts after so long or after the end of a response
     int64_t batch, gamma, proposer, greedy_target, greedy_draft, threads, columns, vocabulary, positions;
-    int64_t longest_ngram, shortest_ngram, steps;  // of prompt lookup before the draft, 0 for none; tokens that the draft proposes
+    int64_t longest_ngram, shortest_ngram, steps;  // of a lookup before the draft, 0 for none; tokens that the draft proposes
+    const int32_t *past;                           // (N) past responses, or null: what is looked up is the row's own text
+    const uint64_t *past_hashes;                   // (M) of their n-grams, rising
+    const int32_t *past_starts;                    // (M) where what followed an n-gram begins
+    int64_t past_tokens, past_ngrams;              // N, M
     const Model *target, *draft;
     const Layer *target_layers, *draft_layers;
     const int64_t *seats;                     // (K) rows that are active
@@ -129,8 +135,8 @@ static void choose(const Work &b, long place) {
 }
 
 // Prompt lookup: what followed the longest n-gram that ends the text, at its latest earlier occurrence; at the end of the text it goes on
-// with its own tokens. Whether there was one.
-static bool look_up(const Work &b, long row) {
+// with its own tokens. The number of tokens, gamma or none.
+static long look_up(const Work &b, long row) {
     const int64_t *text = b.tokens + row * b.columns;
     long length = b.lengths[row], found = 0, follower = 0;
     for (long p = length - 1; p > 0 && found < b.longest_ngram; p--) {
@@ -139,7 +145,27 @@ static bool look_up(const Work &b, long row) {
         if (same > found && same >= b.shortest_ngram) found = same, follower = p;
     }
     for (long i = 0; i < b.gamma && found; i++) b.drafted[row * b.gamma + i] = text[follower + i % (length - follower)];
-    return found > 0;
+    return found ? b.gamma : 0;
+}
+
+// The same in past responses, up to the end of the response: see `Datastore` in retrieval.py.
+static long recall(const Work &b, long row) {
+    const int64_t *end = b.tokens + row * b.columns + b.lengths[row];
+    const uint64_t *last = b.past_hashes + b.past_ngrams;
+    uint64_t hash = 0, power = 1;
+    long found = 0, start = 0, count = 0;
+    for (long size = 1; size <= std::min(b.longest_ngram, b.lengths[row]); size++) {
+        hash += (uint64_t)(end[-size] + 1) * (power *= MULTIPLIER);
+        if (size < b.shortest_ngram) continue;
+        const uint64_t *place = std::lower_bound(b.past_hashes, last, hash);
+        if (place == last || *place != hash) break;  // whatever has a longer match has every shorter one
+        found = size, start = b.past_starts[place - b.past_hashes];
+    }
+    for (long i = 1; i <= found; i++)  // two n-grams may share a hash
+        if (start < found || b.past[start - i] != end[-i]) return 0;
+    for (; found && count < b.gamma && start + count < b.past_tokens && b.past[start + count] != END; count++)
+        b.drafted[row * b.gamma + count] = b.past[start + count];
+    return count;
 }
 
 // The draft's tokens for some rows.
@@ -171,8 +197,8 @@ static void propose(Work &b) {
         if (b.proposer == GIVEN) {
             b.counts[row] = b.given_counts ? b.given_counts[row] : b.gamma;
             std::copy_n(b.given_ids + row * b.gamma, b.gamma, b.drafted + row * b.gamma);
-        } else if (b.gamma && b.longest_ngram && look_up(b, row)) {
-            b.counts[row] = b.gamma;
+        } else if (long found = !b.gamma || !b.longest_ngram ? 0 : b.past ? recall(b, row) : look_up(b, row)) {
+            b.counts[row] = found;
         } else if (b.proposer == MODEL) {
             b.counts[row] = b.steps, b.sources[row] = b.longest_ngram > 0;
             b.left.push_back(row);

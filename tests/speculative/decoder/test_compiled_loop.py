@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from tiny_models import perturbed, prompts_of, texts, tiny_model
+from tiny_models import VOCAB, perturbed, prompts_of, texts, tiny_model
 from tiny_training import tiny_tokenizer
 
 from speculative.decode import decode, generate
@@ -20,6 +20,7 @@ from speculative.drafters.drafter import Ask, ModelDrafter, Proposal
 from speculative.drafters.early_exit import EarlyExit
 from speculative.drafters.gamma import AdaptiveGamma, FixedGamma
 from speculative.drafters.lookup import PromptLookup
+from speculative.drafters.retrieval import Datastore, Retrieval
 from speculative.engine.compiled import library as library_module
 from speculative.engine.compiled import model as compiled_model
 from speculative.errors import UserError
@@ -37,6 +38,11 @@ RULES = {
     "greedy draft": DecodeSettings(SamplingSettings(1.2, 0, 0.95), 3, "greedy-draft", 24),
     "plain": DecodeSettings(SamplingSettings(0.9), 0, "sample", 24),
 }
+SAID = {
+    rule: [one.response_ids for one in decode(TARGET, None, PROMPTS, replace(RULES[rule], gamma=0), batch_size=5, runner="eager")[0]]
+    for rule in ("greedy", "plain")
+}  # fmt: skip
+PAST = Datastore.build(SAID["plain"], VOCAB)
 DRAFTERS = {
     "model": lambda: ModelDrafter(DRAFT),
     "lookup": lambda: PromptLookup(min_ngram=1, max_ngram=2),
@@ -45,6 +51,9 @@ DRAFTERS = {
         PromptLookup(3, 3), Cascade(PromptLookup(2, 2), ModelDrafter(DRAFT), then_gamma=2), then_gamma=3
     ),
     "early exit": lambda: EarlyExit(TARGET, 1),
+    "past responses": lambda: Retrieval(PAST),
+    "short n-grams are unknown": lambda: Retrieval(Datastore.build(SAID["plain"], VOCAB, min_ngram=2, max_ngram=3)),
+    "hashes of other n-grams": lambda: Retrieval(replace(PAST, starts_M=np.roll(PAST.starts_M, 1))),
 }
 
 
@@ -117,6 +126,17 @@ def test_lookup_before_a_draft_runs_in_compiled_code(rows: int, monkeypatch: pyt
     assert {source for sources, _, _ in found["eager"] for source in sources} == {0, 1}
     differ = [len(set(sources)) * len(set(counts)) for sources, counts, _ in found["eager"]]
     assert (max(differ) == 4) == (rows > 1)
+
+
+def test_past_responses_are_looked_up_in_compiled_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python is not asked; each of these answers is found again, and followed to its end."""
+    monkeypatch.setattr(Retrieval, "propose", None)
+    greedy = replace(RULES["greedy"], gamma=8)
+    past = Datastore.build(SAID["greedy"], VOCAB)
+    said, _ = decode(TARGET, Retrieval(past), PROMPTS, greedy, batch_size=2, runner="compile")
+    assert [one.response_ids for one in said] == SAID["greedy"]
+    assert sum(one.blocks for one in said) < sum(map(len, SAID["greedy"])) / 3
+    assert {count for one in said for count in one.drafted_counts} > {0, 8}
 
 
 def test_a_draft_that_strayed_is_called_back_in_python_first() -> None:

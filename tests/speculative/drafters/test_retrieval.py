@@ -19,6 +19,7 @@ from host_rows import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from refusals import refused
+from safetensors import safe_open
 from safetensors.numpy import save_file
 from tiny_models import VOCAB, tiny_model
 
@@ -130,11 +131,18 @@ def test_files_that_are_no_datastore_are_refused(tmp_path: Path):
     save_file({"tokens": np.zeros(3)}, foreign)
     Datastore.build([[1, 2, 3]], 4).save(store)
     damaged.write_bytes(store.read_bytes()[:-5])
+    with safe_open(store, framework="numpy") as file:
+        metadata, arrays = file.metadata(), {name: file.get_tensor(name) for name in ("tokens", "hashes", "starts")}
+    for name, wrong in {"tokens": [1, 4, -1], "hashes": [1], "starts": [1, 9]}.items():
+        save_file(arrays | {name: np.array(wrong, dtype=arrays[name].dtype)}, tmp_path / name, metadata=metadata)
     for path, message in (
         (tmp_path / "nowhere", r"datastore .*nowhere does not exist: build it"),
         (tmp_path, "does not exist"),
         (foreign, r"weights\.safetensors is not a datastore in format"),
         (damaged, r"damaged cannot be read"),
+        (tmp_path / "tokens", r"tokens is damaged: build it again"),
+        (tmp_path / "hashes", r"hashes is damaged"),
+        (tmp_path / "starts", r"starts is damaged"),
     ):
         assert re.search(message, refused(Datastore.load, path))
 
