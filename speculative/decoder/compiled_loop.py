@@ -74,7 +74,9 @@ class CompiledLoop(BlockLoop):
                 return _Drafting(gamma, plan.ngrams, past=plan.past)
             model = _compiled(plan.model.cached)
             if model is not None and model.vocab == vocab:
-                return _Drafting(gamma, plan.ngrams, model, min(gamma, plan.steps or gamma), plan.model.read_R)
+                return _Drafting(
+                    gamma, plan.ngrams, model, min(gamma, plan.steps or gamma), plan.model.read_R, past=plan.past
+                )
         began = time.perf_counter()
         proposal = self._propose(gamma, stop_below, self._block_uniforms(gamma))
         self.timing.draft_seconds += time.perf_counter() - began

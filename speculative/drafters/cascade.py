@@ -45,10 +45,13 @@ class Cascade(Drafter):
         return self.then.recordings
 
     def plan(self) -> Plan | None:
-        # A lookup finds gamma tokens or none, so `min_found` decides nothing. Strayed rows are called back by `propose`.
-        if type(self) is not Cascade or type(self.first) is not PromptLookup or type(self.then) is not ModelDrafter:
+        first = self.first.plan()
+        if first is None or type(self) is not Cascade or type(self.then) is not ModelDrafter:
             return None
-        return None if self._strayed_R.any() else Plan(self.first.ngrams, self.then, self.then_gamma)
+        # In its own text a row finds gamma tokens or none, so `min_found` decides nothing. Strayed rows are called back by `propose`.
+        if self._strayed_R.any() or (first.past is not None and self.min_found > 1):
+            return None
+        return first._replace(model=self.then, steps=self.then_gamma)
 
     def start(self, seats: Seats) -> None:
         self.first.start(seats)

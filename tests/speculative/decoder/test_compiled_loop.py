@@ -50,6 +50,8 @@ DRAFTERS = {
     "nested": lambda: Cascade(
         PromptLookup(3, 3), Cascade(PromptLookup(2, 2), ModelDrafter(DRAFT), then_gamma=2), then_gamma=3
     ),
+    "past before a draft": lambda: Cascade(Retrieval(PAST), ModelDrafter(DRAFT), then_gamma=2),
+    "two from the past": lambda: Cascade(Retrieval(PAST), ModelDrafter(DRAFT), min_found=2),
     "early exit": lambda: EarlyExit(TARGET, 1),
     "past responses": lambda: Retrieval(PAST),
     "short n-grams are unknown": lambda: Retrieval(Datastore.build(SAID["plain"], VOCAB, min_ngram=2, max_ngram=3)),
