@@ -187,7 +187,8 @@ class _Call:
         self.policy = policy = options.get("policy") or FixedGamma(settings.gamma)
         fixed = type(policy) is FixedGamma and policy.max_gamma == settings.gamma and policy.stop_below == 0.0
         self.reads_each_block = self.gate is not None or not fixed
-        self.runs_ahead = runs_ahead and not self.reads_each_block and not settings.stop
+        self.runs_ahead = runs_ahead and self.gate is None and not settings.stop
+        self.gamma, self.last_ended = 0, 0.0
         self.timing = options.get("timing") or Timing()
         batch_size = options.get("batch_size", 32)
         if settings.gamma > 0 and drafter is None:
@@ -248,7 +249,6 @@ class _Call:
                 order.sort(key=lambda index: -len(self.prompts[index][1]))
             waiting = deque(order)
             loop.timing, loop.draft_waits = timing, self.late and loop.draft_may_wait
-            loop.runs_ahead = self.runs_ahead
             free = list(range(self.rows))
             while True:
                 yield from self._seated(loop, free, waiting)
@@ -303,8 +303,14 @@ class _Call:
     def _one_block(self, loop: BlockLoop) -> tuple[list[Event], list[int]]:
         """Run one block. Returns the events of its rows and the rows that are free because their response ended."""
         policy, began, recorded = self.policy, time.perf_counter(), loop.timing.recording_calls
-        outcome = loop.run_block(policy.choose(loop.active_R), policy.stop_below)
-        seconds = time.perf_counter() - began if loop.timing.recording_calls == recorded else None
+        if loop.ahead:
+            began = self.last_ended
+        else:
+            self.gamma = policy.choose(loop.active_R)
+            loop.may_run = policy.holds if self.runs_ahead else 1
+        outcome = loop.run_block(self.gamma, policy.stop_below)
+        self.last_ended = time.perf_counter() if outcome.ended is None else outcome.ended
+        seconds = self.last_ended - began if loop.timing.recording_calls == recorded else None
         width, rows = outcome.drafted_ids_RG.shape[1], (outcome.rows_R, outcome.drafted_counts_R, outcome.accepted_R)
         policy.record(width, *rows, seconds)
         return self._committed(loop, outcome)

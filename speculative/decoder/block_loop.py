@@ -50,8 +50,10 @@ class BlockLoop:
 
     draft_may_wait = True  # until `read_prompts`, after `first_tokens`; with draft_waits `admit` does not prefill it
     draft_waits = False
-    # A loop may run blocks before `run_block` returns them: rows change only where a response ends, and gamma not at all.
-    runs_ahead = False
+    # A loop may run so many blocks in a `run_block`, and return the rest, `ahead`, from the next ones: until then rows change only where a
+    # response ends, and gamma not at all.
+    may_run = 1
+    ahead: Sequence[object] = ()
 
     def __init__(
         self,
@@ -147,7 +149,7 @@ class BlockLoop:
     def first_tokens(self, rows: Sequence[int]) -> BlockOutcome:
         """One token of each of these rows by the target alone; the other rows stay as they are."""
         drafter, active_R = self.drafter, self.active_R
-        self.drafter, self.active_R = None, active_R & np.isin(self._rows_R, rows)
+        self.drafter, self.active_R, self.may_run = None, active_R & np.isin(self._rows_R, rows), 1
         try:
             return self.run_block(0)
         finally:

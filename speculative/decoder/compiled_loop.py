@@ -31,16 +31,13 @@ class CompiledLoop(BlockLoop):
     def __init__(self, *given: Any, **options: Any):
         super().__init__(*given, **options)
         # Blocks that ran but were not asked for yet, with their draft, verify and accept seconds.
-        self._ahead: deque[tuple[BlockOutcome, list[float]]] = deque()
+        self.ahead: deque[tuple[BlockOutcome, list[float]]] = deque()
         # None: of a tokenizer without an end token.
         self._ends_E = np.array([token for token in self.settings.eos_ids if token is not None], dtype=np.int64)
 
     def run_block(self, gamma: int | None = None, stop_below: float = 0.0) -> BlockOutcome:
         """See `BlockLoop`: the same outcome, to rounding."""
-        if not self._ahead:
-            return self._start(gamma, stop_below)
-        assert gamma in (None, self.settings.gamma)
-        return self._next()
+        return self._next() if self.ahead else self._start(gamma, stop_below)
 
     @in_step_mode
     def _start(self, gamma: int | None, stop_below: float) -> BlockOutcome:
@@ -57,7 +54,7 @@ class CompiledLoop(BlockLoop):
             drafting.read_R,
         )  # fmt: skip
         draft = (0, 0) if drafting.model is None else drafting.model.addresses()
-        ahead = self.runs_ahead and drafting.proposal is None and gamma == settings.gamma
+        ahead = self.may_run > 1 and drafting.proposal is None
         blocks, addresses = MOST_BLOCKS if ahead else 1, (*target.addresses(), *draft)
         made_for = (
             blocks, drafting.gamma, torch.get_num_threads(), addresses, drafting.ngrams, drafting.past, drafting.steps, drafting.proposal is None,
@@ -85,17 +82,17 @@ class CompiledLoop(BlockLoop):
         return _Drafting(proposal.ids_RG.shape[1], proposal=proposal)
 
     def _run(self, request: "_Request", target: CompiledModel, proposal: Proposal | None) -> BlockOutcome:
-        request.fill(self.active_R, proposal)
+        request.fill(self.active_R, proposal, self.may_run)
         done = target.library.run_blocks(request.address)
         check(done == 0)
-        self._ahead.extend(request.outcomes(done, self.active_R, proposal))
+        self.ahead.extend(request.outcomes(done, self.active_R, proposal))
         if not np.isfinite(request.peaks_2BR[:, :done].sum()):
             draft_peaks_BR, peaks_BR = request.peaks_2BR[:, :done]
             self._refuse_non_finite({"draft_peaks": draft_peaks_BR.T, "peaks": peaks_BR.T}, self.active_R)
         return self._next()
 
     def _next(self) -> BlockOutcome:
-        outcome, (draft, verify, accept) = self._ahead.popleft()
+        outcome, (draft, verify, accept) = self.ahead.popleft()
         timing = self.timing
         timing.draft_seconds += draft
         timing.verify_seconds += verify
@@ -184,11 +181,11 @@ class _Request:
         first = list(fields).index("given_ids")
         self._given = self._numbers[first : first + 3]
 
-    def fill(self, active_R: np.ndarray, proposal: Proposal | None) -> None:
-        """Set the active rows and the proposal of the next block."""
+    def fill(self, active_R: np.ndarray, proposal: Proposal | None, most: int) -> None:
+        """Set the active rows and the proposal of the next block, and the number of blocks of the call."""
         seats_K = active_R.nonzero()[0]
         self._seats_R[: len(seats_K)] = seats_K
-        self._numbers[0] = len(seats_K)
+        self._numbers[:2] = len(seats_K), min(most, len(self._accepted_BR))
         if proposal is None:
             return
         ids_RG, probs_RGV, counts_R = proposal.ids_RG.long().contiguous(), proposal.probs_RGV, proposal.counts_R

@@ -5,6 +5,7 @@ Shapes: R rows of the batch.
 
 import math
 import statistics
+import sys
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -14,10 +15,13 @@ from speculative.errors import UserError
 
 
 class GammaPolicy(Protocol):
-    """Chooses gamma before each block and gets the outcome after it. `stop_below`: see `drafters.Ask`."""
+    """Chooses gamma before a block and gets the outcome after it. `stop_below`: see `drafters.Ask`. `holds`: blocks that the last choice may
+    be used for, if compiled code can run them without asking; no longer than the rows are the same.
+    """
 
     max_gamma: int
     stop_below: float
+    holds: int = 1
 
     def start(self, rows: int) -> None:
         """A decode call of this many rows begins."""
@@ -51,6 +55,7 @@ class FixedGamma(GammaPolicy):
         self.stop_below = _checked_threshold(stop_below)
 
     def choose(self, active_R: np.ndarray) -> int:
+        self.holds = sys.maxsize
         return self.max_gamma
 
 
@@ -120,6 +125,7 @@ class AdaptiveGamma(GammaPolicy):
     LAST_LOOK = 256
     LAST_TIMING = 64
     CLEAR_GAIN = 1.5  # Larger than any timing error of a plain block.
+    HOLDS = 4  # Blocks of a choice to draft; a choice to decode plainly holds until acceptance is checked again.
 
     def __init__(self, max_gamma: int, stop_below: float = 0.0):
         if max_gamma < 1:
@@ -132,7 +138,7 @@ class AdaptiveGamma(GammaPolicy):
         self._rows_R2 = np.zeros((0, 2))
         self._plain_blocks, self._look_after = 0, self.FIRST_LOOK
         self._drafted_blocks, self._time_after, self._small_gain = 0, self.FIRST_LOOK, False
-        self._last_chosen: int | None = None
+        self._last_chosen = -1
         self._catches_up = False
         self._settled = False  # Plain decoding was chosen and there is no new information.
         self._looks = False  # The last block was drafted only to check acceptance again.
@@ -163,8 +169,11 @@ class AdaptiveGamma(GammaPolicy):
         elif gamma > 0 and self._small_gain and self._drafted_blocks >= self._time_after:
             gamma, self._time_after = 0, min(2 * self._time_after, self.LAST_TIMING)
         self._catches_up = gamma > 0 and self._last_chosen == 0
-        self._last_chosen = gamma
-        self.chosen[gamma] = self.chosen.get(gamma, 0) + 1
+        self._last_chosen, self.holds = gamma, 1
+        if self._settled and gamma == 0:
+            self.holds = self._look_after - self._plain_blocks
+        elif gamma > 0 and not self._looks and self._timed(active_R).estimates(self.max_gamma) is not None:
+            self.holds = self.HOLDS
         return gamma
 
     def expected_tokens(self, active_R: np.ndarray, bonus: float = 0.0) -> np.ndarray:
@@ -203,9 +212,11 @@ class AdaptiveGamma(GammaPolicy):
     def record(
         self, width: int, active_R: np.ndarray, drafted_R: np.ndarray, accepted_R: np.ndarray, seconds: float | None
     ) -> None:
+        self.chosen[self._last_chosen] = self.chosen.get(self._last_chosen, 0) + 1
         # The first draft after plain decoding has to catch up with the text, so its time is not typical.
         if seconds is not None and not self._catches_up:
             self._timed(active_R).add(width, seconds)
+        self._catches_up = False
         if width == 0:
             self._plain_blocks, self._drafted_blocks = self._plain_blocks + 1, 0
             return

@@ -158,14 +158,14 @@ def test_a_draft_that_strayed_is_called_back_in_python_first() -> None:
 class InTurn(FixedGamma):
     """Gammas and thresholds that change from block to block: some blocks run in compiled code, others in Python."""
 
-    def __init__(self) -> None:
-        super().__init__(4)
+    def __init__(self, gamma: int = 4) -> None:
+        super().__init__(gamma)
         self._blocks = 0
 
     def choose(self, active_R: np.ndarray) -> int:
         self._blocks += 1
         self.stop_below = 0.3 if self._blocks % 4 in (2, 3) else 0.0
-        return (4, 4, 1, 4, 0, 3, 4)[self._blocks % 7]
+        return min(self.max_gamma, (4, 4, 1, 4, 0, 3, 4)[self._blocks % 7])
 
 
 @pytest.mark.parametrize("rule", ["greedy", "cut off", "greedy draft"])
@@ -313,7 +313,7 @@ def test_commits_of_one_call_are_as_far_apart_as_their_blocks_took(
 ) -> None:
     monkeypatch.setattr(compiled_loop, "LAST_START_NANOSECONDS", 10**12)
     handed, take = [], CompiledLoop._next
-    monkeypatch.setattr(CompiledLoop, "_next", lambda self: handed.append(sum(self._ahead[0][1])) or take(self))
+    monkeypatch.setattr(CompiledLoop, "_next", lambda self: handed.append(sum(self.ahead[0][1])) or take(self))
     (response,), _ = decode(TARGET, None, PROMPTS[:1], replace(RULES["plain"], max_tokens=16))
     assert len(calls) == 1
     # atol: differences of times since the boot.
@@ -321,13 +321,13 @@ def test_commits_of_one_call_are_as_far_apart_as_their_blocks_took(
 
 
 def test_a_block_runs_alone_where_somebody_waits_for_it(calls: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stop string, a gate, an adaptive gamma, a reader of the stream; and a block that takes long."""
+    """A stop string, a gate, a reader of the stream, a policy that asks for every block; and a block that takes long."""
     plain, drafted, drafter = RULES["plain"], RULES["sample"], ModelDrafter(DRAFT)
     for settings, options in (
         (replace(plain, stop=("never said",)), {"tokenizer": tiny_tokenizer()}),
         (plain, {"gate": lambda *_: None}),
         (plain, {"on_commit": lambda *_: None}),
-        (drafted, {"policy": AdaptiveGamma(3)}),
+        (drafted, {"policy": InTurn(3)}),
     ):
         calls.clear()
         _, timing = decode(TARGET, drafter if settings.gamma else None, PROMPTS[:1], settings, **options)
@@ -339,6 +339,27 @@ def test_a_block_runs_alone_where_somebody_waits_for_it(calls: list[int], monkey
     calls.clear()
     _, timing = decode(TARGET, None, PROMPTS[:1], plain)
     assert len(calls) == timing.target_calls
+
+
+@pytest.mark.parametrize("draft", [DRAFT, TARGET, tiny_model("qwen3", seed=9, num_hidden_layers=2)])
+def test_a_choice_of_gamma_holds_for_some_blocks(draft, calls: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every block is recorded with its own time, the gamma is the chosen one, and a hopeless draft is looked at again in time."""
+    monkeypatch.setattr(compiled_loop, "LAST_START_NANOSECONDS", 10**12)
+    policy, recorded, chosen = AdaptiveGamma(3), list[tuple[int, float]](), list[int]()
+    record, choose = policy.record, policy.choose
+    monkeypatch.setattr(policy, "record", lambda *given: recorded.append((given[0], given[-1])) or record(*given))
+    monkeypatch.setattr(policy, "choose", lambda active_R: chosen.append(choose(active_R)) or chosen[-1])
+    settings = DecodeSettings(GREEDY, 3, "greedy", 120)
+    plain = texts(decode(TARGET, None, PROMPTS[:1], replace(settings, gamma=0))[0])
+    calls.clear()
+    (response,), timing = decode(TARGET, ModelDrafter(draft), PROMPTS[:1], settings, policy=policy)
+    assert texts([response]) == plain
+    assert len(recorded) == timing.target_calls == sum(policy.chosen.values()) > 1.5 * len(calls)
+    assert len(calls) == len(chosen)
+    assert set(policy.chosen) == set(chosen) == {width for width, _ in recorded}
+    # Reading the prompt is not a block's time.
+    assert 0 < sum(seconds for _, seconds in recorded) < timing.total_seconds
+    assert all(seconds > 0 for _, seconds in recorded)
 
 
 def test_a_tokenizer_may_have_no_end_token() -> None:
@@ -363,7 +384,7 @@ def test_broken_logits_in_a_later_block_of_a_call_are_refused() -> None:
 def test_what_a_block_returns_does_not_change_with_the_next(ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled_loop, "MOST_BLOCKS", 2)
     loop = open_loop(TARGET, ModelDrafter(DRAFT), 2, 60, RULES["sample"], runner="compile")
-    loop.runs_ahead = ahead
+    loop.may_run = 64 if ahead else 1
     loop.admit([0, 1], PROMPTS[2:4])
     first = loop.run_block()
     kept = [array.copy() if isinstance(array, np.ndarray) else array for array in first]
