@@ -188,7 +188,7 @@ class _Call:
         fixed = type(policy) is FixedGamma and policy.max_gamma == settings.gamma and policy.stop_below == 0.0
         self.reads_each_block = self.gate is not None or not fixed
         self.runs_ahead = runs_ahead and self.gate is None and not settings.stop
-        self.gamma, self.last_ended = 0, 0.0
+        self.gamma = 0  # of the last choice
         self.timing = options.get("timing") or Timing()
         batch_size = options.get("batch_size", 32)
         if settings.gamma > 0 and drafter is None:
@@ -302,15 +302,15 @@ class _Call:
 
     def _one_block(self, loop: BlockLoop) -> tuple[list[Event], list[int]]:
         """Run one block. Returns the events of its rows and the rows that are free because their response ended."""
-        policy, began, recorded = self.policy, time.perf_counter(), loop.timing.recording_calls
-        if loop.ahead:
-            began = self.last_ended
-        else:
+        policy, timing, began = self.policy, loop.timing, time.perf_counter()
+        recorded, before = timing.recording_calls, timing.blocks_seconds
+        if not loop.ahead:
             self.gamma = policy.choose(loop.active_R)
-            loop.may_run = policy.holds if self.runs_ahead else 1
+            loop.may_run = getattr(policy, "holds", 1) if self.runs_ahead else 1  # policies of others may lack it
         outcome = loop.run_block(self.gamma, policy.stop_below)
-        self.last_ended = time.perf_counter() if outcome.ended is None else outcome.ended
-        seconds = self.last_ended - began if loop.timing.recording_calls == recorded else None
+        # In compiled code without what a call costs, whatever number of blocks it runs: all widths are timed alike.
+        own = None if outcome.ended is None else timing.blocks_seconds - before
+        seconds = (own or time.perf_counter() - began) if timing.recording_calls == recorded else None
         width, rows = outcome.drafted_ids_RG.shape[1], (outcome.rows_R, outcome.drafted_counts_R, outcome.accepted_R)
         policy.record(width, *rows, seconds)
         return self._committed(loop, outcome)

@@ -26,10 +26,9 @@ MOST_BLOCKS, LAST_START_NANOSECONDS = 64, 60_000_000
 class CompiledLoop(BlockLoop):
     """A `BlockLoop` whose blocks run in compiled code where possible: chains with token-wise rules."""
 
-    _request: "_Request | None" = None
-
     def __init__(self, *given: Any, **options: Any):
         super().__init__(*given, **options)
+        self._requests: dict[int, _Request] = {}  # the last of each gamma
         # Blocks that ran but were not asked for yet, with their draft, verify and accept seconds.
         self.ahead: deque[tuple[BlockOutcome, list[float]]] = deque()
         # None: of a tokenizer without an end token.
@@ -60,9 +59,10 @@ class CompiledLoop(BlockLoop):
             blocks, drafting.gamma, torch.get_num_threads(), addresses, drafting.ngrams, drafting.past, drafting.steps, drafting.proposal is None,
             *map(id, arrays),
         )  # fmt: skip
-        if self._request is None or self._request.made_for != made_for:
-            self._request = _Request(self, made_for, target.vocab, arrays, drafting)
-        return self._run(self._request, target, drafting.proposal)
+        request = self._requests.get(drafting.gamma)
+        if request is None or request.made_for != made_for:
+            request = self._requests[drafting.gamma] = _Request(self, made_for, target.vocab, arrays, drafting)
+        return self._run(request, target, drafting.proposal)
 
     def _drafting(self, gamma: int, stop_below: float, vocab: int) -> "_Drafting":
         plan = Plan() if self.drafter is None else self.drafter.plan() if stop_below == 0.0 else None

@@ -55,7 +55,7 @@ class FixedGamma(GammaPolicy):
         self.stop_below = _checked_threshold(stop_below)
 
     def choose(self, active_R: np.ndarray) -> int:
-        self.holds = sys.maxsize
+        self.holds = sys.maxsize if type(self) is FixedGamma else 1
         return self.max_gamma
 
 
@@ -125,7 +125,7 @@ class AdaptiveGamma(GammaPolicy):
     LAST_LOOK = 256
     LAST_TIMING = 64
     CLEAR_GAIN = 1.5  # Larger than any timing error of a plain block.
-    HOLDS = 4  # Blocks of a choice to draft; a choice to decode plainly holds until acceptance is checked again.
+    HOLDS = 4  # Blocks of a choice to draft; once plain decoding is timed, it holds until acceptance is checked again.
 
     def __init__(self, max_gamma: int, stop_below: float = 0.0):
         if max_gamma < 1:

@@ -47,6 +47,18 @@ class Datastore:
     min_ngram: int
     max_ngram: int
 
+    def __post_init__(self) -> None:
+        """Raises ValueError for arrays that do not belong together: compiled code reads them by address."""
+        tokens_N, hashes_M, starts_M = arrays = self.tokens_N, self.hashes_M, self.starts_M
+        for array, dtype in zip(arrays, (np.int32, np.uint64, np.int32), strict=True):
+            if array.dtype != dtype or array.ndim != 1 or not len(array) or not array.flags.c_contiguous:
+                raise ValueError(f"an array of {array.dtype} {array.shape} where {dtype.__name__} is stored")
+        inside = (tokens_N >= END) & (tokens_N < self.vocab_size)
+        if not inside.all() or tokens_N[-1] != END or not 1 <= self.min_ngram <= self.max_ngram:
+            raise ValueError("token ids or n-gram sizes out of range")
+        if len(hashes_M) != len(starts_M) or starts_M.min() < 0 or starts_M.max() >= len(tokens_N):
+            raise ValueError("n-grams that begin outside the text")
+
     @classmethod
     def build(
         cls, responses: Iterable[Sequence[int]], vocab_size: int, *, min_ngram: int = 1, max_ngram: int = 4
@@ -102,14 +114,10 @@ class Datastore:
                 metadata = file.metadata() or {}
                 if metadata.get("format") != FORMAT:
                     raise UserError(f"{path} is not a datastore in format {FORMAT}: build it again")
-                tokens_N, hashes_M, starts_M = (file.get_tensor(name) for name in ("tokens", "hashes", "starts"))
-        except (OSError, SafetensorError) as error:
+                arrays = [file.get_tensor(name) for name in ("tokens", "hashes", "starts")]
+                return cls(*arrays, *(int(metadata[name]) for name in ("vocab_size", "min_ngram", "max_ngram")))
+        except (OSError, SafetensorError, KeyError, ValueError) as error:
             raise UserError(f"datastore {path} cannot be read ({error}): build it again") from error
-        sizes = [int(metadata[name]) for name in ("vocab_size", "min_ngram", "max_ngram")]
-        inside = (tokens_N >= END) & (tokens_N < sizes[0])
-        if not inside.all() or len(hashes_M) != len(starts_M) or np.any((starts_M < 0) | (starts_M >= len(tokens_N))):
-            raise UserError(f"datastore {path} is damaged: build it again")
-        return cls(tokens_N, hashes_M, starts_M, *sizes)
 
     def continuations(self, tokens_RC: np.ndarray, lengths_R: np.ndarray, gamma: int) -> tuple[np.ndarray, np.ndarray]:
         """Ids (R, gamma) that follow the longest stored n-gram at each text's end, and how many of them are real: some twenty array

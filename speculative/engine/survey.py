@@ -79,7 +79,7 @@ def surveyed() -> Iterator[None]:
 
 
 def survey(model: nn.Module) -> Survey:
-    """The model's survey: of this moment, or inside `surveyed` of its first question."""
+    """The model's survey: of this moment, or inside `surveyed` the one of the first question, each part as it was when first asked for."""
     known = _open.get()
     if known is None:
         return Survey(model)

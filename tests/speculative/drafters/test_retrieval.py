@@ -133,16 +133,22 @@ def test_files_that_are_no_datastore_are_refused(tmp_path: Path):
     damaged.write_bytes(store.read_bytes()[:-5])
     with safe_open(store, framework="numpy") as file:
         metadata, arrays = file.metadata(), {name: file.get_tensor(name) for name in ("tokens", "hashes", "starts")}
-    for name, wrong in {"tokens": [1, 4, -1], "hashes": [1], "starts": [1, 9]}.items():
+    for name, wrong in {"tokens": [1, 4, 3, -1], "hashes": [1], "starts": [1, 9]}.items():
         save_file(arrays | {name: np.array(wrong, dtype=arrays[name].dtype)}, tmp_path / name, metadata=metadata)
+        save_file(arrays | {name: arrays[name].astype(np.int8)}, tmp_path / f"int8 {name}", metadata=metadata)
+    save_file(
+        arrays, tmp_path / "no size", metadata={"format": metadata["format"], "vocab_size": "4", "min_ngram": "1"}
+    )
     for path, message in (
         (tmp_path / "nowhere", r"datastore .*nowhere does not exist: build it"),
         (tmp_path, "does not exist"),
         (foreign, r"weights\.safetensors is not a datastore in format"),
         (damaged, r"damaged cannot be read"),
-        (tmp_path / "tokens", r"tokens is damaged: build it again"),
-        (tmp_path / "hashes", r"hashes is damaged"),
-        (tmp_path / "starts", r"starts is damaged"),
+        (tmp_path / "tokens", r"tokens cannot be read \(token ids or n-gram sizes out of range\): build it again"),
+        (tmp_path / "hashes", r"hashes cannot be read \(n-grams that begin outside"),
+        (tmp_path / "starts", r"starts cannot be read \(n-grams that begin outside"),
+        *((tmp_path / f"int8 {name}", r"int8 .* where u?int(32|64) is stored") for name in arrays),
+        (tmp_path / "no size", r"no size cannot be read \('max_ngram'\)"),
     ):
         assert re.search(message, refused(Datastore.load, path))
 
