@@ -6,7 +6,7 @@ Shapes: R rows, G drafted tokens (at most gamma), V vocabulary, C columns of the
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -18,9 +18,6 @@ from speculative.engine.runners import EAGER
 from speculative.rules.processors import LogitsRules
 from speculative.rules.sampling import SamplingSettings, logits_to_probs, most_likely_and_peak, sample
 from speculative.rules.tree import TokenTree, draw_children, top_children
-
-if TYPE_CHECKING:
-    from speculative.drafters.retrieval import Datastore
 
 # Maximum tokens per call when the draft catches up with the text, after rejections or plain decoding.
 CATCH_UP_TOKENS = 64
@@ -85,13 +82,13 @@ class Proposal(NamedTuple):
 class Plan(NamedTuple):
     """A way to propose that compiled code knows: rows whose last tokens were found before propose what followed; for the others the model
     drafts. ngrams: the longest and the shortest that is looked up, None = none; model: None = no tokens; steps: tokens that the model
-    drafts at most, None = gamma; past: where n-grams are looked up, None = in the row's own text.
+    drafts at most, None = gamma; past: the `Datastore` where n-grams are looked up, None = in the row's own text.
     """
 
     ngrams: tuple[int, int] | None = None
     model: "ModelDrafter | None" = None
     steps: int | None = None
-    past: "Datastore | None" = None
+    past: Any = None
 
 
 class DeviceText(NamedTuple):
