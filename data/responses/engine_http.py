@@ -14,6 +14,8 @@ import httpx2
 from speculative.errors import UserError
 
 PAGE_BYTES, PAGE_SECONDS, _HEALTH_SECONDS = 1 << 24, 10.0, 5.0
+# Servers close a connection that has waited 5 s (uvicorn, llama.cpp), perhaps just when it is used again: it is not kept that long.
+_KEPT_SECONDS = 1.0
 # Only these headers are sent: openai adds others from the environment (organization, OPENAI_CUSTOM_HEADERS). It reads the last one itself.
 _SENT = {
     "host", "accept", "accept-encoding", "connection", "content-type", "content-length", "user-agent", "x-stainless-raw-response",
@@ -57,7 +59,7 @@ def engine_http(
     return httpx2.Client(
         timeout=timeout, follow_redirects=True, mounts=dict.fromkeys(("http://", "https://", "all://")) if direct else None,
         verify=home.scheme == "https", headers={"accept-encoding": "identity"},
-        limits=httpx2.Limits(max_connections=None), event_hooks={"request": [leave], "response": [arrive]},
+        limits=httpx2.Limits(max_connections=None, keepalive_expiry=_KEPT_SECONDS), event_hooks={"request": [leave], "response": [arrive]},
     )  # fmt: skip
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import socketserver
 import threading
+import time
 import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -163,6 +164,21 @@ def test_an_answer_a_byte_at_a_time_ends() -> None:
     with endless(OK + b"content-length: 1000000\r\n\r\n", b"x", 0.02) as url:
         assert page_at(url, seconds=0.5) is None
         assert "no complete answer within 1.5 s" in refused(engine_at(url, timeout=0.5).identify)
+
+
+def test_a_connection_is_not_used_again_after_it_has_waited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Servers close it after some seconds, and what is asked at that moment gets no answer."""
+    monkeypatch.setattr(engine_http, "_KEPT_SECONDS", 0.3)
+    with raw_engine(OK + b"content-length: 2\r\n\r\n{}") as (url, _), engine_http.engine_http(url) as client:
+
+        def port() -> int:
+            stream = client.get(url).extensions["network_stream"]
+            return int(stream.get_extra_info("client_addr")[1])
+
+        first = port()
+        assert port() == first
+        time.sleep(0.4)
+        assert port() != first
 
 
 def test_a_compressed_answer_does_not_grow() -> None:
