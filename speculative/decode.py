@@ -303,13 +303,13 @@ class _Call:
     def _one_block(self, loop: BlockLoop) -> tuple[list[Event], list[int]]:
         """Run one block. Returns the events of its rows and the rows that are free because their response ended."""
         policy, timing, began = self.policy, loop.timing, time.perf_counter()
-        recorded, before = timing.recording_calls, timing.blocks_seconds
+        recorded, before = timing.recording_calls, timing.decoding_seconds
         if not loop.ahead:
             self.gamma = policy.choose(loop.active_R)
             loop.may_run = getattr(policy, "holds", 1) if self.runs_ahead else 1  # policies of others may lack it
         outcome = loop.run_block(self.gamma, policy.stop_below)
         # In compiled code without what a call costs, whatever number of blocks it runs: all widths are timed alike.
-        own = None if outcome.ended is None else timing.blocks_seconds - before
+        own = None if outcome.ended is None else timing.decoding_seconds - before
         seconds = (own or time.perf_counter() - began) if timing.recording_calls == recorded else None
         width, rows = outcome.drafted_ids_RG.shape[1], (outcome.rows_R, outcome.drafted_counts_R, outcome.accepted_R)
         policy.record(width, *rows, seconds)

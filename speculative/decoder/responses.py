@@ -161,13 +161,13 @@ class Timing:
     peak_bytes: int = 0
 
     @property
-    def blocks_seconds(self) -> float:
+    def decoding_seconds(self) -> float:
         """Of all stages of blocks."""
         return self.draft_seconds + self.verify_seconds + self.accept_seconds + self.block_seconds
 
     @property
     def host_seconds(self) -> float:
-        return max(0.0, self.total_seconds - self.prefill_seconds - self.recording_seconds - self.blocks_seconds)
+        return max(0.0, self.total_seconds - self.prefill_seconds - self.recording_seconds - self.decoding_seconds)
 
 
 class StageClock:

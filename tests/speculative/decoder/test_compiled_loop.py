@@ -374,7 +374,7 @@ def test_a_choice_of_gamma_holds_for_some_blocks(kind: str, calls: list[int], mo
     assert len(policy.widths) == timing.target_calls == sum(policy.chosen.values())
     assert len(calls) == len(policy.choices) < timing.target_calls / 2
     # A block's own time, the same whoever ran with it in a call; reading the prompt is not part of it.
-    np.testing.assert_allclose(sum(policy.seconds), timing.blocks_seconds, rtol=1e-6)
+    np.testing.assert_allclose(sum(policy.seconds), timing.decoding_seconds, rtol=1e-6)
     assert min(policy.seconds) > 0
     if kind == "good":
         assert set(policy.widths[-12:]) == {3}
