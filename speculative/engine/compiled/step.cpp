@@ -246,17 +246,18 @@ void attend(const Model &model, const Layer &layer, const Call &call, long row, 
                     group * D * sizeof(float));
 }
 
-// For one token: rotate queries and keys, write keys and values into the cache.
+// For one token and some key/value heads: rotate queries and keys, write keys and values into the cache.
 template <class T>
-void place_token(const Model &model, const Layer &layer, const Call &call, long m, float *queries, float *keys, const float *values) {
+void place_token(const Model &model, const Layer &layer, const Call &call, long m, Share kv_heads, float *queries, float *keys,
+                 const float *values) {
     long D = model.head_width, row = m / call.tokens, token = m % call.tokens;
     Place place{call, call.starts[row]};
     long angle = std::min<long>(place.position(token), model.positions - 1) * D;
     const float *cosines = model.cosines + angle, *sines = model.sines + angle;
-    for (long h = 0; h < model.heads; h++)
+    long group = model.heads / model.kv_heads, cache_row = call.cache_rows ? call.cache_rows[row] : row;
+    for (long h = kv_heads.begin * group; h < kv_heads.end * group; h++)
         rotate(queries + (m * model.heads + h) * D, layer.query_norm, cosines, sines, D, model.epsilon);
-    long cache_row = call.cache_rows ? call.cache_rows[row] : row;
-    for (long h = 0; h < model.kv_heads; h++) {
+    for (long h = kv_heads.begin; h < kv_heads.end; h++) {
         float *key = keys + (m * model.kv_heads + h) * D;
         const float *value = values + (m * model.kv_heads + h) * D;
         rotate(key, layer.key_norm, cosines, sines, D, model.epsilon);
@@ -268,27 +269,32 @@ void place_token(const Model &model, const Layer &layer, const Call &call, long 
     }
 }
 
-struct Buffers {  // (M, ...) each
+// Numbers of one thread's attention.
+long attention_floats(const Model &model, const Call &call) {
+    long reach = OUTPUTS;
+    for (long k = 0; k < call.rows; k++) reach = std::max<long>(reach, call.starts[k] + call.tokens);
+    return std::min<long>(QUERIES, call.tokens) * (model.heads / model.kv_heads) * (2 * model.head_width + reach + W);
+}
+
+static thread_local Scratch activations;
+
+struct Buffers {  // (M, ...) each; and of each thread, for its attention and its copy of few norms
     float *x, *normed, *queries, *keys, *values, *attended, *gate, *up, *threads;
-    long of_thread;
-    Buffers(const Model &model, long tokens, long of_thread, float *scratch) : of_thread(of_thread) {
+    long of_attention, of_thread;
+    Buffers(const Model &model, const Call &call, long tokens) : of_attention(attention_floats(model, call)) {
+        of_thread = of_attention + (tokens <= FEW ? tokens * model.width : 0);
+        float *scratch = activations.of(count(model, tokens) + call.threads * of_thread);
         long heads = model.heads * model.head_width, kv = model.kv_heads * model.head_width;
         long sizes[] = {model.width, model.width, heads, kv, kv, heads, model.inner, model.inner};
         float **parts[] = {&x, &normed, &queries, &keys, &values, &attended, &gate, &up};
         for (int i = 0; i < 8; i++) *parts[i] = scratch, scratch += sizes[i] * tokens;
         threads = scratch;
     }
+    float *scratch(long thread) const { return threads + thread * of_thread; }
     static long count(const Model &model, long tokens) {
         return tokens * 2 * (model.width + (model.heads + model.kv_heads) * model.head_width + model.inner);
     }
 };
-
-// Buffers of one thread's attention.
-long attention_floats(const Model &model, const Call &call) {
-    long reach = OUTPUTS;
-    for (long k = 0; k < call.rows; k++) reach = std::max<long>(reach, call.starts[k] + call.tokens);
-    return std::min<long>(QUERIES, call.tokens) * (model.heads / model.kv_heads) * (2 * model.head_width + reach + W);
-}
 
 void gated(float *gate, const float *up, long count) {  // silu(gate) * up, in place
     long i = 0;
@@ -308,51 +314,54 @@ void run_layer(const Model &model, const Layer &layer, const Call &call, const B
     long M = call.rows * call.tokens, threads = call.threads, heads = model.heads * model.head_width;
     auto share = [&](long total, long step) { return Share(total, step, thread, threads); };
     auto norm_all = [&](const float *weight) {
-        Share own = share(M, 1);
-        for (long m = own.begin; m < own.end; m++)
-            normalise(b.x + m * model.width, weight, model.width, model.epsilon, b.normed + m * model.width);
+        bool own = M <= FEW;  // for few tokens each thread's own copy is faster than waiting
+        float *to = own ? b.scratch(thread) + b.of_attention : b.normed;
+        Share tokens = own ? Share(M, 1, 0, 1) : share(M, 1);
+        for (long m = tokens.begin; m < tokens.end; m++)
+            normalise(b.x + m * model.width, weight, model.width, model.epsilon, to + m * model.width);
+        if (!own) all.wait(threads);
+        return to;
     };
     auto add = [&](const Matrix &w, const float *from, long depth) {  // adds to x, through the buffer of norms
         Share own = share(model.width, OUTPUTS);
         products({{w, own, b.normed}}, from, M, depth);
         for (long m = 0; m < M; m++)
             for (long n = own.begin; n < own.end; n++) b.x[m * model.width + n] += b.normed[m * model.width + n];
+        all.wait(threads);
     };
-    norm_all(layer.norm);
-    all.wait(threads);
-    auto part = [&](const Matrix &w, float *y) { return Output{w, share(w.outputs, OUTPUTS), y}; };
-    products({part(layer.query, b.queries), part(layer.key, b.keys), part(layer.value, b.values)}, b.normed, M, model.width);
-    all.wait(threads);
-    Share tokens = share(M, 1);
-    for (long m = tokens.begin; m < tokens.end; m++) place_token<T>(model, layer, call, m, b.queries, b.keys, b.values);
-    all.wait(threads);
+    // If heads can be divided, no thread needs another one's before the attention ends.
+    bool divided = model.kv_heads % threads == 0;
+    auto part = [&](const Matrix &w, float *y, long step) { return Output{w, share(w.outputs, step), y}; };
+    long step = divided ? model.head_width : OUTPUTS;
+    products({part(layer.query, b.queries, step), part(layer.key, b.keys, step), part(layer.value, b.values, step)},
+             norm_all(layer.norm), M, model.width);
+    if (!divided) all.wait(threads);
+    Share kv_heads = divided ? share(model.kv_heads, 1) : Share(model.kv_heads, 1, 0, 1);
+    Share tokens = divided ? Share(M, 1, 0, 1) : share(M, 1);
+    for (long m = tokens.begin; m < tokens.end; m++) place_token<T>(model, layer, call, m, kv_heads, b.queries, b.keys, b.values);
+    if (!divided) all.wait(threads);
     if (fill) return;
     long chunks = (call.tokens + QUERIES - 1) / QUERIES;
-    for (long i = thread; i < call.rows * model.kv_heads * chunks; i += threads)
-        attend<T>(model, layer, call, i / chunks / model.kv_heads, i / chunks % model.kv_heads, i % chunks * QUERIES, b.queries,
-                  b.attended, b.threads + thread * b.of_thread);
+    for (long i = 0; i < call.rows * model.kv_heads * chunks; i++) {
+        long row = i / chunks / model.kv_heads, head = i / chunks % model.kv_heads;
+        if (divided ? head < kv_heads.begin || head >= kv_heads.end : i % threads != thread) continue;
+        attend<T>(model, layer, call, row, head, i % chunks * QUERIES, b.queries, b.attended, b.scratch(thread));
+    }
     all.wait(threads);
     add(layer.out, b.attended, heads);
-    all.wait(threads);
-    norm_all(layer.second_norm);
-    all.wait(threads);
     Share inner = share(model.inner, OUTPUTS);
-    products({part(layer.gate, b.gate), part(layer.up, b.up)}, b.normed, M, model.width);
+    products({part(layer.gate, b.gate, OUTPUTS), part(layer.up, b.up, OUTPUTS)}, norm_all(layer.second_norm), M, model.width);
     for (long m = 0; m < M; m++) {
         long from = m * model.inner + inner.begin;
         gated(b.gate + from, b.up + from, inner.end - inner.begin);
     }
     all.wait(threads);
     add(layer.down, b.gate, model.inner);
-    all.wait(threads);
 }
-
-static thread_local Scratch activations;
 
 void run(const Model *model, const Layer *layers, const Call *asked) {
     long M = asked->rows * asked->tokens, width = model->width;
-    long of_thread = attention_floats(*model, *asked);
-    Buffers b(*model, M, of_thread, activations.of(Buffers::count(*model, M) + asked->threads * of_thread));
+    Buffers b(*model, *asked, M);
     Barrier all;
     int64_t threads_asked = threads_now(asked->threads);
 #pragma omp parallel num_threads(threads_asked) if (threads_asked > 1)

@@ -123,12 +123,12 @@ def test_8_bit_weights_are_read_as_they_are(keeper: str, dtype: torch.dtype) -> 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_token_has_the_same_bits_however_it_is_decoded(dtype: torch.dtype) -> None:
-    """One by one, several at once, among other rows, by one thread or two."""
+    """One by one, several at once, among other rows, by threads among which heads can be divided (2) or not (3)."""
     model = tiny_model("qwen3", dtype=dtype, hidden_size=72, intermediate_size=90, head_dim=24)
     alone = opened(model, rows=1)
     with torch.no_grad():
         one_by_one = torch.cat([alone.feed(TOKENS[:1, i : i + 1], np.array([i]), 1) for i in range(40)], 1)
-        for threads in (1, 2):
+        for threads in (1, 2, 3):
             before = torch.get_num_threads()
             torch.set_num_threads(threads)
             try:
