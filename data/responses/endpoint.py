@@ -273,13 +273,13 @@ class EndpointTarget:
         content = self._response(prompt, **options).content
         return self._ask(lambda: dict(json.loads(content)["choices"][0]))
 
-    def _response(self, prompt: str | list[int], **options: Any) -> Any:
-        """The HTTP response to a completion request."""
+    def _response(self, prompt: str | list[int], headers: dict[str, str] | None = None, **options: Any) -> Any:
+        """The HTTP response to a completion request with these options and headers."""
         raw, model = self.client.completions.with_raw_response, self.model
         # In the extra body, because elsewhere the client checks each id of a prompt, at 20 us each.
         body = {**options, "prompt": prompt}
         return self._ask(
-            lambda: raw.create(model=model, prompt="", extra_body=body).http_response,
+            lambda: raw.create(model=model, prompt="", extra_body=body, extra_headers=headers).http_response,
             options.get("prompt_logprobs"),
         )
 

@@ -51,6 +51,8 @@ _TIMED: dict[str, dict[str, Any]] = {
     "openvino": _STREAM,
     "llama.cpp": _STREAM | {"cache_prompt": False, "timings_per_token": True},
 }
+# llama-server closes a connection after every stream without announcing it, and a request at that moment would get no answer.
+_LAST = {"connection": "close"}
 _SETTLED_SECONDS, _LONGEST_SETTLING = 0.1, 5.0
 
 
@@ -126,7 +128,8 @@ class EngineClient(EndpointTarget):
 
         start = time.perf_counter()
         try:
-            response = self._response(self._prompt(prompt_ids), **options)
+            headers = _LAST if self.engine == "llama.cpp" and options.get("stream") else None
+            response = self._response(self._prompt(prompt_ids), headers, **options)
         except UserError as error:
             if self._as_text or not isinstance(error.__cause__, openai.BadRequestError):
                 raise
@@ -148,8 +151,7 @@ class EngineClient(EndpointTarget):
         http, sent, parts = self._streaming, time.perf_counter(), list[tuple[float, str]]()
         try:
             ended = within(self.endpoint.timeout, url, http.close)
-            # A server may close a connection that waits, just when it is used again.
-            with ended, http.stream("POST", f"{url}/completions", json=body, headers={"connection": "close"}) as reply:
+            with ended, http.stream("POST", f"{url}/completions", json=body, headers=_LAST) as reply:
                 for line in reply.raise_for_status().iter_lines():
                     if line.startswith("data: {"):
                         parts.append((time.perf_counter(), line))

@@ -10,13 +10,17 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def raw_engine(answer: bytes) -> Iterator[tuple[str, list[bytes]]]:
-    """Its url, and the heads of what it was asked."""
+def raw_engine(answer: bytes, once: bool = False) -> Iterator[tuple[str, list[bytes]]]:
+    """Its url, and the heads of what it was asked. ``once``: a second POST on a connection gets no answer."""
     heads: list[bytes] = []
 
     class Connection(socketserver.StreamRequestHandler):
         def handle(self) -> None:
+            posts = 0
             while head := b"".join(itertools.takewhile(lambda line: line != b"\r\n", self.rfile)):
+                posts += head.startswith(b"POST ")
+                if once and posts > 1:
+                    return
                 lengths = [line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")]
                 self.rfile.read(int(lengths[0].split(b":")[1]) if lengths else 0)
                 heads.append(head)

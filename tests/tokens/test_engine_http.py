@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import json
 import socketserver
 import threading
 import time
@@ -27,7 +28,9 @@ from distill.commands.drift.counters import scrape
 from distill.commands.options import ReadbackOptions
 from distill.commands.readback.readback import readback_command
 from distill.live.rollout.engine import models
+from speculative.decoder.responses import DecodeSettings
 from speculative.errors import UserError
+from speculative.rules.sampling import GREEDY
 
 SECRET = "sk-secret"
 OK = b"HTTP/1.1 200 OK\r\n"
@@ -168,7 +171,7 @@ def test_an_answer_a_byte_at_a_time_ends() -> None:
 
 def test_a_connection_is_not_used_again_after_it_has_waited(monkeypatch: pytest.MonkeyPatch) -> None:
     """Servers close it after some seconds, and what is asked at that moment gets no answer."""
-    monkeypatch.setattr(engine_http, "_KEPT_SECONDS", 0.3)
+    monkeypatch.setattr(engine_http, "_KEPT_SECONDS", 0.5)
     with raw_engine(OK + b"content-length: 2\r\n\r\n{}") as (url, _), engine_http.engine_http(url) as client:
 
         def port() -> int:
@@ -177,8 +180,22 @@ def test_a_connection_is_not_used_again_after_it_has_waited(monkeypatch: pytest.
 
         first = port()
         assert port() == first
-        time.sleep(0.4)
+        time.sleep(0.6)
         assert port() != first
+
+
+def test_no_request_follows_a_stream_of_llama_server_on_its_connection() -> None:
+    page = {"data": [{"id": "tiny", "object": "model"}], "usage": {"completion_tokens": 1}}
+    page["choices"] = [{"text": "a", "token_ids": [5], "finish_reason": "length"}]
+    body = json.dumps(page).encode()
+    answer = OK + b"content-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(body) + body
+    with raw_engine(answer, once=True) as (url, heads):
+        client = engine_at(url, model="tiny")
+        client.engine, client.timed = "llama.cpp", True
+        settings = DecodeSettings(GREEDY, 0, "greedy", 1, eos_ids=(2,))
+        found = [client.ask([1, 2], settings, key).ids for key in "abc"]
+    assert found == [[5]] * 3
+    assert sum(head.startswith(b"POST ") for head in heads) == 3
 
 
 def test_a_compressed_answer_does_not_grow() -> None:
