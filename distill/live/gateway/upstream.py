@@ -114,16 +114,18 @@ class Upstream:
         if body:
             sent.append((b"content-length", b"%d" % len(body)))
         request = h11.Request(method=method, target=url.path.rstrip("/").encode() + target, headers=sent)
-        connection = await self._connection(root)
+        connection, chunked = await self._connection(root), False
         try:
             await connection.send(request, h11.Data(data=body), h11.EndOfMessage())
             head = await connection.head()
             if head.status_code > _HIGHEST_STATUS:
                 raise h11.RemoteProtocolError(f"status {head.status_code}")
+            # llama-server closes a connection after every stream without announcing it, and the next request would get no answer.
+            chunked = any(name == b"transfer-encoding" for name, _ in head.headers)
             yield Answer(head.status_code, list(head.headers), connection.pieces())
         finally:
             idle = self._idle.setdefault(root, [])
-            if len(idle) < _IDLE_MOST and connection.reset():
+            if len(idle) < _IDLE_MOST and not chunked and connection.reset():
                 idle.append((time.monotonic() + _IDLE_SECONDS, connection))
             else:
                 connection.writer.close()

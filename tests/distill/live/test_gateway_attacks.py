@@ -243,6 +243,33 @@ def test_an_idle_connection_to_an_engine_is_closed_in_time(monkeypatch: pytest.M
     assert asyncio.run(seen()) == ["closed"]
 
 
+@pytest.mark.parametrize("framing", ["content-length: 2", "transfer-encoding: chunked"])
+def test_a_connection_is_not_used_again_after_a_stream(framing: str) -> None:
+    """llama-server closes it then, and says so nowhere; after another answer it does not."""
+    body = b"ok" if "length" in framing else b"2\r\nok\r\n0\r\n\r\n"
+
+    async def connections() -> int:
+        opened: list[int] = []
+
+        async def engine(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            opened.append(1)
+            with contextlib.suppress(asyncio.IncompleteReadError):
+                while await reader.readuntil(b"\r\n\r\n"):
+                    writer.write(b"HTTP/1.1 200 OK\r\n" + framing.encode() + b"\r\n\r\n" + body)
+            writer.close()
+
+        server = await asyncio.start_server(engine, "127.0.0.1", 0)
+        engines, root = Upstream(), f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        for _ in range(3):
+            async with engines.ask("GET", root, b"/", [], b"") as answer:
+                assert [piece async for piece in answer.pieces] == [b"ok"]
+        engines.close_idle(60.0)
+        server.close()
+        return len(opened)
+
+    assert asyncio.run(connections()) == (1 if "length" in framing else 3)
+
+
 def test_what_is_sent_after_a_request_that_is_being_answered_starts_no_clock(
     engine: ScriptedEngine, direct: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
