@@ -162,7 +162,7 @@ class Timing:
 
     @property
     def decoding_seconds(self) -> float:
-        """Of all stages of blocks."""
+        """Of all blocks: draft, verify, accept, and those that ran as one launch."""
         return self.draft_seconds + self.verify_seconds + self.accept_seconds + self.block_seconds
 
     @property

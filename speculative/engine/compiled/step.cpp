@@ -278,7 +278,7 @@ long attention_floats(const Model &model, const Call &call) {
 
 static thread_local Scratch activations;
 
-struct Buffers {  // (M, ...) each; and of each thread, for its attention and its copy of few norms
+struct Buffers {  // (M, ...) each; threads: `of_thread` numbers for each, of which the last are its copy of few norms
     float *x, *normed, *queries, *keys, *values, *attended, *gate, *up, *threads;
     long of_attention, of_thread;
     Buffers(const Model &model, const Call &call, long tokens) : of_attention(attention_floats(model, call)) {
@@ -313,7 +313,7 @@ template <class T>
 void run_layer(const Model &model, const Layer &layer, const Call &call, const Buffers &b, long thread, Barrier &all, bool fill) {
     long M = call.rows * call.tokens, threads = call.threads, heads = model.heads * model.head_width;
     auto share = [&](long total, long step) { return Share(total, step, thread, threads); };
-    auto norm_all = [&](const float *weight) {
+    auto norm_all = [&](const float *weight) {  // waits only if the tokens were shared
         bool own = M <= FEW;  // for few tokens each thread's own copy is faster than waiting
         float *to = own ? b.scratch(thread) + b.of_attention : b.normed;
         Share tokens = own ? Share(M, 1, 0, 1) : share(M, 1);
@@ -322,15 +322,15 @@ void run_layer(const Model &model, const Layer &layer, const Call &call, const B
         if (!own) all.wait(threads);
         return to;
     };
-    auto add = [&](const Matrix &w, const float *from, long depth) {  // adds to x, through the buffer of norms
+    auto add = [&](const Matrix &w, const float *from, long depth) {  // adds to x, through the buffer of norms, and waits
         Share own = share(model.width, OUTPUTS);
         products({{w, own, b.normed}}, from, M, depth);
         for (long m = 0; m < M; m++)
             for (long n = own.begin; n < own.end; n++) b.x[m * model.width + n] += b.normed[m * model.width + n];
         all.wait(threads);
     };
-    // If heads can be divided, no thread needs another one's before the attention ends.
-    bool divided = model.kv_heads % threads == 0;
+    // If heads can be divided, no thread reads another's queries, keys or values. A product has at least 4 outputs.
+    bool divided = model.kv_heads % threads == 0 && model.kv_heads / threads * model.head_width >= OUTPUTS;
     auto part = [&](const Matrix &w, float *y, long step) { return Output{w, share(w.outputs, step), y}; };
     long step = divided ? model.head_width : OUTPUTS;
     products({part(layer.query, b.queries, step), part(layer.key, b.keys, step), part(layer.value, b.values, step)},

@@ -3,7 +3,11 @@ called as it is.
 """
 
 import ctypes
+import mmap
+import os
 import resource
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +25,7 @@ from speculative.drafters.drafter import ModelDrafter
 from speculative.engine import cached_model, plain_decoders
 from speculative.engine.cached_model import CachedModel
 from speculative.engine.compiled import model as compiled
+from speculative.engine.compiled.library import library
 from speculative.engine.compiled.model import CompiledModel
 from speculative.engine.plain_decoders import PLAIN_DECODERS, is_plain
 from speculative.rules.sampling import GREEDY, SamplingSettings
@@ -35,6 +40,11 @@ def opened(model, runner: str = "compile", rows: int = 2, capacity: int = 64) ->
     cached = CachedModel(model, "model", rows, capacity, runner)
     assert (cached.compiled is not None) == (runner == "compile")
     return cached
+
+
+def alone_until() -> ctypes.c_int64:
+    """The time until which calls use one thread, because another process took a core. 0: they use all."""
+    return ctypes.c_int64.in_dll(library(), "alone_until")
 
 
 def logits(model, runner: str) -> list[torch.Tensor]:
@@ -134,11 +144,10 @@ def test_a_token_has_the_same_bits_however_it_is_decoded(dtype: torch.dtype) -> 
             try:
                 for width in (2, 3, 5, 8, 40):
                     several = opened(model, rows=3)
-                    parts = TOKENS[[1, 0, 1]].split(width, 1)
-                    found = [
-                        several.feed(part, np.array([i * width, i * width, 0]), part.shape[1])[1]
-                        for i, part in enumerate(parts)
-                    ]
+                    found = []
+                    for i, part in enumerate(TOKENS[[1, 0, 1]].split(width, 1)):
+                        alone_until().value = 0
+                        found.append(several.feed(part, np.array([i * width, i * width, 0]), part.shape[1])[1])
                     assert torch.equal(torch.cat(found), one_by_one[0]), (threads, width)
             finally:
                 torch.set_num_threads(before)
@@ -285,6 +294,30 @@ def test_an_adapter_inside_the_model_is_heard(how: str, decoded_before: bool) ->
     assert found[0] == found[1]
 
 
+def feed_behind_a_guard() -> None:
+    """Heads of 2 numbers on 2 threads, and a page that nobody may read before the weights of queries, keys and values."""
+    page, libc = mmap.PAGESIZE, ctypes.CDLL(None)
+    model = tiny_model("llama", head_dim=2, hidden_size=32)
+    for layer in model.model.layers:
+        for linear in (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj):
+            own = linear.weight.data
+            memory = mmap.mmap(-1, page + own.nbytes)
+            linear.weight.data = torch.frombuffer(memory, dtype=own.dtype, offset=page).view(own.shape).copy_(own)
+            assert libc.mprotect(ctypes.c_void_p(linear.weight.data_ptr() - page), page, 0) == 0
+    torch.set_num_threads(2)
+    cached, alone_until().value = opened(model, rows=1), 0
+    with torch.no_grad():
+        cached.feed(TOKENS[:1, :4], np.array([0]), 4)
+
+
+def test_a_thread_reads_nothing_before_its_weights() -> None:
+    """A product has at least 4 outputs, so a share of 2 would begin before the first."""
+    code, paths = f"import {__name__}; {__name__}.feed_behind_a_guard()", [str(Path(__file__).parent), *sys.path]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_share_of_less_than_a_tile_leaves_the_neighbours_outputs_alone() -> None:
     """6 keys on 2 threads: one thread's last tile starts among the other's outputs, which have their bias already."""
     model = tiny_model("qwen2", num_attention_heads=3, num_key_value_heads=1, hidden_size=18, head_dim=6)
@@ -300,6 +333,7 @@ def test_a_share_of_less_than_a_tile_leaves_the_neighbours_outputs_alone() -> No
             expected = alone.feed(TOKENS[:1, :20], np.zeros(1, dtype=np.int64), 20)
             torch.set_num_threads(2)
             for _ in range(500):
+                alone_until().value = 0
                 assert torch.equal(alone.feed(TOKENS[:1, :20], np.zeros(1, dtype=np.int64), 20), expected)
     finally:
         torch.set_num_threads(before)
