@@ -16,7 +16,7 @@ $(VENV)/ready: pyproject.toml constraints.txt
 	$(BIN)/pip install -q -c constraints.txt -e ".[dev]"
 	touch $@
 
-demo: setup      ## distil, judge and export a draft for the embedded target (8 to 12 minutes on 2 cores)
+demo: setup      ## distil, judge and export a draft for the embedded target (7 to 10 minutes on 2 cores)
 	$(BIN)/understudy demo
 
 loop: setup      ## the closed loop: traffic shifts, the draft is retrained and takes over (6 minutes on 2 cores; after `make engines` in vLLM, 14)
