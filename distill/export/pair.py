@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 
 from distill.export.engine import check, known_engines
 from distill.export.facts import EngineFacts, gather_facts
@@ -89,8 +89,10 @@ def _missing(folder: Path) -> list[str]:
     """Return the weight files that a model's folder lacks."""
     if not any(one.suffix in WEIGHTS and not one.name.startswith(NOT_A_MODEL) for one in folder.iterdir()):
         return [SAFE_WEIGHTS_NAME]
-    index = folder / SAFE_WEIGHTS_INDEX_NAME
-    if not index.is_file() or (folder / SAFE_WEIGHTS_NAME).is_file() or any(folder.glob("*.bin")):
+    # The first of these that is there is loaded.
+    order = SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME
+    index = next((folder / name for name in order if (folder / name).is_file()), None)
+    if index is None or index.name in (SAFE_WEIGHTS_NAME, WEIGHTS_NAME):
         return []
     try:
         named = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())

@@ -186,7 +186,16 @@ def test_weights_that_are_not_there(tmp_path, target):
         index.write_text(damaged)
         with pytest.raises(UserError, match="not an index of weight files"):
             found(target, own)
-    index.unlink()
+    torch.save({}, own / "pytorch_model-1.bin")
+    index.rename(own / "pytorch_model.bin.index.json").write_text(
+        '{"weight_map": {"a": "pytorch_model-1.bin", "b": "two.bin"}}'
+    )
+    (one,) = found(target, own)
+    assert "the draft has no two.bin" in one.text
+    torch.save({}, own / "pytorch_model.bin")
+    assert all("two.bin" not in one.text for one in found(target, own)), "the whole file comes first"
+    for path in own.glob("pytorch_model*"):
+        path.unlink()
     (own / named[0]).rename(own / "adapter_model.safetensors")
     (one,) = found(target, own)
     assert "the draft has no model.safetensors" in one.text
