@@ -331,10 +331,8 @@ void run_layer(const Model &model, const Layer &layer, const Call &call, const B
     };
     // If heads can be divided, no thread reads another's queries, keys or values. A product has at least 4 outputs.
     bool divided = model.kv_heads % threads == 0 && model.kv_heads / threads * model.head_width >= OUTPUTS;
-    auto part = [&](const Matrix &w, float *y, long step) { return Output{w, share(w.outputs, step), y}; };
-    long step = divided ? model.head_width : OUTPUTS;
-    products({part(layer.query, b.queries, step), part(layer.key, b.keys, step), part(layer.value, b.values, step)},
-             norm_all(layer.norm), M, model.width);
+    auto part = [&](const Matrix &w, float *y) { return Output{w, share(w.outputs, divided ? model.head_width : OUTPUTS), y}; };
+    products({part(layer.query, b.queries), part(layer.key, b.keys), part(layer.value, b.values)}, norm_all(layer.norm), M, model.width);
     if (!divided) all.wait(threads);
     Share kv_heads = divided ? share(model.kv_heads, 1) : Share(model.kv_heads, 1, 0, 1);
     Share tokens = divided ? Share(M, 1, 0, 1) : share(M, 1);
@@ -350,7 +348,7 @@ void run_layer(const Model &model, const Layer &layer, const Call &call, const B
     all.wait(threads);
     add(layer.out, b.attended, heads);
     Share inner = share(model.inner, OUTPUTS);
-    products({part(layer.gate, b.gate, OUTPUTS), part(layer.up, b.up, OUTPUTS)}, norm_all(layer.second_norm), M, model.width);
+    products({{layer.gate, inner, b.gate}, {layer.up, inner, b.up}}, norm_all(layer.second_norm), M, model.width);
     for (long m = 0; m < M; m++) {
         long from = m * model.inner + inner.begin;
         gated(b.gate + from, b.up + from, inner.end - inner.begin);
