@@ -36,7 +36,7 @@ from rich.table import Table
 import trl_peer
 from data.batches.collate import Example
 from data.prompts import stdlib
-from distill.models.carving import carve
+from distill.models.carving.layers import carve
 from distill.models.load import load_model, load_tokenizer
 from distill.run.provenance import describe_run
 from result_file import write_result

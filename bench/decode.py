@@ -29,7 +29,7 @@ from transformers import DynamicCache, GenerationConfig
 from data.prompts import stdlib
 from data.prompts.sources import prompt_row
 from distill.config.command_line import MessagesColumn, PromptColumn
-from distill.models.carving import carve
+from distill.models.carving.layers import carve
 from distill.models.load import load_model, load_tokenizer
 from distill.run.prompts import asked_rows, render_rows
 from distill.run.provenance import describe_run

@@ -16,7 +16,7 @@ import torch
 import typer
 
 from data.prompts.stdlib import corpus_documents
-from distill.models.carving import carve
+from distill.models.carving.layers import carve
 from distill.models.load import load_model, load_tokenizer
 from distill.run.provenance import describe_run
 from result_file import write_result

@@ -30,7 +30,7 @@ from rich.table import Table
 
 from distill.config.sections import JudgeConfig
 from distill.config.target import TargetConfig
-from distill.models.carving import carve
+from distill.models.carving.layers import carve
 from distill.models.draft import load_draft
 from distill.models.mask_token import give_mask_token
 from distill.models.target import Target

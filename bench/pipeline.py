@@ -29,7 +29,7 @@ from data.responses.prompt_logprobs import read_topk
 from data.responses.rendered import RenderedPrompt
 from data.responses.respond import ResponsePlan, row_of
 from distill.loss.definitions import Objective
-from distill.models.carving import carve
+from distill.models.carving.layers import carve
 from distill.models.load import dtype_of, load_model, load_tokenizer
 from distill.run.provenance import describe_run
 from distill.training.module import DraftModule

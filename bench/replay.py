@@ -38,7 +38,7 @@ from rich.table import Table
 from transformers import PreTrainedModel
 
 from data.prompts import stdlib
-from distill.models.carving import carve
+from distill.models.carving.layers import carve
 from distill.models.load import load_model, load_tokenizer
 from distill.run.provenance import describe_run
 from result_file import command_line, write_result

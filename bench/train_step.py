@@ -58,7 +58,7 @@ from distill.config.sections import OptimConfig, RolloutConfig
 from distill.loss.chunk_heads import OutputHead, Student
 from distill.loss.definitions import Objective
 from distill.loss.objective import chunked_loss
-from distill.models.carving import carve, layer_list
+from distill.models.carving.layers import carve, layer_list
 from distill.models.load import load_model, load_tokenizer, model_fingerprint
 from distill.models.vocabulary import vocabulary_rows
 from distill.run.provenance import describe_run

@@ -58,7 +58,7 @@ from data.signals.store import SignalStore, signal_manifest
 from distill.config.sections import OptimConfig
 from distill.loss.definitions import Objective, overlap
 from distill.loss.offsets import Survival, drawn_depths
-from distill.models.carving import carve, layer_list
+from distill.models.carving.layers import carve, layer_list
 from distill.models.heads import SplitModel
 from distill.models.load import load_model, load_tokenizer, model_fingerprint
 from distill.models.vocabulary import vocabulary_rows

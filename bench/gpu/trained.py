@@ -13,7 +13,7 @@ import torch
 from data.batches.collate import Example, collate
 from data.prompts.stdlib import function_head_rows
 from distill.loss.definitions import Objective
-from distill.models.carving import carve
+from distill.models.carving.layers import carve
 from distill.models.heads import SplitModel
 from distill.models.load import load_model, load_tokenizer
 from distill.training.teacher import Teacher

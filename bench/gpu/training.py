@@ -26,7 +26,7 @@ from data.batches.collate import Batch, Example, collate
 from distill.loss.chunk_heads import Student
 from distill.loss.definitions import Objective
 from distill.loss.objective import chunked_loss
-from distill.models.carving import layer_list
+from distill.models.carving.layers import layer_list
 from distill.models.heads import SplitModel
 from distill.training.profiling import peak_flops
 from distill.training.teacher import Teacher

@@ -11,7 +11,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from distill.config.sections import StudentConfig
-from distill.models.carving import carve, channel_scores, choose_layers, filled, layers_only, trim_mlps
+from distill.models.carving.channels import channel_scores, trim_mlps
+from distill.models.carving.layers import carve, filled, layers_only
+from distill.models.carving.search import choose_layers
 from distill.models.load import GGUF, load_model, load_pretrained, load_tokenizer, refusing
 from distill.models.mask_token import give_mask_token
 from distill.models.quantized import full_weight, quantization_name, quantization_of, without_quantization

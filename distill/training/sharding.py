@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from distill.config.sections import OptimConfig
-from distill.models.carving import layer_list
+from distill.models.carving.layers import layer_list
 from distill.models.quantized import quantization_of
 from distill.models.target import Target
 from distill.run.run import Run

@@ -13,7 +13,7 @@ from bench_modules import bench
 
 from data.batches.collate import collate
 from distill.loss.definitions import Objective
-from distill.models.carving import carve
+from distill.models.carving.layers import carve
 from distill.models.load import load_model, load_tokenizer
 from distill.training.module import DraftModule
 from speculative.errors import UserError

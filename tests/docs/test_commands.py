@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from distill.cli import app
 from distill.commands import serve as serving
 from distill.commands.probe import probe
-from distill.models.carving import carve
+from distill.models.carving.layers import carve
 from distill.models.load import load_tokenizer
 from speculative.measure.cost import measure_costs
 

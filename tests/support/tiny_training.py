@@ -22,7 +22,7 @@ from distill.config.layout import list_steps, step_folder
 from distill.config.load import parse_config
 from distill.config.run import RunConfig
 from distill.loss.definitions import Objective
-from distill.models.carving import carve
+from distill.models.carving.layers import carve
 from distill.models.mask_token import give_mask_token
 from distill.run.checkpoint import resume_point
 from distill.run.run import Run

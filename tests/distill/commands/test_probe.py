@@ -23,7 +23,7 @@ from distill.commands.probe.plan import read_plan
 from distill.commands.probe.probe import probe
 from distill.commands.probe.result import ModelFacts, Probe, Prospect, draft_sentence
 from distill.commands.probe.screen import Stages, busy_machine, print_probe, probe_lines
-from distill.models.carving import carve
+from distill.models.carving.layers import carve
 from distill.models.load import load_model, load_tokenizer
 from speculative.evaluate import HeldoutResponse
 from speculative.explain.ceilings import DecisionWord, Outlook, price_of

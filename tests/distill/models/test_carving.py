@@ -16,18 +16,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from data.prompts.stdlib import functions, modules
-from distill.models import carving
-from distill.models.carving import (
-    LayerScorer,
-    carve,
-    channel_scores,
-    choose_layers,
-    kept_channels,
-    layer_list,
-    layers_only,
-    sample_sequences,
-    trim_mlps,
-)
+from distill.models.carving import search
+from distill.models.carving.channels import channel_scores, kept_channels, trim_mlps
+from distill.models.carving.layers import carve, layer_list, layers_only
+from distill.models.carving.search import LayerScorer, choose_layers, sample_sequences
 from distill.models.load import load_model, load_tokenizer
 from speculative.rules.sampling import SamplingSettings, logits_to_probs
 
@@ -149,7 +141,7 @@ def test_an_exchange_mends_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
         def alphas(self, candidates: list[tuple[int, ...]]) -> list[float]:
             return [table.get(kept, 0.6 if kept == (0, 3) else 0.1) for kept in candidates]
 
-    monkeypatch.setattr(carving, "LayerScorer", Table)
+    monkeypatch.setattr(search, "LayerScorer", Table)
     choice = choose_layers(tiny_model(num_hidden_layers=4), 2, TEXTS)
     assert choice.path == ((3, 0.7), (1, 0.4))
     assert choice.exchanges == ((2, 3, 0.6),)

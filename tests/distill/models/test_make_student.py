@@ -12,7 +12,8 @@ from tiny_models import logits, prompts_of, tiny_model
 from tiny_training import TOKENS, run_config, tiny_tokenizer, train_tokenizer, write_target
 from torch import nn
 
-from distill.models.carving import LayerScorer, carve, choose_layers
+from distill.models.carving.layers import carve
+from distill.models.carving.search import LayerScorer, choose_layers
 from distill.models.load import load_tokenizer
 from distill.models.student import from_architecture, make_student
 from distill.models.transplant import match_tokens

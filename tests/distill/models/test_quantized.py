@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from distill import train
 from distill.config.sections import LoraConfig, StudentConfig
-from distill.models.carving import carve
+from distill.models.carving.layers import carve
 from distill.models.load import load_model, model_fingerprint
 from distill.models.quantized import full_weight, is_plain, quantization_name
 from distill.models.student import make_student

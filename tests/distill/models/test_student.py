@@ -14,7 +14,7 @@ from transformers import AutoConfig
 
 from distill.config.sections import LoraConfig, StudentConfig
 from distill.loss.definitions import Objective
-from distill.models.carving import carve
+from distill.models.carving.layers import carve
 from distill.models.load import dtype_of, load_model, load_tokenizer, saved_dtype
 from distill.models.student import add_lora, from_architecture, refuse_impossible
 from distill.training.module import DraftModule

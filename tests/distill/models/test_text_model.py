@@ -10,7 +10,8 @@ from tiny_models import COMMON, VOCAB, generated, logits, perturbed, prompts_of,
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from distill.models.carving import LayerScorer, carve, layers_only
+from distill.models.carving.layers import carve, layers_only
+from distill.models.carving.search import LayerScorer
 from distill.models.load import load_model
 from distill.models.text_model import auto_class, text_only
 from speculative.decode import decode

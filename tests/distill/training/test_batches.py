@@ -36,7 +36,7 @@ from data.responses.rendered import RenderedPrompt
 from distill.config.layout import list_steps
 from distill.config.run import RunConfig
 from distill.loss.definitions import Objective
-from distill.models.carving import carve
+from distill.models.carving.layers import carve
 from distill.run.checkpoint import resume_point
 from distill.run.run import Run
 from distill.training.batches import BatchSource, position_weighted

@@ -32,7 +32,7 @@ from distill.config.layout import step_folder
 from distill.config.run import RunConfig
 from distill.loss.definitions import Objective
 from distill.loss.offsets import Survival
-from distill.models.carving import carve
+from distill.models.carving.layers import carve
 from distill.models.mask_token import give_mask_token
 from distill.run.run import Run
 from distill.training.batches import make_batches

@@ -31,7 +31,7 @@ from tiny_training import (
 from distill.config.layout import step_folder
 from distill.config.load import dump_config
 from distill.config.run import RunConfig
-from distill.models.carving import layer_list
+from distill.models.carving.layers import layer_list
 from distill.run import checkpoint
 from distill.training import sharding
 from speculative.errors import UserError

@@ -15,7 +15,7 @@ from distill.commands.export import export_run
 from distill.commands.options import ExportOptions
 from distill.config.layout import list_steps, step_folder
 from distill.config.load import load_config
-from distill.models.carving import carve
+from distill.models.carving.layers import carve
 from distill.models.draft import load_draft
 from distill.models.load import load_model
 from distill.models.target import Target

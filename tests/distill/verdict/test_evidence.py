@@ -11,7 +11,7 @@ from transformers import LlamaForCausalLM
 from distill.commands.evaluate.evaluate import evaluate
 from distill.config.load import load_config
 from distill.export.facts import ways_to_serve
-from distill.models.carving import carve
+from distill.models.carving.layers import carve
 from distill.models.target import Target
 from distill.run.responses import decode_settings
 from distill.verdict.conclusion import curves_of

@@ -14,7 +14,7 @@ from tiny_models import perturbed, prompts_of, tiny_model
 from distill.commands.evaluate.evaluate import evaluate
 from distill.config.load import load_config
 from distill.config.sections import JudgeConfig
-from distill.models.carving import carve
+from distill.models.carving.layers import carve
 from distill.models.load import load_model, load_tokenizer
 from distill.report.measured import load_table, ways_tables
 from distill.report.page import report_command

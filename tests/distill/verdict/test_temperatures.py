@@ -9,7 +9,7 @@ import torch
 
 from distill.config.load import load_config
 from distill.config.sections import JudgeConfig
-from distill.models.carving import carve
+from distill.models.carving.layers import carve
 from distill.models.target import Target
 from distill.run.responses import decode_settings
 from distill.verdict.decoding import Candidate

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from distill.config.load import load_config
-from distill.models.carving import carve
+from distill.models.carving.layers import carve
 from distill.models.target import Target
 from distill.run.responses import decode_settings
 from distill.verdict import contest, question
