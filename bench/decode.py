@@ -27,7 +27,7 @@ from rich.table import Table
 from transformers import DynamicCache, GenerationConfig
 
 from data.prompts import stdlib
-from data.prompts.sources import prompt_row
+from data.prompts.columns import prompt_row
 from distill.config.command_line import MessagesColumn, PromptColumn
 from distill.models.carving.layers import carve
 from distill.models.load import load_model, load_tokenizer

@@ -41,7 +41,9 @@ def conversation_prompts(
     """
     if not isinstance(value, list) or not value:
         kind = "an empty list" if value == [] else f"a {type(value).__name__}" if value is not None else "nothing"
-        raise UserError(f"{origin}: column {column!r} contains {kind}; give a list of turns with role and content")
+        raise UserError(
+            f"{origin}: column {column!r} contains {kind}; give a list of turns with role and content, or its JSON"
+        )
     turns = [_turn(turn, f"{origin}: turn {number} of {column!r}") for number, turn in enumerate(value, start=1)]
     roles = [turn["role"] for turn in turns]
     # Places after a turn of another speaker, where the assistant speaks next or the conversation ends, from the first user turn on.

@@ -1,31 +1,73 @@
-"""Lines of text, CSV and JSON files, read lazily; an error gives file and line."""
+"""Lines of text, CSV and JSON files, read lazily, also compressed ones; an error gives file and line."""
 
+import bz2
 import csv
 import gzip
+import io
 import json
+import lzma
+import re
 import sys
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
+
+import pyarrow as pa
 
 from speculative.errors import UserError
 
 Rows = Iterable[tuple[int, dict[str, Any]]]
 
 
+SUFFIXES = (".gz", ".bz2", ".xz", ".zst")
+# By the first bytes of a file, because names are often wrong. An empty bzip2 file begins differently.
+_OPEN: dict[bytes, Callable[[Path], Any]] = {
+    rb"\x1f\x8b": gzip.open,
+    rb"BZh[1-9](1AY&SY|\x17rE8P\x90)": bz2.open,
+    rb"\xfd7zXZ\x00": lzma.open,
+    rb"\x28\xb5\x2f\xfd": lambda path: io.BufferedReader(pa.input_stream(str(path), compression="zstd")),
+}
+_REFUSED = {
+    rb"PK[\x03\x05]": "zip",
+    rb"7z\xbc\xaf": "7z",
+    rb"Rar!": "rar",
+    rb"\x04\x22\x4d\x18": "lz4",
+    rb"(?s).{257}ustar": "tar",
+}
+
+
+def bare_name(path: Path) -> str:
+    """The name of a file without the suffix of a compression."""
+    return path.stem if path.suffix.lower() in SUFFIXES else path.name
+
+
+def opened(path: Path) -> BinaryIO:
+    """A file that may be compressed by gzip, bzip2, xz or zstd; UserError for archives and other compressions."""
+    with path.open("rb") as raw:
+        head = raw.read(262)
+    kind = next((name for first, name in _REFUSED.items() if re.match(first, head)), "")
+    if kind or ".tar" in path.suffixes:
+        raise UserError(
+            f"{path}: {kind or 'tar'} files are not read; unpack it, or compress it as {', '.join(SUFFIXES)}"
+        )
+    return next((how(path) for first, how in _OPEN.items() if re.match(first, head)), None) or path.open("rb")
+
+
 def _lines(path: Path, ends: bool = False) -> Iterator[tuple[int, str]]:
     """(number from 1, text) of each line, with or without its line end: a line feed, a carriage return or both."""
     number = 0
     try:
-        with gzip.open(path, "rb") if path.name.endswith(".gz") else path.open("rb") as file:
+        with opened(path) as file:
             for number, line in enumerate((one for some in file for one in some.splitlines(ends)), start=1):
                 yield number, line.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        found = f"byte {error.object[error.start]:#04x}"
-        raise UserError(f"{path}:{number}: not UTF-8 ({found}); save the file as UTF-8") from error
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise UserError(f"{path}: damaged gzip file ({error}); copy or compress it again") from error
+        byte = f"byte {error.object[error.start]:#04x}"
+        raise UserError(f"{path}:{number}: not UTF-8 ({byte}); save the file as UTF-8") from error
+    except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
+        if getattr(error, "errno", None):
+            raise
+        raise UserError(f"{path}: damaged file ({error}); copy or compress it again") from error
 
 
 def _filled_lines(path: Path) -> Iterator[tuple[int, str]]:

@@ -33,9 +33,15 @@ class PromptSource(Section):
     subset: str | None = Field(None, description="configuration name of a hub dataset")
     revision: str | None = Field(None, description="hub revision")
     streaming: bool = Field(False, description="read a hub dataset as it comes, without a copy on this disk")
-    prompt_column: str | None = Field(None, description="column with a plain prompt")
-    reference_column: str | None = Field(None, description="column with the dataset's answer")
-    messages_column: str | None = Field(None, description="column with chat messages (role, content)")
+    prompt_column: str | None = Field(
+        None,
+        description="column with a prompt, or a template of columns, such as `{instruction}\\n\\n{input}`; an empty column leaves out "
+        "the text before it",
+    )
+    reference_column: str | None = Field(None, description="column with the dataset's answer, as text or turns")
+    messages_column: str | None = Field(
+        None, description="column with chat messages (role, content), as a list or as JSON text"
+    )
     turns: Literal["last", "all"] = Field(
         "last",
         description="assistant turns of a conversation to train on: the last, or all (each becomes a prompt)",

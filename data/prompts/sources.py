@@ -4,7 +4,6 @@
 """
 
 import csv
-import difflib
 import glob
 import heapq
 import logging
@@ -12,15 +11,15 @@ import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from data.prompts.conversation import QUESTION_COLUMNS, conversation_prompts, first_question, tools_of
-from data.prompts.lines import Rows, csv_rows, json_rows, one_line, text_rows
+from data.prompts.columns import columns_of, near, prompt_row
+from data.prompts.lines import Rows, bare_name, csv_rows, json_rows, one_line, text_rows
 from data.prompts.prompt import PromptRow, PromptSource, rendered_row
 from data.prompts.split import content_hash
 from speculative.errors import UserError
@@ -28,11 +27,8 @@ from speculative.errors import UserError
 log = logging.getLogger(__name__)
 
 STDLIB = "stdlib"
-PROMPT_NAMES = ("prompt", "question", "instruction", "text", "input", "nl")
-MESSAGES_NAMES = ("messages", "conversations")
-# Suffix -> builder of `datasets`; a trailing .gz is ignored.
+# Suffix -> builder of `datasets`; the suffix of a compression is ignored.
 FORMATS = {"jsonl": "json", "json": "json", "parquet": "parquet", "txt": "text", "csv": "csv", "arrow": "arrow"}
-TOOLS_NAME = "tools"
 UNREADABLE = (OSError, pa.ArrowException, csv.Error, KeyError, UnicodeDecodeError)
 BATCH_ROWS = 1000  # Rows of a columnar file that are read at once.
 # Columns of prompts that were rendered earlier; there are also `text` or `turns`, and `domain`.
@@ -66,7 +62,7 @@ def load_source(
 ) -> list[PromptRow]:
     """Read the prompts of one source, in their order.
 
-    ``path`` is a file (jsonl, json, parquet, csv, txt, also .gz), a glob of files, a directory as ``datasets`` reads it
+    ``path`` is a file (jsonl, json, parquet, csv, txt, also compressed), a glob of files, a directory as ``datasets`` reads it
     (README configs, splits by file name: a dataset repository copied from the hub works), a hub id, or ``stdlib``.
     A text file holds one prompt per line; blank lines are skipped. ``split`` and ``subset`` are for directories and hub ids;
     for ``stdlib`` the split is ``train`` or ``heldout``. A ``format`` other than ``auto`` means that the path is local.
@@ -141,14 +137,6 @@ def _stdlib_rows(source: PromptSource) -> list[PromptRow]:
     ]
 
 
-def prompt_row(text: str, reference: str | None, domain: str, origin: str, system: str | None) -> PromptRow:
-    """A plain prompt, or with a system message a conversation that starts with it."""
-    if system is None:
-        return PromptRow(text, None, reference, domain, origin)
-    turns = ({"role": "system", "content": system}, {"role": "user", "content": text})
-    return PromptRow(None, turns, reference, domain, origin)
-
-
 def _open(source: PromptSource) -> tuple[Iterator[_Table], str]:
     """The tables of a source, read lazily, and their default domain."""
     path, split = source.path, source.split
@@ -158,7 +146,7 @@ def _open(source: PromptSource) -> tuple[Iterator[_Table], str]:
     if local.is_dir():
         return _directory_tables(local, split, source.subset), local.resolve().name
     if local.is_file():
-        return _file_tables([local], source.format, split), Path(local.name.removesuffix(".gz")).stem
+        return _file_tables([local], source.format, split), Path(bare_name(local)).stem
     if glob.has_magic(path):
         if not (files := _files(path)):
             raise UserError(f"{path}: the pattern matches no file; check the folder and the suffix")
@@ -174,16 +162,11 @@ def looks_like_hub_id(path: str) -> bool:
     """Whether a path is written like a dataset of the hub."""
     # "OpenHermes-2.5" is a hub id and "prompts.jsnl" a misspelt file: a file suffix has only letters.
     shaped_as_id = re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", path) is not None
-    return shaped_as_id and re.search(r"\.[A-Za-z]{2,7}$|\.gz$", path) is None
-
-
-def _near(name: str, known: Any) -> str:
-    found = difflib.get_close_matches(name, list(known), n=3, cutoff=0.6)
-    return f" (near: {', '.join(found)})" if found else ""
+    return shaped_as_id and re.search(r"\.[A-Za-z]{2,7}$|\.bz2$", path) is None
 
 
 def _near_files(path: Path) -> str:
-    return _near(path.name, [entry.name for entry in path.parent.iterdir()]) if path.parent.is_dir() else ""
+    return near(path.name, [entry.name for entry in path.parent.iterdir()]) if path.parent.is_dir() else ""
 
 
 def _file_tables(files: list[Path], format: str, split: str) -> Iterator[_Table]:
@@ -197,8 +180,8 @@ def _file_tables(files: list[Path], format: str, split: str) -> Iterator[_Table]
 
 
 def format_of(file: Path) -> str | None:
-    """The format of a file by its suffix, without `.gz`; None if unknown."""
-    suffix = file.name.removesuffix(".gz").rpartition(".")[2].lower()
+    """The format of a file by its suffix before that of a compression; None if unknown."""
+    suffix = bare_name(file).rpartition(".")[2].lower()
     return suffix if suffix in FORMATS else None
 
 
@@ -213,7 +196,7 @@ def _directory_tables(folder: Path, split: str, subset: str | None) -> Iterator[
             raise UserError(f"{folder}: {one_line(error)}; give a file, a glob or a subset") from error
     files = {str(name): found for name, found in (builder.config.data_files or {}).items()}
     if split not in files:
-        raise UserError(f"{folder}: no split {split!r}{_near(split, files)}; it has {', '.join(files)}")
+        raise UserError(f"{folder}: no split {split!r}{near(split, files)}; it has {', '.join(files)}")
     log.info("%s: split %s is %s", folder, split, ", ".join(str(Path(file).name) for file in files[split]))
     return (table for file in files[split] for table in _read_file(Path(file), builder.name))
 
@@ -265,7 +248,7 @@ def _hub_table(source: PromptSource) -> _Table:
             f"connected machine run `hf download {path} --repo-type dataset --local-dir DIR`, copy DIR here and "
             "give it as path; or copy that machine's HF_HOME cache and set HF_HUB_OFFLINE=1"
         ) from error
-    except (datasets.exceptions.DatasetsError, ValueError, RuntimeError) as error:
+    except (datasets.exceptions.DatasetsError, ValueError, RuntimeError, ImportError) as error:
         raise UserError(f"{path}: {one_line(error)} (subset={subset}, split={split})") from error
     return _Table(f"{path}[{split}]", columns, lambda wanted: enumerate(dataset.select_columns(list(wanted)), start=1))
 
@@ -276,41 +259,16 @@ def _table_rows(
     if set(table.columns) >= RENDERED and not (source.prompt_column or source.messages_column):
         yield from _rendered_rows(table, source)
         return
-    questions = set(table.columns) >= QUESTION_COLUMNS
-    if questions and not (source.prompt_column or source.messages_column):
-        log.info("%s: a benchmark's questions: a prompt is the first turn, a domain the category", table.name)
-        label = source.domain_column or (None if source.domain else "category")
-        source = source.model_copy(update={"prompt_column": "turns", "domain_column": label})
-    prompt, messages = _content_columns(table, source, preferred)
-    named, tools = source.reference_column, source.tools_column
-    if tools is None and messages and TOOLS_NAME in table.columns:
-        tools = TOOLS_NAME
-    wanted = sorted({column for column in (prompt, messages, named, source.domain_column, tools) if column})
-    for column in wanted:
-        if column not in table.columns:
-            near, known = _near(column, table.columns), ", ".join(table.columns)
-            raise UserError(f"{table.name}: no column {column!r}{near}; it has {known}")
-    for number, values in table.rows(wanted):
-        origin = f"{table.name}:{number}"
+    columns = columns_of(table.name, table.columns, source, preferred)
+    for number, values in table.rows(columns.wanted):
         try:
-            reference = _filled(values.get(named), named, origin) if named else None
-            label = _domain_of(values, source.domain_column, domain, origin)
-            if messages:
-                asked = conversation_prompts(
-                    values.get(messages), messages, origin, source.system, source.turns == "all"
-                )
-                found = [PromptRow(None, turns, reference or own, label, at) for turns, own, at in asked]
-            else:
-                assert prompt is not None
-                text = first_question(values.get(prompt), origin) if questions else values.get(prompt)
-                found = [prompt_row(_filled(text, prompt, origin), reference, label, origin, source.system)]
-            given = tools_of(values.get(tools), tools, origin) if tools else None
+            rows = columns.rows(values, domain, f"{table.name}:{number}")
         except UserError as error:
             if bad_rows is None:
                 raise
             bad_rows.append(error)
             continue
-        yield from (replace(row, tools=given) for row in found) if given else found
+        yield from rows
 
 
 def _rendered_rows(table: _Table, source: PromptSource) -> Iterator[PromptRow]:
@@ -321,44 +279,3 @@ def _rendered_rows(table: _Table, source: PromptSource) -> Iterator[PromptRow]:
             yield rendered_row(values, domain, origin)
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise UserError(f"{origin}: {one_line(error)}; export or render these prompts again") from error
-
-
-def _content_columns(table: _Table, source: PromptSource, preferred: str | None) -> tuple[str | None, str | None]:
-    """(prompt column, None) or (None, messages column): the configured one, else the preferred or only common name."""
-    if source.prompt_column or source.messages_column:
-        return source.prompt_column, source.messages_column
-    # A column with another role cannot also be the prompt.
-    taken = (source.reference_column, source.domain_column)
-    usual = [name for name in (*PROMPT_NAMES, *MESSAGES_NAMES) if name in table.columns and name not in taken]
-    if preferred in usual:
-        usual = [preferred]
-    if len(usual) != 1:
-        found = f"{len(usual)} columns match ({', '.join(usual)})" if usual else "no column has a common name"
-        raise UserError(
-            f"{table.name}: the prompt column is unclear, {found}; set prompt_column or messages_column to one of "
-            f"{', '.join(table.columns)}"
-        )
-    is_prompt = usual[0] in PROMPT_NAMES
-    log.info("%s: taking column %r as the %s", table.name, usual[0], "prompt" if is_prompt else "messages")
-    return (usual[0], None) if is_prompt else (None, usual[0])
-
-
-def _filled(value: Any, column: str, origin: str) -> str:
-    if isinstance(value, str) and value.strip():
-        return value
-    if value is None or isinstance(value, str):
-        raise UserError(f"{origin}: column {column!r} is empty; fill it or remove the row")
-    hint = "if it contains conversations, set it as messages_column" if isinstance(value, list) else "write it as text"
-    raise UserError(f"{origin}: column {column!r} contains a {type(value).__name__}, not a string; {hint}")
-
-
-def _domain_of(values: dict[str, Any], column: str | None, default: str, origin: str) -> str:
-    """The domain of a row; a list of strings (several services of one dialogue) is joined with ``+``."""
-    value = values.get(column) if column else None
-    if value is None or value == "" or value == []:
-        return default
-    if isinstance(value, list) and all(isinstance(part, str) for part in value):
-        return "+".join(value)
-    if isinstance(value, str | int):
-        return str(value)
-    raise UserError(f"{origin}: domain column {column!r} contains a {type(value).__name__}; a label must be a string")

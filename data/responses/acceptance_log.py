@@ -2,12 +2,11 @@
 
 EXPECTED has the formats. jsonl: per request; or records of an engine: its responses, one per line or under "response" with "domain",
 its request files, records of AIPerf (`engine_counts`). vllm: one line per interval. llama.cpp: one line per request; older builds
-write `draft acceptance rate = ...`, without the mean length. All but proposals may be gzipped. Other lines of an engine's log are ignored.
+write `draft acceptance rate = ...`, without the mean length. All but proposals may be compressed. Other lines of an engine's log are ignored.
 """
 
 import csv
 import functools
-import gzip
 import io
 import json
 import re
@@ -15,11 +14,12 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from data.prompts.lines import bare_name, opened
 from data.responses.engine_counts import read_counts
 from speculative.errors import UserError
 
@@ -116,7 +116,7 @@ def _nothing_in(path: Path, what: str) -> UserError:
 
 def _format_of(path: Path) -> str | None:
     """The format by suffix if that is clear, else by the first line that shows it."""
-    suffix = Path(path.name.removesuffix(".gz")).suffix.lower()
+    suffix = Path(bare_name(path)).suffix.lower()
     with path.open("rb") as file:
         if suffix == ".parquet" or file.read(4) == b"PAR1":
             return "proposals"
@@ -138,18 +138,16 @@ def _format_of(path: Path) -> str | None:
 
 
 def _lines(path: Path, warnings: list[str]) -> Iterator[tuple[int, str, bool]]:
-    """(number from 1, text, whether it ends in a line feed) of each line; a truncated gzip ends early, with a warning."""
-    with path.open("rb") as raw:
-        zipped = raw.read(2) == b"\x1f\x8b"
-    with gzip.open(path, "rb") if zipped else path.open("rb") as file:
+    """(number from 1, text, whether it ends in a line feed) of each line; a truncated compressed file ends early, with a warning."""
+    with opened(path) as file:
         # Split only at line feeds: a carriage return inside a line is progress output of an engine.
-        text = io.TextIOWrapper(cast(BinaryIO, file), encoding="utf-8-sig", errors="replace", newline="\n")
+        text = io.TextIOWrapper(file, encoding="utf-8-sig", errors="replace", newline="\n")
         number = 0
         try:
             for number, line in enumerate(text, start=1):
                 yield number, line.rstrip("\r\n"), line.endswith("\n")
         except EOFError:
-            warnings.append(f"{path}:{number + 1}: the gzip file is truncated; the part before is used")
+            warnings.append(f"{path}:{number + 1}: the compressed file is truncated; the part before is used")
         except (OSError, zlib.error) as error:
             raise UserError(f"--log {path}: cannot be read ({error}); give another copy") from error
 

@@ -196,7 +196,9 @@ class DriftOptions:
     """
 
     run: Annotated[Path, argument("run folder whose best draft is served")]
-    log: Annotated[Path | None, option("log of vLLM or llama.cpp, JSON lines, csv or proposals; may be .gz")] = None
+    log: Annotated[
+        Path | None, option("log of vLLM or llama.cpp, JSON lines, csv or proposals; may be .gz, .bz2, .xz, .zst")
+    ] = None
     prompts: Annotated[str, option(f"or fresh prompts, decoded here: {PROMPT_SOURCE}")] = ""
     metrics_url: Annotated[
         str,

@@ -24,8 +24,10 @@ def argument(text: str) -> Any:
 
 
 # Options that several commands share. The column options have the names that a config uses.
-PROMPT_SOURCE = "file (jsonl, json, csv, parquet, txt; may be .gz), directory or hub id"
-PromptColumn = Annotated[str, option("column of --prompts with a plain prompt; default: a common name like `prompt`")]
+PROMPT_SOURCE = "file (jsonl, json, csv, parquet, txt; may be .gz, .bz2, .xz, .zst), directory or hub id"
+PromptColumn = Annotated[
+    str, option("column of --prompts, or a template as in a config; default: a common name like `prompt`")
+]
 MessagesColumn = Annotated[str, option("column of --prompts with chat messages (role, content)")]
 Chat = Annotated[bool, option("wrap each prompt in the target's chat template")]
 TargetModel = Annotated[str, argument("target: directory, hub id or `embedded`")]

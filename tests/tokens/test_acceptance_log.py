@@ -208,7 +208,7 @@ def test_a_gzip_that_is_cut_off_gives_what_stands_before(tmp_path: Path) -> None
     assert [record.accepted for record in log.records] == [json.loads(line)["accepted"] for line in lines][
         : len(log.records)
     ]
-    assert "the gzip file is truncated" in log.warnings[0]
+    assert "the compressed file is truncated" in log.warnings[0]
     broken = bytearray(gzip.compress("".join(lines).encode()))
     broken[len(broken) // 2 : len(broken) // 2 + 200] = bytes(200)
     path.write_bytes(broken)

@@ -1,10 +1,15 @@
 """Sources: every kind of file gives the same rows, and every mistake of the user is named in one line."""
 
+import bz2
 import gzip
+import io
 import json
 import logging
+import lzma
+import tarfile
 import tempfile
 import tracemalloc
+import zipfile
 from pathlib import Path
 
 import datasets
@@ -28,12 +33,22 @@ ROWS = [
 ]
 
 
+def zstd(content: bytes) -> bytes:
+    sink = pa.BufferOutputStream()
+    with pa.CompressedOutputStream(sink, "zstd") as stream:
+        stream.write(content)
+    return sink.getvalue().to_pybytes()
+
+
+COMPRESS = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress, ".zst": zstd}
+
+
 def write(path: Path, content: str | bytes | list) -> str:
     path.parent.mkdir(parents=True, exist_ok=True)
     if isinstance(content, list):
         content = "".join(json.dumps(row) + "\n" for row in content)
     content = content.encode() if isinstance(content, str) else content
-    path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
+    path.write_bytes(COMPRESS.get(path.suffix, bytes)(content))
     return str(path)
 
 
@@ -52,7 +67,10 @@ def test_every_format_gives_the_same_rows(tmp_path):
     datasets.Dataset.from_list(ROWS).to_parquet(str(tmp_path / "d.parquet"))
     write(tmp_path / "e.csv", "question,answer,topic\n" + "".join(",".join(row.values()) + "\n" for row in ROWS))
     mapping = {"prompt_column": "question", "reference_column": "answer", "domain_column": "topic"}
-    for name in ("a.jsonl", "b.jsonl.gz", "c.json", "d.parquet", "e.csv"):
+    packed = [f"f{number}.jsonl{suffix}" for number, suffix in enumerate(COMPRESS)]
+    for name in packed:
+        write(tmp_path / name, ROWS)
+    for name in ("a.jsonl", "b.jsonl.gz", "c.json", "d.parquet", "e.csv", *packed):
         path = str(tmp_path / name)
         expected = [
             PromptRow(row["question"], None, row["answer"], row["topic"], f"{path}:{number}")
@@ -88,6 +106,39 @@ def test_turns_of_unequal_keys_come_as_they_were_written(tmp_path, monkeypatch):
 def test_odd_files_are_read(tmp_path, name, content, prompts):
     rows = load(path=write(tmp_path / name, content), prompt_column="text")
     assert {int(row.origin.rpartition(":")[2]): row.text for row in rows} == prompts
+
+
+@pytest.mark.parametrize("suffix", COMPRESS)
+def test_a_compressed_file_is_read_in_parts_in_folders_and_under_another_name(tmp_path, suffix):
+    content = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
+    twice = COMPRESS[suffix](content[:50]) + COMPRESS[suffix](content[50:])
+    for name in (f"p.jsonl{suffix}", "renamed.jsonl", f"set/train.jsonl{suffix}"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(twice)
+    texts = [row["question"] for row in ROWS]
+    for path in (f"p.jsonl{suffix}", "renamed.jsonl", "set", f"p*{suffix}"):
+        assert [row.text for row in load(path=str(tmp_path / path))] == texts, path
+    assert load(path=str(tmp_path / f"p.jsonl{suffix}"))[0].domain == "p"
+    cut = tmp_path / f"cut.jsonl{suffix}"
+    cut.write_bytes(twice[:-9])
+    assert refusal(path=str(cut)).startswith(f"{cut}: damaged file")
+    assert "the source is empty" in refusal(path=write(tmp_path / f"empty.jsonl{suffix}", b""))
+
+
+def test_an_archive_is_refused_by_name(tmp_path):
+    packed, tarred = io.BytesIO(), io.BytesIO()
+    with zipfile.ZipFile(packed, "w") as file:
+        file.writestr("p.jsonl", json.dumps(ROWS[0]))
+    with tarfile.open(fileobj=tarred, mode="w") as file:
+        file.addfile(tarfile.TarInfo("p.jsonl"), io.BytesIO())
+    contents = {
+        "a.zip": packed, "b.jsonl": packed, "c.tar": tarred, "d.tar.xz": tarred, "set/train.zip": packed,
+    }  # fmt: skip
+    for name, content in contents.items():
+        path = write(tmp_path / name, content.getvalue())
+        kind = "zip" if content is packed else "tar"
+        assert f"{path}: {kind} files are not read; unpack it" in refusal(path=path, format="jsonl"), name
+    assert "zip" in refusal(path=str(tmp_path / "set"))
 
 
 def test_format_overrides_the_suffix(tmp_path):
@@ -142,7 +193,7 @@ def test_an_unused_split_is_said(tmp_path, caplog):
 
 
 def test_usual_column_is_taken_and_said_only_when_it_is_the_only_one(tmp_path, caplog):
-    caplog.set_level(logging.INFO, logger="data.prompts.sources")
+    caplog.set_level(logging.INFO, logger="data.prompts.columns")
     path = write(tmp_path / "p.jsonl", ROWS)
     assert load(path=path)[0].text == "What is 2 + 2?"
     assert "taking column 'question' as the prompt" in caplog.text
@@ -193,7 +244,7 @@ def test_malformed_whole_files_are_named(tmp_path):
     assert "specified twice" in refusal(path=write(tmp_path / "c.jsonl", '{"prompt": "a", "prompt": "b"}\n'))
     broken = tmp_path / "d.jsonl.gz"
     broken.write_bytes(gzip.compress(b'{"prompt": "a"}\n' * 99)[:-9])
-    assert "damaged gzip file" in refusal(path=str(broken))
+    assert "damaged file" in refusal(path=str(broken))
     text = write(tmp_path / "e.txt", b"a\ncaf\xe9\n")
     assert refusal(path=text).startswith(f"{text}:2: not UTF-8")
 
@@ -285,7 +336,8 @@ def test_tool_turns_keep_what_templates_read(tmp_path):
         ("prompt", ["a"], "if it contains conversations, set it as messages_column"),
         ("messages", [], "an empty list"),
         ("messages", None, "nothing"),
-        ("messages", "Hi", "a str"),
+        ("messages", "Hi", "a str; give a list of turns with role and content, or its JSON"),
+        ("messages", '[{"role": "user"', "a str; give a list of turns with role and content, or its JSON"),
         ("messages", ["Hi"], "turn 1 of 'messages' is a str"),
         ("messages", [{"role": "usr", "content": "Hi"}], "turn 1 of 'messages' has the role 'usr'"),
         ("messages", [{"role": "user", "content": None}], "has no content"),

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from data.prompts.sources import prompt_row
+from data.prompts.columns import prompt_row
 from distill.commands.options import GenerateOptions
 from distill.run.prompts import asked_rows, render_rows
 from speculative.decoder.responses import Prompt
