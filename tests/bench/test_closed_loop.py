@@ -5,7 +5,6 @@ import json
 import signal
 import subprocess
 import sys
-import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +20,7 @@ from loop.family import Family
 from loop.loop import ALARMS, LOCK, LoopDemo, LoopOptions, clear_folder, loop_demo
 from loop.picture import plot_loop
 from loop.versions import shuffled_version
-from processes import free_port
+from processes import free_port, until
 from running_app import running_app
 from safetensors.torch import load_file, save_file
 from stub_engine import Pages, StubEngine
@@ -46,19 +45,19 @@ from pathlib import Path
 sys.path.append(sys.argv[2])
 from loop.family import Family
 with Family(Path(sys.argv[1])) as family:
-    family.start("sleeper", ["sh", "-c", "setsid sleep 600 & echo $! > " + sys.argv[1] + "/pid"])
+    family.start("sleeper", ["sh", "-c", 'setsid sleep 600 & echo $! > "$1/pid"', "sh", sys.argv[1]])
     time.sleep(600)
 """
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_however_we_end_nothing_of_ours_goes_on(tmp_path: Path, number: int) -> None:
+    note = tmp_path / "pid"
     parent = subprocess.Popen([sys.executable, "-c", PARENT, str(tmp_path), str(BENCH)])
     try:
-        while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
-            assert parent.poll() is None
-            time.sleep(0.02)
-        sleeper = psutil.Process(int((tmp_path / "pid").read_text()))
+        until(lambda: parent.poll() is not None or (note.exists() and note.read_text()))
+        assert parent.poll() is None
+        sleeper = psutil.Process(int(note.read_text()))
     finally:
         parent.send_signal(number)
         parent.wait()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -86,7 +87,8 @@ def stub_vllm(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A program `vllm` that is the first in PATH."""
     program = place / "bin" / "vllm"
     program.parent.mkdir()
-    program.write_text(f'#!/bin/sh\nexec {sys.executable} {ROOT}/tests/support/stub_vllm.py "$@"\n', encoding="utf-8")
+    stub = shlex.join([sys.executable, f"{ROOT}/tests/support/stub_vllm.py"])
+    program.write_text(f'#!/bin/sh\nexec {stub} "$@"\n', encoding="utf-8")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{program.parent}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "bench")]))

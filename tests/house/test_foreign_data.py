@@ -58,7 +58,7 @@ def test_a_launched_module_says_so_too(tmp_path: Path) -> None:
     file = new_project(tmp_path, "package")
     done = started(tmp_path, BIN / "accelerate", "launch", "-m", "distill.train", "nowhere.yaml")
     assert done.returncode == 1, "the launcher's own status of any failure"
-    (line,) = (line for line in done.stderr.splitlines() if "understudy" in line)
+    (line,) = (line for line in done.stderr.splitlines() if line.startswith("understudy: "))
     assert is_refusal(line, file)
     assert "returned non-zero exit status 2" in done.stderr
 

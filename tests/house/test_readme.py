@@ -53,7 +53,9 @@ def test_every_config_the_readme_names_loads() -> None:
 
 def test_the_test_command_is_the_one_ci_runs() -> None:
     assert "make test" in README
-    assert "make test" in (ROOT / ".ci" / "run").read_text()
+    script = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    assert "make test" in script
+    assert "läufe/understudy" in script, "the suite runs in a folder of this name, below one with a blank and an umlaut"
     assert subprocess.run(["bash", "-n", str(ROOT / ".ci" / "run")], check=False).returncode == 0
 
 

@@ -98,7 +98,7 @@ def test_an_export_says_nothing_of_this_machine(
     (run / "config.yaml").write_text(text.replace("base: null", f"base: {run}"))
     for path in run.glob("checkpoints/*/provenance.json"):
         told = json.loads(path.read_text()) | {
-            "argv": [f"{run}/train.py", f"a={{path: {run}}}", f"x={run.parent}/y", "~/secret/z"]
+            "argv": [f"{run}/train.py", f"a={{path: {run}}}", f"x={run.parent}/y", "~/secret/z", "/höme/my secret/y"]
         }
         path.write_text(json.dumps(told))
     made = export_run(of.ExportOptions(run, run / "export"))
@@ -115,4 +115,4 @@ def test_an_export_says_nothing_of_this_machine(
     assert found == []
     serving = json.loads((made.path / "serving.json").read_text())
     assert serving["target"]["name"] == Path(config.target.path).name
-    assert json.loads((made.path / "provenance.json").read_text())["argv"][2:] == ["x=y", "z"]
+    assert json.loads((made.path / "provenance.json").read_text())["argv"][2:] == ["x=y", "z", "y"]

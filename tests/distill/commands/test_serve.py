@@ -37,7 +37,10 @@ from speculative.errors import UserError
 from speculative.measure.measured import Measured
 
 # It has a child of its own, like the real one, and says its words when asked.
-ENGINE = """#!{python}
+# The shell starts Python: a first line that names it by a path with a blank does not work.
+ENGINE = """#!/bin/sh
+'''exec' {python} "$0" "$@"
+' '''
 import http.server, json, os, signal, subprocess, sys, time
 mood = os.environ.get("MOOD", "")
 print("loading", flush=True)
@@ -76,7 +79,7 @@ def options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ServeOptions:
     """A run with an export, and a program called vllm."""
     program = tmp_path / "bin" / "vllm"
     program.parent.mkdir()
-    program.write_text(ENGINE.replace("{python}", sys.executable))
+    program.write_text(ENGINE.replace("{python}", shlex.quote(sys.executable)))
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{program.parent}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setattr(module, "POLL_SECONDS", 0.02)

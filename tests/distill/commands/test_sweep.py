@@ -9,6 +9,7 @@ import json
 import math
 import os
 import re
+import shlex
 import signal
 import stat
 import sys
@@ -112,7 +113,7 @@ def lab(tmp_path: Path, **sections: Any) -> tuple[Path, str]:
     with contextlib.suppress(UserError):
         for trial in plan(path)[1]:
             (resolved / f"{trial.config.name}.yaml").write_text(dump_config(trial.config), encoding="utf-8")
-    return path, f"{sys.executable} -S -E {tmp_path / 'trainer.py'}"
+    return path, shlex.join([sys.executable, "-S", "-E", str(tmp_path / "trainer.py")])
 
 
 def run(path: Path, launcher: str = "", dry_run: bool = False) -> tuple[list[Row], str]:

@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import shlex
 import signal
 import socket
 import sys
@@ -38,6 +39,7 @@ from distill.live.traffic.record import LOCK, TrafficRecord
 from distill.live.versions import current_version, history, make_current
 from speculative.errors import UserError
 
+PYTHON = shlex.quote(sys.executable)
 # It has a child process, like a real one.
 ENGINE = """
 import http.server, os, subprocess, sys
@@ -74,7 +76,7 @@ def options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rollout
     monkeypatch.setattr(engines, "POLL_SECONDS", 0.02)
     with gateway_directory(tmp_path / "traffic") as log:
         options = RolloutOptions(
-            drafts, "v0002", log, f"{sys.executable} -S -E {tmp_path / 'engine.py'} {{draft}} {{port}}", share=0.3, watch=200, drain=0.0,
+            drafts, "v0002", log, f"{PYTHON} -S -E {shlex.quote(str(tmp_path / 'engine.py'))} {{draft}} {{port}}", share=0.3, watch=200, drain=0.0,
             start_timeout=20.0,
         )  # fmt: skip
         yield options
@@ -472,7 +474,7 @@ def test_a_forged_line_is_named_and_the_old_engine_gets_the_traffic(options: Rol
         ({"version": "v0009"}, "v0009: no such version; found: v0001, v0002"),
         ({"engine_command": "no-such-program {draft} {port}"}, "--engine-command no-such-program: cannot be started"),
         (
-            {"engine_command": f"{sys.executable} -S -c 'raise ValueError(7)' {{draft}} {{port}}"},
+            {"engine_command": f"{PYTHON} -S -c 'raise ValueError(7)' {{draft}} {{port}}"},
             "exited before it answered: ValueError: 7",
         ),
         ({"engine_command": "vllm serve {port}"}, "it must contain {draft}"),
