@@ -32,7 +32,11 @@ from speculative.errors import UserError
 EMBEDDED, GGUF = "embedded", ".gguf"
 EMBEDDED_FOLDER = Path(__file__).parent / "embedded"
 MOST_LAYERS, WEIGHTS_A_BYTE = 1024, 8  # one bit per weight
-_FOLDERS = re.compile(r"""(?:(?<=\\n)|(?<![\w.:/~)-]))~?(?:/[^\s/'",;:]+)*/(?=[^\s/'",;:])""")
+# A string or a value that begins with a path may have blanks in it; inside a sentence a path ends at a blank.
+_FOLDERS = re.compile(
+    r"""(?<=["=])~?(?:/(?:[^/'",;:=\\]|\\u)+)*/(?=[^\s/'",;:])|"""
+    r"""(?:(?<=\\n)|(?<![\w.:/~)-]))~?(?:/[^\s/'",;:]+)*/(?=[^\s/'",;:])"""
+)
 
 
 def resolve(path: str) -> str:
