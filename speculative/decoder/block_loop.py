@@ -1,7 +1,7 @@
 """A batch of rows decoded one block at a time: draft, verify in one target call, commit. Plain decoding is gamma 0.
 
 Shapes: R rows of the batch, G drafted tokens of this block, G1 = G + 1, V vocabulary, C columns of the token buffer, L response positions,
-U uniforms per position, N nodes of a token tree, D its depth.
+U uniforms per place of a block, N nodes of a token tree, D its depth.
 
 The committed text is on the host: row r is tokens_RC[r, :lengths_R[r]], prompt included. At the start of a block the target's cache holds
 all of it except the last token, which is the first token of the verify call. So a block needs gamma + 1 target positions, the prompt's
@@ -26,7 +26,7 @@ from speculative.engine.memory import release
 from speculative.engine.models import without_autograd
 from speculative.engine.runners import EAGER
 from speculative.errors import UserError
-from speculative.rules.sampling import DRAFT_UNIFORM, logits_to_probs, most_likely, row_uniforms
+from speculative.rules.sampling import DRAFT_UNIFORM, block_uniforms, logits_to_probs, most_likely
 from speculative.rules.verify import draft_settings_for
 
 P = ParamSpec("P")
@@ -87,7 +87,7 @@ class BlockLoop:
         self.draft_sampling = draft_settings_for(settings.rule, settings.sampling)
         self.drafts_greedily = self.draft_sampling.greedy
         self._rules = settings.active_rules
-        self._uniforms_RLU = np.zeros((rows, 0, 0))
+        self._uniforms_RLG1U = np.zeros((rows, 0, 0, 0))
         if drafter is not None:
             try:
                 drafter.start(Seats(rows, longest + slack, self.target, runner))
@@ -120,9 +120,9 @@ class BlockLoop:
         self.active_R[rows] = True
         if not self.settings.sampling.greedy:
             tables = [self._uniform_table(self.keys[row]) for row in rows]
-            if not self._uniforms_RLU.size:
-                self._uniforms_RLU = np.zeros((len(self.lengths_R), *tables[0].shape))
-            self._uniforms_RLU[rows] = tables
+            if not self._uniforms_RLG1U.size:
+                self._uniforms_RLG1U = np.zeros((len(self.lengths_R), *tables[0].shape))
+            self._uniforms_RLG1U[rows] = tables
         # In order of rows, so that a full batch is prefilled as one batch of all rows.
         rows.sort()
         self.target.prefill(self.tokens_RC, rows, self.lengths_R[rows] - 1)
@@ -174,8 +174,8 @@ class BlockLoop:
         self.tokens_RC, self.lengths_R = self.tokens_RC[rows], self.lengths_R[rows]
         self.prompt_lengths_R, self.active_R = self.prompt_lengths_R[rows], self.active_R[rows]
         self.limits_R = self.limits_R[rows]
-        if self._uniforms_RLU.size:
-            self._uniforms_RLU = self._uniforms_RLU[rows]
+        if self._uniforms_RLG1U.size:
+            self._uniforms_RLG1U = self._uniforms_RLG1U[rows]
         self.target.keep(rows)
         if self.drafter is not None:
             self.drafter.keep(rows)
@@ -230,28 +230,18 @@ class BlockLoop:
         return self.drafter.propose(Ask(*text, gamma, sampling, draft_uniforms, rules, stop_below, tree))
 
     def _uniform_table(self, key: str) -> np.ndarray:
-        """Uniforms (L, U) of a response: three per position, plus two per further candidate; with `block`, all of a block."""
+        """Uniforms (L, G1, U) of a response: three per place of a block, plus two per further candidate."""
         settings = self.settings
-        length = settings.max_tokens + slots_beyond(settings)
-        if settings.rule == "block":
-            return row_uniforms(settings.seed, key, length, 3 * (settings.gamma + 1), "block").numpy()
-        table = row_uniforms(settings.seed, key, length)
-        if settings.tree is not None and settings.tree.max_children > 1:
-            columns = 2 * (settings.tree.max_children - 1)
-            table = torch.cat((table, row_uniforms(settings.seed, key, length, columns, "candidates")), 1)
-        return table.numpy()
+        candidates = 1 if settings.tree is None else settings.tree.max_children
+        length, columns = settings.max_tokens + slots_beyond(settings), 3 + 2 * (candidates - 1)
+        return block_uniforms(settings.seed, key, length, settings.gamma + 1, columns).numpy()
 
     def _block_uniforms(self, gamma: int) -> torch.Tensor | None:
         """This block's uniforms (R, gamma + 1, U), by the response position of its first token."""
         if self.settings.sampling.greedy:
             return None
-        rows = self._rows_R
         first_R = self.lengths_R - self.prompt_lengths_R
-        if self.settings.rule == "block":
-            numbers = self._uniforms_RLU[rows, first_R].reshape(len(rows), -1, 3)[:, : gamma + 1]
-        else:
-            numbers = self._uniforms_RLU[rows[:, None], first_R[:, None] + np.arange(gamma + 1)]
-        return upload(numbers, self._device)
+        return upload(self._uniforms_RLG1U[self._rows_R, first_R, : gamma + 1], self._device)
 
     def _apply_rules(self, logits_RG1V: torch.Tensor, draft_ids_RG: torch.Tensor) -> torch.Tensor:
         """Apply the logits rules at every position of the block; each sees the drafted tokens before it."""

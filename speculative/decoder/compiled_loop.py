@@ -49,7 +49,7 @@ class CompiledLoop(BlockLoop):
             return super().run_block(gamma, stop_below)
         drafting = self._drafting(gamma, stop_below, target.vocab)
         arrays = (
-            self.tokens_RC, self.lengths_R, self.prompt_lengths_R, self.limits_R, self._ends_E, self._uniforms_RLU,
+            self.tokens_RC, self.lengths_R, self.prompt_lengths_R, self.limits_R, self._ends_E, self._uniforms_RLG1U,
             drafting.read_R,
         )  # fmt: skip
         draft = (0, 0) if drafting.model is None else drafting.model.addresses()
@@ -144,10 +144,10 @@ class _Request:
         self._drafted_BRG, self._ids_BRG1 = (np.zeros((blocks, rows, width), np.int64) for width in (gamma, gamma + 1))
         self._log_probs_BRG1, self._overlap_BR = np.zeros((blocks, rows, gamma + 1)), np.zeros((blocks, rows))
         self.peaks_2BR, self._seconds_B3 = np.zeros((2, blocks, rows)), np.zeros((blocks, 3))
-        tokens_RC, lengths_R, prompt_lengths_R, limits_R, ends_E, uniforms_RLU, read_R = arrays
+        tokens_RC, lengths_R, prompt_lengths_R, limits_R, ends_E, uniforms_RLG1U, read_R = arrays
         assert tokens_RC is not None
         assert ends_E is not None
-        assert uniforms_RLU is not None
+        assert uniforms_RLG1U is not None
         target_model, target_layers, draft_model, draft_layers = addresses
         draft_peaks_BR, peaks_BR = self.peaks_2BR
         (longest, shortest), past = drafting.ngrams or (0, 0), drafting.past
@@ -157,7 +157,8 @@ class _Request:
             "rows": 0, "blocks": blocks, "nanoseconds": LAST_START_NANOSECONDS, "batch": rows, "gamma": gamma,
             "proposer": GIVEN if drafting.proposal is not None else NOBODY if drafting.model is None or gamma == 0 else MODEL,
             "greedy_target": not self._sampled, "greedy_draft": loop.drafts_greedily, "threads": threads,
-            "columns": tokens_RC.shape[1], "vocabulary": vocab, "positions": uniforms_RLU.shape[1],
+            "columns": tokens_RC.shape[1], "vocabulary": vocab,
+            "positions": uniforms_RLG1U.shape[1], "places": uniforms_RLG1U.shape[2],
             "longest n-gram": longest, "shortest n-gram": shortest, "steps": drafting.steps,
             **{f"past {number}": address_of(array) for number, array in enumerate(stored)},
             "past tokens": 0 if past is None else len(past.tokens_N), "past n-grams": 0 if past is None else len(past.hashes_M),
@@ -165,7 +166,7 @@ class _Request:
             "seats": address_of(self._seats_R), "tokens": address_of(tokens_RC), "lengths": address_of(lengths_R),
             "read": address_of(read_R), "prompt_lengths": address_of(prompt_lengths_R), "limits": address_of(limits_R),
             "ends": address_of(ends_E), "last_end": address_of(ends_E) + ends_E.nbytes,
-            "uniforms": address_of(uniforms_RLU) if self._sampled else 0,
+            "uniforms": address_of(uniforms_RLG1U) if self._sampled else 0,
             "given_ids": 0, "given_counts": 0, "given_probs": 0,
             "accepted": address_of(self._accepted_BR), "drafted": address_of(self._drafted_BRG),
             "ids": address_of(self._ids_BRG1), "counts": address_of(self._counts_BR), "sources": address_of(self._sources_BR),

@@ -1,7 +1,7 @@
 """The block loop with its text on the device: a block is one recorded launch, and the host reads it one block later.
 
 Shapes: R rows of the batch, G drafted tokens of a block, G1 = G + 1, C columns of the token buffer, L response positions,
-U uniforms per position, V vocabulary.
+U uniforms of a block, V vocabulary.
 
 The whole block is recorded: the draft's catch-up and its G steps with sampling, the verify call, the rule, and the commit into
 the device's token buffer, where the next block continues. So block k + 1 is launched before block k is read, nothing is uploaded
@@ -81,7 +81,7 @@ class DeviceLoop(BlockLoop):
         assert isinstance(own, CachedModel)
         self._own, drafts = own, drafter.cached if isinstance(drafter, ModelDrafter) else None
         sampled = not settings.sampling.greedy
-        uniforms = 3 * (settings.gamma + 1 if settings.rule == "block" else 1) if sampled else 0
+        uniforms = 3 * (settings.gamma + 1) if sampled else 0
         # One model may be used by several drafters.
         kind = (type(drafter), settings.gamma, settings.rule, settings.sampling, settings.lossy, self._keep_probs)
         known = own.memory.blocks_with(drafts.memory if isinstance(drafts, CachedModel) else None)
@@ -129,9 +129,9 @@ class DeviceLoop(BlockLoop):
         ):
             on_device_R.index_copy_(0, rows_K, upload(own_R[places], self._device))
         if text.uniforms_RLU is not None:
-            known = min(text.uniforms_RLU.shape[1], self._uniforms_RLU.shape[1])
-            numbers = upload(self._uniforms_RLU[places, :known], self._device)
-            text.uniforms_RLU[:, :known].index_copy_(0, rows_K, numbers)
+            known = min(text.uniforms_RLU.shape[1], self._uniforms_RLG1U.shape[1])
+            numbers = upload(self._uniforms_RLG1U[places, :known], self._device)
+            text.uniforms_RLU[:, :known].index_copy_(0, rows_K, numbers.flatten(2))
 
     def leave(self, row: int) -> None:
         super().leave(row)
@@ -238,16 +238,13 @@ class DeviceLoop(BlockLoop):
         return block
 
     def _uniforms_of_block(self) -> torch.Tensor | None:
-        """This block's uniforms (R, G1, U) by the response position of its first token."""
+        """This block's uniforms (R, G1, 3) by the response position of its first token."""
         text = self._text
         if text.uniforms_RLU is None:
             return None
         rows, _, columns = text.uniforms_RLU.shape
         first_R11 = (text.lengths_R - text.prompt_lengths_R)[:, None, None]
-        if self.settings.rule == "block":
-            return text.uniforms_RLU.gather(1, first_R11.expand(-1, 1, columns)).view(rows, -1, 3)
-        places_RG11 = first_R11 + self._own.memory.positions_C[: self.settings.gamma + 1, None]
-        return text.uniforms_RLU.gather(1, places_RG11.expand(-1, -1, columns))
+        return text.uniforms_RLU.gather(1, first_R11.expand(-1, 1, columns)).view(rows, -1, 3)
 
     def _land(self, flight: _Flight) -> BlockOutcome:
         """Wait for a block. This is the only wait for the device."""

@@ -17,10 +17,9 @@ from speculative.rules.sampling import one_hot
 class Cascade(Drafter):
     """Rows in which `first` finds at least `min_found` tokens use them; `then` drafts for the other rows. Cascades can be nested.
 
-    Why it is lossless: the choice of the drafter depends on the committed text alone, and either drafter is lossless. A choice that looks
-    at sampled draft tokens which are then discarded would not be: the next block uses the uniforms of a position again (see
-    `sampling.row_uniforms`), so its tokens would not follow the probabilities given to the rule. So `first` must not sample: this is
-    refused before any of its tokens is committed.
+    Why it is lossless: the choice of the drafter depends on the past alone, and either drafter is lossless. A choice that looks at what
+    `first` sampled in this block would not be: the tokens that pass it do not follow the probabilities given to the rule. So `first` must
+    not sample: this is refused before any of its tokens is committed.
 
     `then` drafts for the whole batch as soon as one row needs it: at most `then_gamma` tokens (None = as many as `first`), always a chain.
     """

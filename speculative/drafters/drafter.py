@@ -93,7 +93,8 @@ class Plan(NamedTuple):
 
 class DeviceText(NamedTuple):
     """The rows' texts on the device, from which a block can continue without the host. tokens_RC: row r is tokens_RC[r, :lengths_R[r]],
-    prompt included; it grows no longer than limits_R. uniforms_RLU: by response position; None when nothing is sampled.
+    prompt included; it grows no longer than limits_R. uniforms_RLU: of a block, by the response position of its first token; None when
+    nothing is sampled.
     """
 
     tokens_RC: torch.Tensor
@@ -314,8 +315,7 @@ class ModelDrafter(Drafter):
             if scratch is not None:
                 scratch.write(id_R, step)
             if chosen_R is not None:
-                # The doubtful token itself is still proposed: the stop may depend only on verified tokens. A stop that depends
-                # on a discarded token would bias the text.
+                # The doubtful token itself is still proposed: a stop that depends on a token that is not proposed biases the text.
                 doubtful_R = running_R & (chosen_R.float().cpu().numpy() < ask.stop_below)
                 counts_R[doubtful_R] = step + 1
                 running_R &= ~doubtful_R

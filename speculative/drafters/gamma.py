@@ -111,9 +111,9 @@ class AdaptiveGamma(GammaPolicy):
     ... plain blocks one short block is drafted to check again (after 16 if the last check was better than expected); plain decoding is
     timed again in the same way while drafting pays only a little.
 
-    Only tested tokens count (those up to the first rejection): a choice that depends on discarded drafts would bias sampled text. A
-    drafted token uses other random numbers than a plain one, so sampled text is reproducible only with the same timings; its distribution
-    never changes.
+    Only tested tokens count (those up to the first rejection). Widths and seconds depend on discarded tokens too, so the text keeps its
+    distribution only because no block uses their random numbers again (`sampling.block_uniforms`). A block of another gamma uses others, so
+    sampled text is reproducible only with the same timings.
     """
 
     MEMORY = 0.9  # Weight of a row's past after each block: about ten blocks.

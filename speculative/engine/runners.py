@@ -1,4 +1,5 @@
-"""How a model call runs: eagerly, in compiled code, or replayed from a CUDA graph. All give the same tokens.
+"""How a model call runs: eagerly, in compiled code, or replayed from a CUDA graph. All give the same tokens
+in float32, up to near-ties.
 
 A static runner gets a function whose work depends only on the shapes of its tensors and on the given constants.
 """

@@ -270,11 +270,20 @@ def row_uniforms(seed: int, key: str, length: int, columns: int = 3, purpose: st
     """Uniforms (L, columns) in float64 for one response; by default draft draw, acceptance coin, residual or bonus draw.
 
     They depend on (seed, key, purpose) and the position only, so a response is the same whatever batch it is decoded in, and a longer
-    stream begins with the shorter one. Reusing the numbers of a position after its drafted token was discarded is lossless for token-wise
-    rules: the text committed up to position t is a function of the uniforms up to t. Block verification uses all coins of a block, so each
-    block gets a row of another purpose that is used only once.
+    stream begins with the shorter one.
     """
     name = f"{seed}\x00{key}" + (f"\x00{purpose}" if purpose else "")
     digest = hashlib.blake2b(name.encode(), digest_size=16).digest()
     generator = np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little")))
     return torch.from_numpy(generator.random((length, columns)))
+
+
+def block_uniforms(seed: int, key: str, length: int, places: int, columns: int = 3) -> torch.Tensor:
+    """Uniforms (L, places, columns) of one response: what the block whose first token is at position l draws at each of its places.
+
+    At most one block begins at a position, so every number is used once. How wide a block is, how long it takes and how much of it is kept
+    may depend on drafted tokens that are discarded, and decide how later blocks are drafted: with numbers of their own these follow the
+    target's distribution whatever decided. The first place has the numbers of `row_uniforms`: a target that decodes alone uses no others.
+    """
+    further = row_uniforms(seed, key, length, places * columns - 3, "block")
+    return torch.cat((row_uniforms(seed, key, length), further), 1).view(length, places, columns)

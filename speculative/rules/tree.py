@@ -1,9 +1,8 @@
 """Token trees: their shape, the candidates of their nodes, and the rule that decides which path the target keeps. Pure; randomness is
 passed in.
 
-Both rules read from the root down and from the first sibling to the last, so what is kept down to depth d is a function of the drafts and
-coins down to d: numbers of deeper positions may be used again in the next block (see `row_uniforms`). All nodes are judged at once, as if
-each were reached, and then the path is read: a few large operations instead of a small one for each sibling of each depth.
+Both rules read from the root down and from the first sibling to the last. All nodes are judged at once, as if each were reached, and then
+the path is read: a few large operations instead of a small one for each sibling of each depth.
 
 Shapes: B rows (R: any leading dimensions), N nodes (root not counted), N1 = N + 1, M the first nodes, as many as have draft rows, I nodes
 with children, D depth, D1 = D + 1, K candidates per node, V vocabulary.

@@ -2,8 +2,8 @@
 
 Speculative sampling (`verify`) tests each token on its own. Block verification (`verify_block`, arXiv 2403.10444) carries the ratio target
 / draft along the block and cuts it as a whole, so that no rule which is lossless for every pair emits more tokens a block in expectation.
-Then how much is kept depends on every drafted token and every coin of the block, also after the cut: its uniforms must be its own, because
-a later block that reused one would be biased. `verify` and `verify_tree` read from left to right, so they may reuse numbers.
+Every block needs uniforms of its own (see `block_uniforms`): a later block that used a number again would be biased as soon as its width, or
+here how much of this block is kept, depends on a discarded token.
 
 Shapes: B rows, G drafted tokens (gamma), G1 = G + 1, V vocabulary.
 """
@@ -75,7 +75,7 @@ def verify(
     probability of 0 is never accepted, whatever the coin. `residual_uniforms_BG1[:, j]` draws the token that replaces
     a rejected j, or the bonus token at j = G. G may be 0: plain sampling from the target. `drafted_B`: how many of the
     G tokens are real in each row, the bonus token following the last of them; None = all. It may depend on committed
-    text and on the tokens it keeps, never on a discarded token. `lossy`: tests against its bounds; epsilon needs a draft that takes its argmax.
+    text and on the tokens it keeps, never on a later token of the block. `lossy`: tests against its bounds; epsilon needs a draft that takes its argmax.
     """
     gamma = draft_ids_BG.shape[1]
     rows_B = torch.arange(draft_ids_BG.shape[0], device=draft_ids_BG.device)

@@ -1,7 +1,7 @@
 // Blocks of speculative decoding without Python: the draft's steps, the target's call, the rule, the commit.
 //
 // B blocks, R rows of the batch, K of them active, G drafted tokens, G1 = G + 1, C columns of the token buffer, L response positions,
-// V vocabulary.
+// P places of the widest block, V vocabulary.
 
 #include "rules.h"
 #include "step.h"
@@ -17,11 +17,11 @@ constexpr long CATCH_UP = 64;  // tokens per call when the draft catches up with
 constexpr uint64_t MULTIPLIER = 0x9E3779B97F4A7C15;  // as in retrieval.py
 constexpr int32_t END = -1;
 enum Proposer : int64_t { NOBODY, MODEL, GIVEN };
-enum Column : long { DRAFT, COIN, RESIDUAL, COLUMNS };  // columns of the uniforms of a position
+enum Column : long { DRAFT, COIN, RESIDUAL, COLUMNS };  // columns of the uniforms of a place
 
 struct Block {
     int64_t rows, blocks, nanoseconds;  // K; at most B blocks, of which none starts after so long or after the end of a response
-    int64_t batch, gamma, proposer, greedy_target, greedy_draft, threads, columns, vocabulary, positions;
+    int64_t batch, gamma, proposer, greedy_target, greedy_draft, threads, columns, vocabulary, positions, places;
     int64_t longest_ngram, shortest_ngram, steps;  // of a lookup before the draft, 0 for none; tokens that the draft proposes
     const int32_t *past;                           // (N) past responses, or null: what is looked up is the row's own text
     const uint64_t *past_hashes;                   // (M) of their n-grams, rising
@@ -33,7 +33,7 @@ struct Block {
     int64_t *tokens, *lengths, *read;         // (R, C); (R); (R): read by the draft
     const int64_t *prompt_lengths, *limits;   // (R); (R) length at which a response ends
     const int64_t *ends, *last_end;           // ids that end it
-    const double *uniforms;                   // (R, L, 3), or null
+    const double *uniforms;                   // (R, L, P, 3), or null
     const int64_t *given_ids, *given_counts;  // (R, G); (R), or null for all
     const float *given_probs;                 // (R, G, V), or null for one-hot
     // Outputs by block and row; only active rows are written.
@@ -97,8 +97,8 @@ static void catch_up(const Work &b) {
     }
 }
 
-static const double *uniforms_of(const Work &b, long row, long place) {
-    return b.uniforms + (row * b.positions + b.lengths[row] - b.prompt_lengths[row] + place) * COLUMNS;
+static const double *uniforms_of(const Work &b, long row, long place) {  // by the response position of the block's first token
+    return b.uniforms + ((row * b.positions + b.lengths[row] - b.prompt_lengths[row]) * b.places + place) * COLUMNS;
 }
 
 // Moves the first N of V numbers to their rising places, in place; all others become 0. From the end, since no place is below its number.

@@ -18,13 +18,14 @@ from host_rows import (
 from tiny_models import perturbed
 
 from speculative.decode import decode
+from speculative.decoder import block_loop
 from speculative.decoder.block_loop import BlockLoop
 from speculative.decoder.responses import DecodeSettings
 from speculative.drafters.cascade import Cascade
 from speculative.drafters.drafter import Ask, Drafter, ModelDrafter, Proposal, Seats
 from speculative.drafters.lookup import JacobiPool, PromptLookup
 from speculative.errors import UserError
-from speculative.rules.sampling import GREEDY, SamplingSettings, one_hot
+from speculative.rules.sampling import GREEDY, SamplingSettings, one_hot, row_uniforms
 from speculative.rules.tree import TokenTree
 
 DRAFT = perturbed(TARGET)
@@ -251,7 +252,7 @@ class Remembering(ModelDrafter):
 
 
 class Peeking(Scripted):
-    """Decides by what the draft drew for later places: the fault that `Cascade` refuses watchers for."""
+    """Decides by what the draft drew for later places of the block before, whether or not they were discarded."""
 
     def __init__(self, draft: Remembering):
         super().__init__("peeking", Proposal(torch.zeros(0, 0, dtype=torch.int64)))
@@ -265,6 +266,14 @@ class Peeking(Scripted):
         return Proposal(torch.full((rows, 1), 3), counts_R=counts_R)
 
 
-def test_the_same_chi_square_sees_a_decision_that_peeks_at_discarded_tokens():
+def test_a_decision_may_depend_on_discarded_tokens_of_earlier_blocks(monkeypatch):
+    """Each block draws numbers of its own. The same chi-square sees a block that uses those of a position again."""
     draft = Remembering(SMALL_DRAFT)
-    assert sampled_text_p_value(Cascade(Peeking(draft), draft), DecodeSettings(gamma=3)) < 1e-6
+    cascade, settings = Cascade(Peeking(draft), draft), DecodeSettings(gamma=3)
+    assert sampled_text_p_value(cascade, settings) > 1e-3
+
+    def by_position(seed, key, length, places, columns):
+        return row_uniforms(seed, key, length + places).unfold(0, places, 1)[:length].transpose(1, 2)
+
+    monkeypatch.setattr(block_loop, "block_uniforms", by_position)
+    assert sampled_text_p_value(cascade, settings) < 1e-6

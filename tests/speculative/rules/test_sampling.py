@@ -15,6 +15,7 @@ from speculative.errors import UserError
 from speculative.rules import sampling
 from speculative.rules.sampling import (
     SamplingSettings,
+    block_uniforms,
     logits_to_probs,
     nucleus,
     nucleus_by_sorting,
@@ -160,6 +161,15 @@ def test_row_uniforms_are_pinned():
     # A changed stream would silently change every stored response made with a seed.
     expected = torch.tensor([0.91768852, 0.76928816, 0.09297904], dtype=torch.float64)
     torch.testing.assert_close(row_uniforms(7, "prompt", 1)[0], expected, rtol=0, atol=1e-8)
+
+
+def test_numbers_of_blocks_are_all_different_and_those_of_plain_decoding_the_first():
+    """So a target that decodes alone says the same, whatever gamma the settings allow."""
+    numbers = block_uniforms(7, "prompt", 30, 4, 5)
+    assert numbers.shape == (30, 4, 5)
+    assert len(numbers.unique()) == numbers.numel()
+    assert torch.equal(numbers[:, 0, :3], row_uniforms(7, "prompt", 30))
+    assert torch.equal(numbers[:9], block_uniforms(7, "prompt", 9, 4, 5)), "a longer budget begins with the shorter one"
 
 
 @pytest.mark.parametrize(
