@@ -18,6 +18,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from data.hub import hub_id, reach_hub
 from data.prompts.columns import columns_of, near, prompt_row
 from data.prompts.lines import Rows, bare_name, csv_rows, json_rows, one_line, text_rows
 from data.prompts.prompt import PromptRow, PromptSource, rendered_row
@@ -151,18 +152,17 @@ def _open(source: PromptSource) -> tuple[Iterator[_Table], str]:
         if not (files := _files(path)):
             raise UserError(f"{path}: the pattern matches no file; check the folder and the suffix")
         return _file_tables(files, source.format, split), files[0].resolve().parent.name
-    if source.format != "auto" or not looks_like_hub_id(path):
+    if source.format != "auto" or dataset_id(path) is None:
         folder = local.parent
         there = f"in {folder.resolve()}{_near_files(local)}" if folder.is_dir() else f"nor a folder {folder}"
         raise UserError(f"{local}: no such file {there}; check the path")
     return iter([_hub_table(source)]), path.split("/")[-1]
 
 
-def looks_like_hub_id(path: str) -> bool:
-    """Whether a path is written like a dataset of the hub."""
+def dataset_id(path: str) -> str | None:
+    """The name of a source on the hub, see `hub_id`; None for local files and `stdlib`."""
     # "OpenHermes-2.5" is a hub id and "prompts.jsnl" a misspelt file: a file suffix has only letters.
-    shaped_as_id = re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", path) is not None
-    return shaped_as_id and re.search(r"\.[A-Za-z]{2,7}$|\.bz2$", path) is None
+    return None if path == STDLIB or re.search(r"\.[A-Za-z]{2,7}$|\.bz2$", path) else hub_id(path)
 
 
 def _near_files(path: Path) -> str:
@@ -230,10 +230,13 @@ def _read_file(path: Path, builder: str) -> Iterator[_Table]:
 
 def _hub_table(source: PromptSource) -> _Table:
     import datasets
+    from huggingface_hub import constants
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     path, split, subset = source.path, source.split, source.subset
     no_file = f"there is no local file or folder of that name either{_near_files(Path(path))}"
+    reach_hub(constants.ENDPOINT)
+    datasets.config.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE or constants.HF_HUB_OFFLINE
     try:
         dataset = datasets.load_dataset(
             path, name=subset, split=split, revision=source.revision, streaming=source.streaming

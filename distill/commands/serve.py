@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 from pydantic import TypeAdapter
 from rich.console import Console
 
+from data.hub import hub_id
 from data.responses.engine_http import answers, listening
 from distill.commands.options import ServeOptions
 from distill.config.layout import CONFIG, EXPORT, SERVING_FILE, SERVING_FORMAT, run_of
@@ -31,7 +32,6 @@ from distill.faults import Interrupted
 from distill.models.load import resolve
 from speculative.errors import UserError
 
-_HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 BUILT = Path(__file__).resolve().parents[2]  # where `make engines` makes environments
 TOLD_LINES = 12  # log lines printed when an engine exits on its own
 GRACE_SECONDS = 15.0  # for an engine to exit after a signal, before it is killed
@@ -179,7 +179,7 @@ def _target(options: ServeOptions, directory: Path, name: str) -> str:
     """
     run = run_of(options.run) or run_of(directory.parent)
     place = resolve(options.target or (load_config(run / CONFIG).target.path if run else name))
-    if not (_HUB_ID.fullmatch(place) or Path(place).is_dir()):
+    if not (Path(place).is_dir() or ("/" in place and hub_id(place))):
         raise UserError(f"{directory}: no target {name} at {place}; give its directory or hub id with --target")
     return str(Path(place).resolve()) if Path(place).is_dir() else place
 

@@ -1,6 +1,7 @@
 """File names in a run's folder, and how a path from the user is resolved.
 
 runs/NAME/config.yaml             the resolved config
+         began.txt                the folder that relative paths in config.yaml start at, relative to the run
          .lock, .holder           the lock of the process that writes in the folder; which process holds it, or held it last
          metrics.jsonl            one line per step
          wandb.id                 of the run in wandb, with tracking.trackers: [wandb]
@@ -26,7 +27,7 @@ runs/NAME/config.yaml             the resolved config
 
 from pathlib import Path
 
-CONFIG, METRICS, WANDB_ID = "config.yaml", "metrics.jsonl", "wandb.id"
+CONFIG, BEGAN, METRICS, WANDB_ID = "config.yaml", "began.txt", "metrics.jsonl", "wandb.id"
 LOCK, HOLDER = ".lock", ".holder"
 TARGET_FACTS, STUDENT_NOTES = "target.json", "student.json"
 RESPONSES, TRAINING, HELDOUT, HELDOUT_GREEDY = "responses", "train", "heldout", "heldout-greedy"

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import ValidationError
 
+from distill.config.origin import anchored
 from distill.config.run import RunConfig
 from distill.config.sections import Section, did_you_mean, section_in
 from speculative.errors import UserError
@@ -134,8 +135,11 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """
     tree = read_yaml(Path(path))
     _drop_retired(tree)
+    tree = anchored(tree, Path(path).parent)
     for assignment in overrides:
         _set(tree, assignment)
+    if isinstance(name := tree.get("name"), str):  # Another start of a run that began elsewhere.
+        tree = anchored(tree, Path(str(tree.get("output", "runs"))) / name)
     count = f" (with {len(overrides)} override{'s' if len(overrides) > 1 else ''})" if overrides else ""
     return parse_config(tree, f"{path}{count}")
 

@@ -74,9 +74,10 @@ def _place(target: str) -> str:
 
 def _front_matter(serving: dict[str, Any], verdict: Verdict | None, facts: dict[str, Any], data: list[str]) -> str:
     target = serving["target"]["name"]
+    names = facts.get("hub") or {"base": facts["base"] or target, "data": data, "heldout": facts.get("heldout") or []}
     card = ModelCardData(
         library_name="transformers", pipeline_tag="text-generation", tags=["speculative-decoding", "draft-model", "understudy"],
-        base_model=facts["base"] or target, target_model=target, license=facts["license"] or "other", datasets=data or None,
-        model_name=serving["draft"]["name"], eval_results=(verdict and index_of(verdict, facts.get("heldout") or [])) or None,
+        base_model=names["base"], target_model=target, license=facts["license"] or "other", datasets=names["data"] or None,
+        model_name=serving["draft"]["name"], eval_results=(verdict and index_of(verdict, names["heldout"])) or None,
     )  # fmt: skip
     return f"{card.to_yaml()}\n"

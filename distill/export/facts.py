@@ -9,13 +9,15 @@ from typing import Any, NamedTuple
 
 from huggingface_hub import EvalResultEntry
 
+from data.hub import hub_id
+from data.prompts.sources import dataset_id
 from distill.config.layout import BEST_LINK, CONFIG, PROVENANCE, RESULT, STUDENT, VERDICT, run_of, step_folder
 from distill.config.load import dump_config, load_trusted
 from distill.config.sections import Quantization
 from distill.export.hub.results import benchmark_of
 from distill.export.load_table import GammaPlan, LoadRange, drafts_by, gamma_plan
 from distill.models.gguf import pre_tokenizer_name
-from distill.models.load import public_name, saved_dtype, without_folders
+from distill.models.load import public_name, resolve, saved_dtype, without_folders
 from distill.models.quantized import quantization_of
 from distill.models.target import TargetSide
 from distill.models.vocabulary import (
@@ -77,9 +79,17 @@ def read_run(path: Path, trusted: bool = False) -> RunFacts:
         verdict = None  # it belongs to another checkpoint
     curves = load_result(run / RESULT).curves if verdict is not None and (run / RESULT).exists() else None
     provenance = Record.read(folder / PROVENANCE, "start the run's command again").record()
-    data, base = [source.path for source in config.data.train], config.student.path
-    provenance |= {"data": data, "heldout": [one.path for one in config.data.heldout] or data}
+    base, sources = (
+        config.student.path,
+        {"data": config.data.train, "heldout": config.data.heldout or config.data.train},
+    )
+    provenance |= {
+        name: [dataset_id(one.path) or Path(one.path).name for one in some] for name, some in sources.items()
+    }
     provenance |= {"config": dump_config(config), "base": base and public_name(base)}
+    # Front matter of a card has only names of the hub.
+    ids = {name: list(filter(None, (dataset_id(one.path) for one in some))) for name, some in sources.items()}
+    provenance["hub"] = ids | {"base": hub_id(str(Path(resolve(base or config.target.path))))}
     provenance = json.loads(without_folders(json.dumps(provenance)))
     where, benchmark = config.target, benchmark_of(config.data.heldout)
     return RunFacts(

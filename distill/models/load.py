@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from httpx2 import HTTPError
+from huggingface_hub import constants
 from huggingface_hub.errors import StrictDataclassError
 from transformers import (
     AutoConfig,
@@ -24,6 +25,7 @@ from transformers import (
 from transformers.utils import cached_file
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 
+from data.hub import hub_id, reach_hub
 from distill.config.layout import find_student
 from distill.models.quantized import quantization_of, stored_parts, without_quantization
 from distill.models.text_model import auto_class, text_only
@@ -51,7 +53,7 @@ def public_name(path: str) -> str:
     place = Path(resolve(path)).resolve()
     if place == EMBEDDED_FOLDER:
         return EMBEDDED
-    return place.name if place.is_dir() or Path(path).is_absolute() else path
+    return hub_id(str(place)) or (path if hub_id(path) else place.name)
 
 
 def without_folders(text: str) -> str:
@@ -79,11 +81,13 @@ def refusing(what: str) -> Iterator[None]:
 def find_model(what: str, path: str, needed: str = "config.json") -> bool:
     """Whether a path is local and not a hub id; UserError for a local one without a directory that has the `needed` file."""
     local = resolve(path)
-    looks_local = local.startswith((".", "/", "~")) or Path(local).exists()
+    looks_local = Path(local).exists() or hub_id(local) is None
     needed = "" if local.endswith(GGUF) else needed
     if looks_local and not (Path(local) / needed).exists():
         inside = find_student(local)
         fix = "give a model directory or a hub id" if inside == local else f"the draft of this run is {inside}"
+        if "/" in local and Path(owner := local.partition("/")[0] or "/").is_dir() and owner not in ("/", ".", ".."):
+            fix += f" ({owner}/ is a folder here; if you mean the hub's model, first run `hf download {local}`)"
         raise UserError(f"{what} {path!r}: no {needed or 'directory'} there; {fix}")
     return looks_local
 
@@ -94,6 +98,8 @@ def load_pretrained(what: str, path: str, load: Any, **options: Any) -> Any:
     looks_local = find_model(what, path, "" if what == "tokenizer" else "config.json")
     if local.endswith(GGUF):
         options["gguf_file"], local = Path(local).name, str(Path(local).parent)
+    if not looks_local:
+        reach_hub(constants.ENDPOINT)
     # Bars are for downloads; those for local weights would break our own progress lines.
     (disable_progress_bar if looks_local else enable_progress_bar)()
     try:

@@ -22,6 +22,7 @@ from data.prompts.split import content_hash, deduplicate, held_out, remove_overl
 from data.prompts.template import check_lengths, render_prompt, render_reference, template_fingerprint
 from data.responses.rendered import SCHEMA, RenderedPrompt, StoredPrompts, write_prompts
 from distill.config.layout import CHECKPOINTS, PROMPTS
+from distill.config.origin import spelled
 from distill.config.sections import DataConfig
 from distill.models.load import tokenizer_fingerprint
 from distill.run.run import Run
@@ -72,6 +73,7 @@ def load_prompts(
     """
     made_with = _made_with(data, tokenizer, context_length, max_tokens)
     if folder is not None:
+        made_with = spelled(made_with, folder)
         own, kept = folder / PROMPTS, folder / PROMPTS / MANIFEST
 
         def make() -> None:

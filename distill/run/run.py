@@ -19,7 +19,8 @@ from filelock import AcquireReturnProxy
 
 from data.files import MANIFEST, write_bytes, write_json, writing
 from distill.config.layout import CHECKPOINTS, CONFIG, PROMPTS, SELF_CHECKS, STUDENT_NOTES
-from distill.config.load import dump_config, load_config
+from distill.config.load import dump_config, load_config, parse_config
+from distill.config.origin import remember_origin, spelled
 from distill.config.run import RunConfig
 from distill.run.lock import hold
 from speculative.errors import UserError
@@ -209,18 +210,21 @@ def claim_folder(config: RunConfig) -> None:
 
     Raises UserError: it holds another config (the message gives the first difference), or it cannot be written.
     """
-    folder, text = config.folder, dump_config(config)
+    folder = config.folder
     path = folder / CONFIG
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        remember_origin(folder)
+        tree = spelled(config.model_dump(mode="json"), folder)
+        text = dump_config(parse_config(tree, str(path)))
         # Before the first checkpoint only responses depend on the config, and their manifests are checked. So a failed
         # start may be repeated with another config.
         if path.exists() and (folder / CHECKPOINTS).exists():
             may = set(MAY_DIFFER)
             if config.loss.weighting.name == "selected":
                 may.discard("train.micro_batch_size")  # It selects tokens within a micro-batch.
-            old_tree, new_tree = load_config(path).model_dump(mode="json"), config.model_dump(mode="json")
-            if difference := _first_difference(old_tree, new_tree, may):
+            old_tree = spelled(load_config(path).model_dump(mode="json"), folder)
+            if difference := _first_difference(old_tree, tree, may):
                 key, old, new = difference
                 # Runs of version 0.1 have no prompts/, and their responses have another format.
                 copied = " (its responses may be copied there)" if (folder / PROMPTS / MANIFEST).exists() else ""

@@ -2,13 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import yaml
 from huggingface_hub import EvalResult, EvalResultEntry, eval_result_entries_to_yaml
 
 from data.prompts.prompt import PromptSource
-from data.prompts.sources import looks_like_hub_id
+from data.prompts.sources import dataset_id
 from distill.run.verdict_record import Verdict
 from speculative.measure.measured import HELD_OUT
 
@@ -17,10 +16,10 @@ EVAL_RESULTS = ".eval_results/understudy.yaml"
 
 def benchmark_of(sources: Sequence[PromptSource]) -> EvalResultEntry | None:
     """An entry without a value, if one dataset of the hub is the only source of held-out prompts. Its task is the subset, or `default`."""
-    path = sources[0].path if len(sources) == 1 else ""
-    if "/" not in path or not looks_like_hub_id(path) or Path(path).exists():
+    name = dataset_id(sources[0].path) if len(sources) == 1 else None
+    if name is None or "/" not in name:
         return None
-    return EvalResultEntry(path, sources[0].subset or "default", None, sources[0].revision)
+    return EvalResultEntry(name, sources[0].subset or "default", None, sources[0].revision)
 
 
 def results_file(verdict: Verdict, benchmark: EvalResultEntry, target: str) -> str:
@@ -40,7 +39,7 @@ def index_of(verdict: Verdict, data: Sequence[str]) -> list[EvalResult]:
     found = [(verdict.judged(way, text), name) for text in texts for name in ("alpha", "tau")]
     return [
         EvalResult(
-            task_type="text-generation", dataset_type=", ".join(data) or HELD_OUT, dataset_name=f"{row.text} prompts",
+            task_type="text-generation", dataset_type=data[0] if len(data) == 1 else HELD_OUT, dataset_name=f"{row.text} prompts",
             dataset_config=None if row.text == HELD_OUT else row.text, metric_type=name, metric_value=round(value, 6),
             metric_name=f"{name} at gamma {row.gamma}, rule {row.rule}, {row.how.get(name, 'timed')}",
         )

@@ -10,6 +10,8 @@ import torch
 import yaml
 from failures import full_disk
 from file_modes import other_modes, umask
+from huggingface_hub import ModelCard
+from huggingface_hub.utils import validate_repo_id
 from peft import LoraConfig, get_peft_model
 from pydantic import TypeAdapter
 from tiny_models import logits, tiny_model
@@ -17,9 +19,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from distill.export import export as export_module
+from distill.export.card import model_card
 from distill.export.engine import check
 from distill.export.export import export_draft
-from distill.export.facts import EngineFacts, RunFacts
+from distill.export.facts import EngineFacts, RunFacts, read_run
 from distill.export.load_table import gamma_plan
 from distill.models.draft import base_of_adapter
 from distill.models.vocabulary import repair_rows
@@ -227,6 +230,34 @@ def test_the_pages_name_what_counts(exported, target_dir):
     assert "tau 2.80" in page
     assert "tau 2.25" in page
     assert page.count("\n") < 135
+
+
+def test_a_card_names_only_what_the_hub_has(tmp_path, monkeypatch, tiny_run):
+    """The hub refuses a card whose `base_model` or `datasets` are no ids of the hub."""
+    cached = "/c l'été/datasets--org--set/snapshots/0123abcd"
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data/sub").mkdir(parents=True)
+    config = yaml.safe_load((tiny_run / "config.yaml").read_text())
+    for base, name in (("models/my base/final", None), ("/c/models--org--base/snapshots/0123abcd", "org/base")):
+        sources = [{"path": path} for path in ("data/sub", "/a/*.jsonl", cached, "org/other", "stdlib", "x y/p.csv")]
+        config["student"] = {"init": "pretrained", "path": base}
+        config["data"] |= {"train": sources, "heldout": []}
+        (tiny_run / "config.yaml").write_text(yaml.safe_dump(config))
+        facts = read_run(tiny_run)
+        serving = {
+            "target": {"name": "final"},
+            "draft": {"name": 'l\'été "1"', "parameters": 1, "dtype": "x"},
+            "gain": None,
+            "gamma": 1,
+        }
+        card = ModelCard(model_card(serving | {"gamma_source": "-"}, facts.verdict, facts.provenance))
+        front = card.data.to_dict()
+        assert (front.get("base_model"), front["datasets"]) == (name, ["org/set", "org/other"])
+        for one in (*front["datasets"], *filter(None, [name])):
+            validate_repo_id(one)
+        assert {one.dataset_type for one in card.data.eval_results} == {"held-out"}
+        assert card.data.model_name == 'l\'été "1"'
+        assert "- training prompts: sub, *.jsonl, org/set, org/other, stdlib, p.csv" in card.text
 
 
 def test_a_lossy_way_is_called_lossy_on_every_page(tmp_path, student_dir, target_dir):

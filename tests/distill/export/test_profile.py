@@ -177,6 +177,8 @@ def test_results_name_the_benchmark_that_was_held_out(tmp_path: Path) -> None:
     assert (entry.dataset_id, entry.task_id, entry.value) == ("nvidia/SPEED-Bench", "qualitative", 2.0)
     assert entry.notes == "tau (tokens per target call) with org/target, gamma 2, rule sample, 9 prompts, live"
     (tmp_path / "org").mkdir()
+    cached = "/c/datasets--nvidia--SPEED-Bench/snapshots/0123abcd"
+    assert benchmark_of([PromptSource(path=cached, subset="qualitative")]) == benchmark
     local = (tmp_path / "org" / "set").touch()
     for sources in ([], [PromptSource(path="stdlib")], [PromptSource(path=str(tmp_path / "org" / "set"))]):
         assert benchmark_of(sources) is local is None

@@ -31,7 +31,7 @@ def test_claim_writes_the_resolved_config(tmp_path: Path) -> None:
     config = run_config(tmp_path)
     claim_folder(config)
     assert load_config(config.folder / "config.yaml") == config
-    assert [path.name for path in config.folder.iterdir()] == ["config.yaml"]
+    assert {path.name for path in config.folder.iterdir()} == {"began.txt", "config.yaml"}
 
 
 def claim_and_produce(config: RunConfig) -> None:
