@@ -76,7 +76,7 @@ class StudentConfig(Section):
     """initial weights. carved: layers of the target; pretrained: the model at `path`; config: random weights of
     `architecture`"""
     path: str | None = None
-    """directory or hub id of the draft to start from (init: pretrained)"""
+    """directory or hub id of the draft to start from (init: pretrained); a peft adapter is merged into its base"""
     revision: str | None = None
     """hub revision of `path`"""
     layers: tuple[int, ...] | Literal["auto"] = (0, -1)

@@ -21,7 +21,8 @@ class TargetConfig(Section):
     """The model that the draft imitates."""
 
     path: str = "embedded"
-    """directory or hub id of the target; `embedded` = the small model of Python code in the package"""
+    """directory or hub id of the target (a peft adapter is merged into its base); `embedded` = the small model of Python
+    code in the package"""
     revision: str | None = None
     """hub revision"""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import GenerationConfig
 
 from distill.models.draft import cast_weights
+from distill.models.load import load_model
 from distill.models.quantized import as_served
 from distill.run.session import Pair
 from speculative.decode import decode
@@ -62,7 +63,7 @@ def check_with_transformers(
     The draft computes in the target's dtype from its exported weights. Use float32 for a strict comparison, since matrix products of one
     token and of gamma + 1 tokens round differently.
     """
-    draft = AutoModelForCausalLM.from_pretrained(export_dir, dtype="auto", trust_remote_code=trust_remote_code)
+    draft: Any = load_model("draft", str(export_dir), dtype="auto", trust_remote_code=trust_remote_code)
     draft = as_served(draft, target_model.device).to(target_model.device).eval()
     cast_weights(draft, target_model.dtype)
     draft.generation_config.num_assistant_tokens = gamma

@@ -22,13 +22,13 @@ from distill.export.facts import RunFacts, gather_facts, ways_to_serve
 from distill.export.hub.profile import SPECULATION_PROFILE, profile_of
 from distill.export.hub.results import EVAL_RESULTS, results_file
 from distill.export.merge import load_merged_student
-from distill.export.pair import pair_notes
+from distill.export.pair import MERGE, pair_notes
 from distill.export.quantize import quantize_draft
-from distill.models.draft import ADAPTER_FILE, base_of_adapter, cast_weights
+from distill.models.draft import cast_weights
 from distill.models.head_tokens import fill_other_rows
-from distill.models.load import public_name, resolve, saved_dtype, without_folders
+from distill.models.load import ADAPTER_FILE, base_of_adapter, public_name, resolve, saved_dtype, without_folders
 from distill.models.target import TargetSide, load_target_side
-from distill.models.vocabulary import VocabularyAgreement, tokenizer_differences, vocabulary_rows
+from distill.models.vocabulary import VocabularyAgreement, role_ids, tokenizer_differences, vocabulary_rows
 from distill.report.measured import engine_parts
 from speculative.errors import UserError
 from speculative.measure.measured import HELD_OUT
@@ -86,6 +86,8 @@ def export_draft(
     notes = student.notes + fill_other_rows(student.model)
     cast_weights(student.model, export_dtype)
     warnings = notes + _warnings(plan.gamma, plan.gain, run.quantize)
+    if (base := base_of_adapter(run.target, run.revision)) is not None:
+        warnings.append(f"the target is {MERGE.format(base=base.path)} in the commands")
     parameters = sum(parameter.numel() for parameter in student.model.parameters())
     target_record = {
         "name": public_name(run.target), "rows": rows, "dtype": _dtype_name(saved_dtype(target_side.config)),
@@ -145,8 +147,9 @@ def check_exported(directory: Path, model: Any, tokenizer: Any, trust_remote_cod
 
 
 def _directories_read(student_dir: Path, target: str) -> list[Path]:
-    names = [str(student_dir), resolve(target), base_of_adapter(student_dir) or ""]
-    return [Path(name) for name in names if name and Path(name).is_dir()]
+    base = base_of_adapter(student_dir)
+    names = [str(student_dir), resolve(target), *([base.path] if base else [])]
+    return [Path(name) for name in names if Path(name).is_dir()]
 
 
 def _export_dtype(dtype: str, target_config: Any) -> torch.dtype:
@@ -164,8 +167,8 @@ def _save(model: Any, packed: Any, adapter: Path | None, working: Path) -> None:
     if adapter is not None:
         shutil.copytree(adapter, working / ADAPTER)
         config = json.loads((adapter / ADAPTER_FILE).read_text(encoding="utf-8"))
-        base = base_of_adapter(adapter) or ""
-        config["base_model_name_or_path"] = os.path.relpath(base, working / ADAPTER) if Path(base).is_dir() else base
+        if (base := base_of_adapter(adapter)) and Path(base.path).is_dir():
+            config["base_model_name_or_path"] = os.path.relpath(base.path, working / ADAPTER)
         (working / ADAPTER / ADAPTER_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
@@ -209,11 +212,11 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 def take_over_ids(model: Any, target_side: TargetSide, gamma: int, sampling: SamplingSettings | None) -> None:
     """Give the draft the target's bos, eos and pad ids, and a generation config with the measured settings."""
-    ids = {}
-    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        places = (target_side.generation, target_side.config.get_text_config(), target_side.tokenizer)
-        ids[name] = next((v for v in (getattr(place, name, None) for place in places) if v is not None), None)
-        setattr(model.config.get_text_config(), name, ids[name])
+    text = model.config.get_text_config()
+    places = target_side.generation, target_side.config.get_text_config(), target_side.tokenizer
+    ids = role_ids(text.vocab_size, *places)
+    for name, value in ids.items():
+        setattr(text, name, value)
     # transformers reads these three from the draft's generation config. Its default gate (0.4) would end blocks early.
     assisted = {
         "num_assistant_tokens": gamma,

@@ -16,7 +16,7 @@ from distill.config.load import dump_config, load_trusted
 from distill.config.sections import Quantization
 from distill.export.hub.results import benchmark_of
 from distill.export.load_table import GammaPlan, LoadRange, drafts_by, gamma_plan
-from distill.models.gguf import pre_tokenizer_name
+from distill.models.files.gguf import pre_tokenizer_name
 from distill.models.load import public_name, resolve, saved_dtype, without_folders
 from distill.models.quantized import quantization_of
 from distill.models.target import TargetSide

@@ -5,10 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer
 
-from distill.models.draft import ADAPTER_FILE, base_of_adapter
-from distill.models.load import load_model
+from distill.models.load import ADAPTER_FILE, base_of_adapter, load_model, load_tokenizer
 from distill.models.vocabulary import (
     VocabularyAgreement,
     compare_vocabularies,
@@ -43,16 +41,16 @@ def load_merged_student(
     if not student_dir.is_dir():
         raise UserError(f"student {student_dir}: no such directory; give a checkpoint directory of a run")
     base = base_of_adapter(student_dir)
-    what = "student" if base is None else f"base of the adapter {student_dir}:"
-    model: Any = load_model(what, base or str(student_dir), trust_remote_code=trust_remote_code)
-    places = [student_dir] + ([Path(base)] if base else [])
+    what, model_dir = ("student", str(student_dir)) if base is None else (base.what, base.path)
+    model: Any = load_model(what, model_dir, trust_remote_code=trust_remote_code)
+    places = [student_dir] + ([Path(base.path)] if base else [])
     tokenizer_dir = next((place for place in places if any((place / name).is_file() for name in TOKENIZER_FILES)), None)
     notes: list[str] = []
     if tokenizer_dir is None:
         notes.append("the student has no tokenizer of its own, so its token ids are assumed to be the target's")
         student_tokenizer = target_tokenizer
     else:
-        student_tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir, trust_remote_code=trust_remote_code)
+        student_tokenizer = load_tokenizer(str(tokenizer_dir), trust_remote_code=trust_remote_code)
     rows = model.get_input_embeddings().weight.shape[0]
     agreement = require_agreement(compare_vocabularies(target_tokenizer, target_rows, student_tokenizer, rows))
     # Rows come first: an adapter trained on repaired rows fits only repaired rows.

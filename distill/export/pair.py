@@ -11,7 +11,8 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGH
 
 from distill.export.engine import check, known_engines
 from distill.export.facts import EngineFacts, gather_facts
-from distill.models.gguf import read_gguf, tokens_of
+from distill.models.files.gguf import read_gguf, tokens_of
+from distill.models.load import base_of_adapter
 from distill.models.target import TargetSide, load_target_side
 from distill.models.vocabulary import added_ends, first_string_difference, shown, tokens_by_id
 from speculative.engine.models import max_positions
@@ -20,6 +21,7 @@ from speculative.errors import UserError
 TABLES = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "lm_head.weight")
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 NOT_A_MODEL = ("adapter_", "training_args", "optimizer", "scheduler")  # Files that begin so lie beside one.
+MERGE = "an adapter of {base}, and engines load whole models; merge it (peft: merge_and_unload), save it with its tokenizer and give that directory"
 # Differences that no engine refuses.
 _AFFECTED = {
     "template": "every engine fills in the target's, so a draft trained with its own meets prompts it has never seen; train it on the target's",
@@ -66,6 +68,9 @@ def pair_notes(facts: EngineFacts) -> list[str]:
 
 def _weights(side: TargetSide, what: str, elsewhere: bool) -> Iterable[str]:
     """Yield what weight files lack, and where embedding and head in them do not fit config.json. elsewhere: GGUF files were given."""
+    if (base := base_of_adapter(side.name)) is not None:
+        yield f"the {what} {side.name} is {MERGE.format(base=base.path)}"
+        return
     text, rows, folder = side.config.get_text_config(), dict[str, int](), Path(side.name)
     missing = _missing(folder) if folder.is_dir() and not elsewhere else []
     if missing:

@@ -1,17 +1,15 @@
 """Load a draft from any source, check it against the target's vocabulary, and round its weights as for serving."""
 
 import copy
-import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from distill.config.layout import find_student
-from distill.models.gguf import read_gguf, tokens_of
-from distill.models.load import GGUF, gguf_path, load_model, load_tokenizer, refusing
+from distill.models.files.gguf import read_gguf, tokens_of
+from distill.models.load import GGUF, gguf_path, load_model, load_tokenizer
 from distill.models.quantized import as_served
 from distill.models.target import Target
 from distill.models.vocabulary import (
@@ -26,22 +24,6 @@ from distill.models.vocabulary import (
 )
 from speculative.engine.frequent_head import trim_head
 from speculative.errors import UserError
-from speculative.measure.record import Record
-
-ADAPTER_FILE = "adapter_config.json"
-
-
-def base_of_adapter(student_dir: Path) -> str | None:
-    """Return the base model of an adapter directory; None if it is not an adapter; UserError if its config has no base."""
-    adapter_file = student_dir / ADAPTER_FILE
-    if not adapter_file.is_file():
-        return None
-    base = Record.read(adapter_file, "save the adapter again").record().get("base_model_name_or_path")
-    if not (isinstance(base, str) and base):
-        raise UserError(f"{adapter_file}: base_model_name_or_path is empty; write the base's directory or hub id there")
-    # A moved run keeps its base at the same path relative to the adapter. A directory of that name in the working directory is another one.
-    beside = os.path.join(student_dir, base)
-    return beside if os.path.isdir(beside) else base
 
 
 def load_draft(path: str, target: Target) -> PreTrainedModel:
@@ -54,11 +36,8 @@ def load_draft(path: str, target: Target) -> PreTrainedModel:
 def read_draft(path: str, target: Target) -> tuple[PreTrainedModel, VocabularyAgreement]:
     """(draft, agreement of its vocabulary with the target's); padded rows are repaired if no token differs. UserError: not found."""
     name, rows = find_student(path), target.facts.vocab_rows
-    base = base_of_adapter(Path(name))
-    draft = as_served(load_model("draft", name), target.device) if base is None else _adapted(name, base)
-    own, other = (
-        (target.tokenizer, _other_token(name, target)) if name.endswith(GGUF) else (load_tokenizer(base or name), None)
-    )
+    draft = as_served(load_model("draft", name), target.device)
+    own, other = (target.tokenizer, _other_token(name, target)) if name.endswith(GGUF) else (load_tokenizer(name), None)
     agreement = compare_vocabularies(target.tokenizer, rows, own, vocabulary_rows(draft.config), other)
     if agreement.verdict != "refuse":
         repair_rows(draft, rows, agreement.token_rows)
@@ -73,13 +52,6 @@ def _other_token(name: str, target: Target) -> TokenDifference | None:
     if target.config.path.endswith(GGUF):
         strings = {one: string for one, string in strings.items() if one in known}
     return first_string_difference(strings, {one: known[one] for one in strings if one in known})
-
-
-def _adapted(name: str, base: str) -> PreTrainedModel:
-    from peft import PeftModel  # imported late: it takes a second and only adapters need it
-
-    with refusing(f"draft {name!r}: the adapter does not fit its base {base}"):
-        return PeftModel.from_pretrained(load_model("base of the adapter", base), name).merge_and_unload()
 
 
 def served_draft(path: str, target: Target) -> PreTrainedModel:
@@ -119,7 +91,12 @@ def cast_weights(model: Any, dtype: torch.dtype) -> None:
     for name, parameter in model.named_parameters():
         if not parameter.is_floating_point():
             continue
-        parameter.data = parameter.data.to(dtype)
-        if not torch.isfinite(parameter.data).all():
-            raise UserError(f"weight {name} is not finite in {str(dtype).removeprefix('torch.')}; choose bfloat16")
+        wide, parameter.data = parameter.data, parameter.data.to(dtype)
+        if ((parameter.data != wide) & ~parameter.data.isfinite()).any():
+            said = str(dtype).removeprefix("torch.")
+            raise UserError(
+                f"weight {name} is not a number, so the draft is damaged; train it with a lower optim.lr"
+                if wide.isnan().any()
+                else f"weight {name} has values up to {wide[wide.isfinite()].abs().max():.3g}, too large for {said}; choose bfloat16"
+            )
     model.config.dtype = dtype

@@ -3,15 +3,17 @@
 import contextlib
 import copy
 import hashlib
+import inspect
 import json
+import os
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from httpx2 import HTTPError
-from huggingface_hub import constants
+from huggingface_hub import constants, snapshot_download
 from huggingface_hub.errors import StrictDataclassError
 from transformers import (
     AutoConfig,
@@ -22,18 +24,25 @@ from transformers import (
     PreTrainedTokenizerBase,
     initialization,
 )
-from transformers.utils import cached_file
+from transformers.utils import cached_file, find_adapter_config_file
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 
 from data.hub import hub_id, reach_hub
 from distill.config.layout import find_student
+from distill.models.files.adapter import with_adapter
+from distill.models.files.complete import HEAD_CLASSES, REPORTS, head_error, refuse_incomplete
 from distill.models.quantized import quantization_of, stored_parts, without_quantization
 from distill.models.text_model import auto_class, text_only
 from speculative.errors import UserError
+from speculative.measure.record import Record
 
-EMBEDDED, GGUF = "embedded", ".gguf"
+EMBEDDED, GGUF, ADAPTER_FILE = "embedded", ".gguf", "adapter_config.json"
+TOKENIZER_FILE = "tokenizer_config.json"
 EMBEDDED_FOLDER = Path(__file__).parent / "embedded"
 MOST_LAYERS, WEIGHTS_A_BYTE = 1024, 8  # one bit per weight
+# Keys of a config that change no logit: how it was written, and dtypes, which are recorded apart.
+INERT = ("transformers_version", "_name_or_path", "_commit_hash", "use_cache", "dtype", "torch_dtype")
+HASHED = 1 << 24  # values that are hashed at once, to bound memory
 # A string or a value that begins with a path may have blanks in it; inside a sentence a path ends at a blank.
 _FOLDERS = re.compile(
     r"""(?<=["=])~?(?:/(?:[^/'",;:=\\]|\\u)+)*/(?=[^\s/'",;:])|"""
@@ -83,7 +92,7 @@ def find_model(what: str, path: str, needed: str = "config.json") -> bool:
     local = resolve(path)
     looks_local = Path(local).exists() or hub_id(local) is None
     needed = "" if local.endswith(GGUF) else needed
-    if looks_local and not (Path(local) / needed).exists():
+    if looks_local and not any((Path(local) / name).exists() for name in (needed, ADAPTER_FILE)):
         inside = find_student(local)
         fix = "give a model directory or a hub id" if inside == local else f"the draft of this run is {inside}"
         if "/" in local and Path(owner := local.partition("/")[0] or "/").is_dir() and owner not in ("/", ".", ".."):
@@ -108,7 +117,7 @@ def load_pretrained(what: str, path: str, load: Any, **options: Any) -> Any:
         raise
     # The tokenizers library raises nothing more specific, and its panics are not Exceptions.
     except BaseException as error:
-        reason = reason_of(error)
+        reason = REPORTS.reason if "above report" in str(error) else reason_of(error)
         if looks_local:
             raise UserError(f"{what} {path!r}: cannot be loaded: {reason}") from error
         raise UserError(
@@ -124,6 +133,29 @@ def dtype_of(name: str, device: torch.device) -> torch.dtype | str:
     return getattr(torch, name)
 
 
+def read_config(
+    what: str, path: str, *, revision: str | None = None, trust_remote_code: bool = False
+) -> PretrainedConfig:
+    """Read a model's config, or that of an adapter's base. UserError: not found or not readable, or it describes a draft head."""
+    if (base := base_of_adapter(path, revision, what)) is not None:
+        return read_config(base.what, base.path, revision=base.revision, trust_remote_code=trust_remote_code)
+    values = {} if path.endswith(GGUF) else config_values(what, path, revision)
+    names = [*(values.get("architectures") or ()), values.get("speculators_model_type"), values.get("model_type")]
+    head = next((name for name in names if isinstance(name, str) and HEAD_CLASSES.search(name)), None)
+    if head is not None or "speculators_config" in values:
+        raise head_error(what, path, f"config.json: {head or 'speculators_config'}")
+    return load_pretrained(
+        what, path, AutoConfig.from_pretrained, revision=revision, trust_remote_code=trust_remote_code
+    )
+
+
+def config_values(what: str, path: str, revision: str | None = None) -> dict[str, Any]:
+    """Return the entries of config.json, of an adapter those of its base. UserError: not found or not readable."""
+    if (base := base_of_adapter(path, revision, what)) is not None:
+        return config_values(base.what, base.path, base.revision)
+    return load_pretrained(what, path, PretrainedConfig.get_config_dict, revision=revision)[0]
+
+
 def load_model(
     what: str,
     path: str,
@@ -137,16 +169,24 @@ def load_model(
 ) -> PreTrainedModel:
     """Load a causal LM from a directory, hub id, GGUF file or `embedded`, in eval mode; of a multimodal model the text model.
 
-    Quantised weights stay as saved, whatever the ``dtype``; those of a GGUF file are dequantised. ``what``: the model's name in errors.
+    A peft adapter is merged into its base. Quantised weights stay as saved, whatever the ``dtype``; those of a GGUF file are dequantised. ``what``: the model's name in errors.
     ``device``: None means the CPU. ``device_map``: spread its layers over all devices instead, by this map of accelerate. ``change``: edits its config before the
     model is built.
 
-    Raises UserError: not found, not loadable (such as a quantisation without its library), incomplete, hub not reachable, or not enough
-    memory on the devices.
+    Raises UserError: not found, not loadable (such as a quantisation without its library), weights that are missing or not used, hub not
+    reachable, or not enough memory on the devices.
     """
+    if (base := base_of_adapter(path, revision, what)) is not None:
+        whole = load_model(
+            base.what, base.path, dtype=dtype, revision=base.revision, trust_remote_code=trust_remote_code, device=device,
+            device_map=device_map, change=change,
+        )  # fmt: skip
+        with refusing(f"{what} {path!r}: the adapter does not fit its base {base.path}"):
+            return with_adapter(whole, resolve(path), revision)
     options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
-    config = load_pretrained(what, path, AutoConfig.from_pretrained, **options)
-    options |= {"dtype": dtype, "output_loading_info": True}
+    config = read_config(what, path, **options)
+    # Other shapes are refused below, with the name of the weight.
+    options |= {"dtype": dtype, "output_loading_info": True, "ignore_mismatched_sizes": True}
     if change is not None:
         change(config)
         options["config"] = config
@@ -158,15 +198,45 @@ def load_model(
         options["device_map"] = device_map
     load_pretrained(what, path, lambda local, **_: _refuse_oversized(Path(local), config, trust_remote_code))
     loaded, loading = load_pretrained(what, path, auto_class(config).from_pretrained, **options)
-    # transformers fills missing weights with random numbers and only logs this.
-    if absent := sorted(loading["missing_keys"]) + sorted(str(key) for key in loading["mismatched_keys"]):
-        raise UserError(f"{what} {path!r}: weight {absent[0]} is missing or has another shape; give a complete model")
+    refuse_incomplete(what, path, type(loaded).__name__, config, loading)
     model = text_only(loaded).eval()
     if path.endswith(GGUF):
         without_quantization(model.config)
         _scale_rotation(gguf_path(what, path), model)
     _refuse_offloaded(what, path, model)
     return model if device is None or "device_map" in options else model.to(device)
+
+
+class AdapterBase(NamedTuple):
+    """The model that a peft adapter was trained on. `what`: its name in errors."""
+
+    path: str
+    revision: str | None
+    what: str
+
+
+def base_of_adapter(path: str | Path, revision: str | None = None, what: str = "adapter") -> AdapterBase | None:
+    """Return the base of a peft adapter (directory or hub id); None for any other model; UserError if its config has no base."""
+    place = resolve(str(path))
+    if place.endswith(GGUF):
+        return None
+    if not find_model(what, place, "" if what in ("tokenizer", "adapter") else "config.json"):
+        place = os.path.dirname(load_pretrained(what, place, find_adapter_config_file, revision=revision) or "")
+    adapter_file = Path(place) / ADAPTER_FILE
+    if not place or not adapter_file.is_file():
+        return None
+    record = Record.read(adapter_file, "save the adapter again").record()
+    base = record.get("base_model_name_or_path")
+    if not (isinstance(base, str) and base):
+        raise UserError(f"{adapter_file}: base_model_name_or_path is empty; write the base's directory or hub id there")
+    # A moved run keeps its base at the same path relative to the adapter. A directory of that name in the working directory is another one.
+    beside = os.path.join(place, base)
+    if os.path.isdir(beside) and os.path.samefile(beside, place):
+        raise UserError(
+            f"{adapter_file}: base_model_name_or_path is the adapter itself; write the base's directory or hub id there"
+        )
+    what = f"{what} {str(path)!r}: its base ({ADAPTER_FILE}: base_model_name_or_path)"
+    return AdapterBase(beside if os.path.isdir(beside) else base, record.get("revision"), what)
 
 
 def gguf_path(what: str, path: str) -> Path:
@@ -214,7 +284,17 @@ def _refuse_offloaded(what: str, path: str, model: Any) -> None:
 def load_tokenizer(
     path: str, *, revision: str | None = None, trust_remote_code: bool = False
 ) -> PreTrainedTokenizerBase:
-    """Load a tokenizer from a directory, hub id or `embedded`; UserError if it cannot be loaded or the hub not reached."""
+    """Load a tokenizer from a directory, hub id or `embedded`; UserError if it cannot be loaded or the hub not reached.
+
+    An adapter without one has that of its base.
+    """
+    base = base_of_adapter(path, revision, "tokenizer")
+    if (
+        base is not None
+        and cached_file(resolve(path), TOKENIZER_FILE, revision=revision, _raise_exceptions_for_missing_entries=False)
+        is None
+    ):
+        return load_tokenizer(base.path, revision=base.revision, trust_remote_code=trust_remote_code)
     return load_pretrained(
         "tokenizer", path, AutoTokenizer.from_pretrained, revision=revision, trust_remote_code=trust_remote_code
     )
@@ -225,24 +305,56 @@ def saved_dtype(config: Any) -> torch.dtype:
     return getattr(config.get_text_config(), "dtype", None) or torch.float32
 
 
+def model_files(path: str, revision: str | None = None) -> list[Path]:
+    """Return every file that `from_pretrained` may read: of a directory, or of a hub's snapshot on this machine, and of an adapter's base."""
+    base, place = base_of_adapter(path, revision), Path(resolve(path))
+    if not place.exists():
+        name = place.name if path.endswith(GGUF) else ""
+        with contextlib.suppress(OSError, ValueError):  # not on this machine yet
+            place = Path(
+                snapshot_download(str(place.parent if name else place), revision=revision, local_files_only=True), name
+            )
+    # Below the directory itself: further chat templates, and code.
+    inside = [*place.glob("*"), *place.glob("*/*.jinja"), *place.glob("*/*.py")]
+    files = [place] if place.is_file() else [file for file in sorted(inside) if file.is_file() and file.name[0] != "."]
+    return files + (model_files(base.path, base.revision) if base else [])
+
+
+def source_fingerprint(what: str, path: str, revision: str | None, model: PreTrainedModel) -> str:
+    """16 hex digits of SHA-256 over all that decides a model's logits: weights, config, and its own code if it has some."""
+    values = model.config.to_diff_dict() if path.endswith(GGUF) else config_values(what, path, revision)
+    told = json.loads(
+        json.dumps(values, default=str), object_hook=lambda one: {k: v for k, v in one.items() if k not in INERT}
+    )
+    digest = hashlib.sha256(f"{model_fingerprint(model)}{json.dumps(told, sort_keys=True)}".encode())
+    if type(model).__module__.startswith("transformers_modules"):
+        for file in sorted(Path(inspect.getfile(type(model))).parent.glob("*.py")):
+            digest.update(file.read_bytes())
+    return digest.hexdigest()[:16]
+
+
 def model_fingerprint(model: PreTrainedModel) -> str:
     """16 hex digits of SHA-256 over the names, shapes and values of all weights.
 
-    Values are hashed as float32, so the same weights in another exact precision give the same digits. Each tensor contributes at
-    most 4096 evenly spread values, which distinguishes models and is fast for large ones.
+    Values are hashed as float32, so the same weights in another exact precision give the same digits. Each tensor contributes the sum
+    of the bits of all its values, which is exact in any order, and at most 4096 evenly spread values: fast for large models.
     """
     digest = hashlib.sha256()
     for weight, kept in sorted(model.state_dict().items()):
         for name, tensor in stored_parts(weight, kept):
             flat = tensor.reshape(-1)
             step = max(1, flat.numel() // 4096)
-            digest.update(f"{name}{tuple(tensor.shape)}".encode())
+            bits = sum(part.float().view(torch.int32).sum(dtype=torch.int64) for part in flat.split(HASHED))
+            digest.update(f"{name}{tuple(tensor.shape)}{int(bits)}".encode())
             digest.update(flat[::step].float().cpu().numpy().tobytes())
     return digest.hexdigest()[:16]
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    """16 hex digits of SHA-256 over every token string with its id, and the ids of special tokens."""
+    """16 hex digits of SHA-256 over every token string with its id, the ids of special tokens, and all rules that turn text into ids."""
     entries = sorted(tokenizer.get_vocab().items(), key=lambda item: (item[1], item[0]))
-    content = json.dumps([entries, sorted(tokenizer.all_special_ids)])
-    return hashlib.sha256(content.encode()).hexdigest()[:16]
+    digest = hashlib.sha256(json.dumps([entries, sorted(tokenizer.all_special_ids)]).encode())
+    core = getattr(tokenizer, "backend_tokenizer", None)
+    for rules in (getattr(core, name, None) for name in ("normalizer", "pre_tokenizer", "model", "post_processor")):
+        digest.update(rules.__getstate__() if rules is not None else b"-")
+    return digest.hexdigest()[:16]

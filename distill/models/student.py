@@ -14,7 +14,7 @@ from distill.config.sections import StudentConfig
 from distill.models.carving.channels import channel_scores, trim_mlps
 from distill.models.carving.layers import carve, filled, layers_only
 from distill.models.carving.search import choose_layers
-from distill.models.load import GGUF, load_model, load_pretrained, load_tokenizer, refusing
+from distill.models.load import GGUF, load_model, load_tokenizer, read_config, refusing
 from distill.models.mask_token import give_mask_token
 from distill.models.quantized import full_weight, quantization_name, quantization_of, without_quantization
 from distill.models.transplant import fit_embeddings, transplant_vocabulary
@@ -24,6 +24,7 @@ from distill.models.vocabulary import (
     refuse_tied,
     repair_rows,
     require_agreement,
+    role_ids,
     untie_for_adapters,
     vocabulary_rows,
 )
@@ -175,8 +176,7 @@ def _dequantised(student: PreTrainedModel, path: str) -> PreTrainedModel:
 def context_of(student: StudentConfig) -> int | None:
     """The context length of a draft by its config alone; None if it is the target's. UserError: no readable config or unknown type."""
     if student.init == "pretrained":
-        read, path = AutoConfig.from_pretrained, str(student.path)
-        return max_positions(load_pretrained("student.path", path, read, revision=student.revision))
+        return max_positions(read_config("student.path", str(student.path), revision=student.revision))
     if student.init == "config":
         return max_positions(_architecture_config(student.architecture or {}))
     return None
@@ -226,8 +226,7 @@ def from_architecture(
     architecture: dict[str, Any], tokenizer: PreTrainedTokenizerBase, vocab_rows: int, seed: int
 ) -> PreTrainedModel:
     """Make a draft with random weights and the tokenizer's vocabulary; UserError for an unknown `model_type` or impossible field."""
-    ids = {f"{role}_token_id": getattr(tokenizer, f"{role}_token_id") for role in ("bos", "eos", "pad")}
-    config = _architecture_config(architecture, vocab_size=vocab_rows, **ids)
+    config = _architecture_config(architecture, vocab_size=vocab_rows, **role_ids(vocab_rows, tokenizer))
     with refusing("student.architecture"), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32)

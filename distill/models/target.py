@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
-from transformers import AutoConfig, GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from data.files import write_json
 from data.responses.chat import ChatTarget
@@ -20,14 +20,16 @@ from data.responses.endpoint import EndpointTarget
 from distill.config.layout import RESPONSES, SERVED, TARGET_FACTS
 from distill.config.target import TargetConfig
 from distill.models.load import (
+    base_of_adapter,
     dtype_of,
     find_model,
     load_model,
-    load_pretrained,
     load_tokenizer,
-    model_fingerprint,
+    model_files,
+    read_config,
     resolve,
     saved_dtype,
+    source_fingerprint,
 )
 from distill.models.transplant import token_bytes
 from distill.models.vocabulary import vocabulary_rows
@@ -89,10 +91,10 @@ class Target:
             )
             self._model = model
             known = self._facts
-            if known is not None and (model_fingerprint(model), _name(model.dtype)) != (known.fingerprint, known.dtype):
+            if known is not None and (self._fingerprint(model), _name(model.dtype)) != (known.fingerprint, known.dtype):
                 self._model = None
                 raise UserError(
-                    f"{self.config.path}: its weights or their dtype differ from those in {self._run}/{TARGET_FACTS}; give the run "
+                    f"{self.config.path}: its weights, config or dtype differ from those in {self._run}/{TARGET_FACTS}; give the run "
                     "another name, or delete its folder"
                 )
         return self._model
@@ -171,10 +173,25 @@ class Target:
     def _found_facts(self, model: PreTrainedModel) -> TargetFacts:
         limit = max_positions(model.config)
         saved = saved_dtype(self.side.config)
+        self._refuse_no_numbers(model)
         return TargetFacts(
-            self.config.path, self.config.revision, model_fingerprint(model), _name(model.dtype), _name(saved),
+            self.config.path, self.config.revision, self._fingerprint(model), _name(model.dtype), _name(saved),
             end_token_ids(model), limit, vocabulary_rows(model.config), model.num_parameters(),
         )  # fmt: skip
+
+    @torch.no_grad()
+    def _refuse_no_numbers(self, model: PreTrainedModel) -> None:
+        """Raise UserError if a logit is NaN or infinite; -inf is legal, since a head may forbid tokens."""
+        ids_BT = torch.arange(min(8, vocabulary_rows(model.config)), device=model.device).unsqueeze(0)
+        logits_BTV = model(input_ids=ids_BT).logits
+        if not (logits_BTV < torch.inf).all() or (logits_BTV == -torch.inf).all(-1).any():
+            raise UserError(
+                f"{self._what} {self.config.path!r}: its logits in {_name(model.dtype)} are not numbers; its weights are damaged, or too large "
+                "for that dtype (target.dtype: float32 is the widest)"
+            )
+
+    def _fingerprint(self, model: PreTrainedModel) -> str:
+        return source_fingerprint(self._what, self.config.path, self.config.revision, model)
 
     def _endpoint_facts(self) -> TargetFacts:
         """Return the facts of a target behind a server, from its config, tokenizer and generation config."""
@@ -206,9 +223,8 @@ class Target:
         return EndpointTarget(*known)
 
     def _asked(self) -> dict[str, object]:
-        """Return what stored facts must match: the config keys, and size and time of local weight files."""
-        folder = Path(resolve(self.config.path))
-        files = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
+        """Return what stored facts must match: the config keys, and size and time of the model's files."""
+        files = model_files(self.config.path, self.config.revision)
         return {
             "path": self.config.path, "revision": self.config.revision, "dtype": self.config.dtype, "device": self.device.type,
             # The address may change. data/responses/served.py checks the identity of the served model on each use.
@@ -248,11 +264,13 @@ def load_target_side(
     name = resolve(target)
     name = str(Path(name).resolve()) if Path(name).is_dir() else name
     how: dict[str, Any] = {"trust_remote_code": trust_remote_code, "revision": revision}
-    config = load_pretrained(what, name, AutoConfig.from_pretrained, **how)
+    config = read_config(what, name, **how)
     if tokenizer is None:
         tokenizer = load_tokenizer(name, **how)
+    base = base_of_adapter(name, revision, what)
+    place, version = (name, revision) if base is None else (base.path, base.revision)
     try:
-        generation = GenerationConfig.from_pretrained(name, revision=revision or "main")
+        generation = GenerationConfig.from_pretrained(place, revision=version or "main")
     except (OSError, ValueError):  # many targets have none; their model config holds the ids
         generation = GenerationConfig.from_model_config(config)
     return TargetSide(name, config, tokenizer, generation)

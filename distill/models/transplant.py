@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from distill.models.quantized import full_weight
-from distill.models.vocabulary import ROLES, row_tensors, special_ids, tokens_by_id
+from distill.models.vocabulary import ROLES, role_ids, row_tensors, special_ids, tokens_by_id
 from speculative.errors import UserError
 
 _RAW_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -175,15 +175,15 @@ def transplant_vocabulary(donor: PreTrainedModel, donor_tokenizer: Any, target_t
     for tensor, values in zip(row_tensors(donor), made, strict=True):
         tensor.copy_(values)
     donor.config.get_text_config().vocab_size = rows
-    for role in ("bos", "eos", "pad"):
-        token_id = getattr(target_tokenizer, f"{role}_token_id", None)
+    ids = role_ids(rows, target_tokenizer)
+    for name, token_id in ids.items():
         for config in (donor.config.get_text_config(), donor.generation_config):
             if config is not None:
-                setattr(config, f"{role}_token_id", token_id)
+                setattr(config, name, token_id)
     embedding: Any = donor.get_input_embeddings()
     # The row without gradient: the old pad id belongs to another token in the new vocabulary.
     if getattr(embedding, "padding_idx", None) is not None:
-        embedding.padding_idx = target_tokenizer.pad_token_id
+        embedding.padding_idx = ids["pad_token_id"]
     return match
 
 

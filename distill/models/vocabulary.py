@@ -253,6 +253,21 @@ def _sides(target: str | None, draft: str | None) -> str:
     return f"{_quoted(target)} in the target and {_quoted(draft)} in the draft"
 
 
+def role_ids(rows: int, *places: Any) -> dict[str, Any]:
+    """Return bos, eos and pad id, each from the first place (tokenizer or config) that has one with a row; other models cannot be built."""
+    ids: dict[str, Any] = {}
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        values = (getattr(place, name, None) for place in places)
+        with_rows = ([i for i in v if i < rows] if isinstance(v, list) else v for v in values if v is not None)
+        ids[name] = next((v for v in with_rows if v != [] and (isinstance(v, list) or v < rows)), None)
+    return ids
+
+
+def tokens_without_row(tokenizer: Any, rows: int) -> dict[int, str]:
+    """Return the tokens that a model of these rows cannot read, by id, rising."""
+    return {i: string for i, string in sorted(tokens_by_id(tokenizer).items()) if i >= rows}
+
+
 def special_ids(tokenizer: Any) -> set[int]:
     """Return the ids that the tokenizer marks as special in any way."""
     flagged = {i for i, token in getattr(tokenizer, "added_tokens_decoder", {}).items() if token.special}

@@ -51,8 +51,7 @@ from distill.live.options import GatewayOptions
 from distill.live.traffic.exported import list_exports
 from distill.live.traffic.record import RecordError, TrafficRecord, from_line, to_line
 from distill.live.versions import Version, read_version
-from distill.models.draft import base_of_adapter
-from distill.models.load import load_model, load_tokenizer
+from distill.models.load import base_of_adapter, load_model, load_tokenizer
 from distill.run.result import Result, load_result
 from distill.run.verdict_record import Verdict
 from speculative.errors import LONGEST, UserError

@@ -132,7 +132,7 @@ def _prospect(path: str, target: Target, longest: int) -> Prospect:
     except UserError as error:
         found.refused = f"{str(error).split(';')[0]}: the file is damaged, or its weights are too large for the dtype it is served in"
         return found
-    if model_fingerprint(served) == target.facts.fingerprint:
+    if model_fingerprint(served) == model_fingerprint(target.model):
         found.notes.append("this is the target itself: everything is accepted and no time is saved")
     found.draft = Draft(served)
     return found

@@ -24,7 +24,7 @@ from distill.export.engine import check
 from distill.export.export import export_draft
 from distill.export.facts import EngineFacts, RunFacts, read_run
 from distill.export.load_table import gamma_plan
-from distill.models.draft import base_of_adapter
+from distill.models.load import base_of_adapter
 from distill.models.vocabulary import repair_rows
 from distill.run.result import Curves
 from distill.run.verdict_record import DraftOf, Verdict
@@ -347,7 +347,7 @@ def test_an_adapter_that_is_kept_apart_finds_its_base_from_where_it_is(tmp_path,
     moved = (tmp_path / "out").rename(tmp_path / "moved") / "one" / "adapter"
     named = json.loads((moved / "adapter_config.json").read_text())["base_model_name_or_path"]
     assert named == "../../../run/base"
-    assert Path(base_of_adapter(moved)).samefile(base_dir)
+    assert Path(base_of_adapter(moved).path).samefile(base_dir)
 
 
 def test_an_adapter_without_its_base_is_refused(tmp_path, target_dir):

@@ -10,7 +10,7 @@ from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from distill.export.engine import check
-from distill.models.gguf import LLAMA3, QWEN2, pre_tokenizer_name
+from distill.models.files.gguf import LLAMA3, QWEN2, pre_tokenizer_name
 from distill.models.load import load_tokenizer
 
 BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False)

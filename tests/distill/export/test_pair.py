@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from distill import cli
 from distill.export.facts import _shape
 from distill.export.pair import check_pair
-from distill.models.gguf import read_gguf
+from distill.models.files.gguf import read_gguf
 from distill.models.target import load_target_side
 from distill.models.vocabulary import tokens_by_id
 from speculative.errors import UserError

@@ -1,17 +1,22 @@
 """The target as everybody gets it: one object, its facts known without its weights."""
 
+import copy
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from accelerate import PartialState
-from tiny_models import tiny_model
-from tiny_training import write_prompts, write_target
+from refusals import refused
+from tiny_models import COMMON, tiny_model
+from tiny_training import tiny_tokenizer, write_prompts, write_target
+from tokenizers.normalizers import Lowercase
 
 from distill.config.run import RunConfig
 from distill.config.target import TargetConfig
-from distill.models.load import _refuse_offloaded
+from distill.models.draft import as_exported, cast_weights
+from distill.models.load import _refuse_offloaded, model_files, tokenizer_fingerprint
 from distill.models.target import Target
 from distill.run.prompts import load_prompts
 from distill.run.responses import decode_settings
@@ -61,6 +66,84 @@ def test_facts_outlive_the_weights(tmp_path: Path) -> None:
     assert (facts.dtype, other.facts.dtype) == ("float32", "bfloat16")
     assert replace(other.facts, dtype=facts.dtype, fingerprint=facts.fingerprint) == facts
     assert other._model is not None, "facts of another dtype were asked for: the weights tell"
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
+@pytest.mark.parametrize("changed", ["weights", "one value", "config.json", "nothing"])
+def test_every_file_of_the_target_is_in_its_fingerprint(name: str, changed: str, tmp_path: Path) -> None:
+    """One value of a table of millions is found too: the samples alone would miss it."""
+    config = TargetConfig(path=str(tmp_path / "target"))
+
+    def write(seed: int = 0, scale: float = 1.0, **keys: object) -> None:
+        model = write_target(tmp_path / "target", seed=seed, hidden_size=64, **keys)
+        with torch.no_grad():
+            model.get_input_embeddings().weight[1, 5] *= scale
+        model.save_pretrained(tmp_path / "target")
+        if name.endswith(".bin"):
+            torch.save(model.state_dict(), tmp_path / "target" / name)
+            (tmp_path / "target" / "model.safetensors").unlink()
+
+    write()
+    first = Target(config, CPU, tmp_path)
+    first.remember()
+    assert Target(config, CPU, tmp_path)._facts == first.facts
+    change = {"weights": {"seed": 1}, "one value": {"scale": 1.5}, "config.json": {"rms_norm_eps": 0.1}, "nothing": {}}
+    write(**change[changed])
+    again = Target(config, CPU, tmp_path)
+    assert again._facts is None
+    assert (again.facts.fingerprint == first.facts.fingerprint) == (changed == "nothing")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "config.json", "generation_config.json", "tokenizer_config.json", "chat_template.jinja", "additional_chat_templates/tool.jinja",
+        "adapter_model.bin", "modeling_own.py", "parts/layer.py", "model-00001-of-00002.safetensors", "model.safetensors.index.json",
+    ],
+)  # fmt: skip
+def test_facts_are_found_again_when_any_file_of_the_model_changes(name: str, tmp_path: Path) -> None:
+    place = tmp_path / "target"
+    write_target(place)
+    Target(TargetConfig(path=str(place)), CPU, tmp_path).remember()
+    assert Target(TargetConfig(path=str(place)), CPU, tmp_path)._facts is not None
+    before = model_files(str(place))
+    (place / name).parent.mkdir(exist_ok=True)
+    with (place / name).open("a") as file:
+        file.write("\n")
+    assert place / name in model_files(str(place))
+    assert place / name in before or len(model_files(str(place))) == len(before) + 1
+    if not name.endswith(".bin"):
+        assert Target(TargetConfig(path=str(place)), CPU, tmp_path)._facts is None
+
+
+def test_a_tokenizer_with_other_rules_has_another_fingerprint() -> None:
+    tokenizer, other = tiny_tokenizer(), copy.deepcopy(tiny_tokenizer())
+    assert tokenizer_fingerprint(tokenizer) == tokenizer_fingerprint(other)
+    tokenizer(["a", "a longer text"], padding=True)
+    assert tokenizer_fingerprint(tokenizer) == tokenizer_fingerprint(other), "padding is no rule"
+    other.backend_tokenizer.normalizer = Lowercase()
+    assert tokenizer_fingerprint(tokenizer) != tokenizer_fingerprint(other)
+
+
+@pytest.mark.parametrize(("value", "legal"), [(float("nan"), False), (float("inf"), False), (float("-inf"), True)])
+def test_logits_are_numbers_and_a_head_may_forbid_tokens(value: float, legal: bool, tmp_path: Path) -> None:
+    model = write_target(tmp_path, kind="phi", num_key_value_heads=COMMON["num_attention_heads"])
+    with torch.no_grad():
+        model.lm_head.bias[5:9] = value
+    model.save_pretrained(tmp_path)
+    target = Target(TargetConfig(path=str(tmp_path)), CPU)
+    if legal:
+        assert as_exported(target.model, target).lm_head.bias[5] == value
+    else:
+        assert "its logits in float32 are not numbers" in refused(lambda: target.facts)
+
+
+def test_what_overflows_and_what_is_no_number_are_told_apart() -> None:
+    for value, text in ((1e6, "values up to 1e.06, too large for float16"), (float("nan"), "is not a number")):
+        model = tiny_model()
+        with torch.no_grad():
+            model.lm_head.weight[0, 0] = value
+        assert re.search(text, refused(cast_weights, model, torch.float16))
 
 
 def test_a_target_that_is_not_in_memory_is_borrowed(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from huggingface_hub import snapshot_download
 
 from distill.export.engine import TEMPLATES
 from distill.export.engines.servers.conversion import convert_once
-from distill.models.gguf import pre_tokenizer_name
+from distill.models.files.gguf import pre_tokenizer_name
 from distill.models.load import load_pretrained, load_tokenizer
 from speculative.errors import UserError
 

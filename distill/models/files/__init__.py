@@ -1,0 +1,1 @@
+"""Files of models: which of their weights are used, adapters, GGUF."""
