@@ -19,7 +19,7 @@ from distill.models.target import Target
 from distill.run.answers import Answers
 from distill.run.launcher import launch_if_asked
 from distill.run.run import Run, new_accelerator
-from distill.run.session import run_prompts
+from distill.run.session import preflight, run_prompts
 from distill.training.signal import fill, open_signal_store, signal_line
 from speculative.errors import UserError
 
@@ -48,6 +48,7 @@ def run(config_path: str | Path, overrides: Sequence[str] = (), signal: str | No
     ranks = Run(config, new_accelerator(project_dir=str(config.folder)))
     ranks.claim()
     target = Target(config.target, ranks.device, ranks.folder)
+    preflight(ranks, target)
     context, tokenizer, sets = run_prompts(ranks, target)
     ranks.say(sets.report)
     answers = Answers(ranks, target, tokenizer, sets, context)

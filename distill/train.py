@@ -23,14 +23,13 @@ from distill.config.run import RunConfig
 from distill.faults import Interrupted, exit_status
 from distill.models.heads import SplitModel
 from distill.models.quantized import require_quantizer
-from distill.models.student import refuse_impossible
 from distill.models.target import Target
 from distill.run.answers import Answers, first_student
 from distill.run.checkpoint import keep_judgement, missed_checks, resume_point
 from distill.run.launcher import launch_if_asked
-from distill.run.responses import decode_settings, signal_manifest_of
+from distill.run.responses import decode_settings
 from distill.run.run import Run, new_accelerator
-from distill.run.session import check_instrument, run_prompts
+from distill.run.session import check_instrument, preflight, run_prompts
 from distill.training.batches import check_packing, make_batches, make_objective, make_survival
 from distill.training.micro_batch import check_batches, chosen_micro_batch
 from distill.training.module import DraftModule
@@ -88,13 +87,11 @@ def distil(run: Run) -> None:
     """From prompts to verdict. Results that an earlier start left in the run's folder are reused."""
     config = run.config
     target = Target(config.target, run.device, run.folder)
+    preflight(run, target)
     context, tokenizer, sets = run_prompts(run, target)
     run.say(sets.report)
     # Report config and student errors before the long work of generating responses.
     pkgutil.resolve_name(CONCLUSION)
-    refuse_impossible(config.student, target.side.config)
-    if config.signal.source != "online":
-        signal_manifest_of(run, target.facts)
     require_served(
         config.judge.served_paths,
         target,

@@ -14,10 +14,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 # Packed rows are cut to the longest one, rounded up to this, so that nearly empty batches are cheap and few shapes occur.
 WIDTH_STEP = 64
+# Id of padding. Nothing attends to padding or predicts it, so any id with a row will do; a tokenizer's pad token may have none.
+PADDING = 0
 
 
 @dataclass(frozen=True)
@@ -89,12 +90,7 @@ def each_tensor(held: Any, change: Callable[[Tensor], Tensor]) -> Any:
     return replace(held, **{name: change(value) for name, value in values.items() if isinstance(value, Tensor)})
 
 
-def pad_id_of(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The padding id. 0 if the tokenizer has none, because nothing attends to padding or predicts it."""
-    return 0 if tokenizer.pad_token_id is None else int(tokenizer.pad_token_id)
-
-
-def collate(examples: Sequence[Example], pad_id: int, indices: Sequence[int] = ()) -> Batch:
+def collate(examples: Sequence[Example], pad_id: int = PADDING, indices: Sequence[int] = ()) -> Batch:
     """Right-pad to a micro-batch. Attention is causal, so padded rows need no attention mask."""
     width = max(len(example.input_ids) for example in examples)
     return _collate_rows([(example,) for example in examples], pad_id, width, indices)

@@ -147,7 +147,7 @@ def check_exported(directory: Path, model: Any, tokenizer: Any, trust_remote_cod
 
 
 def _directories_read(student_dir: Path, target: str) -> list[Path]:
-    base = base_of_adapter(student_dir)
+    base = base_of_adapter(student_dir) if student_dir.is_dir() else None
     names = [str(student_dir), resolve(target), *([base.path] if base else [])]
     return [Path(name) for name in names if Path(name).is_dir()]
 

@@ -95,7 +95,7 @@ def cast_weights(model: Any, dtype: torch.dtype) -> None:
         if ((parameter.data != wide) & ~parameter.data.isfinite()).any():
             said = str(dtype).removeprefix("torch.")
             raise UserError(
-                f"weight {name} is not a number, so the draft is damaged; train it with a lower optim.lr"
+                f"weight {name} is not a number; the draft is damaged, so train it again with a lower optim.lr"
                 if wide.isnan().any()
                 else f"weight {name} has values up to {wide[wide.isfinite()].abs().max():.3g}, too large for {said}; choose bfloat16"
             )

@@ -13,8 +13,8 @@ from data.responses.rendered import RenderedPrompt
 from distill.config.layout import CONFIG, PROVENANCE, TARGET_FACTS
 from distill.config.load import load_trusted
 from distill.config.run import RunConfig
-from distill.models.load import tokenizer_fingerprint
 from distill.models.target import Target
+from distill.models.vocabulary import tokens_by_id
 from distill.run.checkpoint import resume_point
 from distill.run.responses import RunStores
 from distill.run.run import Run
@@ -84,7 +84,7 @@ def open_others(
         if one.facts.fingerprint in known:
             raise UserError(f"{key} {folder}: its target is also that of {known[one.facts.fingerprint]}; list it once")
         known[one.facts.fingerprint] = key
-        if tokenizer_fingerprint(one.tokenizer) != tokenizer_fingerprint(target.tokenizer):
+        if tokens_by_id(one.tokenizer) != tokens_by_id(target.tokenizer):
             raise UserError(f"{key} {folder}: another tokenizer than {config.target.path}'s; one draft needs one")
         if one.facts.vocab_rows != target.facts.vocab_rows:
             raise UserError(

@@ -53,8 +53,8 @@ def load_prompts(
     heldout_prompts: int,
     *,
     heldout_only: bool = False,
-    folder: Path | None = None,
-    ranks: Run | None = None,
+    folder: Path | Run | None = None,
+    vocab_rows: int | None = None,
 ) -> PromptSets:
     """All prompts of a run, rendered with the target's tokenizer.
 
@@ -65,13 +65,14 @@ def load_prompts(
         context_length: maximum tokens of prompt + response.
         heldout_prompts: number of held-out prompts to keep, the first ones by hash, so that a larger number contains a smaller one.
         heldout_only: leave `train` empty, for evaluation; the run's folder is read, never written.
-        folder: the run's folder; None = keep nothing.
-        ranks: given when all ranks of a run call this together.
+        folder: the run's folder, or the run if all its ranks call this together; None = keep nothing.
+        vocab_rows: vocabulary rows of the target; None = any id will do.
 
-    Raises UserError: sources missing, empty or all duplicates; a prompt too long (`data.too_long: error`); no template; the prompts of a
-    run with checkpoints have changed.
+    Raises UserError: sources missing, empty or all duplicates; a prompt too long (`data.too_long: error`) or with a token that has no row; no
+    template; the prompts of a run with checkpoints have changed.
     """
     made_with = _made_with(data, tokenizer, context_length, max_tokens)
+    ranks, folder = (None, folder) if folder is None or isinstance(folder, Path) else (folder, folder.folder)
     if folder is not None:
         made_with = spelled(made_with, folder)
         own, kept = folder / PROMPTS, folder / PROMPTS / MANIFEST
@@ -79,7 +80,7 @@ def load_prompts(
         def make() -> None:
             if not _is_kept(own, made_with, heldout_prompts):
                 _refuse_untold(own.parent)
-                _make(data, tokenizer, own, made_with, heldout_prompts)
+                _make(data, tokenizer, own, made_with, heldout_prompts, vocab_rows)
 
         if not heldout_only:
             if ranks is None:
@@ -96,11 +97,11 @@ def load_prompts(
         if drawn := _own_heldout(own, made_with, heldout_prompts):
             return PromptSets([], drawn, "")
     if heldout_only and data.heldout:
-        render = _Renderer(data, tokenizer, made_with)
+        render = _Renderer(data, tokenizer, made_with, vocab_rows)
         rows = rows_of(data.heldout, render.bad_rows)[0]
         return PromptSets([], _asked_heldout(rows, render, heldout_prompts), "")
     with tempfile.TemporaryDirectory(prefix="understudy-prompts-") as passing:
-        _make(data, tokenizer, Path(passing), made_with, heldout_prompts)
+        _make(data, tokenizer, Path(passing), made_with, heldout_prompts, vocab_rows)
         return _read(Path(passing), heldout_prompts)
 
 
@@ -178,9 +179,11 @@ def _read(folder: Path, heldout_prompts: int) -> PromptSets:
     return PromptSets(train, heldout, ", ".join(parts))
 
 
-def _make(data: DataConfig, tokenizer: Any, folder: Path, made_with: Manifest, heldout_prompts: int) -> None:
+def _make(
+    data: DataConfig, tokenizer: Any, folder: Path, made_with: Manifest, heldout_prompts: int, vocab_rows: int | None
+) -> None:
     """Read, de-duplicate, render and split into a folder; the manifest is written last."""
-    render, overlapping = _Renderer(data, tokenizer, made_with), 0
+    render, overlapping = _Renderer(data, tokenizer, made_with, vocab_rows), 0
     train_rows, repeats = rows_of(data.train, render.bad_rows)
     making = folder / ".making"
     shutil.rmtree(making, ignore_errors=True)
@@ -292,8 +295,8 @@ def render_rows(rows: Sequence[PromptRow], tokenizer: Any, chat: bool) -> list[P
 
 
 class _Renderer:
-    def __init__(self, data: DataConfig, tokenizer: Any, made_with: Manifest) -> None:
-        self.data, self.tokenizer = data, tokenizer
+    def __init__(self, data: DataConfig, tokenizer: Any, made_with: Manifest, vocab_rows: int | None) -> None:
+        self.data, self.tokenizer, self.rows = data, tokenizer, vocab_rows
         self.context_length, self.max_tokens = made_with["context_length"], made_with["max_tokens"]
         self.tokenizer_fingerprint, self.known_folders = made_with["tokenizer"], set[Path]()
         self.dropped = 0
@@ -305,6 +308,12 @@ class _Renderer:
             self._require_own_ids(Path(row.origin).parent)
         try:
             prompt_ids, reference_ids = self._ids(row, with_reference)
+            highest = max((*prompt_ids, *(reference_ids or ())), default=0)
+            if self.rows is not None and highest >= self.rows:
+                raise UserError(
+                    f"{row.origin}: token {self.tokenizer.convert_ids_to_tokens(highest)!r} has id {highest}, but the target has rows 0..{self.rows - 1} "
+                    "only (config.json: vocab_size); leave the row out, or give the target's embedding more rows"
+                )
         except UserError as error:
             if self.bad_rows is None:
                 raise

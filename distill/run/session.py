@@ -1,5 +1,6 @@
 """Steps that every program starts with: open prompts and a target-draft pair, and run the self-checks."""
 
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
@@ -8,16 +9,19 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from data.batches.windows import text_examples
 from data.files import write_bytes
 from data.prompts.template import on_day
 from data.responses.rendered import RenderedPrompt
-from distill.config.layout import DAY, RESPONSES, SELF_CHECKS
+from distill.config.layout import CHECKPOINTS, DAY, RESPONSES, SELF_CHECKS
 from distill.config.run import RunConfig
 from distill.models.draft import served_draft
-from distill.models.student import NO_LIMIT, run_context
+from distill.models.load import load_tokenizer, refusing
+from distill.models.student import NO_LIMIT, refuse_impossible, run_context
 from distill.models.target import Target
+from distill.models.vocabulary import tokens_without_row
 from distill.run.prompts import PromptSets, load_prompts
-from distill.run.responses import decode_settings
+from distill.run.responses import decode_settings, signal_manifest_of
 from distill.run.run import Run, new_accelerator
 from speculative.decoder.responses import DecodeSettings
 from speculative.engine.models import max_positions
@@ -57,10 +61,49 @@ def run_prompts(run: Run, target: Target, heldout: int | None = None) -> tuple[i
     context = run_context(config.student, config.data.context_length, target.facts.context_length)
     tokenizer = dated_tokenizer(target, run.folder, run)
     sets = load_prompts(
-        config.data, tokenizer, context, config.serving.max_tokens, heldout or config.judge.prompts, folder=run.folder,
-        ranks=run,
+        config.data, tokenizer, context, config.serving.max_tokens, heldout or config.judge.prompts, folder=run,
+        vocab_rows=target.facts.vocab_rows,
     )  # fmt: skip
     return context, tokenizer, sets
+
+
+def preflight(run: Run, target: Target) -> None:
+    """Check all that training and export need from target and tokenizer, before the first prompt is read.
+
+    Raises UserError: keys of `student`, `signal` or `data.text` that this target cannot serve; a tokenizer that is another model's or
+    cannot be saved.
+    """
+    config, data, tokenizer, rows = run.config, run.config.data, target.tokenizer, target.facts.vocab_rows
+    refuse_impossible(config.student, target.side.config)
+    if config.signal.source != "online":
+        signal_manifest_of(run, target.facts)
+    rowless = tokens_without_row(tokenizer, rows)
+    if own := rowless.keys() - getattr(tokenizer, "added_tokens_decoder", {}).keys():
+        raise UserError(
+            f"target.path {config.target.path!r}: its tokenizer has token {rowless[min(own)]!r} (id {min(own)}), but the model has {rows} rows "
+            "(config.json: vocab_size); give the tokenizer of this model"
+        )
+    if rowless:
+        run.say(
+            f"warning: the target has {rows} rows (config.json: vocab_size), none for {len(rowless)} added tokens such as "
+            f"{rowless[min(rowless)]!r} (id {min(rowless)}); engines refuse such a pair, so resize the target's embedding before you train"
+        )
+    if data.mix.text:
+        if tokenizer.eos_token_id is None or tokenizer.eos_token_id >= rows:
+            raise UserError(
+                "data.text: the tokenizer has no eos token with a row to separate documents; set data.mix.text to 0"
+            )
+        context = run_context(config.student, data.context_length, target.facts.context_length)
+        if data.text_window > context:
+            raise UserError(f"data.text_window = {data.text_window}: set it to at most {context}, the models' context")
+        texts = text_examples(data.text, tokenizer, data.text_window) if rowless else ()
+        if (highest := max((int(max(one.input_ids)) for one in texts), default=0)) >= rows:
+            raise UserError(f"data.text: contains {rowless[highest]!r} (id {highest}), which has no row; leave it out")
+    if run.main and not (run.folder / CHECKPOINTS).exists():
+        what = f"target.path {config.target.path!r}: its tokenizer cannot be saved with a draft"
+        with refusing(what), tempfile.TemporaryDirectory(prefix="understudy-tokenizer-") as place:
+            tokenizer.save_pretrained(place)
+            load_tokenizer(place, trust_remote_code=config.target.trust_remote_code)
 
 
 def context_limit(*limits: int | None) -> int:
@@ -102,7 +145,14 @@ def open_pair(config: RunConfig, path: str, prompts: int, rule: Rule = "greedy")
     context = context_limit(*positions, config.data.context_length)
     tokenizer = dated_tokenizer(target, config.folder)
     sets = load_prompts(
-        config.data, tokenizer, context, config.serving.max_tokens, prompts, heldout_only=True, folder=config.folder
+        config.data,
+        tokenizer,
+        context,
+        config.serving.max_tokens,
+        prompts,
+        heldout_only=True,
+        folder=config.folder,
+        vocab_rows=target.facts.vocab_rows,
     )
     return Pair(target, draft, context, sets.heldout, decode_settings(config.serving, config.seed, target))
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.batches.collate import Batch, Example, collate, collate_packed, pad_id_of
+from data.batches.collate import PADDING, Batch, Example, collate, collate_packed
 from data.batches.examples import Examples, as_examples
 from data.batches.mixture import Mixture, Pool
 from data.batches.packing import micro_batches, packed_micro_batches
@@ -52,7 +52,6 @@ class BatchSource:
         self,
         run: Run,
         examples: Examples | Sequence[Example],
-        pad_id: int,
         rollouts: Rollouts | None = None,
         text_examples: Sequence[Example] | None = None,
         others: Sequence[tuple[float, Examples]] = (),
@@ -71,7 +70,7 @@ class BatchSource:
         # For each pool that the teacher knows by number: the number of its first sequence.
         counts = [len(given) for given in own.values()]
         self._first = dict(zip(own, itertools.accumulate(counts, initial=0), strict=False))
-        self.config, self.pad_id, self.rank, self.ranks, self.rollouts = config, pad_id, run.rank, run.ranks, rollouts
+        self.config, self.rank, self.ranks, self.rollouts = config, run.rank, run.ranks, rollouts
         self.mixture = Mixture(pools, config.train.batch_size, config.seed)
         # Set by the caller of `micro_batch.chosen_micro_batch`.
         self.micro_batch_size = config.train.micro_batch_size or 1
@@ -115,12 +114,12 @@ class BatchSource:
         order = np.argsort(-lengths, kind="stable")
         if train.packing is None:
             parts = micro_batches(order, self.micro_batch_size, self.rank, self.ranks)
-            return [collate([documents[i] for i in part], self.pad_id, [numbers[i] for i in part]) for part in parts]
+            return [collate([documents[i] for i in part], indices=[numbers[i] for i in part]) for part in parts]
         packed = packed_micro_batches(lengths, train.packing, self.micro_batch_size, self.rank, self.ranks)
         batches = []
         for rows in packed:
             filled, indices = [[documents[i] for i in row] for row in rows], [numbers[i] for row in rows for i in row]
-            batches.append(collate_packed(filled, self.pad_id, train.packing, indices))
+            batches.append(collate_packed(filled, PADDING, train.packing, indices))
         return batches
 
     @property
@@ -247,10 +246,6 @@ def make_batches(
         if packing is not None and rollouts.longest > packing:
             raise UserError(f"train.packing = {packing}: set it to at least {rollouts.longest}, for rollouts")
     if data.mix.text:
-        if tokenizer.eos_token_id is None:
-            raise UserError("data.text: the tokenizer has no eos token to separate documents; set data.mix.text to 0")
-        if data.text_window > context:
-            raise UserError(f"data.text_window = {data.text_window}: set it to at most {context}, the models' context")
         text = text_examples(data.text, tokenizer, data.text_window)
     for sequences in (examples, text or (), *(own for _, own in others)) if mask_token is not None else ():
         if any(mask_token in sequences[number].input_ids for number in range(len(sequences))):
@@ -258,7 +253,7 @@ def make_batches(
                 f"student.parallel.mask_token: a training sequence contains token {mask_token}, which is the mask token; "
                 "give an id that occurs in no text"
             )
-    source = BatchSource(run, examples, pad_id_of(tokenizer), rollouts, text, others)
+    source = BatchSource(run, examples, rollouts, text, others)
     if isinstance(teacher, StoredTeacher) and config.signal.source != "capture":
         source.read_ahead = teacher.read_ahead
     return source

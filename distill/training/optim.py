@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 from transformers import get_cosine_with_min_lr_schedule_with_warmup
 
 from distill.config.sections import OptimConfig
@@ -174,4 +174,10 @@ class SpikeGuard:
 
 def weight_average(student: nn.Module, decay: float) -> AveragedModel:
     """A copy of the student that follows it as an exponential moving average: call `update_parameters` after each step."""
-    return AveragedModel(student, multi_avg_fn=get_ema_multi_avg_fn(decay))
+
+    def follow(averages: list[Tensor], weights: list[Tensor], _: Any) -> None:
+        # Not lerp: it gives NaN for a weight of -inf, such as the bias of a forbidden token.
+        torch._foreach_mul_(averages, decay)
+        torch._foreach_add_(averages, weights, alpha=1 - decay)
+
+    return AveragedModel(student, multi_avg_fn=follow)  # type: ignore[arg-type]

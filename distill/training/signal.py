@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from data.batches.collate import Example, collate, pad_id_of
+from data.batches.collate import Example, collate
 from data.batches.examples import Examples, as_examples
 from data.responses.respond import ProgressBar
 from data.signals.columns import RELATIVE_ERROR
@@ -67,7 +67,7 @@ def fill(run: Run, store: SignalStore, target: Target, examples: Examples) -> No
         teacher = CapturingTeacher(Teacher(target.model), store, config.loss.chunk_tokens)
         with ProgressBar("teacher signal", sum(map(len, mine)), 0, show) as bar:
             for indices in mine:
-                batch = collate([examples[index] for index in indices], pad_id_of(target.tokenizer), indices)
+                batch = collate([examples[index] for index in indices], indices=indices)
                 teacher.fill(batch.to(run.device))
                 bar.store(len(indices))
     run.wait()

@@ -51,7 +51,7 @@ from distill.live.options import GatewayOptions
 from distill.live.traffic.exported import list_exports
 from distill.live.traffic.record import RecordError, TrafficRecord, from_line, to_line
 from distill.live.versions import Version, read_version
-from distill.models.load import base_of_adapter, load_model, load_tokenizer
+from distill.models.load import AdapterBase, base_of_adapter, load_model, load_tokenizer
 from distill.run.result import Result, load_result
 from distill.run.verdict_record import Verdict
 from speculative.errors import LONGEST, UserError
@@ -422,7 +422,7 @@ PARSERS = {
         lambda name, content, folder: Verdict.read(_written(content, folder / name), "make it again"), Verdict,
     ),
     "serving.json": Parser(400, _exports, lambda name, content, folder: read_export(_written(content, folder / name).parent), tuple),
-    "files of a run": Parser(600, _run_files, _run_file, Arms | dict | Version | list | str | None),
+    "files of a run": Parser(600, _run_files, _run_file, AdapterBase | Arms | dict | Version | list | str | None),
     "checkpoint": Parser(200, _checkpoint, _load_checkpoint, object),
     "tokenizer": Parser(500, _tokenizer_files, _load_tokenizer, object),
 }  # fmt: skip

@@ -108,7 +108,7 @@ def new_loop(config: RunConfig, variant: str = "", engine: str = "") -> Trainer:
         tiny_student(variant), Objective({"forward_kl": 1.0}, chunk_tokens=5), make_survival(config.student.parallel)
     )
     run = Run(config, accelerator, resume_point(config.folder)[0])
-    batches = BatchSource(run, uneven_examples(16), 0)
+    batches = BatchSource(run, uneven_examples(16))
     return Trainer(run, module, Teacher(target), batches, tiny_tokenizer(), {"seed": 0})
 
 

@@ -185,7 +185,7 @@ def make_loop(
         give_mask_token(module.inner, 0, tiny_tokenizer(), ())
     examples = examples if examples is not None else examples_of([9, 12, 7, 15, 10, 8, 11, 14, 6, 13])
     run = Run(config, accelerator, resume_point(config.folder)[0])
-    batches = BatchSource(run, examples, 0)
+    batches = BatchSource(run, examples)
     trainer = Trainer(run, module, Teacher(target), batches, tiny_tokenizer(), {"seed": 0})
     trainer.judge = judge or ScriptedJudge()
     return trainer

@@ -15,8 +15,9 @@ HEAD_CLASSES = re.compile(
 HEAD_WEIGHTS = re.compile(r"(model\.)?(fc|d2t|t2d|midlayer|eagle_module|medusa_head)\b")
 # Weights that change no logit of a text: buffers that are computed, drafting layers, value heads, other inputs, scales of a cache.
 UNUSED = re.compile(
-    r"inv_freq$|(cos|sin)_cached$|position_ids$|\.(attn|attention|self_attn|self_attention)\.(bias|masked_bias)$|_extra_state$|"
-    r"(^|\.)mtp[^.]*\.|^v_head\.|\.(q|k|v|kv|prob)_scale$|\.[kv]_proj\.output_scale$|(^|\.)(vision|visual|audio|image|multi_modal|mm_)[^.]*\."
+    r"inv_freq$|(cos|sin)_cached$|position_ids$|embed_positions\.weights$|_extra_state$|(^|\.)(pooler|v_head)\.|"
+    r"\.(attn|attention|self_attn|self_attention)\.(bias|masked_bias|causal_mask)$|(^|\.)mtp[^.]*\.|"
+    r"\.(q|k|v|kv|prob)_scale$|\.[kv]_proj\.output_scale$|(^|\.)(vision|visual|audio|image|multi_modal|mm_)[^.]*\."
 )
 SCALES = re.compile(r"scales?(_\w+)?$|scale_2$|qweight$|qzeros$|absmax$|_packed$|SCB$")
 

@@ -289,9 +289,9 @@ def test_the_longest_come_first(config_path: Path, tmp_path: Path, monkeypatch: 
     widths: list[int] = []
     collate = signal_module.collate
 
-    def noted(examples: Any, *rest: Any) -> Any:
+    def noted(examples: Any, **rest: Any) -> Any:
         widths.append(max(len(example.input_ids) for example in examples))
-        return collate(examples, *rest)
+        return collate(examples, **rest)
 
     monkeypatch.setattr(signal_module, "collate", noted)
     respond(config_path, tmp_path)

@@ -72,8 +72,8 @@ def test_prompts_are_rendered_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         for sets in (loaded(data, run=run), loaded(data, 4, run=run, heldout_only=True)):
             assert (list(sets.train), sets.heldout, sets.report) == (list(first.train), first.heldout, first.report)
         assert loaded(data, 8, run=run).heldout[:4] == first.heldout, "another number to judge"
-        other = SimpleNamespace(once=lambda *_: None, await_seen=lambda *_: None)
-        assert list(loaded(data, run=run, ranks=other).train) == list(first.train)
+        other: Any = SimpleNamespace(folder=run, once=lambda *_: None, await_seen=lambda *_: None)
+        assert list(loaded(data, run=other).train) == list(first.train)
     assert {path.name for path in (run / PROMPTS).iterdir()} == {"train.arrow", "heldout.arrow", "manifest.json"}
 
 

@@ -1,13 +1,27 @@
-"""A pair is opened in one place, and refuses there what cannot be judged."""
+"""A pair is opened in one place, and what training and export need is checked in one place, before the first answer."""
 
+import json
+import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from refusals import refused
+from tiny_models import tiny_model
+from tiny_training import small_config, tiny_tokenizer, write_target
 
+from distill import respond, train
 from distill.config.load import load_config
+from distill.export.export import take_over_ids
+from distill.models.load import load_tokenizer
+from distill.models.student import from_architecture
+from distill.models.target import load_target_side
+from distill.run import session
 from distill.run.session import open_pair
 from speculative.engine.models import max_positions
 from speculative.errors import UserError
+
+ROWS = len(tiny_tokenizer())  # no more than it has tokens
 
 
 def test_a_pair_has_prompts_that_both_models_take(tiny_config: Path, tiny_run: Path) -> None:
@@ -32,3 +46,80 @@ def test_what_cannot_be_judged_is_refused(
 ) -> None:
     with pytest.raises(UserError, match=words):
         open_pair(load_config(tiny_config, overrides), str(tiny_run), prompts, rule)  # type: ignore[arg-type]
+
+
+def with_tokens_without_rows(folder: Path) -> Path:
+    """A config whose target has a pad token and a word that were added to its tokenizer only; the fourth of its prompts uses the word."""
+    write_target(folder / "target", vocab_size=ROWS)
+    tokenizer = load_tokenizer(str(folder / "target"))
+    tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+    tokenizer.add_tokens(["<unit>"])
+    tokenizer.save_pretrained(folder / "target")
+    path = small_config(folder)
+    rows = (folder / "prompts.jsonl").read_text().splitlines()
+    rows[3] = json.dumps({"prompt": "How many <unit> is that?"})
+    (folder / "prompts.jsonl").write_text("\n".join(rows))
+    return path
+
+
+def test_a_token_without_a_row_is_found_in_its_row_before_the_first_answer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = with_tokens_without_rows(tmp_path)
+    assert respond.main([str(config)]) == 2
+    text = capsys.readouterr().err
+    assert re.search(
+        rf"prompts\.jsonl:4: token '<unit>' has id {ROWS + 1}, but the target has rows 0\.\.{ROWS - 1} only", text
+    )
+    assert not (tmp_path / "small" / "responses" / "train").exists()
+
+
+@pytest.mark.usefixtures("without_figures")
+def test_a_pad_token_without_a_row_trains_and_is_said_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = with_tokens_without_rows(tmp_path)
+    steps = ["data.bad_rows=drop", "train.steps=1", "judge.every=1", "judge.prompts=4", "judge.live=never"]
+    assert train.main([str(config), *steps]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert f"'[PAD]' (id {ROWS})" in next(line for line in lines if line.startswith("warning: the target has"))
+    # Whatever is built for this target: no id without a row, which an embedding cannot pad with.
+    tokenizer = load_tokenizer(str(tmp_path / "target"))
+    small = {
+        "model_type": "llama",
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 16,
+    }
+    assert from_architecture(small, tokenizer, ROWS, 0).config.pad_token_id is None
+    student, side = tiny_model(vocab_size=ROWS), load_target_side(str(tmp_path / "target"))
+    side.config.pad_token_id = side.generation.pad_token_id = None
+    take_over_ids(student, side, 3, None)
+    assert (student.config.pad_token_id, student.config.eos_token_id) == (None, 2)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda folder: write_target(folder / "target", vocab_size=ROWS - 9), "its tokenizer has token .* give the tokenizer of this model"),
+        (lambda folder: None, "data.text: contains '<unit>' .*has no row"),
+        (lambda folder: None, "target.path .*its tokenizer cannot be saved with a draft: no such rule"),
+    ],
+)  # fmt: skip
+def test_what_training_and_export_need_is_checked_first(
+    change: Callable[[Path], object], text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = with_tokens_without_rows(tmp_path)
+    change(tmp_path)
+    if "cannot be saved" in text:
+
+        def refuse(place: str, **_: object) -> None:
+            raise ValueError("no such rule")
+
+        monkeypatch.setattr(session, "load_tokenizer", refuse)
+    documents = {"text": [{"path": str(tmp_path / "prompts.jsonl"), "prompt_column": "prompt"}], "text_window": 16}
+    mix = {"target": 0.5, "text": 0.5} if "data.text" in text else {}
+    tree = json.loads(config.read_text())
+    tree["data"] |= {"bad_rows": "drop"} | ({"mix": mix, **documents} if mix else {})
+    config.write_text(json.dumps(tree))
+    assert re.search(text, refused(respond.run, config))
+    assert not (tmp_path / "small" / "responses" / "train").exists()

@@ -95,11 +95,11 @@ MIX = {"target": 0.4, "student": 0.3, "speculative": 0.2, "text": 0.1}
 
 def source_of(config: RunConfig, rank: int = 0, ranks: int = 1, rollouts: FakeRollouts | None = None) -> BatchSource:
     made: Any = rollouts or FakeRollouts()
-    return BatchSource(share_of(config, rank, ranks), examples_of(LENGTHS), 0, made, windows())
+    return BatchSource(share_of(config, rank, ranks), examples_of(LENGTHS), made, windows())
 
 
 def ahead_of(config: RunConfig) -> BatchSource:
-    return BatchSource(share_of(config), examples_of(LENGTHS), 0)
+    return BatchSource(share_of(config), examples_of(LENGTHS))
 
 
 def indices_of(window: Sequence[Batch]) -> list[tuple[int, ...]]:
@@ -164,7 +164,7 @@ def test_responses_of_the_target_alone_come_as_the_plan_says(tmp_path: Path, ran
     examples = examples_of(LENGTHS)
     config = config_of(tmp_path)
     for rank in range(ranks):
-        source = BatchSource(share_of(config, rank, ranks), examples, 0)
+        source = BatchSource(share_of(config, rank, ranks), examples)
         for step in (0, 1, 2, 5, 0):
             epoch, index = divmod(step, batches_per_epoch(len(LENGTHS), 8))
             shares = micro_batches(plan_epoch(LENGTHS, 8, 0, epoch)[index], 2, rank, ranks)
@@ -324,13 +324,13 @@ def test_impossible_sets_are_refused(
     tmp_path: Path, mix: dict[str, float], train: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(UserError, match=message):
-        BatchSource(share_of(config_of(tmp_path, mix, **train)), examples_of(LENGTHS), 0)
+        BatchSource(share_of(config_of(tmp_path, mix, **train)), examples_of(LENGTHS))
 
 
 def test_rollouts_need_someone_to_make_them(tmp_path: Path) -> None:
     config = config_of(tmp_path, {"target": 0.0, "student": 1.0})
     with pytest.raises(ValueError, match="rollouts and a draft"):
-        BatchSource(share_of(config), [], 0).micro_batches(0)
+        BatchSource(share_of(config), []).micro_batches(0)
     with pytest.raises(ValueError, match="rollouts and a draft"):
         source_of(config).micro_batches(0)
 
@@ -345,7 +345,7 @@ def rollout_loop(config: RunConfig) -> Trainer:
     run = Run(config, accelerator, resume_point(config.folder)[0])
     rollouts = Rollouts(run, target, tokenizer, prompts)
     examples = examples_of(LENGTHS)
-    batches = BatchSource(share_of(config), examples, 0, rollouts, windows())
+    batches = BatchSource(share_of(config), examples, rollouts, windows())
     trainer: Any = Trainer(run, module, Teacher(target), batches, tokenizer, {"seed": 0})
     trainer.judge = ScriptedJudge()
     return trainer

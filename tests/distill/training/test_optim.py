@@ -163,6 +163,8 @@ class TestSpikeGuard:
 
 def test_averaged_weights_follow_the_definition() -> None:
     layer = nn.Linear(3, 2)
+    with torch.no_grad():
+        layer.bias[0] = -torch.inf  # forbids a token, and stays
     average = weight_average(layer, 0.9)
     wanted, seen = None, []
     for step in range(6):
@@ -172,3 +174,4 @@ def test_averaged_weights_follow_the_definition() -> None:
         seen.append(float(layer.weight.detach()[0, 0]))
         wanted = seen[0] if wanted is None else 0.9 * wanted + 0.1 * seen[-1]
     assert float(average.module.weight[0, 0]) == pytest.approx(wanted, rel=1e-6)
+    assert float(average.module.bias[0]) == -torch.inf

@@ -91,7 +91,7 @@ def test_every_sequence_learns_from_its_own_target() -> None:
         Path("unused"), target={"others": [{"run": "other", "weight": 3}]}, signal={"source": "store"}, train={"batch_size": 8}
     )  # fmt: skip
     own, other = as_examples(examples_of([6, 7, 8, 9, 10])), as_examples(examples_of([11, 12, 13, 14], seed=1))
-    source = BatchSource(share_of(config), own, 0, others=[(3.0, other)])
+    source = BatchSource(share_of(config), own, others=[(3.0, other)])
     windows = [batch for step in range(6) for batch in source.micro_batches(step)]
     numbers = np.array([number for batch in windows for number in batch.indices])
     assert set(numbers.tolist()) == set(range(9))
