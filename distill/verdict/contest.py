@@ -16,7 +16,7 @@ from distill.verdict.question import Question
 from speculative.decoder.responses import Prompt
 from speculative.errors import UserError
 from speculative.measure.effects import fewest_prompts
-from speculative.measure.intervals import Interval, ratio_interval, sum_by_prompt
+from speculative.measure.intervals import Interval, lower_share, ratio_interval, sum_by_prompt
 from speculative.measure.load import DRAFTED, LoadStandings, clock, full_batch_seconds, kind_shares, policy_seconds
 from speculative.measure.measured import TARGET, TOGETHER, How, Measured, Way
 from speculative.measure.metrics import Waiting, alpha_with_interval
@@ -25,6 +25,8 @@ from speculative.measure.token_scores import TokenScores
 
 # A speed-up is precise enough when the upper end of its interval is within this share of it.
 PRECISION = 0.05
+# A way that is slower than another at this confidence cannot be the fastest, so it does not widen the other's interval.
+CERTAINLY_SLOWER = 0.997
 CLOCK_SHARE = 1 / 4  # of judge.speed_seconds, for the waits at each load
 POLICY_SHARE = 1 / 2  # the same, for a policy at each load
 # Lookup before the draft must be at least this much faster than everything else, or a second proposer is not worth having.
@@ -37,6 +39,8 @@ class Timed(Protocol):
     def speed(self, name: str, confidence: float = 0.95) -> Speed: ...
 
     def against(self, name: str, other: str, confidence: float = 0.95) -> tuple[float, Interval | None]: ...
+
+    def pulls(self, names: Sequence[str], other: str) -> np.ndarray: ...
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,7 @@ class Contest:
     counted: Mapping[str, Mapping[str, tuple[int, int]]] = field(default_factory=dict)
     laps: Laps = field(default_factory=dict)
     clocked: Mapping[str, Waiting] = field(default_factory=dict)
+    _intervals: dict[tuple[str, str], Interval | None] = field(default_factory=dict, init=False, repr=False)
 
     def __getitem__(self, name: str) -> Way:
         return next(one for one in self.ways if one.name == name)
@@ -67,11 +72,30 @@ class Contest:
 
     def speed(self, name: str) -> Speed:
         """Speed of a way, or of the target alone."""
-        return self.timed.speed(name, self.confidence(name))
+        return replace(self.timed.speed(name), interval=self.against(name, TARGET)[1])
 
     def against(self, name: str, other: str) -> tuple[float, Interval | None]:
-        """Tokens per second over those of another way, paired by prompt, with the interval."""
-        return self.timed.against(name, other, self.confidence(name, other))
+        """Tokens per second over those of another way, paired by prompt, with the interval.
+
+        The interval knows that the fastest of several ways is chosen: its lower end is corrected for the family of this one, all ways
+        at this load that may be run and are not certainly slower (`lower_share`). Each load has families of its own.
+        """
+        if (name, other) not in self._intervals:
+            self._intervals[name, other] = self._corrected(name, other)
+        return self.timed.against(name, other)[0], self._intervals[name, other]
+
+    def _corrected(self, name: str, other: str) -> Interval | None:
+        confidence = self.confidence(name, other)
+        ends = self.timed.against(name, other, confidence)[1]
+        if ends is None or name == other:
+            return ends
+        rest = [one.name for one in self.eligible if one.name not in (name, other)]
+        leads = {one: self.timed.against(name, one, CERTAINLY_SLOWER)[1] for one in rest}
+        family = [name, *(one for one, lead in leads.items() if lead is None or lead[0] <= 1.0)]
+        # The looks at checkpoints are in the confidence already; the share multiplies what they leave.
+        share = lower_share(self.timed.pulls(family, other))
+        lower = self.timed.against(name, other, 1.0 - share * (1.0 - confidence))[1]
+        return lower and (lower[0], ends[1])
 
     def beats(self, name: str, other: str = TARGET) -> bool:
         """Whether a way is certainly faster than another."""

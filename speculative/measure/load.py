@@ -183,6 +183,19 @@ class LoadStandings:
         down, up = math.hypot(math.log(calls / low), half), math.hypot(math.log(high / calls), half)
         return ratio, (ratio * math.exp(-down), ratio * math.exp(up))
 
+    def pulls(self, names: Sequence[str], other: str) -> np.ndarray:
+        """(R, K) as `Standings.pulls`. The blocks of every way are timed beside plain steps of their own."""
+        calls_P, errors = {}, {}
+        for name in (*names, other):
+            known_P, log_rho_T = np.nan_to_num(self._calls_P[name]), self._log_rho_T[name]
+            calls_P[name], errors[name] = (
+                known_P / known_P.sum(),
+                log_rho_T.std() / math.sqrt(max(1, len(log_rho_T) - 1)),
+            )
+        texts_PK = np.stack([calls_P[other] - calls_P[name] for name in names], 1)
+        timed_K = np.array([errors[name] for name in names])
+        return np.concatenate((texts_PK, np.diag(timed_K), np.full((1, len(names)), errors[other])))
+
 
 Stream = Generator[Event, None, None]
 Text = tuple[Sequence[int], Sequence[int]]  # ids of a prompt, ids of its response

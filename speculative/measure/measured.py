@@ -70,7 +70,7 @@ class Way:
 @dataclass(frozen=True)
 class Measured:
     """One way of decoding on one text at one concurrency. Null: not known. Intervals are 95 %, wider for a draft that was picked
-    among checkpoints.
+    among checkpoints, and a speed-up's lower end for the choice among the ways at this load.
     """
 
     way: Annotated[str, "`target alone`, `draft`, `prompt lookup`, `lookup + draft`, ..."]

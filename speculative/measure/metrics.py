@@ -134,7 +134,7 @@ class LiveNumbers(TypedDict):
 
 def live_metrics(responses: Sequence[Response], gamma: int) -> LiveNumbers:
     """Metrics of these responses, gamma >= 1."""
-    keys = [response.key for response in responses]
+    keys = [tuple(response.prompt_ids) for response in responses]
     tokens_P = sum_by_prompt(keys, np.array([len(response.response_ids) for response in responses]))
     blocks_P = sum_by_prompt(keys, np.array([response.blocks for response in responses]))
     counts = [count for response in responses for count in response.accepted_counts]

@@ -34,8 +34,9 @@ from speculative.engine.memory import release
 from speculative.measure.intervals import Interval, sum_by_prompt
 from speculative.measure.measured import TARGET, Way
 
-# Times more than this many median deviations from the median are cut to that limit: the machine was disturbed.
-FAR = 4.0
+# Times more than this many standard deviations from the median are cut to that limit: the machine was disturbed. The deviation is
+# NORMAL median deviations, as of normal values, of which 1 in 16,000 is cut.
+FAR, NORMAL = 4.0, 1.4826
 # A median deviation below this share of the median is clock rounding; then nothing is cut.
 LEAST_DEVIATION = 0.01
 FEWEST_TO_TELL = 6
@@ -183,6 +184,19 @@ class Standings:
         reach = float(special.stdtrit(freedom, 0.5 + confidence / 2.0)) * math.sqrt(total)
         return ratio, (ratio * math.exp(-reach), ratio * math.exp(reach))
 
+    def pulls(self, names: Sequence[str], other: str) -> np.ndarray:
+        """(R, K) what each text and each timed prompt adds to the error of the logarithm of `against`, for `intervals.lower_share`."""
+        columns, prompts = [], len(self._tokens_P)
+        for name in names:
+            shares_P = self._steps_P(other) / self._steps(other) - self._steps_P(name) / self._steps(name)
+            both = [key for key in self._prices[name] if key in self._prices[other]]
+            pulls_M = self._pulls(other, both) - self._pulls(name, both)
+            timed_M = (pulls_M - pulls_M.mean()) / math.sqrt(max(1, len(both) * (len(both) - 1)))
+            of_key = dict(zip(both, timed_M, strict=True))
+            timed = [of_key.get(key, 0.0) for key in self._prices[other]]
+            columns.append([*math.sqrt(prompts / max(1, prompts - 1)) * shares_P, *timed])
+        return np.array(columns).T
+
     def known(self, name: str, within: float) -> bool:
         """Whether the interval is within the share `within` of the speed-up, or as narrow as timing can make it."""
         speed_up, interval = self.against(name, TARGET)
@@ -233,8 +247,7 @@ class Standings:
         the latter).
         """
         prompts = len(self._tokens_P)
-        shares_P = self._steps_P(other) / self._steps(other) - self._steps_P(name) / self._steps(name)
-        texts = prompts / (prompts - 1) * float((shares_P**2).sum())
+        texts = float((self.pulls([name], other)[:prompts] ** 2).sum())
         pulls_M = self._pulls(other, both) - self._pulls(name, both)
         timed, of_timed = float(pulls_M.var(ddof=1) / len(both)), len(both) - 1
         sittings_M = [self._laps[name][key].sitting for key in both]
@@ -259,7 +272,8 @@ def _near(values_M: np.ndarray) -> np.ndarray:
         return values_M
     median = float(np.median(values_M))
     deviation = max(float(np.median(np.abs(values_M - median))), LEAST_DEVIATION * abs(median))
-    return np.clip(values_M, median - FAR * deviation, median + FAR * deviation)
+    reach = FAR * NORMAL * deviation
+    return np.clip(values_M, median - reach, median + reach)
 
 
 def spread_order(count: int) -> list[int]:

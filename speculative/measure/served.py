@@ -5,13 +5,13 @@ do not count.
 Shapes: N responses, B blocks of one response, J = 1..gamma places in a block.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from speculative.measure.intervals import Interval, ratio_interval
+from speculative.measure.intervals import Interval, ratio_interval, sum_by_prompt
 from speculative.measure.replay import (
     GREEDY_BLOCK_TOLERANCE,
     WORRYING_Z,
@@ -92,11 +92,14 @@ def served_shares(served: Sequence[ServedBlocks], gamma: int) -> tuple[list[floa
     return shares_of(blocks_J, kept_J)
 
 
-def survival_intervals(blocks_NJ: np.ndarray, kept_NJ: np.ndarray) -> list[Interval]:
-    """95 % intervals of survival by place over responses, from their `ServedBlocks.sums`; [0, 1] where nothing was drafted."""
+def survival_intervals(blocks_NJ: np.ndarray, kept_NJ: np.ndarray, prompt_keys: Sequence[Hashable]) -> list[Interval]:
+    """95 % intervals of survival by place over prompts, from responses' `ServedBlocks.sums`; [0, 1] where nothing was drafted."""
+    sums_JP = zip(
+        *([sum_by_prompt(prompt_keys, of_N) for of_N in of_NJ.T] for of_NJ in (blocks_NJ, kept_NJ)), strict=True
+    )
     return [
-        ratio_interval(kept_N[blocks_N > 0], blocks_N[blocks_N > 0]) if blocks_N.any() else (0.0, 1.0)
-        for blocks_N, kept_N in zip(blocks_NJ.T, kept_NJ.T, strict=True)
+        ratio_interval(kept_P[blocks_P > 0], blocks_P[blocks_P > 0]) if blocks_P.any() else (0.0, 1.0)
+        for blocks_P, kept_P in sums_JP
     ]
 
 

@@ -23,8 +23,9 @@ from distill.run.lock import held_for
 from speculative.drafters.draft import Draft
 from speculative.errors import UserError
 from speculative.measure.effects import Gain
-from speculative.measure.intervals import intervals_of_sums, ratio_interval
+from speculative.measure.intervals import intervals_of_sums, sum_by_prompt
 from speculative.measure.measured import Measured, Row
+from speculative.measure.metrics import ratio_with_interval
 from speculative.measure.record import Record
 from speculative.measure.served import after_prefill, tau_of
 from speculative.measure.token_scores import score_tokens
@@ -38,7 +39,7 @@ class ServedDifference(Record):
     tokens_per_second: Gain | None
 
 
-Sums = tuple[float, float, float, float]  # of a prompt: see above
+Sums = tuple[float, float, float, float]  # of a response: see above
 
 
 class ServedComparison(Record):
@@ -80,7 +81,12 @@ def compare_served(options: CompareOptions, text: FrozenText, console: Console) 
         raise UserError("no prompt has token ids and counts from every way, so nothing can be compared")
     if missing := max(len(of) for _, of in found) - len(keys):
         console.print(f"{missing} prompts are not compared: a server did not list all token ids", highlight=False)
-    (first, base), *others = [(row, np.array([of[key] for key in keys])) for row, of in found]
+    prompt_of = {one.key: one.prompt for one in text.responses}
+    prompts = [prompt_of[key] for key in keys]
+    (first, base), *others = [
+        (row, np.stack([sum_by_prompt(prompts, own_N) for own_N in np.array([of[key] for key in keys]).T], 1))
+        for row, of in found
+    ]
     gains = [
         ServedDifference(
             way=row.way, tau=_gain(sums_P4, base, 0),
@@ -122,10 +128,13 @@ def _served(url: str, source: Source, number: int) -> tuple[Measured, dict[str, 
 def _replayed(name: str, draft: Draft, text: FrozenText, gamma: int) -> tuple[Measured, dict[str, Sums]]:
     own = [after_prefill(one) for one in text.responses]
     scores = score_tokens(draft.model, own, text.sampling, offsets=draft.offsets(gamma))
-    (tau, blocks_P), tokens_P = tau_of(scores, text.rule, gamma), np.array([len(one) for one in scores])
-    row = Measured(name, text.rule, prompts=len(own), tokens=int(tokens_P.sum()) + len(own), gamma=gamma, tau=tau)
-    row = replace(row, tau_ci=ratio_interval(tokens_P, blocks_P), how={"tau": "replay"})
-    rows = zip(tokens_P.tolist(), blocks_P.tolist(), tokens_P.tolist(), [0.0] * len(own), strict=True)
+    (tau, blocks_N), tokens_N = tau_of(scores, text.rule, gamma), np.array([len(one) for one in scores])
+    prompts = [one.prompt for one in text.responses]
+    row = Measured(
+        name, text.rule, prompts=len(set(prompts)), tokens=int(tokens_N.sum()) + len(own), gamma=gamma, tau=tau
+    )
+    row = replace(row, tau_ci=ratio_with_interval(tokens_N, blocks_N, prompts)[1], how={"tau": "replay"})
+    rows = zip(tokens_N.tolist(), blocks_N.tolist(), tokens_N.tolist(), [0.0] * len(own), strict=True)
     return row, {one.key: of for one, of in zip(text.responses, rows, strict=True)}
 
 

@@ -4,7 +4,7 @@ import contextlib
 import itertools
 import json
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,11 @@ class Asked:
     server: ServerCounts | None = None
     reset: str = ""
     left_out: int = 0
+
+    @property
+    def prompts(self) -> list[Hashable]:
+        """The prompt of each answer: the unit of every interval."""
+        return [text.prompt for text in self.texts] or list(range(len(self.answers)))
 
 
 class AnswerFile:

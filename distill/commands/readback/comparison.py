@@ -1,7 +1,7 @@
 """Acceptance counted by an engine, compared with replay of the served text and of the run's own text."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -13,9 +13,9 @@ from speculative.decoder.responses import Response
 from speculative.drafters.draft import Draft, drafts_of
 from speculative.errors import UserError
 from speculative.explain.text_law import IMPOSSIBLE, TextLaw
-from speculative.measure.intervals import Interval, intervals_of_sums, ratio_interval
+from speculative.measure.intervals import Interval, intervals_of_sums, ratio_interval, sum_by_prompt
 from speculative.measure.measured import DRAFT, Measured
-from speculative.measure.metrics import Waiting, waits_of
+from speculative.measure.metrics import Waiting, ratio_with_interval, waits_of
 from speculative.measure.replay import GREEDY_BLOCK_TOLERANCE, WORRYING_Z
 from speculative.measure.served import (
     Decoded,
@@ -39,7 +39,7 @@ class Counted:
 
     blocks, tokens: sums, without the prefill's token of each response. survival, accepted_per_drafted: None if unknown. spared: tokens
     at the end of a response that the engine never drafts. varies: how gamma varies; empty if it is constant. survival_ci: over prompts;
-    None for sums only.
+    None for sums only. prompts: of each row; empty: all different.
     """
 
     source: str
@@ -53,6 +53,7 @@ class Counted:
     varies: str = ""
     survival_ci: list[Interval] | None = None
     notes: list[str] = field(default_factory=list)
+    prompts: Sequence[Hashable] = ()
 
     @property
     def tau(self) -> float:
@@ -105,7 +106,7 @@ class Replayer:
         """Predict from the served text if it can be replayed, else from the run's own text with z over prompts."""
         if self.knows(rule):
             assert self.scores is not None
-            tau, ci = _tau(self.scores, rule, gamma)
+            tau, ci = self._tau(self.scores, rule, gamma)
             blocks = [row.blocks for row in counted.rows] if counted.rows is not None else [counted.blocks]
             predicted, z, agrees = served_agreement(self.scores, rule, blocks, gamma)
             spread = abs((counted.blocks - predicted) / z) if z and draft_draws(rule) else 0.0
@@ -123,17 +124,17 @@ class Replayer:
 
     def expect(self, rule: str, gamma: int) -> tuple[float, Interval]:
         """Return tau of the run's own text and its interval."""
-        return _tau(self.own_scores, rule, gamma)
+        return self._tau(self.own_scores, rule, gamma)
+
+    def _tau(self, scores: list[TokenScores], rule: str, gamma: int) -> tuple[float, Interval]:
+        tau, blocks_N = tau_of(scores, rule, gamma)
+        tokens_N = np.array([len(score) for score in scores])
+        return tau, ratio_with_interval(tokens_N, blocks_N, self.asked.prompts)[1]
 
     def shares(self, rule: str, gamma: int, spared: int) -> tuple[list[float], float]:
         """Return (survival, accepted/drafted) of the text that `predict` uses."""
         scores = self.scores if self.knows(rule) and self.scores is not None else self.own_scores
         return predicted_shares(scores, rule, gamma, spared=spared)
-
-
-def _tau(scores: list[TokenScores], rule: str, gamma: int) -> tuple[float, Interval]:
-    tau, blocks_N = tau_of(scores, rule, gamma)
-    return tau, ratio_interval(np.array([len(score) for score in scores]), blocks_N)
 
 
 def served_texts(asked: Asked, law: TextLaw | None = None) -> list[Decoded] | None:
@@ -239,22 +240,23 @@ def _by_response(rows: list[ServedBlocks], asked: Asked) -> Counted:
             notes.append(
                 f"the blocks of {broken} of {len(rows)} responses do not add up to the response; some calls are not counted"
             )
-        ends = survival_intervals(*(np.array(sums) for sums in zip(*(one.sums(gamma) for one in rows), strict=True)))
+        blocks_NJ, kept_NJ = (np.array(sums) for sums in zip(*(one.sums(gamma) for one in rows), strict=True))
+        ends, spared = survival_intervals(blocks_NJ, kept_NJ, asked.prompts), _spared(rows, gamma)
         return Counted(
-            "responses", rows, blocks, tokens, gamma, survival, rate, _spared(rows, gamma), varies, ends, notes
+            "responses", rows, blocks, tokens, gamma, survival, rate, spared, varies, ends, notes, asked.prompts
         )
     gamma = max(said) if said else max(1, math.ceil(drafted / blocks - 1e-9))
     if all(one.histogram for one in counts):
         kept_NJ = np.array([[sum(one.histogram[j:]) for j in range(1, gamma + 1)] for one in counts])
         survival = (kept_NJ.sum(0) / blocks).tolist()
         blocks_N = np.array([sum(one.histogram) for one in counts])
-        ends = survival_intervals(np.repeat(blocks_N[:, None], gamma, 1), kept_NJ)
+        ends = survival_intervals(np.repeat(blocks_N[:, None], gamma, 1), kept_NJ, asked.prompts)
     if survival is None and server is not None and server.blocks and server.drafted == drafted:
         survival = [accepted / server.blocks for accepted in server.accepted_G] or None
     notes.append("the server reports sums per response, so survival includes tokens drafted after its end")
     spared = int(counts[0].engine in _SPARING)
     rate = accepted / drafted if drafted else 0.0
-    return Counted("responses", rows, blocks, tokens, gamma, survival, rate, spared, "", ends, notes)
+    return Counted("responses", rows, blocks, tokens, gamma, survival, rate, spared, "", ends, notes, asked.prompts)
 
 
 def _spared(rows: list[ServedBlocks], gamma: int) -> int:
@@ -273,7 +275,8 @@ def own_interval(counted: Counted) -> Interval | None:
     """Return the 95 % interval of the served tau over prompts; None for sums only."""
     if (rows := counted.rows) is None:
         return None
-    return ratio_interval(np.array([row.tokens for row in rows]), np.array([row.blocks for row in rows]))
+    tokens_N, blocks_N = np.array([[row.tokens, row.blocks] for row in rows]).T
+    return ratio_with_interval(tokens_N, blocks_N, counted.prompts or range(len(rows)))[1]
 
 
 def waits(answers: Sequence[Answer]) -> Waiting:
@@ -303,9 +306,9 @@ def served_row(
     asked: Asked, counted: Counted, rule: str, gamma: int | None, tau_ci: Interval | None, load: int
 ) -> tuple[Measured, Pace]:
     """(the row of an engine's answers, their speed). load: requests sent at once."""
-    speed, tokens = pace(asked.answers, asked.plain), sum(one.tokens for one in asked.answers)
+    speed, tokens = pace(asked.answers, asked.plain, asked.prompts), sum(one.tokens for one in asked.answers)
     row = Measured(
-        DRAFT, rule, load, SERVED_TEXT, len(asked.answers), tokens, gamma, tau=counted.tau, tau_ci=tau_ci,
+        DRAFT, rule, load, SERVED_TEXT, len(set(asked.prompts)), tokens, gamma, tau=counted.tau, tau_ci=tau_ci,
         accepted_per_drafted=counted.accepted_per_drafted, tokens_per_second=speed.tokens_per_second, speed_up=speed.speed_up,
         speed_up_ci=speed.speed_up_ci, **waits(asked.answers),
         how=dict.fromkeys(("tau", "accepted_per_drafted", "tokens_per_second", "speed_up", "first_token_ms", "per_token_ms"), "served"),
@@ -313,11 +316,13 @@ def served_row(
     return row, speed
 
 
-def pace(answers: Sequence[Answer], plain: Sequence[Answer]) -> Pace:
-    """Return the speed of these answers, and the speed-up over the answers without the draft."""
-    sums_PC = np.array([[one.tokens, one.seconds] for one in answers], dtype=np.float64)
+def pace(answers: Sequence[Answer], plain: Sequence[Answer], prompts: Sequence[Hashable]) -> Pace:
+    """Return the speed of these answers to these prompts, and the speed-up over the answers without the draft."""
+    sums_NC = np.array([[1.0, one.tokens, one.seconds] for one in answers])
     if plain:
-        sums_PC = np.concatenate((sums_PC, [[one.tokens, one.seconds] for one in plain]), 1)
+        sums_NC = np.concatenate((sums_NC, [[one.tokens, one.seconds] for one in plain]), 1)
+    count_P, *sums_CP = (sum_by_prompt(prompts, own_N) for own_N in sums_NC.T)
+    sums_PC = np.stack(sums_CP, 1)
 
     def rates(sums_C: np.ndarray) -> np.ndarray:
         own = sums_C[..., :1] / sums_C[..., 1:2]
@@ -325,5 +330,6 @@ def pace(answers: Sequence[Answer], plain: Sequence[Answer]) -> Pace:
 
     values, ends = rates(sums_PC.sum(0)).tolist(), [(low, high) for low, high in intervals_of_sums(sums_PC, rates)]
     seconds_P = sums_PC[:, 1]
-    found = Pace(values[0], ends[0], float(seconds_P.mean()), ratio_interval(seconds_P, np.ones(len(seconds_P))))
+    latency = float(seconds_P.sum() / count_P.sum()), ratio_interval(seconds_P, count_P)
+    found = Pace(values[0], ends[0], *latency)
     return replace(found, plain=values[0] / values[1], speed_up=values[1], speed_up_ci=ends[1]) if plain else found

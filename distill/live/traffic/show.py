@@ -17,13 +17,14 @@ from distill.live.traffic.reader import TrafficLog, accepts, read_traffic
 from distill.live.traffic.record import TrafficRecord
 from distill.report.plot import write_figure
 from distill.report.table import Cell, Column, Table
-from speculative.measure.intervals import Interval, ratio_interval
+from speculative.measure.intervals import Interval
+from speculative.measure.metrics import ratio_with_interval
 from speculative.measure.record import Record
 
 
 class Traffic(Record):
     """A group of requests. text: with stored token ids. counted: those that count for acceptance; drafted, accepted, rate and ci (95 % over
-    requests) are of these. first_token_s: the median. since, until: the time span, Unix seconds.
+    prompts) are of these. first_token_s: the median. since, until: the time span, Unix seconds.
     """
 
     slice: str
@@ -77,7 +78,7 @@ def show_traffic(options: ShowOptions, console: Console) -> Shown:
     rate = Column("accepted/drafted", ".3f")
     counts = [Column(name, ",") for name in ("requests", "tokens", "text")]
     columns: list[Column | str] = ["slice", "draft", *counts, rate, Column("first token", ",.0f", " ms")]
-    table = Table(columns, caption="[95 % interval] over requests; text: requests with stored token ids")
+    table = Table(columns, caption="[95 % interval] over prompts; text: requests with stored token ids")
     for row in (*shown.slices, *shown.versions):
         first = None if row.first_token_s is None else 1000 * row.first_token_s
         numbers = row.requests, row.response_tokens, row.text
@@ -129,7 +130,7 @@ def _row(records: Sequence[TrafficRecord], name: str, version: str, span: tuple[
         text=sum(record.response_ids is not None for record in records), counted=len(counted),
         drafted=int(drafted.sum()), accepted=int(accepted.sum()),
         rate=float(accepted.sum() / drafted.sum()) if counted else None,
-        ci=ratio_interval(accepted, drafted) if len(counted) > 1 else None,
+        ci=ratio_with_interval(accepted, drafted, [one.prompt_hash for one in counted])[1] if len(counted) > 1 else None,
         first_token_s=float(np.median(waits)) if waits else None,
     )  # fmt: skip
 

@@ -155,10 +155,15 @@ def test_counts_between_two_scrapes_are_read_as_those_of_a_request() -> None:
 def test_survival_intervals_cover_the_estimate() -> None:
     rows = [ServedBlocks(9, 4, (2, 0, 1, 3), (3, 3, 3, 3)), ServedBlocks(6, 4, (0, 1, 0, 1), (3, 3, 3, 1))] * 4
     sums = [np.array(side) for side in zip(*(row.sums(4) for row in rows), strict=True)]
-    ends = survival_intervals(*sums)
+    ends = survival_intervals(*sums, range(8))
     for (low, high), own in zip(ends[:3], sums[1].sum(0) / np.maximum(sums[0].sum(0), 1), strict=False):
         assert low <= own <= high
     assert ends[3] == (0.0, 1.0)  # never drafted
+    # Two responses to each of four prompts are four units, however many responses there are.
+    twice = [np.repeat(side, 2, 0) for side in sums]
+    assert survival_intervals(*twice, np.arange(16) // 2)[:3] == ends[:3]
+    narrow, wide = (survival_intervals(*twice, keys)[0] for keys in (range(16), np.arange(16) // 2))
+    assert narrow[1] - narrow[0] < wide[1] - wide[0]
 
 
 class Scripted:

@@ -292,9 +292,9 @@ def test_speeds_are_pooled_over_prompts() -> None:
         [Answer("", None, "", False, seconds, None, tokens, {}) for tokens, seconds in pairs]
         for pairs in (((10, 1.0), (30, 2.0)), ((10, 2.0), (20, 4.0)))
     )
-    found = pace(own, plain)
+    found = pace(own, plain, range(2))
     assert (found.tokens_per_second, found.latency, found.speed_up, found.plain) == (40 / 3, 1.5, (40 / 3) / 5, 5)
-    assert pace(own, []).speed_up is None
+    assert pace(own, [], range(2)).speed_up is None
 
 
 def test_waits_are_those_of_the_stream(make: Callable[..., Engine], run: Path) -> None:

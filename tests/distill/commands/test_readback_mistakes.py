@@ -177,7 +177,8 @@ def test_a_gamma_that_varies_is_the_cause_and_no_other_draft() -> None:
     counted = counted_of([[4, 2] * 8] * 20, [[4, 2] * 8] * 20, 65)
     scores = [TokenScores(np.zeros(64), np.zeros(64), np.ones(64, dtype=bool), np.full(64, 5), np.ones(64))] * 20
     replayer = object.__new__(Replayer)
-    replayer.asked, replayer.law, replayer.scores, replayer.own_scores = None, None, scores, scores  # type: ignore[assignment]
+    replayer.asked = SimpleNamespace(prompts=range(20))  # type: ignore[assignment]
+    replayer.law, replayer.scores, replayer.own_scores = None, scores, scores
     found = replayer.predict(counted, "greedy-draft", 4)
     assert not found.agrees
     (cause,) = acceptance_causes(counted, replayer, found)

@@ -3,6 +3,7 @@
 import io
 import itertools
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -58,6 +59,9 @@ class Told:
     def against(self, name: str, other: str, confidence: float = 0.95) -> tuple[float, Interval | None]:
         ratio = self.speeds[name] / self.speeds[other]
         return ratio, (0.99 * ratio, 1.01 * ratio)
+
+    def pulls(self, names: Sequence[str], other: str) -> np.ndarray:
+        return np.eye(len(names))
 
     def speed(self, name: str, confidence: float = 0.95) -> Speed:
         return Speed(100.0 * self.speeds[name], *self.against(name, ALONE), 8)
