@@ -12,7 +12,7 @@ cost_ratio       seconds x variance of tau over prompts, live decoding divided b
                  The text is stored, and its generation is not included in either
 coverage         share of 95 % intervals that contain the true value. The pool of all prompts is the population, and its value is
                  the truth; held-out sets are drawn from it
-speedup_error_max  predicted tau / (gamma c + v) divided by measured at batch 1, minus 1; contestants alternate on each prompt
+speedup_error_max  predicted (`StepCosts.speed_up`) divided by measured at batch 1, minus 1; contestants alternate on each prompt
 """
 
 from __future__ import annotations
@@ -306,6 +306,7 @@ def speed(bench: Bench) -> list[dict[str, Any]]:
         context=context,
         repeats=5,
     )
+    costs = costs.of_text([own[0][0] for own in runs])
     rates = {gamma: [len(own[gamma][0].response_ids) / own[gamma][1] for own in runs] for gamma in contestants}
     pooled = {
         gamma: sum(len(own[gamma][0].response_ids) for own in runs) / sum(own[gamma][1] for own in runs)
@@ -317,7 +318,7 @@ def speed(bench: Bench) -> list[dict[str, Any]]:
         blocks = expected_blocks_of(score_tokens(bench.draft, texts, sampling), rule, (gamma,)).sum()
         tau = sum(len(text.response_ids) for text in texts) / float(blocks)
         measured = pooled[gamma] / pooled[0]
-        predicted = predicted_speed_up(tau, gamma, costs.cost_ratio_at(gamma), costs.verify_ratio(gamma))
+        predicted = costs.speed_up(gamma, tau)
         cells.append(
             {
                 "gamma": gamma,
@@ -328,6 +329,10 @@ def speed(bench: Bench) -> list[dict[str, Any]]:
                 "error": predicted / measured - 1.0,
                 "cost_ratio": costs.cost_ratio_at(gamma),
                 "verify_ratio": costs.verify_ratio(gamma),
+                "block_price": costs.block_price(gamma),
+                "without_host_and_prompts": predicted_speed_up(
+                    tau, gamma, costs.cost_ratio_at(gamma), costs.verify_ratio(gamma)
+                ),
             }
         )
     return cells

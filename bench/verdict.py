@@ -5,7 +5,8 @@
 
 Each judgement repeats all timings: step costs, best gamma, the contest at batch 1. The text, the draft and its acceptance
 are the same, so all differences come from timing. `inside`: judgements whose interval contains the mean of all; `spread`: standard
-deviation of the speed-ups divided by their mean; `half_width`: the half width of the intervals, which also includes the texts' variance.
+deviation of the speed-ups divided by their mean; `half_width`: the half width of the intervals, which also includes the texts' variance;
+`predicted_over_timed`: the draft's speed-up by its step times over the timed one.
 """
 
 from distill.faults import run_script
@@ -26,15 +27,18 @@ from distill.commands.evaluate.evaluate import evaluate
 from distill.config.layout import CONFIG
 from distill.config.load import load_config
 from distill.run.provenance import describe_run
-from distill.run.verdict_record import Verdict
+from distill.run.result import Result
 from result_file import write_result
 from speculative.measure.measured import DRAFT, TARGET
 
 
-def row_of(verdict: Verdict) -> dict[str, Any]:
-    """Values of one judgement."""
+def row_of(result: Result) -> dict[str, Any]:
+    """Values of one judgement. predicted: the speed-up of the draft at the gamma that was timed, by its step times."""
+    verdict, curves = result.verdict, result.curves
     costs, rows = verdict.costs, {row.way: row for row in verdict.measured if row.speed_up is not None}
+    speeds = curves.rules[0].ways[DRAFT].predicted_speed_up if curves else None
     return {
+        "predicted": speeds[rows[DRAFT].gamma or 0] if speeds else None,
         "outcome": verdict.outcome, "run": verdict.to_run(), "speed_up": rows[DRAFT].speed_up, "speed_up_ci": rows[DRAFT].speed_up_ci,
         "gamma": rows[DRAFT].gamma, "best_gamma_range": verdict.best_gamma_range,
         "target_step_seconds": costs.target_step_seconds if costs else None, "c": costs.cost_ratio if costs else None,
@@ -62,6 +66,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "runs": dict(Counter(row["run"] for row in rows)), "mean": mean,
         "least": min(speeds), "most": max(speeds), "spread": spread, "inside": sum(low <= mean <= high for low, high in ends),
         "half_width": statistics.fmean((high - low) / 2 / mean for low, high in ends) if ends else None,
+        "predicted_over_timed": [row["predicted"] / row["speed_up"] for row in rows if row.get("predicted")],
         "gammas": dict(Counter(row["gamma"] for row in rows)),
     }  # fmt: skip
 
@@ -91,7 +96,7 @@ def main(
         if fresh:
             rows.append(_in_new_process(run, out.with_suffix(".one.json")))
         else:
-            rows.append(row_of(evaluate(config, str(run), [config.judge.gamma], config.judge_rule).verdict))
+            rows.append(row_of(evaluate(config, str(run), [config.judge.gamma], config.judge_rule)))
         row = rows[-1]
         ends = "" if row["speed_up_ci"] is None else "[{:.2f}, {:.2f}]".format(*row["speed_up_ci"])
         table.add_row(

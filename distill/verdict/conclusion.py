@@ -176,7 +176,7 @@ def findings_of(
     costs = evidence.best_costs
     worst = disagreements(
         question.frozen, scores[best], rule=question.rule, gamma=question.gamma, tokenizer=tokenizer,
-        seconds_per_block=costs.target_seconds * costs.block_price(question.gamma) if costs else None,
+        seconds_per_block=costs.step_seconds * costs.block_price(question.gamma) if costs else None,
     )  # fmt: skip
     return Result(
         format=RESULT_FORMAT,

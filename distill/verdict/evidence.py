@@ -190,7 +190,7 @@ def _costs_at_loads(
 def with_speeds(curve: Curve, costs: StepCosts | None) -> Curve:
     """Add the predicted speed-up at every gamma: None beyond the timed ones, and where nothing was timed."""
     speeds = costs and [
-        tau / costs.block_price(gamma) if gamma <= max(costs.verify_seconds) else None
+        costs.speed_up(gamma, tau) if gamma <= max(costs.verify_seconds) else None
         for gamma, tau in zip(curve.gammas, curve.tau, strict=True)
     ]
     return curve.model_copy(update={"predicted_speed_up": speeds})

@@ -172,7 +172,8 @@ def costs_of(question: Question, target: PreTrainedModel, candidates: Sequence[C
         shape = one.draft.shape
         if shape not in by_shape:
             context = min(question.context, max_positions(one.draft.model.config) or question.context)
-            by_shape[shape] = step_costs(question.judge, question.settings, target, one.draft, context, typical)
+            timed = step_costs(question.judge, question.settings, target, one.draft, context, typical)
+            by_shape[shape] = timed.of_text(question.frozen)
         costs[one.name] = by_shape[shape]
     return costs
 

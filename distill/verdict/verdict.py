@@ -35,7 +35,7 @@ def describe_costs(costs: StepCosts, question: Question) -> Costs:
         cost_ratio=costs.cost_ratio,
         cost_ratio_at={g: costs.cost_ratio_at(g) for g in gammas},
         verify_ratio={g: costs.verify_ratio(g) for g in gammas},
-        break_even_alpha=break_even_alpha(gamma, costs.cost_ratio_at(gamma), costs.verify_ratio(gamma)),
+        break_even_alpha=break_even_alpha(gamma, costs.paying_tau(gamma)),
         batch_size=costs.batch_size,
         context=costs.context,
         threads=question.judge.speed_threads or torch.get_num_threads(),

@@ -189,7 +189,7 @@ def price_of(way: str, rule: str, costs: StepCosts) -> Price:
     return Price(
         way, rule, costs.batch_size, costs.context, costs.target_seconds, costs.draft_step_seconds, costs.cost_ratio,
         dict(sorted(costs.verify_seconds.items())), *best_gamma(perfect_taus(gammas), costs),
-        {g: break_even_alpha(g, costs.cost_ratio_at(g), costs.verify_ratio(g)) for g in gammas},
+        {g: break_even_alpha(g, costs.paying_tau(g)) for g in gammas},
         hopeless_because(costs), None if advised is None else advised[1],
     )  # fmt: skip
 
@@ -272,8 +272,9 @@ def draft_outlook(
     )
     now = replace(now, alpha_ci=curve.alpha_ci, how={"alpha": "replay", "tau": "replay", "speed_up": "predicted"})
     if now.gamma:
-        tau_ci, spent = curve.tau_ci[gammas.index(now.gamma)], costs.block_price(now.gamma)
-        now = replace(now, tau_ci=tau_ci, speed_up_ci=(tau_ci[0] / spent, tau_ci[1] / spent))
+        low, high = curve.tau_ci[gammas.index(now.gamma)]
+        ends = costs.speed_up(now.gamma, low), costs.speed_up(now.gamma, high)
+        now = replace(now, tau_ci=(low, high), speed_up_ci=ends)
     together = tuple(one.speed_up or 1.0 for one in both) or (1.0, 1.0)
     decision = decide(costs, now.speed_up or 1.0, distilled.speed_up or 1.0, baseline, (together[0], together[1]))
     return Outlook(now, distilled, ceiling, both, curve.survival, taus, decision)

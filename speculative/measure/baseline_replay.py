@@ -80,17 +80,18 @@ def found_blocks(
 def found_steps(
     blocks: Blocks, gammas: Sequence[int], costs: StepCosts, then_gammas: Sequence[int] | None = None
 ) -> np.ndarray:
-    """(N, K) target steps of these blocks: v(gamma) for a found one, gamma * c(gamma) + v(gamma) for a drafted one, 1 for a plain one.
+    """(N, K) target steps of these blocks: `block_price` with nothing drafted for a found one, the whole for a drafted one, 1 for a plain one.
     then_gammas: of the drafted ones; None = plain. In a batch larger than 1, every block costs both: some row nearly always needs the
     draft, which then drafts for all, and some row finds a proposal, which makes the call wide for all.
     """
     then_gammas = then_gammas or [0] * len(gammas)
-    found_K = np.array([costs.verify_ratio(gamma) for gamma in gammas])
-    draft_K = np.array([gamma * costs.cost_ratio_at(gamma) if gamma else 0.0 for gamma in then_gammas])
     if costs.batch_size > 1:
-        return blocks.calls_NK * (found_K + draft_K)
-    then_K = np.array([costs.verify_ratio(gamma) for gamma in then_gammas])
-    return blocks.found_NK * found_K + blocks.others_NK * (then_K + draft_K)
+        return blocks.calls_NK * [costs.block_price(*both) for both in zip(gammas, then_gammas, strict=True)]
+    found_K, then_K = (
+        np.array([costs.block_price(*own) for own in of])
+        for of in ([(gamma, 0) for gamma in gammas], [(gamma, gamma) for gamma in then_gammas])
+    )
+    return blocks.found_NK * found_K + blocks.others_NK * then_K
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ class Tuned:
     """Prompt lookup, alone or before a draft, at the sizes and gamma of the highest predicted speed-up on some texts.
 
     sizes: (longest, shortest) n-gram. then_gamma: of the draft after the lookup; None = no draft. tau: tokens per target call. speed_up:
-    tokens over target steps. blocks: (N, 1). steps_N: target steps of each text. tried_NC: those of every candidate, including this one.
+    tokens over steps_N, the target steps of each text with its prompt. blocks: (N, 1). tried_NC: steps of the blocks of every candidate.
     """
 
     sizes: tuple[int, int]
@@ -136,10 +137,11 @@ def tuned_lookup(
     best = int(tried_NC.sum(0).argmin())
     size, place = divmod(best, len(candidates))
     blocks = Blocks(*(one_NK[:, place : place + 1] for one_NK in tried[size][0]))
-    tokens = sum(len(text.response_ids) for text in texts)
-    tau, speed_up = (tokens / float(one.sum()) for one in (blocks.calls_NK, tried_NC[:, best]))
+    tokens_N = np.array([len(text.response_ids) for text in texts], dtype=np.float64)
+    steps_N = costs.with_prompts(tried_NC[:, best], tokens_N, drafted is not None)
+    tau, speed_up = (float(tokens_N.sum() / one.sum()) for one in (blocks.calls_NK, steps_N))
     gamma, then = candidates[place]
-    return Tuned(NGRAM_SIZES[size], gamma, then or None, tau, speed_up, blocks, tried_NC[:, best], tried_NC)
+    return Tuned(NGRAM_SIZES[size], gamma, then or None, tau, speed_up, blocks, steps_N, tried_NC)
 
 
 def cross_fitted(tried_NC: np.ndarray, prompt_keys: Sequence[Hashable]) -> np.ndarray:

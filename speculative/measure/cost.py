@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from speculative.drafters.draft import Draft
 from speculative.drafters.drafter import Ask, Drafter, Proposal, Seats
 from speculative.engine.models import evaluating, vocab_rows
 from speculative.engine.runners import resolve_runner
+from speculative.measure.token_scores import StoredText
 
 # Gammas whose speed-ups differ by less count as equal.
 NEAR_BEST = 0.03
@@ -32,6 +34,8 @@ TIMED_BLOCKS = 8
 # Standard error of a median of n normal values over their median deviation, times sqrt(n).
 MEDIAN_ERROR = 1.2533 * 1.4826
 
+Steps = TypeVar("Steps", float, np.ndarray)
+
 
 @dataclass(frozen=True)
 class StepCosts:
@@ -39,7 +43,9 @@ class StepCosts:
 
     target_seconds: one block of plain decoding (a 1-token call). draft_seconds[gamma]: drafting gamma tokens. verify_seconds[gamma]: a
     (gamma + 1)-token target call with its acceptance. spread: relative standard error of a block's cost in target steps, at the worst
-    gamma; 0: nothing was measured. parallel: a block is one draft call. steps: how the target's calls ran.
+    gamma; 0: nothing was measured. parallel: a block is one draft call. steps: how the target's calls ran. host_seconds: what the host
+    adds to a plain step, and to a drafted block; opening_seconds, prompt_seconds: to a response, to read `context` tokens, alone and
+    with the draft. text: mean tokens of the prompts and the responses whose speed-up is predicted; 0: prompts do not count.
     """
 
     target_seconds: float
@@ -50,6 +56,15 @@ class StepCosts:
     spread: float = 0.0
     parallel: bool = False
     steps: str = ""
+    host_seconds: tuple[float, float] = (0.0, 0.0)
+    opening_seconds: tuple[float, float] = (0.0, 0.0)
+    prompt_seconds: tuple[float, float] = (0.0, 0.0)
+    text: tuple[float, float] = (0.0, 0.0)
+
+    @property
+    def step_seconds(self) -> float:
+        """Seconds of a step of the target alone, with the host's: the unit of prices."""
+        return self.target_seconds + self.host_seconds[0]
 
     @property
     def draft_step_seconds(self) -> float:
@@ -87,9 +102,43 @@ class StepCosts:
         """tau at gammas within the timed range; outside it a speed-up would be a guess."""
         return {gamma: tau for gamma, tau in taus.items() if gamma <= max(self.verify_seconds)}
 
-    def block_price(self, gamma: int) -> float:
-        """Cost of a drafted block in target steps: gamma c + v."""
-        return gamma * self.cost_ratio_at(gamma) + self.verify_ratio(gamma)
+    def block_price(self, gamma: int, drafted: int | None = None) -> float:
+        """Steps of the target alone that a block of gamma tokens takes: gamma c + v, and the host's time on both sides. drafted: how many
+        of the tokens the draft makes, by default all.
+        """
+        if gamma == 0:
+            return 1.0
+        drafted = gamma if drafted is None else drafted
+        drafting = drafted * self.cost_ratio_at(drafted) if drafted else 0.0
+        calls = (drafting + self.verify_ratio(gamma)) * self.target_seconds
+        return (calls + self.host_seconds[1]) / self.step_seconds
+
+    def with_prompts(self, steps: Steps, tokens: Steps, drafts: bool = True) -> Steps:
+        """Tokens over this are the speed-up of responses of so many tokens whose blocks take `steps` steps of the target alone: the
+        prompts are read on both sides. drafts: by the draft too.
+        """
+        prompt, response = self.text
+        if not response:
+            return steps
+        both = zip(self.opening_seconds, self.prompt_seconds, strict=True)
+        alone, drafted = (
+            (opening + reading * prompt / max(1, self.context)) / response / self.step_seconds
+            for opening, reading in both
+        )
+        return (steps + tokens * (drafted if drafts else alone)) / (1.0 + alone)
+
+    def of_text(self, texts: Sequence[StoredText]) -> "StepCosts":
+        """The costs for responses such as these: what a response costs beside its blocks counts, reading in proportion to its prompt."""
+        prompt, response = np.mean([(len(one.prompt_ids), len(one.response_ids)) for one in texts], axis=0).tolist()
+        return replace(self, text=(prompt, response))
+
+    def speed_up(self, gamma: int, tau: float) -> float:
+        """THE predicted speed-up: tokens per second at this gamma and tau over the target alone; prompts and the host count on both sides."""
+        return 1.0 / self.with_prompts(self.block_price(gamma) / tau, 1.0, drafts=gamma > 0)
+
+    def paying_tau(self, gamma: int) -> float:
+        """The tau at which that speed-up is 1."""
+        return self.with_prompts(self.block_price(gamma), 0.0) / (1.0 - self.with_prompts(0.0, 1.0))
 
 
 def given_costs(
@@ -114,13 +163,15 @@ def given_costs(
 
 
 def predicted_speed_up(tau: float, gamma: int, c: float, v: float) -> float:
-    """Tokens per second, tau / (gamma * c + v), over the target alone (2211.17192 Theorem 3.8 with a measured v)."""
+    """Tokens per second, tau / (gamma * c + v), over the target alone (2211.17192 Theorem 3.8 with a measured v): for given step times,
+    without the host and without prompts. For measured ones see `StepCosts.speed_up`.
+    """
     return tau / (gamma * c + v)
 
 
 def predicted_speed_ups(taus: Mapping[int, float], costs: StepCosts) -> dict[int, float]:
-    """`predicted_speed_up` at every gamma of `taus`."""
-    return {gamma: tau / costs.block_price(gamma) for gamma, tau in taus.items()}
+    """`StepCosts.speed_up` at every gamma of `taus`."""
+    return {gamma: costs.speed_up(gamma, tau) for gamma, tau in taus.items()}
 
 
 def first_near_best(steps_K: np.ndarray) -> int:
@@ -169,9 +220,8 @@ def iid_tau(alpha: float, gamma: int) -> float:
     return float(sum(alpha**accepted for accepted in range(gamma + 1)))
 
 
-def break_even_alpha(gamma: int, c: float, v: float) -> float | None:
-    """The alpha at which the i.i.d. tau just pays gamma * c + v; 0.0 if any alpha pays, None if even alpha 1 does not."""
-    cost = gamma * c + v
+def break_even_alpha(gamma: int, cost: float) -> float | None:
+    """The alpha at which the i.i.d. tau just pays the cost of a block; 0.0 if any alpha pays, None if even alpha 1 does not."""
     if cost <= 1.0:
         return 0.0
     if cost > gamma + 1:
@@ -217,13 +267,13 @@ def measure_costs(
     ids = np.random.default_rng(settings.seed).integers(0, vocab_rows(target), size=(batch_size, context))
     prompts = [(str(row), row_ids.tolist()) for row, row_ids in enumerate(ids)]
     columns = (0, *gammas)
-    measured: list[list[tuple[float, float]]] = []
+    measured: list[list[list[float]]] = []
     began = time.perf_counter()
     with evaluating(target, draft.model if draft is not None else None):
         while True:
             of_repeat = []
             for gamma in columns:
-                most = (TIMED_BLOCKS + 1) * (gamma + 1)
+                most, opening = (TIMED_BLOCKS + 1) * (gamma + 1), time.perf_counter()
                 asked = DecodeSettings(settings.sampling, gamma, settings.rule, most, seed=settings.seed)
                 drafter = draft.drafter() if draft is not None else _FreeProposals()
                 loop = open_loop(
@@ -236,10 +286,13 @@ def measure_costs(
                     exact_stages=True,
                 )
                 steps = loop.target.how
+                opened = time.perf_counter()
                 loop.admit(range(batch_size), prompts)
-                drafted, verified = np.quantile(_block_seconds(loop), QUIET, axis=0).tolist()
+                reading = time.perf_counter() - opened
+                seconds_B2, host, first = _block_seconds(loop)
+                stages = np.quantile(seconds_B2, QUIET, axis=0).tolist()
+                of_repeat.append([*stages, host, opened - opening + first, reading])
                 loop.close()
-                of_repeat.append((drafted, verified))
             measured.append(of_repeat)
             if len(measured) < repeats:
                 continue
@@ -249,10 +302,11 @@ def measure_costs(
                 return costs
 
 
-def _agreed(seconds_RG2: np.ndarray, gammas: Sequence[int], batch_size: int, context: int) -> StepCosts:
-    """Costs from (draft, verify) seconds of every repeat, the plain step first among the gammas."""
-    steps_R = seconds_RG2[:, 0, 1]
-    ratios_RG2 = seconds_RG2[:, 1:] / steps_R[:, None, None]
+def _agreed(seconds_RG5: np.ndarray, gammas: Sequence[int], batch_size: int, context: int) -> StepCosts:
+    """Costs from (draft, verify, host, opening, prompt) seconds of every repeat, the plain step first among the gammas."""
+    steps_R = seconds_RG5[:, 0, 1]
+    ratios_RG5 = seconds_RG5 / steps_R[:, None, None]
+    ratios_RG2 = ratios_RG5[:, 1:, :2]
     step, ratios_G2 = float(np.median(steps_R)), np.median(ratios_RG2, axis=0)
     prices_RG = ratios_RG2.sum(-1)
     prices_G = np.median(prices_RG, axis=0)
@@ -261,16 +315,26 @@ def _agreed(seconds_RG2: np.ndarray, gammas: Sequence[int], batch_size: int, con
     drafting, verifying = (
         {gamma: step * float(ratios_G2[column, part]) for column, gamma in enumerate(gammas)} for part in range(2)
     )
-    return StepCosts(step, drafting, verifying, batch_size, context, spread)
+    host, opening, reading = (
+        (step * float(np.median(of_RG[:, 0])), step * float(np.median(of_RG[:, 1:])))
+        for of_RG in np.moveaxis(ratios_RG5[..., 2:], -1, 0)
+    )
+    costs = StepCosts(step, drafting, verifying, batch_size, context, spread)
+    return replace(costs, host_seconds=host, opening_seconds=opening, prompt_seconds=reading)
 
 
-def _block_seconds(loop: BlockLoop) -> list[tuple[float, float]]:
-    """(draft, verify) seconds of `TIMED_BLOCKS` blocks after one that is not counted, without those that recorded a call."""
-    loop.run_block()
-    seconds = []
-    for _ in range(TIMED_BLOCKS):
+def _block_seconds(loop: BlockLoop) -> tuple[list[tuple[float, float]], float, float]:
+    """((draft, verify) seconds of `TIMED_BLOCKS` blocks after one that is not counted, without those that recorded a call; what the host
+    adds to each of them, and to the first one). Blocks may run ahead, as in `decode`.
+    """
+    loop.may_run, marks, spent = TIMED_BLOCKS + 1, [time.perf_counter()], []
+    for _ in range(TIMED_BLOCKS + 1):
         loop.timing = Timing()
         loop.run_block()
-        if loop.timing.recording_calls == 0:
-            seconds.append((loop.timing.draft_seconds, loop.timing.verify_seconds + loop.timing.accept_seconds))
-    return seconds
+        marks.append(time.perf_counter())
+        spent.append(loop.timing)
+    beside_B = np.diff(marks) - [one.decoding_seconds + one.recording_seconds for one in spent]
+    host = max(0.0, float(beside_B[1:].mean()))
+    first = max(0.0, float(beside_B.sum()) - host * len(spent))
+    timed = [one for one in spent[1:] if one.recording_calls == 0]
+    return [(one.draft_seconds, one.verify_seconds + one.accept_seconds) for one in timed], host, first

@@ -19,6 +19,9 @@ def test_judged_twice(tiny_run: Path, tmp_path: Path, monkeypatch: pytest.Monkey
     found = json.loads((tmp_path / "verdict.json").read_text())
     assert len(found["rows"]) == found["summary"]["judgements"] == 2
     assert sum(found["summary"]["outcomes"].values()) == 2
+    assert found["summary"]["predicted_over_timed"] == 2 * [
+        found["rows"][0]["predicted"] / found["rows"][0]["speed_up"]
+    ]
     assert {"prompt lookup", "lookup + draft"} <= set(found["rows"][0]["ways"])
 
 

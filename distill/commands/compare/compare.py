@@ -223,7 +223,8 @@ def _timed(text: FrozenText, draft: Draft, gamma: int) -> StepCosts:
     positions = (max_positions(model.config) for model in (target, draft.model))
     settings = decode_settings(config.serving, config.seed, text.target).under(text.rule, gamma)
     context = context_limit(*positions, config.data.context_length)
-    return step_costs(config.judge, settings, target, draft, context, typical_length(text.responses))
+    timed = step_costs(config.judge, settings, target, draft, context, typical_length(text.responses))
+    return timed.of_text(text.responses)
 
 
 def _shared_target(by_shape: Mapping[Any, StepCosts]) -> dict[Any, StepCosts]:

@@ -75,10 +75,11 @@ class Scored(Way):
         return self._blocks(rule, gammas).calls_NK
 
     def steps(self, rule: str, gammas: Sequence[int]) -> np.ndarray | None:
-        """Target steps (N, K) that the responses take; None where nothing was timed."""
+        """Target steps (N, K) that the responses take, with their prompts; None where nothing was timed."""
         if self.costs is None:
             return None
-        return found_steps(self._blocks(rule, gammas), gammas, self.costs, None if self.scores is None else gammas)
+        steps_NK = found_steps(self._blocks(rule, gammas), gammas, self.costs, None if self.scores is None else gammas)
+        return self.costs.with_prompts(steps_NK, self.tokens_N[:, None], self.scores is not None)
 
 
 def draft_of(way: str) -> str | None:

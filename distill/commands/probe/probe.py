@@ -70,7 +70,9 @@ def probe(options: ProbeOptions, console: Console | None = None) -> Probe:
     plan = _within_context(plan, [target, *(one.draft.model for one in prospects if one.draft is not None)], notes)
     # With a draft, other batch sizes are timed with it.
     own_plan = replace(plan, batch_sizes=plan.batch_sizes[:1]) if prospects else plan
-    alone = _timed(own_plan, target, None, [plan.lead[1]], "the target", stages)
+    lead = texts[plan.temperatures.index(plan.lead[0])]
+    timed = _timed(own_plan, target, None, [plan.lead[1]], "the target", stages)
+    alone = {of: costs.of_text(lead.responses) for of, costs in timed.items()}
     first = next(iter(alone.values()))
     facts = [text.facts(range(1, max(first.verify_seconds) + 1), first) for text in texts]
     lookups = {row.text: row for row, _ in facts}
@@ -212,7 +214,8 @@ def _judge(
         with stages(f"{name} reads the answers"):
             offsets = draft.offsets(most, least=most)
             scores = [score_tokens(draft.model, text.responses, text.sampling, offsets=offsets) for text in texts]
-        costs = _timed(plan, target, draft, rules, name, stages)
+        shown = texts[plan.temperatures.index(plan.lead[0])].responses
+        costs = {of: own.of_text(shown) for of, own in _timed(plan, target, draft, rules, name, stages).items()}
     except UserError as error:
         prospect.refused, prospect.draft = str(error), None
         return

@@ -47,7 +47,10 @@ def speed(view: View) -> Made:
         figures(
             view,
             ("tau", "tau by replay of the held-out text"),
-            ("speed", "speed-up predicted for this machine: tau / (gamma c + v)"),
+            (
+                "speed",
+                "speed-up predicted for this machine: tau / (gamma c + v), with the host's time and the prompt's",
+            ),
         ),
     ]
     rules = rules_table(view)

@@ -23,8 +23,8 @@ GLOSSARY = {
     "c, cost ratio": "Time of one draft call over time of one target step. A draft call drafts one token, or a whole block if the draft works "
     "in one pass.",
     "v": "Time of the target call that verifies a block over time of a call for one token.",
-    "speed-up": "Tokens per second over those of the target alone. Timed, or predicted as tau / (gamma c + v); tau / (c + v) if a block is drafted "
-    "in one pass.",
+    "speed-up": "Tokens per second over those of the target alone. Timed, or predicted as tau / (gamma c + v) (tau / (c + v) if a block is drafted "
+    "in one pass), with the time of the host and of reading prompts on both sides.",
     "replay": "tau computed from both models' probabilities on stored text of the target, for every gamma at once.",
     "rule": "How the server accepts tokens. sample: the draft samples. greedy-draft: the draft takes its most probable token. greedy: both do "
     "(temperature 0). block: whole blocks are judged jointly.",

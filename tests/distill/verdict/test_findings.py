@@ -21,11 +21,14 @@ from distill.models.target import Target
 from distill.run.result import load_result
 from distill.verdict import conclusion
 from distill.verdict.conclusion import serve_commands
+from distill.verdict.evidence import with_speeds
 from distill.verdict.token_view import spread_over, writers
 from distill.verdict.verdict import with_gains
 from speculative.decoder.responses import Response
 from speculative.evaluate import Judgement, PerResponse
+from speculative.measure.cost import StepCosts
 from speculative.measure.measured import DRAFT, HELD_OUT, LOOKUP, PAST, SERVED, TARGET, TOGETHER, UNDISTILLED
+from speculative.measure.metrics import Curve
 from speculative.measure.token_scores import score_responses
 from speculative.rules.sampling import SamplingSettings
 
@@ -87,9 +90,12 @@ def test_the_curves_of_the_runs_own_rule_are_the_verdicts(result: dict) -> None:
     assert of["gammas"] == list(range(33))
     np.testing.assert_allclose(of["tau"], [verdict["replay"][str(gamma)] for gamma in range(33)], rtol=1e-9)
     costs = verdict["costs"]
-    # gamma 3 was measured itself.
-    predicted = of["tau"][3] / (3 * costs["cost_ratio_at"]["3"] + costs["verify_ratio"]["3"])
-    assert of["predicted_speed_up"][3] == pytest.approx(predicted, rel=1e-9)
+    timed = StepCosts(
+        1.0, {3: 0.3}, {3: 1.2}, 1, 8, host_seconds=(0.1, 0.2), prompt_seconds=(2.0, 3.0), text=(8.0, 10.0)
+    )
+    assert with_speeds(Curve.model_validate(of), timed).predicted_speed_up[:5] == [
+        *(timed.speed_up(gamma, of["tau"][gamma]) for gamma in range(4)), None
+    ]  # fmt: skip
     assert of["predicted_speed_up"][0] == of["tau"][0] == 1.0
     measured = max(map(int, costs["verify_ratio"]))
     assert [value is None for value in of["predicted_speed_up"]] == [gamma > measured for gamma in range(33)]

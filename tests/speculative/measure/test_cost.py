@@ -9,7 +9,9 @@ import pytest
 from tiny_models import perturbed, tiny_model
 
 from speculative.decoder import responses as clock_module
+from speculative.decoder.responses import Response
 from speculative.drafters.draft import Draft
+from speculative.measure import cost as cost_module
 from speculative.measure.cost import (
     StepCosts,
     _agreed,
@@ -21,6 +23,7 @@ from speculative.measure.cost import (
     measure_costs,
     near_best_gammas,
     predicted_speed_up,
+    predicted_speed_ups,
 )
 
 FREE = StepCosts(1.0, {1: 0.02, 8: 0.16}, {1: 1.0, 8: 1.0}, batch_size=1, context=1)
@@ -34,13 +37,13 @@ def test_iid_tau_and_its_ends():
 
 @pytest.mark.parametrize(("c", "alpha"), [(0.1, 0.33), (0.2, 0.51), (0.4, 0.71), (0.6, 0.83)])
 def test_break_even_alpha_at_gamma_5(c, alpha):
-    assert break_even_alpha(5, c, 1.0) == pytest.approx(alpha, abs=0.006)
-    assert predicted_speed_up(iid_tau(break_even_alpha(5, c, 1.0), 5), 5, c, 1.0) == pytest.approx(1.0)
+    assert break_even_alpha(5, 5 * c + 1.0) == pytest.approx(alpha, abs=0.006)
+    assert predicted_speed_up(iid_tau(break_even_alpha(5, 5 * c + 1.0), 5), 5, c, 1.0) == pytest.approx(1.0)
 
 
 def test_break_even_where_anything_or_nothing_pays():
-    assert break_even_alpha(3, 0.0, 1.0) == 0.0
-    assert break_even_alpha(3, 1.5, 1.0) is None
+    assert break_even_alpha(3, 1.0) == 0.0
+    assert break_even_alpha(3, 5.5) is None
 
 
 @pytest.mark.parametrize(("c", "gamma", "speed_up"), [(0.02, 11, 3.8), (0.1, 6, 2.5), (0.4, 2, 1.4)])
@@ -101,13 +104,17 @@ def test_a_best_gamma_is_said_only_as_far_as_it_is_known():
 
 def test_costs_are_ratios_within_a_repeat_and_their_medians_over_repeats():
     # Three repeats on a machine that slows down by half, one of them disturbed while it verified at gamma 2.
-    calm = np.array([[0.0, 1.0], [0.3, 1.2], [0.5, 1.5]])  # (draft, verify) of gamma 0, 2, 4
+    # (draft, verify, host, opening, prompt) of gamma 0, 2, 4
+    calm = np.array([[0.0, 1.0, 0.1, 2.0, 5.0], [0.3, 1.2, 0.2, 3.0, 8.0], [0.5, 1.5, 0.2, 3.0, 8.0]])
     repeats = np.stack([calm, 1.5 * calm, calm])
     repeats[2, 1, 1] = 9.0
     costs = _agreed(repeats, (2, 4), 1, 64)
     assert costs.target_seconds == 1.0
     assert costs.draft_seconds == pytest.approx({2: 0.3, 4: 0.5})
     assert costs.verify_seconds == pytest.approx({2: 1.2, 4: 1.5})
+    assert costs.host_seconds == pytest.approx((0.1, 0.2))
+    assert costs.opening_seconds == pytest.approx((2.0, 3.0))
+    assert costs.prompt_seconds == pytest.approx((5.0, 8.0))
     assert costs.spread == 0.0
     repeats[1, 1, 1] += 0.3  # 1.4 steps instead of 1.2
     deviation = 0.2 / np.sqrt(3) / 1.7
@@ -141,6 +148,65 @@ def test_without_a_draft_the_targets_own_calls_are_timed_and_proposals_are_free(
     assert costs.target_seconds > 0
     # Making four ids takes tens of microseconds, a call of six layers of this width milliseconds.
     assert costs.cost_ratio < 0.2
+
+
+def test_the_host_and_the_prompt_count_on_both_sides_of_the_speed_up():
+    """By hand: 60 tokens. Alone 2 + 6 ms for the response and 60 steps of 2.1 ms; with the draft 3 + 9 ms, and 20 blocks of 1 + 2.4 + 0.3 ms."""
+    costs = StepCosts(
+        0.002, {4: 0.001}, {4: 0.0024}, 1, 64, host_seconds=(0.0001, 0.0003), opening_seconds=(0.002, 0.003),
+        prompt_seconds=(0.012, 0.018), text=(32.0, 60.0),
+    )  # fmt: skip
+    timed = (0.008 + 60 * 0.0021) / (0.012 + 20 * 0.0037)
+    assert costs.speed_up(4, 3.0) == pytest.approx(timed)
+    assert predicted_speed_ups({0: 1.0, 4: 3.0}, costs) == pytest.approx({0: 1.0, 4: timed})
+    assert predicted_speed_up(3.0, 4, costs.cost_ratio_at(4), costs.verify_ratio(4)) > 1.1 * timed
+    assert costs.speed_up(4, costs.paying_tau(4)) == pytest.approx(1.0)
+    # What is proposed without a draft has no draft step, and only the target reads its prompt.
+    steps = costs.with_prompts(20 * costs.block_price(4, 0), 60.0, drafts=False)
+    assert 60.0 / steps == pytest.approx((0.008 + 60 * 0.0021) / (0.008 + 20 * 0.0027))
+    # A pair without overheads is the plain law.
+    assert FREE.speed_up(8, 4.0) == pytest.approx(predicted_speed_up(4.0, 8, 0.02, 1.0))
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_overheads_are_what_the_clock_shows_beside_the_stages(monkeypatch, ahead):
+    """A clock that advances by 2 ms when a loop is opened, 5 ms while a prompt is read (10 by both), and 10 ms in a block's stages, 4 of them
+    drafting. The first block needs 3 ms more; the host adds 1 ms to each block, unless the first call runs all blocks at once.
+    """
+    now = [0.0]
+
+    class Loop:
+        def __init__(self, target, drafter, *_, **__):
+            self.target, self.drafter, self.ran = SimpleNamespace(how="eager"), drafter, 0
+            now[0] += 0.002
+
+        def admit(self, rows, prompts):
+            now[0] += 0.010 if self.drafter else 0.005
+
+        def run_block(self):
+            drafting = 0.004 if self.drafter else 0.0
+            self.timing.draft_seconds, self.timing.verify_seconds = drafting, 0.006
+            if not ahead:
+                now[0] += drafting + 0.006 + 0.001
+            elif self.ran == 0:
+                now[0] += self.may_run * (drafting + 0.006)
+            now[0] += 0.003 if self.ran == 0 else 0.0
+            self.ran += 1
+
+        def close(self):
+            pass
+
+    monkeypatch.setattr(cost_module, "open_loop", Loop)
+    monkeypatch.setattr(cost_module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    target, draft = tiny_model(), Draft(perturbed(tiny_model()))
+    costs = measure_costs(target, draft, gammas=(2,), context=16, repeats=1, seconds=0.0)
+    host = 0.0 if ahead else 0.001
+    assert costs.host_seconds == pytest.approx((host, host), abs=1e-9)
+    assert costs.opening_seconds == pytest.approx((0.005, 0.005))
+    assert costs.prompt_seconds == pytest.approx((0.005, 0.010))
+    assert costs.block_price(2) == pytest.approx((0.010 + host) / (0.006 + host))
+    texts = [Response("", [0] * prompt, response_ids=[0] * said) for prompt, said in ((30, 40), (34, 60))]
+    assert costs.of_text(texts).text == (32.0, 50.0)
 
 
 def test_given_times_are_taken_as_they_are():
