@@ -39,7 +39,7 @@ from speculative.engine.models import (
     vocab_rows,
 )
 from speculative.engine.runners import UNRECORDED, resolve_runner
-from speculative.engine.survey import surveyed
+from speculative.engine.survey import Turn, surveyed
 from speculative.errors import UserError
 
 __all__ = ["STOP", "DecodeSettings", "Event", "check_prompts", "decode", "end_token_ids", "generate"]
@@ -212,11 +212,13 @@ class _Call:
             if self.log is not None:
                 raise UserError("the proposal log does not support token trees: remove the tree or the log")
         self.draft_model = drafter.model if drafter is not None else None
-        check_decodable(target, "target")
-        check_prompts(target, drafter, prompts, settings)
-        if drafter is not None and self.draft_model is not None:
-            check_decodable(self.draft_model, drafter.name)
-            check_same_vocabulary(target, self.draft_model)
+        self.turn = Turn(target, self.draft_model)
+        with self.turn:
+            check_decodable(target, "target")
+            check_prompts(target, drafter, prompts, settings)
+            if drafter is not None and self.draft_model is not None:
+                check_decodable(self.draft_model, drafter.name)
+                check_same_vocabulary(target, self.draft_model)
         if settings.active_rules is not None:
             settings.active_rules.check(vocab_rows(target))
         self.rows = min(batch_size, len(prompts))
@@ -231,6 +233,20 @@ class _Call:
 
     def events(self) -> Generator[Event, None, None]:
         """The stream of events. Memory is allocated when the first event is requested."""
+        blocks = self._blocks()
+        try:
+            while True:
+                with self.turn:
+                    events = next(blocks, None)
+                if events is None:
+                    return
+                yield from events
+        finally:
+            with self.turn:
+                blocks.close()
+
+    def _blocks(self) -> Generator[list[Event], None, None]:
+        """The events of each block."""
         if not self.prompts:
             return
         timing, policy = self.timing, self.policy
@@ -260,9 +276,11 @@ class _Call:
                     loop.keep(kept)
                     policy.keep(kept)
                     self.seats = [self.seats[row] for row in kept]
+                if self.target.training or (self.draft_model is not None and self.draft_model.training):
+                    ending.enter_context(in_eval_mode(self.target, self.draft_model))  # another call of them has ended
                 with torch.no_grad():
                     events, free = self._one_block(loop)
-                yield from events
+                yield events
             timing.peak_bytes = peak_bytes(self.target.device)
 
     def _open(self) -> BlockLoop:
@@ -282,7 +300,7 @@ class _Call:
             reads_each_block=self.reads_each_block,
         )
 
-    def _seated(self, loop: BlockLoop, free: list[int], waiting: deque[int]) -> Generator[Event, None, None]:
+    def _seated(self, loop: BlockLoop, free: list[int], waiting: deque[int]) -> Generator[list[Event], None, None]:
         """Give free rows to waiting prompts. If the draft reads late: until every response that got a row has its first token."""
         while free and waiting:
             indices = [waiting.popleft() for _ in free[: len(waiting)]]
@@ -297,7 +315,7 @@ class _Call:
             if loop.draft_waits:
                 with torch.no_grad():
                     events, free = self._committed(loop, loop.first_tokens(rows))
-                yield from events
+                yield events
                 loop.read_prompts([row for row in rows if row not in free])
 
     def _one_block(self, loop: BlockLoop) -> tuple[list[Event], list[int]]:

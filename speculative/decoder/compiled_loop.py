@@ -176,7 +176,7 @@ class _Request:
         }  # fmt: skip
         for whose, one in {"target": sampling, "draft": loop.draft_sampling}.items():
             fields |= {f"{whose} {name}": bits_of(getattr(one, name)) for name in ("temperature", "top_p", "min_p")}
-            fields[f"{whose} top_k"] = one.top_k
+            fields[f"{whose} top_k"] = min(one.top_k, vocab)
         self._numbers = np.array(list(fields.values()), dtype=np.int64)
         self.address = address_of(self._numbers)
         first = list(fields).index("given_ids")

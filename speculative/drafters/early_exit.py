@@ -13,7 +13,9 @@ from transformers import PreTrainedModel
 from speculative.drafters.drafter import Ask, Drafter, ModelDrafter, Proposal, Seats
 from speculative.drafters.registry import Parts, registers
 from speculative.engine.cached_model import CachedModel
+from speculative.engine.memory import cache_entry
 from speculative.engine.models import is_recurrent, layer_stacks
+from speculative.engine.survey import Turn
 from speculative.errors import UserError
 
 
@@ -31,7 +33,8 @@ class EarlyExit(ModelDrafter):
         """Raises UserError if the target has too few layers, no single list of layers, or a recurrent state."""
         if is_recurrent(target):
             raise UserError(f"{type(target).__name__} has a recurrent state and no early exit: use a draft model")
-        super().__init__(first_layers(target, layers), name=f"early exit after {layers} layers")
+        with Turn(target):  # its config is copied
+            super().__init__(first_layers(target, layers), name=f"early exit after {layers} layers")
 
     def start(self, seats: Seats) -> None:
         assert isinstance(seats.target, CachedModel)
@@ -73,6 +76,18 @@ def first_layers(model: PreTrainedModel, count: int) -> PreTrainedModel:
     assert isinstance(stack, nn.ModuleList)
     parent._modules[last] = stack[:count]
     shorter.config = _shorter_config(model.config, count)
+    try:
+        cache_entry(shorter)
+    except (
+        RuntimeError,
+        ValueError,
+        LookupError,
+        TypeError,
+        AttributeError,
+    ) as error:  # layers that use those left out, or their number
+        raise UserError(
+            f"{type(model).__name__} does not run with its first {count} layers alone, so it has no early exit: use a draft model"
+        ) from error
     return shorter
 
 

@@ -186,6 +186,10 @@ def check_decodable(model: PreTrainedModel, name: str) -> None:
     who = f"{name} ({type(model).__name__})"
     if getattr(config, "is_encoder_decoder", False):
         raise UserError(f"{who} is an encoder-decoder: give a decoder-only causal LM")
+    if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+        raise UserError(
+            f"{who} has an adapter of virtual tokens, for which rows have no place: use an adapter of weights"
+        )
     if is_recurrent(model):
         state_name(model)
         return

@@ -123,7 +123,11 @@ class RecurrentModel:
         if self._keeps_logits:
             options["logits_to_keep"] = min(logits_kept, len(ids_Q))
         output = self.model(input_ids=ids_Q.unsqueeze(0), use_cache=True, **options)
-        row.state = getattr(output, self._state_name)
+        row.state = getattr(output, self._state_name, None)
+        if row.state is None:
+            raise UserError(
+                f"{self.name} ({type(self.model).__name__}) does not return its state, so rows cannot have one each: use another model"
+            )
         return output.logits[0, -logits_kept:]
 
     def _in_several_tokens(self) -> bool:

@@ -2,6 +2,7 @@
 as a small model's step, and opening a decode call asks several times: while it does (`surveyed`), each model is walked once.
 """
 
+import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +12,34 @@ from typing import Any
 
 import torch
 from torch import nn
+
+_locks: dict[
+    int, threading.RLock
+] = {}  # by the identity of a config: models may share one, and an adapter has its model's
+_of_locks = threading.Lock()
+
+
+class Turn:
+    """Context manager: one thread at a time works with these models, which switches their attention and their mode. Reentrant."""
+
+    def __init__(self, *models: nn.Module | None) -> None:
+        configs = {id(model.config): model.config for model in models if model is not None}
+        with _of_locks:
+            for key, config in configs.items():
+                if key not in _locks:
+                    _locks[key] = threading.RLock()
+                    weakref.finalize(config, _locks.pop, key)
+            self._held = [
+                _locks[key] for key in sorted(configs)
+            ]  # in one order for all, so that nobody waits in a circle
+
+    def __enter__(self) -> None:
+        for lock in self._held:
+            lock.acquire()
+
+    def __exit__(self, *error: object) -> None:
+        for lock in self._held:
+            lock.release()
 
 
 class Survey:

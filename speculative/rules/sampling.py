@@ -23,6 +23,7 @@ LANES = 32
 # Number of steps of at most 12 bits to find a key of at most 48 bits.
 KEY_STEPS = 4
 PROB_BITS = 30  # Of a float32 from 0 to 1.
+LEAST_TEMPERATURE = 1e-30  # Logits divided by a smaller one are infinite in float32.
 # How far two ways to the same float32 sum, or probability, may differ.
 MASS_ROUNDING, PROB_ROUNDING = 3e-5, 1.0 - 1e-6
 
@@ -39,8 +40,10 @@ class SamplingSettings:
     min_p: float = 0.0
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.temperature < float("inf"):
-            raise UserError(f"temperature = {self.temperature}: must be 0 (greedy) or a positive number")
+        if not (self.temperature == 0.0 or LEAST_TEMPERATURE <= self.temperature < float("inf")):
+            raise UserError(
+                f"temperature = {self.temperature}: must be 0 (greedy) or a number of at least {LEAST_TEMPERATURE}"
+            )
         if self.top_k < 0:
             raise UserError(f"top_k = {self.top_k}: must be 0 (off) or a positive number of tokens")
         if not 0.0 < self.top_p <= 1.0:

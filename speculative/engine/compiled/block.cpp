@@ -7,6 +7,7 @@
 #include "step.h"
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <cmath>
 #include <cstring>
@@ -52,6 +53,7 @@ struct Work : Block {  // a block with its buffers: (K, G1, V), (K, V) or fewer 
     std::vector<int64_t> left;  // rows whose tokens the draft proposes, in the order of `seats` and of `draft_probs`
     long width = 0;             // drafted tokens of the longest row of the block
     explicit Work(const Block &block) : Block(block) {
+        threads = threads_startable(threads);
         bool drafts = proposer == MODEL;
         target_logits = memory_of_target_logits.of(rows * (gamma + 1) * vocabulary);
         draft_logits = memory_of_draft_logits.of(drafts ? rows * vocabulary : 0);
@@ -111,10 +113,23 @@ static void spread(float *values, const int64_t *places, long N, long V) {
     }
 }
 
-// From the draft's logits to its token at one position of every row.
-static void choose(const Work &b, long place) {
+// Work on every row, in threads. An exception that leaves a parallel region ends the process.
+template <class F> static void for_rows(const Work &b, F work) {
+    std::atomic<bool> failed{false};
 #pragma omp parallel for num_threads(b.threads) if (b.threads > 1 && b.rows > 1)
     for (long k = 0; k < b.rows; k++) {
+        try {
+            work(k);
+        } catch (const std::bad_alloc &) {
+            failed = true;
+        }
+    }
+    if (failed) throw std::bad_alloc();
+}
+
+// From the draft's logits to its token at one position of every row.
+static void choose(const Work &b, long place) {
+    for_rows(b, [&](long k) {
         long row = b.seats[k], V = b.vocabulary, N = b.draft->head.outputs;
         const float *logits = b.draft_logits + k * N;
         const int64_t *kept = b.draft->head_ids;
@@ -131,7 +146,7 @@ static void choose(const Work &b, long place) {
         if (kept) id = kept[id];
         b.drafted[row * b.gamma + place] = id;
         b.draft_peaks[row] += peak;
-    }
+    });
 }
 
 // Prompt lookup: what followed the longest n-gram that ends the text, at its latest earlier occurrence; at the end of the text it goes on
@@ -269,8 +284,7 @@ static void verify(const Work &b) {
     for (size_t i = 0; i < b.left.size() && !b.greedy_draft; i++) draft[b.left[i]] = b.draft_probs + i * b.gamma * b.vocabulary;
     for (long k = 0; k < b.rows && b.proposer == GIVEN && b.given_probs; k++)
         draft[b.seats[k]] = b.given_probs + b.seats[k] * b.gamma * b.vocabulary;
-#pragma omp parallel for num_threads(b.threads) if (b.threads > 1 && b.rows > 1)
-    for (long k = 0; k < b.rows; k++) {
+    for_rows(b, [&](long k) {
         long row = b.seats[k], width = b.gamma + 1, next = 0, count = b.counts[row];
         float *logits = b.target_logits + k * (b.width + 1) * b.vocabulary;
         b.peaks[row] = b.overlap[row] = 0.0;
@@ -282,7 +296,7 @@ static void verify(const Work &b) {
         std::copy_n(ids, accepted + 1, b.tokens + row * b.columns + b.lengths[row]);
         b.accepted[row] = accepted;
         b.lengths[row] += accepted + 1;
-    }
+    });
 }
 
 static void run_one(Work &b) {

@@ -13,9 +13,12 @@
 #include <atomic>
 #include <chrono>
 #include <cmath>
+#include <memory>
 #include <new>
 #include <sched.h>
 #include <sys/resource.h>
+#include <system_error>
+#include <thread>
 #include <vector>
 #ifdef _OPENMP
 #include <omp.h>
@@ -52,13 +55,47 @@ bool lost_core() {
 #endif
 }
 
+constexpr long THREAD_BYTES = 1 << 12;  // what a new thread allocates before its own work
+
+// The process ends if OpenMP cannot start a thread, so a caller's first larger team is tried with threads of our own, and then started
+// while its memory is there. 1 if memory is short.
+int64_t threads_startable(int64_t asked) {
+#ifdef _OPENMP
+    static thread_local int64_t most = 1;
+    if (asked > most) {
+        std::vector<std::thread> tried;
+        std::atomic<bool> done{false}, all{true};
+        try {
+            tried.reserve(asked);
+            while ((int64_t)tried.size() + 1 < asked)
+                tried.emplace_back([&] {
+                    std::unique_ptr<char[]> own(new (std::nothrow) char[THREAD_BYTES]);
+                    if (!own) all = false;
+                    while (!done) sched_yield();
+                });
+        } catch (const std::exception &) {
+            all = false;
+        }
+        done = true;
+        for (auto &one : tried) one.join();
+        if (!all) return 1;
+#pragma omp parallel num_threads(asked)
+        lost_core();  // the thread's own variables
+        most = asked;
+    }
+#endif
+    return asked;
+}
+
 // Where the threads of a call wait for each other. It yields after a while; OpenMP's own barrier spins on, and on a busy machine that
-// keeps the late thread from its core.
+// keeps the late thread from its core. A thread whose memory is short never arrives: the others stop waiting for it.
 class Barrier {
     std::atomic<long> arrived{0}, round{0};
     std::atomic<bool> waited{false}, lost{false};
 
   public:
+    std::atomic<bool> failed{false};
+
     void wait(long threads) {
         if (threads == 1) return;
         long own = round.load();
@@ -69,6 +106,7 @@ class Barrier {
         }
         int64_t since = 0;
         for (long spins = 0; round.load(std::memory_order_acquire) == own; spins++) {
+            if (failed) throw std::bad_alloc();
             if (spins < SPINS) continue;
             if (!since) since = nanoseconds();
             sched_yield();
@@ -361,9 +399,9 @@ void run(const Model *model, const Layer *layers, const Call *asked) {
     long M = asked->rows * asked->tokens, width = model->width;
     Buffers b(*model, *asked, M);
     Barrier all;
-    int64_t threads_asked = threads_now(asked->threads);
+    int64_t threads_asked = threads_startable(threads_now(asked->threads));
 #pragma omp parallel num_threads(threads_asked) if (threads_asked > 1)
-    {
+    try {
         Call own_call = *asked, *call = &own_call;
         long thread = 0;
         call->threads = 1;
@@ -390,7 +428,10 @@ void run(const Model *model, const Layer *layers, const Call *asked) {
         products({{model->head, outputs, call->logits}}, b.normed, call->rows * call->kept, width);
         all.wait(threads);
         if (threads > 1) all.leave();
+    } catch (const std::bad_alloc &) {
+        all.failed = true;  // an exception that leaves a parallel region ends the process
     }
+    if (all.failed) throw std::bad_alloc();
     if (threads_asked > 1) all.judge();
 }
 

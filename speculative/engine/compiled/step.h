@@ -50,4 +50,5 @@ class Scratch {
 };
 
 void forget();  // frees the memory of this thread
+int64_t threads_startable(int64_t asked);
 void run(const Model *model, const Layer *layers, const Call *call);

@@ -5,6 +5,7 @@ import gc
 import itertools
 import re
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pyarrow.parquet as pq
 import pytest
@@ -17,6 +18,7 @@ from speculative.decode import decode, generate
 from speculative.decoder.proposal_log import ProposalLog
 from speculative.decoder.responses import STOP, DecodeSettings, Timing
 from speculative.drafters.drafter import ModelDrafter
+from speculative.drafters.early_exit import EarlyExit
 from speculative.drafters.gamma import AdaptiveGamma, FixedGamma
 from speculative.drafters.lookup import PromptLookup
 from speculative.errors import UserError
@@ -201,7 +203,9 @@ def test_closing_the_stream_restores_the_models_and_frees_the_caches():
     next(events)
     assert not target.training
     assert torch.is_grad_enabled()  # the consumer's own code is not ours to change
-    freed.append(weakref.ref(events.gi_frame.f_locals["loop"].target.cache))
+    loop = events.gi_frame.f_locals["blocks"].gi_frame.f_locals["loop"]
+    freed.append(weakref.ref(loop.target.cache))
+    del loop
     events.close()
     del events
     gc.collect()
@@ -272,3 +276,33 @@ def test_broken_logits_end_the_stream_with_one_line_and_leave_nothing_behind(val
         with pytest.raises(UserError, match="the target returned NaN"):
             decode(broken, PromptLookup(), PROMPTS, settings)
     assert texts(decode(TARGET, ModelDrafter(DRAFT), PROMPTS, settings_of(GREEDY, "greedy", 2))[0])
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_two_threads_decode_with_one_model_in_training_mode(kind):
+    """Each gets its own text; the model's attention and mode are afterwards what they were."""
+    model, prompts = tiny_model(kind).train(), prompts_of([5, 9, 3])
+    settings = DecodeSettings(GREEDY, 2, "greedy", 12)
+    expected = texts(decode(model, EarlyExit(model, 1), prompts, settings, runner="eager")[0])
+
+    def work(_):
+        return [texts(decode(model, EarlyExit(model, 1), prompts, settings, runner="eager")[0]) for _ in range(12)]
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(work, range(2))) == [[expected] * 12] * 2
+    assert model.config._attn_implementation == "sdpa"
+    assert model.training
+
+
+def test_streams_of_one_model_may_be_read_in_turns_and_closed_by_another_thread():
+    settings, prompts = DecodeSettings(GREEDY, 0, "greedy", 8), prompts_of([5, 9])
+    model = tiny_model("gpt2", attn_pdrop=0.5).train()
+    one, two = (generate(model, None, prompts, settings) for _ in range(2))
+    together = [[list(event.token_ids) for event in pair] for pair in zip(one, two, strict=True)]
+    assert all(first == second for first, second in together)
+    assert model.training
+    third = generate(model, None, prompts, settings)
+    next(third)
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(third.close).result(timeout=60)
+    assert model.training

@@ -2,6 +2,7 @@
 called as it is.
 """
 
+import contextlib
 import ctypes
 import mmap
 import os
@@ -384,3 +385,25 @@ def test_without_memory_it_says_so_as_torch_does() -> None:
             cached.feed(ids, np.zeros(1, dtype=np.int64), 1)
 
     assert run_child(feed) == 0
+
+
+@pytest.mark.parametrize("spare", [0, 2**20, 2**22])
+def test_memory_that_ends_inside_threads_is_said_too(spare: int) -> None:
+    """An exception that leaves a parallel region, and a thread that cannot be started, would end the process."""
+    vocab, prompts = 400_000, [("a", [1, 2, 3]), ("b", [4, 5, 6])]
+    sizes = {"vocab_size": vocab, "hidden_size": 8, "head_dim": 4, "num_attention_heads": 2, "num_hidden_layers": 1}
+    settings = DecodeSettings(SamplingSettings(1.0, top_p=0.9), 1, "sample", 2)
+
+    def run() -> None:
+        target, drafter = tiny_model(**sizes), ModelDrafter(tiny_model(**sizes))
+        decode(target, drafter, prompts, settings)
+        torch.set_num_threads(2)
+        ctypes.CDLL(None).mallopt(-3, 1 << 16)
+        ctypes.CDLL(None).malloc_trim(0)
+        # 32 MiB less would refuse it before compiled code begins.
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + 2**24 + spare
+        resource.setrlimit(resource.RLIMIT_AS, (used, used))
+        with contextlib.suppress(RuntimeError, MemoryError):
+            decode(target, drafter, prompts, settings)
+
+    assert run_child(run) == 0

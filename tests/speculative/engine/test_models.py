@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+from peft import PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from refusals import refused
-from tiny_models import generated, perturbed, prompts_of, texts, tiny_model
+from tiny_models import VOCAB, generated, perturbed, prompts_of, texts, tiny_model
 
 from speculative.decode import decode
 from speculative.decoder.responses import DecodeSettings
@@ -81,6 +82,13 @@ def told(model, **config):
             "GPTNeoForCausalLM has local layers",
         ),
         (lambda: told(tiny_model(), layer_types=["full_attention", "chunked_attention"]), "chunked_attention layers"),
+        *(
+            (
+                lambda kind=kind: get_peft_model(tiny_model(), kind(task_type="CAUSAL_LM", num_virtual_tokens=4)),
+                "virtual tokens",
+            )
+            for kind in (PromptTuningConfig, PrefixTuningConfig)
+        ),
     ],
 )
 def test_models_that_cannot_be_decoded_are_refused_by_name(make, said):
@@ -201,3 +209,12 @@ def test_a_batch_that_does_not_fit_is_refused_before_anything_is_taken(monkeypat
     monkeypatch.setattr("speculative.decoder.block_loop.BlockLoop", None)  # never reached
     with pytest.raises(UserError, match="lower the batch size or max_tokens"):
         decode(model, None, prompts_of([3]), DecodeSettings(GREEDY, 0, "greedy", max_tokens=4))
+
+
+def test_a_model_whose_first_layers_do_not_run_alone_has_no_early_exit():
+    """Its embeddings of each layer are cut by the number of layers."""
+    layers = ["sliding_attention", "full_attention"] * 2
+    sizes = {"vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 8, "num_kv_shared_layers": 0}
+    model = tiny_model("gemma4_text", num_hidden_layers=4, layer_types=layers, **sizes)
+    said = refused(lambda: first_layers(model, 2))
+    assert said.startswith("Gemma4ForCausalLM does not run with its first 2 layers alone")

@@ -90,6 +90,12 @@ def test_what_one_past_cannot_do_is_refused():
         EarlyExit(target, 1)
 
 
+def test_a_state_that_stays_in_the_model_is_refused():
+    model = tiny_model("recurrent_gemma", num_hidden_layers=3, num_key_value_heads=1, lru_width=32)
+    with pytest.raises(UserError, match=r"RecurrentGemmaForCausalLM\) does not return its state"):
+        decode(model, None, prompts_of([3]), DecodeSettings(GREEDY, 0, "greedy", max_tokens=4))
+
+
 def test_states_are_counted_three_times_over():
     """Mamba: (64 channels x 4 convolution columns + 64 x 4 states) x 4 bytes x 2 layers, whatever the length; lfm2 grows."""
     assert cache_bytes(hybrid("mamba"), 2, 100) == 3 * 2 * (64 * 4 + 64 * 4) * 4 * 2

@@ -177,6 +177,7 @@ def test_numbers_of_blocks_are_all_different_and_those_of_plain_decoding_the_fir
     [
         ({"temperature": -1.0}, "temperature"),
         ({"temperature": float("nan")}, "temperature"),
+        ({"temperature": 1e-40}, "at least 1e-30"),
         ({"top_k": -1}, "top_k"),
         ({"top_p": 0.0}, "top_p"),
         ({"min_p": 1.5}, "min_p"),
