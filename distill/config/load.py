@@ -21,7 +21,8 @@ SHIPPED = Path(__file__).parent / "shipped"
 
 
 class YamlLoader(yaml.SafeLoader):
-    """Reads YAML 1.2 floats (PyYAML takes `1e-4` for a string) and few aliases: nested ones can expand to more than memory holds."""
+    """Reads YAML 1.2 floats (PyYAML takes `1e-4` for a string), each key once, and few aliases: nested ones can expand to more than
+    memory holds."""
 
     _aliases = 0
 
@@ -30,6 +31,15 @@ class YamlLoader(yaml.SafeLoader):
         if self._aliases > MOST_ALIASES:
             raise yaml.YAMLError(f"more than {MOST_ALIASES} aliases (*name); write the values out")
         return super().compose_node(parent, index)
+
+    def compose_mapping_node(self, anchor: Any) -> Any:
+        node, lines = super().compose_mapping_node(anchor), dict[Any, int]()
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            if key.value in lines:
+                problem = f"the key `{key.value}` is also in line {lines[key.value]}; keep one of the two"
+                raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
+            lines[key.value] = key.start_mark.line + 1
+        return node
 
 
 class _Dumper(yaml.SafeDumper):

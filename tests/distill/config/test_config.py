@@ -78,6 +78,9 @@ def test_text_that_looks_like_a_number_stays_text_in_a_name(tmp_path: Path) -> N
         (b"name: !!python/object:os.system 1\n", "not YAML"),
         (b"name: \x00\n", "not YAML"),
         (b"name: \xff\xfe\n", "UTF-8"),
+        (b"serving: {top_k: 1}\r\nname: x\r\nserving:\r\n  top_k: 2\r\n", "line 3 is not YAML: the key `serving` is also in line 1"),
+        (b"serving:\n  top_k: 1\n  top_p: 1.0\n  \"top_k\": 2\n", "line 4 is not YAML: the key `top_k` is also in line 2"),
+        (b"data: {train: [{path: x}, {path: y, limit: 1, path: z}]}\n", "the key `path` is also in line 1"),
         (b"", "key: value"),
         (b"- 1\n- 2\n", "list"),
         (b"just words\n", "str"),
@@ -87,6 +90,14 @@ def test_files_that_are_no_config(tmp_path: Path, text: bytes, said: str) -> Non
     message = refused(lambda: load_config(write(tmp_path, text)))
     assert said in message
     assert "config.yaml" in message
+
+
+def test_a_key_twice_in_an_override_is_refused_and_a_merge_may_replace_a_key(tmp_path: Path) -> None:
+    text = refused(lambda: load_config(write(tmp_path, MINIMAL), ["serving={top_k: 1, top_k: 2}"]))
+    assert text.startswith("override 'serving={top_k: 1, top_k: 2}': ")
+    assert "the key `top_k`" in text
+    merged = "optim: &first {lr: 1.0e-3}\nserving:\n  <<: {top_k: 1, top_p: 0.5}\n  top_k: 2\n"
+    assert load_config(write(tmp_path, MINIMAL + merged)).serving.top_k == 2
 
 
 def test_a_missing_file_names_the_shipped_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
