@@ -1,15 +1,23 @@
 """Convert a conversation of a dataset into prompts: the turns before an assistant turn, and the dataset's answer."""
 
 import json
+import logging
+from collections.abc import Collection
 from typing import Any
 
 from data.prompts.prompt import Turn, Turns
 from speculative.errors import UserError
 
-ROLES = ("system", "user", "assistant", "tool")
+log = logging.getLogger(__name__)
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "function": "tool", "observation": "tool"}
+ENGINE_ROLES = {"model": "assistant", "ipython": "tool"}  # of Gemini and Llama 3
 MOST_DEPTH = 100
-OPTIONAL_TURN_KEYS = ("name", "tool_calls", "tool_call_id", "reasoning_content")
+REASONING_KEYS = ("reasoning", "reasoning_content", "thinking")  # of vLLM, of older logs, and of gpt-oss and Ollama
+OPTIONAL_TURN_KEYS = ("name", "tool_calls", "tool_call_id", *REASONING_KEYS)
+TEXT_PARTS = ("text", "input_text", "output_text")
+_named_keys = {"role", "from", "content", "value", *OPTIONAL_TURN_KEYS}  # that are read, or were named in a warning
 # Columns of a benchmark's questions: Spec-Bench's question.jsonl, and SPEED-Bench, which has more of them.
 QUESTION_COLUMNS = {"question_id", "category", "turns"}
 UNFILLED = (
@@ -54,7 +62,8 @@ def conversation_prompts(
     for number, turn in enumerate(turns[: ends[-1]], start=1):
         if not turn["content"].strip() and not turn.get("tool_calls"):
             raise UserError(f"{origin}: turn {number} of {column!r} is empty; fill it or remove the row")
-    head: Turns = () if system is None or roles[0] == "system" else ({"role": "system", "content": system},)
+    headed = system is None or roles[0] in ("system", "developer")
+    head: Turns = () if headed else ({"role": "system", "content": system},)
     wanted = ends if every_turn else ends[-1:]
     return [
         (
@@ -88,15 +97,54 @@ def _without_nulls(value: Any, where: str, depth: int = 0) -> Any:
     return [_without_nulls(inner, where, depth + 1) for inner in value] if isinstance(value, list) else value
 
 
+def served_turn(turn: Turn, words: Collection[str], where: str) -> Turn:
+    """A turn as engines give it to a template: arguments of tool calls as objects, a thought under every name that a template may read.
+
+    A developer is the system, as in llama.cpp, unless the role is among ``words``, the template's strings. UserError: arguments without JSON.
+    """
+    thought = next((turn[key] for key in REASONING_KEYS if key in turn), None)
+    served = turn | (dict.fromkeys(REASONING_KEYS, thought) if thought else {})
+    if turn["role"] == "developer" and "developer" not in words:
+        served["role"] = "system"
+    if "tool_calls" in turn:
+        served["tool_calls"] = [_with_object(call, where) for call in turn["tool_calls"]]
+    return served
+
+
+def _with_object(call: Any, where: str) -> Turn:
+    try:
+        function = call.get("function", call)
+        arguments = function.get("arguments") or {}
+        arguments = (json.loads(arguments) or {}) if isinstance(arguments, str) else arguments
+    except (AttributeError, ValueError, RecursionError) as error:
+        raise UserError(f"{where}: arguments of a tool call are not JSON ({error}); fix or remove the row") from error
+    function = function | {"arguments": arguments}
+    return call | {"function": function} if "function" in call else function
+
+
+def _text_of(content: Any, where: str) -> Any:
+    """The text of a list of parts, joined by line breaks as in vLLM; other content unchanged. UserError: a part that is not text."""
+    if not isinstance(content, list):
+        return content
+    parts = [part if isinstance(part, dict) else {"text": part} for part in content]
+    for part in parts:
+        if part.get("type", "text") not in TEXT_PARTS or not isinstance(part.get("text"), str):
+            raise UserError(f"{where} has a part of type {part.get('type')!r}, which is not text; remove it or the row")
+    return "\n".join(part["text"] for part in parts)
+
+
 def _turn(turn: Any, where: str) -> Turn:
     """One turn as role, content and the optional keys that chat templates read; ShareGPT's from/value are accepted."""
     if not isinstance(turn, dict):
         raise UserError(f"{where} is a {type(turn).__name__}; a turn is an object with role and content")
     said = turn.get("role") or turn.get("from")
-    role = SHAREGPT_ROLES.get(said, said) if isinstance(said, str) else said
+    role = (SHAREGPT_ROLES | ENGINE_ROLES).get(said, said) if isinstance(said, str) else said
     if role not in ROLES:
         raise UserError(f"{where} has the role {said!r}; use {', '.join(ROLES)}, or ShareGPT's human and gpt")
-    content = turn.get("content") if turn.get("content") is not None else turn.get("value")
+    if unread := {str(key) for key, value in turn.items() if value is not None} - _named_keys:
+        _named_keys.update(unread)
+        log.warning("warning: %s: no chat template gets %s, so it is left out", where, ", ".join(sorted(unread)))
+    content = _text_of(turn.get("content") if turn.get("content") is not None else turn.get("value"), where)
     optional = {key: _without_nulls(turn[key], where) for key in OPTIONAL_TURN_KEYS if turn.get(key)}
     if content is None and optional.get("tool_calls"):
         content = ""

@@ -3,6 +3,7 @@
 Shapes: ids are flat Python lists; a mask has one flag per id of prompt + response, True on tokens that the loss uses.
 """
 
+import contextlib
 import copy
 import difflib
 import functools
@@ -17,6 +18,7 @@ from typing import Any, Literal
 import jinja2
 import jinja2.meta
 
+from data.prompts.conversation import served_turn
 from data.prompts.prompt import PromptRow, Template, Turn, Turns, last_question
 from speculative.errors import UserError
 
@@ -101,6 +103,25 @@ def render_reference(row: PromptRow, tokenizer: Any, template: Template) -> tupl
     return prompt_ids, response_ids
 
 
+def render_text(row: PromptRow, tokenizer: Any, template: Template, answer: str | None = None) -> str | None:
+    """The text of a chat prompt, or of the conversation that ends with ``answer``; None for plain prompts and rows that are refused."""
+    if template.mode == "plain" or chat_template_of(tokenizer) is None:
+        return None
+    turns = _turns(row) if answer is None else (*_turns(row), {"role": "assistant", "content": answer})
+    with contextlib.suppress(UserError):
+        text: str = _apply(row, turns, tokenizer, template, tokenize=False, add_generation_prompt=answer is None)
+        return text
+    return None
+
+
+def turn_end(tokenizer: Any, template: Template) -> int | None:
+    """The special token with which the chat template ends an assistant turn; None if prompts are plain, or if there is none."""
+    text = render_text(PromptRow(WORD, None, None, "", ""), tokenizer, template, WORD) or ""
+    _, word, closing = text.rpartition(WORD)
+    ids = tokenizer(closing, add_special_tokens=False).input_ids if word else []
+    return next((token for token in ids if token in special_tokens(tokenizer)), None)
+
+
 def on_day(tokenizer: Any, day: date) -> Any:
     """The tokenizer with a chat template that writes this day instead of today; the same object if it writes no date."""
 
@@ -159,7 +180,7 @@ def template_fingerprint(tokenizer: Any, template: Template) -> str:
 
     ``auto`` has the same fingerprint as the mode that it stands for. The vocabulary is not part of it.
     """
-    mode, kwargs, text = template.mode, template.chat_template_kwargs, _template(tokenizer)
+    mode, kwargs, text = template.mode, template.chat_template_kwargs, chat_template_of(tokenizer)
     chat = mode == "chat" or (mode == "auto" and text is not None)
     content: dict[str, Any] = {"mode": "chat" if chat else "plain", "special": tokenizer.special_tokens_map}
     if chat:
@@ -177,7 +198,7 @@ def template_fingerprint(tokenizer: Any, template: Template) -> str:
 
 def _is_chat(row: PromptRow, tokenizer: Any, template: Template) -> bool:
     # A conversation in auto mode needs the template; without one an error is raised later.
-    chat = row.messages is not None or _template(tokenizer) is not None
+    chat = row.messages is not None or chat_template_of(tokenizer) is not None
     return template.mode == "chat" or (template.mode == "auto" and chat)
 
 
@@ -185,14 +206,15 @@ def _turns(row: PromptRow) -> Turns:
     return row.messages if row.messages is not None else ({"role": "user", "content": row.text},)
 
 
-def _template(tokenizer: Any) -> str | None:
+def chat_template_of(tokenizer: Any) -> str | None:
+    """The chat template that prompts are rendered with, if there is one."""
     template = tokenizer.chat_template
     # Of several named templates, apply_chat_template uses the one called default.
     return template.get("default") if isinstance(template, dict) else template
 
 
 def _required_template(tokenizer: Any, other_way: str, where: str = "") -> str:
-    template = _template(tokenizer)
+    template = chat_template_of(tokenizer)
     if template is None:
         name = tokenizer.name_or_path or "(unnamed)"
         raise UserError(
@@ -202,25 +224,27 @@ def _required_template(tokenizer: Any, other_way: str, where: str = "") -> str:
 
 
 @functools.lru_cache(maxsize=16)
-def _template_variables(template: str) -> frozenset[str] | None:
-    """Variables that a template reads; None if plain jinja cannot parse it (rendering then reports the error)."""
+def template_words(template: str) -> tuple[frozenset[str], frozenset[str]] | None:
+    """(variables that a template reads; attributes and strings in it); None if plain jinja cannot parse it (rendering then reports the error)."""
     # transformers' tag around assistant text has no effect here, and jinja does not know it.
     template = re.sub(r"\{%[-+]?\s*(end)?generation\s*[-+]?%\}", "", template)
     try:
         syntax = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(template)
-        return frozenset(jinja2.meta.find_undeclared_variables(syntax))
+        words = {node.attr for node in syntax.find_all(jinja2.nodes.Getattr)}
+        words |= {node.value for node in syntax.find_all(jinja2.nodes.Const) if isinstance(node.value, str)}
+        return frozenset(jinja2.meta.find_undeclared_variables(syntax)), frozenset(words)
     except (jinja2.TemplateError, ValueError, RecursionError):
         return None
 
 
 def _check_kwargs(template: str, tokenizer: Any, chat_template_kwargs: dict[str, Any]) -> None:
     """Raise UserError for unknown arguments; a template would silently ignore a misspelt one."""
-    known = _template_variables(template)
+    words = template_words(template)
     for name in chat_template_kwargs:
         if name in RESERVED_KWARGS:
             raise UserError(f"chat_template_kwargs.{name} is set by Understudy; remove it")
-        if known is not None and name not in known | COMMON_KWARGS:
-            near = difflib.get_close_matches(name, known, n=1)
+        if words is not None and name not in words[0] | COMMON_KWARGS:
+            near = difflib.get_close_matches(name, words[0], n=1)
             hint = f"; did you mean {near[0]}?" if near else "; remove it"
             raise UserError(
                 f"chat_template_kwargs.{name} is not read by the chat template of {tokenizer.name_or_path}{hint}"
@@ -230,11 +254,14 @@ def _check_kwargs(template: str, tokenizer: Any, chat_template_kwargs: dict[str,
 def _apply(row: PromptRow, turns: Sequence[Turn], tokenizer: Any, template: Template, **options: bool) -> Any:
     other_way = "set data.template.mode: plain" if row.text is not None else "give prompts that are plain text"
     kwargs = template.chat_template_kwargs
-    _check_kwargs(_required_template(tokenizer, other_way, f"{row.origin}: "), tokenizer, kwargs)
+    text = _required_template(tokenizer, other_way, f"{row.origin}: ")
+    _check_kwargs(text, tokenizer, kwargs)
+    words = (template_words(text) or ((), ("developer",)))[1]
+    served = [served_turn(turn, words, row.origin) for turn in turns]
     if row.tools is not None:
         kwargs = {**kwargs, "tools": list(row.tools)}
     try:
-        return tokenizer.apply_chat_template(list(turns), return_dict=False, **options, **kwargs)
+        return tokenizer.apply_chat_template(served, return_dict=False, **options, **kwargs)
     except Exception as error:
         # A template is a program: it refuses rows by raising (roles must alternate, no system turn), and may raise any other error.
         raise UserError(
@@ -284,9 +311,8 @@ def _end_at_closing_token(response_ids: list[int], closing_text: str, tokenizer:
     ``closing_text`` is what the template writes after the answer, such as an end-of-turn token and a line break. Text after the
     end token belongs to the next turn and is never generated.
     """
-    special_ids = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-    special_ids |= set(tokenizer.all_special_ids)
-    closing_ids = [i for i in tokenizer(closing_text, add_special_tokens=False).input_ids if i in special_ids]
+    special = special_tokens(tokenizer)
+    closing_ids = [i for i in tokenizer(closing_text, add_special_tokens=False).input_ids if i in special]
     eos_id = tokenizer.eos_token_id
     if closing_ids:
         closing_id = eos_id if eos_id in closing_ids else closing_ids[-1]
@@ -295,3 +321,9 @@ def _end_at_closing_token(response_ids: list[int], closing_text: str, tokenizer:
     if eos_id is None or response_ids[-1:] == [eos_id]:
         return response_ids
     return [*response_ids, eos_id]
+
+
+def special_tokens(tokenizer: Any) -> dict[int, str]:
+    """Special tokens by id, those of the vocabulary's added tokens too."""
+    added = {i: str(token.content) for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return added | dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))

@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import itertools
 import json
+import logging
 import os
 import shutil
 import sys
@@ -16,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from data.files import MANIFEST, Manifest, read_manifest, write_manifest
+from data.prompts.notes import render_notes
 from data.prompts.prompt import PromptRow, PromptSource, Template
 from data.prompts.sources import format_of, load_source, source_state
 from data.prompts.split import content_hash, deduplicate, held_out, remove_overlap, split_groups
@@ -29,16 +31,18 @@ from distill.run.run import Run
 from speculative.decoder.responses import Prompt
 from speculative.errors import UserError
 
+log = logging.getLogger(__name__)
+
 TRAIN_FILE, HELDOUT_FILE = "train.arrow", "heldout.arrow"
 # Default of `data.heldout_count`. It does not depend on `judge.prompts`, so that judging more or fewer prompts does not change the
 # prompts that are trained on.
 HELD_OUT = 256
-CACHE_FORMAT = 2
+CACHE_FORMAT = 3
 
 
 @dataclass(frozen=True)
 class PromptSets:
-    """Training and held-out prompts, which are disjoint, and one line about what was left out."""
+    """Training and held-out prompts, which are disjoint, one line about what was left out, and one for each oddity of rows."""
 
     train: Sequence[RenderedPrompt]
     heldout: list[RenderedPrompt]
@@ -176,7 +180,8 @@ def _read(folder: Path, heldout_prompts: int) -> PromptSets:
         parts.append(
             f"judge.prompts = {heldout_prompts}, but no more are held out; raise data.heldout_count or add sources"
         )
-    return PromptSets(train, heldout, ", ".join(parts))
+    notes = (f"\nwarning: {origin}: {what}" for what, origin in kept["notes"].items())
+    return PromptSets(train, heldout, "".join([", ".join(parts), *notes]))
 
 
 def _make(
@@ -206,7 +211,7 @@ def _make(
     _refuse_others(folder, fingerprints)
     manifest = {
         "made_with": made_with, "fingerprints": fingerprints, "heldout": len(StoredPrompts(making / HELDOUT_FILE)),
-        "heldout_whole": whole, "files": _digests(making),
+        "heldout_whole": whole, "files": _digests(making), "notes": render.notes,
         "left_out": {
             "duplicates": repeats, "in both sets": overlapping, "too long": render.dropped,
             f"bad rows, the first {render.bad_rows[0]}" if render.bad_rows else "bad rows": len(render.bad_rows or ()),
@@ -287,10 +292,14 @@ def render_rows(rows: Sequence[PromptRow], tokenizer: Any, chat: bool) -> list[P
         raise UserError("--chat: the target's tokenizer has no chat template")
     keys = [row.origin.rpartition("/")[2] for row in rows]
     prompts: list[Prompt] = []
+    notes: dict[str, str] = {}
     # Files with the same name in several folders keep their folders in the key.
     for row, key in zip(rows, keys if len(set(keys)) == len(keys) else [row.origin for row in rows], strict=True):
         template = Template(mode="chat" if chat or row.messages is not None else "plain")
         prompts.append((key, render_prompt(row, tokenizer, template)))
+        notes |= dict.fromkeys(render_notes(row, prompts[-1][1], tokenizer, template), row.origin) | notes
+    for what, origin in notes.items():
+        log.warning("warning: %s: %s", origin, what)
     return prompts
 
 
@@ -299,7 +308,7 @@ class _Renderer:
         self.data, self.tokenizer, self.rows = data, tokenizer, vocab_rows
         self.context_length, self.max_tokens = made_with["context_length"], made_with["max_tokens"]
         self.tokenizer_fingerprint, self.known_folders = made_with["tokenizer"], set[Path]()
-        self.dropped = 0
+        self.dropped, self.notes = 0, dict[str, str]()  # what is odd about rows, and the first such row
         self.bad_rows: list[UserError] | None = [] if data.bad_rows == "drop" else None
 
     def __call__(self, row: PromptRow, group: str = "", *, with_reference: bool = True) -> RenderedPrompt | None:
@@ -319,6 +328,9 @@ class _Renderer:
                 raise
             self.bad_rows.append(error)
             return None
+        if row.prompt_ids is None:
+            found = render_notes(row, prompt_ids, self.tokenizer, self.data.template)
+            self.notes = dict.fromkeys(found, row.origin) | self.notes
         limit = self.data.max_prompt_tokens
         if (limit is not None and len(prompt_ids) > limit) or not check_lengths(
             prompt_ids, row.origin, self.context_length, self.max_tokens, self.data.too_long

@@ -341,7 +341,16 @@ def test_tool_turns_keep_what_templates_read(tmp_path):
         ("messages", ["Hi"], "turn 1 of 'messages' is a str"),
         ("messages", [{"role": "usr", "content": "Hi"}], "turn 1 of 'messages' has the role 'usr'"),
         ("messages", [{"role": "user", "content": None}], "has no content"),
-        ("messages", [{"role": "user", "content": [{"type": "text"}]}], "content of type list"),
+        (
+            "messages",
+            [{"role": "user", "content": [{"type": "text"}]}],
+            "turn 1 of 'messages' has a part of type 'text', which is not text",
+        ),
+        (
+            "messages",
+            [{"role": "user", "content": ["Look.", {"type": "image_url", "image_url": {"url": "x"}}]}],
+            "a part of type 'image_url'",
+        ),
         ("messages", [{"role": "user", "content": " "}], "turn 1 of 'messages' is empty"),
         ("messages", [{"role": "assistant", "content": "Hi"}], "no user turn"),
         ("messages", [{"role": "system", "content": "Hi"}], "no user turn"),
