@@ -21,8 +21,7 @@ SHIPPED = Path(__file__).parent / "shipped"
 
 
 class YamlLoader(yaml.SafeLoader):
-    """Reads YAML 1.2 floats (PyYAML takes `1e-4` for a string), each key once, and few aliases: nested ones can expand to more than
-    memory holds."""
+    """Reads YAML 1.2 floats (PyYAML takes `1e-4` for a string), no key twice, few aliases: nested ones can expand to more than memory holds."""
 
     _aliases = 0
 

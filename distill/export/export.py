@@ -30,6 +30,7 @@ from distill.models.load import ADAPTER_FILE, base_of_adapter, public_name, reso
 from distill.models.target import TargetSide, load_target_side
 from distill.models.vocabulary import VocabularyAgreement, role_ids, tokenizer_differences, vocabulary_rows
 from distill.report.measured import engine_parts
+from speculative.engine.models import end_token_ids
 from speculative.errors import UserError
 from speculative.measure.measured import HELD_OUT
 from speculative.rules.sampling import SamplingSettings
@@ -213,10 +214,12 @@ def _dtype_name(dtype: torch.dtype) -> str:
 def take_over_ids(model: Any, target_side: TargetSide, gamma: int, sampling: SamplingSettings | None) -> None:
     """Give the draft the target's bos, eos and pad ids, and a generation config with the measured settings."""
     text = model.config.get_text_config()
-    places = target_side.generation, target_side.config.get_text_config(), target_side.tokenizer
-    ids = role_ids(text.vocab_size, *places)
+    places = target_side.generation_config, target_side.config.get_text_config(), target_side.tokenizer
+    ids: dict[str, Any] = dict(role_ids(text.vocab_size, *places))
     for name, value in ids.items():
         setattr(text, name, value)
+    if len(end_ids := end_token_ids(target_side, target_side.tokenizer)) > 1:
+        ids["eos_token_id"] = list(end_ids)
     # transformers reads these three from the draft's generation config. Its default gate (0.4) would end blocks early.
     assisted = {
         "num_assistant_tokens": gamma,

@@ -31,7 +31,7 @@ from distill.models.vocabulary import (
 from distill.run.result import Curves, load_result
 from distill.run.verdict_record import WAYS, Verdict, drafting_to_serve, load_verdict
 from speculative.engine.frequent_head import head_ids_of
-from speculative.engine.models import mask_token_of, max_positions
+from speculative.engine.models import end_token_ids, mask_token_of, max_positions
 from speculative.errors import UserError
 from speculative.measure.load import MOST_LOAD
 from speculative.measure.measured import DRAFT, LOOKUP, TOGETHER, Measured
@@ -152,6 +152,7 @@ class EngineFacts:
     shapes: Mapping[str, Shape] = field(default_factory=dict)  # of `target` and `draft`
     tensor_parallel: int = 1  # GPUs that each layer is split over
     head_tokens: int | None = None  # tokens of the head that was judged; None: all
+    end_ids: tuple[int, ...] = ()  # tokens that ended the responses of the run
 
     @property
     def sampled(self) -> bool:
@@ -269,6 +270,7 @@ def gather_facts(target: TargetSide, draft: TargetSide, path: str, **served: Any
         token_rows=max(target_tokens, default=-1) + 1,
         shapes={"target": _shape(target.config), "draft": _shape(draft.config)},
         head_tokens=len(head_ids_of(draft.config) or ()) or None,
+        end_ids=end_token_ids(target, target.tokenizer),
         **served,
     )
 

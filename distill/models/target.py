@@ -15,6 +15,8 @@ from accelerate import PartialState
 from transformers import GenerationConfig, PreTrainedModel
 
 from data.files import write_json
+from data.prompts.prompt import Template
+from data.prompts.template import turn_end
 from data.responses.chat import ChatTarget
 from data.responses.endpoint import EndpointTarget
 from distill.config.layout import RESPONSES, SERVED, TARGET_FACTS
@@ -35,6 +37,7 @@ from distill.models.transplant import token_bytes
 from distill.models.vocabulary import vocabulary_rows
 from speculative.engine.models import end_token_ids, max_positions
 from speculative.errors import UserError
+from speculative.rules.sampling import SamplingSettings
 
 
 @dataclass(frozen=True)
@@ -176,7 +179,7 @@ class Target:
         self._refuse_no_numbers(model)
         return TargetFacts(
             self.config.path, self.config.revision, self._fingerprint(model), _name(model.dtype), _name(saved),
-            end_token_ids(model), limit, vocabulary_rows(model.config), model.num_parameters(),
+            end_token_ids(model, self.tokenizer), limit, vocabulary_rows(model.config), model.num_parameters(),
         )  # fmt: skip
 
     @torch.no_grad()
@@ -196,13 +199,11 @@ class Target:
     def _endpoint_facts(self) -> TargetFacts:
         """Return the facts of a target behind a server, from its config, tokenizer and generation config."""
         side = self.side
-        end = side.generation.eos_token_id
-        eos_ids = () if end is None else tuple(end) if isinstance(end, list) else (int(end),)
         saved = saved_dtype(side.config)
         asked = dtype_of(self.config.dtype, self.device)
         return TargetFacts(
             self.config.path, self.config.revision, f"endpoint {self.endpoint.model}",
-            _name(saved if isinstance(asked, str) else asked), _name(saved), eos_ids,
+            _name(saved if isinstance(asked, str) else asked), _name(saved), end_token_ids(side, side.tokenizer),
             max_positions(side.config), vocabulary_rows(side.config), 0,
         )  # fmt: skip
 
@@ -254,7 +255,7 @@ class TargetSide:
     name: str  # hub id, or the absolute path of a directory
     config: Any
     tokenizer: Any
-    generation: GenerationConfig
+    generation_config: GenerationConfig
 
 
 def load_target_side(
@@ -274,3 +275,33 @@ def load_target_side(
     except (OSError, ValueError):  # many targets have none; their model config holds the ids
         generation = GenerationConfig.from_model_config(config)
     return TargetSide(name, config, tokenizer, generation)
+
+
+# What vLLM, SGLang and converters to GGUF read from a generation_config.json, and the values that change nothing.
+NEUTRAL = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+
+
+def target_notes(side: TargetSide, sampling: SamplingSettings | None, template: Template | None = None) -> list[str]:
+    """Lines about what a server of this target may do otherwise than a measurement with these settings; None: any settings."""
+    ids, closing = end_token_ids(side, side.tokenizer), turn_end(side.tokenizer, template or Template())
+
+    def words(*tokens: int) -> str:
+        return ", ".join(f"{side.tokenizer.convert_ids_to_tokens(token)} ({token})" for token in tokens)
+
+    notes = []
+    if set(ids) != set(end_token_ids(side)):
+        told = "its config.json, generation_config.json and tokenizer differ on that"
+        notes.append(f"responses end at {words(*ids)}; {told}")
+    if closing is not None and closing not in ids:
+        told = "responses do not end there, and can run on; add it to eos_token_id in generation_config.json"
+        notes.append(f"the chat template ends a turn with {words(closing)}, but {told}")
+    ours = NEUTRAL | sampling.as_dict() if sampling else {}
+    compared = ("temperature", "repetition_penalty") if sampling and sampling.greedy else tuple(ours)
+    theirs = [(name, getattr(side.generation_config, name, None)) for name in compared]
+    differing = [
+        f"{name} {value:g} (here {ours[name]:g})" for name, value in theirs if value not in (None, -1, ours[name])
+    ]
+    if differing:
+        told = "servers apply it by default; measure with the same settings, or serve with the exported commands, which do not read it"
+        notes.append(f"generation_config.json sets {', '.join(differing)}; {told}")
+    return [f"{side.name}: {note}" for note in notes]

@@ -18,7 +18,7 @@ from distill.config.run import RunConfig
 from distill.models.draft import served_draft
 from distill.models.load import load_tokenizer, refusing
 from distill.models.student import NO_LIMIT, refuse_impossible, run_context
-from distill.models.target import Target
+from distill.models.target import Target, target_notes
 from distill.models.vocabulary import tokens_without_row
 from distill.run.prompts import PromptSets, load_prompts
 from distill.run.responses import decode_settings, signal_manifest_of
@@ -58,6 +58,8 @@ def run_prompts(run: Run, target: Target, heldout: int | None = None) -> tuple[i
     ``heldout``: number of held-out prompts; None = judge.prompts. UserError: see `run_context` and `load_prompts`.
     """
     config = run.config
+    for note in target_notes(target.side, config.serving.sampling, config.data.template):
+        run.say(f"warning: {note}")
     context = run_context(config.student, config.data.context_length, target.facts.context_length)
     tokenizer = dated_tokenizer(target, run.folder, run)
     sets = load_prompts(

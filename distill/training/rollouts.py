@@ -68,7 +68,7 @@ class Rollouts:
     """Generate and read the generations of a run. Each rank generates its own shards."""
 
     def __init__(self, run: Run, target: PreTrainedModel, tokenizer: Any, prompts: Sequence[RenderedPrompt]) -> None:
-        self.run, self.config, self.target = run, run.config, target
+        self.run, self.config, self.target, self.end_ids = run, run.config, target, end_token_ids(target, tokenizer)
         self.prompts, self.folder = prompts, run.folder / ROLLOUTS
         fingerprints = {"target": model_fingerprint(target), "tokenizer": tokenizer_fingerprint(tokenizer)}
         self.identity = {"format": ROLLOUT_FORMAT, **fingerprints}
@@ -104,7 +104,7 @@ class Rollouts:
         # Training and held-out responses use the run's seed and the next one, so no generation may use either.
         seed = self.config.seed + 2**32 * (1 + 2 * generation + (kind == "speculative"))
         settings = DecodeSettings(
-            max_tokens=rollouts.max_tokens or serving.max_tokens, eos_ids=end_token_ids(self.target), seed=seed, fit_context=True
+            max_tokens=rollouts.max_tokens or serving.max_tokens, eos_ids=self.end_ids, seed=seed, fit_context=True
         )  # fmt: skip
         if kind == "student":
             sampling = SamplingSettings(rollouts.temperature)

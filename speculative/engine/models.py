@@ -206,12 +206,18 @@ def check_decodable(model: PreTrainedModel, name: str) -> None:
         raise UserError(f"{name}: {error}") from None
 
 
-def end_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
-    """All end-of-text ids of the model's generation config, or of its config; () if there are none."""
-    value = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    if value is None:
-        value = getattr(model.config.get_text_config(decoder=True), "eos_token_id", None)
-    return () if value is None else tuple(value) if isinstance(value, list) else (int(value),)
+def end_token_ids(model: Any, tokenizer: Any = None) -> tuple[int, ...]:
+    """All ids that end a response: those of the generation config, and of the config and the tokenizer if these are added tokens.
+
+    vLLM takes the first and the last, SGLang all. A config that names no token has the number of its class, which can be any token. ``model``:
+    anything with a `config` and a `generation_config`.
+    """
+    config = model.config.get_text_config(decoder=True)
+    places = (getattr(model, "generation_config", None), config, tokenizer)
+    values = [value for place in places if (value := getattr(place, "eos_token_id", None)) is not None]
+    first, *more = [value if isinstance(value, list) else [value] for value in values] or [[]]
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    return tuple(dict.fromkeys([*first, *(token for ids in more for token in ids if token in added)]))
 
 
 def without_autograd(runner: str, *models: PreTrainedModel | None) -> Callable[[], AbstractContextManager[Any]]:

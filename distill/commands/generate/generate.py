@@ -19,6 +19,7 @@ from distill.commands.output import check_known, check_writable, write_asked
 from distill.commands.target import open_target
 from distill.faults import Interrupted
 from distill.models.draft import cast_weights, load_draft
+from distill.models.target import target_notes
 from speculative.decode import Event, generate
 from speculative.decoder.proposal_log import ProposalLog
 from speculative.decoder.responses import DecodeSettings, Prompt, Response, Timing
@@ -75,7 +76,7 @@ def generate_command(options: GenerateOptions) -> None:
     loaded = load(options)
     if loaded.drafter is None:
         settings, policy = replace(settings, gamma=0, tree=None), FixedGamma(0)
-    settings = replace(settings, eos_ids=end_token_ids(loaded.target))
+    settings = replace(settings, eos_ids=end_token_ids(loaded.target, loaded.tokenizer))
     prompts = read_prompts(options, loaded.tokenizer)
     result = summary(loaded, *run(loaded, prompts, settings, policy, options), settings, policy)
     write_asked("--numbers", options.numbers, result)
@@ -118,6 +119,8 @@ def load(options: GenerateOptions) -> Loaded:
     """Load what was asked for. Raises UserError for options that contradict each other."""
     target = open_target(options.target, options.dtype, options.device)
     model, draft, datastore = target.model, options.draft, options.datastore
+    for note in target_notes(target.side, None):
+        print(f"warning: {note}", file=sys.stderr)
 
     def draft_model() -> ModelDrafter:
         loaded = load_draft(draft, target)

@@ -17,7 +17,7 @@ from distill.commands.probe.texts import ProbeText, answered, chosen_prompts, de
 from distill.commands.target import open_target
 from distill.models.draft import as_served_from, read_draft
 from distill.models.load import model_fingerprint, resolve, saved_dtype
-from distill.models.target import Target
+from distill.models.target import Target, target_notes
 from distill.models.vocabulary import vocabulary_rows
 from distill.run.session import context_limit
 from speculative.decoder.responses import DecodeSettings
@@ -56,17 +56,18 @@ def probe(options: ProbeOptions, console: Console | None = None) -> Probe:
         opened = open_target(options.target, options.dtype, options.device)
         target = opened.model
         prompts, notes = chosen_prompts(options, opened.tokenizer, opened.facts.context_length)
+        notes += target_notes(opened.side, SamplingSettings(plan.lead[0]))
         longest = max(len(ids) for _, ids in prompts) + options.max_tokens
         prospects = [way for path in options.drafts or () for way in _ways(_prospect(path, opened, longest))]
     _require_one(prospects)
     with stages("self-check"):
-        few = replace(decode_settings(options, target, plan.lead[0]), gamma=4, seed=0)
+        few = replace(decode_settings(options, opened, plan.lead[0]), gamma=4, seed=0)
         few = replace(few, max_tokens=min(CHECKED_TOKENS, options.max_tokens))
         checks = self_checks(target, prompts[:CHECKED_PROMPTS], few)
     texts = []
     for temperature in plan.temperatures:
         with stages(f"target answers {len(prompts)} prompts at temperature {temperature:g}"):
-            texts.append(answered(options, target, prompts, temperature))
+            texts.append(answered(options, opened, prompts, temperature))
     plan = _within_context(plan, [target, *(one.draft.model for one in prospects if one.draft is not None)], notes)
     # With a draft, other batch sizes are timed with it.
     own_plan = replace(plan, batch_sizes=plan.batch_sizes[:1]) if prospects else plan

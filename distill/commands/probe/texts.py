@@ -4,7 +4,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from data.prompts.prompt import PromptSource
 from data.prompts.sources import load_source
@@ -12,9 +12,9 @@ from data.prompts.split import content_hash
 from distill.commands.options import STDLIB, ProbeOptions
 from distill.commands.probe.result import TextFacts
 from distill.commands.target import check_room
+from distill.models.target import Target
 from distill.run.prompts import asked_rows, render_rows
 from speculative.decoder.responses import DecodeSettings, Prompt
-from speculative.engine.models import end_token_ids
 from speculative.errors import UserError
 from speculative.evaluate import HeldoutResponse, frozen_responses
 from speculative.explain import ceilings
@@ -73,20 +73,18 @@ def text_name(temperature: float) -> str:
     return f"temperature {temperature:g}"
 
 
-def decode_settings(options: ProbeOptions, target: PreTrainedModel, temperature: float) -> DecodeSettings:
+def decode_settings(options: ProbeOptions, target: Target, temperature: float) -> DecodeSettings:
     """Settings to decode with the target alone."""
     rule: Rule = "greedy" if temperature == 0 else "sample"
     return DecodeSettings(
-        SamplingSettings(temperature), 0, rule, options.max_tokens, end_token_ids(target), options.seed
+        SamplingSettings(temperature), 0, rule, options.max_tokens, target.facts.eos_ids, options.seed
     )
 
 
-def answered(
-    options: ProbeOptions, target: PreTrainedModel, prompts: Sequence[Prompt], temperature: float
-) -> ProbeText:
+def answered(options: ProbeOptions, target: Target, prompts: Sequence[Prompt], temperature: float) -> ProbeText:
     settings = decode_settings(options, target, temperature)
-    responses = frozen_responses(target, prompts, settings, "probe", batch_size=min(32, len(prompts)))
-    return ProbeText(settings.sampling, responses, ceilings.target_peaks(target, responses, settings.sampling))
+    responses = frozen_responses(target.model, prompts, settings, "probe", batch_size=min(32, len(prompts)))
+    return ProbeText(settings.sampling, responses, ceilings.target_peaks(target.model, responses, settings.sampling))
 
 
 def chosen_prompts(

@@ -78,8 +78,14 @@ def test_text_that_looks_like_a_number_stays_text_in_a_name(tmp_path: Path) -> N
         (b"name: !!python/object:os.system 1\n", "not YAML"),
         (b"name: \x00\n", "not YAML"),
         (b"name: \xff\xfe\n", "UTF-8"),
-        (b"serving: {top_k: 1}\r\nname: x\r\nserving:\r\n  top_k: 2\r\n", "line 3 is not YAML: the key `serving` is also in line 1"),
-        (b"serving:\n  top_k: 1\n  top_p: 1.0\n  \"top_k\": 2\n", "line 4 is not YAML: the key `top_k` is also in line 2"),
+        (
+            b"serving: {top_k: 1}\r\nname: x\r\nserving:\r\n  top_k: 2\r\n",
+            "line 3 is not YAML: the key `serving` is also in line 1",
+        ),
+        (
+            b'serving:\n  top_k: 1\n  top_p: 1.0\n  "top_k": 2\n',
+            "line 4 is not YAML: the key `top_k` is also in line 2",
+        ),
         (b"data: {train: [{path: x}, {path: y, limit: 1, path: z}]}\n", "the key `path` is also in line 1"),
         (b"", "key: value"),
         (b"- 1\n- 2\n", "list"),

@@ -215,10 +215,12 @@ def test_llama_cpp_commands():
     start = ["llama-server", "-m", f"{DRAFT}-target.gguf", "-md", f"{DRAFT}.gguf", "--spec-type", "draft-simple"]
     settings = ["--temp", "0.8", "--top-k", "0", "--top-p", "0.95", "--min-p", "0.0"]
     # Its own order truncates first and heats after: another distribution than the one that was measured.
-    order = ["--samplers", "temperature;top_k;top_p;min_p"]
+    order = ["--samplers", "temperature;top_k;top_p;min_p", "--repeat-penalty", "1.0"]
     assert serve == [*start, "--spec-draft-n-max", "5", *settings, *order]
     greedy = calls(check("llama.cpp", replace(GOOD, sampling=GREEDY)).command)[-1]
-    assert greedy == [*start, "--spec-draft-n-max", "5", "--temp", "0"]
+    assert greedy == [*start, "--spec-draft-n-max", "5", "--temp", "0", "--repeat-penalty", "1.0"], (
+        "the converter keeps the target's penalty"
+    )
 
 
 def test_transformers_code_compiles_and_serves_as_measured():

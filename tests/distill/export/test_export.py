@@ -17,6 +17,7 @@ from pydantic import TypeAdapter
 from tiny_models import logits, tiny_model
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers.generation.utils import GenerationMixin
 
 from distill.export import export as export_module
 from distill.export.card import model_card
@@ -276,12 +277,43 @@ def test_a_lossy_way_is_called_lossy_on_every_page(tmp_path, student_dir, target
     assert "Fastest configuration by number of concurrent requests: 1: draft, LOSSY lenience 2." in page
 
 
-def test_the_transformers_code_runs(exported, target_dir, capsys, monkeypatch):
+def test_the_transformers_code_runs_without_the_penalties_of_the_targets_file(
+    exported, target_dir, tmp_path, capsys, monkeypatch
+):
+    target = shutil.copytree(target_dir, tmp_path / "target")
+    own = {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2, "top_k": 20, "do_sample": True, "eos_token_id": [3]}
+    (target / "generation_config.json").write_text(json.dumps(own))
     monkeypatch.setenv("DRAFT", str(exported.path))
-    monkeypatch.setenv("TARGET", str(target_dir))
+    monkeypatch.setenv("TARGET", str(target))
+    applied = []
+    prepare = GenerationMixin._prepare_generation_config
+
+    def noted(*args, **kwargs):
+        prepared = prepare(*args, **kwargs)
+        applied.append(prepared[0])
+        return prepared
+
+    monkeypatch.setattr(GenerationMixin, "_prepare_generation_config", noted)
     (snippet,) = (engine.command for engine in exported.engines if engine.engine == "transformers")
     exec(compile(snippet, "snippet", "exec"), {})
     assert capsys.readouterr().out
+    used = applied[0]
+    assert (used.eos_token_id, used.repetition_penalty, used.no_repeat_ngram_size) == ([0], 1.0, 0)
+    assert (used.temperature, used.top_k, used.top_p) == (0.7, 0, 0.9)
+
+
+def test_an_export_ends_where_the_responses_of_the_run_ended(tmp_path, target_dir, student_dir):
+    """The tokenizer ends with token 0; the target's own files name others."""
+    target = shutil.copytree(target_dir, tmp_path / "target")
+    for name in ("config.json", "generation_config.json"):
+        known = json.loads((target / name).read_text())
+        (target / name).write_text(json.dumps(known | {"eos_token_id": 2}))
+    report = export(student_dir, target, tmp_path / "out")
+    assert json.loads((report.path / "generation_config.json").read_text())["eos_token_id"] == [2, 0]
+    page = (report.path / "SERVING.md").read_text()
+    assert 'set `"stop_token_ids": [2, 0]` in each request' in page
+    assert "eos_token_id=[2, 0], pad_token_id=2" in page
+    assert "stop_token_ids={2, 0}" in page
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -85,7 +85,7 @@ def test_an_adapter_is_loaded_with_its_base_wherever_a_model_is(shared: tuple[Ta
             own.model(input_ids=ids_BT).logits, adapted(input_ids=ids_BT).logits, atol=1e-5, rtol=1e-5
         )  # order of sums
     assert own.tokenizer.get_vocab() == tiny_tokenizer().get_vocab()
-    assert own.side.generation.eos_token_id == 2
+    assert own.side.generation_config.eos_token_id == 2
     assert (
         own.facts.fingerprint != Target(TargetConfig(path=str(folder / "base")), torch.device("cpu")).facts.fingerprint
     )

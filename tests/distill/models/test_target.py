@@ -1,6 +1,7 @@
 """The target as everybody gets it: one object, its facts known without its weights."""
 
 import copy
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -17,12 +18,13 @@ from distill.config.run import RunConfig
 from distill.config.target import TargetConfig
 from distill.models.draft import as_exported, cast_weights
 from distill.models.load import _refuse_offloaded, model_files, tokenizer_fingerprint
-from distill.models.target import Target
+from distill.models.target import Target, target_notes
 from distill.run.prompts import load_prompts
 from distill.run.responses import decode_settings
 from distill.run.session import context_limit
 from speculative.decode import decode
 from speculative.errors import UserError
+from speculative.rules.sampling import GREEDY, SamplingSettings
 
 CPU = torch.device("cpu")
 LONGROPE = {
@@ -187,3 +189,56 @@ def test_a_target_that_does_not_fit_on_all_gpus_is_refused(left: str, tmp_path: 
     model.hf_device_map = {"model.layers.0": 0, "model.layers.1": left}
     with pytest.raises(UserError, match="does not fit on the 0 GPUs here"):
         _refuse_offloaded("target.path", str(tmp_path), model)
+
+
+TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}<|bos|>\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+
+
+def chat_target(folder: Path, ends: dict[str, object], **sampling: object) -> Target:
+    """A target whose template ends turns with <|bos|>, and whose files name these end tokens."""
+    write_target(folder)
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    token = {name: tokenizer.convert_tokens_to_ids(text) for name, text in ends.items() if isinstance(text, str)}
+    tokenizer.eos_token = ends["tokenizer"]
+    tokenizer.save_pretrained(folder)
+    for name in ("config", "generation_config"):
+        path = folder / f"{name}.json"
+        known = json.loads(path.read_text())
+        path.write_text(json.dumps(known | {"eos_token_id": token[name]} | (sampling if name != "config" else {})))
+    return Target(TargetConfig(path=str(folder)), CPU)
+
+
+EOS, TURN = "<|eos|>", "<|bos|>"
+
+
+@pytest.mark.parametrize(
+    ("config", "generation", "tokenizer", "names", "words"),
+    [
+        (TURN, TURN, TURN, [TURN], None),
+        (EOS, EOS, TURN, [EOS, TURN], "responses end at <|eos|> (2), <|bos|> (1); its config.json, generation_config.json and tokenizer differ"),
+        (TURN, EOS, EOS, [EOS, TURN], "responses end at <|eos|> (2), <|bos|> (1); "),
+        (EOS, EOS, EOS, [EOS], "the chat template ends a turn with <|bos|> (1), but responses do not end there"),
+    ],
+)  # fmt: skip
+def test_files_that_differ_on_the_end_of_a_response_are_all_heard(
+    tmp_path: Path, config: str, generation: str, tokenizer: str, names: list[str], words: str | None
+) -> None:
+    target = chat_target(tmp_path, {"config": config, "generation_config": generation, "tokenizer": tokenizer})
+    ids = tuple(target.tokenizer.convert_tokens_to_ids(names))
+    assert target.facts.eos_ids == ids
+    notes = target_notes(target.side, None)
+    assert len(notes) == (words is not None)
+    assert all(words and words in note and "\n" not in note for note in notes)
+
+
+def test_settings_of_the_targets_own_file_that_are_not_measured_are_said(tmp_path: Path) -> None:
+    ends = {"config": TURN, "generation_config": TURN, "tokenizer": TURN}
+    target = chat_target(tmp_path, ends, temperature=0.7, top_k=20, top_p=0.8, repetition_penalty=1.3, do_sample=True)
+    (note,) = target_notes(target.side, SamplingSettings(1.0, 20, 1.0))
+    assert (
+        "generation_config.json sets temperature 0.7 (here 1), top_p 0.8 (here 1), repetition_penalty 1.3 (here 1)"
+        in note
+    )
+    (note,) = target_notes(target.side, GREEDY)
+    assert "sets temperature 0.7 (here 0), repetition_penalty 1.3 (here 1);" in note

@@ -92,7 +92,7 @@ def test_a_pad_token_without_a_row_trains_and_is_said_first(tmp_path: Path, caps
     }
     assert from_architecture(small, tokenizer, ROWS, 0).config.pad_token_id is None
     student, side = tiny_model(vocab_size=ROWS), load_target_side(str(tmp_path / "target"))
-    side.config.pad_token_id = side.generation.pad_token_id = None
+    side.config.pad_token_id = side.generation_config.pad_token_id = None
     take_over_ids(student, side, 3, None)
     assert (student.config.pad_token_id, student.config.eos_token_id) == (None, 2)
 

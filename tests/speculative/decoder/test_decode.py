@@ -4,6 +4,7 @@ Two-layer random models in float32 on one CPU thread: near-ties do not occur wit
 """
 
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -132,11 +133,15 @@ def test_no_prompts_give_no_responses():
     assert decode(TARGET, None, [], DecodeSettings(GREEDY))[0] == []
 
 
-def test_end_token_ids_come_from_the_generation_config_first():
+def test_end_token_ids_are_those_of_all_files():
     model = tiny_model()
     assert end_token_ids(model) == ()
     model.config.eos_token_id = 4
     model.generation_config.eos_token_id = None
     assert end_token_ids(model) == (4,)
     model.generation_config.eos_token_id = [7, 9]
-    assert end_token_ids(model) == (7, 9)
+    assert end_token_ids(model) == (7, 9), "4 may be the default of the config's class"
+    tokenizer = SimpleNamespace(eos_token_id=11, added_tokens_decoder={4: "<|end|>", 5: "", 11: "<|turn|>"})
+    assert end_token_ids(model, tokenizer) == (7, 9, 4, 11)
+    model.generation_config.eos_token_id, tokenizer.eos_token_id = 4, None
+    assert end_token_ids(model, tokenizer) == (4,)
