@@ -42,7 +42,7 @@ from distill.config.sections import LoraConfig, LossConfig, OptimConfig, Student
 from distill.loss.definitions import Objective
 from distill.models.heads import SplitModel
 from distill.models.load import EMBEDDED, load_model
-from distill.models.student import add_lora, make_student
+from distill.models.student import add_lora, make_student, with_adapters
 from distill.models.target import load_target_side
 from distill.training.module import DraftModule
 from distill.training.optim import make_optimizers
@@ -168,7 +168,7 @@ def take_steps(cell: str, path: Path) -> dict[str, float]:
         student = add_lora(load_model(KEPT, str(path)), lora.rank, lora.alpha, lora.target_modules)
     else:
         config = StudentConfig(init="pretrained", path=str(path), lora=lora)
-        student = make_student(config, side, side.tokenizer)
+        student = with_adapters(make_student(config, side, side.tokenizer), lora)
     module = DraftModule(student, Objective({"ce": 1.0})).train()
     gc.collect()  # the quantised model that the draft was made from
     loaded = peak_mb(again=True)

@@ -99,12 +99,15 @@ def distil(run: Run) -> None:
     )
     pkgutil.resolve_name(SCORER)(config, sets.heldout, tokenizer)
     settings = decode_settings(config.serving, config.seed, target).under(config.judge_rule, config.judge.gamma)
+    answers = Answers(run, target, tokenizer, sets, context)
+    student = first_student(answers, trial=answers.chosen_by_text)
     checks: Mapping[str, Any] = {}
     if config.decodes:  # otherwise replay alone judges, and there is nothing to check
         with run.progress.timed("self_checks"):
             checks = check_instrument(run, target, sets.heldout, settings)
-    answers = Answers(run, target, tokenizer, sets, context)
-    learn(answers, first_student(answers), settings)
+    if answers.chosen_by_text:
+        student = first_student(answers)
+    learn(answers, student, settings)
     exhausted = 0 < config.judge.patience <= run.progress.judged_without_gain
     # A run that was resumed with an earlier pause is already past it.
     if config.last_step <= (step := run.progress.step) < config.train.steps:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoTokenizer, GenerationConfig
 
 from distill.config.layout import ADAPTER, PROVENANCE, SERVING_FILE, SERVING_FORMAT, VERDICT
 from distill.export.card import NO_GAIN, NOT_MEASURED, model_card, serving_page
@@ -27,7 +27,9 @@ from distill.export.quantize import quantize_draft
 from distill.models.draft import cast_weights
 from distill.models.head_tokens import fill_other_rows
 from distill.models.load import ADAPTER_FILE, base_of_adapter, public_name, resolve, saved_dtype, without_folders
+from distill.models.student import check_saved
 from distill.models.target import TargetSide, load_target_side
+from distill.models.text_model import PROBE_TOKENS
 from distill.models.vocabulary import VocabularyAgreement, role_ids, tokenizer_differences, vocabulary_rows
 from distill.report.measured import engine_parts
 from speculative.engine.models import end_token_ids
@@ -37,8 +39,6 @@ from speculative.rules.sampling import SamplingSettings
 
 SERVING_VERSION = 4
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-CHECK_TEXT = "The draft proposes and the target decides; what is accepted was said by both."
-CHECK_TOKENS = 16
 QUANTISED = (
     "the weights are 8-bit in compressed-tensors format, which vLLM and transformers read. Other engines were not tried. For engines with "
     "their own format (GGUF, MLX, ExLlama) export with --quantize none and quantise with their tools"
@@ -131,20 +131,15 @@ def export_draft(
 def check_exported(directory: Path, model: Any, tokenizer: Any, trust_remote_code: bool = False) -> list[str]:
     """Reload a written directory, compare it with the model in memory, and return the checks as sentences.
 
-    Raises RuntimeError: logits or tokenizer differ, which is a bug in the export.
+    Raises UserError: logits differ, or the tie of head and embedding. RuntimeError: the tokenizer differs, which is a bug in the export.
     """
-    loaded = AutoModelForCausalLM.from_pretrained(directory, dtype="auto", trust_remote_code=trust_remote_code).eval()
+    loaded = check_saved(directory, model, 0.0, dtype="auto", trust_remote_code=trust_remote_code)
     loaded_tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code)
-    ids_BT = torch.tensor([tokenizer(CHECK_TEXT)["input_ids"][:CHECK_TOKENS] or [0]])
-    with torch.no_grad():
-        same_logits = torch.equal(loaded(input_ids=ids_BT).logits, model(input_ids=ids_BT).logits)
-    if not same_logits:
-        raise RuntimeError(f"{directory}: the reloaded draft and the student give different logits")
     differing = tokenizer_differences(tokenizer, loaded_tokenizer)
     if differing or loaded_tokenizer.get_vocab() != tokenizer.get_vocab():
         raise RuntimeError(f"{directory}: its tokenizer differs from the target's: {differing or 'vocabulary'}")
     dtype = _dtype_name(loaded.dtype)
-    return [f"the export was reloaded, and its logits of {ids_BT.shape[1]} tokens are equal in {dtype}"]
+    return [f"the export was reloaded, and its logits of {PROBE_TOKENS} tokens are equal in {dtype}"]
 
 
 def _directories_read(student_dir: Path, target: str) -> list[Path]:

@@ -296,6 +296,8 @@ def _first_tokens(target: TargetSide, draft: TargetSide) -> dict[str, str]:
 
 def _shape(config: Any) -> Shape:
     text = config.get_text_config()
+    if getattr(text, "is_heterogeneous", False):  # Gemma 4: widths of heads differ between layers
+        text = text.per_layer_config[0]
     heads = getattr(text, "num_attention_heads", None) or 1
     size = getattr(text, "head_dim", None) or (getattr(text, "hidden_size", None) or 0) // heads
     kv_heads, width = getattr(text, "num_key_value_heads", None) or heads, getattr(text, "intermediate_size", None) or 0

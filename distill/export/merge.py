@@ -10,6 +10,8 @@ from distill.models.load import ADAPTER_FILE, base_of_adapter, load_model, load_
 from distill.models.vocabulary import (
     VocabularyAgreement,
     compare_vocabularies,
+    give_own_head,
+    refuse_tied,
     repair_rows,
     require_agreement,
     untie_for_adapters,
@@ -89,4 +91,12 @@ def _merged(model: Any, adapter_dir: Path, token_rows: int) -> tuple[Any, float]
             f"adapter {adapter_dir}: merging changes a logit by {merge_error:.3g}; leave tied embeddings and the head "
             "out of target_modules"
         )
+    if (
+        merged.config.tie_word_embeddings
+        and merged.get_output_embeddings().weight is not merged.get_input_embeddings().weight
+    ):
+        refuse_tied(
+            merged.config.get_text_config(), ["lm_head"]
+        )  # the adapter brought a head of its own (modules_to_save)
+        give_own_head(merged)
     return merged, merge_error

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 
@@ -72,6 +73,7 @@ def _weights(side: TargetSide, what: str, elsewhere: bool) -> Iterable[str]:
         yield f"the {what} {side.name} is {MERGE.format(base=base.path)}"
         return
     text, rows, folder = side.config.get_text_config(), dict[str, int](), Path(side.name)
+    tables: list[torch.Tensor] = []
     missing = _missing(folder) if folder.is_dir() and not elsewhere else []
     if missing:
         yield f"{folder}: the {what} has no {', '.join(missing)}; engines do not load it; copy its weights there"
@@ -79,6 +81,8 @@ def _weights(side: TargetSide, what: str, elsewhere: bool) -> Iterable[str]:
         try:
             with safe_open(file, "pt") as tensors:
                 rows |= {name: (tensors.get_slice(name).get_shape() or [0])[0] for name in tensors.keys()}  # noqa: SIM118
+                pair = [name for name in tensors.keys() if name.endswith((TABLES[0], TABLES[-1]))]  # noqa: SIM118
+                tables += [tensors.get_tensor(name) for name in pair if text.tie_word_embeddings]
         except (OSError, SafetensorError) as error:
             raise UserError(f"{file}: not a complete safetensors file ({error}); copy it again") from error
     told = "engines do not load it or leave rows unset, so tokens are noise; save the model again with numbers that fit"
@@ -88,6 +92,11 @@ def _weights(side: TargetSide, what: str, elsewhere: bool) -> Iterable[str]:
     embedded, head = (any(word in name for name in rows) for word in (TABLES[0], "lm_head."))
     if embedded and not head and not missing and not text.tie_word_embeddings:
         yield f"config.json: tie_word_embeddings false in the {what}, and its safetensors have no lm_head.weight; {told}"
+    if len(tables) == 2 and tables[0].shape == tables[1].shape and not torch.equal(*tables):
+        yield (
+            f"config.json: tie_word_embeddings true in the {what}, and its safetensors have another lm_head.weight, which transformers 5 uses "
+            "and vLLM and SGLang ignore; set it to false, or delete that weight"
+        )
 
 
 def _missing(folder: Path) -> list[str]:

@@ -1,7 +1,6 @@
 """Load models and tokenizers from a directory, a hub id or `embedded`, and fingerprint them."""
 
 import contextlib
-import copy
 import hashlib
 import inspect
 import json
@@ -22,7 +21,6 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
-    initialization,
 )
 from transformers.utils import cached_file, find_adapter_config_file
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar
@@ -32,7 +30,8 @@ from distill.config.layout import find_student
 from distill.models.files.adapter import with_adapter
 from distill.models.files.complete import HEAD_CLASSES, REPORTS, head_error, refuse_incomplete
 from distill.models.quantized import quantization_of, stored_parts, without_quantization
-from distill.models.text_model import auto_class, text_only
+from distill.models.text_model import auto_class, text_only, without_weights
+from distill.models.vocabulary import refuse_two_heads
 from speculative.errors import UserError
 from speculative.measure.record import Record
 
@@ -199,6 +198,7 @@ def load_model(
     load_pretrained(what, path, lambda local, **_: _refuse_oversized(Path(local), config, trust_remote_code))
     loaded, loading = load_pretrained(what, path, auto_class(config).from_pretrained, **options)
     refuse_incomplete(what, path, type(loaded).__name__, config, loading)
+    refuse_two_heads(f"{what} {path!r}", loaded)
     model = text_only(loaded).eval()
     if path.endswith(GGUF):
         without_quantization(model.config)
@@ -262,11 +262,7 @@ def _refuse_oversized(folder: Path, config: Any, trust_remote_code: bool) -> Non
     held = sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
     if layers > MOST_LAYERS:
         raise ValueError(f"config.json claims {layers} layers, more than {MOST_LAYERS}")
-    # Neither memory nor random numbers; a model's own code may ask for values while it is made, as `from_pretrained` lets it.
-    safe = getattr(initialization, "meta_device_safe_creation_ops", contextlib.nullcontext)
-    with torch.device("meta"), safe():
-        made = auto_class(config).from_config(copy.deepcopy(config), trust_remote_code=trust_remote_code)
-    claimed = sum(weight.numel() for weight in made.parameters())
+    claimed = sum(weight.numel() for weight in without_weights(config, trust_remote_code).parameters())
     if claimed > WEIGHTS_A_BYTE * held:
         raise ValueError(f"config.json claims {claimed:,} weights, and the files hold {held:,} bytes")
 

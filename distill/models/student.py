@@ -5,18 +5,20 @@ import difflib
 import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from distill.config.sections import StudentConfig
+from distill.config.sections import LoraConfig, StudentConfig
 from distill.models.carving.channels import channel_scores, trim_mlps
-from distill.models.carving.layers import carve, filled, layers_only
+from distill.models.carving.layers import LayerSets, carve, filled
 from distill.models.carving.search import choose_layers
 from distill.models.load import GGUF, load_model, load_tokenizer, read_config, refusing
 from distill.models.mask_token import give_mask_token
 from distill.models.quantized import full_weight, quantization_name, quantization_of, without_quantization
+from distill.models.text_model import same_logits
 from distill.models.transplant import fit_embeddings, transplant_vocabulary
 from distill.models.vocabulary import (
     compare_vocabularies,
@@ -48,7 +50,7 @@ def make_student(
     notes: dict[str, Any] | None = None,
     texts: Iterable[Sequence[int]] = (),
 ) -> Any:
-    """Make the draft before training: float32, with the target's vocabulary; a peft model if LoRA is configured.
+    """Make the draft before training, without adapters: float32, with the target's vocabulary.
 
     Args:
         tokenizer: the target's.
@@ -76,10 +78,21 @@ def make_student(
         notes["parallel"] = give_mask_token(student, config.parallel.mask_token, tokenizer, texts)
     if config.gradient_checkpointing:
         student.gradient_checkpointing_enable()
-    if config.lora is not None:
-        lora = config.lora
-        return add_lora(student, lora.rank, lora.alpha, lora.target_modules, mask_token_of(student.config))
     return student
+
+
+def check_saved(folder: Path, model: PreTrainedModel, tolerance: float = 1e-4, **options: Any) -> PreTrainedModel:
+    """Load what `save_pretrained` wrote to a folder, and return it. UserError: it cannot be loaded, or computes other logits than the model.
+
+    options: of `load_model`.
+    """
+    loaded = load_model("saved draft", str(folder), **options)
+    if not same_logits(model, loaded, tolerance):
+        raise UserError(
+            f"student: saved and loaded again, the draft computes other logits, because config.json cannot describe this "
+            f"{type(model).__name__}; start from another draft (student.init)"
+        )
+    return loaded
 
 
 def refuse_impossible(student: StudentConfig, target_config: Any = None) -> None:
@@ -121,9 +134,7 @@ def _carved(
     student = carve(target, layers)
     if config.intermediate_size is None:
         return student
-    # Score the kept layers as the draft runs them, since their inputs differ from those in the whole target.
-    with layers_only(target, layers):
-        scores = channel_scores(target, calibration)
+    scores = channel_scores(student, calibration)
     trimmed = trim_mlps(student, config.intermediate_size, scores)
     sums = [(scores_F.sum(), scores_F.topk(config.intermediate_size).values.sum()) for scores_F in scores]
     kept = [float(part / total) for total, part in sums]
@@ -247,6 +258,13 @@ def _architecture_config(architecture: dict[str, Any], **defaults: Any) -> Pretr
         return AutoConfig.for_model(model_type, **{**defaults, **fields})
 
 
+def with_adapters(student: PreTrainedModel, lora: LoraConfig | None) -> Any:
+    """Return the draft with the adapters that a run trains; the draft itself without any."""
+    if lora is None:
+        return student
+    return add_lora(student, lora.rank, lora.alpha, lora.target_modules, mask_token_of(student.config))
+
+
 def add_lora(
     model: PreTrainedModel, rank: int, alpha: int, target_modules: Sequence[str] | str, mask_token: int | None = None
 ) -> Any:
@@ -254,16 +272,24 @@ def add_lora(
 
     Raises UserError: the model has no module of that name, or a tied head must stay tied.
     """
-    from peft import LoraConfig, get_peft_model
+    from peft import LoraConfig as Adapters
+    from peft import get_peft_model
 
     modules = target_modules if isinstance(target_modules, str) else list(target_modules)
     untie_for_adapters(model, modules)
     own = None if mask_token is None else [mask_token]
-    lora = LoraConfig(
+    lora = Adapters(
         r=rank, lora_alpha=alpha, target_modules=modules, task_type="CAUSAL_LM", trainable_token_indices=own
     )
     with refusing(f"student.lora.target_modules = {modules}"):
         return get_peft_model(model, lora)
+
+
+def fitting_layers(config: StudentConfig, target: PreTrainedModel) -> dict[str, Any]:
+    """Return notes for `make_student` with layers that fit, if they are to be chosen by measurement. Raises UserError: none fit."""
+    if config.layers != "auto":
+        return {}
+    return {"layers": {"layers": LayerSets(target).closest(range(config.depth))}}
 
 
 def carved_by_measurement(student: StudentConfig) -> bool:

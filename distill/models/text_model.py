@@ -1,12 +1,13 @@
 """Extract the text model of a multimodal checkpoint as a causal LM, since only text is used here."""
 
+import contextlib
 import copy
 from typing import Any
 
 import torch
 from accelerate import init_empty_weights
 from accelerate.hooks import add_hook_to_module
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel, initialization
 
 from distill.models.quantized import quantization_of
 
@@ -18,7 +19,7 @@ PLAIN_TYPES = {
     "qwen3_vl_text": "qwen3",
     "qwen3_vl_moe_text": "qwen3_moe",
 }
-PROBE_TOKENS = 8
+PROBE_TOKENS = 16
 
 
 def auto_class(config: Any) -> Any:
@@ -30,6 +31,14 @@ def auto_class(config: Any) -> Any:
 
 def _has_causal_lm(config: Any) -> bool:
     return type(config) in AutoModelForCausalLM._model_mapping
+
+
+def without_weights(config: Any, trust_remote_code: bool = False) -> Any:
+    """Return the model of a config on the meta device: neither memory nor random numbers."""
+    # A model's own code may ask for values while it is made, as `from_pretrained` lets it.
+    safe = getattr(initialization, "meta_device_safe_creation_ops", contextlib.nullcontext)
+    with torch.device("meta"), safe():
+        return auto_class(config).from_config(copy.deepcopy(config), trust_remote_code=trust_remote_code)
 
 
 def text_only(model: PreTrainedModel) -> Any:
@@ -54,7 +63,7 @@ def text_only(model: PreTrainedModel) -> Any:
         add_hook_to_module(text, model._hf_hook)
         text.hf_device_map = model.hf_device_map
     text.generation_config = copy.deepcopy(model.generation_config)
-    if not _same_logits(model.eval(), text.eval()):
+    if not same_logits(model.eval(), text.eval()):
         return model
     decoder.config = config  # one config for everything that reads its layers
     return text
@@ -72,8 +81,11 @@ def _causal_config(text_config: Any) -> Any:
 
 
 @torch.no_grad()
-def _same_logits(model: PreTrainedModel, text: PreTrainedModel) -> bool:
-    """Whether both give equal logits for text: some families do more before the layers or after the head."""
-    ids_BT = torch.arange(PROBE_TOKENS, device=model.device).unsqueeze(0)
-    whole, own = (part(input_ids=ids_BT, use_cache=False).logits.float() for part in (model, text))
-    return whole.shape == own.shape and torch.allclose(whole, own, rtol=1e-2, atol=1e-2)
+def same_logits(model: PreTrainedModel, other: PreTrainedModel, tolerance: float = 1e-2) -> bool:
+    """Whether two models in eval mode give equal logits for token ids spread over the vocabulary, in the precision of each."""
+    table: Any = model.get_input_embeddings()
+    ids_BT = torch.linspace(0, len(table.weight) - 1, PROBE_TOKENS).long().unsqueeze(0)
+    first, second = (
+        one(input_ids=ids_BT.to(one.device), use_cache=False).logits.float().cpu() for one in (model, other)
+    )
+    return first.shape == second.shape and torch.allclose(first, second, tolerance, tolerance, equal_nan=True)

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from distill.models.quantized import quantization_of
 from speculative.errors import UserError
 
 # Model types whose separate head vLLM and llama.cpp load if the config is untied. For Gemma, Cohere and GPT-2 they do not.
@@ -212,6 +213,23 @@ def give_own_head(model: Any) -> None:
     head = model.get_output_embeddings()
     head.weight = nn.Parameter(head.weight.detach().clone())
     model.config.get_text_config().tie_word_embeddings = model.config.tie_word_embeddings = False
+
+
+def refuse_two_heads(what: str, model: Any) -> None:
+    """Raise UserError if the config ties the head to the embedding and the two differ: engines then disagree about the model."""
+    head = model.get_output_embeddings()
+    if head is None or not model.config.tie_word_embeddings or quantization_of(model.config) is not None:
+        return
+    table = model.get_input_embeddings().weight
+    if (
+        head.weight is not table
+        and head.weight.shape == table.shape
+        and not torch.equal(head.weight.cpu(), table.cpu())
+    ):
+        raise UserError(
+            f"{what}: config.json says tie_word_embeddings: true, but the file has a head that differs from the embedding: transformers 5 "
+            "computes with it, vLLM and SGLang without; set it to false in config.json, or delete the head's weight (lm_head.weight)"
+        )
 
 
 def refuse_tied(text_config: Any, adapted: Sequence[str]) -> None:

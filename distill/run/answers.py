@@ -5,6 +5,8 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from data.files import write_json
@@ -13,7 +15,7 @@ from data.responses.store import StoredRows
 from distill.config.layout import STUDENT_NOTES
 from distill.models.head_tokens import give_head_tokens
 from distill.models.load import tokenizer_fingerprint
-from distill.models.student import carved_by_measurement, make_student
+from distill.models.student import carved_by_measurement, check_saved, fitting_layers, make_student, with_adapters
 from distill.models.target import Target
 from distill.run.others import OtherTarget, open_others, require_unchanged
 from distill.run.prompts import PromptSets
@@ -69,6 +71,11 @@ class Answers:
         """Domains of the training prompts, sorted."""
         return sorted(set(texts_of(self.sets.train, "domain").unique().to_pylist()))
 
+    @property
+    def chosen_by_text(self) -> bool:
+        """Whether the draft's first weights, or the tokens of its head, depend on the target's responses."""
+        return carved_by_measurement(self.run.config.student) or self.run.config.student.head_tokens is not None
+
     def provenance(self) -> Mapping[str, Any]:
         """Origin of a checkpoint: code, machine, target, sampling, other targets.
 
@@ -100,19 +107,21 @@ class _Texts:
         return chain([self.ends], (prompt.prompt_ids for prompt in chain(self.sets.train, self.sets.heldout)))
 
 
-def first_student(answers: Answers) -> Any:
+def first_student(answers: Answers, trial: bool = False) -> Any:
     """The draft before training.
 
     Measured choices are kept in student.json, so that a resumed run and every rank have the same draft. The target answers first
-    only if layers or channels are chosen by measurement, or tokens by their count.
+    only if layers or channels are chosen by measurement, or tokens by their count; in a ``trial``, never, and the choice is any that fits.
+
+    Raises UserError: the draft, saved and loaded again, is not itself; see also `make_student`.
     """
     run, target, config = answers.run, answers.target, answers.run.config
     wants_weights = config.student.init == "carved" or config.student.embeddings == "target"
     read = target.host_model if config.target.shard else lambda: target.model
     source: Any = read() if wants_weights else target.side
     path = run.folder / STUDENT_NOTES
-    texts: list[list[int]] = []
-    rows = answers.training if carved_by_measurement(config.student) or config.student.head_tokens else None
+    texts: list[list[int]] = [list(answers.sets.heldout[0].prompt_ids) * 2]
+    rows = answers.training if answers.chosen_by_text and not trial else None
     if rows is not None and carved_by_measurement(config.student):
         # Every n-th row, so that all domains are represented.
         texts = [list(row.input_ids) for row in rows[:: max(1, len(rows) // CALIBRATION_TEXTS)]][:CALIBRATION_TEXTS]
@@ -125,11 +134,17 @@ def first_student(answers: Answers) -> Any:
         if rows is not None and config.student.head_tokens:
             asked = config.student.head_tokens, rows.examples, target.facts.eos_ids
             notes["head_tokens"] = give_head_tokens(student, *asked)
-        return student
+        if run.main:
+            with TemporaryDirectory(dir=run.folder) as folder:
+                student.save_pretrained(folder)
+                check_saved(Path(folder), student)
+        return with_adapters(student, config.student.lora)
 
     def measured(notes: dict[str, Any]) -> dict[str, Any]:
         return {name: value for name, value in notes.items() if name == "layers"}
 
+    if trial:
+        return made(fitting_layers(config.student, source)) if run.main else None
     student, notes = None, dict[str, Any]()
     if run.main:
         notes = measured(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else {}

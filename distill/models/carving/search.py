@@ -3,6 +3,7 @@
 Legend: B sequences of a batch, T positions, R scored positions (rows), C rows of a chunk, D hidden width, V vocabulary.
 """
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from distill.models.carving.layers import layers_only
+from distill.models.carving.layers import LayerSets, layers_only
 from distill.models.heads import SplitModel
 from speculative.rules.sampling import SamplingSettings, logits_to_probs
 
@@ -85,17 +86,18 @@ class LayerScorer:
             group = unknown[start : start + CANDIDATES]
             hidden = []
             for kept in group:
-                with layers_only(self.target, kept):
-                    hidden.append(self._hidden())
-            sums = [0.0] * len(group)
+                with layers_only(self.target, kept), contextlib.suppress(KeyError, ValueError, TypeError):
+                    hidden.append((kept, self._hidden()))
+            # Layers that read what a removed one left, and fail without it, score 0.
+            sums = dict.fromkeys(group, 0.0)
             for first in range(0, self.tokens, self.chunk):
                 rows = slice(first, first + self.chunk)
                 target_probs_CV = self._probs(self.target_hidden_RD[rows])
-                for index, hidden_RD in enumerate(hidden):
+                for kept, hidden_RD in hidden:
                     overlap_C = torch.minimum(target_probs_CV, self._probs(hidden_RD[rows])).sum(-1)
                     # A layer set may overflow in half precision. It scores 0 there, and the search continues.
-                    sums[index] += float(overlap_C.nan_to_num(0.0).double().sum())
-            self._known |= {kept: total / self.tokens for kept, total in zip(group, sums, strict=True)}
+                    sums[kept] += float(overlap_C.nan_to_num(0.0).double().sum())
+            self._known |= {kept: total / self.tokens for kept, total in sums.items()}
         return [self._known[kept] for kept in candidates]
 
     def _probs(self, hidden_CD: Tensor) -> Tensor:
@@ -116,8 +118,9 @@ def choose_layers(
     with one layer dropped do not rank the layers to keep. At the end, exchange a kept layer for a removed one until no exchange
     helps. About depth^3 / 3 layer forwards in total. Deterministic.
 
-    Raises ValueError: no text.
+    Raises ValueError: no text. UserError: no config describes as few layers.
     """
+    sets = LayerSets(target)
     total = target.config.get_text_config().num_hidden_layers
     scorer = LayerScorer(target, sample_sequences(sequences, tokens, LONGEST), settings)
     kept = tuple(range(total))
@@ -128,6 +131,7 @@ def choose_layers(
         best = max(range(len(kept)), key=alphas.__getitem__)
         path.append((kept[best], alphas[best]))
         kept = _without(kept, kept[best])
+    kept = sets.closest(kept)
     alpha = scorer.alphas([kept])[0]
     exchanges: list[tuple[int, int, float]] = []
     # Every exchange raises alpha, so no set repeats; the limit bounds the time.
@@ -135,13 +139,15 @@ def choose_layers(
         pairs = [(out, into) for out in kept for into in range(total) if into not in kept]
         if not pairs:
             break
-        sets = [tuple(sorted((*_without(kept, out), into))) for out, into in pairs]
-        alphas = scorer.alphas(sets)
-        best = max(range(len(pairs)), key=alphas.__getitem__)
-        if alphas[best] < alpha + EXCHANGE_GAIN:
+        others = [tuple(sorted((*_without(kept, out), into))) for out, into in pairs]
+        alphas = scorer.alphas(others)
+        better = [index for index in range(len(pairs)) if alphas[index] >= alpha + EXCHANGE_GAIN]
+        ranked = sorted(better, key=alphas.__getitem__, reverse=True)
+        fitting = next((index for index in ranked if sets.config_of(others[index]) is not None), None)
+        if fitting is None:
             break
-        kept, alpha = sets[best], alphas[best]
-        exchanges.append((*pairs[best], alpha))
+        kept, alpha = others[fitting], alphas[fitting]
+        exchanges.append((*pairs[fitting], alpha))
     return LayerChoice(kept, alpha, tuple(drop_one), tuple(path), tuple(exchanges), scorer.tokens)
 
 

@@ -17,6 +17,7 @@ from distill import cli
 from distill.export.facts import _shape
 from distill.export.pair import check_pair
 from distill.models.files.gguf import read_gguf
+from distill.models.load import load_model
 from distill.models.target import load_target_side
 from distill.models.vocabulary import tokens_by_id
 from speculative.errors import UserError
@@ -318,3 +319,14 @@ def test_the_command_and_its_exit_status(target, draft, tmp_path):
         assert pytest.raises(UserError, match=words).matches(refused)
     (draft / "config.json").write_text('{"a": ')
     assert "not a valid JSON" in str(run(target, draft).exception)
+
+
+def test_a_tied_config_beside_another_head_is_named(tmp_path):
+    """transformers 5 computes with the head of the file, vLLM and SGLang with the embedding; nothing else may load it either."""
+    right, stale = (write(tmp_path / name, tie_word_embeddings=False) for name in ("right", "stale"))
+    edit(stale, "config.json", lambda tree: tree.update(tie_word_embeddings=True))
+    broken = check_pair(str(right), str(stale))[0]
+    assert any("tie_word_embeddings true in the draft" in line and "another lm_head.weight" in line for line in broken)
+    assert not any("tie_word_embeddings true" in line for line in check_pair(str(right), str(right))[0])
+    with pytest.raises(UserError, match=r"stale.*tie_word_embeddings: true.*set it to false"):
+        load_model("draft", str(stale))

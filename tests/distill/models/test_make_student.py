@@ -15,7 +15,7 @@ from torch import nn
 from distill.models.carving.layers import carve
 from distill.models.carving.search import LayerScorer, choose_layers
 from distill.models.load import load_tokenizer
-from distill.models.student import from_architecture, make_student
+from distill.models.student import from_architecture, make_student, with_adapters
 from distill.models.transplant import match_tokens
 from distill.models.vocabulary import compare_vocabularies, require_agreement, vocabulary_rows
 from speculative.rules.sampling import SamplingSettings
@@ -33,10 +33,11 @@ def target_of(**options: Any) -> Any:
 
 def student_of(folder: Path, student: dict[str, Any], target: Any = None, **options: Any) -> Any:
     config = run_config(folder, student=student)
-    return make_student(
+    student = make_student(
         config.student, target_of() if target is None else target, tiny_tokenizer(), seed=config.seed,
         temperature=config.serving.temperature, **options,
     )  # fmt: skip
+    return with_adapters(student, config.student.lora)
 
 
 def same_weights(one: nn.Module, other: nn.Module) -> None:

@@ -17,7 +17,7 @@ from distill.config.sections import LoraConfig, StudentConfig
 from distill.models.carving.layers import carve
 from distill.models.load import load_model, model_fingerprint
 from distill.models.quantized import full_weight, is_plain, quantization_name
-from distill.models.student import make_student
+from distill.models.student import make_student, with_adapters
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def test_a_quantised_student_trains_on_its_values_with_and_without_adapters(int8
     lora = LoraConfig(rank=4, target_modules=("q_proj",))
     config = StudentConfig(init="pretrained", path=str(int8_target))
     target, tokenizer = load_model("target", str(int8_target)), tiny_tokenizer()
-    whole, adapted = (make_student(config.model_copy(update={"lora": how}), target, tokenizer) for how in (None, lora))
+    whole, adapted = (with_adapters(make_student(config, target, tokenizer), how) for how in (None, lora))
     packed, plain = target.model.layers[1].mlp.up_proj.weight, whole.model.layers[1].mlp.up_proj.weight
     torch.testing.assert_close(plain, full_weight(packed).float(), rtol=0, atol=0)
     assert all(is_plain(weight) for weight in whole.parameters())
@@ -61,7 +61,7 @@ def test_a_quantised_student_trains_on_its_values_with_and_without_adapters(int8
     assert len(trained) == 6
     assert all("q_proj.lora_" in name for name in trained)
     carved = StudentConfig(init="carved", layers=(0,), lora=lora)  # of the target's values, so its weights are plain
-    assert make_student(carved, target, tokenizer).peft_config
+    assert with_adapters(make_student(carved, target, tokenizer), lora).peft_config
 
 
 def test_a_carved_draft_has_the_values_of_the_quantised_weights(int8_target: Path) -> None:

@@ -2,11 +2,13 @@
 
 import json
 import math
+import shutil
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 import torch
+from tiny_training import write_target
 from transformers import AutoModelForCausalLM
 
 from data.responses.store import Store
@@ -252,3 +254,17 @@ def test_stores_are_named_by_what_they_hold(tiny_run: Path) -> None:
     manifest = Store(tiny_run / "responses" / "heldout-greedy").manifest()
     assert manifest["sampling"]["temperature"] == 0
     assert Store(tiny_run / "responses" / "heldout").manifest()["sampling"]["temperature"] == 0.7
+
+
+def test_layers_that_no_draft_can_keep_end_the_run_before_the_target_answers(
+    tiny_config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rules = {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"], "global_head_dim": 16}
+    write_target(tmp_path / "gemma", kind="gemma4_text", hidden_size_per_layer_input=0, sliding_window=8, **rules)
+    own = ["name=other", f"output={tmp_path}", f"target.path={tmp_path}/gemma"]
+    assert train.main([str(tiny_config), *own, "student.layers=[0, 1]"]) == 2
+    assert "layers [0, 2] would do" in capsys.readouterr().err
+    left = {path.name for path in (tmp_path / "other").iterdir()}
+    assert not left & {"self_checks.json", "responses", "checkpoints"}
+    shutil.rmtree(tmp_path / "other")
+    assert_trained(train_other(tiny_config, tmp_path, own[2], "student={layers: auto, depth: 1}"), layers=1)
