@@ -43,8 +43,8 @@ test: setup      ## all tests (6 to 15 minutes on 2 cores; more cores: make test
 	wait $$beside || status=1; cat $$said; \
 	seconds=$$(($$(date +%s) - started)); echo "make test took $$((seconds / 60)) min $$((seconds % 60)) s"; exit $$status
 
-ENGINES := .venv-vllm .venv-openvino .venv-llamacpp
-engines:         ## vLLM, OpenVINO GenAI and llama.cpp for CPUs, each in a folder of its own, for `pytest -m engine` (x86-64; 4 GB, 20 minutes; llama.cpp wants cmake and a C++ compiler)
+ENGINES := .venv-vllm .venv-openvino .venv-llamacpp .venv-transformers4
+engines:         ## vLLM, OpenVINO GenAI, llama.cpp and transformers 4 for CPUs, each in a folder of its own, for `pytest -m engine` (x86-64; 4 GB, 20 minutes; llama.cpp wants cmake and a C++ compiler)
 	@for part in $(ENGINES); do $(MAKE) $$part/ready || echo "$$part is left out: it cannot be built here (why is said above)"; done
 
 .venv-vllm/ready: tests/engines/vllm.txt tests/engines/vllm_cpu/pyproject.toml tests/engines/vllm_cpu/vllm_cpu_sampling.py
@@ -57,6 +57,12 @@ engines:         ## vLLM, OpenVINO GenAI and llama.cpp for CPUs, each in a folde
 	test -x .venv-openvino/bin/python || $(PYTHON) -m venv .venv-openvino
 	.venv-openvino/bin/pip install -q -c $< torch
 	.venv-openvino/bin/pip install -q --no-deps -r $<
+	touch $@
+
+.venv-transformers4/ready: tests/engines/transformers4.txt
+	test -x .venv-transformers4/bin/python || $(PYTHON) -m venv .venv-transformers4
+	.venv-transformers4/bin/pip install -q -c $< torch
+	.venv-transformers4/bin/pip install -q --no-deps -r $<
 	touch $@
 
 # llama.cpp's server and quantiser, for this machine's own processor, without the server's page. Its converter runs in our environment.

@@ -22,6 +22,7 @@ from distill.export.facts import RunFacts, gather_facts, ways_to_serve
 from distill.export.hub.profile import SPECULATION_PROFILE, profile_of
 from distill.export.hub.results import EVAL_RESULTS, results_file
 from distill.export.merge import load_merged_student
+from distill.export.model_files import add_older_keys, copy_tokenizer, rewrite
 from distill.export.pair import MERGE, pair_notes
 from distill.export.quantize import quantize_draft
 from distill.models.draft import cast_weights
@@ -102,7 +103,8 @@ def export_draft(
     try:
         with appearing_directory(path) as working:
             _save(student.model, packed, adapter, working)
-            target_side.tokenizer.save_pretrained(working)
+            rewrite(working / "config.json", add_older_keys)
+            copy_tokenizer(target_side, working, run.revision)
             checks = check_exported(working, student.model, target_side.tokenizer, run.trust_remote_code)
             facts = gather_facts(
                 target_side, load_target_side(str(working), run.trust_remote_code), str(path), sampling=run.sampling, **served
