@@ -1,5 +1,6 @@
 """Facts of a run that an export needs, and facts of a target and its exported draft that the engine checks need."""
 
+import contextlib
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -8,6 +9,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from huggingface_hub import EvalResultEntry
+from transformers.cache_utils import (
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionCacheLayerMixin,
+)
 
 from data.hub import hub_id
 from data.prompts.sources import dataset_id
@@ -29,6 +36,7 @@ from distill.models.vocabulary import (
     vocabulary_rows,
 )
 from distill.run.result import Curves, load_result
+from distill.run.served_record import plain_loads
 from distill.run.verdict_record import WAYS, Verdict, drafting_to_serve, load_verdict
 from speculative.engine.frequent_head import head_ids_of
 from speculative.engine.models import end_token_ids, mask_token_of, max_positions
@@ -40,6 +48,7 @@ from speculative.rules.rule import UNTRUNCATED
 from speculative.rules.sampling import SamplingSettings
 
 LLAMA_CPP_FIRST_COMPARED_ID = 5
+FULL, STATE = "all tokens", "a state"  # what a layer reads, beside a window
 
 
 @dataclass(frozen=True)
@@ -60,6 +69,7 @@ class RunFacts:
     trust_remote_code: bool = False
     quantize: Quantization | None = None
     benchmark: EvalResultEntry | None = None  # names the dataset that all held-out prompts come from
+    plain_loads: tuple[int, ...] = ()  # see `EngineFacts`
 
 
 def read_run(path: Path, trusted: bool = False) -> RunFacts:
@@ -94,7 +104,7 @@ def read_run(path: Path, trusted: bool = False) -> RunFacts:
     where, benchmark = config.target, benchmark_of(config.data.heldout)
     return RunFacts(
         folder / STUDENT, where.path, verdict, curves, provenance, config.serving.sampling, where.revision,
-        where.trust_remote_code, config.export.quantize, benchmark,
+        where.trust_remote_code, config.export.quantize, benchmark, plain_loads(run, "vLLM"),
     )  # fmt: skip
 
 
@@ -153,6 +163,10 @@ class EngineFacts:
     tensor_parallel: int = 1  # GPUs that each layer is split over
     head_tokens: int | None = None  # tokens of the head that was judged; None: all
     end_ids: tuple[int, ...] = ()  # tokens that ended the responses of the run
+    layers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # kinds of layers of `target` and `draft`
+    plain_loads: tuple[
+        int, ...
+    ] = ()  # loads at which a readback found vLLM's steps without a draft as fast as the target alone
 
     @property
     def sampled(self) -> bool:
@@ -182,6 +196,20 @@ class EngineFacts:
     def by_load(self) -> bool:
         """Whether gamma should follow the number of concurrent requests."""
         return len(self.gamma_by_load) > 1 and any(gamma for _, _, gamma in self.gamma_by_load)
+
+    @property
+    def split_cache(self) -> bool:
+        """Whether vLLM puts the draft's layers into several groups of its cache."""
+        target, draft = (set(self.layers.get(side, ())) for side in ("target", "draft"))
+        return len(draft) > 1 or (len(target) > 1 and draft != {FULL} and draft <= target)
+
+    @property
+    def schedule(self) -> tuple[LoadRange, ...]:
+        """`gamma_by_load` for vLLM: plain decoding only in ranges with a load of `plain_loads`, else gamma 1."""
+        return tuple(
+            (first, last, gamma or int(not any(first <= load <= last for load in self.plain_loads)))
+            for first, last, gamma in self.gamma_by_load
+        )
 
     @property
     def load_advice(self) -> str:
@@ -271,6 +299,7 @@ def gather_facts(target: TargetSide, draft: TargetSide, path: str, **served: Any
         shapes={"target": _shape(target.config), "draft": _shape(draft.config)},
         head_tokens=len(head_ids_of(draft.config) or ()) or None,
         end_ids=end_token_ids(target, target.tokenizer),
+        layers={"target": _layer_kinds(target.config), "draft": _layer_kinds(draft.config)},
         **served,
     )
 
@@ -292,6 +321,21 @@ def _first_tokens(target: TargetSide, draft: TargetSide) -> dict[str, str]:
         if None not in (ours[place], theirs[place]) and ours[place] != theirs[place]
     ]
     return {"bos": " and ".join(found)} if found and added_ends(target.tokenizer) else {}
+
+
+def _layer_kinds(config: Any) -> tuple[str, ...]:
+    """Return what the layers of a model read: `FULL`, `a window of N tokens` or `STATE`; each kind once, none if it is unknown."""
+    kinds, layers = set(), list[Any]()
+    with contextlib.suppress(AttributeError, KeyError):  # a model's own code may have other layers
+        layers = DynamicCache(config=config.get_text_config(decoder=True)).layers
+    for layer in layers:
+        if isinstance(layer, LinearAttentionCacheLayerMixin):
+            kinds.add(STATE)
+        if isinstance(layer, DynamicSlidingWindowLayer):
+            kinds.add(f"a window of {layer.sliding_window} tokens")
+        elif isinstance(layer, DynamicLayer):
+            kinds.add(FULL)
+    return tuple(sorted(kinds))
 
 
 def _shape(config: Any) -> Shape:

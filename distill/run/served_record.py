@@ -1,5 +1,6 @@
 """The shape of served.json: measurements of a serving engine with a run's draft, written by `understudy readback`."""
 
+import contextlib
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -7,10 +8,12 @@ from pydantic import Field
 
 from distill.config.layout import READBACK
 from distill.run.verdict_record import Drafting
+from speculative.errors import UserError
 from speculative.measure.intervals import Interval
 from speculative.measure.measured import HELD_OUT, Measured, Row
 from speculative.measure.record import Record, Text
 
+SLOWER = 0.1  # by which steps without a draft may be slower than the engine without one
 SERVED_TEXT = "served"  # The `text` of rows about the engine's answers.
 
 
@@ -96,6 +99,10 @@ class ServedRecord(Record):
     causes: list[Text] = Field([], description="causes of disagreement that were found by tests")
     speed: list[SpeedCheck] = Field([], description="predicted and served speed-up by load (--speed)")
     notes: list[Text] = Field([], description="notes for the reader")
+    plain_loads: list[int] = Field(
+        [],
+        description="concurrent requests at which steps without a draft (gamma 0) were as fast as the engine without one",
+    )
 
     @property
     def served(self) -> Measured:
@@ -123,6 +130,23 @@ class ServedRecord(Record):
             "unknown": "an unknown engine",
         }
         return f"{names.get(self.engine, self.engine)} {self.version}".strip()
+
+
+def plain_loads(run: Path, where: str) -> tuple[int, ...]:
+    """Return the `plain_loads` of a run's served.json; none of another engine than `where`, or of a damaged file."""
+    with contextlib.suppress(UserError):
+        if (record := load_served(run)) is not None and record.where.startswith(where):
+            return tuple(record.plain_loads)
+    return ()
+
+
+def with_plain_loads(record: ServedRecord, run: Path) -> ServedRecord:
+    """Return a new record with its `plain_loads`, those of an earlier readback of the same engine and version among them."""
+    loads, own = {*plain_loads(run, record.where)}, record.served
+    if own.gamma == 0 and own.speed_up is not None and own.speed_up_ci is not None:
+        fine = own.speed_up_ci[1] >= 1.0 and own.speed_up >= 1.0 - SLOWER
+        loads = loads | {own.concurrency} if fine else loads - {own.concurrency}
+    return record.model_copy(update={"plain_loads": sorted(loads)})
 
 
 def load_served(run: Path) -> ServedRecord | None:

@@ -26,6 +26,7 @@ from distill.run.answers import Answers
 from distill.run.checkpoint import load_judgements
 from distill.run.responses import decode_settings
 from distill.run.result import RESULT_FORMAT, Curves, Result, RuleCurves, ServeCommand, TokenView
+from distill.run.served_record import plain_loads
 from distill.run.verdict_record import Verdict
 from distill.verdict.decoding import Candidate, Decoding
 from distill.verdict.evidence import Evidence, gather, gather_by_replay, with_speeds
@@ -267,7 +268,8 @@ def serve_commands(
     student = load_target_side(str(best_student(run)), False)
     draft = str((run / EXPORT).resolve())
     _, served = ways_to_serve(verdict, curves, student.config)
-    facts = gather_facts(target.side, student, draft, sampling=sampling, **served)
+    loads = plain_loads(run, "vLLM")
+    facts = gather_facts(target.side, student, draft, sampling=sampling, plain_loads=loads, **served)
     return [
         ServeCommand(
             engine=one.engine, ok=one.ok, language=one.language, note=one.rule_note,

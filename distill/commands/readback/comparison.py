@@ -37,7 +37,7 @@ _SPARING = ("llama.cpp",)  # Engines that leave room for the target's own token 
 class Counted:
     """Counts of the server. rows: per response; None if it reports only sums. gamma: drafted tokens per block.
 
-    blocks, tokens: sums, without the prefill's token of each response. survival, accepted_per_drafted: None if unknown. spared: tokens
+    blocks, tokens: sums, without the prefill's token of each response. gamma 0: no block drafted (only with --plain). survival, accepted_per_drafted: None if unknown. spared: tokens
     at the end of a response that the engine never drafts. varies: how gamma varies; empty if it is constant. survival_ci: over prompts;
     None for sums only. prompts: of each row; empty: all different.
     """
@@ -59,6 +59,10 @@ class Counted:
     def tau(self) -> float:
         """Tokens per verifying target call."""
         return self.tokens / self.blocks
+
+    def undrafted(self, most: int = 0) -> bool:
+        """Whether steps were without a draft: blocks of gamma, or of `most` tokens if that is more, cannot have made all tokens."""
+        return not self.gamma or self.tokens > self.blocks * (max(self.gamma, most) + 1)
 
 
 @dataclass(frozen=True)
@@ -158,6 +162,14 @@ def count(asked: Asked, gamma: int) -> Counted:
 
     Raises UserError: the server reports no draft counts.
     """
+    server, tokens = asked.server, sum(max(0, answer.tokens - 1) for answer in asked.answers)
+    drafted = [one.counts.drafted for one in asked.answers if one.counts is not None]
+    if not any(drafted) and (drafted or (server is not None and 0 in (server.blocks, server.drafted))):
+        if not asked.plain:
+            raise UserError(
+                "reports no draft counts but 0; if gamma is 0 at this load, give --plain URL to compare the speed"
+            )
+        return Counted("responses" if drafted else "metrics", None, tokens, tokens, 0, None, None)
     gamma = _llama_cpp_gamma(asked.answers) or gamma
     rows = [_row(answer, gamma) for answer in asked.answers]
     if any(one.counts is not None and one.counts.engine == "llama.cpp" for one in asked.answers):
@@ -166,7 +178,6 @@ def count(asked: Asked, gamma: int) -> Counted:
         rows = [row or ServedBlocks(tokens, tokens) for row, tokens in zip(rows, whole, strict=True)]
     if all(row is not None for row in rows) and any(row.blocks for row in rows if row is not None):
         return _by_response([row for row in rows if row is not None], asked)
-    server = asked.server
     if asked.reset:
         raise UserError(f"its counters cannot be used: {asked.reset}; keep it running and repeat the readback")
     if server is None or not server.blocks:
@@ -174,7 +185,6 @@ def count(asked: Asked, gamma: int) -> Counted:
             "reports no draft counts, neither in its answers nor on /metrics; check that it uses a draft, and start vLLM with "
             "--per-request-spec-decode-metrics detailed, SGLang with --enable-metrics, llama-server with --metrics"
         )
-    tokens = sum(max(0, answer.tokens - 1) for answer in asked.answers)
     said = sum(answer.tokens for answer in asked.answers)
     # An engine may count tokens that it cut off after the end of a response.
     if server.tokens is not None and not said <= server.tokens <= said + 128 * len(asked.answers):

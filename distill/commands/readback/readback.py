@@ -27,7 +27,7 @@ from distill.config.layout import ANSWERS, GREEDY_ANSWERS, PLAIN_ANSWERS, READBA
 from distill.models.target import Target
 from distill.report.sections.served import served_lines, served_tables
 from distill.run.lock import held_for
-from distill.run.served_record import GreedyTexts, ServedRecord, TextLawRecord, load_served
+from distill.run.served_record import GreedyTexts, ServedRecord, TextLawRecord, load_served, with_plain_loads
 from distill.run.verdict_record import WAYS
 from speculative.decoder.responses import Response
 from speculative.drafters.draft import DRAFTINGS
@@ -79,6 +79,7 @@ def readback_command(options: ReadbackOptions, console: Console | None = None) -
         in_greedy = ask([greedy_file], aside, greedily, source.by_request) if aside else None
         main = ask(files, source.texts, source.settings, source.by_request)
         record = _record(options, source, clients[0], main, in_greedy if sampled else main)
+        record = with_plain_loads(record, source.folder)
         if source.speed is not None:
             checks = source.speed(files, (source.texts, main.settings), record.served.rule)
             record = record.model_copy(update={"speed": checks})

@@ -174,6 +174,10 @@ def _judge(
     draft = Draft(model, way)
     gammas = _gammas(options, frozen, verdict, draft, engine)
     counted = count(main, gammas[0])
+    if counted.undrafted(max(gammas)) and main.plain:
+        note = f"at {options.concurrency} requests most steps were without a draft: acceptance is not compared, the speed is"
+        rule = "greedy" if not sampled else "sample"
+        return Judged(replace(counted, rows=None, blocks=counted.tokens, survival=None), rule, None, 0, notes=[note])
     wanted = counted.gamma if counted.gamma in gammas else gammas[0]
     replayer = Replayer(draft, main, law, max(wanted, counted.gamma))
     found = _rule(options, counted, replayer, wanted, sampled)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ from readback_run import GAMMA, read
 from tiny_models import perturbed
 from typer.testing import CliRunner
 
+from data.files import write_json
 from data.responses.acceptance_log import read_acceptance_log
 from data.responses.engine_client import Answer
 from distill.cli import app
@@ -28,7 +30,7 @@ from distill.commands.readback.readback import readback_command
 from distill.report.page import report_command
 from distill.report.sections.served import served_lines, served_tables
 from distill.run.frozen_text import FrozenText
-from distill.run.served_record import ServedRecord, load_served
+from distill.run.served_record import ServedRecord, load_served, plain_loads, with_plain_loads
 from speculative.decoder.responses import DecodeSettings
 from speculative.errors import UserError
 from speculative.evaluate import HeldoutResponse
@@ -284,6 +286,52 @@ def test_the_served_speed_up_is_of_the_same_engine_without_the_draft(make: Calla
     assert own.tokens_per_second == pytest.approx(own.speed_up * alone.tokens_per_second)
     assert sum(1 for _ in (run / "served-plain.jsonl").open()) == 10
     assert {name for row in (own, alone) for name in row.first_token_ms} == {"p50", "p90", "p99"}
+
+
+def test_a_load_at_which_nothing_is_drafted_is_read_back_for_its_speed(make: Callable[..., Engine], run: Path) -> None:
+    with running_engine(make(gamma=0)) as url, running_engine(make(draft=None)) as plain:
+        for level in ("detailed", "none"):
+            engine = make(gamma=0, level=level)
+            with running_engine(engine) as own:
+                found = readback_command(ReadbackOptions(own, run, plain=plain, concurrency=2))
+            assert (found.served.gamma, found.served.tau, found.z, found.survival, found.drafting) == (
+                0,
+                1.0,
+                None,
+                {},
+                None,
+            )
+            assert found.served.speed_up is not None
+            assert found.notes[0].startswith("at 2 requests most steps were without a draft")
+            assert found.agrees
+        with pytest.raises(UserError, match="reports no draft counts"):
+            readback_command(ReadbackOptions(url, run, concurrency=2))
+
+
+@pytest.mark.parametrize(("speed", "ends", "fine"), [
+    (1.01, (0.97, 1.05), True), (0.96, (0.91, 1.02), True), (0.82, (0.70, 1.01), False), (0.95, (0.93, 0.97), False),
+])  # fmt: skip
+def test_loads_at_which_plain_steps_are_fine_are_kept(
+    run: Path, tmp_path: Path, speed: float, ends: Any, fine: bool
+) -> None:
+    record = load_served(run)
+    assert record is not None
+
+    def at(load: int, version: str = "0.32.0", gamma: int = 0) -> ServedRecord:
+        row = replace(record.served, concurrency=load, gamma=gamma, speed_up=speed, speed_up_ci=ends)
+        new = record.model_copy(update={"measured": [row], "version": version, "engine": "vllm"})
+        new = with_plain_loads(new, tmp_path)
+        write_json(tmp_path / "served.json", new.record())
+        return new
+
+    assert at(16).plain_loads == [16] * fine
+    assert at(32).plain_loads == [16, 32] * fine
+    assert at(1, gamma=3).plain_loads == [16, 32] * fine, "a readback of drafts says nothing of plain steps"
+    assert plain_loads(tmp_path, "vLLM") == (16, 32) * fine
+    assert plain_loads(tmp_path, "SGLang") == ()
+    assert at(8, "0.33.0").plain_loads == [8] * fine, "of another version nothing is known"
+    (tmp_path / "served.json").write_text("{")
+    assert plain_loads(tmp_path, "vLLM") == ()
 
 
 def test_speeds_are_pooled_over_prompts() -> None:
