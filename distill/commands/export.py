@@ -76,7 +76,8 @@ def check_export(options: CheckExportOptions) -> int:
     """Print the comparison with transformers' assisted generation; return 1 if it disagrees, else 0."""
     config = load_trusted(options.config, options.trust_remote_code, options.overrides or [])
     found = outside_check(open_pair(config, str(options.exported), options.prompts), options.exported, options.gamma)
-    print("\n".join(outside_check_lines(found, options.gamma)))
+    broken, notes = check_pair(config.target.path, str(options.exported), trusted=config.target.trust_remote_code)
+    print(*outside_check_lines(found, options.gamma), *broken, *notes, sep="\n")
     return 0 if found.agrees else 1
 
 
@@ -104,6 +105,7 @@ def export_lines(report: ExportReport) -> list[str]:
     for engine in report.engines:
         told = "supports this pair" if engine.ok else f"refuses this pair: {'; '.join(engine.reasons)}"
         lines.append(f"{engine.engine:<14} {told}")
+        lines.extend(f"warning: {engine.engine} {engine.version}: {warning}" for warning in engine.warnings)
     lines.extend(f"warning: {warning}" for warning in report.warnings)
     lines.append(f"how to serve it: {report.path / 'SERVING.md'}")
     return lines

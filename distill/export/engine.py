@@ -45,6 +45,7 @@ class EngineVerdict:
     command: str  # uses $DRAFT and $TARGET
     language: str  # "bash" or "python"
     notes: list[str]
+    warnings: list[str]  # what it serves, but not as measured, or may not start
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ class Engine:
     language: str = "bash"
     one_pass: bool = False  # serves drafts that propose a block in one forward pass
     reads_gguf: bool = False
-    notes: Callable[[EngineFacts], list[str]] = lambda facts: []  # what it serves, but not as measured
+    warnings: Callable[[EngineFacts], list[str]] = lambda facts: []  # see `EngineVerdict`
     service: Service | None = None  # None: `understudy serve` cannot start it
 
 
@@ -120,6 +121,7 @@ def check(name: str, facts: EngineFacts) -> EngineVerdict:
         command=str(page.command()).strip(),
         language=engine.language,
         notes=lines_of(str(page.notes())),
+        warnings=engine.warnings(facts),
     )
 
 

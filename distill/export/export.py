@@ -107,7 +107,7 @@ def export_draft(
             copy_tokenizer(target_side, working, run.revision)
             checks = check_exported(working, student.model, target_side.tokenizer, run.trust_remote_code)
             facts = gather_facts(
-                target_side, load_target_side(str(working), run.trust_remote_code), str(path), sampling=run.sampling, **served
+                target_side, load_target_side(str(working), run.trust_remote_code), str(path), sampling=run.sampling, plain_loads=run.plain_loads, **served
             )  # fmt: skip
             engines = check_all(facts)
             warnings += pair_notes(facts)

@@ -7,13 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter
 from safetensors import SafetensorError, safe_open
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 
+from distill.config.layout import SERVING_FILE
 from distill.export.engine import check, known_engines
 from distill.export.facts import EngineFacts, gather_facts
 from distill.models.files.gguf import read_gguf, tokens_of
-from distill.models.load import base_of_adapter
+from distill.models.load import base_of_adapter, resolve
 from distill.models.target import TargetSide, load_target_side
 from distill.models.vocabulary import added_ends, first_string_difference, shown, tokens_by_id
 from speculative.engine.models import max_positions
@@ -41,12 +43,15 @@ def check_pair(
     Raises UserError: a file cannot be read.
     """
     sides = {what: load_target_side(path, trusted, what=what) for what, path in (("target", target), ("draft", draft))}
-    facts = gather_facts(sides["target"], sides["draft"], sides["draft"].name, gamma=1, tensor_parallel=tensor_parallel)
+    facts = gather_facts(
+        sides["target"], sides["draft"], sides["draft"].name, tensor_parallel=tensor_parallel, **_schedule(draft)
+    )
     found: dict[tuple[bool, str], list[str]] = defaultdict(list)
     for name, engine in known_engines().items():
         if engines and name not in engines:
             continue
-        lines = [(True, one) for one in check(name, facts).reasons] + [(False, one) for one in engine.notes(facts)]
+        verdict = check(name, facts)
+        lines = [(True, one) for one in verdict.reasons] + [(False, one) for one in verdict.warnings]
         lines += [one for path in ggufs if engine.reads_gguf for one in _gguf(path, sides["target"])]
         for line in lines:
             found[line].append(f"{name} {engine.version}")
@@ -54,6 +59,16 @@ def check_pair(
     found |= {line: ["every engine"] for line in (*general, *((False, one) for one in pair_notes(facts)))}
     broken = [f"breaks {', '.join(who)}: {text}" for (breaks, text), who in found.items() if breaks]
     return broken, [f"note for {', '.join(who)}: {text}" for (breaks, text), who in found.items() if not breaks]
+
+
+def _schedule(draft: str) -> dict[str, Any]:
+    """Return the gammas that an export is served with; only `gamma` for another draft."""
+    try:
+        serving = json.loads((Path(resolve(draft)) / SERVING_FILE).read_text(encoding="utf-8"))
+        facts = TypeAdapter(EngineFacts).validate_python(serving["facts"])
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        return {"gamma": 1}
+    return {name: getattr(facts, name) for name in ("gamma", "gamma_by_load", "plain_loads", "timed_in", "one_pass")}
 
 
 def pair_notes(facts: EngineFacts) -> list[str]:

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import yaml
+from transformers import CONFIG_MAPPING
 
 from distill.export.engine import (
     check,
@@ -19,7 +20,7 @@ from distill.export.engine import (
     rerouted_word,
     with_places,
 )
-from distill.export.facts import EngineFacts, OnePass, _lookups_of, gather_facts
+from distill.export.facts import FULL, STATE, EngineFacts, OnePass, _layer_kinds, _lookups_of, gather_facts
 from distill.models.target import TargetSide
 from distill.run.verdict_record import DraftOf, Verdict
 from speculative.errors import UserError
@@ -324,6 +325,57 @@ def test_token_strings_must_be_equal_and_llama_cpp_looks_from_5():
     assert "None" in reason
 
 
+WINDOW, OTHER = "a window of 512 tokens", "a window of 64 tokens"
+
+
+@pytest.mark.parametrize(
+    ("target", "draft", "off", "refused", "threads"),
+    [
+        ((FULL,), (FULL,), False, False, ()),
+        ((FULL,), (FULL, WINDOW), True, False, ("vllm#46032", "vllm#50169")),
+        ((FULL, WINDOW), (FULL, WINDOW), True, False, ("vllm#46032", "vllm#50169")),
+        ((FULL, WINDOW), (WINDOW,), True, False, ("vllm#46032", "vllm#50169")),
+        ((FULL,), (WINDOW,), False, False, ("vllm#46032", "vllm#50169")),
+        ((FULL, WINDOW), (FULL,), False, False, ()),
+        ((FULL, OTHER), (FULL, WINDOW), True, True, ("vllm#46032", "vllm#50169")),
+        ((FULL, STATE), (FULL,), False, False, ("vllm#43626", "vllm#57721", "TensorRT-LLM#18449")),
+        ((FULL, STATE), (FULL, STATE), True, True, ("vllm#49112",)),
+        ((FULL, STATE), (FULL, WINDOW), True, True, ("vllm#46032",)),
+    ],
+)
+def test_drafts_that_vllm_may_not_start_with(target, draft, off, refused, threads):
+    """As vLLM 0.32 groups these layers (get_kv_cache_groups), with its hybrid cache manager and without."""
+    facts = replace(GOOD, layers={"target": target, "draft": draft})
+    found = check("vLLM", facts)
+    assert ("--disable-hybrid-kv-cache-manager" in calls(found.command)[-1]) == off
+    assert (not found.ok) == refused
+    said = " ".join(line for one in check_all(facts) for line in (*one.reasons, *one.warnings))
+    assert {thread for thread in THREADS if thread in said} >= set(threads)
+    assert bool(threads) or not any(thread in said for thread in THREADS)
+    for line in (*found.reasons, *found.warnings):
+        assert re.search(r"2026-\d\d-\d\d", line), "a thread has a date"
+
+
+THREADS = ("vllm#46032", "vllm#50169", "vllm#43626", "vllm#57721", "vllm#49112", "TensorRT-LLM#18449")
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "kinds"),
+    [
+        ("llama", {}, (FULL,)),
+        ("mistral", {"sliding_window": 16}, ("a window of 16 tokens",)),
+        ("gemma2", {"sliding_window": 16}, ("a window of 16 tokens", FULL)),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}, ("a window of 16 tokens", FULL)),
+        ("qwen2", {"use_sliding_window": False, "sliding_window": 16}, (FULL,)),
+        ("qwen3_next", {"layer_types": ["linear_attention", "full_attention"]}, (STATE, FULL)),
+        ("falcon_h1", {}, (STATE, FULL)),
+        ("mamba", {}, (STATE,)),
+    ],
+)  # fmt: skip
+def test_kinds_of_layers_by_the_config(kind, fields, kinds):
+    assert _layer_kinds(CONFIG_MAPPING[kind](num_hidden_layers=2, **fields)) == tuple(sorted(kinds))
+
+
 def test_rules_of_single_engines():
     assert refusing(differences={"added": "x"}) == {"SGLang"}
     assert refusing(differences={"ends": "x"}) == {"llama.cpp"}
@@ -395,7 +447,7 @@ class Vocabulary:
 
 
 def config(rows, **fields):
-    made = SimpleNamespace(vocab_size=rows, model_type="llama", **fields)
+    made = SimpleNamespace(vocab_size=rows, model_type="llama", num_hidden_layers=1, **fields)
     made.get_text_config = lambda decoder=None: made
     return made
 

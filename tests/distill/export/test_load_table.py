@@ -9,6 +9,7 @@ import pytest
 from test_engines import GOOD, options, tensorrt_file
 
 from distill.export.engine import check, check_all
+from distill.export.facts import EngineFacts
 from distill.export.load_table import drafts_by, gamma_plan, load_words
 from distill.run.verdict_record import DraftOf, Verdict
 from speculative.measure.measured import DRAFT, TARGET, Measured
@@ -74,9 +75,32 @@ LOADED = replace(GOOD, gamma=6, gamma_by_load=((1, 1, 6), (2, 11, 3), (12, 4096,
 
 def test_vllm_gets_its_key() -> None:
     given = json.loads(options(check("vLLM", LOADED).command)[1]["--speculative-config"])
-    assert given["num_speculative_tokens_per_batch_size"] == [[1, 1, 6], [2, 11, 3], [12, 4096, 0]]
+    assert given["num_speculative_tokens_per_batch_size"] == [[1, 1, 6], [2, 11, 3], [12, 4096, 1]], "no row of gamma 0"
     assert given["num_speculative_tokens"] == 6, "no range may draft more"
     assert given["method"] == "draft_model"
+
+
+def schedule_of(facts: EngineFacts) -> list[list[int]]:
+    given = json.loads(options(check("vLLM", facts).command)[1]["--speculative-config"])
+    return given["num_speculative_tokens_per_batch_size"]
+
+
+def test_a_row_of_gamma_0_waits_for_a_readback_at_its_load() -> None:
+    (warning,) = check("vLLM", LOADED).warnings
+    for word in ("from 12: plain decoding", "vllm#49548", "0.27.1", "2026-08-24", "drafts 1 token", "--concurrency N"):
+        assert word in warning
+    elsewhere = replace(LOADED, plain_loads=(1, 8))
+    assert schedule_of(elsewhere) == schedule_of(LOADED)
+    fine = replace(LOADED, plain_loads=(16,))
+    assert schedule_of(fine) == [[1, 1, 6], [2, 11, 3], [12, 4096, 0]]
+    assert check("vLLM", fine).warnings == []
+    first = replace(GOOD, gamma=2, gamma_by_load=((1, 1, 0), (2, 4096, 2)))
+    assert schedule_of(first) == [[1, 1, 1], [2, 4096, 2]]
+    assert "1: plain decoding" in check("vLLM", first).warnings[0]
+
+
+def test_a_schedule_without_0_has_no_warning() -> None:
+    assert check("vLLM", replace(GOOD, gamma=6, gamma_by_load=((1, 7, 6), (8, 4096, 2)))).warnings == []
 
 
 def test_the_others_say_that_they_do_not_and_where_to_stop(tmp_path: Path) -> None:

@@ -150,6 +150,45 @@ def test_another_bos_breaks_only_if_the_target_adds_one(target, draft, name, cha
     assert all(word in one.text for word in words), one.text
 
 
+WINDOWS = {"kind": "gemma2", "num_hidden_layers": 2, "sliding_window": 16}
+
+
+def test_what_may_not_start_in_an_engine_is_said_with_its_thread(target, tmp_path):
+    (one,) = found(target, write(tmp_path / "windows", **WINDOWS))
+    assert (one.breaks, one.engines) == (False, (VLLM,))
+    assert all(
+        word in one.text
+        for word in ("a window of 16 tokens", "vllm#46032, 2026-06-18", "--disable-hybrid-kv-cache-manager")
+    )
+    alone = found(target, write(tmp_path / "alone", "mistral", sliding_window=16))
+    assert ["vllm#50169" in one.text for one in alone] == [True]
+    wide = write(tmp_path / "wide", **WINDOWS | {"sliding_window": 32})
+    broken = [one for one in found(wide, tmp_path / "windows") if one.breaks]
+    assert [(one.engines, "a draft whose layers all read all tokens" in one.text) for one in broken] == [
+        ((VLLM,), True)
+    ]
+    hybrid = {"layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2, "linear_num_value_heads": 2,
+              "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8, "num_experts": 0}  # fmt: skip
+    mixed = write(tmp_path / "hybrid", "qwen3_next", **hybrid)
+    notes = {one.engines: one.text for one in found(mixed, target)}
+    assert "vllm#43626, 2026-05-26" in notes[VLLM,]
+    assert "TensorRT-LLM#18449, 2026-08-31" in notes["TensorRT-LLM 1.3",]
+    assert not any(one.breaks for one in found(mixed, target))
+    assert [one.engines for one in found(mixed, mixed) if one.breaks] == [(VLLM,)]
+
+
+@pytest.mark.parametrize("plain_loads", [[], [64]])
+def test_a_row_of_gamma_0_of_an_export_is_said(target, draft, plain_loads):
+    facts = {"target": "t", "draft": "d", "gamma": 4, "target_rows": 1, "draft_rows": 1, "first_difference": None,
+             "first_difference_from_5": None, "target_quantised": False, "gamma_by_load": [[1, 3, 4], [4, 4096, 0]],
+             "plain_loads": plain_loads}  # fmt: skip
+    (draft / "serving.json").write_text(json.dumps({"facts": facts}))
+    notes = [one for one in found(target, draft) if "vllm#49548" in one.text]
+    assert [one.engines for one in notes] == [(VLLM,)] * (not plain_loads)
+    (draft / "serving.json").write_text('{"facts": 1')
+    assert found(target, draft) == [], "not ours to judge"
+
+
 def test_a_chat_template_of_its_own_is_a_note(target, draft):
     (draft / "chat_template.jinja").write_text("other")
     (one,) = found(target, draft)
@@ -205,11 +244,12 @@ def test_weights_that_are_not_there(tmp_path, target):
 
 
 def test_a_head_that_the_engine_never_loads(tmp_path, target):
-    untied = write(tmp_path / "untied", "gemma2", tie_word_embeddings=False)
+    full = {"layer_types": ["full_attention"]}
+    untied = write(tmp_path / "untied", "gemma2", tie_word_embeddings=False, **full)
     (one,) = found(target, untied)
     assert (one.breaks, set(one.engines)) == (True, {VLLM, LLAMA_CPP})
     assert "gemma2" in one.text
-    assert found(target, write(tmp_path / "tied", "gemma2")) == []
+    assert found(target, write(tmp_path / "tied", "gemma2", **full)) == []
 
 
 @pytest.mark.parametrize(("parts", "fine"), [(2, True), (4, True), (3, False), (8, False)])

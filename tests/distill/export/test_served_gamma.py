@@ -66,7 +66,8 @@ def test_one_table_of_gammas_everywhere(tmp_path, pair, monkeypatch, measured, g
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     words = engine_words(ServeOptions(report.path, target=str(pair / "target")), *read_export(report.path))[1]
     started = json.loads(words[words.index("--speculative-config") + 1])
-    assert (started["num_speculative_tokens"], started["num_speculative_tokens_per_batch_size"]) == (gamma, table)
+    written = [[first, last, at or 1] for first, last, at in table]  # a row of 0 waits for a readback
+    assert (started["num_speculative_tokens"], started["num_speculative_tokens_per_batch_size"]) == (gamma, written)
 
     target = SimpleNamespace(side=load_target_side(str(pair / "target")))
     facts = TypeAdapter(EngineFacts).validate_python(serving["facts"])
@@ -75,7 +76,7 @@ def test_one_table_of_gammas_everywhere(tmp_path, pair, monkeypatch, measured, g
         {name: check(name, facts).command for name in serving["engines"]},
         {one.engine: one.command for one in serve_commands(pair, target, verdict, SamplingSettings(), None)},
     ):
-        schedule = json.dumps(table, separators=(",", ":"))
+        schedule = json.dumps(written, separators=(",", ":"))
         assert f'"num_speculative_tokens":{gamma},' in commands["vLLM"]
         assert f'"num_speculative_tokens_per_batch_size":{schedule}' in commands["vLLM"]
         assert f"--speculative-num-steps {gamma} " in commands["SGLang"]
@@ -102,7 +103,8 @@ def test_the_engine_that_was_timed_has_its_own_gammas_on_every_page(tmp_path, pa
     serving, page = json.loads((report.path / "serving.json").read_text()), (report.path / "SERVING.md").read_text()
     commands = {name: one["command"] for name, one in serving["engines"].items()}
     assert f'"num_speculative_tokens":{plan.gamma}' in commands["vLLM"]
-    assert json.dumps(plan.by_load, separators=(",", ":")) in commands["vLLM"]
+    written = [(first, last, gamma or 1) for first, last, gamma in plan.by_load]
+    assert json.dumps(written, separators=(",", ":")) in commands["vLLM"]
     assert "--speculative-num-steps 3" in commands["SGLang"]
     assert f"The vllm command uses these gammas: {load_words(plan.by_load)}." in page
     for row in verdict.engine_rows:
