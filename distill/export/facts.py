@@ -9,12 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from huggingface_hub import EvalResultEntry
-from transformers.cache_utils import (
-    DynamicCache,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    LinearAttentionCacheLayerMixin,
-)
+from transformers import cache_utils
 
 from data.hub import hub_id
 from data.prompts.sources import dataset_id
@@ -164,9 +159,7 @@ class EngineFacts:
     head_tokens: int | None = None  # tokens of the head that was judged; None: all
     end_ids: tuple[int, ...] = ()  # tokens that ended the responses of the run
     layers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # kinds of layers of `target` and `draft`
-    plain_loads: tuple[
-        int, ...
-    ] = ()  # loads at which a readback found vLLM's steps without a draft as fast as the target alone
+    plain_loads: tuple[int, ...] = ()  # where a readback found vLLM's plain steps as fast as the target alone
 
     @property
     def sampled(self) -> bool:
@@ -327,13 +320,13 @@ def _layer_kinds(config: Any) -> tuple[str, ...]:
     """Return what the layers of a model read: `FULL`, `a window of N tokens` or `STATE`; each kind once, none if it is unknown."""
     kinds, layers = set(), list[Any]()
     with contextlib.suppress(AttributeError, KeyError):  # a model's own code may have other layers
-        layers = DynamicCache(config=config.get_text_config(decoder=True)).layers
+        layers = cache_utils.DynamicCache(config=config.get_text_config(decoder=True)).layers
     for layer in layers:
-        if isinstance(layer, LinearAttentionCacheLayerMixin):
+        if isinstance(layer, cache_utils.LinearAttentionCacheLayerMixin):
             kinds.add(STATE)
-        if isinstance(layer, DynamicSlidingWindowLayer):
+        if isinstance(layer, cache_utils.DynamicSlidingWindowLayer):
             kinds.add(f"a window of {layer.sliding_window} tokens")
-        elif isinstance(layer, DynamicLayer):
+        elif isinstance(layer, cache_utils.DynamicLayer):
             kinds.add(FULL)
     return tuple(sorted(kinds))
 

@@ -70,14 +70,14 @@ def copy_tokenizer(target: TargetSide, folder: Path, revision: str | None = None
 
 def _older_tokenizer(config: dict[str, Any]) -> dict[str, Any]:
     """Replace what transformers 4 does not load by its older name, which 5 reads too."""
-    older = {"additional_special_tokens" if isinstance(value, list) and key == "extra_special_tokens" else key: value
-             for key, value in config.items()}  # fmt: skip
-    new = config.get("tokenizer_class") == "TokenizersBackend"
-    return older | ({"tokenizer_class": "PreTrainedTokenizerFast"} if new else {})
+    older = {"tokenizer_class": "PreTrainedTokenizerFast"} if config.get("tokenizer_class") == "TokenizersBackend" else {}
+    if isinstance(config.get("extra_special_tokens"), list):
+        older["additional_special_tokens"] = config.pop("extra_special_tokens")
+    return config | older
 
 
 def rewrite(file: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
     """Change a JSON file. One without a change keeps its bytes."""
     tree = json.loads(file.read_text(encoding="utf-8"))
-    if (changed := change(tree)) != tree:
+    if (changed := change(dict(tree))) != tree:
         file.write_text(json.dumps(changed, indent=2, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")
