@@ -70,7 +70,9 @@ def copy_tokenizer(target: TargetSide, folder: Path, revision: str | None = None
 
 def _older_tokenizer(config: dict[str, Any]) -> dict[str, Any]:
     """Replace what transformers 4 does not load by its older name, which 5 reads too."""
-    older = {"tokenizer_class": "PreTrainedTokenizerFast"} if config.get("tokenizer_class") == "TokenizersBackend" else {}
+    older = (
+        {"tokenizer_class": "PreTrainedTokenizerFast"} if config.get("tokenizer_class") == "TokenizersBackend" else {}
+    )
     if isinstance(config.get("extra_special_tokens"), list):
         older["additional_special_tokens"] = config.pop("extra_special_tokens")
     return config | older
