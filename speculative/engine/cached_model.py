@@ -11,23 +11,23 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from speculative.engine.agreement import Check, disagreement, speed_warning
 from speculative.engine.cache import whole_steps
 from speculative.engine.calls import compiled_layers, grouped_queries
 from speculative.engine.compiled.model import compiled_model
 from speculative.engine.fused.model import FusedModel, Scratch, fused_weights
 from speculative.engine.memory import Memory, cache_entry, give_back, take
 from speculative.engine.models import (
-    by_layer_kind,
     check_decodable,
     devices_of,
     is_recurrent,
     max_positions,
     takes_logits_to_keep,
-    window_kinds,
 )
-from speculative.engine.recurrent_model import RecurrentModel
+from speculative.engine.recurrent_model import RecurrentModel, recurrence_warning
 from speculative.engine.runners import COMPILED, COMPILED_GRAPH, EAGER, FUSED_GRAPH, GRAPHED
-from speculative.errors import TooLittleMemory
+from speculative.engine.windows import by_layer_kind, window_kinds
+from speculative.errors import TooLittleMemory, UserError
 from speculative.rules.tree import TokenTree
 
 # Compiled and captured calls use few prefix lengths, because each is recorded: this times a power of two, or fractions (`Runner.prefixes`).
@@ -53,8 +53,14 @@ def upload(array: np.ndarray, device: torch.device) -> torch.Tensor:
     return torch.from_numpy(np.ascontiguousarray(array)).to(device, non_blocking=True)
 
 
+def speed_warnings(*models: PreTrainedModel) -> list[str]:
+    """Warnings about models that are decoded more slowly here than others of their kind are, or than by other engines."""
+    found = [warning(model) for model in models for warning in (recurrence_warning, speed_warning)]
+    return [one for one in dict.fromkeys(found) if one is not None]
+
+
 class CachedModel:
-    """A causal LM with its RaggedCache. Raises UserError (through `check_decodable`) for an unsupported model."""
+    """A causal LM with its RaggedCache. Raises UserError for an unsupported model: `check_decodable`, or other logits than its own."""
 
     def __init__(
         self,
@@ -64,8 +70,11 @@ class CachedModel:
         capacity: int,
         runner: str = EAGER,
         shared: Memory | None = None,
+        unchecked: bool = False,
     ):
-        """`shared`: use the cache of this model, whose first layers this model consists of, instead of an own one."""
+        """`shared`: use the cache of this model, whose first layers this model consists of, instead of an own one. `unchecked`: only the
+        check itself wants that.
+        """
         check_decodable(model, name)
         self.model, self.name = model, name
         self.device = model.device
@@ -96,6 +105,24 @@ class CachedModel:
             scratch = self.memory.scratch = self.memory.scratch or Scratch(model, weights, capacity)
             self._fused = FusedModel(weights, self.cache, scratch)
         self._triangles: dict[tuple[int, int | None], torch.Tensor] = {}
+        if self.compiled is None and not unchecked:
+            self._check_calls()
+
+    def _check_calls(self) -> None:
+        """Raises UserError if calls of rows of different length do not give the model's own logits."""
+        model, name = self.model, self.name
+        try:
+            check = Check("eager calls", lambda capacity: CachedModel(model, name, 2, capacity, unchecked=True).feed)
+            fault = disagreement(model, check)
+        except (AttributeError, TypeError, IndexError, RuntimeError) as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            fault = (str(error).splitlines() or [type(error).__name__])[0]
+        if fault is not None:
+            raise UserError(
+                f"the {name} ({type(model).__name__}) gives other logits for rows of different length than in its own call ({fault}); "
+                "it counts positions or hides tokens by its own rules, which are not supported: use another model"
+            )
 
     def feed(
         self,

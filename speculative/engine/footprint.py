@@ -6,7 +6,8 @@ import torch
 from transformers import PreTrainedModel
 
 from speculative.engine.memory import cache_entry
-from speculative.engine.models import attention_windows, is_recurrent
+from speculative.engine.models import is_recurrent
+from speculative.engine.windows import attention_windows
 from speculative.errors import UserError
 
 # Share of a device's memory; the rest is for the engine's own buffers, as in servers by default.

@@ -15,16 +15,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
-from transformers.cache_utils import (
-    DynamicCache,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    LinearAttentionCacheLayerMixin,
-)
+from transformers.cache_utils import DynamicCache, LinearAttentionCacheLayerMixin
 
 from speculative.engine.frequent_head import FrequentHead
 from speculative.engine.runners import UNRECORDED
 from speculative.engine.survey import survey
+from speculative.engine.windows import OWN_MASKS, attention_windows, by_layer_kind, layer_kinds, window_kinds
 from speculative.errors import UserError
 
 
@@ -36,6 +32,8 @@ def max_positions(config: PretrainedConfig) -> int | None:
     config = config.get_text_config(decoder=True)
     value = getattr(config, "max_position_embeddings", None)
     longest = value if isinstance(value, int) and value > 0 else None
+    # Doge hides tokens by their content once a text is longer than this.
+    longest = min((limit for limit in (longest, getattr(config, "keep_window_size", None)) if limit), default=None)
     rope, unchanged_name = getattr(config, "rope_parameters", None) or {}, "original_max_position_embeddings"
     for own in [rope, *(part for part in rope.values() if isinstance(part, dict))]:
         if own.get("rope_type") in ("longrope", "dynamic"):
@@ -90,60 +88,6 @@ def check_same_vocabulary(target: PreTrainedModel, draft: PreTrainedModel) -> No
         )
 
 
-# Asking transformers takes as long as a small model's forward, so the answer is cached with the config values it depends on.
-KnownWindows = tuple[tuple[str, ...], list[int | None]]
-_known_windows: weakref.WeakKeyDictionary[PreTrainedModel, KnownWindows] = weakref.WeakKeyDictionary()
-OWN_MASKS = ("chunked_attention", "local")
-
-
-def _layer_kinds(config: PretrainedConfig) -> set[str]:
-    return {*(getattr(config, "layer_types", None) or ()), *(getattr(config, "attention_layers", None) or ())}
-
-
-def attention_windows(model: PreTrainedModel) -> list[int | None]:
-    """Per layer, how many positions back it sees (itself included); None for all. Raises UserError for a layer that is neither full nor
-    sliding-window.
-    """
-    config = model.config.get_text_config(decoder=True)
-    names = ("num_hidden_layers", "layer_types", "sliding_window", "attention_layers")
-    told = tuple(str(getattr(config, name, None)) for name in names)
-    known = _known_windows.get(model)
-    if known is not None and known[0] == told:
-        return known[1]
-    windows: list[int | None] = []
-    for kind in OWN_MASKS:
-        if kind in _layer_kinds(config):
-            raise UserError(f"{type(model).__name__} has {kind} layers, which build their own masks: use another model")
-    for layer in DynamicCache(config=model.config.get_text_config(decoder=True)).layers:
-        if isinstance(layer, DynamicSlidingWindowLayer):
-            windows.append(int(layer.sliding_window))
-        elif type(layer) is DynamicLayer:
-            windows.append(None)
-        else:
-            raise UserError(
-                f"{type(model).__name__} has {type(layer).__name__} layers, which cannot be rolled back to a shorter text: "
-                "use a model with attention layers only"
-            )
-    _known_windows[model] = (told, windows)
-    return windows
-
-
-def window_kinds(model: PreTrainedModel, name: str, longest: int | None = None) -> list[int | None]:
-    """`attention_windows`, each kind once, full attention (None) first; a window of at least `longest` positions counts as full. Raises
-    UserError naming the model for windows of several sizes.
-    """
-    windows = {size if size and (longest is None or size < longest) else None for size in attention_windows(model)}
-    kinds = sorted(windows, key=lambda window: window or 0)
-    if len(kinds) > 2 or (len(kinds) == 2 and None not in kinds):
-        raise UserError(f"{name} ({type(model).__name__}) has sliding windows of {kinds}: only one size is supported")
-    return kinds
-
-
-def by_layer_kind(masks: list[torch.Tensor]) -> torch.Tensor | dict[str, torch.Tensor]:
-    """The `attention_mask` argument of a model: one mask for each of its `window_kinds`."""
-    return masks[0] if len(masks) == 1 else {"full_attention": masks[0], "sliding_attention": masks[1]}
-
-
 def devices_of(model: PreTrainedModel) -> list[torch.device]:
     """Devices of the weights; several if accelerate spread the model."""
     places = dict.fromkeys(torch.device(place) for place in (getattr(model, "hf_device_map", None) or {}).values())
@@ -164,7 +108,7 @@ def _is_recurrent(model: PreTrainedModel) -> bool:
     config = model.config.get_text_config(decoder=True)
     if getattr(model, "_is_stateful", False):
         return True
-    if not _layer_kinds(config).isdisjoint(OWN_MASKS):
+    if not layer_kinds(config).isdisjoint(OWN_MASKS):
         return False
     return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in DynamicCache(config=config).layers)
 

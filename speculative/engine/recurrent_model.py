@@ -7,12 +7,14 @@ Shapes: R rows, K rows of one call, Q query tokens, C capacity (positions a row 
 
 import copy
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from speculative.engine.agreement import ROUGH, Check, Feed, Parts, disagreement
 from speculative.engine.models import forward_parameters, is_recurrent, state_name, takes_logits_to_keep
 from speculative.engine.runners import Runner
 from speculative.errors import UserError
@@ -20,7 +22,8 @@ from speculative.rules.tree import TokenTree
 
 CHECKPOINT_STEP = 32  # Maximum number of tokens to read again; then the copy is renewed.
 REREAD = 2  # Number of committed tokens that a drafter may feed again.
-PROBE = 3  # Tokens in each of the two calls that test whether a state can continue with several tokens.
+# Tokens of the calls that test a state: what a call of several tokens forgets may matter only behind a long text.
+PROBE = (32, 4, 3, 5)
 
 
 class _Row:
@@ -53,6 +56,7 @@ class RecurrentModel:
         self._state_name = state_name(model)
         self._keeps_logits = takes_logits_to_keep(model)
         self._takes_positions = "position_ids" in forward_parameters(model)
+        self._goes_on = True
         self._goes_on = self._in_several_tokens()
 
     def feed(
@@ -113,7 +117,6 @@ class RecurrentModel:
         while row.length < stop:
             tokens = stop - row.length if self._goes_on or row.length == 0 else 1
             parts.append(self._call(row, row.tokens_C[row.length : row.length + tokens], logits_kept))
-            row.length += tokens
         return torch.cat(parts)[-logits_kept:]
 
     def _call(self, row: _Row, ids_Q: torch.Tensor, logits_kept: int) -> torch.Tensor:
@@ -123,7 +126,7 @@ class RecurrentModel:
         if self._keeps_logits:
             options["logits_to_keep"] = min(logits_kept, len(ids_Q))
         output = self.model(input_ids=ids_Q.unsqueeze(0), use_cache=True, **options)
-        row.state = getattr(output, self._state_name, None)
+        row.state, row.length = getattr(output, self._state_name, None), row.length + len(ids_Q)
         if row.state is None:
             raise UserError(
                 f"{self.name} ({type(self.model).__name__}) does not return its state, so rows cannot have one each: use another model"
@@ -131,15 +134,39 @@ class RecurrentModel:
         return output.logits[0, -logits_kept:]
 
     def _in_several_tokens(self) -> bool:
-        """Whether the model continues from a state with several tokens per call; some restart in such a call."""
-        self._goes_on = True
-        rows = [_Row(2 * PROBE, self.device) for _ in range(2)]
-        with torch.no_grad():
-            for row in rows:
-                row.tokens_C += torch.arange(2 * PROBE, device=self.device) + 1
-            self._read(rows[0], PROBE, 1)
-            found, expected = (self._read(row, 2 * PROBE, PROBE) for row in rows)
-        return bool((expected - found).abs().amax() <= 0.01 * expected.abs().amax())
+        """Whether the model continues from a state with several tokens per call; some restart in such a call. Raises UserError if it does
+        not continue with one token either, as its own call of the whole text does.
+        """
+
+        def open_calls(capacity: int) -> Feed:
+            rows = [_Row(capacity, self.device) for _ in range(2)]
+            return lambda ids_2Q, _, tokens: torch.stack(
+                [self._call(row, ids_Q, tokens) for row, ids_Q in zip(rows, ids_2Q, strict=True)]
+            )
+
+        def calls(widths: Sequence[int]) -> Parts:
+            return [((start, start), width) for start, width in zip((0, *accumulate(widths)), widths, strict=False)]
+
+        singly = Check("one token", open_calls, calls([PROBE[0], *[1] * sum(PROBE[1:])]), allowed=ROUGH)
+        try:
+            fault = disagreement(self.model, singly)
+        except UserError:
+            raise
+        except (AttributeError, TypeError, ValueError, RuntimeError) as error:
+            fault = (str(error).splitlines() or [type(error).__name__])[0]
+        if fault is not None:
+            raise UserError(
+                f"the {self.name} ({type(self.model).__name__}) does not continue from its own state as it reads a whole text ({fault}): "
+                "use another model"
+            )
+
+        def one_by_one(ids_2T: torch.Tensor) -> torch.Tensor:
+            feed = open_calls(ids_2T.shape[1])
+            return torch.cat(
+                [feed(ids_2T[:, at : at + count], np.array([at, at]), count) for (at, _), count in singly.parts], 1
+            )
+
+        return disagreement(self.model, Check("several tokens", open_calls, calls(PROBE), one_by_one)) is None
 
 
 def recurrent_bytes(model: PreTrainedModel, rows: int, capacity: int) -> int:

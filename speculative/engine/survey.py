@@ -13,6 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
+HOOKS_OF_ALL = (nn.modules.module._global_forward_hooks, nn.modules.module._global_forward_pre_hooks)
+SETTINGS = (int, float, bool, str)  # types of scalings, widths and names that modules hold
+UNSETTLED = ("training", "max_seq_len_cached")  # change without a change of what a call gives, up to the context
+
 _locks: dict[
     int, threading.RLock
 ] = {}  # by the identity of a config: models may share one, and an adapter has its model's
@@ -44,13 +48,14 @@ class Turn:
 
 class Survey:
     """modules: all, each as often as it is reached. weights: their parameters. ordinary: every weight is a plain parameter, not of a tensor
-    subclass (quantised, distributed). listened_to: some module has a hook, another forward or a compiled call of its own. state: equal as
-    long as weights and buffers keep their addresses, shapes and dtypes, and modules their kinds and adapters. It does not see what changes in
-    place, as weights do in training, nor inside a tensor subclass, which has no address.
+    subclass (quantised, distributed). listened_to: some or every module has a hook, another forward or a compiled call of its own. state:
+    equal as long as weights and buffers keep their addresses, shapes and dtypes, and modules their kinds and adapters. It does not see what
+    changes in place, as weights do in training, nor inside a tensor subclass, which has no address. fingerprint: changes with everything
+    that decides logits, numbers that change in place too; not with a change through a tensor's `data`.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.modules = all_modules(model)
+        self.model, self.modules = model, all_modules(model)
 
     @cached_property
     def weights(self) -> list[torch.Tensor]:
@@ -62,23 +67,47 @@ class Survey:
 
     @cached_property
     def listened_to(self) -> bool:
-        return any(
+        return any(HOOKS_OF_ALL) or any(
             one._forward_hooks or one._forward_pre_hooks or "forward" in vars(one) or one._compiled_call_impl
             for one in self.modules
         )
 
     @cached_property
     def state(self) -> Any:
-        buffers = [own for one in self.modules if one._buffers for own in one._buffers.values() if own is not None]
         kinds = list(map(type, self.modules))
         # Of adapters it is a property; transformers' models have a method of this name.
         adapting = {kind for kind in set(kinds) if isinstance(getattr(kind, "disable_adapters", None), property)}
         told = ("active_adapters", "disable_adapters", "merged_adapters")
         return (
-            [(tensor.data_ptr(), tensor.shape, tensor.dtype) for tensor in (*self.weights, *buffers)],
+            [(tensor.data_ptr(), tensor.shape, tensor.dtype) for tensor in (*self.weights, *self.buffers)],
             kinds,
             [[str(getattr(one, name, "")) for name in told] for one in self.modules if adapting and type(one) in adapting],
         )  # fmt: skip
+
+    @cached_property
+    def buffers(self) -> list[torch.Tensor]:
+        return [own for one in self.modules if one._buffers for own in one._buffers.values() if own is not None]
+
+    @cached_property
+    def fingerprint(self) -> int:
+        device = getattr(self.model, "device", torch.device("cpu"))
+        modes = torch.is_autocast_enabled(device.type), torch.get_float32_matmul_precision()
+        versions = [0 if own.is_inference() else own._version for own in (*self.weights, *self.buffers)]
+        # The walk takes as long as all the rest: names would double it.
+        settings = [
+            value
+            for one in self.modules
+            for name, value in one.__dict__.items()
+            if type(value) in SETTINGS and name not in UNSETTLED
+        ]
+        of_each = [own for one in self.modules for own in (one._forward_hooks, one._forward_pre_hooks)]
+        hooks = [key for own in (*HOOKS_OF_ALL, *of_each) for key in own]
+        configs = {
+            id(own): str(getattr(own, "__dict__", own)) for one in self.modules if (own := vars(one).get("config"))
+        }
+        addresses, kinds, adapters = self.state
+        parts = addresses, kinds, versions, settings, hooks, configs.values()
+        return hash((modes, str(adapters), *map(tuple, parts)))
 
 
 def all_modules(model: nn.Module) -> list[nn.Module]:

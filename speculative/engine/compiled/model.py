@@ -6,7 +6,7 @@ width, V vocabulary.
 
 import ctypes
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -14,12 +14,13 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from speculative.engine.agreement import Unfit, agrees, is_plain
 from speculative.engine.cache import RaggedCache, RaggedLayer
 from speculative.engine.compiled.library import library
 from speculative.engine.frequent_head import FrequentHead
-from speculative.engine.models import attention_windows, max_positions, vocab_rows
-from speculative.engine.plain_decoders import CHECKED_TOKENS, Unfit, agrees, is_plain
+from speculative.engine.models import max_positions, vocab_rows
 from speculative.engine.survey import facts_of, survey
+from speculative.engine.windows import attention_windows
 from speculative.rules.tree import TokenTree
 
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
@@ -32,18 +33,14 @@ def compiled_model(model: PreTrainedModel, cache: RaggedCache) -> "CompiledModel
     if loaded is None:
         return None
     try:
-        agreed = agrees(model, "compiled code", lambda: _call_of(loaded, model))
+        agreed = agrees(model, "compiled code", lambda capacity: CompiledModel(loaded, model, _cache(model, capacity)))
         return CompiledModel(loaded, model, cache) if agreed else None
     except (Unfit, AttributeError):  # AttributeError: names of another release
         return None
 
 
-def _call_of(loaded: ctypes.CDLL, model: PreTrainedModel) -> Callable[[torch.Tensor, int], torch.Tensor]:
-    """Calls of two rows that start at one position, for `agrees`."""
-    compiled = CompiledModel(
-        loaded, model, RaggedCache(model.config.num_hidden_layers, rows=2, capacity=CHECKED_TOKENS)
-    )
-    return lambda ids_RQ, start: compiled(ids_RQ, np.full(2, start, dtype=np.int64), ids_RQ.shape[1])
+def _cache(model: PreTrainedModel, capacity: int) -> RaggedCache:
+    return RaggedCache(model.config.num_hidden_layers, rows=2, capacity=capacity)
 
 
 class _Weights:

@@ -6,20 +6,19 @@ V vocabulary.
 
 import functools
 import importlib.util
-import warnings
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import numpy as np
 import torch
 from torch.nn.functional import embedding
 from transformers import PreTrainedModel
 
+from speculative.engine.agreement import Feed, Unfit, agrees, is_plain, refuse
 from speculative.engine.cache import RaggedCache, RaggedLayer
 from speculative.engine.fused.products import PROGRAMS, Products, Workspace, power_of_two
 from speculative.engine.fused.weights import Layer, Weights
 from speculative.engine.models import max_positions
-from speculative.engine.plain_decoders import Unfit, agrees, is_plain, refuse
 
 MOST_GROUPED, MOST_GROUPED_FLOAT = 64, 16  # query tokens times heads of a group in one program; of float32
 LONG = 256  # positions that one program of attention reads before others help
@@ -40,15 +39,13 @@ def fused_weights(model: PreTrainedModel) -> Weights | None:
     except (Unfit, AttributeError, torch.OutOfMemoryError):  # AttributeError: names of another release
         return None
     except Exception as error:  # of Triton's compiler or its driver
-        refuse(model, KERNELS)
-        said = (str(error).splitlines() or [type(error).__name__])[0]
-        warnings.warn(f"{type(model).__name__} runs without {KERNELS}: {said}", stacklevel=2)
+        refuse(model, KERNELS, f"failed: {(str(error).splitlines() or [type(error).__name__])[0]}")
         return None
 
 
 def agreeing_weights(model: PreTrainedModel) -> Weights | None:
     """Return the weights if fused kernels give the model's own logits. Raises Unfit for an unsupported part."""
-    return Weights(model) if agrees(model, KERNELS, lambda: _call_of(model, Weights(model))) else None
+    return Weights(model) if agrees(model, KERNELS, lambda _: _call_of(model, Weights(model))) else None
 
 
 @functools.cache
@@ -56,17 +53,16 @@ def _usable() -> bool:
     return torch.version.cuda is not None and importlib.util.find_spec("triton") is not None
 
 
-def _call_of(model: PreTrainedModel, weights: Weights) -> Callable[[torch.Tensor, int], torch.Tensor]:
-    """Calls of two rows that start at one position, for `agrees`."""
+def _call_of(model: PreTrainedModel, weights: Weights) -> Feed:
+    """Calls of two rows, for `agrees`."""
     # So many positions that several programs are given a row, as in decoding.
     capacity = 2 * LONG
     cache = RaggedCache(model.config.num_hidden_layers, rows=2, capacity=capacity)
     fused = FusedModel(weights, cache, Scratch(model, weights, capacity))
 
-    def call(ids_RQ: torch.Tensor, start: int) -> torch.Tensor:
-        queries = ids_RQ.shape[1]
-        positions_Q = torch.arange(start, start + queries, device=ids_RQ.device)
-        return fused(ids_RQ, positions_Q.repeat(2, 1), queries)
+    def call(ids_RQ: torch.Tensor, starts_R: np.ndarray, queries: int) -> torch.Tensor:
+        positions_RQ = torch.from_numpy(starts_R[:, None] + np.arange(queries))
+        return fused(ids_RQ, positions_RQ.to(ids_RQ.device), queries)
 
     return call
 

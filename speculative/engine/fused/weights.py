@@ -11,10 +11,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from speculative.engine.agreement import Unfit
 from speculative.engine.fused.products import Matrix
-from speculative.engine.models import attention_windows
-from speculative.engine.plain_decoders import Unfit
 from speculative.engine.survey import survey_again
+from speculative.engine.windows import attention_windows
 
 # float16 has too small a range for inputs that are normed after their product.
 DTYPES = (torch.float32, torch.bfloat16)

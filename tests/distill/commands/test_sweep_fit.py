@@ -31,7 +31,7 @@ from distill.faults import Interrupted
 from distill.models.student import from_architecture
 from distill.run.verdict_record import load_verdict
 from speculative.drafters.draft import Draft
-from speculative.engine.models import attention_windows
+from speculative.engine.windows import attention_windows
 
 pytestmark = pytest.mark.usefixtures("without_figures")  # of the runs
 MINUTES = 0.2

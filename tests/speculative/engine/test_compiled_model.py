@@ -23,12 +23,12 @@ from distill.models.quantized import Int8Linear
 from speculative.decode import decode
 from speculative.decoder.responses import DecodeSettings
 from speculative.drafters.drafter import ModelDrafter
-from speculative.engine import cached_model, plain_decoders
+from speculative.engine import agreement, cached_model
+from speculative.engine.agreement import PLAIN_DECODERS, is_plain
 from speculative.engine.cached_model import CachedModel
 from speculative.engine.compiled import model as compiled
 from speculative.engine.compiled.library import library
 from speculative.engine.compiled.model import CompiledModel
-from speculative.engine.plain_decoders import PLAIN_DECODERS, is_plain
 from speculative.rules.sampling import GREEDY, SamplingSettings
 from speculative.rules.tree import TokenTree
 
@@ -240,7 +240,9 @@ def test_one_that_gives_other_logits_is_never_trusted(itself: bool, monkeypatch:
 
     own, changed, called = said(*pair()), pair(), CompiledModel.__call__
     monkeypatch.setattr(CompiledModel, "__call__", lambda self, *args, **kwargs: called(self, *args, **kwargs) * 1.5)
-    with pytest.warns(UserWarning, match="compiled code and LlamaForCausalLM itself give different logits") as warned:
+    with pytest.warns(
+        UserWarning, match="runs eagerly, which is slower, because compiled code gives other logits"
+    ) as warned:
         assert [said(*changed), said(*changed)] == [own, own]
     assert len(warned) == (1 if itself else 2)
 
@@ -259,7 +261,7 @@ def test_logits_that_are_broken_are_no_difference() -> None:
     with torch.no_grad():
         model.lm_head.weight[3] = torch.nan
     assert opened(model).compiled is not None
-    assert plain_decoders._agrees[model] == {"compiled code": True}
+    assert list(agreement._faults[model].values()) == [None]
 
 
 def test_weights_may_move_and_change_between_decode_calls() -> None:

@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM
 from speculative.decode import decode
 from speculative.decoder.responses import DecodeSettings
 from speculative.drafters.drafter import ModelDrafter
+from speculative.engine.agreement import Unfit
 from speculative.engine.cache import RaggedCache
 from speculative.engine.fused import model as fused
 from speculative.engine.fused.weights import Weights, packed
-from speculative.engine.plain_decoders import Unfit
 from speculative.rules.sampling import GREEDY
 
 # Each pair of a dtype and an architecture costs a quarter of a minute of Triton's compiler.

@@ -12,17 +12,22 @@ from speculative.drafters.drafter import ModelDrafter
 from speculative.drafters.early_exit import first_layers
 from speculative.engine.memory import cache_bytes, check_memory, free_bytes
 from speculative.engine.models import (
-    attention_windows,
     check_decodable,
     evaluating,
     max_positions,
     without_autograd,
 )
+from speculative.engine.windows import attention_windows
 from speculative.errors import UserError
 from speculative.measure.replay import agreement_of
 from speculative.measure.token_scores import score_tokens
 from speculative.rules.sampling import GREEDY
 
+# The last layers read keys and values of earlier ones of their kind.
+SHARED = {
+    "sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4, "num_kv_shared_layers": 2,
+    "vocab_size_per_layer_input": 50, "hidden_size_per_layer_input": 8,
+}  # fmt: skip
 MATRIX = {
     "llama": {},
     "qwen2": {},
@@ -33,6 +38,14 @@ MATRIX = {
     "mistral sliding": {"sliding_window": 6},
     "gemma": {},
     "gemma2": {"sliding_window": 6, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0},
+    "gemma3n_text sliding": SHARED
+    | {
+        "laurel_rank": 8,
+        "altup_num_inputs": 2,
+        "activation_sparsity_pattern": [0.0] * 4,
+        "intermediate_size": [64] * 4,
+    },
+    "gemma4_text sliding": SHARED | {"global_head_dim": 16, "use_double_wide_mlp": True},
     "gemma3_text": {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]},
     "phi3": {},
     "phi3 sliding": {"sliding_window": 6},

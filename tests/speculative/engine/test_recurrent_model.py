@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from refusals import refused
 from tiny_models import generated, perturbed, prompts_of, texts, tiny_model
 
 from speculative.decode import decode
@@ -79,6 +80,25 @@ def test_reading_text_again_gives_the_same_logits(monkeypatch):
             for start, tokens in ((4, 3), (5, 4), (9, 1), (8, 5), (13, 2), (12, 6), (2, 3), (5, 15)):
                 logits = fed.feed(ids[:, start : start + tokens], np.array([start]), tokens)[0]
                 torch.testing.assert_close(logits, expected[start : start + tokens], rtol=1e-3, atol=1e-4)
+
+
+def test_a_state_that_several_tokens_drop_is_noticed_where_it_matters_late():
+    """Weights as transformers draws them, a text of 40 tokens: 3 tokens of it would matter less than one percent."""
+    model = tiny_model("mamba", num_hidden_layers=4, hidden_size=64, initializer_range=0.1, state_size=16)
+    ids = torch.randint(1, 50, (1, 46), generator=torch.Generator().manual_seed(0))
+    fed = open_model(model, "target", 1, 46, "eager")
+    with torch.no_grad():
+        fed.prefill(ids.numpy(), [0], np.array([40]))
+        logits, expected = fed.feed(ids[:, 40:], np.array([40]), 6)[0], model(input_ids=ids, use_cache=False).logits[0]
+    torch.testing.assert_close(logits, expected[40:], rtol=1e-3, atol=1e-4 * float(expected.abs().max()))
+
+
+def test_a_state_that_is_not_used_is_refused_in_one_line():
+    model = hybrid("lfm2")
+    forward = model.model.forward
+    model.model.forward = lambda *args, **kwargs: forward(*args, **kwargs | {"past_key_values": None})
+    said = refused(lambda: decode(model, None, prompts_of([5]), DecodeSettings(GREEDY, 0, "greedy", max_tokens=4)))
+    assert "(Lfm2ForCausalLM) does not continue from its own state as it reads a whole text" in said
 
 
 def test_what_one_past_cannot_do_is_refused():
