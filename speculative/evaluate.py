@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from speculative.decode import decode
 from speculative.decoder.responses import DecodeSettings, Prompt, Response
 from speculative.drafters.draft import Draft
-from speculative.engine.recurrent_model import recurrence_warning
+from speculative.engine.cached_model import speed_warnings
 from speculative.errors import UserError
 from speculative.measure.effects import Gain
 from speculative.measure.intervals import Interval
@@ -327,7 +327,7 @@ def judge(
         own = score_tokens(draft.model, responses, settings.sampling, offsets=draft.offsets(settings.gamma, 1))
         law = law_of(settings.rule, settings.sampling)
         check = agreement_of(own, law, [response.blocks for response in responses], settings.gamma)
-    warnings = (agreement_warning(check), recurrence_warning(target), recurrence_warning(draft.model))
+    warnings = (agreement_warning(check), *speed_warnings(target, draft.model))
     found: dict[str, Any] = {
         **live_metrics(responses, settings.gamma),
         "domains": domains,

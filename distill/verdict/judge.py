@@ -17,9 +17,9 @@ from distill.training.module import DraftModule
 from distill.verdict.decoding import DECODED_TOGETHER
 from speculative.decoder.responses import DecodeSettings
 from speculative.drafters.draft import Draft, Drafting
+from speculative.engine.cached_model import speed_warnings
 from speculative.engine.memory import release
 from speculative.engine.models import max_positions
-from speculative.engine.recurrent_model import recurrence_warning
 from speculative.errors import UserError
 from speculative.evaluate import (
     HeldoutResponse,
@@ -123,8 +123,9 @@ class DraftJudge:
         alone = self.run.config.target.shard
         with self.target.borrowed():
             found = self.run.dealt(parts, f"{name}-live-{digest}", groups, work, alone)
+            slow = speed_warnings(self.target.model, draft.model)
         check = live_check([LiveSums(**one) for part in found for one in part])
-        warnings = agreement_warning(check.replay), recurrence_warning(draft.model)
+        warnings = agreement_warning(check.replay), *slow
         return {"live_check": check.record(), "warnings": [one for one in warnings if one]}
 
     def _turn(self, step: int) -> tuple[list[list[HeldoutResponse]], str]:

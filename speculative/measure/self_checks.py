@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from speculative.decode import decode
 from speculative.decoder.responses import DecodeSettings, Prompt, Response
 from speculative.drafters.drafter import Ask, ModelDrafter, Proposal
+from speculative.engine.cached_model import speed_warnings
 from speculative.engine.models import evaluating, forward_parameters, state_name, takes_logits_to_keep
 from speculative.errors import TooLittleMemory
 from speculative.measure.token_scores import StoredText, score_responses
@@ -48,8 +49,7 @@ LEAST_NOISE = {
     torch.bfloat16: Noise(5e-3, 7e-3),
 }
 
-# Ten times that of bfloat16: larger differences are a fault, not noise.
-MOST_NOISE = Noise(5e-2, 7e-2)
+MOST_NOISE = 10  # times the least of the dtype: larger differences are a fault, not noise
 
 
 def least_noise(dtype: torch.dtype) -> Noise:
@@ -156,7 +156,7 @@ def self_checks(
     target: PreTrainedModel, prompts: Sequence[Prompt], settings: DecodeSettings, *, batch_size: int = 8
 ) -> Checked:
     """Run the self-checks on this target and these prompts, against the noise of its dtype on this text; `warnings` lists larger
-    deviations.
+    deviations, and slower code.
 
     1. The target as its own draft has alpha 1.000, by replay of its text and by live decoding.
     2. Speculative greedy tokens equal plain greedy tokens, with proposals that are often wrong.
@@ -177,12 +177,14 @@ def self_checks(
 
     (plain, live, plain_greedy, speculative_greedy), rows = _with_fewer_rows(decoded, min(batch_size, len(prompts)))
     measured = measure_noise(target, plain, settings.sampling, rows)
-    noise = Noise(min(measured.overlap, MOST_NOISE.overlap), min(measured.gap, MOST_NOISE.gap))
+    least = least_noise(target.dtype)
+    noise = Noise(min(measured.overlap, MOST_NOISE * least.overlap), min(measured.gap, MOST_NOISE * least.gap))
     alpha_replay = float(np.concatenate(score_responses(target, plain, settings.sampling, rule)).mean())
     tested = sum(response.tested for response in live)
     alpha_live = sum(response.accepted for response in live) / tested
     counted = sum(len(response.response_ids) for response in plain) if settings.sampling.greedy else None
     warnings = [
+        *speed_warnings(target),
         *_beside_noise("replay", alpha_replay, noise, target.dtype, counted),
         *_beside_noise("live decoding", alpha_live, noise, target.dtype, tested),
     ]

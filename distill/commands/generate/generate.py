@@ -27,6 +27,7 @@ from speculative.drafters.draft import DRAFTINGS, Draft, ParallelDrafter
 from speculative.drafters.drafter import Drafter, ModelDrafter
 from speculative.drafters.gamma import AdaptiveGamma, FixedGamma, GammaPolicy
 from speculative.drafters.registry import Parts, make_drafter
+from speculative.engine.cached_model import speed_warnings
 from speculative.engine.models import end_token_ids
 from speculative.errors import UserError
 from speculative.measure.metrics import latency, live_metrics, stage_seconds
@@ -220,6 +221,7 @@ def summary(
         "tokens": tokens, "tokens_per_second": tokens / timing.total_seconds, "seconds": stage_seconds(timing),
         "latency": latency(responses).record(), "peak_bytes": timing.peak_bytes, "drafter": None if drafter is None else drafter.name,
         "finish_reasons": dict(sorted(Counter(str(response.finish_reason) for response in responses).items())),
+        "warnings": speed_warnings(*(model for model in (loaded.target, getattr(drafter, "model", None)) if model is not None)),
     }  # fmt: skip
     if drafter is None:
         return result
@@ -255,6 +257,7 @@ def summary_lines(result: dict[str, Any], gamma: str) -> list[str]:
             lines.append(f"gamma chosen: {', '.join(f'{width} x{count}' for width, count in chosen.items())}")
         if result.get("warning"):
             lines.append(f"warning: {result['warning']}")
+    lines += [f"warning: {said}" for said in result["warnings"]]
     first, pause = result["latency"]["first_token"], result["latency"].get("between_commits")
     line = f"first token after {1e3 * first['p50']:.0f} ms (p90 {1e3 * first['p90']:.0f})"
     if pause:

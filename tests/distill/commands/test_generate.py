@@ -21,6 +21,7 @@ from distill.commands.options import GenerateOptions
 from distill.models.load import load_model, load_tokenizer
 from speculative.decode import decode
 from speculative.decoder.responses import DecodeSettings, Response
+from speculative.engine.agreement import refuse
 from speculative.engine.models import end_token_ids
 from speculative.errors import UserError
 from speculative.rules.sampling import GREEDY
@@ -282,3 +283,16 @@ def test_a_full_disk_names_the_file_and_what_was_saved(tmp_path: Path, monkeypat
         with pytest.raises(UserError, match=r"out.jsonl: cannot be written \(No space left on device\); 2 responses"):
             file.add(1, Response("b", [1], response_ids=[3]))
     assert len((tmp_path / "out.partial.jsonl").read_text().splitlines()) == 1
+
+
+def test_slower_code_is_said_in_the_numbers(tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def odd(model: Any, *_: Any) -> None:
+        refuse(model, "compiled code", "is odd")
+
+    monkeypatch.setattr("speculative.engine.compiled.model.agrees", odd)
+    arguments = [str(tiny_target), "--prompt", PROMPT, "--max-tokens", "2", "--numbers", str(tmp_path / "n.json")]
+    with pytest.warns(UserWarning, match="compiled code is odd"):
+        result = CliRunner().invoke(cli.app, ["generate", *arguments], catch_exceptions=False)
+    (said,) = json.loads((tmp_path / "n.json").read_text())["warnings"]
+    assert said.endswith("runs eagerly, which is slower, because compiled code is odd")
+    assert f"warning: {said}" in result.stderr
