@@ -7,6 +7,7 @@ import typer
 
 from distill.commands import options as of
 from distill.config.command_line import CheckPairOptions, RespondOptions, TimeOptions, TrainOptions, lazy_command
+from distill.config.retired import retired
 from distill.faults import exit_status
 from distill.live.options import (
     ExportTrafficOptions,
@@ -17,6 +18,7 @@ from distill.live.options import (
     RolloutOptions,
     ShowOptions,
 )
+from speculative.errors import UserError
 
 READER_LEFT = 141  # The status that a shell reports for a program ended by SIGPIPE.
 TRAIN, JUDGE, SERVE, WATCH = "Train", "Judge", "Serve", "Watch"  # Panels of --help.
@@ -86,6 +88,8 @@ def demo(options: of.DemoOptions) -> int:
 def main() -> None:
     """Entry point. A mistake of the user prints one line and exits with status 2."""
     try:
+        if instead := retired(*(f"{sys.argv[1]} {word.partition('=')[0]}" for word in sys.argv[1:])):
+            raise UserError(instead)
         app()
     except BrokenPipeError:
         # The reader of a pipe has closed it (`| head`): write nothing more, not even at exit.

@@ -1,0 +1,8 @@
+"""What was retired in this release and what to use instead, for one release: config keys, values (`key: value`), options of commands."""
+
+RETIRED: dict[str, str] = {}
+
+
+def retired(*names: str) -> str | None:
+    """What to use instead of the first of these names that was retired; None if none was."""
+    return next((f"`{name}` is retired; {RETIRED[name]}" for name in names if name in RETIRED), None)
