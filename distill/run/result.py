@@ -12,7 +12,6 @@ from speculative.explain.calibration import Calibration
 from speculative.explain.disagreements import Disagreement
 from speculative.explain.repetition import Repetition
 from speculative.explain.slices import SliceTable
-from speculative.explain.where_helps import WhereRow
 from speculative.measure.intervals import Interval
 from speculative.measure.metrics import Curve
 from speculative.measure.record import Record, Text
@@ -151,7 +150,6 @@ class Result(Record):
     verdict: Verdict = Field(description="the contents of verdict.json")
     curves: Curves | None = Field(None, description="alpha, tau and speed over gamma, by replay")
     slices: list[SliceTable] = Field([], description="acceptance on parts of the frozen text, one table per dimension")
-    where: list[WhereRow] = Field([], description="speed-up of every way on parts of the text; empty: not timed")
     temperatures: list[TemperatureRow] = Field([], description="acceptance at each of judge.temperatures, lowest first")
     losslessness: Losslessness | None = Field(None, description="whether text is the target's own; null: not tested")
     scores: list[TaskScores] = Field([], description="task scores with and without the draft, one entry per scorer")

@@ -43,11 +43,9 @@ from speculative.explain.disagreements import disagreements
 from speculative.explain.slices import slice_tables
 from speculative.explain.target_view import target_entropies
 from speculative.explain.token_class import token_pieces
-from speculative.explain.where_helps import WhereRow, where_each_helps
 from speculative.measure.cost import best_gamma
-from speculative.measure.measured import DRAFT, SERVED, TARGET, UNDISTILLED
+from speculative.measure.measured import DRAFT, SERVED, UNDISTILLED
 from speculative.measure.metrics import CURVE_GAMMAS, rule_curve
-from speculative.measure.race import Standings
 from speculative.measure.record import VERSION
 from speculative.rules.rule import RULES, UNTRUNCATED, rules_of_text
 from speculative.rules.sampling import SamplingSettings
@@ -188,7 +186,6 @@ def findings_of(
         verdict=verdict,
         curves=curves_of(evidence),
         slices=slices,
-        where=_where(evidence),
         disagreements=worst,
         calibration=_calibration(evidence),
         trained_on=trained_on,
@@ -242,15 +239,6 @@ def _calibration(evidence: Evidence) -> Calibration:
         scores, evidence.question.rule, cost_ratio=costs.cost_ratio, verify_slope=slope, speed_up=speed_up, parallel=costs.parallel,
     )  # fmt: skip
     return found.model_copy(update={"stop_below": threshold, "words": f"{found.words}. {words}"})
-
-
-def _where(evidence: Evidence) -> list[WhereRow]:
-    if evidence.contest is None:
-        return []
-    timed = evidence.contest.timed
-    assert isinstance(timed, Standings)
-    steps = {name: timed.steps_N(name) for name in (TARGET, *(one.name for one in evidence.contest.eligible))}
-    return where_each_helps(evidence.question.frozen, steps)
 
 
 def _timed(evidence: Evidence) -> dict[str, dict[str, float]]:

@@ -205,11 +205,6 @@ class Standings:
         texts, timed, _ = self._variances(name, TARGET, list(self._prices[name]))
         return interval[1] <= speed_up * (1.0 + within) or timed <= SMALL_SHARE * (texts + timed)
 
-    def steps_N(self, name: str) -> np.ndarray:
-        """Expected seconds of each response (N,), including its prefill, in steps of the target alone; speed-ups are computed from it."""
-        rho, prefill = self._means(name)
-        return rho * self._blocks_N[name] + prefill
-
     def counted(self, name: str) -> dict[str, tuple[int, int]]:
         """(tokens, blocks) of each timed prompt, as decoded."""
         return {key: lap.said for key, lap in self._laps[name].items()}

@@ -100,22 +100,6 @@ def _slices() -> list[dict[str, Any]]:
     return [table | {"corrected_confidence": 1 - 0.05 / len(table["rows"])} for table in tables]
 
 
-def _where() -> list[dict[str, Any]]:
-    parts = [("domain", name) for name in DOMAINS]
-    parts += [("repetition", "up to 4 % repeated"), ("repetition", "more than 4 % repeated")]
-    found = []
-    for place, (dimension, name) in enumerate(parts):
-        speed_up = {DRAFT: 1.4, LOOKUP: 0.9 + 0.3 * place}
-        found.append(
-            {
-                "dimension": dimension, "name": name, "tokens": 451, "prompts": 8, "repeated": 0.04 * place, "speed_up": speed_up,
-                "speed_up_ci": {who: _ends(value, 0.1) for who, value in speed_up.items()},
-                "best": max(speed_up, key=speed_up.__getitem__), "certain": place > 0,
-            }
-        )  # fmt: skip
-    return found
-
-
 def _measured(tau_live: float, share: float) -> list[dict[str, Any]]:
     """Judged rows of the drafts, then what was timed at 1, 4 and 16 requests."""
     alphas: dict[str, dict[str, Any]] = {
@@ -236,7 +220,7 @@ def example_result(responses: int = 8) -> dict[str, Any]:
             ],
             "refused": {"greedy": "needs text that was answered at temperature 0"},
         },
-        "slices": _slices(), "where": _where(),
+        "slices": _slices(),
         "disagreements": [
             {
                 "context": context, "target_said": target, "draft_wanted": draft, "count": count, "prompts": min(count, 9),
@@ -297,7 +281,7 @@ def not_timed(result: dict[str, Any]) -> dict[str, Any]:
     for curves in made["curves"]["rules"]:
         for curve in curves["ways"].values():
             del curve["predicted_speed_up"]
-    for key in ("token_view", "timed_prompts", "where"):
+    for key in ("token_view", "timed_prompts"):
         del made[key]
     return made
 

@@ -1,47 +1,9 @@
-"""Sections on the text: speed-ups by part of it, repetition, other temperatures, losslessness and task scores."""
+"""Sections on the text: repetition, other temperatures, losslessness and task scores."""
 
 from distill.report.section import Made, section
 from distill.report.sections.slices import prompts_of
 from distill.report.table import Cell, Column, Table
 from distill.report.view import View
-from speculative.explain.where_helps import WhereRow
-from speculative.measure.measured import TARGET
-
-
-@section("where", "Which way helps where", order=70)
-def where(view: View) -> Made:
-    """Speed-ups of every way by part of the text."""
-    rows = view.result.where
-    if not rows:
-        return None
-    line = (
-        "Speed-up over the target alone, by part of the text. The fastest way is bold. It is marked “certain” if it is certainly faster than "
-        "all others, over all rows of its table."
-    )
-    dimensions = dict.fromkeys(row.dimension for row in rows)
-    return [line, *(_where_table([row for row in rows if row.dimension == one]) for one in dimensions)]
-
-
-def _where_table(rows: list[WhereRow]) -> Table:
-    names = list(dict.fromkeys(name for row in rows for name in row.speed_up))
-    dimension = rows[0].dimension
-    title = "By how repetitive the response is" if dimension == "repetition" else f"By {dimension}"
-    ways = (Column(name, ".2f", "x") for name in names)
-    table = Table([dimension, *ways, Column("repeated", ".0%"), Column("tokens", ",")], title=title)
-    for row in rows:
-        table.add(
-            Cell(row.name, note=prompts_of(row.prompts), mark="nothing helps" if row.best == TARGET else ""),
-            *(
-                Cell(
-                    row.speed_up.get(name), row.speed_up_ci.get(name), mark="certain" if name == row.best and row.certain else "",
-                    strong=name == row.best,
-                )
-                for name in names
-            ),
-            Cell(row.repeated, bar=row.repeated),
-            row.tokens,
-        )  # fmt: skip
-    return table
 
 
 @section("repetition", "How much of the text repeats", order=75)

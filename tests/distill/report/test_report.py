@@ -36,7 +36,7 @@ VARIANTS = {
     "bare": bare,
 }
 SECTIONS = [
-    "numbers", "steps", "survival", "speed", "load", "latency", "slices", "where", "repetition", "forgetting", "tokens",
+    "numbers", "steps", "survival", "speed", "load", "latency", "slices", "repetition", "forgetting", "tokens",
     "disagreements", "calibration", "run", "serve", "words",
 ]  # fmt: skip
 FIGURES = {"steps_alpha", "steps_tau", "survival", "tau", "speed", "given", "calibration"}

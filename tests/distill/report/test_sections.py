@@ -302,22 +302,6 @@ def test_prices_on_the_command_line(result: dict[str, Any], tmp_path: Path) -> N
     assert json.loads((tmp_path / "report.json").read_text())["money"]
 
 
-def test_where_marks_the_certain_leader(result: dict[str, Any]) -> None:
-    tables = tables_of(result, "where")
-    assert tables["By domain"].texts()[2] == [
-        "chat 8 prompts",
-        "1.40x [1.30, 1.51]",
-        "1.50x [1.40, 1.61] certain",
-        "8 %",
-        "451",
-    ]
-    assert [row[0] for row in tables["By how repetitive the response is"].texts()] == [
-        "up to 4 % repeated 8 prompts", "more than 4 % repeated 8 prompts",
-    ]  # fmt: skip
-    alone = [dict(row, best=TARGET) for row in result["where"]]
-    assert tables_of({**result, "where": alone}, "where")["By domain"].cells[0][0].mark == "nothing helps"
-
-
 def test_repetition_is_shown_whole_and_by_domain(result: dict[str, Any]) -> None:
     (table,) = tables_of(result, "repetition").values()
     assert table.texts()[:2] == [["all", "15.5 %", "0.8 %", "1,580"], ["python", "30.0 %", "2.0 %", "600"]]

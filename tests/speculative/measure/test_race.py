@@ -45,8 +45,6 @@ def test_the_speed_up_is_pooled_over_all_prompts_and_agrees_with_the_column():
     assert (alone.speed_up, alone.interval, own.timed) == (1.0, (1.0, 1.0), 3)
     low, high = own.interval
     assert low < own.speed_up < high
-    assert standings.steps_N("draft") == pytest.approx(1.5 * blocks + 8 / 3)
-    assert standings.steps_N(ALONE).sum() / standings.steps_N("draft").sum() == pytest.approx(expected)
 
 
 def test_where_replay_has_no_law_a_token_takes_the_place_of_a_block():
