@@ -75,16 +75,12 @@ class SweepOptions:
 
     understudy sweep configs/sweeps/grid.yaml
 
-    understudy sweep configs/sweeps/shapes.yaml --fit 30
-
-    Ends with one table of all runs with confidence intervals. The same command continues an interrupted sweep. With --fit all shapes train
-    equally long in each rung, then the slower half is dropped. Responses, timing, judging and the last two verdicts come on top.
+    Ends with one table of all runs with confidence intervals. The same command continues an interrupted sweep.
     """
 
     file: Annotated[Path, argument("sweep file, e.g. configs/sweeps/grid.yaml")]
     launcher: shared.Launcher = ""
     dry_run: Annotated[bool, option("print the list of runs and exit", "--dry-run")] = False
-    fit: Annotated[str, option("search the grid by successive halving, in so many minutes of training in all")] = ""
 
 
 @dataclass(frozen=True)

@@ -33,11 +33,11 @@ def train_apart(
     if config.signal.source in ("store", "response_logprobs") and not (config.folder / CHECKPOINTS).exists():
         child([*command, "-m", "distill.respond", *arguments], config.name, log, group)
     child([*command, "-m", "distill.train", *arguments], config.name, log, group)
-    if not reached(config):
+    if not _reached(config):
         raise TrainingFailed("ended without a verdict")
 
 
-def reached(config: RunConfig) -> bool:
+def _reached(config: RunConfig) -> bool:
     """Whether a run has its verdict, or is to pause at a step that was judged."""
     step = config.train.pause_at
     return (config.folder / VERDICT if step is None else step_folder(config.folder, step) / JUDGEMENT).exists()

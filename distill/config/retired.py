@@ -1,6 +1,8 @@
 """What was retired in this release and what to use instead, for one release: config keys, values (`key: value`), options of commands."""
 
-RETIRED: dict[str, str] = {}
+RETIRED: dict[str, str] = {
+    "sweep --fit": "a sweep's table and frontier compare all shapes of the grid; give a short train.steps in overrides",
+}
 
 
 def retired(*names: str) -> str | None:

@@ -81,15 +81,13 @@ class Trial:
         return json.dumps(parts, sort_keys=True)
 
 
-def plan(path: Path, suffix: str = "") -> tuple[SweepFile, list[Trial]]:
+def plan(path: Path) -> tuple[SweepFile, list[Trial]]:
     """A sweep file and its combinations, validated, with seeds in the outer loop: after the first pass each combination has one run.
-    ``suffix``: of the sweep's name.
 
     Raises UserError: unreadable, an unknown key (the message gives the nearest one), an empty grid, or a combination that is not a valid
     config.
     """
     sweep = parse_section(SweepFile, read_yaml(path), str(path))
-    sweep = sweep.model_copy(update={"name": f"{sweep.name}{suffix}"})
     keys = sorted(sweep.grid, key=lambda key: key != SEED)
     fixed = [assignment(key, value) for key, value in sweep.overrides.items()]
     grid = itertools.product(*(sweep.grid[key] for key in keys))

@@ -3,7 +3,6 @@
 output/NAME/logs/RUN.log      what each training run printed
             sweep.json        trials and rows, rewritten after each trial
             frontier.png      size against speed, if runs were timed
-            rung-N.json       with --fit, where NAME ends in -fit: the comparison of the shapes after a rung
 output/NAME-COMBINATION/      the runs, as `distill.train` makes them
 
 The state of a run is in its own folder, and the verdict is written last. So a killed sweep continues where it stopped, and the killed
@@ -12,21 +11,18 @@ runs reuse the files of an earlier run with the same ones, so the target answers
 """
 
 import contextlib
-import functools
 import os
 import shlex
 import shutil
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
 from data.files import MANIFEST, write_json
 from distill.commands.options import SweepOptions
-from distill.commands.sweep.fit import Search, minutes_of, refuse_unfit
 from distill.commands.sweep.frontier import frontier_table, plot_frontier, points_of, recommended
 from distill.commands.sweep.plan import SweepFile, Trial, finished, plan
 from distill.commands.sweep.table import FIGURES, Row, measured_of, summarise, sweep_table
@@ -37,7 +33,7 @@ from speculative.errors import UserError
 
 
 def run_sweep(options: SweepOptions, console: Console | None = None) -> list[Row]:
-    """Train the unfinished trials one after the other, print a table and return its rows; with --fit the trials that the search leaves.
+    """Train the unfinished trials one after the other, print a table and return its rows.
 
     Seeds are in the outer loop, so a sweep that is stopped early has complete passes over the grid. A failed trial is reported and the
     others continue.
@@ -46,14 +42,10 @@ def run_sweep(options: SweepOptions, console: Console | None = None) -> list[Row
     Interrupted: Ctrl-C, after the running trial has stopped with its checkpoint.
     """
     console = console or Console()
-    minutes = minutes_of(options.fit) if options.fit else None
-    sweep, trials = plan(options.file, suffix="-fit" if minutes else "")
-    if minutes:
-        refuse_unfit(options.file, sweep, trials)
-    done = [not minutes and finished(trial) for trial in trials]
+    sweep, trials = plan(options.file)
+    done = [finished(trial) for trial in trials]
     runs = f"{len(trials)} run{'s' if len(trials) > 1 else ''}"
-    how = f"{minutes:g} minutes of training in all" if minutes else f"{sum(done)} finished, by {sweep.metric}"
-    console.print(f"sweep {sweep.name}: {runs}, {how}", highlight=False)
+    console.print(f"sweep {sweep.name}: {runs}, {sum(done)} finished, by {sweep.metric}", highlight=False)
     if options.dry_run:
         for trial, is_done in zip(trials, done, strict=True):
             line = f"  {'finished' if is_done else 'to do':8}  {trial.config.name}  {' '.join(trial.overrides[:-1])}"
@@ -64,25 +56,20 @@ def run_sweep(options: SweepOptions, console: Console | None = None) -> list[Row
         (folder / "logs").mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"{folder}: cannot be written ({error.strerror})") from error
-    command, every = shlex.split(options.launcher) or [sys.executable], trials
-    search = Search(sweep, trials, folder, minutes, console, errors) if minutes else None
-    fit = search.state if search else None
+    command = shlex.split(options.launcher) or [sys.executable]
     with terminated_as_interrupted():
-        if search:
-            train = functools.partial(_train, sweep, every, command=command, console=console)
-            trials = search.finalists(train, lambda: _report(folder, sweep, [], errors, fit))
-        rows = _report(folder, sweep, trials, errors, fit)
+        rows = _report(folder, sweep, trials, errors)
         for number, trial in enumerate(trials, start=1):
             if finished(trial):
                 continue
             console.print(f"[{number}/{len(trials)}] {trial.config.name}", end="", highlight=False, markup=False)
             try:
-                _train(sweep, every, trial, command, console)
+                _train(sweep, trials, trial, command, console)
             except TrainingFailed as failed:
                 errors[trial.config.name] = str(failed)
                 console.print(f"    failed: {failed}", style="red", highlight=False, markup=False)
             finally:
-                rows = _report(folder, sweep, trials, errors, fit)
+                rows = _report(folder, sweep, trials, errors)
     console.print(sweep_table(sweep, rows))
     points = points_of(rows, trials, sweep.price_per_hour)
     if (found := recommended(points)) is not None:
@@ -117,17 +104,13 @@ def _train(sweep: SweepFile, trials: Sequence[Trial], trial: Trial, command: Seq
     console.print(f"    {''.join(found)}{(time.perf_counter() - started) / 60:.1f} min", highlight=False)
 
 
-def _report(
-    folder: Path, sweep: SweepFile, trials: Sequence[Trial], errors: dict[str, str], fit: Mapping[str, Any] | None
-) -> list[Row]:
-    """The rows of the finished trials. They are also written to sweep.json, with what `--fit` has tried."""
+def _report(folder: Path, sweep: SweepFile, trials: Sequence[Trial], errors: dict[str, str]) -> list[Row]:
+    """The rows of the finished trials. They are also written to sweep.json."""
     found = {trial.config.name: measured_of(trial) for trial in trials if finished(trial)}
-    rows = summarise(sweep, trials, found) if trials else []
+    rows = summarise(sweep, trials, found)
     told = [vars(row) | {"measured": [one.record() for one in row.measured]} for row in rows]
     points = [vars(point) for point in points_of(rows, trials, sweep.price_per_hour)]
-    result = {
-        "format": 2, **sweep.model_dump(mode="json"), "rows": told, "points": points, "failed": errors, "fit": fit,
-    }  # fmt: skip
+    result = {"format": 2, **sweep.model_dump(mode="json"), "rows": told, "points": points, "failed": errors}
     write_json(folder / "sweep.json", result)
     return rows
 
