@@ -35,7 +35,6 @@ class ShowRunOptions:
     """
 
     run: RunFolder
-    profile: Annotated[Path | None, option("another draft's speculation_profile.json, to show beside the run's")] = None
     trust_remote_code: shared.TrustRemoteCode = False
 
 

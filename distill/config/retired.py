@@ -2,6 +2,7 @@
 
 RETIRED: dict[str, str] = {
     "sweep --fit": "a sweep's table and frontier compare all shapes of the grid; give a short train.steps in overrides",
+    "show --profile": "`understudy compare` scores two drafts on the same responses",
 }
 
 

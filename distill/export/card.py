@@ -10,7 +10,6 @@ from typing import Any
 from huggingface_hub import ModelCardData
 
 from distill.export.engine import environment, places
-from distill.export.hub.results import index_of
 from distill.export.load_table import load_words
 from distill.models.load import EMBEDDED, without_folders
 from distill.report.measured import ways_tables
@@ -43,7 +42,7 @@ def model_card(serving: dict[str, Any], verdict: Verdict | None, provenance: dic
         serving=serving,
         verdict=verdict,
         facts=facts,
-        front=_front_matter(serving, verdict, facts, data),
+        front=_front_matter(serving, facts, data),
         data=data,
         tables=[table.markdown() for table in ways_tables(verdict)] if verdict else [],
         no_gain=NO_GAIN.format(gamma=serving["gamma"]),
@@ -72,12 +71,11 @@ def _place(target: str) -> str:
     return shlex.quote(target) + ("" if "/" in target else "  # change to the target's directory on this machine")
 
 
-def _front_matter(serving: dict[str, Any], verdict: Verdict | None, facts: dict[str, Any], data: list[str]) -> str:
+def _front_matter(serving: dict[str, Any], facts: dict[str, Any], data: list[str]) -> str:
     target = serving["target"]["name"]
-    names = facts.get("hub") or {"base": facts["base"] or target, "data": data, "heldout": facts.get("heldout") or []}
+    names = facts.get("hub") or {"base": facts["base"] or target, "data": data}
     card = ModelCardData(
         library_name="transformers", pipeline_tag="text-generation", tags=["speculative-decoding", "draft-model", "understudy"],
         base_model=names["base"], target_model=target, license=facts["license"] or "other", datasets=names["data"] or None,
-        model_name=serving["draft"]["name"], eval_results=(verdict and index_of(verdict, names["heldout"])) or None,
     )  # fmt: skip
     return f"{card.to_yaml()}\n"

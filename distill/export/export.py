@@ -19,8 +19,6 @@ from distill.export.card import NO_GAIN, NOT_MEASURED, model_card, serving_page
 from distill.export.destination import appearing_directory, check_destination
 from distill.export.engine import EngineVerdict, check_all, others
 from distill.export.facts import RunFacts, gather_facts, ways_to_serve
-from distill.export.hub.profile import SPECULATION_PROFILE, profile_of
-from distill.export.hub.results import EVAL_RESULTS, results_file
 from distill.export.merge import load_merged_student
 from distill.export.model_files import add_older_keys, copy_tokenizer, rewrite
 from distill.export.pair import MERGE, pair_notes
@@ -185,21 +183,13 @@ def _write_pages(working: Path, serving: dict[str, Any], run: RunFacts) -> list[
     """Write pages and records; return the sorted names of all entries of the directory."""
     verdict, provenance = run.verdict, run.provenance
     texts = {"SERVING.md": serving_page(serving), "README.md": model_card(serving, verdict, provenance)}
-    names = (serving["gamma"], serving["target"]["name"], serving["draft"]["name"])
-    profile = profile_of(verdict, *names, (provenance or {}).get("heldout") or [])
-    texts[SPECULATION_PROFILE] = json.dumps(profile.record(), indent=2) + "\n"
     if verdict is not None:
-        if run.benchmark and (results := results_file(verdict, run.benchmark, names[1])):
-            texts[EVAL_RESULTS] = results
         texts[VERDICT] = without_folders(json.dumps(verdict.record(), indent=2, default=str)) + "\n"
     if provenance is not None:
         texts[PROVENANCE] = json.dumps(provenance, indent=2, default=str) + "\n"
-    files = sorted(
-        {entry.name for entry in working.iterdir()} | {name.split("/")[0] for name in texts} | {SERVING_FILE}
-    )
+    files = sorted({entry.name for entry in working.iterdir()} | texts.keys() | {SERVING_FILE})
     texts[SERVING_FILE] = json.dumps({**serving, "files": files}, indent=2) + "\n"
     for name, text in texts.items():
-        (working / name).parent.mkdir(exist_ok=True)
         (working / name).write_text(text, encoding="utf-8")
     return files
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from huggingface_hub import EvalResultEntry
 from transformers import cache_utils
 
 from data.hub import hub_id
@@ -16,7 +15,6 @@ from data.prompts.sources import dataset_id
 from distill.config.layout import BEST_LINK, CONFIG, PROVENANCE, RESULT, STUDENT, VERDICT, run_of, step_folder
 from distill.config.load import dump_config, load_trusted
 from distill.config.sections import Quantization
-from distill.export.hub.results import benchmark_of
 from distill.export.load_table import GammaPlan, LoadRange, drafts_by, gamma_plan
 from distill.models.files.gguf import pre_tokenizer_name
 from distill.models.load import public_name, resolve, saved_dtype, without_folders
@@ -63,7 +61,6 @@ class RunFacts:
     revision: str | None = None
     trust_remote_code: bool = False
     quantize: Quantization | None = None
-    benchmark: EvalResultEntry | None = None  # names the dataset that all held-out prompts come from
     plain_loads: tuple[int, ...] = ()  # see `EngineFacts`
 
 
@@ -84,22 +81,17 @@ def read_run(path: Path, trusted: bool = False) -> RunFacts:
         verdict = None  # it belongs to another checkpoint
     curves = load_result(run / RESULT).curves if verdict is not None and (run / RESULT).exists() else None
     provenance = Record.read(folder / PROVENANCE, "start the run's command again").record()
-    base, sources = (
-        config.student.path,
-        {"data": config.data.train, "heldout": config.data.heldout or config.data.train},
-    )
-    provenance |= {
-        name: [dataset_id(one.path) or Path(one.path).name for one in some] for name, some in sources.items()
-    }
+    base, paths = config.student.path, [source.path for source in config.data.train]
+    provenance["data"] = [dataset_id(path) or Path(path).name for path in paths]
     provenance |= {"config": dump_config(config), "base": base and public_name(base)}
     # Front matter of a card has only names of the hub.
-    ids = {name: list(filter(None, (dataset_id(one.path) for one in some))) for name, some in sources.items()}
-    provenance["hub"] = ids | {"base": hub_id(str(Path(resolve(base or config.target.path))))}
+    ids = list(filter(None, map(dataset_id, paths)))
+    provenance["hub"] = {"data": ids, "base": hub_id(str(Path(resolve(base or config.target.path))))}
     provenance = json.loads(without_folders(json.dumps(provenance)))
-    where, benchmark = config.target, benchmark_of(config.data.heldout)
+    where = config.target
     return RunFacts(
         folder / STUDENT, where.path, verdict, curves, provenance, config.serving.sampling, where.revision,
-        where.trust_remote_code, config.export.quantize, benchmark, plain_loads(run, "vLLM"),
+        where.trust_remote_code, config.export.quantize, plain_loads(run, "vLLM"),
     )  # fmt: skip
 
 

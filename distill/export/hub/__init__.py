@@ -1,1 +1,1 @@
-"""What an export says in the formats of others, and how it is uploaded: speculation profile, evaluation results, hub."""
+"""Uploads to the hub: an export as a model, prompts and responses as a dataset."""

@@ -36,9 +36,7 @@ def test_an_export_and_its_dataset_arrive_whole_and_private(
     export(ExportOptions(tiny_run, tmp_path / "out", push=model, push_dataset=dataset))
     sent = {("model", model): files_of(tmp_path / "out"), ("dataset", dataset): files_of(tiny_run / "dataset")}
     assert hub.files == sent
-    assert {"model.safetensors", "speculation_profile.json", "README.md", "SERVING.md"} <= hub.files[
-        "model", model
-    ].keys()
+    assert {"model.safetensors", "README.md", "SERVING.md"} <= hub.files["model", model].keys()
     assert hub.private == sent.keys()
     said = capsys.readouterr().out
     for (kind, name), files in sent.items():
