@@ -14,7 +14,6 @@ from distill.live.options import (
     ForgetOptions,
     GatewayOptions,
     RefreshOptions,
-    ReviewOptions,
     RolloutOptions,
     ShowOptions,
 )
@@ -49,7 +48,6 @@ COMMANDS = (
 TRAFFIC_COMMANDS = (
     ("show", ShowOptions, "distill.live.traffic.show:show_traffic"),
     ("export", ExportTrafficOptions, "distill.live.traffic.export:export_command"),
-    ("review", ReviewOptions, "distill.live.traffic.review:review_traffic"),
     ("forget", ForgetOptions, "distill.live.traffic.forget:forget_command"),
 )
 
@@ -59,7 +57,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Train draft models that agree with your LLM, and measure whether they make it faster.",
 )
-traffic = typer.Typer(no_args_is_help=True, help="Show, review, export or erase logged traffic.")
+traffic = typer.Typer(no_args_is_help=True, help="Show, export or erase logged traffic.")
 for _name, _panel, _options, _place in COMMANDS:
     app.command(_name, rich_help_panel=_panel)(lazy_command(_options, _place))
 for _name, _asked, _place in TRAFFIC_COMMANDS:

@@ -29,15 +29,13 @@ SCHEMA = pa.schema(
     ]
 )
 
-REVIEWED = SCHEMA.append(pa.field("review", pa.string()))  # of exported traffic
-
 
 @dataclass(frozen=True)
 class RenderedPrompt:
     """A prompt as the target sees it. `reference_ids`: the dataset's answer, if a column is mapped.
 
     `turns`: JSON of {messages, tools} of a conversation, for a server that applies the chat template itself.
-    `group`: equal for prompts that must be on the same side of a split. `review`: what a person said of its response.
+    `group`: equal for prompts that must be on the same side of a split.
     """
 
     prompt_id: str
@@ -47,7 +45,6 @@ class RenderedPrompt:
     reference_ids: tuple[int, ...] | None = None
     turns: str = ""
     group: str = ""
-    review: str = ""
 
     def row(self) -> PromptRow:
         """The prompt before it was rendered."""
@@ -92,8 +89,8 @@ class StoredPrompts(Sequence[RenderedPrompt]):
         return self._table[name]
 
 
-def write_prompts(path: Path, prompts: Iterable[RenderedPrompt], schema: pa.Schema = SCHEMA) -> str:
-    """Write prompts to a file atomically, with few of them in memory, and return their fingerprint. ``schema``: or REVIEWED.
+def write_prompts(path: Path, prompts: Iterable[RenderedPrompt]) -> str:
+    """Write prompts to a file atomically, with few of them in memory, and return their fingerprint.
 
     Raises UserError: disk full or folder not writable; also errors of the iterable.
     """
@@ -104,9 +101,9 @@ def write_prompts(path: Path, prompts: Iterable[RenderedPrompt], schema: pa.Sche
         while some := list(itertools.islice(coming, WRITTEN_AT_ONCE)):
             for prompt in some:
                 digest.update(_identity(prompt))
-            yield pa.Table.from_pylist(list(map(vars, some)), schema)
+            yield pa.Table.from_pylist(list(map(vars, some)), SCHEMA)
 
-    _write(path, tables(), schema)
+    _write(path, tables(), SCHEMA)
     return digest.hexdigest()[:16]
 
 

@@ -3,6 +3,8 @@
 RETIRED: dict[str, str] = {
     "sweep --fit": "a sweep's table and frontier compare all shapes of the grid; give a short train.steps in overrides",
     "show --profile": "`understudy compare` scores two drafts on the same responses",
+    "traffic review": "`understudy traffic show` lists acceptance by slice, `traffic export --quota` limits slices",
+    "traffic --plot": "`understudy traffic show --json` gives the numbers over time",
 }
 
 

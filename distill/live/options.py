@@ -53,15 +53,12 @@ class ShowOptions:
 
     understudy traffic show traffic/
 
-    understudy traffic show traffic/ --plot traffic.png
-
     Prints them by slice, by draft version and over time, and whether acceptance has fallen.
     """
 
     log: Log
     draft_version: Annotated[str, typer.Option(help="draft version that the alarm watches; default: the last")] = ""
     bins: Annotated[int, typer.Option(help="number of time intervals", min=1, max=1000)] = 24
-    plot: Annotated[Path | None, typer.Option(help="file for a plot of acceptance and requests, .png or .svg")] = None
     as_json: Annotated[bool, typer.Option("--json", help="print everything as JSON")] = False
 
 
@@ -83,25 +80,6 @@ class ExportTrafficOptions:
     target_version: TargetVersion = ""
     assume_sampling: AssumeSampling = False
     trust_remote_code: TrustRemoteCode = False
-
-
-@dataclass(frozen=True)
-class ReviewOptions:
-    """Show the costliest requests and judge them.
-
-    understudy traffic review traffic/ --tokenizer models/target
-
-    understudy traffic review traffic/ --as ignore --id 4f1c2a --id 77b0de
-
-    An export leaves out what you `ignore`; `good` and `bad` stand in its column `review`.
-    """
-
-    log: Log
-    say: Annotated[str, typer.Option("--as", help="what you say of the requests --id: good, bad or ignore")] = ""
-    id: Annotated[list[str] | None, typer.Option(help="request that you reviewed; repeatable")] = None
-    most: Annotated[int, typer.Option(help="number of requests to show", min=1)] = 20
-    tokenizer: Annotated[Path | None, typer.Option(help="model directory whose tokenizer shows kept text")] = None
-    as_json: Annotated[bool, typer.Option("--json", help="print as JSON")] = False
 
 
 @dataclass(frozen=True)

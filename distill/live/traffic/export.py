@@ -4,7 +4,6 @@ import os
 import shutil
 import time
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,7 +13,7 @@ from rich.console import Console
 
 from data.files import MANIFEST, Manifest, read_manifest, write_manifest, writing
 from data.prompts.template import loss_mask
-from data.responses.rendered import REVIEWED, RenderedPrompt, StoredPrompts, write_prompts
+from data.responses.rendered import RenderedPrompt, StoredPrompts, write_prompts
 from data.responses.store import Row, Store
 from distill.config.layout import CONFIG, PROMPTS, TRAINING
 from distill.config.layout import RESPONSES as RUN_RESPONSES
@@ -24,7 +23,6 @@ from distill.live.options import ExportTrafficOptions
 from distill.live.traffic.exported import PROMPT_FILES, RESPONSES, note_export, partial_of, row_id, write_rows
 from distill.live.traffic.reader import read_traffic
 from distill.live.traffic.record import TrafficRecord, forgotten_hashes, priority, read_salt
-from distill.live.traffic.review import read_reviews
 from distill.live.traffic.selection import Wanted, capped, fault_of, groups_of, near_hash, split_by_time
 from distill.models.target import Target
 from distill.models.vocabulary import vocabulary_rows
@@ -60,10 +58,9 @@ class _Found(NamedTuple):
     near: str
     group: int
 
-    def prompt(self, salt: bytes, reviews: Mapping[str, str]) -> RenderedPrompt:
+    def prompt(self, salt: bytes) -> RenderedPrompt:
         name, ids = row_id(salt, self.record.id), self.record.prompt_ids or ()
-        said, group = reviews.get(name, ""), f"traffic{self.group}"
-        return RenderedPrompt(name, self.record.slice, ids, self.text, group=group, review=said)
+        return RenderedPrompt(name, self.record.slice, ids, self.text, group=f"traffic{self.group}")
 
 
 class Exported(Record):
@@ -123,12 +120,7 @@ def export_traffic(options: ExportTrafficOptions) -> Exported:
     most = known.config.data.max_prompt_tokens or 1 << 30
     longest = min(known.made_with["context_length"] - serving.max_tokens, most)
     wanted = Wanted(known.manifest["sampling"], versions, longest, known.vocab_rows, options.assume_sampling)
-    reviews = read_reviews(log)
-    ignored = {one for one, said in reviews.items() if said == "ignore"}
-    faults = [
-        "you ignore them" if row_id(salt, record.id) in ignored else fault_of(record, wanted)
-        for record in traffic.records
-    ]
+    faults = [fault_of(record, wanted) for record in traffic.records]
     left_out = Counter(fault for fault in faults if fault)
     usable = [record for record, fault in zip(traffic.records, faults, strict=True) if not fault]
     texts = [known.tokenizer.decode(record.prompt_ids) for record in usable]
@@ -161,7 +153,7 @@ def export_traffic(options: ExportTrafficOptions) -> Exported:
         left_out=dict(left_out.most_common()), warnings=traffic.warnings,
     )  # fmt: skip
     note_export(log, to, time.time(), len(train) + len(heldout))  # first, so that what a killed export leaves is listed
-    _write(to, known, salt, (train, heldout), made, forgotten, reviews)
+    _write(to, known, salt, (train, heldout), made, forgotten)
     return made
 
 
@@ -190,7 +182,6 @@ def _write(
     sides: tuple[list[_Found], list[_Found]],
     made: Exported,
     forgotten: set[str],
-    reviews: Mapping[str, str],
 ) -> None:
     """Write the folder atomically, readable only by its owner. ``forgotten``: the hashes before the log was read."""
     partial = partial_of(to)
@@ -200,7 +191,7 @@ def _write(
         with writing(to):
             partial.mkdir(parents=True)
             for name, side in zip(PROMPT_FILES, sides, strict=True):
-                write_prompts(partial / name, (one.prompt(salt, reviews) for one in side), REVIEWED)
+                write_prompts(partial / name, (one.prompt(salt) for one in side))
             write_rows(Store(partial / RESPONSES), known.manifest, [_row(salt, one.record, known) for one in sides[0]])
             write_manifest(partial / PROMPTS, {"made_with": known.made_with, "traffic": made.record()})
             if forgotten_hashes(Path(made.log)) == forgotten:

@@ -25,7 +25,6 @@ from distill.live.traffic.record import (
     to_line,
 )
 from distill.live.traffic.retention import record_in, rewrite, write_lock
-from distill.live.traffic.review import drop_reviews
 
 _FEWEST_IDS = 2  # shorter prompts are not searched for, because every text may begin with one id
 
@@ -74,7 +73,6 @@ def forget(directory: Path, ids: Sequence[str]) -> tuple[list[str], list[str]]:
             return line
         return to_line(record.without_text())
 
-    drop_reviews(directory, own)
     removed, scrubbed = rewrite(directory, without), rewrite(directory, without_text)
     said = [
         f"{directory}: {removed:,} lines removed; text removed from {scrubbed:,} other requests of the same conversation or with the same "

@@ -2,20 +2,14 @@
 
 import datetime
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
-from matplotlib.dates import ConciseDateFormatter
-from matplotlib.figure import Figure
 from rich.console import Console
 
-from data.files import writing
-from distill.commands.output import check_plot
 from distill.live.alarm.alarm import Alarm, alarm
 from distill.live.options import ShowOptions
 from distill.live.traffic.reader import TrafficLog, accepts, read_traffic
 from distill.live.traffic.record import TrafficRecord
-from distill.report.plot import write_figure
 from distill.report.table import Cell, Column, Table
 from speculative.measure.intervals import Interval
 from speculative.measure.metrics import ratio_with_interval
@@ -59,16 +53,12 @@ class Shown(Record):
 
 
 def show_traffic(options: ShowOptions, console: Console) -> Shown:
-    """Print tables or JSON, and draw the plot if asked. Raises UserError: no log, a forged line, or the plot cannot be written."""
-    check_plot(options.plot)
+    """Print tables or JSON. Raises UserError: no log, or a forged line."""
     log = read_traffic(options.log)
     told = [record.draft_version for record in log.records if accepts(record)]
     version = options.draft_version or (told or [""])[-1]
     found = alarm(log, version) if version else None
     shown = _summary(log, options.bins).model_copy(update={"alarm": found})
-    if options.plot is not None:
-        with writing(f"--plot {options.plot}"):
-            plot_traffic(options.plot, shown)
     if options.as_json:
         console.print_json(data=shown.model_dump())
         return shown
@@ -137,26 +127,3 @@ def _row(records: Sequence[TrafficRecord], name: str, version: str, span: tuple[
 
 def _moment(seconds: float) -> str:
     return datetime.datetime.fromtimestamp(seconds, datetime.UTC).isoformat(" ", "seconds").removesuffix("+00:00")
-
-
-def plot_traffic(path: Path, shown: Shown) -> None:
-    """Plot acceptance with its interval, one line per draft version, above the number of requests; png or svg by the file's name."""
-    figure = Figure(figsize=(8, 4.2), layout="constrained")
-    top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
-    for version in (row.draft_version for row in shown.versions):
-        rows = [row for row in shown.over_time if row.draft_version == version]
-        told = [row for row in rows if row.ci is not None]
-        times = [datetime.datetime.fromtimestamp((row.since + row.until) / 2, datetime.UTC) for row in told]
-        (line,) = top.plot(times, [row.rate for row in told], marker="o", markersize=3, label=version)  # type: ignore[arg-type]
-        if told:
-            top.fill_between(times, *zip(*(row.ci for row in told), strict=True), alpha=0.2)  # type: ignore[arg-type]
-        starts = [datetime.datetime.fromtimestamp(row.since, datetime.UTC) for row in rows]
-        width = datetime.timedelta(seconds=rows[0].until - rows[0].since)
-        bottom.bar(starts, [row.requests for row in rows], width=width, align="edge", alpha=0.5, color=line.get_color())  # type: ignore[arg-type]
-    top.set(ylabel="accepted / drafted", title="served acceptance by draft version, 95 % interval")
-    if shown.versions:
-        top.legend(fontsize=8)
-    top.grid(alpha=0.3)
-    bottom.set(ylabel="requests")
-    bottom.xaxis.set_major_formatter(ConciseDateFormatter(bottom.xaxis.get_major_locator()))
-    write_figure(figure, path)
