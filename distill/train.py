@@ -127,9 +127,7 @@ def learn(answers: Answers, student: Any, settings: DecodeSettings) -> None:
     # Generated while the target is in memory. Purely on-policy training does not use them.
     rows = answers.training if config.data.mix.target else None
     drafting: Drafting = "autoregressive" if config.student.parallel is None else "parallel"
-    judge = DraftJudge(
-        run, settings, target, answers.heldout, drafting, [(one.weight, one.heldout) for one in answers.others]
-    )
+    judge = DraftJudge(run, settings, target, answers.heldout, drafting)
     with arranged(run, target):
         judge_all(new_trainer(answers, student, rows), judge)
 
@@ -157,7 +155,7 @@ def arranged(run: Run, target: Target) -> AbstractContextManager[None]:
 
 def new_trainer(answers: Answers, student: Any, rows: StoredRows | None) -> Trainer:
     """Make the trainer of a student: objective, teacher, batches."""
-    run, target, others, config = answers.run, answers.target, answers.others, answers.run.config
+    run, target, config = answers.run, answers.target, answers.run.config
     module = DraftModule(student, make_objective(config), make_survival(config.student.parallel))
     if config.train.compile:
         module.inner.base_model.compile(dynamic=True)  # batch widths vary
@@ -167,7 +165,7 @@ def new_trainer(answers: Answers, student: Any, rows: StoredRows | None) -> Trai
         + f"draft {sum(parameter.numel() for parameter in module.parameters()):,}"
     )
     examples = rows.examples if rows is not None else as_examples(())
-    teacher = make_teacher(run, target, examples, others)
+    teacher = make_teacher(run, target, examples)
     online = teacher.teacher if isinstance(teacher, CapturingTeacher) else teacher
     online = online if isinstance(online, Teacher) else None
     reference = make_reference(config.loss.weighting.reference, target)
@@ -177,8 +175,7 @@ def new_trainer(answers: Answers, student: Any, rows: StoredRows | None) -> Trai
         for split in (SplitModel(module.inner), *asked):
             check_packing(split)
     mask_token = mask_token_of(module.inner.config) if module.survival is not None else None
-    shares = [(one.weight, one.examples) for one in others]
-    batches = make_batches(run, target, answers.prompts, examples, answers.context, teacher, mask_token, shares)
+    batches = make_batches(run, target, answers.prompts, examples, answers.context, teacher, mask_token)
     # A sharded target needs all ranks together, but each rank runs its own number of trial steps.
     alone = None if config.target.shard else online
     run.wait()  # Trial steps need all ranks, and ranks load their models at different speeds.

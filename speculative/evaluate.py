@@ -102,7 +102,7 @@ class Judgement(OnText):
     step: int | None = Field(None, description="of the checkpoint; null: none of this run")
     score: float | None = Field(
         None,
-        description="selects the best checkpoint: tau under the configured rule, with target.others the weighted mean over targets",
+        description="selects the best checkpoint: tau under the configured rule",
     )
     tau: float = Field(description="tokens per target call: counted live, else by replay")
     rule: str | None = Field(None, description="engine rule")

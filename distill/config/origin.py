@@ -9,7 +9,7 @@ from typing import Any
 
 from distill.config.layout import BEGAN
 
-PATH_KEYS = ("path", "run", "reference", "served", "scorer", "output")
+PATH_KEYS = ("path", "reference", "served", "scorer", "output")
 
 
 def origin_of(run: Path) -> Path | None:

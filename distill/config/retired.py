@@ -5,6 +5,7 @@ RETIRED: dict[str, str] = {
     "show --profile": "`understudy compare` scores two drafts on the same responses",
     "traffic review": "`understudy traffic show` lists acceptance by slice, `traffic export --quota` limits slices",
     "traffic --plot": "`understudy traffic show --json` gives the numbers over time",
+    "target.others": "train one draft for each target",
 }
 
 

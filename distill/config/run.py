@@ -84,9 +84,6 @@ IMPOSSIBLE: tuple[Impossible, ...] = (  # Checked in this order; the first match
      "data.mix.student: loss ce alone would train the draft on its own text; set another loss.name, e.g. forward_kl"),
     (lambda c: (c.data.mix.text > 0) != bool(c.data.text),
      "data.mix.text and data.text need each other; set both or neither"),
-    (lambda c: c.target.others and (c.signal.source != "store" or not c.data.mix.target or c.only_ce),
-     "target.others trains from the stored probabilities of each target: run `understudy respond CONFIG --signal topk` for each, "
-     "set signal.source: store, data.mix.target above 0 and a loss other than ce"),
     (lambda c: (c.own_words or c.data.mix.text) and c.signal.source != "online",
      "signal.source: {0.signal.source} has only the target's responses; for other shares of data.mix set signal.source: online"),
     (lambda c: c.signal.source != "online" and c.signal.kind == "sampled" and c.biased_by_samples,

@@ -1,20 +1,9 @@
-"""The target's section of the config: a local model or one at a server, and other targets for the same draft."""
+"""The target's section of the config: a local model or one at a server."""
 
 from typing import Literal
 
-from pydantic import Field
-
 from data.prompts.prompt import Section
 from data.responses.endpoint_keys import Endpoint
-
-
-class OtherTargetConfig(Section):
-    """Another target for the same draft: a run of that target with stored probabilities (`understudy respond --signal`)."""
-
-    run: str
-    """folder of its run, which has the same tokenizer, data and serving"""
-    weight: float = Field(1.0, gt=0)
-    """weight in every step and in the score, relative to this run's own target"""
 
 
 class TargetConfig(Section):
@@ -37,6 +26,3 @@ class TargetConfig(Section):
     to decode at a checkpoint and for the verdict; with judge.live: end only for the verdict, after training has freed its memory"""
     endpoint: Endpoint | None = None
     """a server that answers and scores in place of local weights; `path` names the same model"""
-    others: tuple[OtherTargetConfig, ...] = ()
-    """train one draft for several targets: the other targets, each from the store of its own run (signal.source:
-    store)"""

@@ -17,7 +17,6 @@ from distill.models.head_tokens import give_head_tokens
 from distill.models.load import tokenizer_fingerprint
 from distill.models.student import carved_by_measurement, check_saved, fitting_layers, make_student, with_adapters
 from distill.models.target import Target
-from distill.run.others import OtherTarget, open_others, require_unchanged
 from distill.run.prompts import PromptSets
 from distill.run.provenance import describe_run
 from distill.run.responses import RunStores
@@ -61,11 +60,6 @@ class Answers:
         with self.run.progress.timed("respond"):
             return self.stores.heldout_by_rule(self.sets.heldout)
 
-    @functools.cached_property
-    def others(self) -> list[OtherTarget]:
-        """Stored responses of the other targets."""
-        return open_others(self.run, self.target, self.prompts, self.sets.heldout, self.context)
-
     @property
     def domains(self) -> list[str]:
         """Domains of the training prompts, sorted."""
@@ -77,10 +71,7 @@ class Answers:
         return carved_by_measurement(self.run.config.student) or self.run.config.student.head_tokens is not None
 
     def provenance(self) -> Mapping[str, Any]:
-        """Origin of a checkpoint: code, machine, target, sampling, other targets.
-
-        Raises UserError: the responses of other targets have changed since the run's last checkpoint.
-        """
+        """Origin of a checkpoint: code, machine, target, sampling."""
         config, facts = self.run.config, self.target.facts
         told: dict[str, Any] = describe_run(config.seed) | {
             "target": config.target.path, "target_fingerprint": facts.fingerprint,
@@ -89,10 +80,6 @@ class Answers:
         }  # fmt: skip
         if self.synthetic:
             told["synthetic_prompts"] = self.synthetic
-        if self.others:
-            told["other_targets"] = [one.told() for one in self.others]
-            if self.run.main:
-                require_unchanged(self.run, told["other_targets"])
         return told
 
 

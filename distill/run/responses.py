@@ -14,7 +14,6 @@ from data.responses.store import INDEX, Row, Store, StoredRows
 from data.responses.synthetic import mixed_rows, sampled_rows, synthetic_rows
 from data.signals.store import SignalManifest, signal_manifest
 from distill.config.layout import (
-    CONFIG,
     HELDOUT,
     HELDOUT_GREEDY,
     PROMPTS,
@@ -30,7 +29,6 @@ from distill.models.target import Target, TargetFacts
 from distill.run.prompts import HELDOUT_FILE, as_rendered, rows_of
 from distill.run.run import Run
 from speculative.decoder.responses import DecodeSettings
-from speculative.errors import UserError
 from speculative.evaluate import HeldoutResponse
 from speculative.rules.rule import Rule
 from speculative.rules.sampling import SamplingSettings
@@ -58,13 +56,10 @@ def signal_manifest_of(run: Run, facts: TargetFacts) -> SignalManifest:
 class RunStores:
     """Make and read the stores of a run; every rank makes its share."""
 
-    def __init__(self, run: Run, target: Target, *, answers: bool = True) -> None:
-        """Fingerprint target and tokenizer and write facts about the target; makes no responses.
-
-        ``answers``: whether the target makes missing responses; if not, missing ones are an error and nothing is written.
-        """
+    def __init__(self, run: Run, target: Target) -> None:
+        """Fingerprint target and tokenizer and write facts about the target; makes no responses."""
         config = run.config
-        self.folder, self.serving, self.answers = run.folder / RESPONSES, config.serving, answers
+        self.folder, self.serving = run.folder / RESPONSES, config.serving
         self.run, self.target = run, target
         self.of_dataset, self.judge_rule = config.data.responses == "reference", config.judge_rule
         kept = config.signal.source == "response_logprobs"
@@ -77,8 +72,7 @@ class RunStores:
             "tokenizer": tokenizer_fingerprint(target.tokenizer),
             "template": template_fingerprint(target.tokenizer, config.data.template)[:16],
         }
-        if answers:
-            run.once(run.folder / TARGET_FACTS, target.remember)
+        run.once(run.folder / TARGET_FACTS, target.remember)
 
     def training(self, prompts: Sequence[RenderedPrompt]) -> StoredRows:
         """Rows to train on: responses of the target, or answers of the dataset."""
@@ -86,8 +80,6 @@ class RunStores:
             return self._make(TRAINING, prompts, self.settings, self.serving.samples_per_prompt)
         store, plan = Store(self.folder / TRAINING), ResponsePlan(prompts, 1, self.serving.shard_size)
         manifest = {**self.manifest(self.settings), "responses": "reference", "prompts": prompts_fingerprint(prompts)}
-        if not self.answers:
-            return self._found(store, manifest, plan)
         if self.run.main:
             store_references(store, manifest, plan, self.serving.max_tokens)
         return self._in_order(store, plan)
@@ -180,8 +172,6 @@ class RunStores:
     ) -> StoredRows:
         store, manifest, run = Store(self.folder / name), self.manifest(settings), self.run
         plan = ResponsePlan(prompts, samples, self.serving.shard_size, run.rank, run.ranks)
-        if not self.answers:
-            return self._found(store, manifest, plan)
 
         def whole() -> bool:
             store.open(manifest)
@@ -198,17 +188,6 @@ class RunStores:
             if run.main:
                 run.await_seen(lambda: bool(store.present(plan.keys).all()), store.folder)
         return self._in_order(store, plan, select)
-
-    def _found(self, store: Store, manifest: Manifest, plan: ResponsePlan) -> StoredRows:
-        """The plan's rows as an earlier program stored them; UserError if some are missing or were made with other settings."""
-        there = (store.folder / MANIFEST).exists()
-        if there:
-            store.open(manifest)
-        if not there or not store.present(plan.keys).all():
-            raise UserError(
-                f"{store.folder}: some prompts of that run have no response; run `understudy respond {self.folder.parent / CONFIG}` first"
-            )
-        return self._in_order(store, plan, select=False)
 
     def _in_order(self, store: Store, plan: ResponsePlan, select: bool = True) -> StoredRows:
         """The plan's rows, checked and in its order. With ``select`` the main process stores that order for all ranks."""

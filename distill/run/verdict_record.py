@@ -8,7 +8,7 @@ from pydantic import Field
 from distill.config.layout import ENGINE_COSTS, VERDICT
 from speculative.evaluate import Judgement
 from speculative.explain.repetition import Repetition
-from speculative.measure.effects import Effects, Gain
+from speculative.measure.effects import Effects
 from speculative.measure.engine_costs import EngineCosts
 from speculative.measure.measured import BY_BLOCK, BY_TOKEN, HELD_OUT, Measured, Row, row_of
 from speculative.measure.record import Record, Text
@@ -59,14 +59,6 @@ class DraftOf(Record):
     drafting: Drafting = Field("autoregressive", description="how it drafts")
 
 
-class OnTarget(Record):
-    """Another target that the draft learned from (target.others). Its rows in `measured` are by replay of its held-out text."""
-
-    target: str = Field(description="its path, which is the `text` of its rows")
-    weight: float = Field(description="weight relative to the run's own target (1)")
-    gain: Gain = Field(description="gain in alpha over the undistilled draft, paired by prompt, widened for the looks")
-
-
 class Verdict(Record):
     """verdict.json: the draft compared with the undistilled one, and every way to decode, timed. Null: not measured."""
 
@@ -105,7 +97,6 @@ class Verdict(Record):
     latency_loads: dict[str, int | None] = Field({}, description="by way, the largest load within judge.latency_ms")
     checkpoints: list[Judgement] = Field([], description="every judged checkpoint with its gain, step 0 first")
     self_checks: dict[str, Any] = Field({}, description="checks made before anything was measured")
-    targets: list[OnTarget] = Field([], description="the draft on each other target (target.others)")
     repetition: Repetition | None = Field(None, description="how much the frozen text repeats itself")
     outcome: Outcome = Field(description="see [the outcomes](../verdict.md#the-outcomes)")
     warnings: list[Text] = Field([], description="live and replay disagree, the target loops, a load was not measured")

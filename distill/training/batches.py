@@ -3,7 +3,6 @@
 Legend: R response tokens, T positions, D hidden width.
 """
 
-import itertools
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
@@ -54,22 +53,15 @@ class BatchSource:
         examples: Examples | Sequence[Example],
         rollouts: Rollouts | None = None,
         text_examples: Sequence[Example] | None = None,
-        others: Sequence[tuple[float, Examples]] = (),
     ) -> None:
-        """`examples`: responses of the target; `others`: (weight, responses) of other targets. `rollouts` and `text_examples` are needed if `data.mix` has a share of them.
+        """`examples`: responses of the target. `rollouts` and `text_examples` are needed if `data.mix` has a share of them.
 
         Raises UserError: a sequence that is longer than `train.packing`.
         """
         config = run.config
-        mix, every = config.data.mix, config.data.rollouts.every
-        own, shares = {"target": examples}, mix.model_dump()
-        for place, (weight, of_other) in enumerate(others, 2):
-            own[f"target {place}"], shares[f"target {place}"] = of_other, weight * mix.target
+        every = config.data.rollouts.every
         made = {"student": every, "speculative": every}  # generated again by the draft every `every` steps
-        pools = [Pool(name, share, made.get(name)) for name, share in shares.items() if share > 0]
-        # For each pool that the teacher knows by number: the number of its first sequence.
-        counts = [len(given) for given in own.values()]
-        self._first = dict(zip(own, itertools.accumulate(counts, initial=0), strict=False))
+        pools = [Pool(name, share, made.get(name)) for name, share in config.data.mix.model_dump().items() if share > 0]
         self.config, self.rank, self.ranks, self.rollouts = config, run.rank, run.ranks, rollouts
         self.mixture = Mixture(pools, config.train.batch_size, config.seed)
         # Set by the caller of `micro_batch.chosen_micro_batch`.
@@ -80,7 +72,7 @@ class BatchSource:
         # ((step, micro-batch size), the micro-batches being made in the thread).
         self._ahead: tuple[tuple[int, int], Future[list[Batch]]] | None = None
         self._held: dict[str, tuple[int, Examples]] = {}  # (generation, examples) of each pool in memory
-        for name, given in (*own.items(), ("text", text_examples)):
+        for name, given in (("target", examples), ("text", text_examples)):
             if name in self.mixture.pools:
                 self._hold(name, 0, () if given is None else given)
 
@@ -90,7 +82,7 @@ class BatchSource:
         Without rollouts, a thread makes the micro-batches of the next step while this one is computed.
 
         Without packing every micro-batch has `micro_batch_size` sequences. With packing it has at most that many rows, and a rank's
-        last one may have no response tokens. `indices` of a batch number `examples` first, then `others`; other sequences have -1.
+        last one may have no response tokens. `indices` of a batch number `examples`; other sequences have -1.
         """
         prepared, self._ahead = self._ahead, None
         if prepared is not None:
@@ -149,8 +141,7 @@ class BatchSource:
                 taught = [position_weighted(example, self.config.loss.weighting.half_life) for example in taught]
             numbered = enumerate(taught, len(documents))
             documents += [self._thinned(self._in_blocks(one, step, place), step, place) for place, one in numbered]
-            first = self._first.get(name)
-            numbers += [-1] * count if first is None else [first + number for number in chosen]
+            numbers += chosen if name == "target" else [-1] * count
         return documents, numbers
 
     def _hold(self, name: str, generation: int, sequences: Examples | Sequence[Example]) -> None:
@@ -231,11 +222,10 @@ def make_batches(
     context: int,
     teacher: TeacherSource | None = None,
     mask_token: int | None = None,
-    others: Sequence[tuple[float, Examples]] = (),
 ) -> BatchSource:
     """Make the source of micro-batches, with rollouts and general text if `data.mix` has a share of them.
 
-    ``teacher``: a stored one reads the records of the next step in advance. ``mask_token``: of a parallel draft. ``others``: as for `BatchSource`.
+    ``teacher``: a stored one reads the records of the next step in advance. ``mask_token``: of a parallel draft.
 
     Raises UserError: sequences that are too long or contain the mask token; general text that cannot be cut into windows.
     """
@@ -247,13 +237,13 @@ def make_batches(
             raise UserError(f"train.packing = {packing}: set it to at least {rollouts.longest}, for rollouts")
     if data.mix.text:
         text = text_examples(data.text, tokenizer, data.text_window)
-    for sequences in (examples, text or (), *(own for _, own in others)) if mask_token is not None else ():
+    for sequences in (examples, text or ()) if mask_token is not None else ():
         if any(mask_token in sequences[number].input_ids for number in range(len(sequences))):
             raise UserError(
                 f"student.parallel.mask_token: a training sequence contains token {mask_token}, which is the mask token; "
                 "give an id that occurs in no text"
             )
-    source = BatchSource(run, examples, rollouts, text, others)
+    source = BatchSource(run, examples, rollouts, text)
     if isinstance(teacher, StoredTeacher) and config.signal.source != "capture":
         source.read_ahead = teacher.read_ahead
     return source

@@ -14,10 +14,9 @@ from distill.config.sections import SignalConfig
 from distill.models.load import load_model
 from distill.models.target import Target, TargetFacts
 from distill.models.vocabulary import vocabulary_rows
-from distill.run.others import OtherTarget
 from distill.run.responses import signal_manifest_of
 from distill.run.run import Run
-from distill.training.teacher import CapturingTeacher, JoinedTeacher, StoredTeacher, Teacher, TeacherSource
+from distill.training.teacher import CapturingTeacher, StoredTeacher, Teacher, TeacherSource
 from speculative.errors import UserError
 
 # Sequences of a forward without gradients if train.micro_batch_size is not set.
@@ -87,12 +86,10 @@ def signal_line(signal: SignalConfig, facts: SignalFacts) -> str:
     )
 
 
-def make_teacher(
-    run: Run, target: Target, examples: Examples | Sequence[Example], others: Sequence[OtherTarget] = ()
-) -> TeacherSource | None:
+def make_teacher(run: Run, target: Target, examples: Examples | Sequence[Example]) -> TeacherSource | None:
     """The target itself, its store, or the target asked once per sequence; None if no objective needs a target.
 
-    With `others`, the stores of all targets one after the other. UserError: a store that is not complete, or of other settings.
+    UserError: a store that is not complete, or of other settings.
     """
     config = run.config
     if config.only_ce:
@@ -102,10 +99,7 @@ def make_teacher(
         return Teacher(target.model)
     store = open_signal_store(run, examples, target.facts, repair=signal.source == "capture")
     if signal.source != "capture":
-        known = [(one.run, one.examples, one.target.facts) for one in others]
-        stores = [store, *(open_signal_store(*one, repair=False) for one in known)]
-        counts = [len(examples), *(len(of_other) for _, of_other, _ in known)]
-        return JoinedTeacher(stores, counts) if others else StoredTeacher(store)
+        return StoredTeacher(store)
     return CapturingTeacher(Teacher(target.model), store, config.loss.chunk_tokens)
 
 

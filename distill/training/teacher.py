@@ -118,35 +118,16 @@ class StoredTeacher:
 
     def read_ahead(self, windows: Sequence[Batch]) -> None:
         """Read the signals of the next micro-batches, also from another thread. Earlier signals that were not used are dropped."""
-        self._read = {batch.indices: self._stored(batch.indices) for batch in windows}
+        self._read = {batch.indices: self.store.read(batch.indices) for batch in windows}
 
     def signal(self, batch: Batch) -> StoredSignal:
         """The stored distributions at the rows of a micro-batch, on its device; UserError if one is missing or damaged."""
         signal = self._read.pop(batch.indices, None)
-        return (signal or self._stored(batch.indices)).to(batch.rows_R.device)
-
-    def _stored(self, indices: Sequence[int]) -> StoredSignal:
-        return self.store.read(indices)
+        return (signal or self.store.read(batch.indices)).to(batch.rows_R.device)
 
 
 # The source of the target's distributions for a micro-batch.
 TeacherSource = Teacher | StoredTeacher
-
-
-class JoinedTeacher(StoredTeacher):
-    """Several targets, each with its store. The examples of the second are numbered after those of the first."""
-
-    def __init__(self, stores: Sequence[SignalStore], counts: Sequence[int]) -> None:
-        """``stores``: open, all of one kind and k or samples; ``counts``: the examples of each."""
-        super().__init__(stores[0])
-        self.stores, self._ends_S = stores, np.cumsum(counts)
-
-    def _stored(self, indices: Sequence[int]) -> StoredSignal:
-        parts = []
-        for index in indices:
-            place = int(np.searchsorted(self._ends_S, index, side="right"))
-            parts.append(self.stores[place].read([index - int(self._ends_S[place - 1] if place else 0)]))
-        return joined(parts or [self.stores[0].read(())])
 
 
 class CapturingTeacher(StoredTeacher):

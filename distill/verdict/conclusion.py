@@ -107,7 +107,7 @@ def result_of(answers: Answers, self_checks: dict[str, Any], decoding: Decoding)
         # Checkpoints of a parallel draft are judged block by block, but the undistilled one would be served token by token.
         first = {} if config.student.parallel else {UNDISTILLED: records[0]}
         evidence = gather_by_replay(question, candidates, first | {DRAFT: best})
-    verdict = verdict_of(evidence, checkpoints=records, self_checks=self_checks, others=answers.others)
+    verdict = verdict_of(evidence, checkpoints=records, self_checks=self_checks)
     result = findings_of(
         evidence, verdict, target.tokenizer, kind="run", name=config.name,
         seen=target if live else None, trained_on=answers.domains,

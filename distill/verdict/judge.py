@@ -50,14 +50,13 @@ class DraftJudge:
         target: Target,
         heldout: dict[Rule, list[HeldoutResponse]],
         drafting: Drafting = "autoregressive",
-        others: Sequence[tuple[float, list[HeldoutResponse]]] = (),
     ) -> None:
         """``settings``: with the rule and gamma to judge under. ``heldout``: frozen target responses by rule, that one first.
 
-        ``drafting``: how the draft will be served. ``others``: weight and frozen responses of other targets, whose tau counts in the score.
+        ``drafting``: how the draft will be served.
         """
         self.run, self.judging, self.settings, self.drafting = run, run.config.judge, settings, drafting
-        self.target, self.heldout, self.others = target, heldout, others
+        self.target, self.heldout = target, heldout
 
     def __call__(self, step: int, drafts: Mapping[str, DraftModule], folder: Path) -> dict[str, Any]:
         """{step, score, rule, gamma, alpha, tau, ..., domains, replay, live_check, greedy: the same for greedy decoding}.
@@ -65,7 +64,7 @@ class DraftJudge:
         All ranks must call it, and get the same. ``drafts``: see `trainer.Checkpoint`; the averaged draft is judged too, and the better
         one is kept. ``folder``: of the checkpoint. Parts that are done stay in its `JUDGING` until the caller deletes that.
         """
-        for text in (*self.heldout.values(), *(text for _, text in self.others)):
+        for text in self.heldout.values():
             require_text(text)
         parts = folder / JUDGING
         found = {name: self._replayed(self._draft(module), name, parts) for name, module in drafts.items()}
@@ -86,15 +85,8 @@ class DraftJudge:
         """The judgement by replay, under every rule, and its score."""
         rule, *further = self.heldout
         main = self._replay(draft, self.heldout[rule], rule, parts, f"{name}-{rule}")
-        taus = [
-            (weight, self._replay(draft, text, rule, parts, f"{name}-other-{number}").tau)
-            for number, (weight, text) in enumerate(self.others)
-        ]
-        score = main.tau
-        if taus:
-            score = (score + sum(weight * tau for weight, tau in taus)) / (1.0 + sum(weight for weight, _ in taus))
         rest = {one: self._replay(draft, self.heldout[one], one, parts, f"{name}-{one}").record() for one in further}
-        return {"score": score} | main.record() | rest
+        return {"score": main.tau} | main.record() | rest
 
     def _replay(self, draft: Draft, text: Sequence[HeldoutResponse], rule: Rule, parts: Path, name: str) -> Judgement:
         settings = self.settings.under(rule, self.settings.gamma)
@@ -191,8 +183,6 @@ class DraftJudge:
             line += f"; alpha {fresh.alpha:.3f} on {fresh.prompts} prompts that the server answered again (z {fresh.z:+.1f})"
         if check is None and fresh is None:
             line += f"; no prompt decoded live (judge.live: {self.judging.live})"
-        if self.others:
-            line += f"  score {own.score:.3f} on {1 + len(self.others)} targets"
         if own.weights == "ema":
             line += "  (averaged weights)"
         return "\n  warning: ".join((line, *own.warnings))

@@ -7,12 +7,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from distill.run.others import OtherTarget
-from distill.run.verdict_record import WAYS, Costs, DraftOf, OnTarget, Roofline, Verdict
+from distill.run.verdict_record import WAYS, Costs, DraftOf, Roofline, Verdict
 from distill.verdict.evidence import Evidence
 from distill.verdict.question import Question
 from distill.verdict.sentence import conclude, within
-from speculative.evaluate import Judgement, OnText, judge_frozen
+from speculative.evaluate import Judgement, OnText
 from speculative.explain.repetition import repetition
 from speculative.measure.cost import StepCosts, break_even_alpha, near_best_gammas
 from speculative.measure.effects import Effects, Gain, paired_effects
@@ -22,7 +21,7 @@ from speculative.measure.measured import HELD_OUT, SERVED, TARGET, UNDISTILLED, 
 from speculative.measure.metrics import alpha_with_interval, ratio_with_interval
 from speculative.measure.record import VERSION
 from speculative.measure.replay import expected_blocks_of
-from speculative.measure.token_scores import TokenScores, score_tokens
+from speculative.measure.token_scores import TokenScores
 
 
 def describe_costs(costs: StepCosts, question: Question) -> Costs:
@@ -48,26 +47,22 @@ def verdict_of(
     *,
     checkpoints: Sequence[Judgement],
     self_checks: dict[str, Any],
-    others: Sequence[OtherTarget] = (),
 ) -> Verdict:
     """Make the verdict from evidence alone: the last candidate compared with the undistilled and the served draft, if any.
 
-    `seconds` is left empty. checkpoints: every judged one, from which the last candidate was picked. others: other targets that the
-    draft learned from, judged by replay.
+    `seconds` is left empty. checkpoints: every judged one, from which the last candidate was picked.
     """
     question, best = evidence.question, evidence.judged[evidence.best.name]
     costs = evidence.best_costs
     gain, against_served = (_effects(evidence, name) for name in (UNDISTILLED, SERVED))
     said = conclude(evidence, gain, against_served)
     repeated = repetition(question.frozen)
-    elsewhere = [on_other(evidence, other) for other in others]
     measured = [
         *judged_rows(evidence), *(row for contest in evidence.contests for row in contest.rows(evidence.scores[question.rule])),
-        *(row for rows, _, _ in elsewhere for row in rows),
     ]  # fmt: skip
     limits = {str(name): most for name, most in question.judge.latency_ms.items()} if evidence.contests else {}
     loads = {way: largest_load(measured, way, limits) for way in (TARGET, evidence.best.name) if limits}
-    facts = [*said.facts, *_lighter(evidence), *(told for _, _, told in elsewhere), *within(limits, loads)]
+    facts = [*said.facts, *_lighter(evidence), *within(limits, loads)]
     curve = evidence.loads.curve
     return Verdict(
         format=2,
@@ -96,7 +91,6 @@ def verdict_of(
         roofline=_roofline(curve) if curve else None,
         checkpoints=with_gains(checkpoints, question.keys),
         self_checks=self_checks,
-        targets=[target for _, target, _ in elsewhere],
         repetition=repeated,
         warnings=[*best.warnings, *([repeated.warning] if repeated.warning else []), *evidence.loads.warnings],
         seconds={},
@@ -184,23 +178,6 @@ def effects_of(
 ) -> Effects:
     """The paired gain of one draft over another on the same text, widened for the looks."""
     return paired_effects(ours, other, keys, rule=question.rule, gamma=question.gamma, looks=looks)
-
-
-def on_other(evidence: Evidence, other: OtherTarget) -> tuple[list[Measured], OnTarget, str]:
-    """(rows of the drafts on the held-out text of another target, by replay; the gain; a sentence about it).
-
-    One pass of each draft; the other target's weights are not needed.
-    """
-    question, rows, scores = evidence.question, [], []
-    for one in (next(one for one in evidence.candidates if one.name == UNDISTILLED), evidence.best):
-        offsets = one.draft.offsets(question.gamma)
-        scores.append(score_tokens(one.draft.model, other.heldout, question.settings.sampling, offsets=offsets))
-        judged = judge_frozen(one.draft, other.heldout, question.settings, scores=scores[-1])
-        rows.append(_row(evidence, one.name, judged, other.name, False))
-    keys, (before, after) = [text.prompt for text in other.heldout], rows
-    gain = effects_of(question, scores[1], scores[0], keys, question.looks).alpha
-    told = f"On {other.name} the draft has tau {after.tau:.2f} (undistilled: {before.tau:.2f}). Its alpha changed by {gain:+.3f}."
-    return rows, OnTarget(target=other.name, weight=other.weight, gain=gain), told
 
 
 def _roofline(curve: LoadCurve) -> Roofline:

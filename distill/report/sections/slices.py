@@ -1,4 +1,4 @@
-"""Sections on where the draft gains and loses: slices, other targets, untrained domains, disagreements."""
+"""Sections on where the draft gains and loses: slices, untrained domains, disagreements."""
 
 import re
 
@@ -79,27 +79,6 @@ def slice_table(view: View, group: SliceTable) -> Table:
 
 def _alphas(row: SliceRow, names: list[str]) -> list[Cell]:
     return [Cell(row.alpha.get(name), row.alpha_ci.get(name)) for name in names]
-
-
-@section("targets", "Other targets", order=80)
-def targets(view: View) -> Made:
-    """The draft on every other target that it learned from."""
-    rows = view.verdict.targets
-    if not rows:
-        return None
-    table = Table(
-        [
-            "other target", Column("weight", ".2f"), Column("alpha", ".3f"), Column("tau", ".2f"), Column("tau undistilled", ".2f"),
-            Column("gain in alpha", "+.3f"),
-        ],
-        title="The same draft on the other targets",
-    )  # fmt: skip
-    for one in rows:
-        own, before = (view.verdict.row(way, text=one.target) for way in (view.draft.way, UNDISTILLED))
-        table.add(
-            one.target, one.weight, own and own.alpha, own and own.tau, before and before.tau, Cell(one.gain.gain, one.gain.ci)
-        )  # fmt: skip
-    return ["The draft on held-out text of the other targets that it learned from, by replay.", table]
 
 
 @section("forgetting", "Forgetting", order=85)

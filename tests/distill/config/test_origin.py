@@ -12,7 +12,7 @@ from distill.config.origin import spelled
 from distill.run.run import claim_folder
 
 CONFIG_TEXT = """name: r
-target: {path: models/target, others: [{run: runs/other}]}
+target: {path: models/target}
 student: {init: pretrained, path: org/student}
 data:
   train: [{path: prompts.jsonl}, {path: "more/*.jsonl"}, {path: org/set}, {path: stdlib}, {path: gone.jsonl}]
@@ -25,7 +25,7 @@ judge: {served: [models/target, org/served], scorer: "score.py:exact", lenience:
 def began(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder where a run began, with its files; the working directory is another one."""
     folder = tmp_path / "été 1"
-    for name in ("models/target", "runs/other", "more", "elsewhere", "stdlib"):
+    for name in ("models/target", "more", "elsewhere", "stdlib"):
         (folder / name).mkdir(parents=True)
     for name in ("prompts.jsonl", "more/a.jsonl", "score.py"):
         (folder / name).touch()
@@ -42,7 +42,7 @@ def test_a_run_is_read_and_continued_from_another_folder(began: Path, monkeypatc
     again = load_config(began / "run.yaml", [f"output={began}/runs"])
     for config in (load_config(run / CONFIG), load_config("../runs/r/config.yaml"), again):
         assert config.folder.resolve() == run
-        assert (config.target.path, config.target.others[0].run) == (f"{began}/models/target", f"{began}/runs/other")
+        assert config.target.path == f"{began}/models/target"
         paths = [one.path for one in config.data.train]
         assert paths == [f"{began}/prompts.jsonl", f"{began}/more/*.jsonl", "org/set", "stdlib", "gone.jsonl"]
         assert (config.student.path, config.judge.scorer) == ("org/student", f"{began}/score.py:exact")
