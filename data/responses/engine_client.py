@@ -108,13 +108,6 @@ class EngineClient(EndpointTarget):
                 self.engine = engine if engine and self.engine == "unknown" else self.engine
                 return
 
-    def choice(self, prompt_ids: Sequence[int], settings: DecodeSettings, key: str, **more: Any) -> Choice:
-        """One whole answer to a request with `more` parameters, as the server wrote it; not counted, not timed.
-
-        Raises UserError: the server is gone or refuses.
-        """
-        return self._complete(self._prompt(prompt_ids), **request_of(settings, key) | more)
-
     def ask(self, prompt_ids: Sequence[int], settings: DecodeSettings, key: str) -> Answer:
         """Ask for one response and time it.
 

@@ -267,7 +267,7 @@ class ReadbackOptions:
 
     understudy readback http://127.0.0.1:8000/v1 --run runs/demo --plain http://127.0.0.1:8001/v1
 
-    understudy readback http://127.0.0.1:8000/v1 --target Qwen/Qwen3-4B --prompts prompts.jsonl --plain http://127.0.0.1:8001/v1 --parameters
+    understudy readback http://127.0.0.1:8000/v1 --target Qwen/Qwen3-4B --prompts prompts.jsonl --plain http://127.0.0.1:8001/v1
 
     With --run: sends the run's held-out prompts. Checks that the engine accepts the draft as replay predicts and that its text
     is the target's own. With --target and --prompts it judges whatever the engine drafts with (EAGLE-3, DFlash, MTP, n-grams):
@@ -298,10 +298,6 @@ class ReadbackOptions:
     device: shared.Device = ""
     plain: Annotated[str, option("URL of the same engine without the draft, to measure the speed-up")] = ""
     speed: Annotated[bool, option("with --run and --plain: compare speeds with `understudy time`", "--speed")] = False
-    parameters: Annotated[
-        bool,
-        option("with --plain: try penalties, min_p, logit_bias, logprobs, seed and stop on both", "--parameters"),
-    ] = False
     rule: Annotated[str, option("auto or the engine's: greedy (temperature 0), greedy-draft, sample or block")] = "auto"
     gamma: Annotated[int | None, option("drafted tokens per block; default: as exported", min=1, max=128)] = None
     drafting: shared.DraftingName = ""

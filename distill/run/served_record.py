@@ -40,21 +40,6 @@ class GreedyTexts(Record):
         return self.equal + self.near_ties == self.prompts
 
 
-class TriedParameter(Record):
-    """A request parameter, asked of the engine with the draft and of the one without."""
-
-    name: str = Field(description="the parameter")
-    value: str = Field(description="its value, as JSON")
-    mode: Literal["greedy", "seeded"] = Field(description="seeded: sampled, with the same seeds on both")
-    status: Literal["same", "differs", "refused", "ignored"] = Field(
-        description="same: equal texts, and for logprobs values within 0.05 nats; ignored: it changes texts only without the draft"
-    )
-    prompts: int = Field(description="prompts asked")
-    equal: int = Field(0, description="prompts with the same text on both")
-    changed: int = Field(0, description="prompts whose text it changes without the draft")
-    note: Text = Field("", description="the engine's message, or what else differs")
-
-
 class SpeedCheck(Record):
     """`understudy readback --speed` at one number of concurrent requests: shares of the predicted speed-up."""
 
@@ -95,7 +80,6 @@ class ServedRecord(Record):
     agrees: bool = Field(description="whether tau, gamma, the greedy texts and the distribution of the text all agree")
     greedy: GreedyTexts | None = Field(None, description="comparison of greedy texts; null: not made")
     text_law: TextLawRecord | None = Field(None, description="test of sampled text; null: greedy, or no weights or ids")
-    parameters: list[TriedParameter] = Field([], description="request parameters that were tried (--parameters)")
     causes: list[Text] = Field([], description="causes of disagreement that were found by tests")
     speed: list[SpeedCheck] = Field([], description="predicted and served speed-up by load (--speed)")
     notes: list[Text] = Field([], description="notes for the reader")

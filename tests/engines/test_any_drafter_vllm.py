@@ -113,16 +113,6 @@ def test_ngrams_are_judged_by_counters_alone(ngrams: Server, plain: Server, fold
     assert found.served.speed_up is not None
 
 
-def test_parameters_that_change_under_speculation(ngrams: Server, plain: Server, folder: Path) -> None:
-    found = judged(ngrams, folder, plain=plain.url, resume=True, parameters=True, count=3)
-    status = {(one.name, one.mode): one.status for one in found.parameters}
-    for name in ("(none)", "presence_penalty", "frequency_penalty", "repetition_penalty", "stop", "logprobs", "seed"):
-        assert status[name, "greedy"] == "same"
-    refused = {place for place, one in status.items() if one == "refused"}
-    assert refused == {("logit_bias", "greedy"), ("logit_bias", "seeded"), ("min_p", "seeded")}
-    assert status["seed", "seeded"] == "same"
-
-
 def test_another_tokenizer_is_refused(ngrams: Server, folder: Path) -> None:
     other = folder / "other"
     shutil.copytree(EMBEDDED_FOLDER, other)

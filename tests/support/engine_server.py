@@ -26,7 +26,7 @@ class Engine:
     """What is served, and where it is not what it should be.
 
     level: of --per-request-spec-decode-metrics. sampling: instead of what a request asks for. garbage: random text at
-    temperature > 0. refuses: request parameters that it does not take. dies_after: requests. pause: seconds between the events of a stream. resets_at: the request before which the counters begin again. unlisted: one in so many prompts, in whose answers a token id is missing. draft None: none.
+    temperature > 0. dies_after: requests. pause: seconds between the events of a stream. resets_at: the request before which the counters begin again. unlisted: one in so many prompts, in whose answers a token id is missing. draft None: none.
     """
 
     target: Any
@@ -39,7 +39,6 @@ class Engine:
     sampling: SamplingSettings | None = None
     garbage: bool = False
     greedy_shift: int = 0
-    refuses: tuple[str, ...] = ()
     dies_after: int | None = None
     resets_at: int | None = None
     slow: float = 0.0
@@ -204,8 +203,6 @@ class Handler(BaseHTTPRequestHandler):
             if engine.tokenizer is not None:
                 choice["prompt_token_ids"] = engine.tokenizer(request["prompt"], add_special_tokens=False)["input_ids"]
             self.reply(200, {"choices": [choice]})
-        elif refused := [name for name in engine.refuses if request.get(name)]:
-            self.reply(400, {"error": {"message": f"{refused[0]} is not supported", "code": 400}})
         elif not engine.takes_ids and isinstance(request["prompt"], list):
             self.reply(400, {"error": {"message": "prompt: a string is expected", "code": 400}})
         else:

@@ -21,7 +21,6 @@ from distill.commands.output import check_known, check_writable, write_asked
 from distill.commands.readback.asking import AnswerFile, Asked, ask
 from distill.commands.readback.causes import end_note, text_causes
 from distill.commands.readback.comparison import served_row, waits
-from distill.commands.readback.parameters import try_parameters
 from distill.commands.readback.source import Judged, Source, of_prompts, of_run
 from distill.config.layout import ANSWERS, GREEDY_ANSWERS, PLAIN_ANSWERS, READBACK
 from distill.models.target import Target
@@ -62,7 +61,7 @@ def readback_command(options: ReadbackOptions, console: Console | None = None) -
             for name, client in zip((GREEDY_ANSWERS, ANSWERS, PLAIN_ANSWERS), (clients[0], *clients), strict=False)
         )
         aside = source.greedy if sampled else []
-        whole = files[0].has(source.texts, source.settings) and not (options.parameters or options.speed)
+        whole = files[0].has(source.texts, source.settings) and not options.speed
         earlier = load_served(source.folder) if whole else None
         if earlier is not None and earlier.url == options.url and greedy_file.has(aside, greedily):
             # Nothing more is asked of it, so it may be gone, or the engine without the draft may have its address.
@@ -83,9 +82,6 @@ def readback_command(options: ReadbackOptions, console: Console | None = None) -
         if source.speed is not None:
             checks = source.speed(files, (source.texts, main.settings), record.served.rule)
             record = record.model_copy(update={"speed": checks})
-        if options.parameters:
-            tried = try_parameters(clients[0], clients[1], source.texts, source.settings)
-            record = record.model_copy(update={"parameters": tried})
         write_json(source.folder / READBACK, record.record())
     write_asked("--out", options.out, record.record())
     if options.json:
@@ -100,8 +96,6 @@ def _check(options: ReadbackOptions) -> None:
     check_known("--drafting", options.drafting, ("", *DRAFTINGS))
     if not 0 < options.timeout < math.inf:
         raise UserError(f"--timeout {options.timeout:g}: give a positive number of seconds")
-    if options.parameters and not options.plain:
-        raise UserError("--parameters: compares two engines; give the one without the draft with --plain URL")
     if options.run is None and not (options.target and options.prompts):
         raise UserError("readback: give --run RUN, or --target TARGET and --prompts FILE to judge any drafter")
     if options.draft and options.run is None:

@@ -43,17 +43,8 @@ def served_tables(record: ServedRecord) -> list[Table]:
         if known := record.survival.get(name, [])[:places]:
             cells = itertools.zip_longest(known, ends.get(name, []))
             survival.add(name, *(Cell(*cell) for cell in cells), *[None] * (places - len(known)))
-    tables = [figures, survival, waits_table(record.measured), speed_table(record), _parameters(record)]
+    tables = [figures, survival, waits_table(record.measured), speed_table(record)]
     return [table for table in tables if table.cells]
-
-
-def _parameters(record: ServedRecord) -> Table:
-    table = Table(["request parameter", "mode", "same text", "changed without draft", "status", "note"])
-    for one in record.parameters:
-        name = f"{one.name} {one.value}".strip()
-        counts = ("" if one.status == "refused" else f"{count} of {one.prompts}" for count in (one.equal, one.changed))
-        table.add(name, one.mode, *counts, one.status, one.note)
-    return table
 
 
 def speed_table(record: ServedRecord) -> Table:

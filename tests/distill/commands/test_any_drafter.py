@@ -7,7 +7,6 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,7 +22,6 @@ from data.responses.engine_metrics import ServerCounts, as_counts
 from distill.commands.compare.compare import compare
 from distill.commands.options import CompareOptions, ReadbackOptions
 from distill.commands.readback.asking import Asked
-from distill.commands.readback.parameters import try_parameters
 from distill.commands.readback.readback import readback_command
 from distill.commands.readback.source import counted_alone
 from distill.run.frozen_text import FrozenText
@@ -33,7 +31,6 @@ from speculative.errors import UserError
 from speculative.evaluate import HeldoutResponse
 from speculative.measure.measured import TARGET
 from speculative.measure.served import ServedBlocks, survival_intervals
-from speculative.rules.sampling import GREEDY
 
 pytestmark = pytest.mark.usefixtures("_quick")
 PROMPTS = ["def add(a, b):", "class Node:", "import os", "for row in rows:", "return self.name", "if not values:"]
@@ -108,8 +105,6 @@ def test_the_engine_without_the_draft_may_come_later_at_the_same_address(
         with pytest.raises(UserError, match="same server"):
             readback_command(ReadbackOptions(url, **asked, plain=url))
         engine.draft, engine.made, engine.requests = None, {}, 0
-        with pytest.raises(UserError, match="same server"):  # Parameters are asked of both.
-            readback_command(ReadbackOptions(url, **asked, plain=url, resume=True, parameters=True))
         both = readback_command(ReadbackOptions(url, **asked, plain=url, resume=True))
     assert engine.requests == 1 + 6
     assert (first.served.tau, first.served.speed_up) == (both.served.tau, None)
@@ -121,7 +116,7 @@ def test_mistakes_are_one_line(served: Callable[..., Engine], asked: dict[str, A
     for more, said in (
         ({"prompts": "nowhere.jsonl"}, "--prompts nowhere.jsonl"), ({"target": ""}, "--run RUN, or --target"),
         ({"run": run}, "--count N"), ({"max_tokens": 4096}, "lower --max-tokens"), ({"top_p": 0.0}, "--top-p"),
-        ({"parameters": True}, "--plain URL"), ({"to": Path(__file__)}, "--to .*File exists"),
+        ({"to": Path(__file__)}, "--to .*File exists"),
     ):  # fmt: skip
         with pytest.raises(UserError, match=said):
             readback_command(ReadbackOptions("http://127.0.0.1:9", **asked | more))
@@ -164,57 +159,6 @@ def test_survival_intervals_cover_the_estimate() -> None:
     assert survival_intervals(*twice, np.arange(16) // 2)[:3] == ends[:3]
     narrow, wide = (survival_intervals(*twice, keys)[0] for keys in (range(16), np.arange(16) // 2))
     assert narrow[1] - narrow[0] < wide[1] - wide[0]
-
-
-class Scripted:
-    """A client whose text depends on the parameters; ``moved``: those that change it."""
-
-    endpoint = SimpleNamespace(url="http://x/v1")
-
-    def __init__(self, moved: tuple[str, ...], shift: float = 0.0, places: int = 2, sampled: str = "") -> None:
-        self.moved, self.shift, self.places, self.sampled = moved, shift, places, sampled
-
-    def tokenizer(self, text: str) -> Any:
-        return SimpleNamespace(input_ids=[ord(letter) for letter in text])
-
-    def choice(self, prompt_ids: Any, settings: DecodeSettings, key: str, **more: Any) -> dict[str, Any]:
-        text = "aabc" + "".join(name for name in more if name in self.moved)
-        text += "" if settings.sampling == GREEDY else self.sampled
-        rows = [{"a": -0.5 + self.shift}] * self.places if "logprobs" in more else []
-        return {"text": text, "logprobs": {"top_logprobs": rows}}
-
-
-def statuses(ours: Scripted, theirs: Scripted) -> dict[tuple[str, str], str]:
-    texts = [HeldoutResponse("x", "", [1], [], [])]
-    tried = try_parameters(ours, theirs, texts, DecodeSettings())  # type: ignore[arg-type]
-    return {(one.name, one.mode): one.status for one in tried}
-
-
-def test_each_status_of_a_parameter() -> None:
-    moved = ("presence_penalty", "min_p", "stop", "logit_bias")
-    found = statuses(Scripted(("presence_penalty", "stop"), 0.01, sampled="x"), Scripted(moved))
-    assert found["presence_penalty", "greedy"] == found["logprobs", "greedy"] == found["stop", "greedy"] == "same"
-    assert found["min_p", "greedy"] == found["logit_bias", "greedy"] == found["min_p", "seeded"] == "ignored"
-    assert found["(none)", "seeded"] == found["stop", "seeded"] == "differs"
-    assert found["seed", "seeded"] == "same"
-    assert statuses(Scripted(moved, shift=0.2), Scripted(moved))["logprobs", "greedy"] == "differs"
-    assert statuses(Scripted(moved, places=0), Scripted(moved))["logprobs", "greedy"] == "ignored"
-    assert statuses(Scripted(moved, places=1), Scripted(moved))["logprobs", "greedy"] == "differs"
-
-
-def test_parameters_over_http(served: Callable[..., Engine], asked: dict[str, Any], frozen: FrozenText) -> None:
-    how = {"tokenizer": frozen.target.tokenizer}
-    with running_engine(served(**how, draft=None)) as plain:
-        found = judged(
-            served(**how, refuses=("logit_bias",)), asked, plain=plain, parameters=True, count=2, temperature=0.0
-        )
-    status = {(one.name, one.mode): one.status for one in found.parameters}
-    assert {name for name, _ in status} == {"(none)", "presence_penalty", "frequency_penalty", "repetition_penalty", "min_p", "logprobs", "logit_bias", "stop", "seed"}  # fmt: skip
-    assert status["(none)", "greedy"] == "same"
-    assert status["logit_bias", "greedy"] == "refused"
-    assert next(one for one in found.parameters if one.name == "logit_bias").note.endswith(
-        "logit_bias is not supported"
-    )
 
 
 def test_prompts_without_all_ids_are_left_out_of_differences(
