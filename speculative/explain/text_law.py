@@ -22,20 +22,18 @@ from speculative.rules.sampling import SamplingSettings, logits_to_probs
 
 # Log-probability used for an impossible token: one in a thousand may be rounding at the edge of a nucleus.
 IMPOSSIBLE = -20.0
-ALL_LIKELIEST = 0.995  # Share of tokens that are the target's first choice, above which the text was probably greedy.
 
 
 @dataclass(frozen=True)
 class TextLaw:
-    """p: of both tests, Bonferroni. log_prob, expected: nats a token. likeliest: share of tokens that are the target's first choice,
-    and the share expected. impossible: tokens outside its distribution. log_target_probs: of each token of each text.
+    """p: of both tests, Bonferroni. log_prob, expected: nats a token. impossible: tokens outside the target's distribution.
+
+    log_target_probs: of each token of each text.
     """
 
     p: float
     log_prob: float
     expected: float
-    likeliest: float
-    expected_likeliest: float
     tokens: int
     impossible: int
     log_target_probs: list[np.ndarray]
@@ -57,11 +55,11 @@ def text_law(target: PreTrainedModel, texts: Sequence[StoredText], settings: Sam
         mean_R = weighted_RV.sum(-1)
         square_R = torch.where(probs_RV > 0, weighted_RV * logs_RV, 0.0).sum(-1)
         log_prob_R = logs_RV.gather(-1, token_ids_R.unsqueeze(-1)).squeeze(-1)
-        law = (log_prob_R, mean_R, square_R - mean_R**2, probs_RV.amax(-1).double())
+        law = (log_prob_R, mean_R, square_R - mean_R**2)
         return torch.stack([*masses(probs_RV, token_ids_R), *law], 1)
 
-    values = values_by_text(target, texts, columns, 6, "target")
-    likelier_T, own_T, log_prob_T, mean_T, variance_T, top_T = np.concatenate(values).T
+    values = values_by_text(target, texts, columns, 5, "target")
+    likelier_T, own_T, log_prob_T, mean_T, variance_T = np.concatenate(values).T
     places = uniformity([(likelier_T, own_T)], 0)
     said_T = np.maximum(log_prob_T, IMPOSSIBLE)
     spread = float(np.sqrt(np.maximum(variance_T, 0.0).sum()))
@@ -71,14 +69,7 @@ def text_law(target: PreTrainedModel, texts: Sequence[StoredText], settings: Sam
         min(1.0, 2 * min(places.p_value, p_log_prob)),
         float(said_T.mean()),
         float(mean_T.mean()),
-        float((likelier_T == 0).mean()),
-        float(top_T.mean()),
         len(said_T),
         int(np.isneginf(log_prob_T).sum()),
-        [values_T6[:, 2] for values_T6 in values],
+        [values_T5[:, 2] for values_T5 in values],
     )
-
-
-def fitting(target: PreTrainedModel, texts: Sequence[StoredText], candidates: dict[str, SamplingSettings]) -> list[str]:
-    """The names of those settings under which the texts could be the target's."""
-    return [name for name, settings in candidates.items() if text_law(target, texts, settings).same]

@@ -130,12 +130,12 @@ def served_agreement(
 
 def foreign_tokens(
     served: Sequence[ServedBlocks], scores: Sequence[TokenScores], rule: str
-) -> tuple[int, int, list[tuple[int, float, bool]]]:
+) -> tuple[int, int, list[tuple[float, bool]]]:
     """Of the drafted tokens that blocks tested within their text: (accepted ones, those that this draft would never have proposed,
-    (index of the token in its text, probability of its acceptance here, whether it was accepted) of all of them).
+    (probability of acceptance here, whether it was accepted) of all of them).
     """
     accepted = never = 0
-    tested: list[tuple[int, float, bool]] = []
+    tested: list[tuple[float, bool]] = []
     for one, score in zip(served, scores, strict=True):
         probs_T = score.accept_probs(rule)
         probs_TJ = None if score.by_start is None else score.by_start.accept_probs(rule)
@@ -143,5 +143,5 @@ def foreign_tokens(
             probs_J = probs_T[start:] if probs_TJ is None else probs_TJ[start]
             accepted += kept
             never += int((probs_J[:kept] == 0).sum())
-            tested += [(start + j, float(probs_J[j]), j < kept) for j in range(min(kept + 1, drafted))]
+            tested += [(float(probs_J[j]), j < kept) for j in range(min(kept + 1, drafted))]
     return accepted, never, tested

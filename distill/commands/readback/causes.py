@@ -1,25 +1,18 @@
 """Tests for each cause of a disagreement between engine and replay. Each cause that is found gives one line."""
 
 import math
-from collections import Counter
 
-from distill.commands.readback.asking import Asked
-from distill.commands.readback.comparison import Counted, Predicted, Replayer, served_texts
+from distill.commands.readback.comparison import Counted, Predicted, Replayer
 from distill.models.quantized import rounds_activations
-from distill.models.target import Target
 from distill.run.verdict_record import WAYS
-from speculative.explain.text_law import ALL_LIKELIEST, TextLaw, fitting
+from speculative.explain.text_law import TextLaw
 from speculative.measure.replay import WORRYING_Z
 from speculative.measure.served import canary, foreign_tokens
 from speculative.rules.rule import draft_draws
-from speculative.rules.sampling import SamplingSettings
 
 _FOREIGN = 0.05  # Share of accepted tokens that the run's draft would not propose; rounding explains less.
-_SURE = 0.9  # From this acceptance probability on, a rejection is unexpected.
-_LEAST_TESTS = 3  # least number of tests of a token that is never accepted
-_MISSED = 10.0  # Expected acceptances of the tokens that were never accepted
+_LEAST = 3  # such tokens, at least
 _FAR = 0.1  # Share of the blocks
-_LLAMA_CPP = SamplingSettings(0.8, 40, 0.95, 0.05)
 
 
 def acceptance_causes(counted: Counted, replayer: Replayer, found: Predicted) -> list[str]:
@@ -58,8 +51,7 @@ def _differences(counted: Counted, replayer: Replayer, found: Predicted) -> list
         found = there
     if told := _drafting(counted, replayer, found):
         return [*causes, told]
-    trimmed = [] if found.agrees else _trimmed(counted, replayer, found)
-    causes += trimmed or foreign(counted, replayer, found)
+    causes += foreign(counted, replayer, found)
     if found.agrees:
         return causes
     for rule in replayer.rules(found.rule):
@@ -73,7 +65,7 @@ def _differences(counted: Counted, replayer: Replayer, found: Predicted) -> list
         saturates = ". On a CPU without VNNI instructions vLLM's 8-bit products saturate: serve a draft exported without --quantize"
         causes.append(
             f"draft: acceptance is {'lower' if counted.tau < found.tau else 'higher'} than replay of the run's best draft (tau "
-            f"{counted.tau:.2f}, replay {found.tau:.2f}), and no rule, gamma or vocabulary explains it; check that the server uses "
+            f"{counted.tau:.2f}, replay {found.tau:.2f}), and no rule or gamma explains it; check that the server uses "
             f"this run's export of the best checkpoint, in the same precision{saturates * rounds_activations(replayer.draft.model)}"
         )
     return causes
@@ -117,7 +109,7 @@ def foreign(counted: Counted, replayer: Replayer, found: Predicted) -> list[str]
     assert replayer.scores is not None
     accepted, never, tested = foreign_tokens(counted.rows, replayer.scores, found.rule)
     if draft_draws(found.rule):
-        terms = [((was - own) * (own - 0.5), own * (1 - own) * (own - 0.5) ** 2) for _, own, was in tested]
+        terms = [((was - own) * (own - 0.5), own * (1 - own) * (own - 0.5) ** 2) for own, was in tested]
         spread = math.sqrt(sum(variance for _, variance in terms))
         z = sum(term for term, _ in terms) / max(spread, 1e-9)
         over = f"z {z:+.1f} over {len(tested):,} tokens"
@@ -125,70 +117,20 @@ def foreign(counted: Counted, replayer: Replayer, found: Predicted) -> list[str]
         strange = spread > 0 and abs(z) > WORRYING_Z
     else:
         told = f"the run's best draft would not propose {never:,} of the {accepted:,} accepted tokens"
-        strange = never >= _LEAST_TESTS and never > _FOREIGN * accepted
+        strange = never >= _LEAST and never > _FOREIGN * accepted
     cause = f"draft: {told}; the server uses another draft (another checkpoint, or one made for another target)"
     return [cause] if strange else []
 
 
-def _trimmed(counted: Counted, replayer: Replayer, found: Predicted) -> list[str]:
-    """Detect tokens that should almost always be accepted and never are, while all others are: the draft lacks them."""
-    if counted.rows is None or not replayer.knows(found.rule):
+def text_causes(law: TextLaw) -> list[str]:
+    """Return the cause if sampled text does not follow the target at the requested settings."""
+    if law.same:
         return []
-    assert replayer.scores is not None
-    texts = served_texts(replayer.asked)
-    assert texts is not None
-    should, did, expected = Counter[int](), Counter[int](), 0.0
-    for row, score, text in zip(counted.rows, replayer.scores, texts, strict=True):
-        for place, probability, accepted in foreign_tokens([row], [score], found.rule)[2]:
-            if probability >= _SURE:
-                token = text.response_ids[place]
-                should[token] += 1
-                did[token] += accepted
-    lost = [token for token, count in should.items() if count >= _LEAST_TESTS and not did[token]]
-    kept = [token for token in should if token not in lost]
-    missed, expected = sum(should[token] for token in lost), float(sum(should[token] for token in kept))
-    if missed < _MISSED or sum(did[token] for token in kept) < _SURE * expected:
-        return []
-    shown = ", ".join(map(str, sorted(lost)[:5]))
     return [
-        f"vocabulary: {len(lost)} tokens are never accepted although this draft proposes them ({missed:,} times; ids {shown}{', ...' if len(lost) > 5 else ''}): "
-        "the server's draft has a trimmed vocabulary; serve this run's export"
+        f"text: the sampled text does not fit the target at the requested settings (log-probability {law.log_prob:.2f} per token, expected "
+        f"{law.expected:.2f}, p {law.p:.1g}; {law.impossible:,} of {law.tokens:,} tokens have probability 0): the server samples with other "
+        "settings (temperature, truncation), serves another target, or has a bug; check whether it writes the same without a draft"
     ]
-
-
-def text_causes(law: TextLaw, asked: Asked, target: Target) -> list[str]:
-    """Return the causes of sampled text that does not follow the target at the requested settings."""
-    told = f"log-probability {law.log_prob:.2f} per token, expected {law.expected:.2f}, p {law.p:.1g}"
-    if law.likeliest >= ALL_LIKELIEST > law.expected_likeliest:
-        return [f"temperature: every token is the target's first choice: the server ignores the temperature ({told})"]
-    settings = asked.settings.sampling
-    candidates = _candidates(settings, target)
-    fits = fitting(target.model, served_texts(asked) or [], candidates)
-    if fits:
-        return [
-            f"sampling: the text fits {fits[0]}, not the requested settings; the server uses its own defaults ({told})"
-        ]
-    return [
-        f"text: the sampled text does not fit the target at any settings that were tried ({told}; {law.impossible:,} of {law.tokens:,} "
-        "tokens have probability 0): another target, or a bug in the engine; check whether it writes the same without a draft"
-    ]
-
-
-def _candidates(asked: SamplingSettings, target: Target) -> dict[str, SamplingSettings]:
-    """Return settings that a server may use instead of the requested ones, by name."""
-    found = {
-        "temperature 1": SamplingSettings(1.0, asked.top_k, asked.top_p, asked.min_p),
-        "temperature 1 without truncation": SamplingSettings(),
-        "the requested temperature without truncation": SamplingSettings(asked.temperature),
-        "llama-server's defaults": _LLAMA_CPP,
-        "an added top-p of 0.95": SamplingSettings(asked.temperature, asked.top_k, 0.95, asked.min_p),
-    }
-    own = target.model.generation_config
-    if own is not None and own.temperature:
-        found["generation_config.json"] = SamplingSettings(
-            float(own.temperature), int(own.top_k or 0), float(own.top_p or 1.0), float(own.min_p or 0.0)
-        )
-    return {name: settings for name, settings in found.items() if settings != asked and not settings.greedy}
 
 
 def few_note(counted: Counted, found: Predicted) -> list[str]:

@@ -142,7 +142,7 @@ def _record(
     counted = judged.counted
     if main.left_out:
         notes.append(f"{main.left_out} answers are left out: the server does not list all their token ids")
-    causes = text_causes(law, main, source.target) if law is not None and not law.same else []
+    causes = text_causes(law) if law is not None else []
     texts, more = _greedy_texts(greedy, source.target)
     causes += judged.causes + more + ([f"counters: {main.reset}"] if main.reset else [])
     return ServedRecord(

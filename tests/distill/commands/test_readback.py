@@ -24,8 +24,7 @@ from distill.cli import app
 from distill.commands.options import ReadbackOptions
 from distill.commands.readback import source
 from distill.commands.readback.asking import Asked
-from distill.commands.readback.causes import acceptance_causes
-from distill.commands.readback.comparison import Counted, Predicted, Replayer, pace, served_texts, waits
+from distill.commands.readback.comparison import Counted, Predicted, pace, served_texts, waits
 from distill.commands.readback.readback import readback_command
 from distill.report.page import report_command
 from distill.report.sections.served import served_lines, served_tables
@@ -137,36 +136,6 @@ def test_another_draft_is_exposed(make: Callable[..., Engine], run: Path, frozen
         assert "DISAGREE with replay" in served_lines(found)[0]
 
 
-def test_a_trimmed_vocabulary_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A draft that always says what follows, and a server whose draft lacks the tokens from 50 on."""
-    rng = np.random.default_rng(0)
-    rows, scores, texts = [], [], []
-    for _ in range(20):
-        ids = rng.integers(40, 60, 30)
-        accepted = []
-        start = 0
-        while start < len(ids):
-            kept = next((place for place, token in enumerate(ids[start : start + GAMMA]) if token >= 50), GAMMA)
-            kept = min(kept, len(ids) - start)
-            accepted.append(kept)
-            start += kept + 1
-        rows.append(ServedBlocks(len(ids), len(accepted), tuple(accepted), (GAMMA,) * len(accepted)))
-        scores.append(TokenScores(np.zeros(30), np.zeros(30), np.ones(30, dtype=bool), ids, np.ones(30)))
-        texts.append(HeldoutResponse("", "", [1], [9, *ids.tolist()], [0.0] * 31))
-    answers = [Answer("", text.response_ids, "", False, 1.0, None, 31, {}) for text in texts]
-    asked = Asked(DecodeSettings(), texts, answers)
-    blocks, tokens = sum(row.blocks for row in rows), sum(row.tokens for row in rows)
-    counted = Counted("responses", rows, blocks, tokens, GAMMA, None, None)
-    monkeypatch.setattr(Replayer, "other_way", lambda own: None)
-    replayer = object.__new__(Replayer)
-    replayer.asked, replayer.law, replayer.scores, replayer.own_scores = asked, None, scores, scores
-    found = replayer.predict(counted, "greedy-draft", GAMMA)
-    assert not found.agrees
-    (cause,) = acceptance_causes(counted, replayer, found)
-    assert cause.startswith("vocabulary: 10 tokens are never accepted")
-    assert "ids 50, 51, 52, 53, 54, ..." in cause
-
-
 def test_text_that_is_not_the_targets_is_caught_though_acceptance_is_as_replay_says(
     make: Callable[..., Engine], run: Path
 ) -> None:
@@ -180,7 +149,7 @@ def test_text_that_is_not_the_targets_is_caught_though_acceptance_is_as_replay_s
 
 def test_a_token_that_neither_model_can_say_is_no_kept_draft() -> None:
     """An engine whose temperatures are uninitialised memory says them all the time."""
-    law = TextLaw(0.0, -9.0, -1.0, 0.0, 0.0, 3, 1, [np.array([-1.0, -1.0, -np.inf])])
+    law = TextLaw(0.0, -9.0, -1.0, 3, 1, [np.array([-1.0, -1.0, -np.inf])])
     answers = [Answer("", [5, 6, 7], "", False, 1.0, None, 3, {})]
     asked = Asked(DecodeSettings(), [HeldoutResponse("", "", [1], [5], [0.0])], answers)
     (text,) = served_texts(asked, law) or []
@@ -190,21 +159,13 @@ def test_a_token_that_neither_model_can_say_is_no_kept_draft() -> None:
     assert expected_blocks_of([score], "sample", (1,)).tolist() == [[1.0]]
 
 
-@pytest.mark.parametrize(
-    ("sampling", "cause", "word"),
-    [
-        (SamplingSettings(0.0), "temperature", "ignores the temperature"),
-        (SamplingSettings(2.0), "text", "any settings"),
-        (SamplingSettings(1.0), "sampling", "temperature 1"),
-    ],
-)
-def test_other_sampling_than_asked_for_is_named(
-    make: Callable[..., Engine], run: Path, sampling: SamplingSettings, cause: str, word: str
+@pytest.mark.parametrize("temperature", [0.0, 1.0, 2.0])
+def test_another_temperature_than_asked_for_is_named(
+    make: Callable[..., Engine], run: Path, temperature: float
 ) -> None:
-    found = read(make(sampling=sampling), run)
+    found = read(make(sampling=SamplingSettings(temperature)), run)
     assert not found.agrees
-    assert cause in starts(found)
-    assert word in next(line for line in found.causes if line.startswith(cause))
+    assert "other settings" in next(line for line in found.causes if line.startswith("text"))
 
 
 def test_greedy_text_that_differs_is_named(make: Callable[..., Engine], run: Path) -> None:
