@@ -169,8 +169,11 @@ class Target:
         return getattr(torch, self.facts.saved_dtype)
 
     def remember(self) -> None:
-        """Write the facts into the run. Call it on one rank only."""
-        if self._run is not None:
+        """Write the facts into the run, unless it has responses of another target: those keep the facts of theirs. Call it on one rank only."""
+        if self._run is None:
+            return
+        others = self._stored().get("fingerprint", self.facts.fingerprint) != self.facts.fingerprint
+        if not (others and (self._run / RESPONSES).exists()):
             write_json(self._run / TARGET_FACTS, asdict(self.facts) | {"asked": self._asked()})
 
     def _found_facts(self, model: PreTrainedModel) -> TargetFacts:
@@ -235,13 +238,21 @@ class Target:
 
     def _known_facts(self) -> TargetFacts | None:
         """Return the facts of an earlier start; None if they are damaged or do not match, since the weights give them again."""
+        values = self._stored()
         try:
-            values = json.loads((self._run / TARGET_FACTS).read_text(encoding="utf-8")) if self._run else {}
             asked = values.pop("asked")
             facts = TargetFacts(**{**values, "eos_ids": tuple(values["eos_ids"])})
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        except (KeyError, TypeError):
             return None
         return facts if asked == self._asked() else None
+
+    def _stored(self) -> dict[str, Any]:
+        """Return what an earlier start wrote; empty if nothing can be read."""
+        try:
+            values = json.loads((self._run / TARGET_FACTS).read_text(encoding="utf-8")) if self._run else {}
+        except (OSError, ValueError, RecursionError):
+            return {}
+        return values if isinstance(values, dict) else {}
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -14,6 +14,7 @@ from tiny_models import COMMON, tiny_model
 from tiny_training import tiny_tokenizer, write_prompts, write_target
 from tokenizers.normalizers import Lowercase
 
+from distill.config.layout import RESPONSES, TARGET_FACTS
 from distill.config.run import RunConfig
 from distill.config.target import TargetConfig
 from distill.models.draft import as_exported, cast_weights
@@ -94,6 +95,10 @@ def test_every_file_of_the_target_is_in_its_fingerprint(name: str, changed: str,
     again = Target(config, CPU, tmp_path)
     assert again._facts is None
     assert (again.facts.fingerprint == first.facts.fingerprint) == (changed == "nothing")
+    (tmp_path / RESPONSES).mkdir()
+    again.remember()
+    remembered = json.loads((tmp_path / TARGET_FACTS).read_text(encoding="utf-8"))
+    assert remembered["fingerprint"] == first.facts.fingerprint, "the responses are of this target"
 
 
 @pytest.mark.parametrize(
