@@ -35,12 +35,14 @@ class Reports(logging.Filter):
                 re.search(r"^\w*Error: .*", text, re.MULTILINE),
             )
             self.reason = f"weight {weight and weight[1]} cannot be made of those in the files ({why and why[0]})"
-        return "LOAD REPORT" not in text and not text.startswith("Unknown quantization type")
+        ours = "LOAD REPORT" in text or text.startswith(("Unknown quantization type", "The tied weights mapping"))
+        return not ours and record.levelno >= logging.getLogger("transformers").getEffectiveLevel()
 
 
 REPORTS = Reports()
 for _name in ("transformers.modeling_utils", "transformers.quantizers.auto"):
     logging.getLogger(_name).addFilter(REPORTS)
+    logging.getLogger(_name).setLevel(logging.WARNING)  # the filter reads them whatever a user wants to see
 
 
 def refuse_incomplete(what: str, path: str, name: str, config: Any, loading: Mapping[str, Any]) -> None:

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from refusals import refused
 from safetensors.torch import load_file, save_file
 from tiny_models import tiny_model
+from transformers.utils import logging as transformers_logging
 
 from distill.models.load import load_model, read_config
 
@@ -70,6 +71,16 @@ def test_weights_that_do_not_fit_are_one_line(
     assert "REPORT" not in "".join(capfd.readouterr())
 
 
+@pytest.fixture(params=[transformers_logging.ERROR, transformers_logging.WARNING])
+def verbosity(request: pytest.FixtureRequest) -> Iterator[None]:
+    """What transformers shows."""
+    before = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity(request.param)
+    yield
+    transformers_logging.set_verbosity(before)
+
+
+@pytest.mark.usefixtures("verbosity")
 def test_an_expert_that_is_missing_is_named(tmp_path: Path) -> None:
     def without_expert(weights: Weights) -> Weights:
         name = next(name for name in weights if "experts.1." in name)
@@ -79,6 +90,11 @@ def test_an_expert_that_is_missing_is_named(tmp_path: Path) -> None:
     assert re.search(
         r"weight model\.layers\.0\.mlp\.experts\.\w+ cannot be made of those in the files \(\w*Error: ", text
     )
+
+
+def test_a_pad_token_without_a_row_names_the_key(tmp_path: Path) -> None:
+    text = refused(load_model, "target", saved(tmp_path, lambda weights: weights, pad_token_id=5000))
+    assert "config.json: pad_token_id has no row in the embedding; set it to an id below vocab_size" in text
 
 
 @pytest.mark.parametrize(
