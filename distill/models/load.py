@@ -33,7 +33,6 @@ from distill.models.quantized import quantization_of, stored_parts, without_quan
 from distill.models.text_model import auto_class, text_only, without_weights
 from distill.models.vocabulary import refuse_two_heads
 from speculative.errors import UserError
-from speculative.measure.record import Record
 
 EMBEDDED, GGUF, ADAPTER_FILE = "embedded", ".gguf", "adapter_config.json"
 TOKENIZER_FILE = "tokenizer_config.json"
@@ -117,6 +116,10 @@ def load_pretrained(what: str, path: str, load: Any, **options: Any) -> Any:
     # The tokenizers library raises nothing more specific, and its panics are not Exceptions.
     except BaseException as error:
         reason = REPORTS.reason if "above report" in str(error) else reason_of(error)
+        if "Padding_idx" in reason:
+            reason = (
+                "config.json: pad_token_id has no row in the embedding; set it to an id below vocab_size, or to null"
+            )
         if looks_local:
             raise UserError(f"{what} {path!r}: cannot be loaded: {reason}") from error
         raise UserError(
@@ -225,6 +228,8 @@ def base_of_adapter(path: str | Path, revision: str | None = None, what: str = "
     adapter_file = Path(place) / ADAPTER_FILE
     if not place or not adapter_file.is_file():
         return None
+    from speculative.measure.record import Record  # late: pydantic may be missing where a GPU is, and only adapters need it
+
     record = Record.read(adapter_file, "save the adapter again").record()
     base = record.get("base_model_name_or_path")
     if not (isinstance(base, str) and base):
