@@ -86,7 +86,8 @@ def demo(options: of.DemoOptions) -> int:
 def main() -> None:
     """Entry point. A mistake of the user prints one line and exits with status 2."""
     try:
-        if instead := retired(*(f"{sys.argv[1]} {word.partition('=')[0]}" for word in sys.argv[1:])):
+        words = [word.partition("=")[0] for place, word in enumerate(sys.argv) if place == 2 or word.startswith("--")]
+        if instead := retired(*(f"{sys.argv[1]} {word}" for word in words)):
             raise UserError(instead)
         app()
     except BrokenPipeError:
