@@ -13,8 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from speculative.engine.frequent_head import HEAD_IDS
+
 HOOKS_OF_ALL = (nn.modules.module._global_forward_hooks, nn.modules.module._global_forward_pre_hooks)
 SETTINGS = (int, float, bool, str)  # types of scalings, widths and names that modules hold
+SMALL = 1024  # numbers of a buffer that are compared one by one
 UNSETTLED = ("training", "max_seq_len_cached")  # change without a change of what a call gives, up to the context
 
 _locks: dict[
@@ -86,13 +89,29 @@ class Survey:
 
     @cached_property
     def buffers(self) -> list[torch.Tensor]:
-        return [own for one in self.modules if one._buffers for own in one._buffers.values() if own is not None]
+        return [own for own, _ in self._stored_buffers]
+
+    @cached_property
+    def _stored_buffers(self) -> list[tuple[torch.Tensor, bool]]:
+        """Buffers, and whether a saved model has them."""
+        return [
+            (own, name not in one._non_persistent_buffers_set)
+            for one in self.modules
+            if one._buffers
+            for name, own in one._buffers.items()
+            if own is not None
+        ]
 
     @cached_property
     def fingerprint(self) -> int:
         device = getattr(self.model, "device", torch.device("cpu"))
         modes = torch.is_autocast_enabled(device.type), torch.get_float32_matmul_precision()
-        versions = [0 if own.is_inference() else own._version for own in (*self.weights, *self.buffers)]
+        # Some models make their rotary table anew in every call.
+        small = {id(own): own for own, stored in self._stored_buffers if not stored and own.numel() <= SMALL}
+        tensors, (places, kinds, adapters) = (*self.weights, *self.buffers), self.state
+        addresses = [place for own, place in zip(tensors, places, strict=True) if id(own) not in small]
+        versions = [0 if own.is_inference() else own._version for own in tensors if id(own) not in small]
+        tables = [(own.dtype, own.shape, *own.flatten().tolist()) for own in small.values()]
         # The walk takes as long as all the rest: names would double it.
         settings = [
             value
@@ -102,12 +121,14 @@ class Survey:
         ]
         of_each = [own for one in self.modules for own in (one._forward_hooks, one._forward_pre_hooks)]
         hooks = [key for own in (*HOOKS_OF_ALL, *of_each) for key in own]
-        configs = {
-            id(own): str(getattr(own, "__dict__", own)) for one in self.modules if (own := vars(one).get("config"))
-        }
-        addresses, kinds, adapters = self.state
-        parts = addresses, kinds, versions, settings, hooks, configs.values()
+        configs = {id(own): own for one in self.modules if (own := vars(one).get("config"))}
+        parts = addresses, kinds, versions, tables, settings, hooks, map(config_text, configs.values())
         return hash((modes, str(adapters), *map(tuple, parts)))
+
+
+def config_text(config: Any) -> str:
+    """What a config says, without the ids of a trimmed head, which are many; the head itself has them."""
+    return str({key: value for key, value in getattr(config, "__dict__", {"": config}).items() if key != HEAD_IDS})
 
 
 def all_modules(model: nn.Module) -> list[nn.Module]:

@@ -15,6 +15,7 @@ from transformers.cache_utils import DummyLayer, DynamicCache, DynamicLayer, Dyn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from speculative.engine.survey import config_text
 from speculative.errors import UserError
 
 OWN_MASKS = ("chunked_attention", "local")
@@ -37,7 +38,7 @@ def attention_windows(model: PreTrainedModel) -> list[int | None]:
     sliding-window.
     """
     config = model.config.get_text_config(decoder=True)
-    known, told = _known.setdefault(model, {}), str(vars(config))
+    known, told = _known.setdefault(model, {}), config_text(config)
     if told not in known:
         known[told] = _windows(model, config)
     return known[told]

@@ -7,6 +7,7 @@ from tiny_models import VOCAB, prompts_of, texts, tiny_model
 
 from speculative.decode import decode
 from speculative.decoder.responses import DecodeSettings
+from speculative.engine import agreement
 from speculative.engine.agreement import ordinary_text, speed_warning
 from speculative.engine.cached_model import CachedModel
 from speculative.engine.windows import attention_windows
@@ -152,3 +153,15 @@ def test_slower_code_is_a_warning_of_the_result():
     model.model.layers[1].self_attn.scaling *= 2.0
     (said,) = self_checks(model, PROMPTS, SETTINGS)["warnings"]
     assert said.startswith("LlamaForCausalLM runs eagerly, which is slower, because compiled code gives other logits")
+
+
+def test_a_rotary_table_made_anew_by_each_call_is_no_change(monkeypatch):
+    factors = {"short_factor": [1.0] * 4, "long_factor": [3.0] * 4, "rope_theta": 10000.0, "rope_type": "longrope"}
+    model, checks = tiny_model("phi3", original_max_position_embeddings=64, rope_parameters=factors), []
+    monkeypatch.setattr(agreement, "_difference", lambda model, check, ids: checks.append(check.what))
+    for _ in range(3):
+        decode(model, None, PROMPTS, SETTINGS, runner="eager")
+    assert checks == ["eager calls"]
+    model.model.rotary_emb.original_inv_freq.mul_(2)
+    decode(model, None, PROMPTS, SETTINGS, runner="eager")
+    assert len(checks) == 2

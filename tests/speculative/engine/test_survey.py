@@ -12,6 +12,7 @@ from speculative.decode import DecodeSettings, decode
 from speculative.drafters.drafter import ModelDrafter
 from speculative.engine import survey as module_of_survey
 from speculative.engine.survey import Survey, facts_of, survey, survey_again, surveyed
+from speculative.engine.windows import attention_windows
 from speculative.rules.sampling import SamplingSettings
 
 
@@ -119,3 +120,19 @@ def test_it_sees_tensor_subclasses_and_who_listens() -> None:
     hook.remove()
     head.weight = nn.Parameter(head.weight.detach().as_subclass(Packed), requires_grad=False)
     assert not Survey(model).ordinary
+
+
+def test_a_config_is_written_out_once_and_without_the_ids_of_a_head() -> None:
+    written = []
+
+    class Ids(list[int]):
+        def __repr__(self) -> str:
+            written.append(len(self))
+            return "ids"
+
+    model = tiny_model()
+    model.config.head_token_ids, model.config.others = Ids(range(8)), Ids(range(3))
+    before, windows = Survey(model).fingerprint, attention_windows(model)
+    assert written == [3, 3]
+    model.config.others = None
+    assert (Survey(model).fingerprint != before, attention_windows(model)) == (True, windows)
