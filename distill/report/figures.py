@@ -14,7 +14,6 @@ from matplotlib.figure import Figure
 
 from distill.report.view import View
 from distill.run.result import RuleCurves
-from speculative.explain.calibration import Calibration
 from speculative.measure.measured import DRAFT, SERVED, UNDISTILLED
 from speculative.measure.metrics import Curve
 
@@ -35,7 +34,7 @@ SETTINGS: dict[Any, Any] = {
 
 
 def figures_of(view: View) -> dict[str, str]:
-    """{name: data URI} of every figure this result has data for: steps_alpha, steps_tau, survival, tau, speed, given, calibration."""
+    """{name: data URI} of every figure this result has data for: steps_alpha, steps_tau, survival, tau, speed, given."""
     result, drawn = view.result, dict[str, str]()
     if len(result.verdict.checkpoints) > 1:
         for key in ("alpha", "tau"):
@@ -47,8 +46,6 @@ def figures_of(view: View) -> dict[str, str]:
         if any(view.timed_speed_ups(curve) for curve in view.curves.ways.values()):
             drawn["speed"] = _draw("speed", _speeds, view, view.curves)
         drawn["given"] = _draw("given", _given_speeds, view, view.curves)
-    if result.calibration:
-        drawn["calibration"] = _draw("calibration", _reliability, result.calibration)
     return drawn
 
 
@@ -177,21 +174,3 @@ def _speeds(axis: Any, view: View, curves: RuleCurves) -> None:
 def _given_speeds(axis: Any, view: View, curves: RuleCurves) -> None:
     _speed_lines(axis, view, curves, lambda name, curve: view.given.speed_ups(curve, view.in_one_pass(name)))
     _speed_axis(axis)
-
-
-def _reliability(axis: Any, calibration: Calibration) -> None:
-    bins = [one for one in calibration.bins if one.weight > 0]
-    heaviest = max((one.weight for one in bins), default=1.0)
-    for one in bins:
-        # How often this confidence occurs, as a bar from below, at most a quarter of the height.
-        height, width = 0.25 * one.weight / heaviest, 0.96 * (one.high - one.low)
-        axis.bar(one.low, height, width=width, align="edge", color=RULE, linewidth=0)
-    axis.plot([0, 1], [0, 1], color=INK, linestyle="--", linewidth=1, label="perfectly calibrated")
-    colour = COLOURS[DRAFT]
-    for one in bins:
-        if one.ci:
-            axis.plot([one.confidence] * 2, one.ci, color=colour, linewidth=1.2)
-    axis.plot([one.confidence for one in bins], [one.accepted for one in bins], color=colour, marker="o", label="draft")
-    if calibration.stop_below:
-        axis.axvline(calibration.stop_below, color=INK, linestyle=":", linewidth=1.2, label="stop below")
-    axis.set(xlabel="probability the draft gave its token", ylabel="share accepted", xlim=(0, 1), ylim=(0, 1.02))

@@ -8,7 +8,6 @@ from pydantic import Field
 from distill.run.served_record import ServedRecord
 from distill.run.verdict_record import Verdict
 from speculative.evaluate import Judgement
-from speculative.explain.calibration import Calibration
 from speculative.explain.disagreements import Disagreement
 from speculative.explain.repetition import Repetition
 from speculative.explain.slices import SliceTable
@@ -154,7 +153,6 @@ class Result(Record):
     losslessness: Losslessness | None = Field(None, description="whether text is the target's own; null: not tested")
     scores: list[TaskScores] = Field([], description="task scores with and without the draft, one entry per scorer")
     disagreements: list[Disagreement] = Field([], description="the most expensive disagreements, worst first")
-    calibration: Calibration | None = Field(None, description="how often tokens of each confidence are accepted")
     trained_on: list[Text] | None = Field(None, description="domains of the training prompts; null: not trained")
     timed_prompts: dict[str, dict[str, float]] = Field(
         {}, description="tokens/s by prompt and way; a way that was certainly slower has fewer prompts"

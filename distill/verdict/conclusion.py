@@ -38,12 +38,10 @@ from distill.verdict.token_view import spread_over, token_view
 from distill.verdict.verdict import looks_of, verdict_of
 from speculative.drafters.draft import Draft
 from speculative.evaluate import Judgement
-from speculative.explain.calibration import Calibration, calibration, stop_below
 from speculative.explain.disagreements import disagreements
 from speculative.explain.slices import slice_tables
 from speculative.explain.target_view import target_entropies
 from speculative.explain.token_class import token_pieces
-from speculative.measure.cost import best_gamma
 from speculative.measure.measured import DRAFT, SERVED, UNDISTILLED
 from speculative.measure.metrics import CURVE_GAMMAS, rule_curve
 from speculative.measure.record import VERSION
@@ -187,7 +185,6 @@ def findings_of(
         curves=curves_of(evidence),
         slices=slices,
         disagreements=worst,
-        calibration=_calibration(evidence),
         trained_on=trained_on,
         timed_prompts=_timed(evidence),
         token_view=_token_view(evidence, seen) if seen else None,
@@ -224,21 +221,6 @@ def curves_of(evidence: Evidence) -> Curves:
     if "greedy" in refused:
         refused["greedy"] = "needs text that the target answered at temperature 0, but this run has none"
     return Curves(gammas=list(CURVE_GAMMAS), rules=rules, refused=refused)
-
-
-def _calibration(evidence: Evidence) -> Calibration:
-    scores, costs = evidence.own_scores(evidence.best.name), evidence.best_costs
-    found = calibration(evidence.question.frozen, scores, evidence.question.rule, name=evidence.best.name)
-    if costs is None:
-        untimed = "Nothing was timed, so there is no advice on a confidence stop"
-        return found.model_copy(update={"words": f"{found.words}. {untimed}"})
-    gamma = evidence.question.gamma
-    slope = (costs.verify_ratio(gamma) - 1.0) / gamma
-    _, speed_up = best_gamma(costs.timed(evidence.judged[evidence.best.name].replay), costs)  # 1 where none pays
-    threshold, words = stop_below(
-        scores, evidence.question.rule, cost_ratio=costs.cost_ratio, verify_slope=slope, speed_up=speed_up, parallel=costs.parallel,
-    )  # fmt: skip
-    return found.model_copy(update={"stop_below": threshold, "words": f"{found.words}. {words}"})
 
 
 def _timed(evidence: Evidence) -> dict[str, dict[str, float]]:

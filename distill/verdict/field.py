@@ -53,7 +53,6 @@ from speculative.measure.replay import (
 from speculative.measure.token_scores import TokenScores, score_tokens, scored_gammas
 from speculative.rules.lossy import Lossy
 from speculative.rules.rule import Rule, draft_draws
-from speculative.rules.verify import draft_settings_for
 
 # Share of judge.speed_seconds for the steps of each pair of shapes.
 COSTS_SHARE = 1 / 6
@@ -82,13 +81,12 @@ class Field:
 
 
 def score_all(question: Question, candidates: Sequence[Candidate]) -> dict[Rule, dict[str, list[TokenScores]]]:
-    """One pass of every draft over every text. The last candidate's scores include its confidence."""
-    drafted = draft_settings_for(question.rule, question.settings.sampling)
+    """One pass of every draft over every text."""
     return {
         rule: {
             one.name: score_tokens(
                 one.draft.model, text, question.settings.under(rule, 0).sampling,
-                confidence=drafted if one.draft.model is candidates[-1].draft.model else None, offsets=one.draft.offsets(question.gamma),
+                offsets=one.draft.offsets(question.gamma),
             )
             for one in candidates
         }

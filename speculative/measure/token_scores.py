@@ -1,6 +1,6 @@
 """Scores of a draft on stored target responses, token by token: one forward per batch, without the target in memory.
 
-Shapes: T tokens of one response, B rows, R tokens of a chunk, V vocabulary, C bins of confidence, J offsets of a block, N masks.
+Shapes: T tokens of one response, B rows, R tokens of a chunk, V vocabulary, J offsets of a block, N masks.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -25,8 +25,6 @@ ROWS_PER_FORWARD = 16
 PROBS_PER_CHUNK = 1 << 22
 # Maximum number of masks in one pass: attention memory grows with the square of masks plus text.
 MASKS_PER_FORWARD = 1024
-# Lower edges of the bins of a draft's confidence, which is a probability: [0, 0.1), [0.1, 0.2), ... [0.9, 1].
-CONFIDENCE_EDGES = np.linspace(0.0, 0.9, 10)
 
 
 class StoredText(Protocol):
@@ -49,12 +47,10 @@ class TokenScores:
     log_draft_probs: of the stored token, under the serving settings (-inf if the draft never proposes it); under greedy settings the
     draft's own, at temperature 1. log_target_probs: as stored, under the serving settings (0 when greedy). matches: the draft's argmax is
     the stored token. choice_ids, choice_probs: that argmax and its probability in the draft's own distribution, temperature 1 and nothing
-    cut: the confidence of a draft that takes its argmax. confidence_mass_TC: draft mass in each bin of `CONFIDENCE_EDGES` under the
-    settings it is sampled under: how probable it is that a drafted token has a probability in that bin; None unless asked for, and under
-    greedy settings. log_whole_probs: as log_draft_probs, of a draft that truncates nothing (rule sample-untruncated); None where the serving
-    settings do not truncate either. by_start: of a parallel draft, the same values except the mass, as tables (T, J): at [i, j] token i + j of the response,
-    proposed at offset j + 1 of the block that starts with token i; a token that is always kept after the end of the text. None: it drafts
-    token by token.
+    cut: the confidence of a draft that takes its argmax. log_whole_probs: as log_draft_probs, of a draft that truncates nothing (rule
+    sample-untruncated); None where the serving settings do not truncate either. by_start: of a parallel draft, the same values as tables
+    (T, J): at [i, j] token i + j of the response, proposed at offset j + 1 of the block that starts with token i; a token that is always
+    kept after the end of the text. None: it drafts token by token.
     """
 
     log_draft_probs: np.ndarray
@@ -62,7 +58,6 @@ class TokenScores:
     matches: np.ndarray
     choice_ids: np.ndarray
     choice_probs: np.ndarray
-    confidence_mass_TC: np.ndarray | None = None
     by_start: "TokenScores | None" = None
     log_whole_probs: np.ndarray | None = None
 
@@ -97,18 +92,16 @@ def score_tokens(
     texts: Sequence[StoredText],
     settings: SamplingSettings,
     *,
-    confidence: SamplingSettings | None = None,
     offsets: int | None = None,
 ) -> list[TokenScores]:
     """`TokenScores` of every text, in order, from one pass.
 
-    settings: how the texts were sampled. confidence: how the draft samples, to fill `confidence_mass_TC` too (a third more time). offsets: the largest gamma needed
-    of a parallel draft; fills `by_start`, which feeds `offsets` - 1 more tokens per response token. Raises UserError when the draft
-    returns NaN or infinite logits, or if offsets are requested for a draft that is not parallel.
+    settings: how the texts were sampled. offsets: the largest gamma needed of a parallel draft; fills `by_start`, which feeds `offsets` - 1
+    more tokens per response token. Raises UserError when the draft returns NaN or infinite logits, or if offsets are requested for a draft
+    that is not parallel.
     """
     own = SamplingSettings() if settings.greedy else settings
-    sampled = confidence if confidence is not None and not (confidence.greedy or settings.greedy) else None
-    bins, width = len(CONFIDENCE_EDGES), 4 if own.truncates else 3
+    width = 4 if own.truncates else 3
 
     def columns(logits_RV: torch.Tensor, token_ids_R: torch.Tensor) -> torch.Tensor:
         probs_RV = logits_to_probs(logits_RV, own)
@@ -120,27 +113,21 @@ def score_tokens(
         if own.truncates:
             warm_RV = logits_RV.float() / own.temperature
             parts.append((warm_RV.gather(-1, token_ids_R.unsqueeze(-1)).squeeze(-1) - warm_RV.logsumexp(-1)).double())
-        if sampled is not None:
-            probs_RV = probs_RV if sampled == own else logits_to_probs(logits_RV, sampled)
-            of_RV = (probs_RV * bins).long().clamp_(max=bins - 1)
-            mass_RC = torch.zeros((len(probs_RV), bins), dtype=torch.float64, device=probs_RV.device)
-            parts += list(mass_RC.scatter_add_(1, of_RV, probs_RV.double()).unbind(1))
         return torch.stack(parts, 1)
 
     scores = []
-    values = values_by_text(draft, texts, columns, width + (bins if sampled else 0), "draft")
+    values = values_by_text(draft, texts, columns, width, "draft")
     for text, values_TK in zip(texts, values, strict=True):
         choices = values_TK[:, 1].astype(np.int64)
         log_target_probs = np.asarray(text.log_target_probs, dtype=np.float64)
         matches = choices == np.asarray(text.response_ids, dtype=np.int64)
-        mass_TC, whole_T = values_TK[:, width:] if sampled else None, values_TK[:, 3] if width > 3 else None
-        own_scores = TokenScores(values_TK[:, 0], log_target_probs, matches, choices, values_TK[:, 2], mass_TC)
-        scores.append(replace(own_scores, log_whole_probs=whole_T))
+        whole_T = values_TK[:, 3] if width > 3 else None
+        scores.append(
+            TokenScores(values_TK[:, 0], log_target_probs, matches, choices, values_TK[:, 2], log_whole_probs=whole_T)
+        )
     if offsets is None:
         return scores
-    tables = _values_by_start(
-        draft, texts, lambda logits_RV, ids_R: columns(logits_RV, ids_R)[:, :width], offsets, width
-    )
+    tables = _values_by_start(draft, texts, columns, offsets, width)
     return [
         replace(own, by_start=_in_tables(text, own, table_TJK))
         for text, own, table_TJK in zip(texts, scores, tables, strict=True)

@@ -205,10 +205,6 @@ def example_result(responses: int = 8) -> dict[str, Any]:
         ("items:\n", "\t", "    ", 17),
         ("a | b", "`x`", "*y*", 3),
     ]
-    bins = [
-        {"low": i / 10, "high": i / 10 + 0.1, "weight": 0.04 + 0.02 * i, "confidence": i / 10 + 0.05, "accepted": 0.09 * i}
-        for i in range(10)
-    ]  # fmt: skip
     rules = (("sample", 1.0, ""), ("greedy-draft", 0.93, "vLLM's default"), ("block", 1.02, ""))
     config = '{"method":"draft_model","model":"/d","num_speculative_tokens":3}'
     return {
@@ -228,7 +224,6 @@ def example_result(responses: int = 8) -> dict[str, Any]:
             }
             for context, target, draft, count in said
         ],
-        "calibration": {"bins": bins, "stop_below": 0.3, "words": "the draft is overconfident by 0.034 on average"},
         "trained_on": list(DOMAINS[:2]),
         "timed_prompts": {row["key"]: {TARGET: 128.0, DRAFT: 150.0} for row in live[:7]},
         "token_view": _token_view(live, responses),

@@ -3,9 +3,6 @@
 The test statistic is accepted/drafted now minus that of the run's held-out prompts, by replay at the same gamma and rule. The draft has
 drifted if the interval of the difference is wholly below zero. This assumes independent requests like the held-out prompts. Users repeat
 themselves and ask for other things, so the test says that acceptance on this traffic is lower, but not why.
-
-Where the drafted text is known (--prompts), the expected calibration error is compared too: whether the draft's confidence still says how
-probable acceptance is, which a confidence stop relies on. It does not change the exit status.
 """
 
 from dataclasses import replace
@@ -30,22 +27,18 @@ from speculative.decode import decode
 from speculative.drafters.draft import DRAFTINGS, Draft
 from speculative.engine.models import max_positions
 from speculative.errors import UserError
-from speculative.evaluate import HeldoutResponse
-from speculative.explain.calibration_change import CalibrationChange, calibration_change
 from speculative.explain.rate_change import rate_change
 from speculative.measure.intervals import Interval, interval
 from speculative.measure.measured import DRAFT, HELD_OUT, How, Measured, Row
 from speculative.measure.record import Record
-from speculative.measure.token_scores import score_tokens
 from speculative.rules.rule import RULES
-from speculative.rules.verify import draft_settings_for
 
 REFRESH = 3  # Exit status when a refresh is advised.
 
 
 class Drift(Record):
     """The result: two rows with accepted/drafted, now and as judged at the same mix of labels. source: the file or url; log: its
-    format. ci: of `change`, the difference of the two. calibration: of --prompts; logs of servers do not hold the draft's confidence.
+    format. ci: of `change`, the difference of the two.
     """
 
     format: Literal[2]
@@ -60,7 +53,6 @@ class Drift(Record):
     refresh: bool
     sentence: str
     notes: list[str]
-    calibration: CalibrationChange | None = None
 
     @property
     def now(self) -> Measured:
@@ -84,10 +76,10 @@ def drift_command(options: DriftOptions, console: Console | None = None) -> Drif
     Raises UserError: an option out of range, no run, an unreadable log or prompt file, or a file that cannot be written.
     """
     _check(options)
-    console, calibration = console or Console(), None
+    console = console or Console()
     if options.prompts:
         baseline = baseline_of(options, options.gamma)
-        log, calibration = _decoded(options, baseline)
+        log = _decoded(options, baseline)
         notes = log.warnings
     else:
         if options.log is not None:
@@ -98,14 +90,10 @@ def drift_command(options: DriftOptions, console: Console | None = None) -> Drif
         gamma, notes = gamma_of(log, options.gamma)
         baseline = baseline_of(options, gamma)
         notes = log.warnings + notes + engine_notes(log, baseline)
-    found = _compared(options, log, baseline, notes).model_copy(update={"calibration": calibration})
+    found = _compared(options, log, baseline, notes)
     for note in found.notes:
         console.print(f"note: {note}", highlight=False, markup=False)
     console.print(found.sentence, style="yellow" if found.refresh else "green", highlight=False, markup=False)
-    if calibration is not None:
-        told = f"{calibration.change:+.3f} {interval(calibration.ci, '+.3f')}"
-        words = f"Calibration error of the draft's confidence: {calibration.now:.3f}, in the run {calibration.judged:.3f}, change {told}."
-        console.print(words, highlight=False, markup=False)
     write_asked("--out", options.out, found.record())
     return found
 
@@ -162,10 +150,8 @@ def _compared(options: DriftOptions, log: AcceptanceLog, baseline: Baseline, not
     )  # fmt: skip
 
 
-def _decoded(options: DriftOptions, baseline: Baseline) -> tuple[AcceptanceLog, CalibrationChange | None]:
-    """Decode fresh prompts live with target and best draft at the run's serving settings: one record per prompt, and the calibration of the
-    draft that drafts one token at a time.
-    """
+def _decoded(options: DriftOptions, baseline: Baseline) -> AcceptanceLog:
+    """Decode fresh prompts live with target and best draft at the run's serving settings: one record per prompt."""
     frozen = load_frozen_text(options.run, baseline.rule, options.trust_remote_code)
     config, target = frozen.config, frozen.target.model
     draft = frozen.draft(str(options.run))
@@ -199,12 +185,4 @@ def _decoded(options: DriftOptions, baseline: Baseline) -> tuple[AcceptanceLog, 
         notes.append(f"{seen} of {len(rows)} prompts are held-out prompts of the run, so they are not fresh")
     if not labelled:
         notes.append(f"{options.prompts} has no column `domain`, so it is compared with all held-out prompts")
-    log = AcceptanceLog(records, "prompts", sums=False, warnings=notes)
-    if baseline.drafting != "autoregressive" or len(responses) < 2:
-        return log, None
-    texts = [HeldoutResponse(one.key, "", one.prompt_ids, one.response_ids, one.log_target_probs) for one in responses]
-    drafted = draft_settings_for(baseline.rule, settings.sampling)
-    now, judged = (
-        (side, score_tokens(draft, side, settings.sampling, confidence=drafted)) for side in (texts, frozen.responses)
-    )
-    return log, calibration_change(now, judged, baseline.rule, options.confidence)
+    return AcceptanceLog(records, "prompts", sums=False, warnings=notes)

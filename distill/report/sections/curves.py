@@ -1,4 +1,4 @@
-"""Curves: acceptance over steps, survival by position, speed-up over gamma, the draft's confidence."""
+"""Curves: acceptance over steps, survival by position, speed-up over gamma."""
 
 from distill.report.section import Made, Part, Piece, figures, section
 from distill.report.table import Cell, Column, Table
@@ -126,14 +126,3 @@ def given_table(view: View) -> Table:
     for gamma in gammas:
         table.add(gamma, *(Cell(column[gamma], strong=top == gamma) for column, top in zip(columns, best, strict=True)))
     return table
-
-
-@section("calibration", "Is the draft's confidence reliable?", order=97, nav="Calibration")
-def calibration(view: View) -> Made:
-    """The draft's calibration, and advice on a confidence stop."""
-    found = view.result.calibration
-    if found is None:
-        return "The draft's confidence was not measured under this rule."
-    said = found.words.rstrip(".")
-    caption = "share accepted by the draft's own probability; grey: frequency"
-    return [f"{said[:1].upper()}{said[1:]}.", figures(view, ("calibration", caption))]

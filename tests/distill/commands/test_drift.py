@@ -299,8 +299,6 @@ def test_fresh_prompts_are_decoded_and_compared(tiny_run: Path, tmp_path: Path) 
     found = drift_command(DriftOptions(tiny_run, prompts=str(plain)), silent())
     assert (found.source, found.log, found.now.prompts) == (str(plain), "prompts", 12)
     assert any("no column `domain`" in note for note in found.notes)
-    assert found.calibration is not None
-    assert found.calibration.ci[0] < found.calibration.change < found.calibration.ci[1]
     labelled = tmp_path / "labelled.jsonl"
     rows = [json.loads(line) for line in plain.read_text().splitlines()]
     labelled.write_text("".join(json.dumps(row | {"domain": row["kind"]}) + "\n" for row in rows))

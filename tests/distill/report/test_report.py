@@ -37,11 +37,11 @@ VARIANTS = {
 }
 SECTIONS = [
     "numbers", "steps", "survival", "speed", "load", "latency", "slices", "repetition", "forgetting", "tokens",
-    "disagreements", "calibration", "run", "serve", "words",
+    "disagreements", "run", "serve", "words",
 ]  # fmt: skip
-FIGURES = {"steps_alpha", "steps_tau", "survival", "tau", "speed", "given", "calibration"}
+FIGURES = {"steps_alpha", "steps_tau", "survival", "tau", "speed", "given"}
 MISSING = {
-    "bare": {"steps", "speed", "slices", "tokens", "disagreements", "calibration"},
+    "bare": {"steps", "speed", "slices", "tokens", "disagreements"},
     "not timed": {"tokens"},
     "no baseline": {"steps"},
 }
@@ -259,7 +259,6 @@ def test_a_report_of_nothing_says_what_to_do(tmp_path: Path) -> None:
         (lambda r: r["verdict"]["measured"][1].pop("way"), r"key verdict\.measured\[1\]\.way is missing"),
         (lambda r: r["token_view"]["responses"][2].pop("blocks"), r"key token_view\.responses\[2\]\.blocks is missing"),
         (lambda r: r["token_view"]["responses"][0]["tokens"][1].pop("by"), r"tokens\[1\]\.by is missing"),
-        (lambda r: r["calibration"].pop("words"), r"key calibration\.words is missing"),
         (lambda r: r["slices"][0]["rows"][0].pop("alpha"), r"key slices\[0\]\.rows\[0\]\.alpha is missing"),
         (
             lambda r: r["curves"]["rules"][0]["ways"][DRAFT].pop("tau"),

@@ -77,7 +77,7 @@ def asked():
     """(question with two lossy ways, field of one draft)."""
     frozen = frozen_responses(TARGET, prompts_of([6, 9, 5, 7, 8, 6, 4, 5]), SETTINGS, "made up")
     judging = JudgeConfig(speed_seconds=1e-6, speed_prompts=8, lenience=(2.0,), typical=(0.09,))
-    scores = {"sample": {BEST: score_tokens(DRAFT, frozen, SETTINGS.sampling, confidence=SETTINGS.sampling)}}
+    scores = {"sample": {BEST: score_tokens(DRAFT, frozen, SETTINGS.sampling)}}
     field = Field(candidates=(Candidate(BEST, "", 0, Draft(DRAFT)),), scores=scores, costs={BEST: COSTS})
     return Question(judging, SETTINGS, {"sample": frozen}, scored=parity), field
 
