@@ -89,7 +89,7 @@ def main(
 ) -> None:
     """Judge a run's best draft the given number of times."""
     config, console = load_config(run / CONFIG), Console()
-    config = config.model_copy(update={"judge": config.judge.model_copy(update={"load": (), "temperatures": ()})})
+    config = config.model_copy(update={"judge": config.judge.model_copy(update={"load": ()})})
     rows: list[dict[str, Any]] = []
     table = Table("outcome", "speed-up", "interval", "gamma", "best gammas", "c", "target step, ms")
     for _ in range(times):

@@ -342,9 +342,6 @@ class TrainConfig(Section):
     """number of steps to trace with torch's profiler into profile/; 0 = none"""
 
 
-Temperature = Annotated[float, Field(ge=0, le=100)]
-
-
 class JudgeConfig(Section):
     """How held-out prompts are judged, at step 0 and at every checkpoint."""
 
@@ -369,9 +366,6 @@ class JudgeConfig(Section):
     or a list of drafts, e.g. adapters of one base"""
     batch_size: int = Field(32, ge=1)
     """prompts decoded at once; in a run's verdict at most 8, or an eighth of the prompts if that is more"""
-    temperatures: tuple[Temperature, ...] = ()
-    """more temperatures to measure acceptance at, e.g. [0, 0.3, 0.7, 1] (0 = greedy); at the end the target
-    answers 16 held-out prompts at each"""
     patience: int = Field(0, ge=0)
     """stop after this many checkpoints without a better tau; 0 = never"""
     speed_prompts: int = Field(64, ge=1)

@@ -9,7 +9,6 @@ from distill.run.served_record import ServedRecord
 from distill.run.verdict_record import Verdict
 from speculative.evaluate import Judgement
 from speculative.explain.disagreements import Disagreement
-from speculative.explain.repetition import Repetition
 from speculative.explain.slices import SliceTable
 from speculative.measure.intervals import Interval
 from speculative.measure.metrics import Curve
@@ -38,14 +37,6 @@ class Curves(Record):
         """tau of a draft by rule at a gamma; rules without a replay are left out."""
         of_draft = {entry.rule: entry.ways[way] for entry in self.rules if way in entry.ways}
         return {rule: curve.tau[curve.gammas.index(gamma)] for rule, curve in of_draft.items() if gamma in curve.gammas}
-
-
-class TemperatureRow(Record):
-    """The judged draft on answers that the target gave at one temperature."""
-
-    temperature: float = Field(description="temperature of target and draft; 0: greedy")
-    curve: Curve = Field(description="by replay; the same held-out prompts at every temperature")
-    repetition: Repetition = Field(description="how much the responses repeat themselves")
 
 
 class Losslessness(Record):
@@ -149,7 +140,6 @@ class Result(Record):
     verdict: Verdict = Field(description="the contents of verdict.json")
     curves: Curves | None = Field(None, description="alpha, tau and speed over gamma, by replay")
     slices: list[SliceTable] = Field([], description="acceptance on parts of the frozen text, one table per dimension")
-    temperatures: list[TemperatureRow] = Field([], description="acceptance at each of judge.temperatures, lowest first")
     losslessness: Losslessness | None = Field(None, description="whether text is the target's own; null: not tested")
     scores: list[TaskScores] = Field([], description="task scores with and without the draft, one entry per scorer")
     disagreements: list[Disagreement] = Field([], description="the most expensive disagreements, worst first")

@@ -33,7 +33,6 @@ from distill.verdict.evidence import Evidence, gather, gather_by_replay, with_sp
 from distill.verdict.field import line_up
 from distill.verdict.question import Question
 from distill.verdict.scorer import scorer_of
-from distill.verdict.temperatures import temperature_rows
 from distill.verdict.token_view import spread_over, token_view
 from distill.verdict.verdict import looks_of, verdict_of
 from speculative.drafters.draft import Draft
@@ -188,7 +187,6 @@ def findings_of(
         trained_on=trained_on,
         timed_prompts=_timed(evidence),
         token_view=_token_view(evidence, seen) if seen else None,
-        temperatures=temperature_rows(evidence, seen) if seen else [],
     )
 
 

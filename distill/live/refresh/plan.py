@@ -27,7 +27,7 @@ _WARM = {
 }  # fmt: skip
 # A probe is only replayed; nothing is timed.
 _PROBE = {
-    "judge.live": "never", "judge.load": [], "judge.temperatures": [], "judge.dial_every": 0, "tracking.trackers": [],
+    "judge.live": "never", "judge.load": [], "judge.dial_every": 0, "tracking.trackers": [],
     "export.quantize": None,
 }  # fmt: skip
 

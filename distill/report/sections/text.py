@@ -1,4 +1,4 @@
-"""Sections on the text: repetition, other temperatures, losslessness and task scores."""
+"""Sections on the text: repetition, losslessness and task scores."""
 
 from distill.report.section import Made, section
 from distill.report.sections.slices import prompts_of
@@ -22,39 +22,6 @@ def repetition(view: View) -> Made:
         "(looping). Prompt lookup finds repeated text without a draft."
     )
     return [line, table]
-
-
-@section("temperatures", "At other temperatures", order=77)
-def temperatures(view: View) -> Made:
-    """The same draft at each of judge.temperatures."""
-    rows = view.result.temperatures
-    if not rows:
-        return None
-    served = (view.result.provenance.get("sampling") or {}).get("temperature")
-    gamma, timed = view.verdict.gamma, any(row.curve.predicted_speed_up for row in rows)
-    table = Table(
-        [
-            Column("temperature", "g"), Column("alpha", ".3f"), Column(f"tau at gamma {gamma}", ".2f"),
-            *(["best gamma"] if timed else []), Column("looping", ".1%"),
-        ]
-    )  # fmt: skip
-    for row in rows:
-        curve, place = row.curve, row.curve.gammas.index(gamma)
-        table.add(
-            Cell(row.temperature, note=curve.rule, strong=row.temperature == served),
-            Cell(curve.alpha, curve.alpha_ci, bar=curve.alpha), Cell(curve.tau[place], curve.tau_ci[place]),
-            *([Cell(_best(view.timed_speed_ups(curve)), note="predicted")] if timed else []), row.repetition.looping,
-        )  # fmt: skip
-    line = (
-        f"The same draft with the target at other temperatures: {rows[0].curve.prompts:,} held-out prompts answered at "
-        "each, with alpha and tau by replay of the answers."
-    )
-    return [line, table]
-
-
-def _best(speed_ups: dict[int, float]) -> str:
-    gamma = max(speed_ups, key=speed_ups.__getitem__, default=0)
-    return f"{gamma}: {speed_ups[gamma]:.2f}x" if gamma else "none pays"
 
 
 @section("proofs", "Is the text still the target's?", order=78)

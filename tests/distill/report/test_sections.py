@@ -311,22 +311,9 @@ def test_repetition_is_shown_whole_and_by_domain(result: dict[str, Any]) -> None
 
 
 def with_proofs(result: dict[str, Any]) -> dict[str, Any]:
-    def row(temperature: float, alpha: float, speed_ups: list[float]) -> dict[str, Any]:
-        rule = "sample" if temperature else "greedy"
-        curve = result["curves"]["rules"][0]["ways"][DRAFT] | {
-            "rule": rule, "prompts": 16, "alpha": alpha, "alpha_ci": [alpha - 0.1, alpha + 0.1], "gammas": [0, 3, 4],
-            "tau": [1.0, 2.0, 3 * alpha], "tau_ci": [[1.0, 1.0], [1.0, 2.5], [1.0, 3.0]], "predicted_speed_up": speed_ups,
-        }  # fmt: skip
-        return {
-            "temperature": temperature,
-            "curve": curve,
-            "repetition": {"repeated": 0.4, "looping": 0.31 - temperature / 4},
-        }
-
     score, no_difference = {"score": 0.5, "ci": [0.4, 0.6]}, {"value": 0.0, "ci": [-0.01, 0.01]}
     return {
         **result,
-        "temperatures": [row(0.0, 0.8, [1.0, 1.3, 1.2]), row(0.7, 0.6, [1.0, 0.9, 0.8])],
         "losslessness": {"draft": "d", "rule": "sample", "gamma": 4, "passed": True, "sentence": "The same <text>."},
         "scores": [
             {
@@ -337,15 +324,9 @@ def with_proofs(result: dict[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def test_temperatures_and_proofs_are_told(result: dict[str, Any]) -> None:
+def test_proofs_are_shown(result: dict[str, Any]) -> None:
     tree = with_proofs(result)
-    (table,) = tables_of(tree, "temperatures").values()
-    assert table.texts() == [
-        ["0 greedy", "0.800 [0.700, 0.900]", "2.40 [1.00, 3.00]", "3: 1.30x predicted", "31.0 %"],
-        ["0.7 sample", "0.600 [0.500, 0.700]", "1.80 [1.00, 3.00]", "none pays predicted", "13.5 %"],
-    ]
-    assert [row[0].strong for row in table.cells] == [False, True], "served at 0.7"
     proofs = sections_of(tree)["proofs"]
     assert proofs[:2] == ["Passed (rule sample, gamma 4): The same <text>.", "exact-match: The scores DIFFER."]
     assert (proofs[2].cells[0][0].value, proofs[2].cells[0][0].mark) == ("exact-match", "differs")
-    assert not {"temperatures", "proofs", "money", "served", "targets"} & set(sections_of(result))
+    assert not {"proofs", "money", "served", "targets"} & set(sections_of(result))

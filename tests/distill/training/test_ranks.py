@@ -319,11 +319,9 @@ def _untimed(run: Path) -> dict[str, Any]:
     proposals = sorted(
         pq.read_table(run / PROPOSALS).to_pylist(), key=lambda one: (one["prompt"], one["block"], one["place"])
     )
-    for one in result["temperatures"]:
-        del one["curve"]["predicted_speed_up"]
     return (
         {"rows": rows, "proposals": proposals}
-        | {key: result[key] for key in ("token_view", "temperatures")}
+        | {"token_view": result["token_view"]}
         | {key: result["verdict"][key] for key in ("survival", "live_tokens", "replay_check", "gain", "warnings")}
     )
 
@@ -335,14 +333,13 @@ def test_a_verdict_is_decoded_by_all_ranks_and_does_not_depend_on_their_number(
 ) -> None:
     """A run's verdict, made again by two ranks, and by three of which one has no prompt."""
     monkeypatch.setattr(decoding, "DECODED_TOGETHER", 2)
-    asked = ["train.batch_size=6", "judge.temperatures=[0.5]"]
-    config = run_alone(small, "verdict", *asked)
+    config = run_alone(small, "verdict", "train.batch_size=6")
     first = _untimed(config.folder)
     assert first["live_tokens"] > 0
     for ranks in (2, 3):
         (config.folder / RESULT).unlink()
         (notes := tmp_path / str(ranks)).mkdir()
-        overrides = ["name=verdict", *asked]
+        overrides = ["name=verdict", "train.batch_size=6"]
         assert rank_statuses(_notes_what_it_decodes, small, overrides, notes, ranks=ranks) == [0] * ranks
         assert _untimed(config.folder) == first
         assert not (config.folder / JUDGING).exists()
