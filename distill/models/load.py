@@ -228,7 +228,9 @@ def base_of_adapter(path: str | Path, revision: str | None = None, what: str = "
     adapter_file = Path(place) / ADAPTER_FILE
     if not place or not adapter_file.is_file():
         return None
-    from speculative.measure.record import Record  # late: pydantic may be missing where a GPU is, and only adapters need it
+    from speculative.measure.record import (
+        Record,  # late: pydantic may be missing where a GPU is, and only adapters need it
+    )
 
     record = Record.read(adapter_file, "save the adapter again").record()
     base = record.get("base_model_name_or_path")
