@@ -1,6 +1,8 @@
 """The one exception that means "the user can fix this"."""
 
 LONGEST = 2000  # characters of a message
+# Torch raises a plain RuntimeError for some kinds of memory.
+OUT_OF_MEMORY = ("allocate memory", "out of memory", "ALLOC_FAILED", "OutOfMemoryError")
 
 
 class UserError(ValueError):
@@ -19,3 +21,8 @@ class UserError(ValueError):
 
 class TooLittleMemory(UserError):
     """The request does not fit into free memory; a smaller request may fit."""
+
+
+def out_of_memory(error: Exception) -> bool:
+    """Whether torch found too little memory."""
+    return isinstance(error, RuntimeError) and any(words in repr(error) for words in OUT_OF_MEMORY)

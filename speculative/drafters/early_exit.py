@@ -16,7 +16,7 @@ from speculative.engine.cached_model import CachedModel
 from speculative.engine.memory import cache_entry
 from speculative.engine.models import is_recurrent, layer_stacks
 from speculative.engine.survey import Turn
-from speculative.errors import UserError
+from speculative.errors import UserError, out_of_memory
 
 
 class EarlyExit(ModelDrafter):
@@ -85,6 +85,8 @@ def first_layers(model: PreTrainedModel, count: int) -> PreTrainedModel:
         TypeError,
         AttributeError,
     ) as error:  # layers that use those left out, or their number
+        if out_of_memory(error):
+            raise
         raise UserError(
             f"{type(model).__name__} does not run with its first {count} layers alone, so it has no early exit: use a draft model"
         ) from error

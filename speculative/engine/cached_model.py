@@ -27,7 +27,7 @@ from speculative.engine.models import (
 from speculative.engine.recurrent_model import RecurrentModel, recurrence_warning
 from speculative.engine.runners import COMPILED, COMPILED_GRAPH, EAGER, FUSED_GRAPH, GRAPHED
 from speculative.engine.windows import by_layer_kind, window_kinds
-from speculative.errors import TooLittleMemory, UserError
+from speculative.errors import TooLittleMemory, UserError, out_of_memory
 from speculative.rules.tree import TokenTree
 
 # Compiled and captured calls use few prefix lengths, because each is recorded: this times a power of two, or fractions (`Runner.prefixes`).
@@ -114,8 +114,8 @@ class CachedModel:
         try:
             check = Check("eager calls", lambda capacity: CachedModel(model, name, 2, capacity, unchecked=True).feed)
             fault = disagreement(model, check)
-        except (AttributeError, TypeError, IndexError, RuntimeError) as error:
-            if isinstance(error, torch.OutOfMemoryError):
+        except (AttributeError, TypeError, LookupError, ValueError, RuntimeError) as error:
+            if isinstance(error, UserError) or out_of_memory(error):
                 raise
             fault = (str(error).splitlines() or [type(error).__name__])[0]
         if fault is not None:
@@ -238,7 +238,7 @@ class CachedModel:
 
     def _shrink_prefill(self, error: RuntimeError) -> None:
         """Halve the size of prefill calls after an out-of-memory error; re-raise any other error."""
-        if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):
+        if not out_of_memory(error):
             raise error
         if self.prefill_tokens <= FEWEST_PREFILL_TOKENS:
             raise TooLittleMemory(

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from speculative.engine.agreement import ROUGH, Check, Feed, Parts, disagreement
 from speculative.engine.models import forward_parameters, is_recurrent, state_name, takes_logits_to_keep
 from speculative.engine.runners import Runner
-from speculative.errors import UserError
+from speculative.errors import UserError, out_of_memory
 from speculative.rules.tree import TokenTree
 
 CHECKPOINT_STEP = 32  # Maximum number of tokens to read again; then the copy is renewed.
@@ -150,9 +150,9 @@ class RecurrentModel:
         singly = Check("one token", open_calls, calls([PROBE[0], *[1] * sum(PROBE[1:])]), allowed=ROUGH)
         try:
             fault = disagreement(self.model, singly)
-        except UserError:
-            raise
-        except (AttributeError, TypeError, ValueError, RuntimeError) as error:
+        except (AttributeError, TypeError, LookupError, ValueError, RuntimeError) as error:
+            if isinstance(error, UserError) or out_of_memory(error):
+                raise
             fault = (str(error).splitlines() or [type(error).__name__])[0]
         if fault is not None:
             raise UserError(
