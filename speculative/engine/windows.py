@@ -74,7 +74,8 @@ def _observed(model: PreTrainedModel) -> dict[int, int | None]:
     try:
         for config in configs:
             config._attn_implementation = OBSERVED
-        with torch.no_grad():
+        # In train mode a call uses random numbers.
+        with torch.no_grad(), torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):
             model(input_ids=torch.zeros((1, 2), dtype=torch.int64, device=model.device), use_cache=False)
         return _layers.get()
     except Exception:  # code that counts on the usual names: the config is all there is

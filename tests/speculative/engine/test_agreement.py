@@ -7,10 +7,13 @@ from tiny_models import VOCAB, prompts_of, texts, tiny_model
 
 from speculative.decode import decode
 from speculative.decoder.responses import DecodeSettings
+from speculative.drafters import early_exit
+from speculative.drafters.early_exit import EarlyExit
 from speculative.engine import agreement
 from speculative.engine.agreement import ordinary_text, speed_warning
 from speculative.engine.cached_model import CachedModel
 from speculative.engine.windows import attention_windows
+from speculative.errors import UserError
 from speculative.measure.self_checks import self_checks
 from speculative.rules.sampling import GREEDY
 
@@ -165,3 +168,33 @@ def test_a_rotary_table_made_anew_by_each_call_is_no_change(monkeypatch):
     model.model.rotary_emb.original_inv_freq.mul_(2)
     decode(model, None, PROMPTS, SETTINGS, runner="eager")
     assert len(checks) == 2
+
+
+MEMORY = (
+    torch.OutOfMemoryError("CUDA out of memory."),
+    RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+)
+
+
+@pytest.mark.parametrize("error", [*MEMORY, ValueError("two lengths"), KeyError("mask"), RuntimeError("two shapes")])
+@pytest.mark.parametrize("what", ["target", "early exit", "state"])
+def test_too_little_memory_is_no_fault_of_the_model(error, what, monkeypatch):
+    def failing(*_, **__):
+        raise error
+
+    kind = {"layer_types": ["conv", "full_attention"]} if what == "state" else {}
+    model = tiny_model("lfm2" if kind else "llama", **kind)
+    monkeypatch.setattr(early_exit, "cache_entry", failing)
+    monkeypatch.setattr(agreement, "_difference", failing)
+    with pytest.raises(type(error) if error in MEMORY else UserError) as caught:
+        EarlyExit(model, 1) if what == "early exit" else decoded(model, "eager")
+    assert (caught.value is error) == (error in MEMORY)
+
+
+def test_windows_are_read_without_random_numbers():
+    model = tiny_model("gpt2").train()
+    before = torch.get_rng_state()
+    attention_windows(model)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert model.training
