@@ -31,7 +31,7 @@ from distill.models.vocabulary import (
     vocabulary_rows,
 )
 from speculative.engine.frequent_head import HEAD_IDS
-from speculative.engine.models import mask_token_of, max_positions
+from speculative.engine.models import evaluating, mask_token_of, max_positions
 from speculative.errors import UserError
 from speculative.rules.sampling import SamplingSettings
 
@@ -87,12 +87,13 @@ def check_saved(folder: Path, model: PreTrainedModel, tolerance: float = 1e-4, *
     options: of `load_model`.
     """
     loaded = load_model("saved draft", str(folder), **options)
-    if not same_logits(model, loaded, tolerance):
-        raise UserError(
-            f"student: saved and loaded again, the draft computes other logits, because config.json cannot describe this "
-            f"{type(model).__name__}; start from another draft (student.init)"
-        )
-    return loaded
+    with evaluating(model):
+        if same_logits(model, loaded, tolerance):
+            return loaded
+    raise UserError(
+        f"student: saved and loaded again, the draft computes other logits, because config.json cannot describe this "
+        f"{type(model).__name__}; start from another draft (student.init)"
+    )
 
 
 def refuse_impossible(student: StudentConfig, target_config: Any = None) -> None:
@@ -240,7 +241,7 @@ def from_architecture(
     config = _architecture_config(architecture, vocab_size=vocab_rows, **role_ids(vocab_rows, tokenizer))
     with refusing("student.architecture"), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
 
 
 def _architecture_config(architecture: dict[str, Any], **defaults: Any) -> PretrainedConfig:

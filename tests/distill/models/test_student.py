@@ -16,7 +16,7 @@ from distill.config.sections import LoraConfig, StudentConfig
 from distill.loss.definitions import Objective
 from distill.models.carving.layers import carve
 from distill.models.load import dtype_of, load_model, load_tokenizer, saved_dtype
-from distill.models.student import add_lora, from_architecture, refuse_impossible
+from distill.models.student import add_lora, check_saved, from_architecture, refuse_impossible
 from distill.training.module import DraftModule
 
 ARCHITECTURE = {
@@ -115,6 +115,18 @@ def test_making_random_weights_leaves_the_random_state_alone() -> None:
     torch.manual_seed(3)
     from_architecture(ARCHITECTURE, tiny_tokenizer(), 320, seed=5)
     torch.testing.assert_close(torch.rand(4), expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    "change", [{"attention_dropout": 0.5}, {"model_type": "gpt2", "n_embd": 16, "n_head": 2, "n_layer": 1}]
+)
+def test_a_draft_with_dropout_is_itself_when_loaded_again(tmp_path: Path, change: dict[str, Any]) -> None:
+    architecture = ARCHITECTURE | change if "model_type" not in change else change
+    draft = from_architecture(architecture, tiny_tokenizer(), 320, seed=5)
+    assert not draft.training
+    draft.save_pretrained(tmp_path)
+    check_saved(tmp_path, draft.train())
+    assert draft.training
 
 
 @pytest.mark.parametrize(
