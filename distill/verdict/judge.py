@@ -107,16 +107,16 @@ class DraftJudge:
         groups, digest = self._turn(step)
         batch_size = min(self.judging.batch_size, DECODED_TOGETHER)
 
-        def work(group: Sequence[HeldoutResponse]) -> list[dict[str, Any]]:
+        def work(group: Sequence[HeldoutResponse]) -> dict[str, Any]:
             sums = decode_live(self.target.model, draft, group, self.settings, batch_size)
-            return [asdict(one) for one in sums]
+            return {"sums": [asdict(one) for one in sums], "slow": speed_warnings(self.target.model, draft.model)}
 
         # Where ranks share a target, only the main process has memory for all of it.
         alone = self.run.config.target.shard
         with self.target.borrowed():
             found = self.run.dealt(parts, f"{name}-live-{digest}", groups, work, alone)
-            slow = speed_warnings(self.target.model, draft.model)
-        check = live_check([LiveSums(**one) for part in found for one in part])
+        check = live_check([LiveSums(**one) for part in found for one in part["sums"]])
+        slow = dict.fromkeys(one for part in found for one in part["slow"])
         warnings = agreement_warning(check.replay), *slow
         return {"live_check": check.record(), "warnings": [one for one in warnings if one]}
 

@@ -126,6 +126,19 @@ def test_a_killed_judge_does_not_repeat_what_is_done(
     assert judged(judge_of(setting, tmp_path / "killed"), setting[1]) == expected
 
 
+def test_a_rank_without_work_does_not_load_the_target(
+    setting: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All parts are there, so this rank has none to make; the warnings come with the parts."""
+    monkeypatch.setattr(module, "DECODED_TOGETHER", 4)
+    monkeypatch.setattr(module, "speed_warnings", lambda *models: ["slow here"])
+    expected = judged(judge_of(setting, tmp_path), setting[1])
+    whole, *others = setting
+    without = SimpleNamespace(**{name: value for name, value in vars(whole).items() if name != "model"})
+    assert judged(judge_of((without, *others), tmp_path), setting[1]) == expected
+    assert expected["warnings"].count("slow here") == 1
+
+
 def test_parts_of_other_prompts_are_not_taken_for_these(setting: Any, tmp_path: Path) -> None:
     """judge.live_prompts may change when a killed run continues."""
     judged(judge_of(setting, tmp_path / "run", live_prompts=4), setting[1])
