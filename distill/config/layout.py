@@ -7,6 +7,7 @@ runs/NAME/config.yaml             the resolved config
          wandb.id                 of the run in wandb, with tracking.trackers: [wandb]
          target.json              facts about the target that need no weights
          student.json             what was measured and chosen for the initial weights of the draft
+         student.partial/         the draft before training, while it is saved and loaded again as a check
          prompts/                 prompts as the target sees them, rendered once: train.arrow, heldout.arrow, manifest.json;
                                   synthetic.arrow and synthetic.json (how they were generated, what was left out)
          responses/               token stores with the target's probabilities; day.txt if the chat template writes the
@@ -29,7 +30,7 @@ from pathlib import Path
 
 CONFIG, BEGAN, METRICS, WANDB_ID = "config.yaml", "began.txt", "metrics.jsonl", "wandb.id"
 LOCK, HOLDER = ".lock", ".holder"
-TARGET_FACTS, STUDENT_NOTES = "target.json", "student.json"
+TARGET_FACTS, STUDENT_NOTES, FIRST_STUDENT = "target.json", "student.json", "student.partial"
 RESPONSES, TRAINING, HELDOUT, HELDOUT_GREEDY = "responses", "train", "heldout", "heldout-greedy"
 # User turns that the target wrote; in prompts/: the generated prompts and their counts.
 USER_TURNS, SYNTHETIC = "user-turns", "synthetic"

@@ -2,17 +2,16 @@
 
 import functools
 import json
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from data.files import write_json
 from data.responses.rendered import RenderedPrompt, texts_of
 from data.responses.store import StoredRows
-from distill.config.layout import STUDENT_NOTES
+from distill.config.layout import CHECKPOINTS, FIRST_STUDENT, STUDENT_NOTES
 from distill.models.head_tokens import give_head_tokens
 from distill.models.load import tokenizer_fingerprint
 from distill.models.student import carved_by_measurement, check_saved, fitting_layers, make_student, with_adapters
@@ -103,10 +102,12 @@ def first_student(answers: Answers, trial: bool = False) -> Any:
     Raises UserError: the draft, saved and loaded again, is not itself; see also `make_student`.
     """
     run, target, config = answers.run, answers.target, answers.run.config
+    if trial and not run.main:
+        return None
     wants_weights = config.student.init == "carved" or config.student.embeddings == "target"
     read = target.host_model if config.target.shard else lambda: target.model
     source: Any = read() if wants_weights else target.side
-    path = run.folder / STUDENT_NOTES
+    path, folder = run.folder / STUDENT_NOTES, run.folder / FIRST_STUDENT
     texts: list[list[int]] = [list(answers.sets.heldout[0].prompt_ids) * 2]
     rows = answers.training if answers.chosen_by_text and not trial else None
     if rows is not None and carved_by_measurement(config.student):
@@ -121,17 +122,20 @@ def first_student(answers: Answers, trial: bool = False) -> Any:
         if rows is not None and config.student.head_tokens:
             asked = config.student.head_tokens, rows.examples, target.facts.eos_ids
             notes["head_tokens"] = give_head_tokens(student, *asked)
-        if run.main:
-            with TemporaryDirectory(dir=run.folder) as folder:
+        if run.main and not (run.folder / CHECKPOINTS).exists():
+            shutil.rmtree(folder, ignore_errors=True)  # of a killed start
+            try:
                 student.save_pretrained(folder)
-                check_saved(Path(folder), student)
+                check_saved(folder, student)
+            finally:
+                shutil.rmtree(folder, ignore_errors=True)
         return with_adapters(student, config.student.lora)
 
     def measured(notes: dict[str, Any]) -> dict[str, Any]:
         return {name: value for name, value in notes.items() if name == "layers"}
 
     if trial:
-        return made(fitting_layers(config.student, source)) if run.main else None
+        return made(fitting_layers(config.student, source))
     student, notes = None, dict[str, Any]()
     if run.main:
         notes = measured(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else {}
