@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from data.prompts.conversation import QUESTION_COLUMNS, conversation_prompts, first_question, tools_of
+from data.prompts.conversation import QUESTION_COLUMNS, conversation_prompts, first_question, role_of, tools_of
 from data.prompts.prompt import PromptRow, PromptSource, Turn
 from speculative.errors import UserError
 
@@ -23,7 +23,7 @@ MESSAGES_NAMES = ("messages", "conversations", "conversation")
 # Columns that are one prompt where their datasets (Alpaca, Dolly, SQuAD) have both.
 TEMPLATES = ("{instruction}\n\n{input}", "{instruction}\n\n{context}", "{context}\n\n{question}")
 SIDE_NAMES = ("input", "context", "system", "system_prompt")  # usually part of a prompt
-TOOLS_NAME = "tools"
+TOOLS_NAME, ROLE_KEYS = "tools", {"role", "from"}
 _FIELD = re.compile(r"\{([^{}]+)\}")
 
 
@@ -56,7 +56,7 @@ class Columns:
         reference = _answer(values.get(named), named, origin) if named else None
         label = _domain_of(values, source.domain_column, domain, origin)
         value = first_question(values.get(self.content), origin) if self.questions else values.get(self.content)
-        turns = turns_in(value)
+        turns = turns_in(value, self.chat or self.content in MESSAGES_NAMES)
         if self.chat or turns:
             asked = conversation_prompts(turns or value, self.content, origin, source.system, source.turns == "all")
             rows = [PromptRow(None, before, reference or answer, label, at) for before, answer, at in asked]
@@ -130,16 +130,22 @@ def _joined(template: str, values: Mapping[str, Any], origin: str) -> str:
     return text if whole else text.strip()
 
 
-def turns_in(value: Any) -> list[Turn] | None:
-    """The turns of a conversation: a list, a struct of lists, or either as text in JSON or Python; None for anything else."""
-    value = _parsed(_parsed(value))
+def turns_in(value: Any, chat: bool = False) -> list[Turn] | None:
+    """The turns of a conversation: a list, a struct of lists, or either as text in JSON or Python; None for anything else.
+
+    Text may be a prompt about JSON: unless the column is a ``chat``, an object with further keys or unknown roles is no conversation.
+    """
+    prompt, value = isinstance(value, str) and not chat, _parsed(_parsed(value))
     if isinstance(value, dict):
-        value = next((_parsed(value[name]) for name in MESSAGES_NAMES if name in value), value)
+        inside = next((name for name in MESSAGES_NAMES if name in value), None)
+        if prompt and value.keys() - ({inside, TOOLS_NAME, "id"} if inside else ROLE_KEYS | {"content", "value"}):
+            return None
+        value = _parsed(value[inside]) if inside else value
     lists = list(value.values()) if isinstance(value, dict) else []
     if lists and all(isinstance(one, list) and len(one) == len(lists[0]) for one in lists):
         value = [dict(zip(value, turn, strict=True)) for turn in zip(*lists, strict=True)]
     turns = [_parsed(turn) for turn in value] if isinstance(value, list) else []
-    whole = all(isinstance(turn, dict) and turn.keys() & {"role", "from"} for turn in turns)
+    whole = all(isinstance(turn, dict) and (role_of(turn) if prompt else turn.keys() & ROLE_KEYS) for turn in turns)
     return turns if turns and whole else None
 
 

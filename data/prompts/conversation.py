@@ -133,13 +133,20 @@ def _text_of(content: Any, where: str) -> Any:
     return "\n".join(part["text"] for part in parts)
 
 
+def role_of(turn: Turn) -> str | None:
+    """The role of a turn, one of `ROLES`, to which ShareGPT's and engines' are translated; None for any other."""
+    role = turn.get("role") or turn.get("from")
+    role = (SHAREGPT_ROLES | ENGINE_ROLES).get(role, role) if isinstance(role, str) else None
+    return role if role in ROLES else None
+
+
 def _turn(turn: Any, where: str) -> Turn:
     """One turn as role, content and the optional keys that chat templates read; ShareGPT's from/value are accepted."""
     if not isinstance(turn, dict):
         raise UserError(f"{where} is a {type(turn).__name__}; a turn is an object with role and content")
-    said = turn.get("role") or turn.get("from")
-    role = (SHAREGPT_ROLES | ENGINE_ROLES).get(said, said) if isinstance(said, str) else said
-    if role not in ROLES:
+    role = role_of(turn)
+    if role is None:
+        said = turn.get("role") or turn.get("from")
         raise UserError(f"{where} has the role {said!r}; use {', '.join(ROLES)}, or ShareGPT's human and gpt")
     if unread := {str(key) for key, value in turn.items() if value is not None} - _named_keys:
         _named_keys.update(unread)

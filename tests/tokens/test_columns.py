@@ -140,7 +140,19 @@ def test_a_bad_conversation_in_text_is_named(tmp_path, text, complaint):
     assert complaint in refused(load, path=path)
 
 
-@pytest.mark.parametrize("text", ["[1, 2]: what is next?", '{"a": 1}', '"Quoted."', "[{'role': x}]", '["role"]'])
+ABOUT_JSON = [
+    json.dumps({"messages": TURNS, "task": "Fix this JSON"}),
+    json.dumps({"role": ["user"], "content": ["Hi."], "task": ["Fix this JSON"]}),
+    '{"role": ["a"], "content": ["b"]}',
+    '[{"role": "admin", "content": "b"}]',
+    '[{"from": "Oslo", "to": "Rome"}]',
+    '[{"role": ["user"], "content": "b"}]',
+]
+
+
+@pytest.mark.parametrize(
+    "text", ["[1, 2]: what is next?", '{"a": 1}', '"Quoted."', "[{'role': x}]", '["role"]', *ABOUT_JSON]
+)
 def test_a_prompt_that_only_looks_like_a_conversation_stays_text(tmp_path, text):
     assert load(path=write(tmp_path / "p.jsonl", [{"prompt": text}]))[0].text == text
 
