@@ -1,6 +1,7 @@
 """Load models and tokenizers from a directory, a hub id or `embedded`, and fingerprint them."""
 
 import contextlib
+import functools
 import hashlib
 import inspect
 import json
@@ -36,6 +37,7 @@ from speculative.errors import UserError
 
 EMBEDDED, GGUF, ADAPTER_FILE = "embedded", ".gguf", "adapter_config.json"
 TOKENIZER_FILE = "tokenizer_config.json"
+_adapter_config_on_hub = functools.cache(find_adapter_config_file)  # asked several times in a start
 EMBEDDED_FOLDER = Path(__file__).parent / "embedded"
 MOST_LAYERS, WEIGHTS_A_BYTE = 1024, 8  # one bit per weight
 # Keys of a config that change no logit: how it was written, and dtypes, which are recorded apart.
@@ -224,7 +226,7 @@ def base_of_adapter(path: str | Path, revision: str | None = None, what: str = "
     if place.endswith(GGUF):
         return None
     if not find_model(what, place, "" if what in ("tokenizer", "adapter") else "config.json"):
-        place = os.path.dirname(load_pretrained(what, place, find_adapter_config_file, revision=revision) or "")
+        place = os.path.dirname(load_pretrained(what, place, _adapter_config_on_hub, revision=revision) or "")
     adapter_file = Path(place) / ADAPTER_FILE
     if not place or not adapter_file.is_file():
         return None
