@@ -23,7 +23,7 @@ from speculative.rules.tree import TokenTree
 CHECKPOINT_STEP = 32  # Maximum number of tokens to read again; then the copy is renewed.
 REREAD = 2  # Number of committed tokens that a drafter may feed again.
 # Tokens of the calls that test a state: what a call of several tokens forgets may matter only behind a long text.
-PROBE = (32, 4, 3, 5)
+PROBE = (32, 3, 2)
 
 
 class _Row:
