@@ -1,5 +1,7 @@
 """Calls of ours give a model's own logits or are not made: windows and positions are the model's, in every dtype, whatever its config says."""
 
+from functools import partial
+
 import pytest
 import torch
 from refusals import refused
@@ -198,3 +200,21 @@ def test_windows_are_read_without_random_numbers():
     attention_windows(model)
     assert torch.equal(torch.get_rng_state(), before)
     assert model.training
+
+
+def test_what_only_rounded_numbers_say_is_a_warning(monkeypatch):
+    """A mixture of experts may choose others where two are nearly equal."""
+
+    def failing(*_):
+        raise TypeError("weights of another class")
+
+    model = tiny_model(dtype=torch.bfloat16)
+    monkeypatch.setattr(agreement._Wide, "__torch_function__", failing)
+    monkeypatch.setattr(agreement, "ROUGH", -1.0)
+    with pytest.warns(UserWarning, match="eager calls may give other logits than the model itself"):
+        CachedModel(model, "target", 1, 8)
+
+
+def test_float32_that_rounds_much_is_no_fault_of_compiled_code(monkeypatch):
+    monkeypatch.setattr(agreement, "Check", partial(agreement.Check, allowed=0.0))
+    assert CachedModel(tiny_model(), "target", 1, 8, "compile").how == "compiled code"
