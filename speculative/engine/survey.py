@@ -54,7 +54,7 @@ class Survey:
     subclass (quantised, distributed). listened_to: some or every module has a hook, another forward or a compiled call of its own. state:
     equal as long as weights and buffers keep their addresses, shapes and dtypes, and modules their kinds and adapters. It does not see what
     changes in place, as weights do in training, nor inside a tensor subclass, which has no address. fingerprint: changes with everything
-    that decides logits, numbers that change in place too; not with a change through a tensor's `data`.
+    that decides logits, numbers that change in place too; not with a change through a tensor's `data`, nor in a small computed table on a device.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -111,7 +111,8 @@ class Survey:
         tensors, (places, kinds, adapters) = (*self.weights, *self.buffers), self.state
         addresses = [place for own, place in zip(tensors, places, strict=True) if id(own) not in small]
         versions = [0 if own.is_inference() else own._version for own in tensors if id(own) not in small]
-        tables = [(own.dtype, own.shape, *own.flatten().tolist()) for own in small.values()]
+        # Numbers on a device would have to be waited for in every call.
+        tables = [(own.dtype, own.shape, *(own.flatten().tolist() if own.is_cpu else ())) for own in small.values()]
         # The walk takes as long as all the rest: names would double it.
         settings = [
             value
