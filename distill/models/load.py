@@ -111,6 +111,7 @@ def load_pretrained(what: str, path: str, load: Any, **options: Any) -> Any:
         reach_hub(constants.ENDPOINT)
     # Bars are for downloads; those for local weights would break our own progress lines.
     (disable_progress_bar if looks_local else enable_progress_bar)()
+    REPORTS.reason = REPORTS.UNSEEN
     try:
         return load(local, **options)
     except (KeyboardInterrupt, SystemExit):

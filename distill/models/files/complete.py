@@ -25,7 +25,9 @@ SCALES = re.compile(r"scales?(_\w+)?$|scale_2$|qweight$|qzeros$|absmax$|_packed$
 class Reports(logging.Filter):
     """Keeps the tables that transformers logs of weights that do not fit from the screen; `load_model` says it in one line."""
 
-    reason = ""
+    # If transformers logs nothing.
+    UNSEEN = "its weights cannot be made of those in the files; set TRANSFORMERS_VERBOSITY=warning to see which"
+    reason = UNSEEN
 
     def filter(self, record: logging.LogRecord) -> bool:
         text = record.getMessage()
@@ -35,14 +37,14 @@ class Reports(logging.Filter):
                 re.search(r"^\w*Error: .*", text, re.MULTILINE),
             )
             self.reason = f"weight {weight and weight[1]} cannot be made of those in the files ({why and why[0]})"
-        ours = "LOAD REPORT" in text or text.startswith(("Unknown quantization type", "The tied weights mapping"))
-        return not ours and record.levelno >= logging.getLogger("transformers").getEffectiveLevel()
+        return "LOAD REPORT" not in text and not text.startswith(
+            ("Unknown quantization type", "The tied weights mapping")
+        )
 
 
 REPORTS = Reports()
 for _name in ("transformers.modeling_utils", "transformers.quantizers.auto"):
     logging.getLogger(_name).addFilter(REPORTS)
-    logging.getLogger(_name).setLevel(logging.WARNING)  # the filter reads them whatever a user wants to see
 
 
 def refuse_incomplete(what: str, path: str, name: str, config: Any, loading: Mapping[str, Any]) -> None:

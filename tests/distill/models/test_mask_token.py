@@ -14,7 +14,7 @@ from data.batches.collate import Batch
 from distill.loss.definitions import Objective
 from distill.models.load import load_model
 from distill.models.mask_token import free_token, give_mask_token
-from distill.models.student import make_student
+from distill.models.student import make_student, with_adapters
 from distill.training.module import DraftModule
 from speculative.engine.models import mask_token_of
 
@@ -70,7 +70,7 @@ def test_adapters_train_the_mask_row_and_no_other(tmp_path: Path, tied: bool) ->
         tmp_path, student={"parallel": {"mask_token": 1}, "layers": [0], "lora": {"rank": 2, "alpha": 4}}
     )
     target = tiny_model(vocab_size=TOKENS, tie_word_embeddings=tied)
-    student = make_student(config.student, target, tiny_tokenizer())
+    student = with_adapters(make_student(config.student, target, tiny_tokenizer()), config.student.lora)
     module = DraftModule(student, Objective({"ce": 1.0}))
     first = module.exported()
     first.save_pretrained(tmp_path / "base")

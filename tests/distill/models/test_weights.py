@@ -71,25 +71,27 @@ def test_weights_that_do_not_fit_are_one_line(
     assert "REPORT" not in "".join(capfd.readouterr())
 
 
-@pytest.fixture(params=[transformers_logging.ERROR, transformers_logging.WARNING])
-def verbosity(request: pytest.FixtureRequest) -> Iterator[None]:
-    """What transformers shows."""
+@pytest.fixture
+def verbosity() -> Iterator[Callable[[int], None]]:
+    """Sets what transformers shows."""
     before = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity(request.param)
-    yield
+    yield transformers_logging.set_verbosity
     transformers_logging.set_verbosity(before)
 
 
-@pytest.mark.usefixtures("verbosity")
-def test_an_expert_that_is_missing_is_named(tmp_path: Path) -> None:
+def test_an_expert_that_is_missing_is_named(verbosity: Callable[[int], None], tmp_path: Path) -> None:
     def without_expert(weights: Weights) -> Weights:
         name = next(name for name in weights if "experts.1." in name)
         return {key: value for key, value in weights.items() if key != name}
 
-    text = refused(load_model, "target", saved(tmp_path, without_expert, "mixtral"))
+    verbosity(transformers_logging.WARNING)
+    path = saved(tmp_path, without_expert, "mixtral")
     assert re.search(
-        r"weight model\.layers\.0\.mlp\.experts\.\w+ cannot be made of those in the files \(\w*Error: ", text
+        r"weight model\.layers\.0\.mlp\.experts\.\w+ cannot be made of those in the files \(\w*Error: ",
+        refused(load_model, "target", path),
     )
+    verbosity(transformers_logging.ERROR)
+    assert "set TRANSFORMERS_VERBOSITY=warning to see which" in refused(load_model, "target", path)
 
 
 def test_a_pad_token_without_a_row_names_the_key(tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ def scores_of(alphas_NT):
     return [
         TokenScores(
             np.log(np.maximum(own, 1e-12)), np.zeros(len(own)), np.zeros(len(own), bool), np.zeros(len(own), np.int64),
-            own, np.tile(np.eye(10)[5], (len(own), 1)),
+            own,
         )
         for own in alphas_NT
     ]  # fmt: skip

@@ -85,6 +85,8 @@ def test_a_block_is_one_call_of_the_draft() -> None:
         lambda module, args, kwargs: widths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
     )
     settings = DecodeSettings(GREEDY, 5, "greedy", max_tokens=20)
+    decode(TARGET, ParallelDrafter(DRAFT), prompts_of([6]), settings)  # what a model is asked once
+    widths.clear()
     _, timing = decode(TARGET, ParallelDrafter(DRAFT), prompts_of([6]), settings)
     hook.remove()
     assert len(widths) == timing.target_calls + 1, "and one for the prompt"
