@@ -21,6 +21,7 @@ from speculative.engine.frequent_head import FrequentHead
 from speculative.engine.models import evaluating, max_positions, vocab_rows
 from speculative.engine.survey import facts_of, survey
 from speculative.engine.windows import attention_windows
+from speculative.errors import UserError, out_of_memory
 
 # Models of embedding, one rotary table, layers, norm and head only. Others may look the same but scale something in between.
 PLAIN_DECODERS = frozenset({"llama", "mistral", "qwen2", "qwen3"})
@@ -155,6 +156,16 @@ def disagreement(model: PreTrainedModel, check: Check) -> str | None:
     if fault is not None and check.rounds:
         refuse(model, check.what, f"gives other logits than the model itself ({fault})")
     return fault
+
+
+def fault_of(model: PreTrainedModel, check: Check) -> str | None:
+    """As `disagreement`; calls that the model's code cannot make are a fault too. Too little memory and UserErrors are raised."""
+    try:
+        return disagreement(model, check)
+    except (AttributeError, TypeError, LookupError, ValueError, RuntimeError) as error:
+        if isinstance(error, UserError) or out_of_memory(error):
+            raise
+        return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def speed_warning(model: PreTrainedModel) -> str | None:

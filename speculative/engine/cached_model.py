@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from speculative.engine.agreement import Check, disagreement, speed_warning
+from speculative.engine.agreement import Check, fault_of, speed_warning
 from speculative.engine.cache import whole_steps
 from speculative.engine.calls import compiled_layers, grouped_queries
 from speculative.engine.compiled.model import compiled_model
@@ -111,13 +111,8 @@ class CachedModel:
     def _check_calls(self) -> None:
         """Raises UserError if calls of rows of different length do not give the model's own logits."""
         model, name = self.model, self.name
-        try:
-            check = Check("eager calls", lambda capacity: CachedModel(model, name, 2, capacity, unchecked=True).feed)
-            fault = disagreement(model, check)
-        except (AttributeError, TypeError, LookupError, ValueError, RuntimeError) as error:
-            if isinstance(error, UserError) or out_of_memory(error):
-                raise
-            fault = (str(error).splitlines() or [type(error).__name__])[0]
+        check = Check("eager calls", lambda capacity: CachedModel(model, name, 2, capacity, unchecked=True).feed)
+        fault = fault_of(model, check)
         if fault is not None:
             raise UserError(
                 f"the {name} ({type(model).__name__}) gives other logits for rows of different length than in its own call ({fault}); "

@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from speculative.engine.agreement import ROUGH, Check, Feed, Parts, disagreement
+from speculative.engine.agreement import ROUGH, Check, Feed, Parts, disagreement, fault_of
 from speculative.engine.models import forward_parameters, is_recurrent, state_name, takes_logits_to_keep
 from speculative.engine.runners import Runner
-from speculative.errors import UserError, out_of_memory
+from speculative.errors import UserError
 from speculative.rules.tree import TokenTree
 
 CHECKPOINT_STEP = 32  # Maximum number of tokens to read again; then the copy is renewed.
@@ -148,12 +148,7 @@ class RecurrentModel:
             return [((start, start), width) for start, width in zip((0, *accumulate(widths)), widths, strict=False)]
 
         singly = Check("one token", open_calls, calls([PROBE[0], *[1] * sum(PROBE[1:])]), allowed=ROUGH)
-        try:
-            fault = disagreement(self.model, singly)
-        except (AttributeError, TypeError, LookupError, ValueError, RuntimeError) as error:
-            if isinstance(error, UserError) or out_of_memory(error):
-                raise
-            fault = (str(error).splitlines() or [type(error).__name__])[0]
+        fault = fault_of(self.model, singly)
         if fault is not None:
             raise UserError(
                 f"the {self.name} ({type(self.model).__name__}) does not continue from its own state as it reads a whole text ({fault}): "
