@@ -192,10 +192,15 @@ def main(
     facts["versions"] |= {"trl": trl_peer.version()}
     result = {
         "machine": {key: value for key, value in facts.items() if key not in ("uncommitted_changes", "argv")},
-        "compare": compare, "minutes": minutes if compare != "store" else None, "steps": steps if compare == "store" else None,
-        "recipe": asdict(chosen), "train_responses": len(examples), "before": before, "summary": summary(runs, reference),
+        "compare": compare,
+        "minutes": minutes if compare != "store" else None,
+        "steps": steps if compare == "store" else None,
+        "recipe": asdict(chosen),
+        "train_responses": len(examples),
+        "before": before,
+        "summary": summary(runs, reference),
         "runs": runs,
-    }  # fmt: skip
+    }
     write_result(out, result)
     console.print(table_of(result, reference))
 

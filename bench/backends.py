@@ -133,9 +133,11 @@ def main(
             "way", "tokens", "prepare, s", "call, ms", "largest difference", title=f"{dtype}, {megabytes:.1f} MB"
         )
         for cell in (cell for cell in cells if cell["dtype"] == dtype):
-            rest = [cell["error"], "", ""] if "error" in cell else [
-                f"{cell['prepare_seconds']:.1f}", f"{cell['milliseconds']:.2f}", f"{cell['difference']:.1e}"
-            ]  # fmt: skip
+            rest = (
+                [cell["error"], "", ""]
+                if "error" in cell
+                else [f"{cell['prepare_seconds']:.1f}", f"{cell['milliseconds']:.2f}", f"{cell['difference']:.1e}"]
+            )
             table.add_row(cell["way"], str(cell["tokens"]), *rest)
         Console(width=140).print(table)
     if out is not None:

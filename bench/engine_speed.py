@@ -39,11 +39,17 @@ def main(
         "served": own.tau,
     }
     result = {
-        "machine": describe_run(0), "engine": served.where, "rule": own.rule, "prompts": own.prompts,
-        "costs": verdict.engine.record(), "tau": taus, "tau_ci": own.tau_ci, "z": served.z,
+        "machine": describe_run(0),
+        "engine": served.where,
+        "rule": own.rule,
+        "prompts": own.prompts,
+        "costs": verdict.engine.record(),
+        "tau": taus,
+        "tau_ci": own.tau_ci,
+        "z": served.z,
         "speed": [{key: value for key, value in one.record().items() if key != "causes"} for one in served.speed],
         "held": sum(one.holds for one in served.speed) / len(served.speed),
-    }  # fmt: skip
+    }
     write_result(out, result)
 
 

@@ -210,9 +210,11 @@ def lost(log: Path, ids: list[str]) -> dict[str, int]:
     records = [from_line(line) for path in log_files(log) for line in path.read_bytes().splitlines()]
     found = [record.id for record in records]
     return {
-        "lost": len(set(ids) - set(found)), "doubled": len(found) - len(set(found)), "records": len(found),
+        "lost": len(set(ids) - set(found)),
+        "doubled": len(found) - len(set(found)),
+        "records": len(found),
         "records_without_counts": sum(record.drafted is None for record in records),
-    }  # fmt: skip
+    }
 
 
 def main(
@@ -256,13 +258,20 @@ def main(
                     for name in ("ways", "firsts", "ids", "errors"):
                         getattr(seen, name).extend(getattr(found, name))
             memory = process.memory_info().rss
-        result = _told(direct, through) | lost(log, through.ids) | {
-            "streams": streams, "cpu_us_per_event": round(1e6 * used / max(1, len(through.ways)), 1),
-            "gateway_cpu_share": round(used / (rounds * seconds), 3), "gateway_mib": round(memory / 2**20, 1),
-            "settings": {"rounds": rounds, "seconds": seconds, "pace": pace, "events": events, "text": text},
-            "cpus": os.cpu_count(), "load_average": os.getloadavg(),
-            "real_time": os.sched_getscheduler(0) in (os.SCHED_RR, os.SCHED_FIFO),
-        }  # fmt: skip
+        result = (
+            _told(direct, through)
+            | lost(log, through.ids)
+            | {
+                "streams": streams,
+                "cpu_us_per_event": round(1e6 * used / max(1, len(through.ways)), 1),
+                "gateway_cpu_share": round(used / (rounds * seconds), 3),
+                "gateway_mib": round(memory / 2**20, 1),
+                "settings": {"rounds": rounds, "seconds": seconds, "pace": pace, "events": events, "text": text},
+                "cpus": os.cpu_count(),
+                "load_average": os.getloadavg(),
+                "real_time": os.sched_getscheduler(0) in (os.SCHED_RR, os.SCHED_FIFO),
+            }
+        )
     print(json.dumps(result, indent=2))
     if out is not None:
         write_result(out, result)
@@ -275,10 +284,14 @@ def _told(direct: Seen, through: Seen) -> dict[str, Any]:
         "median_added_ms": round(event["through"]["p50"] - event["direct"]["p50"], 3),
         "p99_added_ms": round(event["through"]["p99"] - event["direct"]["p99"], 3),
         "first_event_median_added_ms": round(first["through"]["p50"] - first["direct"]["p50"], 3),
-        "errors": len(through.errors), "errors_direct": len(direct.errors), "first_errors": through.errors[:3],
-        "event_ms": event, "first_event_ms": first,
-        "responses": len(through.ids), "events": len(through.ways),
-    }  # fmt: skip
+        "errors": len(through.errors),
+        "errors_direct": len(direct.errors),
+        "first_errors": through.errors[:3],
+        "event_ms": event,
+        "first_event_ms": first,
+        "responses": len(through.ids),
+        "events": len(through.ways),
+    }
 
 
 if __name__ == "__main__":

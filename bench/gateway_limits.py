@@ -260,7 +260,11 @@ async def full(gateway: Attacked, place: Path) -> Trial:
             file.write(b"x" * 4096)
     gateway.seen.ids.clear()
     await gateway.streams("full", 20, 3)
-    unlogged, served, says_so = lost(gateway.log, gateway.seen.ids)["lost"], len(gateway.seen.ids), health(gateway.port)["logging"] is False  # fmt: skip
+    unlogged, served, says_so = (
+        lost(gateway.log, gateway.seen.ids)["lost"],
+        len(gateway.seen.ids),
+        health(gateway.port)["logging"] is False,
+    )
     filler.unlink()
     gateway.seen.ids[:] = kept.ids
     await gateway.streams("probe", 1, 1)  # The first record after the disk has room.
@@ -329,10 +333,15 @@ def main(
                 attempt("full", lambda one: full(one, place), at=place)
         attempt("killed", killed, at=place)
     result = {
-        "holds": all(trial.holds for trial in trials), "peak_mib": max(trial.peak_mib for trial in trials),
-        "idle_connections": held, "open_files": resource.getrlimit(resource.RLIMIT_NOFILE), "disk_full_tried": mounted,
-        "trials": [asdict(trial) for trial in trials], "cpus": os.cpu_count(), "load_average": os.getloadavg(),
-    }  # fmt: skip
+        "holds": all(trial.holds for trial in trials),
+        "peak_mib": max(trial.peak_mib for trial in trials),
+        "idle_connections": held,
+        "open_files": resource.getrlimit(resource.RLIMIT_NOFILE),
+        "disk_full_tried": mounted,
+        "trials": [asdict(trial) for trial in trials],
+        "cpus": os.cpu_count(),
+        "load_average": os.getloadavg(),
+    }
     if out is not None:
         write_result(out, result)
     print(json.dumps({key: value for key, value in result.items() if key != "trials"}))

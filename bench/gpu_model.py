@@ -182,9 +182,14 @@ def measure(gamma: int, prices: Prices, fused: int) -> tuple[list[dict[str, Any]
                     kernels = found["layers"].kernels_in_graphs - saved
                     found["fused"] = found["layers"]._replace(kernels_in_graphs=kernels)
                 cell = {
-                    "pair": pair_name, "rule": rule, "temperature": sampling.temperature, "top_p": sampling.top_p, "batch": rows,
-                    "gamma": gamma, "floor_ms": round(1e3 * least_seconds, 3),
-                }  # fmt: skip
+                    "pair": pair_name,
+                    "rule": rule,
+                    "temperature": sampling.temperature,
+                    "top_p": sampling.top_p,
+                    "batch": rows,
+                    "gamma": gamma,
+                    "floor_ms": round(1e3 * least_seconds, 3),
+                }
                 cells.append(cell | {name: cell_of(counts, prices, least_seconds) for name, counts in found.items()})
     return cells, layers
 

@@ -181,9 +181,12 @@ def show(cells: list[dict[str, Any]]) -> None:
         table.add_column(column)
     for cell in cells:
         table.add_row(
-            *(str(cell[key]) for key in ("what", "objective", "signal", "rows", "width")), f"{cell['seconds']:.3g}",
-            f"{cell['vs_naive']:.2f}", f"{cell['peak_memory_mb']:.0f}", f"{cell['loss_memory_ratio']:.3f}",
-        )  # fmt: skip
+            *(str(cell[key]) for key in ("what", "objective", "signal", "rows", "width")),
+            f"{cell['seconds']:.3g}",
+            f"{cell['vs_naive']:.2f}",
+            f"{cell['peak_memory_mb']:.0f}",
+            f"{cell['loss_memory_ratio']:.3f}",
+        )
     Console().print(table)
 
 
@@ -208,9 +211,13 @@ def main(
         print(json.dumps(run_case(json.loads(case))))
         return
     shared = {
-        "vocabulary": vocabulary, "device": device, "dtype": dtype, "threads": threads, "repeats": repeats,
+        "vocabulary": vocabulary,
+        "device": device,
+        "dtype": dtype,
+        "threads": threads,
+        "repeats": repeats,
         "chunk_tokens": chunk_tokens or None,
-    }  # fmt: skip
+    }
     cells = []
     for width in map(int, widths.split(",")):
         for one in cases([int(count) for count in rows.split(",")], objectives.split(","), compiled):

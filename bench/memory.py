@@ -226,10 +226,17 @@ def main(
         fit = max(0, int((SHARE * DEVICE_GB * GB - states - one) // each) + 1)
         rows.append(
             {
-                "target": target, "draft": draft, "tokens": tokens, "weights_gb": weights / GB, "states_gb": states / GB,
-                "peak_gb_at_1": one / GB, "gb_each_more": each / GB, "fit": fit, "fit_with_bytes": DEVICE_GB * GB * SHARE,
+                "target": target,
+                "draft": draft,
+                "tokens": tokens,
+                "weights_gb": weights / GB,
+                "states_gb": states / GB,
+                "peak_gb_at_1": one / GB,
+                "gb_each_more": each / GB,
+                "fit": fit,
+                "fit_with_bytes": DEVICE_GB * GB * SHARE,
             }
-        )  # fmt: skip
+        )
         table.add_row(target, draft, *(f"{value / GB:.1f}" for value in (weights, states, one, each)), str(fit))
     Console().print(table)
     if out is not None:

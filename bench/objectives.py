@@ -258,9 +258,13 @@ def draw(result: Row, path: Path) -> None:
                 effect, height = row[measure], -names.index(row["objective"]) - 0.22 * (number - 1)
                 axis.plot([effect["low"], effect["high"]], [height] * 2, color=f"C{number}")
                 axis.plot(
-                    effect["gain"], height, marker="o", color=f"C{number}", label=pair if row is own[0] else None,
+                    effect["gain"],
+                    height,
+                    marker="o",
+                    color=f"C{number}",
+                    label=pair if row is own[0] else None,
                     fillstyle="none" if effect["says"] == "no difference" else "full",
-                )  # fmt: skip
+                )
         axis.axvline(0.0, color="grey", linewidth=0.8)
         axis.set(title=_law_words(*law) if line == 0 else "", xlabel=f"gain in {measure}")
         axis.set_yticks([-number for number in range(len(names))], names)

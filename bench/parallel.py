@@ -102,7 +102,7 @@ def judged(
     for kind, draft in drafts.items():
         costs[kind] = step_costs(
             judging, settings, target.model, Draft(draft, kind), context, typical_length(list(heldout))
-        )  # fmt: skip
+        )
         scores = score_tokens(draft, heldout, settings.sampling, offsets=16 if kind == "parallel" else None)
         taus[kind] = taus_of(scores, law, costs[kind])
         entrant = draft_way(question, kind, kind, Draft(draft, kind).drafter, scores, costs[kind])
@@ -112,11 +112,15 @@ def judged(
             [own.accept_probs(law) for own in scores], [one.prompt for one in heldout]
         )
         cell |= {
-            f"gamma_{short}": entrant.gamma, f"tau_{short}": taus[kind][entrant.gamma], f"alpha_{short}": alpha,
-            f"alpha_{short}_ci": interval, f"taus_{short}": taus[kind], f"c_{short}": costs[kind].cost_ratio,
+            f"gamma_{short}": entrant.gamma,
+            f"tau_{short}": taus[kind][entrant.gamma],
+            f"alpha_{short}": alpha,
+            f"alpha_{short}_ci": interval,
+            f"taus_{short}": taus[kind],
+            f"c_{short}": costs[kind].cost_ratio,
             f"block_{short}": entrant.gamma * costs[kind].cost_ratio_at(entrant.gamma),
             f"survival_{short}": survival_of(scores, law, 8),
-        }  # fmt: skip
+        }
         if kind == "parallel":
             alone = score_tokens(draft, heldout, settings.sampling)
             cell["tau_parallel_by_token"] = taus_of(alone, law, costs["autoregressive"])[cell["gamma_ar"]]
@@ -124,12 +128,19 @@ def judged(
     ratio, interval = contest.against("parallel", "autoregressive")
     verify = {gamma: costs["parallel"].verify_ratio(gamma) for gamma in taus["autoregressive"]}
     return cell | {
-        "ratio": ratio, "ratio_ci": interval, "speed_up_ar": contest.speed("autoregressive").speed_up,
-        "speed_up_parallel": contest.speed("parallel").speed_up, "verify": verify,
+        "ratio": ratio,
+        "ratio_ci": interval,
+        "speed_up_ar": contest.speed("autoregressive").speed_up,
+        "speed_up_parallel": contest.speed("parallel").speed_up,
+        "verify": verify,
         "crossing_c": crossing(taus["autoregressive"], taus["parallel"], verify),
-        "predicted": {kind: max(t / (g * costs[kind].cost_ratio_at(g) + costs[kind].verify_ratio(g)) for g, t in taus[kind].items())
-                      for kind in KINDS},
-    }  # fmt: skip
+        "predicted": {
+            kind: max(
+                t / (g * costs[kind].cost_ratio_at(g) + costs[kind].verify_ratio(g)) for g, t in taus[kind].items()
+            )
+            for kind in KINDS
+        },
+    }
 
 
 def main(
@@ -184,10 +195,19 @@ def main(
     facts = describe_run(seed)
     result: dict[str, Any] = {
         "machine": {key: value for key, value in facts.items() if key not in ("uncommitted_changes", "argv")},
-        "start": Path(draft).name if draft else f"carved {layers}", "minutes": minutes, "first": first, "cpu_minutes": cpu_minutes,
-        "tokens": tokens, "retain": retain, "mask": mask, "recipe": chosen.__dict__, "trained": trained,
-        "responses": len(answered), "heldout": len(held), "cells": [],
-    }  # fmt: skip
+        "start": Path(draft).name if draft else f"carved {layers}",
+        "minutes": minutes,
+        "first": first,
+        "cpu_minutes": cpu_minutes,
+        "tokens": tokens,
+        "retain": retain,
+        "mask": mask,
+        "recipe": chosen.__dict__,
+        "trained": trained,
+        "responses": len(answered),
+        "heldout": len(held),
+        "cells": [],
+    }
     for mode, text in judging.items():
         with torch.no_grad():
             result["cells"].append(judged(opened, drafts, text, mode, speed_seconds))
@@ -207,10 +227,15 @@ def table_of(result: dict[str, Any]) -> Table:
                 "" if short == "ar" else f"{cell['ratio']:.2f}x" + (f" [{ends[0]:.2f}, {ends[1]:.2f}]" if ends else "")
             )
             table.add_row(
-                f"{cell['mode']}, {kind}", str(cell[f"gamma_{short}"]), f"{cell[f'tau_{short}']:.2f}", f"{cell[f'c_{short}']:.3f}",
-                f"{cell[f'block_{short}']:.3f}", f"{cell[f'speed_up_{short}']:.2f}x", over,
+                f"{cell['mode']}, {kind}",
+                str(cell[f"gamma_{short}"]),
+                f"{cell[f'tau_{short}']:.2f}",
+                f"{cell[f'c_{short}']:.3f}",
+                f"{cell[f'block_{short}']:.3f}",
+                f"{cell[f'speed_up_{short}']:.2f}x",
+                over,
                 "" if short == "ar" or cell["crossing_c"] is None else f"{cell['crossing_c']:.2f}",
-            )  # fmt: skip
+            )
     return table
 
 

@@ -171,9 +171,12 @@ def bench_topk(tokens: int, k: int, repeats: int) -> dict:
     ids_RK = rng.choice(vocab_rows, (tokens, k), replace=False)
     logs_RK = np.sort(np.log(rng.dirichlet(np.full(k + 1, 0.2), len(ids_RK))[:, 1:] + 1e-12))[:, ::-1]
     places = [None] + [
-        {str(i): {"logprob": x, "rank": n, "decoded_token": f" w{n}"} for n, (i, x) in enumerate(zip(*row, strict=True), 1)}
+        {
+            str(i): {"logprob": x, "rank": n, "decoded_token": f" w{n}"}
+            for n, (i, x) in enumerate(zip(*row, strict=True), 1)
+        }
         for row in zip(ids_RK.tolist(), logs_RK.tolist(), strict=True)
-    ]  # fmt: skip
+    ]
     content, total = json.dumps({"choices": [{"prompt_logprobs": places}]}).encode(), len(places)
 
     def cost(read: Callable[[], Any]) -> Callable[[], float]:

@@ -52,9 +52,12 @@ CONTEXT = 4096
 def config_of(folder: Path) -> RunConfig:
     """The run whose prompts are in `folder / prompts.jsonl`."""
     tree = {
-        "name": "run", "output": str(folder), "serving": {"max_tokens": RESPONSE_TOKENS}, "train": {"micro_batch_size": 32},
+        "name": "run",
+        "output": str(folder),
+        "serving": {"max_tokens": RESPONSE_TOKENS},
+        "train": {"micro_batch_size": 32},
         "data": {"train": [{"path": str(folder / "prompts.jsonl")}], "template": {"mode": "plain"}},
-    }  # fmt: skip
+    }
     return parse_config(tree, "bench/scale.py")
 
 
@@ -107,9 +110,12 @@ def start(folder: Path, few: Path) -> dict[str, Any]:
     ended, after = time.time(), process.memory_info().rss
     reading = ended - began
     return {
-        "responses": len(rows), "resident_bytes": after - before, "startup_seconds": imported - process.create_time() + reading,
-        "reading_seconds": reading, "peak_bytes": peak_bytes(target.device) - before,
-    }  # fmt: skip
+        "responses": len(rows),
+        "resident_bytes": after - before,
+        "startup_seconds": imported - process.create_time() + reading,
+        "reading_seconds": reading,
+        "peak_bytes": peak_bytes(target.device) - before,
+    }
 
 
 def grow(folder: Path, responses: int) -> float:
@@ -154,9 +160,12 @@ def main(
             print(growth[-1], flush=True)
     last = growth[-1]
     result = {
-        "machine": describe_run(0), "response_tokens": RESPONSE_TOKENS, "startup_seconds": last["startup_seconds"],
-        "resident_bytes_per_token": last["resident_bytes"] / (last["responses"] * RESPONSE_TOKENS), "growth": growth,
-    }  # fmt: skip
+        "machine": describe_run(0),
+        "response_tokens": RESPONSE_TOKENS,
+        "startup_seconds": last["startup_seconds"],
+        "resident_bytes_per_token": last["resident_bytes"] / (last["responses"] * RESPONSE_TOKENS),
+        "growth": growth,
+    }
     write_result(out, result)
 
 

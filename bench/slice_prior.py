@@ -92,9 +92,13 @@ def accepted_at(coins: np.ndarray, place: int, gamma: int) -> int:
 
 
 def steps_of(
-    policy: GammaPolicy, requests: Sequence[Request], order: Sequence[int], load: int, cost: float,
+    policy: GammaPolicy,
+    requests: Sequence[Request],
+    order: Sequence[int],
+    load: int,
+    cost: float,
     chosen: Callable[[str], int] | None = None,
-) -> np.ndarray:  # fmt: skip
+) -> np.ndarray:
     """Target steps of each request with `load` rows. chosen: gamma by domain, in place of the policy's choice."""
     waiting, rows, steps = list(order)[::-1], [(-1, 0)] * load, np.zeros(len(requests))
     policy.start(load)

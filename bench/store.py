@@ -102,10 +102,13 @@ def measured(vocab_rows: int) -> dict[str, float]:
         store.close()
     count = EXAMPLES * TOKENS
     return {
-        "bytes_per_token": on_disk / count, "written_tokens_per_second": count / written, "opening_seconds": opening,
+        "bytes_per_token": on_disk / count,
+        "written_tokens_per_second": count / written,
+        "opening_seconds": opening,
         "read_tokens_per_second": BATCH * TOKENS / float(np.median(seconds)),
-        "read_seconds_a_step": float(np.median(seconds)), "waited_seconds_a_step": waiting,
-    }  # fmt: skip
+        "read_seconds_a_step": float(np.median(seconds)),
+        "waited_seconds_a_step": waiting,
+    }
 
 
 def main(out: Annotated[Path, typer.Option(help="JSON")] = Path("bench/results/store_cpu.json")) -> None:

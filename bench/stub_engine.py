@@ -114,9 +114,16 @@ class StubEngine:
     """
 
     def __init__(
-        self, target: Target, drafter: Drafter | None, gamma: int, rule: Rule, *, name: str, batch_size: int = 16,
+        self,
+        target: Target,
+        drafter: Drafter | None,
+        gamma: int,
+        rule: Rule,
+        *,
+        name: str,
+        batch_size: int = 16,
         withheld: Sequence[int] = (),
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.name, self.target, self.tokenizer, self.drafter = name, target.model, target.tokenizer, drafter
         self.gamma, self.rule, self.batch_size = gamma if drafter is not None else 0, rule, batch_size
         self.eos_ids, self.withheld = end_token_ids(self.target), frozenset(withheld)
@@ -161,9 +168,15 @@ class StubEngine:
         jobs = list(batch.values())
         settings = jobs[0].settings
         events = generate(
-            self.target, self.drafter, [(job.key, job.prompt_ids) for job in jobs], settings, batch_size=len(jobs),
-            tokenizer=self.tokenizer, policy=PrefillFirst(settings.gamma), gate=self._gate(batch),
-        )  # fmt: skip
+            self.target,
+            self.drafter,
+            [(job.key, job.prompt_ids) for job in jobs],
+            settings,
+            batch_size=len(jobs),
+            tokenizer=self.tokenizer,
+            policy=PrefillFirst(settings.gamma),
+            gate=self._gate(batch),
+        )
         for event in events:
             response = event.response
             if response.blocks > 1:
@@ -210,8 +223,11 @@ class StubEngine:
             return default if body.get(name) is None else kind(body[name])
 
         sampling = SamplingSettings(
-            value("temperature", float, 1.0), max(0, value("top_k", int, 0)), value("top_p", float, 1.0), value("min_p", float, 0.0)
-        )  # fmt: skip
+            value("temperature", float, 1.0),
+            max(0, value("top_k", int, 0)),
+            value("top_p", float, 1.0),
+            value("min_p", float, 0.0),
+        )
         context = context_of(self.target, self.drafter)[0] or prompt_tokens + MAX_TOKENS
         most = value(
             "max_completion_tokens", int, value("max_tokens", int, context - prompt_tokens if chat else MAX_TOKENS)
@@ -219,16 +235,22 @@ class StubEngine:
         stop = value("stop", lambda given: (given,) if isinstance(given, str) else tuple(given), ())
         bias = tuple(sorted((int(token), float(number)) for token, number in value("logit_bias", dict, {}).items()))
         rules = LogitsRules(
-            repetition_penalty=value("repetition_penalty", float, 1.0), bias=bias,
+            repetition_penalty=value("repetition_penalty", float, 1.0),
+            bias=bias,
             allowed_ids=tuple(value("allowed_token_ids", tuple, ())),
-        )  # fmt: skip
+        )
         rules.check(len(self.tokenizer))
         ends = () if body.get("ignore_eos") else self.eos_ids
         return DecodeSettings(
-            sampling, self.gamma, "greedy" if sampling.greedy else self.rule if self.gamma else "sample", most,
-            (*ends, *value("stop_token_ids", tuple, ())), rules=rules if rules.active else None, stop=stop,
+            sampling,
+            self.gamma,
+            "greedy" if sampling.greedy else self.rule if self.gamma else "sample",
+            most,
+            (*ends, *value("stop_token_ids", tuple, ())),
+            rules=rules if rules.active else None,
+            stop=stop,
             min_tokens=value("min_tokens", int, 0),
-        )  # fmt: skip
+        )
 
     def _prompt_ids(self, prompt: Any, special: bool) -> list[int]:
         if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], list | str):
@@ -408,10 +430,14 @@ def _counts(job: Job, last: Event) -> dict[str, Any]:
     # The first block is the prefill's token.
     accepted, drafted = last.response.accepted_counts[1:], last.response.drafted_counts[1:]
     stats = {
-        "num_spec_steps": len(accepted), "num_accepted_draft_tokens": sum(accepted), "num_draft_tokens": sum(drafted),
-        "num_spec_tokens": gamma, "acceptance_histogram": [accepted.count(j) for j in range(gamma + 1)],
-        "per_step_accepted": accepted, "per_step_drafted": drafted,
-    }  # fmt: skip
+        "num_spec_steps": len(accepted),
+        "num_accepted_draft_tokens": sum(accepted),
+        "num_draft_tokens": sum(drafted),
+        "num_spec_tokens": gamma,
+        "acceptance_histogram": [accepted.count(j) for j in range(gamma + 1)],
+        "per_step_accepted": accepted,
+        "per_step_drafted": drafted,
+    }
     return {"metrics": {"speculative_decoding": stats}}
 
 

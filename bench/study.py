@@ -161,14 +161,27 @@ class Books:
             for lr, told in self.tuned(pair, contestant).items()
         ]
         return {
-            "study": study.name, "about": study.about, "reference": study.reference, "contestants": study.contestants, "pairs": list(study.pairs),
-            "seeds": list(study.seeds), "served": [served.model_dump(mode="json") for served in study.served], "lr": list(study.lr),
-            "prompts": config.judge.prompts, "tune_prompts": study.tune_prompts, "tune_at": study.tune_at,
-            "gamma": config.judge.gamma, "steps": config.train.steps, "batch_size": config.train.batch_size,
-            "trained_tokens": [min(tokens, default=0), max(tokens, default=0)], "machine": facts,
-            "tuning": tuned, "untrained": [cell for cell in cells if cell["objective"] == UNTRAINED],
-            "cells": [cell for cell in cells if cell["objective"] != UNTRAINED], "paired": _paired(judged, study.reference),
-        }  # fmt: skip
+            "study": study.name,
+            "about": study.about,
+            "reference": study.reference,
+            "contestants": study.contestants,
+            "pairs": list(study.pairs),
+            "seeds": list(study.seeds),
+            "served": [served.model_dump(mode="json") for served in study.served],
+            "lr": list(study.lr),
+            "prompts": config.judge.prompts,
+            "tune_prompts": study.tune_prompts,
+            "tune_at": study.tune_at,
+            "gamma": config.judge.gamma,
+            "steps": config.train.steps,
+            "batch_size": config.train.batch_size,
+            "trained_tokens": [min(tokens, default=0), max(tokens, default=0)],
+            "machine": facts,
+            "tuning": tuned,
+            "untrained": [cell for cell in cells if cell["objective"] == UNTRAINED],
+            "cells": [cell for cell in cells if cell["objective"] != UNTRAINED],
+            "paired": _paired(judged, study.reference),
+        }
 
     def plan(self) -> str:
         """Finished trainings, and the estimated time for the rest."""
@@ -196,9 +209,14 @@ def _cells(training: Training, result: dict[str, Any]) -> Iterable[dict[str, Any
     for rule, sums in result["judged"].items():
         numbers = {name: round(value, 6) for name, value in alpha_tau(sums).items()}
         yield {
-            "pair": training.pair, "rule": rule, "temperature": training.served.temperature,
-            "objective": training.contestant, "seed": training.seed, "lr": training.lr, **numbers,
-        }  # fmt: skip
+            "pair": training.pair,
+            "rule": rule,
+            "temperature": training.served.temperature,
+            "objective": training.contestant,
+            "seed": training.seed,
+            "lr": training.lr,
+            **numbers,
+        }
 
 
 def _paired(judged: Iterable[tuple[Training, dict[str, Any]]], reference: str) -> list[dict[str, Any]]:

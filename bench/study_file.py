@@ -175,11 +175,15 @@ def _refuse_more_than_responses(config: RunConfig) -> None:
     """Raises UserError for what a study's trainings, one after the other on shared responses, do not do."""
     mix = config.data.mix
     asked = {
-        "student.parallel": config.student.parallel, "data.synthetic": config.data.synthetic, "train.packing": config.train.packing,
-        "loss.weighting.reference": config.loss.weighting.reference, "target.endpoint": config.target.endpoint,
-        "target.shard": config.target.shard, "data.mix": mix.student or mix.speculative,
+        "student.parallel": config.student.parallel,
+        "data.synthetic": config.data.synthetic,
+        "train.packing": config.train.packing,
+        "loss.weighting.reference": config.loss.weighting.reference,
+        "target.endpoint": config.target.endpoint,
+        "target.shard": config.target.shard,
+        "data.mix": mix.student or mix.speculative,
         f"signal.source: {config.signal.source}": config.signal.source not in ("online", "capture"),
-    }  # fmt: skip
+    }
     named = next((key for key, value in asked.items() if value), None)
     if named is not None:
         raise UserError(f"`{named}` is not for a study, which trains on the target's shared responses; use a grid")

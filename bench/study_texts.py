@@ -167,12 +167,16 @@ def result_of(training: Training, texts: Texts) -> dict[str, Any]:
     judged, kept = scores[: config.judge.prompts], scores[config.judge.prompts :]
     rules, gamma = training.served.rules, config.judge.gamma
     result = {
-        "pair": training.pair, "contestant": training.contestant, "temperature": training.served.temperature,
-        "seed": training.seed, "lr": training.lr, "trained_tokens": tokens,
+        "pair": training.pair,
+        "contestant": training.contestant,
+        "temperature": training.served.temperature,
+        "seed": training.seed,
+        "lr": training.lr,
+        "trained_tokens": tokens,
         "seconds": {"train": round(trained - started, 2), "judge": round(time.process_time() - trained, 2)},
         "tuning": alpha_tau(sums_of(kept, rules[0], gamma)),
         "judged": {rule: sums_of(judged, rule, gamma) for rule in rules},
-    }  # fmt: skip
+    }
     del draft
     gc.collect()
     return result

@@ -98,10 +98,18 @@ class Settings:
 
 def random_llama(layers: int, width: int, heads: int, vocab: int) -> LlamaForCausalLM:
     config = LlamaConfig(
-        vocab_size=vocab, hidden_size=width, intermediate_size=width * 8 // 3, num_hidden_layers=layers,
-        num_attention_heads=heads, num_key_value_heads=heads, max_position_embeddings=4096, tie_word_embeddings=True,
-        bos_token_id=1, eos_token_id=None, pad_token_id=0,
-    )  # fmt: skip
+        vocab_size=vocab,
+        hidden_size=width,
+        intermediate_size=width * 8 // 3,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        max_position_embeddings=4096,
+        tie_word_embeddings=True,
+        bos_token_id=1,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
     return LlamaForCausalLM(config).eval()
 
 
@@ -197,9 +205,14 @@ def stored_teacher(teacher: Teacher, examples: Sequence[Example], k: int) -> Any
     """A teacher that reads the top-k signals of the examples from a store in a temporary folder."""
     store, model = SignalStore(Path(tempfile.mkdtemp(prefix="signals-"))), teacher.split.model
     manifest = signal_manifest(
-        "topk", k, temperature=1.0, vocab_rows=vocabulary_rows(model.config), target=model_fingerprint(model),
-        target_dtype=str(model.dtype), seed=0,
-    )  # fmt: skip
+        "topk",
+        k,
+        temperature=1.0,
+        vocab_rows=vocabulary_rows(model.config),
+        target=model_fingerprint(model),
+        target_dtype=str(model.dtype),
+        seed=0,
+    )
     store.open(manifest, [example.response_tokens for example in examples])
     for number, example in enumerate(examples):
         dense = teacher.signal(collate([example], 0).to(model.device))
@@ -252,9 +265,13 @@ def naive_step(race: Race, name: str, objective: str, on_policy: bool) -> Callab
         mask_BT = torch.from_numpy(np.stack([example.loss_mask for example in chosen])).to(race.device)
         if on_policy:
             ids_BT = race.student.generate(
-                ids_BT[:, :prompt], attention_mask=torch.ones_like(ids_BT[:, :prompt]), do_sample=True, top_k=0,
-                max_new_tokens=race.settings.length - prompt, pad_token_id=0,
-            )  # fmt: skip
+                ids_BT[:, :prompt],
+                attention_mask=torch.ones_like(ids_BT[:, :prompt]),
+                do_sample=True,
+                top_k=0,
+                max_new_tokens=race.settings.length - prompt,
+                pad_token_id=0,
+            )
         race.student.train()
         naive_loss(race.target, race.student, ids_BT, mask_BT, OBJECTIVES[objective]).backward()
         race.update(race.student)
@@ -310,11 +327,16 @@ def trl_step(race: Race, who: str, objective: str, policy: str) -> Callable[[], 
     peer = Peer(trainer, BETA[objective], lmbda, None if defaults else 1.0, defaults, LR)  # type: ignore[arg-type]
     stepped = Stepped(
         make_trainer(
-            peer, copy.deepcopy(race.student), race.target, race.tokenizer, race.examples,
-            batch_size=race.settings.batch_size, max_new_tokens=race.settings.length - race.settings.prompt_tokens,
+            peer,
+            copy.deepcopy(race.student),
+            race.target,
+            race.tokenizer,
+            race.examples,
+            batch_size=race.settings.batch_size,
+            max_new_tokens=race.settings.length - race.settings.prompt_tokens,
             max_steps=STEPS,
         )
-    )  # fmt: skip
+    )
 
     def step() -> None:
         stepped.step()
@@ -552,17 +574,43 @@ def print_table(result: dict[str, Any]) -> None:
     table = Table(
         title=f"{result['settings']['pair']}, {result['machine']['device']}, {result['machine']['threads']} threads"
     )
-    columns = ("policy", "rollout_every", "objective", "tokens_per_second", "vs_floor", "vs_own_floor", "vs_trl", "peak_memory_mb", "loss_memory_ratio")  # fmt: skip
+    columns = (
+        "policy",
+        "rollout_every",
+        "objective",
+        "tokens_per_second",
+        "vs_floor",
+        "vs_own_floor",
+        "vs_trl",
+        "peak_memory_mb",
+        "loss_memory_ratio",
+    )
     for column in columns:
         table.add_column(column)
     for cell in result["cells"]:
         values = [cell.get(column) for column in columns]
-        table.add_row(*("" if v is None else f"{v:.3g}" if isinstance(v, float) and v < 100 else f"{v:,.0f}" if isinstance(v, float) else str(v) for v in values))  # fmt: skip
+        table.add_row(
+            *(
+                ""
+                if v is None
+                else f"{v:.3g}"
+                if isinstance(v, float) and v < 100
+                else f"{v:,.0f}"
+                if isinstance(v, float)
+                else str(v)
+                for v in values
+            )
+        )
     others = Table("the others", "ms a step", "tokens/s", "peak memory MB")
     for name, value in result["contestants"].items():
         if not name.startswith(("ours", "rollouts")):
             memory = value["peak_memory_mb"]
-            others.add_row(name, f"{1e3 * value['seconds']:.0f}", f"{value['tokens_per_second']:,.0f}", "" if memory is None else f"{memory:.0f}")  # fmt: skip
+            others.add_row(
+                name,
+                f"{1e3 * value['seconds']:.0f}",
+                f"{value['tokens_per_second']:,.0f}",
+                "" if memory is None else f"{memory:.0f}",
+            )
     console = Console(width=150)
     console.print(table)
     console.print(others)
@@ -597,11 +645,14 @@ def main(
         torch.set_num_threads(threads)
     settings = Settings(
         pair, target, draft, batch_size, length, prompt_tokens, device, max(64, 2 * batch_size), compile_ours
-    )  # fmt: skip
+    )
     rollout = RolloutConfig()
     groups = contestants(
-        [name for name in objectives.split(",") if name], policies.split(","), trl and trl_version() is not None, rollout.prompts
-    )  # fmt: skip
+        [name for name in objectives.split(",") if name],
+        policies.split(","),
+        trl and trl_version() is not None,
+        rollout.prompts,
+    )
     race, console = Race(settings), Console(stderr=True)
     counted = [rounds, max(1, rounds // 3)]
     timed = [race_all(race, group, count, console.print) for group, count in zip(groups, counted, strict=False)]
@@ -622,8 +673,13 @@ def main(
             for name, value in (on | seconds).items()
         },
         "loss_memory_mb": {name: value for name, value in weights.items() if name.startswith("loss/")}
-        | {"rows": loss_tokens, "vocab": loss_vocab, "full_logits": full_logits_mb(weights), "one_models_logits": weights.get("one_models_logits")},
-    }  # fmt: skip
+        | {
+            "rows": loss_tokens,
+            "vocab": loss_vocab,
+            "full_logits": full_logits_mb(weights),
+            "one_models_logits": weights.get("one_models_logits"),
+        },
+    }
     write_result(out, result)
     print_table(result)
 

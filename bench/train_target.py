@@ -93,11 +93,17 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, max_length: int) -> P
 def architecture(width: int, layers: int, window: int) -> dict[str, Any]:
     """Fields of the Llama; deep rather than wide: depth is what a draft saves."""
     return {
-        "model_type": "llama", "hidden_size": width, "num_hidden_layers": layers, "intermediate_size": width * 7 // 4,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": window,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, "tie_word_embeddings": True,
+        "model_type": "llama",
+        "hidden_size": width,
+        "num_hidden_layers": layers,
+        "intermediate_size": width * 7 // 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": window,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "tie_word_embeddings": True,
         "initializer_range": 0.02,
-    }  # fmt: skip
+    }
 
 
 def grown(start: Path, layers: int, window: int) -> LlamaForCausalLM:

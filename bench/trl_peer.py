@@ -66,10 +66,17 @@ def make_trainer(
     folder = tempfile.mkdtemp(prefix="trl-")
     device = next(student.parameters()).device
     given: dict[str, Any] = {
-        "output_dir": folder, "per_device_train_batch_size": batch_size, "max_steps": max_steps, "report_to": [],
-        "save_strategy": "no", "bf16": bf16, "use_cpu": device.type == "cpu", "disable_tqdm": True, "seed": peer.seed,
+        "output_dir": folder,
+        "per_device_train_batch_size": batch_size,
+        "max_steps": max_steps,
+        "report_to": [],
+        "save_strategy": "no",
+        "bf16": bf16,
+        "use_cpu": device.type == "cpu",
+        "disable_tqdm": True,
+        "seed": peer.seed,
         "dataloader_pin_memory": device.type != "cpu",
-    }  # fmt: skip
+    }
     optional = {"beta": peer.beta, "temperature": peer.temperature, "learning_rate": peer.lr}
     given |= {key: value for key, value in optional.items() if value is not None}
     if not peer.defaults:
@@ -81,9 +88,13 @@ def make_trainer(
         if peer.lmbda is not None:
             given["lmbda"] = peer.lmbda
         rows = [
-            {"prompt": "", "input_ids": example.input_ids.tolist(), "completion_mask": example.loss_mask.astype(int).tolist()}
+            {
+                "prompt": "",
+                "input_ids": example.input_ids.tolist(),
+                "completion_mask": example.loss_mask.astype(int).tolist(),
+            }
             for example in examples
-        ]  # fmt: skip
+        ]
         longest = max(len(example.input_ids) for example in examples) + max_new_tokens
         args = GKDConfig(**given, max_new_tokens=max_new_tokens, max_length=longest)
         data = Dataset.from_list(rows)

@@ -39,12 +39,18 @@ def row_of(result: Result) -> dict[str, Any]:
     speeds = curves.rules[0].ways[DRAFT].predicted_speed_up if curves else None
     return {
         "predicted": speeds[rows[DRAFT].gamma or 0] if speeds else None,
-        "outcome": verdict.outcome, "run": verdict.to_run(), "speed_up": rows[DRAFT].speed_up, "speed_up_ci": rows[DRAFT].speed_up_ci,
-        "gamma": rows[DRAFT].gamma, "best_gamma_range": verdict.best_gamma_range,
-        "target_step_seconds": costs.target_step_seconds if costs else None, "c": costs.cost_ratio if costs else None,
-        "v": costs.verify_ratio if costs else None, "target_tokens_per_second": rows[TARGET].tokens_per_second,
+        "outcome": verdict.outcome,
+        "run": verdict.to_run(),
+        "speed_up": rows[DRAFT].speed_up,
+        "speed_up_ci": rows[DRAFT].speed_up_ci,
+        "gamma": rows[DRAFT].gamma,
+        "best_gamma_range": verdict.best_gamma_range,
+        "target_step_seconds": costs.target_step_seconds if costs else None,
+        "c": costs.cost_ratio if costs else None,
+        "v": costs.verify_ratio if costs else None,
+        "target_tokens_per_second": rows[TARGET].tokens_per_second,
         "ways": {name: [row.speed_up, row.speed_up_ci] for name, row in rows.items() if name not in (DRAFT, TARGET)},
-    }  # fmt: skip
+    }
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -62,13 +68,18 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
         }.items()
     }
     return {
-        "judgements": len(rows), "outcomes": dict(Counter(row["outcome"] for row in rows)),
-        "runs": dict(Counter(row["run"] for row in rows)), "mean": mean,
-        "least": min(speeds), "most": max(speeds), "spread": spread, "inside": sum(low <= mean <= high for low, high in ends),
+        "judgements": len(rows),
+        "outcomes": dict(Counter(row["outcome"] for row in rows)),
+        "runs": dict(Counter(row["run"] for row in rows)),
+        "mean": mean,
+        "least": min(speeds),
+        "most": max(speeds),
+        "spread": spread,
+        "inside": sum(low <= mean <= high for low, high in ends),
         "half_width": statistics.fmean((high - low) / 2 / mean for low, high in ends) if ends else None,
         "predicted_over_timed": [row["predicted"] / row["speed_up"] for row in rows if row.get("predicted")],
         "gammas": dict(Counter(row["gamma"] for row in rows)),
-    }  # fmt: skip
+    }
 
 
 def _in_new_process(run: Path, out: Path) -> dict[str, Any]:
@@ -100,9 +111,14 @@ def main(
         row = rows[-1]
         ends = "" if row["speed_up_ci"] is None else "[{:.2f}, {:.2f}]".format(*row["speed_up_ci"])
         table.add_row(
-            row["outcome"], f"{row['speed_up']:.3f}", ends, str(row["gamma"]), str(row["best_gamma_range"] or "none"),
-            f"{row['c']:.3f}", f"{1e3 * row['target_step_seconds']:.2f}",
-        )  # fmt: skip
+            row["outcome"],
+            f"{row['speed_up']:.3f}",
+            ends,
+            str(row["gamma"]),
+            str(row["best_gamma_range"] or "none"),
+            f"{row['c']:.3f}",
+            f"{1e3 * row['target_step_seconds']:.2f}",
+        )
         console.print(f"{len(rows)}/{times}: {row['outcome']}, {row['speed_up']:.3f}x {ends}", highlight=False)
         write_result(
             out, {"machine": describe_run(config.seed), "run": str(run), "summary": summary(rows), "rows": rows}

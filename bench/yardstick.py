@@ -138,8 +138,13 @@ class Recipe:
         names = self.warm_objective if share < self.warm_ratio else self.objective
         weights = dict.fromkeys(names.split("+"), 1.0)
         return Objective(
-            weights, self.temperature, eta=self.eta, gamma=self.gamma, chunk_tokens=self.chunk or None, compile=self.compile
-        )  # fmt: skip
+            weights,
+            self.temperature,
+            eta=self.eta,
+            gamma=self.gamma,
+            chunk_tokens=self.chunk or None,
+            compile=self.compile,
+        )
 
     def lr_at(self, share: float) -> float:
         """The learning rate after a share of the time."""
@@ -152,8 +157,15 @@ class Recipe:
 
 
 PLAIN = Recipe(
-    optimizer="adamw", lr=1e-3, weight_decay=0.0, batch=32, schedule="constant", warmup=0.0, autocast=False, signal="online"
-)  # fmt: skip
+    optimizer="adamw",
+    lr=1e-3,
+    weight_decay=0.0,
+    batch=32,
+    schedule="constant",
+    warmup=0.0,
+    autocast=False,
+    signal="online",
+)
 
 
 def read_rows(folder: Path) -> Iterator[dict[str, Any]]:
@@ -223,8 +235,13 @@ def respond(
 ) -> list[HeldoutResponse]:
     """The target's responses, one to each prompt; read from the cache when they are there."""
     settings = DecodeSettings(
-        SamplingSettings(0.0 if greedy else 1.0), 0, "greedy" if greedy else "sample", max_tokens, end_token_ids(target), seed
-    )  # fmt: skip
+        SamplingSettings(0.0 if greedy else 1.0),
+        0,
+        "greedy" if greedy else "sample",
+        max_tokens,
+        end_token_ids(target),
+        seed,
+    )
     identity = json.dumps([model_fingerprint(target), prompts, max_tokens, seed, greedy, settings.eos_ids])
     path = cache / f"responses-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.json"
     if not path.exists():
@@ -349,9 +366,11 @@ def batches(
 
     def asked(number: int) -> Example:
         example, generator = examples[number], np.random.default_rng((seed, epoch, number))
-        return example if not parallel else replace(
-            example, depths=drawn_depths(generator, np.asarray(example.loss_mask), parallel, retain)
-        )  # fmt: skip
+        return (
+            example
+            if not parallel
+            else replace(example, depths=drawn_depths(generator, np.asarray(example.loss_mask), parallel, retain))
+        )
 
     lengths = np.array([len(example.input_ids) for example in examples])
     for epoch in range(1 << 30):
@@ -362,9 +381,14 @@ def batches(
 def captured(target: Any, examples: Sequence[Example], k: int, temperature: float, folder: str) -> CapturingTeacher:
     """A teacher whose target runs once per sequence."""
     manifest = signal_manifest(
-        "topk", k, temperature=temperature, vocab_rows=vocabulary_rows(target.config), target="", target_dtype=str(target.dtype),
+        "topk",
+        k,
+        temperature=temperature,
+        vocab_rows=vocabulary_rows(target.config),
+        target="",
+        target_dtype=str(target.dtype),
         seed=0,
-    )  # fmt: skip
+    )
     store = SignalStore(Path(folder))
     store.open(manifest, as_examples(examples).predicted_N)
     return CapturingTeacher(Teacher(target), store)
@@ -395,7 +419,7 @@ def train_ours(
                 layer.compile()
         optim = OptimConfig(
             name=recipe.optimizer, lr=recipe.lr, betas=(recipe.beta1, recipe.beta2), weight_decay=recipe.weight_decay
-        )  # fmt: skip
+        )
         optimizers = make_optimizers(module, optim)
         average = weight_average(student, recipe.ema) if recipe.ema else None
         tokens = 0

@@ -36,10 +36,19 @@ for _library in ("torchao", "torch.utils._pytree"):
     logging.getLogger(_library).setLevel(logging.ERROR)
 # Module -> extra of pyproject.toml that installs it.
 EXTRAS = {
-    "openai": "endpoint", "jiter": "endpoint", "prometheus_client": "endpoint",
-    "starlette": "gateway", "uvicorn": "gateway", "h11": "gateway", "uvloop": "gateway",
-    "torchao": "lowbit", "compressed_tensors": "quantize", "trl": "bench", "gguf": "gguf", "sentencepiece": "gguf",
-}  # fmt: skip
+    "openai": "endpoint",
+    "jiter": "endpoint",
+    "prometheus_client": "endpoint",
+    "starlette": "gateway",
+    "uvicorn": "gateway",
+    "h11": "gateway",
+    "uvloop": "gateway",
+    "torchao": "lowbit",
+    "compressed_tensors": "quantize",
+    "trl": "bench",
+    "gguf": "gguf",
+    "sentencepiece": "gguf",
+}
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR)
 
 

@@ -282,8 +282,13 @@ def fresh_check(new_P2: np.ndarray, stored_P2: np.ndarray) -> FreshCheck:
     z = float(alpha - stored) / error if error > 0.0 else 0.0
     agrees = prompts < FEWEST_COMPARED or abs(z) <= MOST_ERRORS
     return FreshCheck(
-        prompts=prompts, tokens=int(new_P2[:, 1].sum()), alpha=float(alpha), stored_alpha=float(stored), z=z, agrees=agrees
-    )  # fmt: skip
+        prompts=prompts,
+        tokens=int(new_P2[:, 1].sum()),
+        alpha=float(alpha),
+        stored_alpha=float(stored),
+        z=z,
+        agrees=agrees,
+    )
 
 
 def _has_law(settings: DecodeSettings) -> bool:

@@ -154,11 +154,20 @@ def write_tiny_target(folder: Path) -> None:
     torch.manual_seed(0)
     model = LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
-            num_key_value_heads=2, max_position_embeddings=128, tie_word_embeddings=True, initializer_range=0.3,
-            bos_token_id=1, eos_token_id=2, pad_token_id=0,
+            vocab_size=len(tokenizer),
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=128,
+            tie_word_embeddings=True,
+            initializer_range=0.3,
+            bos_token_id=1,
+            eos_token_id=2,
+            pad_token_id=0,
         )
-    )  # fmt: skip
+    )
     model.save_pretrained(str(folder))
     tokenizer.save_pretrained(str(folder))
 

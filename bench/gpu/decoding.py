@@ -32,9 +32,15 @@ SHALLOW, DEEP, ASSISTED = (
 LAYERS = "graph of layers"  # as `graph` for a model that fused kernels do not serve
 # (batch, mode, runner): what matters most comes first.
 PLAN = (
-    (1, "greedy", "graph"), (1, "sample", "graph"), (16, "greedy", "graph"), (64, "greedy", "graph"), (1, "greedy", LAYERS),
-    (1, "greedy", "eager"), (16, "sample", "graph"), (64, "sample", "graph"),
-)  # fmt: skip
+    (1, "greedy", "graph"),
+    (1, "sample", "graph"),
+    (16, "greedy", "graph"),
+    (64, "greedy", "graph"),
+    (1, "greedy", LAYERS),
+    (1, "greedy", "eager"),
+    (16, "sample", "graph"),
+    (64, "sample", "graph"),
+)
 COMPILED, COMPILING = (1, "greedy", "compile"), 90.0  # with a shallow draft only; seconds that it takes
 TINY_PLAN = ((1, "greedy", "auto"), (4, "sample", "eager"))
 

@@ -34,10 +34,19 @@ class Shape:
     def config(self, context: int, tied: bool | None = None) -> Any:
         """As transformers wants it."""
         return CONFIGS[self.family](
-            vocab_size=self.vocab, hidden_size=self.width, intermediate_size=self.mlp, num_hidden_layers=self.layers,
-            num_attention_heads=self.heads, num_key_value_heads=self.kv_heads, head_dim=self.head_width,
-            max_position_embeddings=context, tie_word_embeddings=self.tied if tied is None else tied, bos_token_id=None, eos_token_id=None, pad_token_id=0,
-        )  # fmt: skip
+            vocab_size=self.vocab,
+            hidden_size=self.width,
+            intermediate_size=self.mlp,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.kv_heads,
+            head_dim=self.head_width,
+            max_position_embeddings=context,
+            tie_word_embeddings=self.tied if tied is None else tied,
+            bos_token_id=None,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
 
     @property
     def layer_weights(self) -> int:

@@ -52,9 +52,13 @@ def train(place: Place, target: Any, draft: Any, prompts: list[Prompt], seconds:
     settings = DecodeSettings(SERVING, 0, "sample", 16 if place.tiny else LONGEST, end_token_ids(target))
     answers, _ = decode(target, None, prompts, settings, batch_size=256)
     examples = [
-        Example(np.array([*text.prompt_ids, *text.response_ids], np.int32), np.arange(len(text.prompt_ids) + len(text.response_ids)) >= len(text.prompt_ids))
-        for text in answers if text.response_ids
-    ]  # fmt: skip
+        Example(
+            np.array([*text.prompt_ids, *text.response_ids], np.int32),
+            np.arange(len(text.prompt_ids) + len(text.response_ids)) >= len(text.prompt_ids),
+        )
+        for text in answers
+        if text.response_ids
+    ]
     draft.train().requires_grad_(True)
     optimizer = torch.optim.AdamW(draft.parameters(), lr=1e-3, betas=(0.9, 0.95))
     split, teacher, objective = SplitModel(draft), Teacher(target), Objective({"lk_hybrid": 1.0})

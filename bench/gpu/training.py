@@ -150,9 +150,16 @@ def trl_step(race: Race) -> Callable[[], None]:
 
     peer = trl_peer.Peer("gkd", trl_peer.BETA["jsd"], 0.0, lr=1e-5)
     trainer = trl_peer.make_trainer(
-        peer, race.model(race.shapes[1], torch.float32), race.target, load_tokenizer("embedded"), race.examples,
-        batch_size=race.batch_size, max_new_tokens=1, max_steps=1_000_000, bf16=True,
-    )  # fmt: skip
+        peer,
+        race.model(race.shapes[1], torch.float32),
+        race.target,
+        load_tokenizer("embedded"),
+        race.examples,
+        batch_size=race.batch_size,
+        max_new_tokens=1,
+        max_steps=1_000_000,
+        bf16=True,
+    )
     return trl_peer.Stepped(trainer).step
 
 

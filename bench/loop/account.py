@@ -55,16 +55,23 @@ def account(traffic: Path, clients: Clients, result: LoopResult, seconds: float)
     doubled = sum(max(0, count - clients.attempts[name]) for name, count in lines.items())
     second = counted(log.records, "v0002")
     found: dict[str, Any] = {
-        "engine": result.engine, "seconds": seconds, "requests": len(clients.whole),
+        "engine": result.engine,
+        "seconds": seconds,
+        "requests": len(clients.whole),
         "acceptance": rates_around(traffic, result)
         | {"after": _rate([record for record in second if record.time >= result.recovered_at])},
         **saved(log.records),
-        "alarm_after_requests": result.alarm_after_requests, "alarm_within": result.alarm_within,
-        "records_lost": len(lost), "records_doubled": doubled, "kills": result.kills, "rolled_back": result.rolled_back,
+        "alarm_after_requests": result.alarm_after_requests,
+        "alarm_within": result.alarm_within,
+        "records_lost": len(lost),
+        "records_doubled": doubled,
+        "kills": result.kills,
+        "rolled_back": result.rolled_back,
         "constrained": sum(record.constrained for record in log.records),
         "shed": sum(record.draft_version == "none" for record in log.records),
-        "asked_again": sum(count > 1 for count in clients.attempts.values()), "events": result.events,
-    }  # fmt: skip
+        "asked_again": sum(count > 1 for count in clients.attempts.values()),
+        "events": result.events,
+    }
     return found | {"failures": _failures(found, clients)}
 
 
@@ -111,9 +118,15 @@ def _failures(found: dict[str, Any], clients: Clients) -> list[str]:
         (found["records_lost"] == 0, f"{found['records_lost']} complete responses without a matching record"),
         (found["records_doubled"] == 0, f"{found['records_doubled']} surplus records"),
         (fell, f"acceptance did not fall and rise again: {rates}"),
-        (rung is not None and rung <= found["alarm_within"], f"the alarm rang after {rung} requests, not within {found['alarm_within']}"),
+        (
+            rung is not None and rung <= found["alarm_within"],
+            f"the alarm rang after {rung} requests, not within {found['alarm_within']}",
+        ),
         (bool(sent_back), "the bad version was not taken back"),
-        (found["constrained"] == len(clients.constrained & clients.whole.keys()), "constrained requests are not all marked"),
+        (
+            found["constrained"] == len(clients.constrained & clients.whole.keys()),
+            "constrained requests are not all marked",
+        ),
         (found["shed"] > 0, "no request went to the engine without a draft"),
-    )  # fmt: skip
+    )
     return [words for holds, words in checks if not holds]

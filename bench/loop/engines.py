@@ -16,12 +16,16 @@ STUB = Path(__file__).resolve().parents[1] / "stub_engine.py"
 _VLLM, _COUNTS = ("--enforce-eager", "--dtype", "float32"), ("--per-request-spec-decode-metrics", "detailed")
 # Several engines share the cores; without this, each would bind itself to the first core.
 ENVIRONMENT = {
-    "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_USE_V2_MODEL_RUNNER": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"
-}  # fmt: skip
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_USE_V2_MODEL_RUNNER": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+}
 # vLLM rejects logit_bias with a draft; the stub engine has no grammars.
 CONSTRAINTS: dict[str, dict[str, Any]] = {
-    "vllm": {"response_format": {"type": "json_object"}}, "stub": {"logit_bias": {"4": -100.0}}
-}  # fmt: skip
+    "vllm": {"response_format": {"type": "json_object"}},
+    "stub": {"logit_bias": {"4": -100.0}},
+}
 
 
 def engine_of(asked: str) -> str:
@@ -53,8 +57,18 @@ def engine_words(engine: str, config: RunConfig, draft: str, port: str, log: str
         words = [str(STUB), config.target.path, draft, "--gamma", gamma, "--rule", rule]
         return [sys.executable, *words, "--drafting", drafting, "--port", port]
     serve = [
-        sys.executable, "-P", "-m", "distill.cli", "serve", "--target", config.target.path, "--port", port, "--log", log,
-    ]  # fmt: skip
+        sys.executable,
+        "-P",
+        "-m",
+        "distill.cli",
+        "serve",
+        "--target",
+        config.target.path,
+        "--port",
+        port,
+        "--log",
+        log,
+    ]
     if draft == "none":
         return [*serve, exported, "--alone", "--", *_VLLM]
     method: dict[str, Any] = {"method": "draft_model", "model": draft, "num_speculative_tokens": config.judge.gamma}

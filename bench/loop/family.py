@@ -42,9 +42,13 @@ class Family:
         """Start a process whose output goes to NAME.log in the folder."""
         with (self.folder / f"{name}.log").open("ab") as log:
             return subprocess.Popen(
-                words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+                words,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
                 env=marked_environment(MARK, self.mark) | environment,
-            )  # fmt: skip
+            )
 
     def last_line(self, name: str) -> str:
         """The last line of a process's log."""

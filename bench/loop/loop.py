@@ -114,9 +114,12 @@ class LoopDemo:
         self.started = self.began = time.time()
         serving = config.serving
         asked = {
-            "max_tokens": serving.max_tokens, "temperature": serving.temperature, "top_p": serving.top_p,
-            "top_k": serving.top_k or -1, "min_p": serving.min_p,
-        }  # fmt: skip
+            "max_tokens": serving.max_tokens,
+            "temperature": serving.temperature,
+            "top_p": serving.top_p,
+            "top_k": serving.top_k or -1,
+            "min_p": serving.min_p,
+        }
         self.clients = Clients(f"http://127.0.0.1:{self.ports['gateway']}", asked, CONSTRAINTS[engine])
 
     def run(self) -> None:
@@ -156,9 +159,12 @@ class LoopDemo:
         for name in list(self.alive):
             kill(self.alive.pop(name))
         return {
-            "turn": self.turn, "false_alarm": rang, "alarm_after_requests": self.result.alarm_after_requests,
-            "seconds": time.time() - self.began, "acceptance": rates_around(self.traffic, self.result),
-        }  # fmt: skip
+            "turn": self.turn,
+            "false_alarm": rang,
+            "alarm_after_requests": self.result.alarm_after_requests,
+            "seconds": time.time() - self.began,
+            "acceptance": rates_around(self.traffic, self.result),
+        }
 
     def note(self, event: str) -> None:
         """Record an event for the picture and print it."""
@@ -235,9 +241,18 @@ class LoopDemo:
         """Retrain the draft while traffic continues. The trainer is killed once."""
         self.clients.at_once = 1
         words = (
-            "refresh", str(self.config.folder), "judge.live=never", "--traffic", str(self.traffic), "--drafts", str(self.drafts), "--target-version",
-            TARGET, "--margin", "0.02",
-        )  # fmt: skip
+            "refresh",
+            str(self.config.folder),
+            "judge.live=never",
+            "--traffic",
+            str(self.traffic),
+            "--drafts",
+            str(self.drafts),
+            "--target-version",
+            TARGET,
+            "--margin",
+            "0.02",
+        )
         self.note("refresh begins")
         folder = self.config.folder.with_name(f"{self.config.name}-refresh-{SECOND}")
         first = self._start(*words)
@@ -301,8 +316,15 @@ class LoopDemo:
 
     def _start_gateway(self, drafting: bool = True) -> None:
         words = [
-            "gateway", "--target-version", TARGET, "--log", str(self.traffic), "--text", "--port", str(self.ports["gateway"]),
-        ]  # fmt: skip
+            "gateway",
+            "--target-version",
+            TARGET,
+            "--log",
+            str(self.traffic),
+            "--text",
+            "--port",
+            str(self.ports["gateway"]),
+        ]
         if drafting:
             words += ["--engine", self._url("engine"), "--draft-version", FIRST]
             words += ["--plain-engine", self._url("plain"), "--shed-above", str(self.plan.shed_above)]
@@ -315,9 +337,22 @@ class LoopDemo:
         command = shlex.join(self._engine_words("{draft}", "{port}", version))
         watch = str(self.plan.after // 2)
         return (
-            "rollout", str(self.drafts), version, "--log", str(self.traffic), "--engine-command", command, "--share", str(share),
-            "--watch", watch, "--start-timeout", str(START_SECONDS), "--slower", "1",
-        )  # fmt: skip
+            "rollout",
+            str(self.drafts),
+            version,
+            "--log",
+            str(self.traffic),
+            "--engine-command",
+            command,
+            "--share",
+            str(share),
+            "--watch",
+            watch,
+            "--start-timeout",
+            str(START_SECONDS),
+            "--slower",
+            "1",
+        )
 
     def _url(self, name: str) -> str:
         return f"http://127.0.0.1:{self.ports[name]}"

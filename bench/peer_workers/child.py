@@ -77,13 +77,17 @@ class Child:
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
                 [str(python), str(HOME / script)],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, preexec_fn=die_with_parent,
-            )  # fmt: skip
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                preexec_fn=die_with_parent,
+            )
         stack.callback(self.end)
         self.paths = {
             role: self.ask(do="convert", model=str(folder), to=str(work / f"{Path(script).stem}-{role}"))["path"]
             for role, folder in models.items()
-        }  # fmt: skip
+        }
 
     def ask(self, **asked: Any) -> dict[str, Any]:
         """One line there, one back."""

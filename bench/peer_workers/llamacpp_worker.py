@@ -50,15 +50,36 @@ class LlamaCpp:
     def open(self, setting: Setting) -> None:
         threads, each = str(setting.threads), setting.context + setting.gamma + SLACK
         words = [
-            str(SERVER), "-m", setting.target, "--host", self.socket, "--no-webui", "--cache-ram", "0",
-            "--threads", threads, "--threads-batch", threads,
-            "--parallel", str(setting.batch), "--ctx-size", str(setting.batch * (-(-each // 256) * 256)),
-        ]  # fmt: skip
+            str(SERVER),
+            "-m",
+            setting.target,
+            "--host",
+            self.socket,
+            "--no-webui",
+            "--cache-ram",
+            "0",
+            "--threads",
+            threads,
+            "--threads-batch",
+            threads,
+            "--parallel",
+            str(setting.batch),
+            "--ctx-size",
+            str(setting.batch * (-(-each // 256) * 256)),
+        ]
         if setting.draft is not None:
             words += [
-                "--model-draft", setting.draft, "--spec-type", "draft-simple", "--spec-draft-n-max", str(setting.gamma),
-                "--spec-draft-threads", threads, "--spec-draft-threads-batch", threads,
-            ]  # fmt: skip
+                "--model-draft",
+                setting.draft,
+                "--spec-type",
+                "draft-simple",
+                "--spec-draft-n-max",
+                str(setting.gamma),
+                "--spec-draft-threads",
+                threads,
+                "--spec-draft-threads-batch",
+                threads,
+            ]
         self.server = subprocess.Popen(words, stdin=subprocess.DEVNULL, preexec_fn=die_with_parent)
         self.max_tokens = setting.max_tokens
         self._wait(self.server)

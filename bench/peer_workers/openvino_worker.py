@@ -29,8 +29,11 @@ class OpenVino:
         words = [str(Path(sys.prefix) / "bin/optimum-cli"), "export", "openvino", "--task", "text-generation-with-past"]
         made = subprocess.run(
             [*words, "--weight-format", "fp32", "--model", model, to],
-            capture_output=True, text=True, check=False, preexec_fn=die_with_parent,
-        )  # fmt: skip
+            capture_output=True,
+            text=True,
+            check=False,
+            preexec_fn=die_with_parent,
+        )
         if made.returncode:
             raise RuntimeError((made.stderr.strip().splitlines() or ["optimum-cli failed"])[-1])
         return to

@@ -16,9 +16,17 @@ from pathlib import Path
 # Tests are not library code. The rest are generated tables or vendored copies, from which a model learns only numbers.
 EXCLUDED_FOLDERS = frozenset(
     {
-        "test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "encodings", "pydoc_data", "_bundled",
+        "test",
+        "tests",
+        "idle_test",
+        "site-packages",
+        "dist-packages",
+        "__pycache__",
+        "encodings",
+        "pydoc_data",
+        "_bundled",
     }
-)  # fmt: skip
+)
 EXCLUDED_MODULES = frozenset(
     {"html/entities.py", "msilib/schema.py", "msilib/sequence.py", "msilib/text.py", "stringprep.py"}
 )
@@ -27,10 +35,21 @@ EXCLUDED_PREFIXES = ("config-", "_sysconfigdata", "lib2to3/pgen2/", "turtledemo/
 # Never trained on, and present in every supported Python. A name stands for a module or a package.
 HELDOUT_MODULES = frozenset(
     {
-        "calendar", "configparser", "csv", "difflib", "fractions", "heapq", "random", "shutil", "smtplib", "socketserver",
-        "statistics", "textwrap", "zipfile",
+        "calendar",
+        "configparser",
+        "csv",
+        "difflib",
+        "fractions",
+        "heapq",
+        "random",
+        "shutil",
+        "smtplib",
+        "socketserver",
+        "statistics",
+        "textwrap",
+        "zipfile",
     }
-)  # fmt: skip
+)
 
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 

@@ -27,11 +27,21 @@ log = logging.getLogger(__name__)
 # Arguments of apply_chat_template that Understudy sets; the user may not.
 RESERVED_KWARGS = frozenset(
     {
-        "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "max_length", "messages",
-        "padding", "return_assistant_tokens_mask", "return_dict", "return_tensors", "tokenize", "tokenizer_kwargs",
+        "add_generation_prompt",
+        "chat_template",
+        "continue_final_message",
+        "conversation",
+        "max_length",
+        "messages",
+        "padding",
+        "return_assistant_tokens_mask",
+        "return_dict",
+        "return_tensors",
+        "tokenize",
+        "tokenizer_kwargs",
         "truncation",
     }
-)  # fmt: skip
+)
 WORD = "understudy"  # Placeholder for a user turn; templates must leave it unchanged.
 # How a template, such as that of Llama 3, writes the date.
 _DATE_CALL = re.compile(r"""strftime_now\s*\(\s*(["'])(.*?)\1\s*\)""")

@@ -33,14 +33,18 @@ EXPECTED = {
 # Patterns of an engine's line: what marks it, its counts, its mean length (printed to two places), its time.
 _ENGINES = {
     "vllm": (
-        re.compile("SpecDecoding metrics:"), re.compile(r"Accepted: (\d+) tokens, Drafted: (\d+) tokens"),
-        re.compile(r"Mean acceptance length: (\d+\.\d+)"), re.compile(r"\b(\d\d-\d\d \d\d:\d\d:\d\d)\b"),
+        re.compile("SpecDecoding metrics:"),
+        re.compile(r"Accepted: (\d+) tokens, Drafted: (\d+) tokens"),
+        re.compile(r"Mean acceptance length: (\d+\.\d+)"),
+        re.compile(r"\b(\d\d-\d\d \d\d:\d\d:\d\d)\b"),
     ),
     "llama.cpp": (
-        re.compile(r"draft acceptance(?: rate)? ="), re.compile(r"\(\s*(\d+) accepted /\s*(\d+) generated\)"),
-        re.compile(r"mean (?:acceptance length|len) =\s*(\d+\.\d+)"), re.compile(r"(?:^|\s)(\d+\.\d\d\.\d{3}\.\d{3}) "),
+        re.compile(r"draft acceptance(?: rate)? ="),
+        re.compile(r"\(\s*(\d+) accepted /\s*(\d+) generated\)"),
+        re.compile(r"mean (?:acceptance length|len) =\s*(\d+\.\d+)"),
+        re.compile(r"(?:^|\s)(\d+\.\d\d\.\d{3}\.\d{3}) "),
     ),
-}  # fmt: skip
+}
 _POSITIONS = re.compile(r"Per-position acceptance rate: ([\d., ]+?)(?:, [A-Z]|$)")
 _MOST = 1 << 31  # Maximum tokens of one record.
 _SNIFFED_LINES = 20000  # An engine prints much while it starts.

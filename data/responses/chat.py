@@ -64,9 +64,12 @@ class ChatTarget(EndpointTarget):
         sampling = settings.sampling
         turns = json.loads(prompt.turns) if prompt.turns else {"messages": [{"role": "user", "content": prompt.text}]}
         asked: dict[str, Any] = {
-            "max_tokens": settings.max_tokens, "temperature": sampling.temperature, "top_p": sampling.top_p,
-            "seed": request_seed(settings.seed, key), "top_logprobs": self.top,
-        }  # fmt: skip
+            "max_tokens": settings.max_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "seed": request_seed(settings.seed, key),
+            "top_logprobs": self.top,
+        }
         # Leave out settings that are off, because hosted servers know few parameters.
         asked |= {name: value for name in ("top_k", "min_p") if (value := getattr(sampling, name))}
         choice, counted = self._chat(**turns, **asked)

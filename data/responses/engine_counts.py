@@ -73,22 +73,33 @@ _FORMATS = (
     _Format("vllm", "num_draft_tokens", ("metrics.speculative_decoding",), *_VLLM),
     _Format("aiperf", "num_draft_tokens", ("spec_decode_acceptance",), *_VLLM),
     _Format(
-        "sglang", "spec_verify_ct", ("meta_info", "sglext.spec_tokens_details", ""),
+        "sglang",
+        "spec_verify_ct",
+        ("meta_info", "sglext.spec_tokens_details", ""),
         ("spec_num_correct_drafts", "spec_accepted_drafts", "spec_accept_token_num", "spec_accepted_tokens"),
-        ("spec_num_proposed_drafts", "spec_proposed_drafts", "spec_draft_token_num"), ("spec_verify_ct",), True,
+        ("spec_num_proposed_drafts", "spec_proposed_drafts", "spec_draft_token_num"),
+        ("spec_verify_ct",),
+        True,
     ),
     _Format("llama.cpp", "draft_n", ("timings",), ("draft_n_accepted",), ("draft_n",)),
     _Format(
-        "tensorrt-llm", "total_draft_tokens",
+        "tensorrt-llm",
+        "total_draft_tokens",
         ("request_perf_metrics.speculative_decoding", "perf_metrics.speculative_decoding", ""),
-        ("total_accepted_draft_tokens",), ("total_draft_tokens",),
+        ("total_accepted_draft_tokens",),
+        ("total_draft_tokens",),
     ),
     # A Python object, or JSON whose keys are its getters' names without `get_`. The target's first inference is the prefill.
     _Format(
-        "openvino", "num_accepted_tokens", ("extended_perf_metrics",), ("num_accepted_tokens",),
-        ("num_draft_tokens", "draft_model_metrics.num_generated_tokens"), ("main_model_metrics.raw_metrics.m_durations",), True,
+        "openvino",
+        "num_accepted_tokens",
+        ("extended_perf_metrics",),
+        ("num_accepted_tokens",),
+        ("num_draft_tokens", "draft_model_metrics.num_generated_tokens"),
+        ("main_model_metrics.raw_metrics.m_durations",),
+        True,
     ),
-)  # fmt: skip
+)
 
 
 def read_counts(answer: Any) -> RequestCounts | None:

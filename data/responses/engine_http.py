@@ -18,8 +18,15 @@ PAGE_BYTES, PAGE_SECONDS, _HEALTH_SECONDS = 1 << 24, 10.0, 5.0
 _KEPT_SECONDS = 1.0
 # Only these headers are sent: openai adds others from the environment (organization, OPENAI_CUSTOM_HEADERS). It reads the last one itself.
 _SENT = {
-    "host", "accept", "accept-encoding", "connection", "content-type", "content-length", "user-agent", "x-stainless-raw-response",
-}  # fmt: skip
+    "host",
+    "accept",
+    "accept-encoding",
+    "connection",
+    "content-type",
+    "content-length",
+    "user-agent",
+    "x-stainless-raw-response",
+}
 
 
 def engine_http(
@@ -57,10 +64,14 @@ def engine_http(
         response.stream = httpx2.ByteStream(bytes(body))
 
     return httpx2.Client(
-        timeout=timeout, follow_redirects=True, mounts=dict.fromkeys(("http://", "https://", "all://")) if direct else None,
-        verify=home.scheme == "https", headers={"accept-encoding": "identity"},
-        limits=httpx2.Limits(max_connections=None, keepalive_expiry=_KEPT_SECONDS), event_hooks={"request": [leave], "response": [arrive]},
-    )  # fmt: skip
+        timeout=timeout,
+        follow_redirects=True,
+        mounts=dict.fromkeys(("http://", "https://", "all://")) if direct else None,
+        verify=home.scheme == "https",
+        headers={"accept-encoding": "identity"},
+        limits=httpx2.Limits(max_connections=None, keepalive_expiry=_KEPT_SECONDS),
+        event_hooks={"request": [leave], "response": [arrive]},
+    )
 
 
 @contextlib.contextmanager

@@ -78,13 +78,18 @@ _FORMATS = (
     _like_vllm("vllm", "vllm:", "generation_tokens"),
     _like_vllm("llama.cpp", "llamacpp:", "tokens_predicted"),
     _Format(
-        "tensorrt-llm", _TENSORRT + "drafted_tokens", _TENSORRT + "accepted_tokens", _TENSORRT + "drafted_tokens",
-        _TENSORRT + "accepted_tokens", _POSITION, _MADE,
+        "tensorrt-llm",
+        _TENSORRT + "drafted_tokens",
+        _TENSORRT + "accepted_tokens",
+        _TENSORRT + "drafted_tokens",
+        _TENSORRT + "accepted_tokens",
+        _POSITION,
+        _MADE,
     ),
     _Format(
         "tensorrt-llm", _TENSORRT + "num_draft_tokens", _TENSORRT + "num_accepted_tokens", "", "", _POSITION, _MADE
     ),
-)  # fmt: skip
+)
 
 
 def counts_of(page: Page) -> ServerCounts | None:
@@ -100,9 +105,14 @@ def counts_of(page: Page) -> ServerCounts | None:
     else:
         blocks = _sum(page, form.blocks)
     return ServerCounts(
-        form.engine, _sum(page, form.accepted), _sum(page, form.drafted), blocks,
-        _by_position(page, form.accepted_G, form.label), _sum(page, form.tokens), _started(page),
-    )  # fmt: skip
+        form.engine,
+        _sum(page, form.accepted),
+        _sum(page, form.drafted),
+        blocks,
+        _by_position(page, form.accepted_G, form.label),
+        _sum(page, form.tokens),
+        _started(page),
+    )
 
 
 def _sglang(page: Page) -> ServerCounts | None:
@@ -141,9 +151,11 @@ def as_counts(alone: ServerCounts) -> dict[str, Any]:
         return {}
     at_least_G = (alone.blocks, *alone.accepted_G, 0)
     found: dict[str, Any] = {
-        "engine": alone.engine, "num_accepted_draft_tokens": alone.accepted, "num_draft_tokens": alone.drafted,
+        "engine": alone.engine,
+        "num_accepted_draft_tokens": alone.accepted,
+        "num_draft_tokens": alone.drafted,
         "num_spec_steps": alone.blocks,
-    }  # fmt: skip
+    }
     if alone.accepted_G:
         histogram = [one - more for one, more in itertools.pairwise(at_least_G)]
         found |= {"num_spec_tokens": len(alone.accepted_G), "acceptance_histogram": histogram}

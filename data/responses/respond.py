@@ -128,9 +128,14 @@ class ProgressBar(Progress):
     def __init__(self, label: str, total: int, done: int, show: bool, stderr: bool = True) -> None:
         """``stderr``: by default not on stdout, which may be JSON for a script."""
         columns = (
-            TextColumn("[bold]{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(),
-            TextColumn("{task.fields[facts]}"), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(),
-        )  # fmt: skip
+            TextColumn("[bold]{task.description}"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[facts]}"),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+        )
         super().__init__(
             *columns, console=Console(stderr=stderr), disable=not show or done == total, refresh_per_second=2
         )

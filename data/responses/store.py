@@ -281,15 +281,19 @@ def row_keys(prompt_ids: Any, samples: Any) -> pa.Array:
 def _table_of(rows: Sequence[Row]) -> pa.Table:
     examples = [row.example() for row in rows]
     facts = [
-        [row.prompt_id for row in rows], [row.sample for row in rows], [row.domain for row in rows],
-        [row.finished for row in rows], [len(example.input_ids) for example in examples],
+        [row.prompt_id for row in rows],
+        [row.sample for row in rows],
+        [row.domain for row in rows],
+        [row.finished for row in rows],
+        [len(example.input_ids) for example in examples],
         [example.response_tokens for example in examples],
         [row.key for row in rows],
-    ]  # fmt: skip
+    ]
     lists = [
-        [example.input_ids for example in examples], [example.loss_mask for example in examples],
+        [example.input_ids for example in examples],
+        [example.loss_mask for example in examples],
         [np.asarray(row.log_target_probs, dtype=np.float32) for row in rows],
-    ]  # fmt: skip
+    ]
     columns = [pa.array(values, field.type) for values, field in zip(facts, FACTS, strict=True)]
     columns += map(lists_of, lists)
     return pa.Table.from_arrays(columns, schema=pa.schema([*FACTS, *TOKENS]))

@@ -52,11 +52,16 @@ def synthetic_rows(
         for row, group in zip(made, groups[len(heldout) :], strict=True):
             key, question = normalised_hash(row), _questions(row)[-1]
             fault = (
-                "empty" if not question.strip()
-                else "held out" if group in held_groups or _key(question) in held
-                else "duplicates" if key in known
-                else "" if fits(row) else "too long"
-            )  # fmt: skip
+                "empty"
+                if not question.strip()
+                else "held out"
+                if group in held_groups or _key(question) in held
+                else "duplicates"
+                if key in known
+                else ""
+                if fits(row)
+                else "too long"
+            )
             left_out.update([fault] if fault else [])
             known.add(key)
             kept += [] if fault else [row]

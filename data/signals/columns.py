@@ -71,15 +71,18 @@ def encode(signal: StoredSignal, entries: int, vocab_rows: int) -> dict[str, np.
     if isinstance(signal, TopKSignal):
         return {
             **encode_ids(signal.ids_RK.numpy().reshape(-1), vocab_rows),
-            "log_probs": encode_log_probs(signal.log_probs_RK.numpy().reshape(-1)), "log_tail": signal.log_tail_R.numpy(),
-        }  # fmt: skip
+            "log_probs": encode_log_probs(signal.log_probs_RK.numpy().reshape(-1)),
+            "log_tail": signal.log_tail_R.numpy(),
+        }
     counts_RS = np.rint(signal.weights_RS.numpy().astype(np.float64) * entries).astype(np.uint8)
     drawn_RS = counts_RS > 0
     return {
-        "distinct": drawn_RS.sum(-1).astype(np.uint8), **encode_ids(signal.ids_RS.numpy()[drawn_RS], vocab_rows),
-        "log_probs": encode_log_probs(signal.log_probs_RS.numpy()[drawn_RS]), "counts": counts_RS[drawn_RS],
+        "distinct": drawn_RS.sum(-1).astype(np.uint8),
+        **encode_ids(signal.ids_RS.numpy()[drawn_RS], vocab_rows),
+        "log_probs": encode_log_probs(signal.log_probs_RS.numpy()[drawn_RS]),
+        "counts": counts_RS[drawn_RS],
         "entropy": signal.entropy_R.numpy(),
-    }  # fmt: skip
+    }
 
 
 def decode(columns: Mapping[str, np.ndarray], tokens: int, entries: int, vocab_rows: int) -> StoredSignal:

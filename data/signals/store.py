@@ -100,9 +100,14 @@ def signal_manifest(
     if kind == "sampled" and not 1 <= entries <= MAX_SAMPLES:
         raise UserError(f"signal.samples = {entries}: set it to 1 to {MAX_SAMPLES}")
     manifest: SignalManifest = {
-        "format": FORMAT, "kind": kind, "k" if kind == "topk" else "samples": entries, "temperature": temperature,
-        "vocab_rows": vocab_rows, "target": target, "target_dtype": target_dtype,
-    }  # fmt: skip
+        "format": FORMAT,
+        "kind": kind,
+        "k" if kind == "topk" else "samples": entries,
+        "temperature": temperature,
+        "vocab_rows": vocab_rows,
+        "target": target,
+        "target_dtype": target_dtype,
+    }
     manifest |= {"prompt_tokens": True} if prompts else {}
     return manifest | ({"seed": seed} if kind == "sampled" else {})
 
@@ -246,9 +251,12 @@ class SignalStore:
         else:
             figures = (signal.weights_RS > 0).sum(-1).double()
         row: dict[str, Any] = {
-            "key": int(self.keys_N[index]), "tokens": len(rows), "figure_sum": float(figures.sum()),
-            "figure_max": float(max(figures.tolist(), default=0.0)), **encode(signal, self._entries, self._vocab_rows),
-        }  # fmt: skip
+            "key": int(self.keys_N[index]),
+            "tokens": len(rows),
+            "figure_sum": float(figures.sum()),
+            "figure_max": float(max(figures.tolist(), default=0.0)),
+            **encode(signal, self._entries, self._vocab_rows),
+        }
         return {**row, "crc": self._crc(row)}
 
     def _crc(self, row: Mapping[str, Any]) -> int:

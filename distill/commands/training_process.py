@@ -50,9 +50,13 @@ def child(words: Sequence[str], name: str, log: Path, group: str = "") -> None:
         start = out.tell()
         # In its own session, so that Ctrl-C reaches it only through `_stop`, once, and it writes a checkpoint.
         child = subprocess.Popen(
-            words, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
-            env={"WANDB_RUN_GROUP": group or name, **os.environ, **SAFE_PATH}, start_new_session=True,
-        )  # fmt: skip
+            words,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            env={"WANDB_RUN_GROUP": group or name, **os.environ, **SAFE_PATH},
+            start_new_session=True,
+        )
         try:
             with contextlib.suppress(psutil.NoSuchProcess):
                 note.write_text(json.dumps([child.pid, psutil.Process(child.pid).create_time()]), encoding="utf-8")

@@ -172,9 +172,12 @@ def load_trusted(path: str | Path, trusted: bool, overrides: Sequence[str] = ())
 
 # Keys without effect that the config of a run's folder may still have, at values that ask for nothing.
 RETIRED = {
-    "student.tokenizer": None, "train.window": None, "judge.corpus_windows": 64, "student.lora.dropout": 0.0,
+    "student.tokenizer": None,
+    "train.window": None,
+    "judge.corpus_windows": 64,
+    "student.lora.dropout": 0.0,
     "optim.spike_factor": None,
-}  # fmt: skip
+}
 
 
 def _drop_retired(tree: dict[str, Any]) -> None:

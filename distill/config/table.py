@@ -10,10 +10,22 @@ from distill.config.sections import Section, section_in
 
 # The keys that people set most, in the order of a config file.
 COMMON = (
-    "name", "target.path", "student.init", "student.path", "data.train.N.path",
-    "serving.temperature", "serving.top_p", "serving.max_tokens", "loss.name", "optim.lr",
-    "train.steps", "train.batch_size", "judge.every", "judge.gamma", "judge.rule",
-)  # fmt: skip
+    "name",
+    "target.path",
+    "student.init",
+    "student.path",
+    "data.train.N.path",
+    "serving.temperature",
+    "serving.top_p",
+    "serving.max_tokens",
+    "loss.name",
+    "optim.lr",
+    "train.steps",
+    "train.batch_size",
+    "judge.every",
+    "judge.gamma",
+    "judge.rule",
+)
 HEAD = "| key | default | meaning |\n|---|---|---|\n"
 
 

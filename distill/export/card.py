@@ -75,7 +75,12 @@ def _front_matter(serving: dict[str, Any], facts: dict[str, Any], data: list[str
     target = serving["target"]["name"]
     names = facts.get("hub") or {"base": facts["base"] or target, "data": data}
     card = ModelCardData(
-        library_name="transformers", pipeline_tag="text-generation", tags=["speculative-decoding", "draft-model", "understudy"],
-        base_model=names["base"], target_model=target, license=facts["license"] or "other", datasets=names["data"] or None,
-    )  # fmt: skip
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        tags=["speculative-decoding", "draft-model", "understudy"],
+        base_model=names["base"],
+        target_model=target,
+        license=facts["license"] or "other",
+        datasets=names["data"] or None,
+    )
     return f"{card.to_yaml()}\n"

@@ -110,12 +110,16 @@ def _greedy(target_model: Any, max_new_tokens: int) -> GenerationConfig:
     own = target_model.generation_config
     eos_ids = [own.eos_token_id] if isinstance(own.eos_token_id, int) else list(own.eos_token_id or [])
     return GenerationConfig(
-        do_sample=False, num_beams=1, repetition_penalty=1.0, max_new_tokens=max_new_tokens, bos_token_id=own.bos_token_id,
+        do_sample=False,
+        num_beams=1,
+        repetition_penalty=1.0,
+        max_new_tokens=max_new_tokens,
+        bos_token_id=own.bos_token_id,
         eos_token_id=own.eos_token_id,
         # transformers infers the draft's attention mask and hides every pad id in the text (often bos), which lowers
         # acceptance. It does not infer a mask if the pad id is an eos or not a token id.
         pad_token_id=eos_ids[0] if eos_ids else -1,
-    )  # fmt: skip
+    )
 
 
 def _continuation(
@@ -156,9 +160,13 @@ def outside_check(pair: Pair, exported: Path, gamma: int) -> OutsideCheck:
     """Run greedy decoding with the exported draft in transformers and in our decoder, on the same prompts."""
     target = pair.target
     theirs = check_with_transformers(
-        target.model, exported, [prompt.prompt_ids for prompt in pair.prompts], pair.settings.max_tokens, gamma,
+        target.model,
+        exported,
+        [prompt.prompt_ids for prompt in pair.prompts],
+        pair.settings.max_tokens,
+        gamma,
         trust_remote_code=target.config.trust_remote_code,
-    )  # fmt: skip
+    )
     settings = pair.settings.under("greedy", gamma)
     ours = live_metrics(decode(target.model, ModelDrafter(pair.draft), pair.keyed, settings)[0], gamma)
     return OutsideCheck(theirs, ours["tau"], ours["tau_ci"])

@@ -90,9 +90,17 @@ def read_run(path: Path, trusted: bool = False) -> RunFacts:
     provenance = json.loads(without_folders(json.dumps(provenance)))
     where = config.target
     return RunFacts(
-        folder / STUDENT, where.path, verdict, curves, provenance, config.serving.sampling, where.revision,
-        where.trust_remote_code, config.export.quantize, plain_loads(run, "vLLM"),
-    )  # fmt: skip
+        folder / STUDENT,
+        where.path,
+        verdict,
+        curves,
+        provenance,
+        config.serving.sampling,
+        where.revision,
+        where.trust_remote_code,
+        config.export.quantize,
+        plain_loads(run, "vLLM"),
+    )
 
 
 class OnePass(NamedTuple):

@@ -48,9 +48,13 @@ def gamma_plan(verdict: Verdict | None, way: str = DRAFT, engine: str = "") -> G
         ranges = _ranges({load: min(gamma, most) for load, gamma in runs.items()}, wins)
         return GammaPlan(most or max(1, verdict.gamma), verdict.engine.label, most > 0, ranges)
     timed = [
-        [row for load in verdict.concurrencies if (row := verdict.row(name, load)) is not None and row.speed_up is not None]
+        [
+            row
+            for load in verdict.concurrencies
+            if (row := verdict.row(name, load)) is not None and row.speed_up is not None
+        ]
         for name in (way, DRAFT)
-    ]  # fmt: skip
+    ]
     rows, judged = timed[0] or timed[1], max(1, verdict.gamma)
     if not rows:
         return GammaPlan(judged, "the verdict's; speed was not measured", None)

@@ -13,9 +13,18 @@ from distill.models.target import TargetSide
 
 TOKENIZER_CONFIG, TEMPLATES = "tokenizer_config.json", "additional_chat_templates"
 TOKENIZER_FILES = (
-    "tokenizer*", "tokenization*.py", "vocab*", "merges.txt", "*.model", "*.tiktoken", "tekken.json", "special_tokens_map.json",
-    "added_tokens.json", "chat_template*", TEMPLATES,
-)  # fmt: skip
+    "tokenizer*",
+    "tokenization*.py",
+    "vocab*",
+    "merges.txt",
+    "*.model",
+    "*.tiktoken",
+    "tekken.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template*",
+    TEMPLATES,
+)
 # Where transformers 4 read the rotary base, the base of windowed layers (empty: it knew no such model) and the rotated part of a head.
 USUAL = ("rope_theta", "", "partial_rotary_factor")
 UNUSUAL = {

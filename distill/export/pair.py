@@ -34,8 +34,14 @@ _AFFECTED = {
 
 
 def check_pair(
-    target: str, draft: str, ggufs: Sequence[Path] = (), *, engines: Sequence[str] = (), tensor_parallel: int = 1, trusted: bool = False
-) -> tuple[list[str], list[str]]:  # fmt: skip
+    target: str,
+    draft: str,
+    ggufs: Sequence[Path] = (),
+    *,
+    engines: Sequence[str] = (),
+    tensor_parallel: int = 1,
+    trusted: bool = False,
+) -> tuple[list[str], list[str]]:
     """Return (what breaks serving, notes): a line has the engines, what was found, what happens otherwise, and the fix.
 
     target, draft: directories or hub ids. ggufs: made from either model. engines: those to check; empty means all.

@@ -89,9 +89,15 @@ def publish(run: Path, drafts: Path, provenance: Mapping[str, Any], *, parent: s
         if not folder.exists():
             verdict = facts.verdict
             told = {
-                "version": name, "parent": parent, "run": str(run), "data_window": None, "traffic": None,
-                "verdict": None if verdict is None else verdict.headline, "approved_by": None, "made": _now(),
-            }  # fmt: skip
+                "version": name,
+                "parent": parent,
+                "run": str(run),
+                "data_window": None,
+                "traffic": None,
+                "verdict": None if verdict is None else verdict.headline,
+                "approved_by": None,
+                "made": _now(),
+            }
             export_draft(replace(facts, provenance=(facts.provenance or {}) | told | dict(provenance)), folder)
         version = read_version(folder)
         if version.provenance["run"] != str(run):

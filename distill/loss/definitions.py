@@ -75,9 +75,10 @@ def kept(
     student_N, target_N = (
         logits_to_probs(logits_NV, settings).gather(-1, labels_N.unsqueeze(-1)).squeeze(-1)
         for logits_NV, settings in (
-            (student_logits_NV, draft_settings_for(rule, serving)), (target_logits_NV, serving),
+            (student_logits_NV, draft_settings_for(rule, serving)),
+            (target_logits_NV, serving),
         )
-    )  # fmt: skip
+    )
     return accept_probability(student_N, target_N).where(target_N > 0, 0.0)
 
 

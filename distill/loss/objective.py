@@ -135,8 +135,11 @@ def refuse_impossible(objective: Objective, signal: Signal | None, reference: De
     for served, why in (
         (losses.OBJECTIVES.keys(), "is unknown"),
         (losses.WITHOUT_TARGET if signal is None else names, "needs a target, and there is none"),
-        (losses.FROM_SAMPLES if isinstance(signal, SampledSignal) else names, "is not linear in the target, so samples cannot be used"),
-    ):  # fmt: skip
+        (
+            losses.FROM_SAMPLES if isinstance(signal, SampledSignal) else names,
+            "is not linear in the target, so samples cannot be used",
+        ),
+    ):
         if names - served:
             raise ValueError(f"objective {', '.join(sorted(names - served))} {why}")
     if objective.weighting != "none" and signal is None:
@@ -241,9 +244,13 @@ class _Sweep:
             into_CV = logits_CV if head.in_place or not self.wants_gradient else torch.empty_like(logits_CV)
             for part in slices(len(logits_CV), block):
                 rows, gradient_CV = rows_of(
-                    objective, part_of(against, part), logits_CV[part], labels_C[part], part_of(weights_C, part),
+                    objective,
+                    part_of(against, part),
+                    logits_CV[part],
+                    labels_C[part],
+                    part_of(weights_C, part),
                     self.wants_gradient,
-                )  # fmt: skip
+                )
                 for whole_R, own in zip(self.found, rows, strict=True):
                     whole_R[chosen][part] = own
                 if gradient_CV is not None:

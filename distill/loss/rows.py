@@ -183,9 +183,13 @@ def _scores(logits_CV: Tensor, temperature: float) -> Tensor:
 
 
 def rows_of(
-    objective: Objective, against: Against, student_logits_CV: Tensor, labels_C: Tensor, weights_C: Tensor | None,
+    objective: Objective,
+    against: Against,
+    student_logits_CV: Tensor,
+    labels_C: Tensor,
+    weights_C: Tensor | None,
     wants_gradient: bool,
-) -> tuple[Rows, Tensor | None]:  # fmt: skip
+) -> tuple[Rows, Tensor | None]:
     """Detached `row_losses`, and if wanted the gradient of their sum with respect to the student's logits (C, V)."""
     arguments = (objective, against, student_logits_CV, labels_C, weights_C)
     return (_compiled() if objective.compile else _differentiated)(arguments, wants_gradient)

@@ -183,9 +183,15 @@ def load_model(
     """
     if (base := base_of_adapter(path, revision, what)) is not None:
         whole = load_model(
-            base.what, base.path, dtype=dtype, revision=base.revision, trust_remote_code=trust_remote_code, device=device,
-            device_map=device_map, change=change,
-        )  # fmt: skip
+            base.what,
+            base.path,
+            dtype=dtype,
+            revision=base.revision,
+            trust_remote_code=trust_remote_code,
+            device=device,
+            device_map=device_map,
+            change=change,
+        )
         with refusing(f"{what} {path!r}: the adapter does not fit its base {base.path}"):
             return with_adapter(whole, resolve(path), revision)
     options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}

@@ -181,9 +181,16 @@ class Target:
         saved = saved_dtype(self.side.config)
         self._refuse_no_numbers(model)
         return TargetFacts(
-            self.config.path, self.config.revision, self._fingerprint(model), _name(model.dtype), _name(saved),
-            end_token_ids(model, self.tokenizer), limit, vocabulary_rows(model.config), model.num_parameters(),
-        )  # fmt: skip
+            self.config.path,
+            self.config.revision,
+            self._fingerprint(model),
+            _name(model.dtype),
+            _name(saved),
+            end_token_ids(model, self.tokenizer),
+            limit,
+            vocabulary_rows(model.config),
+            model.num_parameters(),
+        )
 
     @torch.no_grad()
     def _refuse_no_numbers(self, model: PreTrainedModel) -> None:
@@ -205,10 +212,16 @@ class Target:
         saved = saved_dtype(side.config)
         asked = dtype_of(self.config.dtype, self.device)
         return TargetFacts(
-            self.config.path, self.config.revision, f"endpoint {self.endpoint.model}",
-            _name(saved if isinstance(asked, str) else asked), _name(saved), end_token_ids(side, side.tokenizer),
-            max_positions(side.config), vocabulary_rows(side.config), 0,
-        )  # fmt: skip
+            self.config.path,
+            self.config.revision,
+            f"endpoint {self.endpoint.model}",
+            _name(saved if isinstance(asked, str) else asked),
+            _name(saved),
+            end_token_ids(side, side.tokenizer),
+            max_positions(side.config),
+            vocabulary_rows(side.config),
+            0,
+        )
 
     @functools.cached_property
     def side(self) -> TargetSide:
@@ -230,11 +243,14 @@ class Target:
         """Return what stored facts must match: the config keys, and size and time of the model's files."""
         files = model_files(self.config.path, self.config.revision)
         return {
-            "path": self.config.path, "revision": self.config.revision, "dtype": self.config.dtype, "device": self.device.type,
+            "path": self.config.path,
+            "revision": self.config.revision,
+            "dtype": self.config.dtype,
+            "device": self.device.type,
             # The address may change. data/responses/served.py checks the identity of the served model on each use.
             "endpoint": {"model": self.config.endpoint.model} if self.config.endpoint else None,
             "files": [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files],
-        }  # fmt: skip
+        }
 
     def _known_facts(self) -> TargetFacts | None:
         """Return the facts of an earlier start; None if they are damaged or do not match, since the weights give them again."""
@@ -270,8 +286,12 @@ class TargetSide:
 
 
 def load_target_side(
-    target: str, trust_remote_code: bool = False, revision: str | None = None, tokenizer: Any = None, what: str = "target"
-) -> TargetSide:  # fmt: skip
+    target: str,
+    trust_remote_code: bool = False,
+    revision: str | None = None,
+    tokenizer: Any = None,
+    what: str = "target",
+) -> TargetSide:
     """Load config, tokenizer (unless given) and generation config of the target; UserError if they cannot be read. what: in errors."""
     name = resolve(target)
     name = str(Path(name).resolve()) if Path(name).is_dir() else name

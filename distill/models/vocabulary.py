@@ -84,10 +84,19 @@ _SETTINGS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "ends": ("tokenizer.json: post_processor (tokenizer_config.json: add_bos_token, add_eos_token)", added_ends),
     "added": ("tokenizer.json: added_tokens", lambda one: one.get_added_vocab()),
     "kind": ("tokenizer.json: model", lambda one: {key: _tree(one).get(key) for key in ("type", "byte_fallback")}),
-    "rules": ("tokenizer.json", lambda one: {key: _tree(one).get(key) for key in ("normalizer", "pre_tokenizer", "merges")}),
-    "roles": ("tokenizer_config.json", lambda one: {f"{role}_token": getattr(one, f"{role}_token", None) for role in ROLES}),
-    "template": ("chat_template.jinja (tokenizer_config.json: chat_template)", lambda one: getattr(one, "chat_template", None)),
-}  # fmt: skip
+    "rules": (
+        "tokenizer.json",
+        lambda one: {key: _tree(one).get(key) for key in ("normalizer", "pre_tokenizer", "merges")},
+    ),
+    "roles": (
+        "tokenizer_config.json",
+        lambda one: {f"{role}_token": getattr(one, f"{role}_token", None) for role in ROLES},
+    ),
+    "template": (
+        "chat_template.jinja (tokenizer_config.json: chat_template)",
+        lambda one: getattr(one, "chat_template", None),
+    ),
+}
 
 
 def tokenizer_differences(target: Any, draft: Any) -> dict[str, str]:

@@ -26,11 +26,26 @@ LONGEST_LABEL = 24
 LEGEND_WIDTH = 62  # characters of a legend line; the marker before each label takes five
 LAST_GAMMA = 16  # beyond it curves are flat; tables go on to 32
 SETTINGS: dict[Any, Any] = {
-    "svg.fonttype": "none", "text.parse_math": False, "axes.spines.top": False, "axes.spines.right": False, "font.size": 9,
-    "font.family": "sans-serif", "axes.edgecolor": INK, "axes.labelcolor": INK, "xtick.color": INK, "ytick.color": INK,
-    "text.color": INK, "grid.color": RULE, "axes.grid": True, "axes.axisbelow": True, "lines.linewidth": 1.7,
-    "lines.markersize": 4, "legend.fontsize": 9, "legend.frameon": False, "grid.linewidth": 0.8,
-}  # fmt: skip
+    "svg.fonttype": "none",
+    "text.parse_math": False,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "font.size": 9,
+    "font.family": "sans-serif",
+    "axes.edgecolor": INK,
+    "axes.labelcolor": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "text.color": INK,
+    "grid.color": RULE,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "lines.linewidth": 1.7,
+    "lines.markersize": 4,
+    "legend.fontsize": 9,
+    "legend.frameon": False,
+    "grid.linewidth": 0.8,
+}
 
 
 def figures_of(view: View) -> dict[str, str]:
@@ -76,9 +91,14 @@ def _draw(name: str, plot: Any, *data: Any) -> str:
         if labels:
             columns = len(labels) if sum(len(label) + 5 for label in labels) <= LEGEND_WIDTH else 2
             axis.legend(
-                loc="lower left", bbox_to_anchor=(-0.02, 1.0), ncols=columns, borderaxespad=0.2, handlelength=1.9,
-                columnspacing=0.9, handletextpad=0.5,
-            )  # fmt: skip
+                loc="lower left",
+                bbox_to_anchor=(-0.02, 1.0),
+                ncols=columns,
+                borderaxespad=0.2,
+                handlelength=1.9,
+                columnspacing=0.9,
+                handletextpad=0.5,
+            )
         picture = io.BytesIO()
         figure.savefig(picture, format="svg", transparent=True, metadata={"Date": None})
     return f"data:image/svg+xml;base64,{base64.b64encode(picture.getvalue()).decode()}"

@@ -31,19 +31,27 @@ def timed_table(rows: Sequence[Measured], run: str | None, title: str = "") -> T
     """One row per way, the one to run in bold."""
     table = Table(
         [
-            "way", Column("gamma", "d"), Column("alpha", ".3f"), Column("tau", ".2f"), Column("tokens/s", ",.0f"),
+            "way",
+            Column("gamma", "d"),
+            Column("alpha", ".3f"),
+            Column("tau", ".2f"),
+            Column("tokens/s", ",.0f"),
             Column("speed-up", ".2f", "x"),
         ],
         title=title,
         caption=HOW,
-    )  # fmt: skip
+    )
     for row in rows:
         few = TOO_FEW_TIMED if row.speed_up_ci is None and row.way != TARGET else ""
         table.add(
             Cell(row.way, note=row.sizes, mark="run this" if row.way == run else ""),
-            row.gamma or None, Cell(row.alpha, row.alpha_ci), _figure(row, "tau"), row.tokens_per_second,
-            _figure(row, "speed_up", few), strong=row.way == run,
-        )  # fmt: skip
+            row.gamma or None,
+            Cell(row.alpha, row.alpha_ci),
+            _figure(row, "tau"),
+            row.tokens_per_second,
+            _figure(row, "speed_up", few),
+            strong=row.way == run,
+        )
     return table
 
 
@@ -62,10 +70,12 @@ def load_table(verdict: Verdict) -> Table:
     ways = list(dict.fromkeys(way for rows in timed.values() for way in rows if way != TARGET))
     table = Table(
         [
-            Column("concurrent requests", ","), Column("target alone, tokens/s", ",.0f"),
-            *(Column(way, ".2f", "x") for way in ways), "run",
+            Column("concurrent requests", ","),
+            Column("target alone, tokens/s", ",.0f"),
+            *(Column(way, ".2f", "x") for way in ways),
+            "run",
         ]
-    )  # fmt: skip
+    )
     for load, rows in timed.items():
         run = verdict.to_run(load)
         cells = [
@@ -100,9 +110,11 @@ def engine_parts(verdict: Verdict) -> list[str | Table]:
         runs.add(load, run.gamma, run.tokens_per_second, loop)
     wins = costs.plain_wins_from(verdict.replay, verdict.response_tokens)
     return [
-        f"{costs.engine}: plain step, c, v(gamma), and speed-up at each gamma, {costs.label}, rule {verdict.rule}", table, runs,
+        f"{costs.engine}: plain step, c, v(gamma), and speed-up at each gamma, {costs.label}, rule {verdict.rule}",
+        table,
+        runs,
         f"plain decoding is faster {f'from {wins} requests on' if wins else 'at no load up to 4096'}",
-    ]  # fmt: skip
+    ]
 
 
 def waits_table(rows: Sequence[Measured]) -> Table:

@@ -32,8 +32,20 @@ from speculative.errors import UserError
 
 TEMPLATES = Path(__file__).parent / "templates"
 FACTS = (
-    "run", "outcome", "pays", "headline", "facts", "rule", "gamma", "prompts", "tokens", "measured", "gain", "against_served", "warnings",
-)  # fmt: skip
+    "run",
+    "outcome",
+    "pays",
+    "headline",
+    "facts",
+    "rule",
+    "gamma",
+    "prompts",
+    "tokens",
+    "measured",
+    "gain",
+    "against_served",
+    "warnings",
+)
 
 
 @dataclass(frozen=True)
@@ -118,10 +130,16 @@ def render_page(result: Result, given: GivenTimes | None = None, prices: Prices 
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     shown, verdict = made_sections(view), result.verdict
     return environment.get_template("report.html.j2").render(
-        result=result, verdict=verdict, outcome=OUTCOMES[verdict.outcome], sections=shown,
-        links=[one for one, _ in shown if one.nav], curve_data=_curve_data(view), style=Markup(style),
-        script=Markup(script), script_digest=digest,
-    )  # fmt: skip
+        result=result,
+        verdict=verdict,
+        outcome=OUTCOMES[verdict.outcome],
+        sections=shown,
+        links=[one for one, _ in shown if one.nav],
+        curve_data=_curve_data(view),
+        style=Markup(style),
+        script=Markup(script),
+        script_digest=digest,
+    )
 
 
 def _curve_data(view: View) -> dict[str, object]:

@@ -39,20 +39,30 @@ def judgement_table(title: str, judgement: Judgement) -> Table:
     """Numbers of one draft: overall and by domain."""
     table = Table(
         [
-            "", Column("alpha", ".3f"), Column("tau", ".2f"), Column("accepted / drafted", ".3f"), "survival 1..gamma",
-            Column("prompts", ","), Column("tokens", ","),
+            "",
+            Column("alpha", ".3f"),
+            Column("tau", ".2f"),
+            Column("accepted / drafted", ".3f"),
+            "survival 1..gamma",
+            Column("prompts", ","),
+            Column("tokens", ","),
         ],
         title=title,
         caption=f"tau compared with {agreement_words(judgement.replay_check, judgement.live_tokens or 0)}",
-    )  # fmt: skip
+    )
     rows: list[tuple[str, OnText]] = [("all", judgement)]
     rows += sorted(judgement.domains.items()) if len(judgement.domains) > 1 else []
     for name, row in rows:
         survival = " ".join(f"{value:.2f}" for value in row.survival or [])
         table.add(
-            name, Cell(row.alpha, row.alpha_ci), Cell(row.tau, row.tau_ci), row.accepted_per_drafted, survival,
-            row.prompts, row.tokens,
-        )  # fmt: skip
+            name,
+            Cell(row.alpha, row.alpha_ci),
+            Cell(row.tau, row.tau_ci),
+            row.accepted_per_drafted,
+            survival,
+            row.prompts,
+            row.tokens,
+        )
     return table
 
 

@@ -26,8 +26,10 @@ def log_result(accelerator: Any, result: Result) -> None:
     rows = result.verdict.measured
     tables = dict(zip(TABLES, (ways_tables(result.verdict)[0], waits_table(rows), stages_table(rows)), strict=True))
     known = {
-        name: wandb.Table([column.name for column in one.heads], one.texts()) for name, one in tables.items() if one.cells
-    }  # fmt: skip
+        name: wandb.Table([column.name for column in one.heads], one.texts())
+        for name, one in tables.items()
+        if one.cells
+    }
     bands = {}
     for key in ("alpha", "tau"):
         ends = [(one.step, getattr(one, key), getattr(one, f"{key}_ci")) for one in result.verdict.checkpoints]

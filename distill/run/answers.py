@@ -73,10 +73,11 @@ class Answers:
         """Origin of a checkpoint: code, machine, target, sampling."""
         config, facts = self.run.config, self.target.facts
         told: dict[str, Any] = describe_run(config.seed) | {
-            "target": config.target.path, "target_fingerprint": facts.fingerprint,
+            "target": config.target.path,
+            "target_fingerprint": facts.fingerprint,
             "tokenizer_fingerprint": tokenizer_fingerprint(self.target.tokenizer),
             "sampling": self.stores.settings.sampling.as_dict(),
-        }  # fmt: skip
+        }
         if self.synthetic:
             told["synthetic_prompts"] = self.synthetic
         return told
@@ -116,9 +117,15 @@ def first_student(answers: Answers, trial: bool = False) -> Any:
 
     def made(notes: dict[str, Any]) -> Any:
         student = make_student(
-            config.student, source, target.tokenizer, texts, seed=config.seed,
-            temperature=config.serving.temperature, notes=notes, texts=_Texts(target.facts.eos_ids, answers.sets),
-        )  # fmt: skip
+            config.student,
+            source,
+            target.tokenizer,
+            texts,
+            seed=config.seed,
+            temperature=config.serving.temperature,
+            notes=notes,
+            texts=_Texts(target.facts.eos_ids, answers.sets),
+        )
         if rows is not None and config.student.head_tokens:
             asked = config.student.head_tokens, rows.examples, target.facts.eos_ids
             notes["head_tokens"] = give_head_tokens(student, *asked)

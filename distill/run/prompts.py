@@ -117,11 +117,14 @@ def rows_of(sources: Sequence[PromptSource], bad_rows: list[UserError] | None = 
 def _made_with(data: DataConfig, tokenizer: Any, context_length: int, max_tokens: int) -> Manifest:
     """Everything that affects the prompts of a run, except the number that is judged, as plain JSON values."""
     known = {
-        "format": [CACHE_FORMAT, *SCHEMA.names], "context_length": context_length, "max_tokens": max_tokens,
-        "tokenizer": tokenizer_fingerprint(tokenizer), "template": template_fingerprint(tokenizer, data.template)[:16],
+        "format": [CACHE_FORMAT, *SCHEMA.names],
+        "context_length": context_length,
+        "max_tokens": max_tokens,
+        "tokenizer": tokenizer_fingerprint(tokenizer),
+        "template": template_fingerprint(tokenizer, data.template)[:16],
         "data": data.model_dump(mode="json", exclude={"mix", "rollouts", "text", "text_window", "synthetic"}),
         "sources": [source_state(source) for source in (*data.train, *data.heldout)],
-    }  # fmt: skip
+    }
     return json.loads(json.dumps(known))
 
 
@@ -210,13 +213,19 @@ def _make(
     _require_some(len(StoredPrompts(making / TRAIN_FILE)) > 0, "train", render)
     _refuse_others(folder, fingerprints)
     manifest = {
-        "made_with": made_with, "fingerprints": fingerprints, "heldout": len(StoredPrompts(making / HELDOUT_FILE)),
-        "heldout_whole": whole, "files": _digests(making), "notes": render.notes,
+        "made_with": made_with,
+        "fingerprints": fingerprints,
+        "heldout": len(StoredPrompts(making / HELDOUT_FILE)),
+        "heldout_whole": whole,
+        "files": _digests(making),
+        "notes": render.notes,
         "left_out": {
-            "duplicates": repeats, "in both sets": overlapping, "too long": render.dropped,
+            "duplicates": repeats,
+            "in both sets": overlapping,
+            "too long": render.dropped,
             f"bad rows, the first {render.bad_rows[0]}" if render.bad_rows else "bad rows": len(render.bad_rows or ()),
         },
-    }  # fmt: skip
+    }
     for name in (TRAIN_FILE, HELDOUT_FILE):
         os.replace(making / name, folder / name)
     shutil.rmtree(making)

@@ -47,10 +47,15 @@ def signal_manifest_of(run: Run, facts: TargetFacts) -> SignalManifest:
     """The manifest of the run's stored probabilities; UserError for a signal.k or signal.samples that is too large."""
     config, signal = run.config, run.config.signal
     return signal_manifest(
-        signal.kind, signal.k if signal.kind == "topk" else signal.samples, temperature=config.loss.temperature,
-        vocab_rows=facts.vocab_rows, target=facts.fingerprint, target_dtype=facts.dtype, seed=config.seed,
+        signal.kind,
+        signal.k if signal.kind == "topk" else signal.samples,
+        temperature=config.loss.temperature,
+        vocab_rows=facts.vocab_rows,
+        target=facts.fingerprint,
+        target_dtype=facts.dtype,
+        seed=config.seed,
         prompts=config.loss.prompt_weight > 0,
-    )  # fmt: skip
+    )
 
 
 class RunStores:
@@ -108,9 +113,12 @@ class RunStores:
             candidates = mixed_rows(rows, config.seed)
         else:
             settings = replace(
-                self.settings, sampling=SamplingSettings(asked.temperature), rule="sample", max_tokens=asked.max_tokens,
+                self.settings,
+                sampling=SamplingSettings(asked.temperature),
+                rule="sample",
+                max_tokens=asked.max_tokens,
                 seed=self.settings.seed + 3,
-            )  # fmt: skip
+            )
 
             def user_turns(openings: Sequence[RenderedPrompt], samples: int) -> list[tuple[str, list[int]]]:
                 """What the target writes after each opening, stored like its responses."""

@@ -63,9 +63,14 @@ def run_prompts(run: Run, target: Target, heldout: int | None = None) -> tuple[i
     context = run_context(config.student, config.data.context_length, target.facts.context_length)
     tokenizer = dated_tokenizer(target, run.folder, run)
     sets = load_prompts(
-        config.data, tokenizer, context, config.serving.max_tokens, heldout or config.judge.prompts, folder=run,
+        config.data,
+        tokenizer,
+        context,
+        config.serving.max_tokens,
+        heldout or config.judge.prompts,
+        folder=run,
         vocab_rows=target.facts.vocab_rows,
-    )  # fmt: skip
+    )
     return context, tokenizer, sets
 
 

@@ -252,9 +252,18 @@ def make_batches(
 def make_objective(config: RunConfig) -> Objective:
     loss, weighting = config.loss, config.loss.weighting
     return Objective(
-        config.loss_weights(0), loss.temperature, loss.beta, loss.eta, loss.chunk_tokens, config.serving.sampling, config.judge_rule,
-        gamma=config.judge.gamma, weighting=weighting.name if weighting.name != "position" else "none", keep=weighting.keep, compile=config.train.compile,
-    )  # fmt: skip
+        config.loss_weights(0),
+        loss.temperature,
+        loss.beta,
+        loss.eta,
+        loss.chunk_tokens,
+        config.serving.sampling,
+        config.judge_rule,
+        gamma=config.judge.gamma,
+        weighting=weighting.name if weighting.name != "position" else "none",
+        keep=weighting.keep,
+        compile=config.train.compile,
+    )
 
 
 def make_survival(parallel: ParallelConfig | None) -> Survival | None:

@@ -105,7 +105,7 @@ class Rollouts:
         seed = self.config.seed + 2**32 * (1 + 2 * generation + (kind == "speculative"))
         settings = DecodeSettings(
             max_tokens=rollouts.max_tokens or serving.max_tokens, eos_ids=self.end_ids, seed=seed, fit_context=True
-        )  # fmt: skip
+        )
         if kind == "student":
             sampling = SamplingSettings(rollouts.temperature)
             return replace(settings, sampling=sampling, rule="greedy" if sampling.greedy else "sample")
@@ -119,11 +119,17 @@ class Rollouts:
         settings, serving = self._settings(kind, generation), self.config.serving
         prompts = chosen_prompts(self.prompts, self.config.data.rollouts.prompts, self.config.seed, generation)
         manifest = self.identity | {
-            "kind": kind, "generation": generation, "prompts": prompts_fingerprint(prompts),
-            "sampling": settings.sampling.as_dict(), "rule": settings.rule, "gamma": settings.gamma,
-            "max_tokens": settings.max_tokens, "eos_ids": list(settings.eos_ids), "seed": settings.seed,
+            "kind": kind,
+            "generation": generation,
+            "prompts": prompts_fingerprint(prompts),
+            "sampling": settings.sampling.as_dict(),
+            "rule": settings.rule,
+            "gamma": settings.gamma,
+            "max_tokens": settings.max_tokens,
+            "eos_ids": list(settings.eos_ids),
+            "seed": settings.seed,
             "shard_size": serving.shard_size,
-        }  # fmt: skip
+        }
         store = Store(self.folder / f"{kind}-g{generation:05d}")
         plan = ResponsePlan(prompts, 1, serving.shard_size, self.run.rank, self.run.ranks)
         keys = plan.keys

@@ -106,14 +106,20 @@ def result_of(answers: Answers, self_checks: dict[str, Any], decoding: Decoding)
         evidence = gather_by_replay(question, candidates, first | {DRAFT: best})
     verdict = verdict_of(evidence, checkpoints=records, self_checks=self_checks)
     result = findings_of(
-        evidence, verdict, target.tokenizer, kind="run", name=config.name,
-        seen=target if live else None, trained_on=answers.domains,
-    )  # fmt: skip
+        evidence,
+        verdict,
+        target.tokenizer,
+        kind="run",
+        name=config.name,
+        seen=target if live else None,
+        trained_on=answers.domains,
+    )
     about = {
         "provenance": json.loads((step_folder(run, best.step or 0) / PROVENANCE).read_text(encoding="utf-8")),
-        "config": dump_config(config), "serve": serve_commands(run, target, verdict, settings.sampling, result.curves),
+        "config": dump_config(config),
+        "serve": serve_commands(run, target, verdict, settings.sampling, result.curves),
         "files": {"proposals": PROPOSALS if live else None},
-    }  # fmt: skip
+    }
     return result.model_copy(update=about)
 
 
@@ -131,9 +137,14 @@ def _token_view(evidence: Evidence, target: Target) -> TokenView:
     domains = [of_prompt[tuple(response.prompt_ids)] for response in responses]
     chosen = spread_over(responses, domains, SHOWN_RESPONSES)
     return token_view(
-        target.model, evidence.best.draft.model, [responses[index] for index in chosen], [domains[index] for index in chosen],
-        target.tokenizer, evidence.question.settings, name=evidence.best.name,
-    )  # fmt: skip
+        target.model,
+        evidence.best.draft.model,
+        [responses[index] for index in chosen],
+        [domains[index] for index in chosen],
+        target.tokenizer,
+        evidence.question.settings,
+        name=evidence.best.name,
+    )
 
 
 def _candidates(run: Path, served: Sequence[str], target: Target, first: Judgement, best: Judgement) -> list[Candidate]:
@@ -166,14 +177,22 @@ def findings_of(
     scores = {one.name: evidence.own_scores(one.name) for one in evidence.candidates}
     pieces = [token_pieces(tokenizer, response.response_ids) for response in question.frozen]
     slices = slice_tables(
-        question.frozen, scores, rule=question.rule, pieces=pieces, best=best,
+        question.frozen,
+        scores,
+        rule=question.rule,
+        pieces=pieces,
+        best=best,
         entropies=target_entropies(seen.model, question.frozen) if seen else None,
-    )  # fmt: skip
+    )
     costs = evidence.best_costs
     worst = disagreements(
-        question.frozen, scores[best], rule=question.rule, gamma=question.gamma, tokenizer=tokenizer,
+        question.frozen,
+        scores[best],
+        rule=question.rule,
+        gamma=question.gamma,
+        tokenizer=tokenizer,
         seconds_per_block=costs.step_seconds * costs.block_price(question.gamma) if costs else None,
-    )  # fmt: skip
+    )
     return Result(
         format=RESULT_FORMAT,
         version=VERSION,
@@ -240,8 +259,11 @@ def serve_commands(
     facts = gather_facts(target.side, student, draft, sampling=sampling, plain_loads=loads, **served)
     return [
         ServeCommand(
-            engine=one.engine, ok=one.ok, language=one.language, note=one.rule_note,
+            engine=one.engine,
+            ok=one.ok,
+            language=one.language,
+            note=one.rule_note,
             command=with_places(one.command, one.language, draft, facts.target),
         )
         for one in check_all(facts)
-    ]  # fmt: skip
+    ]

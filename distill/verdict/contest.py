@@ -115,9 +115,10 @@ class Contest:
         """
         fixed = [one.name for one in self.eligible if one.policy is None]
         certain = [
-            one.name for one in self.eligible
+            one.name
+            for one in self.eligible
             if self.beats(one.name) and (one.policy is None or all(self.beats(one.name, name) for name in fixed))
-        ]  # fmt: skip
+        ]
         alone = [name for name in certain if name != TOGETHER]
         if TOGETHER in certain and (not alone or self._worthwhile({*fixed, *alone})):
             return TOGETHER
@@ -139,9 +140,17 @@ class Contest:
         tokens_N, keys = self.question.tokens_N, self.question.keys
         tokens_P = sum_by_prompt(keys, tokens_N)
         alone = Measured(
-            TARGET, self.question.rule, self.concurrency, prompts=len(tokens_P), tokens=int(tokens_N.sum()), gamma=0, tau=1.0,
-            tokens_per_second=self.speed(TARGET).tokens_per_second, speed_up=1.0, how={"speed_up": "timed"},
-        )  # fmt: skip
+            TARGET,
+            self.question.rule,
+            self.concurrency,
+            prompts=len(tokens_P),
+            tokens=int(tokens_N.sum()),
+            gamma=0,
+            tau=1.0,
+            tokens_per_second=self.speed(TARGET).tokens_per_second,
+            speed_up=1.0,
+            how={"speed_up": "timed"},
+        )
         found = [alone]
         for way in self.ways:
             speed, confidence = self.speed(way.name), self.confidence(way.name)
@@ -159,12 +168,24 @@ class Contest:
                 how["alpha"] = "replay"
             found.append(
                 replace(
-                    alone, way=way.name, gamma=way.gamma, alpha=alpha, alpha_ci=alpha_ci, tau=float(said_P.sum() / blocks_P.sum()),
-                    tau_ci=ratio_interval(said_P, blocks_P, confidence), tokens_per_second=speed.tokens_per_second,
-                    speed_up=speed.speed_up, speed_up_ci=speed.interval, how=how, ngrams=way.ngrams, then_gamma=way.then_gamma,
-                    behind=way.behind, tuned_on=way.tuned_on, **way.price,
+                    alone,
+                    way=way.name,
+                    gamma=way.gamma,
+                    alpha=alpha,
+                    alpha_ci=alpha_ci,
+                    tau=float(said_P.sum() / blocks_P.sum()),
+                    tau_ci=ratio_interval(said_P, blocks_P, confidence),
+                    tokens_per_second=speed.tokens_per_second,
+                    speed_up=speed.speed_up,
+                    speed_up_ci=speed.interval,
+                    how=how,
+                    ngrams=way.ngrams,
+                    then_gamma=way.then_gamma,
+                    behind=way.behind,
+                    tuned_on=way.tuned_on,
+                    **way.price,
                 )
-            )  # fmt: skip
+            )
         return [
             replace(row, **seen, how=row.how | {key: "timed" for key, waits in seen.items() if waits})
             if (seen := self.clocked.get(row.way))

@@ -81,8 +81,11 @@ class Decoding:
         job = Job(
             f"verdict-{hashlib.sha256(repr(named).encode()).hexdigest()[:12]}",
             (one.path, one.draft.drafting) if one is not None else None,
-            [asked[place : place + size] for place in range(0, len(asked), size)], settings, size, log is not None,
-        )  # fmt: skip
+            [asked[place : place + size] for place in range(0, len(asked), size)],
+            settings,
+            size,
+            log is not None,
+        )
         found = self._dealt(self.run, self.run.seen(lambda: job), lambda: (target, draft))
         if log is not None:
             with ProposalLog(log) as whole:

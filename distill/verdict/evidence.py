@@ -92,9 +92,13 @@ def gather(question: Question, target: Target, field: Field, *, log: Path | None
     responses: list[Response] = []
     for one in candidates:
         decoded = functools.partial(
-            question.decoding, target.model, one, settings=question.settings, batch_size=question.judge.batch_size,
+            question.decoding,
+            target.model,
+            one,
+            settings=question.settings,
+            batch_size=question.judge.batch_size,
             log=log if one is candidates[-1] else None,
-        )  # fmt: skip
+        )
         record, responses = judge(
             target.model, one.draft, question.frozen, question.settings, scores=own[one.name], decoded=decoded
         )

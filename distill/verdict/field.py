@@ -85,13 +85,15 @@ def score_all(question: Question, candidates: Sequence[Candidate]) -> dict[Rule,
     return {
         rule: {
             one.name: score_tokens(
-                one.draft.model, text, question.settings.under(rule, 0).sampling,
+                one.draft.model,
+                text,
+                question.settings.under(rule, 0).sampling,
                 offsets=one.draft.offsets(question.gamma),
             )
             for one in candidates
         }
         for rule, text in question.texts.items()
-    }  # fmt: skip
+    }
 
 
 def line_up(
@@ -149,9 +151,13 @@ def ways_of(question: Question, target: PreTrainedModel, field: Field) -> list[W
 
 
 def free_ways(
-    question: Question, target: PreTrainedModel, scores: Sequence[TokenScores], behind: Candidate, costs: StepCosts,
+    question: Question,
+    target: PreTrainedModel,
+    scores: Sequence[TokenScores],
+    behind: Candidate,
+    costs: StepCosts,
     gammas: Sequence[int] | None = None,
-) -> list[Way]:  # fmt: skip
+) -> list[Way]:
     """Prompt lookup, past responses if there are any, and lookup before a draft."""
     gammas = gammas or timed_gammas(costs)
     past = past_way(question, target, costs, gammas)
@@ -219,9 +225,14 @@ def cpu_threads(count: int | None) -> Iterator[None]:
 
 
 def draft_way(
-    question: Question, name: str, drafter: Callable[[], Drafter], scores: Sequence[TokenScores], costs: StepCosts,
-    gammas: Sequence[int] | None = None, texts: Sequence[TextCosts] | None = None,
-) -> Way:  # fmt: skip
+    question: Question,
+    name: str,
+    drafter: Callable[[], Drafter],
+    scores: Sequence[TokenScores],
+    costs: StepCosts,
+    gammas: Sequence[int] | None = None,
+    texts: Sequence[TextCosts] | None = None,
+) -> Way:
     """A draft at the smallest gamma, 1 or more, whose predicted speed-up is nearly the highest. texts: its costs by another law."""
     gammas = scored_gammas(scores, gammas or timed_gammas(costs))
     blocks_NK = expected_blocks(texts or texts_of(scores, question.law), gammas).others_NK
@@ -241,9 +252,15 @@ def lookup_way(question: Question, costs: StepCosts, gammas: Sequence[int]) -> W
     else:
         fitted = _fitted(question, tuned.tried_NC, blocks)
     return Way(
-        LOOKUP, lambda: PromptLookup(*sizes), tuned.gamma, blocks.calls_NK[:, 0], fitted, sizes, found=_found(blocks),
+        LOOKUP,
+        lambda: PromptLookup(*sizes),
+        tuned.gamma,
+        blocks.calls_NK[:, 0],
+        fitted,
+        sizes,
+        found=_found(blocks),
         tuned_on="training prompts" if question.history else Way.tuned_on,
-    )  # fmt: skip
+    )
 
 
 def together_way(
@@ -258,10 +275,16 @@ def together_way(
     tuned = tuned_lookup(question.frozen, costs, gammas, texts_of(scores, question.law))
     sizes, then = tuned.sizes, tuned.then_gamma
     return Way(
-        TOGETHER, lambda: Cascade(PromptLookup(*sizes), drafter(), then_gamma=then),
-        tuned.gamma, tuned.blocks.calls_NK[:, 0], _fitted(question, tuned.tried_NC, tuned.blocks), sizes, then, behind,
+        TOGETHER,
+        lambda: Cascade(PromptLookup(*sizes), drafter(), then_gamma=then),
+        tuned.gamma,
+        tuned.blocks.calls_NK[:, 0],
+        _fitted(question, tuned.tried_NC, tuned.blocks),
+        sizes,
+        then,
+        behind,
         _found(tuned.blocks),
-    )  # fmt: skip
+    )
 
 
 def past_way(question: Question, target: PreTrainedModel, costs: StepCosts, gammas: Sequence[int]) -> Way | None:
@@ -276,9 +299,13 @@ def past_way(question: Question, target: PreTrainedModel, costs: StepCosts, gamm
     best = first_near_best(steps_NK.sum(0))
     own = Blocks(blocks.found_NK[:, best : best + 1], blocks.others_NK[:, best : best + 1])
     return Way(
-        PAST, lambda: Retrieval(datastore), gammas[best], own.calls_NK[:, 0], _fitted(question, steps_NK, own),
+        PAST,
+        lambda: Retrieval(datastore),
+        gammas[best],
+        own.calls_NK[:, 0],
+        _fitted(question, steps_NK, own),
         found=_found(own),
-    )  # fmt: skip
+    )
 
 
 def live_ways(asked: Sequence[str], target: PreTrainedModel, drafter: Callable[[], Drafter]) -> list[Way]:

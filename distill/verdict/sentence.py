@@ -56,9 +56,12 @@ def conclude(evidence: Evidence, gain: Effects | None, against_served: Effects |
     outcome = _outcome(gain, contest, run, draft)
     others = [one.name for one in contest.ways if one.name != draft]
     facts = [
-        _fast(contest, draft), *learned, *(_beside(contest, name, draft) for name in others), *served,
+        _fast(contest, draft),
+        *learned,
+        *(_beside(contest, name, draft) for name in others),
+        *served,
         *(told for one in evidence.contests[1:] for told in _at_load(one, draft)),
-    ]  # fmt: skip
+    ]
     hopeless = advice(evidence.best_costs) if evidence.best_costs and not pays else None
     facts += [f"{capitalised(hopeless[1])}."] if hopeless else []
     return Conclusion(outcome, pays, headline_of(contest, run), facts)

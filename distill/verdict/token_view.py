@@ -64,12 +64,17 @@ def token_view(
         listed = {who: _listed(tokenizer, *of[index]) for who, of in tops.items()}
         tokens = [
             TokenSeen(
-                text=pieces[place], id=int(token_id), by=by, block=block,
-                target_prob=float(probs["target"][place]), draft_prob=float(probs["draft"][place]),
-                target_top=listed["target"][place], draft_top=listed["draft"][place],
+                text=pieces[place],
+                id=int(token_id),
+                by=by,
+                block=block,
+                target_prob=float(probs["target"][place]),
+                draft_prob=float(probs["draft"][place]),
+                target_top=listed["target"][place],
+                draft_top=listed["draft"][place],
             )
             for place, (token_id, (by, block)) in enumerate(zip(response.response_ids, writers(response), strict=True))
-        ]  # fmt: skip
+        ]
         prompt = tokenizer.decode(response.prompt_ids)
         shown.append(
             ResponseSeen(

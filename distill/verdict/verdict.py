@@ -58,8 +58,9 @@ def verdict_of(
     said = conclude(evidence, gain, against_served)
     repeated = repetition(question.frozen)
     measured = [
-        *judged_rows(evidence), *(row for contest in evidence.contests for row in contest.rows(evidence.scores[question.rule])),
-    ]  # fmt: skip
+        *judged_rows(evidence),
+        *(row for contest in evidence.contests for row in contest.rows(evidence.scores[question.rule])),
+    ]
     limits = {str(name): most for name, most in question.judge.latency_ms.items()} if evidence.contests else {}
     loads = {way: largest_load(measured, way, limits) for way in (TARGET, evidence.best.name) if limits}
     facts = [*said.facts, *_lighter(evidence), *within(limits, loads)]
@@ -133,10 +134,19 @@ def judged_rows(evidence: Evidence) -> list[Measured]:
 def _row(evidence: Evidence, way: str, own: OnText, text: str, live: bool) -> Measured:
     gamma = evidence.question.gamma
     return Measured(
-        way, evidence.question.rule, text=text, prompts=own.prompts, tokens=own.tokens, gamma=gamma, alpha=own.alpha,
-        alpha_ci=own.alpha_ci, tau=own.tau if own.tau is not None else own.replay.get(gamma), tau_ci=own.tau_ci,
-        accepted_per_drafted=own.accepted_per_drafted, how={"alpha": "replay", "tau": "live" if live else "replay"},
-    )  # fmt: skip
+        way,
+        evidence.question.rule,
+        text=text,
+        prompts=own.prompts,
+        tokens=own.tokens,
+        gamma=gamma,
+        alpha=own.alpha,
+        alpha_ci=own.alpha_ci,
+        tau=own.tau if own.tau is not None else own.replay.get(gamma),
+        tau_ci=own.tau_ci,
+        accepted_per_drafted=own.accepted_per_drafted,
+        how={"alpha": "replay", "tau": "live" if live else "replay"},
+    )
 
 
 def _widened(evidence: Evidence, row: Measured) -> Measured:

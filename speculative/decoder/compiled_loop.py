@@ -49,16 +49,28 @@ class CompiledLoop(BlockLoop):
             return super().run_block(gamma, stop_below)
         drafting = self._drafting(gamma, stop_below, target.vocab)
         arrays = (
-            self.tokens_RC, self.lengths_R, self.prompt_lengths_R, self.limits_R, self._ends_E, self._uniforms_RLG1U,
+            self.tokens_RC,
+            self.lengths_R,
+            self.prompt_lengths_R,
+            self.limits_R,
+            self._ends_E,
+            self._uniforms_RLG1U,
             drafting.read_R,
-        )  # fmt: skip
+        )
         draft = (0, 0) if drafting.model is None else drafting.model.addresses()
         ahead = self.may_run > 1 and drafting.proposal is None
         blocks, addresses = MOST_BLOCKS if ahead else 1, (*target.addresses(), *draft)
         made_for = (
-            blocks, drafting.gamma, torch.get_num_threads(), addresses, drafting.ngrams, drafting.past, drafting.steps, drafting.proposal is None,
+            blocks,
+            drafting.gamma,
+            torch.get_num_threads(),
+            addresses,
+            drafting.ngrams,
+            drafting.past,
+            drafting.steps,
+            drafting.proposal is None,
             *map(id, arrays),
-        )  # fmt: skip
+        )
         request = self._requests.get(drafting.gamma)
         if request is None or request.made_for != made_for:
             request = self._requests[drafting.gamma] = _Request(self, made_for, target.vocab, arrays, drafting)
@@ -201,8 +213,14 @@ class _Request:
         """The blocks that were just run, as copies that the next call does not change, and their draft, verify and accept seconds."""
         active_R = active_R.copy()
         outputs = (
-            self._accepted_BR, self._counts_BR, self._sources_BR, self._ids_BRG1, self._log_probs_BRG1, self._overlap_BR, self._drafted_BRG,
-        )  # fmt: skip
+            self._accepted_BR,
+            self._counts_BR,
+            self._sources_BR,
+            self._ids_BRG1,
+            self._log_probs_BRG1,
+            self._overlap_BR,
+            self._drafted_BRG,
+        )
         copies, seconds_B3 = [whole[:done].copy() for whole in outputs], self._seconds_B3[:done].tolist()
         own_B = self._seconds_B3[:done].sum(1)
         ended_B = (time.perf_counter() - (own_B.sum() - own_B.cumsum())).tolist()
@@ -213,9 +231,18 @@ class _Request:
             if proposal is None:  # a block is as wide as its longest row
                 drafted_RG = drafted_RG[:, : int(counts_R[active_R].max())]
             outcome = BlockOutcome(
-                active_R, accepted_R, ids_RG1, log_probs_RG1 if self._sampled else None, overlap_R, counts_R,
-                sources_R if proposal is None else proposal.sources_R, drafted_RG, None, None, ended,
-            )  # fmt: skip
+                active_R,
+                accepted_R,
+                ids_RG1,
+                log_probs_RG1 if self._sampled else None,
+                overlap_R,
+                counts_R,
+                sources_R if proposal is None else proposal.sources_R,
+                drafted_RG,
+                None,
+                None,
+                ended,
+            )
             found.append((outcome, seconds))
         return found
 

@@ -84,8 +84,12 @@ class Survey:
         return (
             [(tensor.data_ptr(), tensor.shape, tensor.dtype) for tensor in (*self.weights, *self.buffers)],
             kinds,
-            [[str(getattr(one, name, "")) for name in told] for one in self.modules if adapting and type(one) in adapting],
-        )  # fmt: skip
+            [
+                [str(getattr(one, name, "")) for name in told]
+                for one in self.modules
+                if adapting and type(one) in adapting
+            ],
+        )
 
     @cached_property
     def buffers(self) -> list[torch.Tensor]:

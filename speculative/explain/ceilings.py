@@ -187,11 +187,19 @@ def price_of(way: str, rule: str, costs: StepCosts) -> Price:
     """The price of a way at measured or given step times."""
     gammas, advised = ceiling_gammas(costs), advice(costs)
     return Price(
-        way, rule, costs.batch_size, costs.context, costs.target_seconds, costs.draft_step_seconds, costs.cost_ratio,
-        dict(sorted(costs.verify_seconds.items())), *best_gamma(perfect_taus(gammas), costs),
+        way,
+        rule,
+        costs.batch_size,
+        costs.context,
+        costs.target_seconds,
+        costs.draft_step_seconds,
+        costs.cost_ratio,
+        dict(sorted(costs.verify_seconds.items())),
+        *best_gamma(perfect_taus(gammas), costs),
         {g: break_even_alpha(g, costs.paying_tau(g)) for g in gammas},
-        hopeless_because(costs), None if advised is None else advised[1],
-    )  # fmt: skip
+        hopeless_because(costs),
+        None if advised is None else advised[1],
+    )
 
 
 @dataclass(frozen=True)
@@ -321,9 +329,14 @@ def _pace(texts: Sequence[StoredText], prompt_keys: Sequence[Hashable], steps_N:
 def _tuned_row(row: Measured, tuned: Tuned) -> Measured:
     pays = tuned.speed_up > 1.0
     return replace(
-        row, gamma=tuned.gamma if pays else 0, then_gamma=tuned.then_gamma, ngrams=tuned.sizes,
-        tau=tuned.tau if pays else 1.0, speed_up=max(tuned.speed_up, 1.0), how={"tau": "replay", "speed_up": "predicted"},
-    )  # fmt: skip
+        row,
+        gamma=tuned.gamma if pays else 0,
+        then_gamma=tuned.then_gamma,
+        ngrams=tuned.sizes,
+        tau=tuned.tau if pays else 1.0,
+        speed_up=max(tuned.speed_up, 1.0),
+        how={"tau": "replay", "speed_up": "predicted"},
+    )
 
 
 def _at_best_gamma(row: Measured, alpha: float, taus: Mapping[int, float], costs: StepCosts) -> Measured:

@@ -363,12 +363,14 @@ def losslessness(
     def tested(texts: Sequence[Response], places: Places) -> SampledTexts:
         features = _side_by_side((texts, plain[0]), (places, plain[1]), samples)
         return SampledTexts(
-            len(prompts), samples, sum(len(text.response_ids) for text in texts),
+            len(prompts),
+            samples,
+            sum(len(text.response_ids) for text in texts),
             permutation_test(features, len(prompts), permutations=permutations, seed=settings.seed),
             uniformity([(likelier_T[:1], own_T[:1]) for likelier_T, own_T in places], settings.seed),
             uniformity(places, settings.seed),
             judged_every=whole or target.dtype in (torch.float32, torch.float64),
-        )  # fmt: skip
+        )
 
     warmer = tested(*sample(3, None, sampling.temperature * CONTROL)) if control else None
     return replace(found, sampled=tested(*speculative), control=warmer)

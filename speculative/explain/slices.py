@@ -131,12 +131,17 @@ def _table(
         gain, gain_ci = (None, None) if gains_SP is None else _ratio(gains_SP[place][inside_P], tokens_P, corrected)
         rows.append(
             SliceRow(
-                name=names[place], tokens=int(tokens_P.sum()), prompts=len(tokens_P),
-                alpha={name: alpha for name, (alpha, _) in alphas.items()}, alpha_ci={name: ends for name, (_, ends) in alphas.items()},
-                gain=gain, gain_ci=gain_ci, certain=certain_of(gain_ci, len(tokens_P), corrected),
+                name=names[place],
+                tokens=int(tokens_P.sum()),
+                prompts=len(tokens_P),
+                alpha={name: alpha for name, (alpha, _) in alphas.items()},
+                alpha_ci={name: ends for name, (_, ends) in alphas.items()},
+                gain=gain,
+                gain_ci=gain_ci,
+                certain=certain_of(gain_ci, len(tokens_P), corrected),
                 lost_share=float(lost_S[place] / max(lost_S.sum(), 1e-300)),
             )
-        )  # fmt: skip
+        )
     return SliceTable(dimension=dimension, unit=unit, corrected_confidence=corrected, rows=rows)
 
 

@@ -26,8 +26,12 @@ def target_entropies(target: PreTrainedModel, texts: Sequence[StoredText]) -> li
 
 
 def choice_bounds(
-    target: PreTrainedModel, texts: Sequence[StoredText], choices: Sequence[np.ndarray], lossy: Lossy, sampling: SamplingSettings
-) -> list[np.ndarray]:  # fmt: skip
+    target: PreTrainedModel,
+    texts: Sequence[StoredText],
+    choices: Sequence[np.ndarray],
+    lossy: Lossy,
+    sampling: SamplingSettings,
+) -> list[np.ndarray]:
     """(T, 2): P(the draft's argmax is kept by a lossy rule), and the total variation max(kept - target, 0). choices: the argmaxes (T,)."""
     left = np.concatenate([choices[index] for batch in score_batches(texts, target) for index in batch])
 

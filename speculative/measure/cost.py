@@ -157,9 +157,13 @@ def given_costs(
     verify = target_seconds if verify_seconds is None else verify_seconds
     ends = (1, max_gamma)
     return StepCosts(
-        target_seconds, {g: (1 if parallel else g) * draft_seconds for g in ends}, dict.fromkeys(ends, verify),
-        batch_size=1, context=0, parallel=parallel,
-    )  # fmt: skip
+        target_seconds,
+        {g: (1 if parallel else g) * draft_seconds for g in ends},
+        dict.fromkeys(ends, verify),
+        batch_size=1,
+        context=0,
+        parallel=parallel,
+    )
 
 
 def predicted_speed_up(tau: float, gamma: int, c: float, v: float) -> float:

@@ -114,9 +114,16 @@ class EngineCosts(Record):
         rate = one.batch_size * share / self._response_seconds(one, 0, 1.0, tokens)
         how = dict[str, How](tau="replay", speed_up="predicted (engine)", tokens_per_second="predicted (engine)")
         return Measured(
-            DRAFT, rule, one.batch_size, gamma=gamma, tau=tau, tokens_per_second=rate * speed_up, speed_up=speed_up,
-            speed_up_ci=(ends[0], ends[1]) if low else None, how=how,
-        )  # fmt: skip
+            DRAFT,
+            rule,
+            one.batch_size,
+            gamma=gamma,
+            tau=tau,
+            tokens_per_second=rate * speed_up,
+            speed_up=speed_up,
+            speed_up_ci=(ends[0], ends[1]) if low else None,
+            how=how,
+        )
 
     def rows(self, taus: Mapping[int, float], rule: str, tokens: float = math.inf) -> list[Measured]:
         """The draft at each load: at each measured gamma, then at the gamma to run (0: plain decoding), from taus by replay."""
@@ -158,7 +165,9 @@ def ratios_of(costs: StepCosts, repeats_R: Sequence[StepCosts]) -> Ratios:
 
     def of(one: StepCosts) -> dict[str, float]:
         each = {"v": one.verify_ratio, "block": one.block_price}
-        return {"c": one.cost_ratio} | {f"{name} {gamma}": get(gamma) for gamma in one.verify_seconds for name, get in each.items()}  # fmt: skip
+        return {"c": one.cost_ratio} | {
+            f"{name} {gamma}": get(gamma) for gamma in one.verify_seconds for name, get in each.items()
+        }
 
     reach = float(special.stdtrit(len(repeats_R) - 1, 0.975)) * math.sqrt(math.pi / 2.0 / len(repeats_R))
     halves = {name: reach * stdev(of(one)[name] for one in repeats_R) for name in of(costs)}

@@ -333,7 +333,7 @@ LEARNING, LEAST_BLOCKS, LEAST_PROMPTS = 32, 96, 12
 
 def policy_seconds(
     target: PreTrainedModel, way: Way, prompts: Sequence[Prompt], settings: DecodeSettings, load: int, seconds: float
-) -> tuple[tuple[np.ndarray, np.ndarray], dict[str, tuple[int, int]]]:  # fmt: skip
+) -> tuple[tuple[np.ndarray, np.ndarray], dict[str, tuple[int, int]]]:
     """((seconds of a plain step, rho), each (T,); (tokens, blocks) by key) of a way whose policy chooses gamma, with `load` rows active.
 
     Other gammas are chosen at other loads, so tau is counted here too: in whole responses to these prompts, each row taken again when
@@ -395,8 +395,13 @@ CLOCKED, CLOCK_TURNS = 32, 2  # fewest requests of a way; its turns
 
 
 def clock(
-    target: PreTrainedModel, ways: Sequence[Way], prompts: Sequence[Sequence[int]], settings: DecodeSettings, load: int, seconds: float
-) -> dict[str, Waiting]:  # fmt: skip
+    target: PreTrainedModel,
+    ways: Sequence[Way],
+    prompts: Sequence[Sequence[int]],
+    settings: DecodeSettings,
+    load: int,
+    seconds: float,
+) -> dict[str, Waiting]:
     """Waits with each way for `load` clients, each of which asks again when its response ends. The draft reads late.
 
     At least CLOCKED requests and two a client, or as many as begin within `seconds` for all ways, each to its end. The ways take

@@ -170,9 +170,11 @@ def self_checks(
 
     def decoded(rows: int) -> tuple[list[Response], ...]:
         asked = (
-            (None, replace(as_itself, gamma=0)), (ModelDrafter(target), as_itself),
-            (None, replace(greedy, gamma=0)), (SpoiledDrafter(target), greedy),
-        )  # fmt: skip
+            (None, replace(as_itself, gamma=0)),
+            (ModelDrafter(target), as_itself),
+            (None, replace(greedy, gamma=0)),
+            (SpoiledDrafter(target), greedy),
+        )
         return tuple(decode(target, drafter, prompts, own, batch_size=rows)[0] for drafter, own in asked)
 
     (plain, live, plain_greedy, speculative_greedy), rows = _with_fewer_rows(decoded, min(batch_size, len(prompts)))

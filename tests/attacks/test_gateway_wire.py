@@ -39,23 +39,45 @@ CHAT = (
 TEXT = b"POST /v1/completions HTTP/1.1", {"prompt": "hello", "temperature": 0, "n": 1}
 # headers without the body's length, and bodies
 REQUESTS = [
-    (CHAT[0] + b"\r\nhost: x\r\nauthorization: Bearer k\r\nx-understudy-slice: code\r\nx-request-id: a-1\r\n", json.dumps(CHAT[1]).encode()),
-    (TEXT[0] + b"\r\nhost: x\r\nx-understudy-conversation: c\r\nx-understudy-no-log: 0\r\ncookie: a=b\r\n", json.dumps(TEXT[1]).encode()),
-    (TEXT[0] + b"\r\nhost: x\r\nexpect: 100-continue\r\nconnection: keep-alive, x-own\r\nx-own: 1\r\n", json.dumps(TEXT[1]).encode()),
-    (TEXT[0] + b"\r\nhost: x\r\nconnection: upgrade, http2-settings\r\nupgrade: h2c\r\nhttp2-settings: AAMAAABk\r\n", b'{"prompt": [1, 2]}'),
+    (
+        CHAT[0] + b"\r\nhost: x\r\nauthorization: Bearer k\r\nx-understudy-slice: code\r\nx-request-id: a-1\r\n",
+        json.dumps(CHAT[1]).encode(),
+    ),
+    (
+        TEXT[0] + b"\r\nhost: x\r\nx-understudy-conversation: c\r\nx-understudy-no-log: 0\r\ncookie: a=b\r\n",
+        json.dumps(TEXT[1]).encode(),
+    ),
+    (
+        TEXT[0] + b"\r\nhost: x\r\nexpect: 100-continue\r\nconnection: keep-alive, x-own\r\nx-own: 1\r\n",
+        json.dumps(TEXT[1]).encode(),
+    ),
+    (
+        TEXT[0] + b"\r\nhost: x\r\nconnection: upgrade, http2-settings\r\nupgrade: h2c\r\nhttp2-settings: AAMAAABk\r\n",
+        b'{"prompt": [1, 2]}',
+    ),
     (TEXT[0] + b"\r\nhost: x\r\n", b'{"prompt": [{"role": "user"}, 5]}'),  # caused an internal error once
-    (b"GET /v1/models?a=%20b HTTP/1.1\r\nhost: x\r\n", b""), (b"GET /health HTTP/1.1\r\nhost: x\r\n", b""), (b"HEAD /metrics HTTP/1.0\r\n", b""),
-]  # fmt: skip
+    (b"GET /v1/models?a=%20b HTTP/1.1\r\nhost: x\r\n", b""),
+    (b"GET /health HTTP/1.1\r\nhost: x\r\n", b""),
+    (b"HEAD /metrics HTTP/1.0\r\n", b""),
+]
 EVENTS = [
     {"choices": [{"text": "a", "token_ids": [5]}]},
     {"choices": [{"text": "b", "finish_reason": "stop"}], "usage": {"completion_tokens": 2}},
 ]
 ANSWERS = [
     (b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n", GOOD),
-    (b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n", b"".join(b"data: %s\n\n" % json.dumps(one).encode() for one in EVENTS) + b"data: [DONE]\n\n"),
-    (b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 429 Too Many\r\nretry-after: 1\r\nset-cookie: a=b\r\nset-cookie: c=d\r\n", b'{"error": {"message": "later"}}'),
-    (b"HTTP/1.1 204 No Content\r\n", b""), (b"HTTP/1.0 200 OK\r\nserver: x\r\n", GOOD), (b"HTTP/1.1 200 OK\r\ncontent-encoding: gzip\r\n", GOOD),
-]  # fmt: skip
+    (
+        b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n",
+        b"".join(b"data: %s\n\n" % json.dumps(one).encode() for one in EVENTS) + b"data: [DONE]\n\n",
+    ),
+    (
+        b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 429 Too Many\r\nretry-after: 1\r\nset-cookie: a=b\r\nset-cookie: c=d\r\n",
+        b'{"error": {"message": "later"}}',
+    ),
+    (b"HTTP/1.1 204 No Content\r\n", b""),
+    (b"HTTP/1.0 200 OK\r\nserver: x\r\n", GOOD),
+    (b"HTTP/1.1 200 OK\r\ncontent-encoding: gzip\r\n", GOOD),
+]
 
 
 def message(seeds: Sequence[tuple[bytes, bytes]], draw: random.Random) -> bytes:

@@ -87,9 +87,10 @@ def _written(content: bytes, path: Path) -> Path:
 
 
 MESSAGES = [
-    {"role": "system", "content": "s"}, {"role": "user", "content": [{"type": "text", "text": "a"}]},
+    {"role": "system", "content": "s"},
+    {"role": "user", "content": [{"type": "text", "text": "a"}]},
     {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "{}"}}]},
-]  # fmt: skip
+]
 LAW = {"temperature": 0.7, "top_p": 0.9, "top_k": 20, "min_p": 0.0, "max_tokens": 16}
 COUNTS = {
     "num_draft_tokens": 9,
@@ -102,9 +103,12 @@ COUNTS = {
 def _requests(_: Path) -> Made:
     chat = {"model": "m", "messages": MESSAGES, "stream": True, "stream_options": {"include_usage": False}, "tools": []}
     return {
-        "chat": _lines({**chat, **LAW, "response_format": {"type": "text"}, "logit_bias": {"5": 1}, "tool_choice": "auto"})[:-1],
-        "text": _lines({"prompt": "Hello", "n": 1, **LAW})[:-1], "ids": _lines({"prompt": [1, 2, 3], "logprobs": 0, **LAW})[:-1],
-    }  # fmt: skip
+        "chat": _lines(
+            {**chat, **LAW, "response_format": {"type": "text"}, "logit_bias": {"5": 1}, "tool_choice": "auto"}
+        )[:-1],
+        "text": _lines({"prompt": "Hello", "n": 1, **LAW})[:-1],
+        "ids": _lines({"prompt": [1, 2, 3], "logprobs": 0, **LAW})[:-1],
+    }
 
 
 def _ask(name: str, content: bytes, _: Path) -> TrafficRecord:
@@ -122,9 +126,17 @@ def _ask(name: str, content: bytes, _: Path) -> TrafficRecord:
 
 def _recorded(asked: Asked, finish: str, tap: Tap | None) -> TrafficRecord:
     exchange = Exchange(
-        asked=asked, arm=Arm("a", "http://a", 1.0), slice="all", scope=None, receive=None, send=None, arrived=1.0, began=time.perf_counter(),
-        task=cast(asyncio.Task[None], None), tap=tap,
-    )  # fmt: skip
+        asked=asked,
+        arm=Arm("a", "http://a", 1.0),
+        slice="all",
+        scope=None,
+        receive=None,
+        send=None,
+        arrived=1.0,
+        began=time.perf_counter(),
+        task=cast(asyncio.Task[None], None),
+        tap=tap,
+    )
     try:
         record = exchange.record(finish, b"salt")
     except (ValueError, RecursionError):  # documented: the record is invalid, and the gateway counts it
@@ -149,9 +161,12 @@ def _answers(_: Path) -> Made:
         "openvino": {"extended_perf_metrics": {"num_accepted_tokens": 4, "main_model_metrics": {"raw_metrics": {"m_durations": [1, 2]}}}},
     }  # fmt: skip
     streams = {
-        f"stream {name}": b"".join(b"data: %s\n\n" % json.dumps(one).encode() for one in [*events[:-1], events[-1] | said]) + b"data: [DONE]\n\n"
+        f"stream {name}": b"".join(
+            b"data: %s\n\n" % json.dumps(one).encode() for one in [*events[:-1], events[-1] | said]
+        )
+        + b"data: [DONE]\n\n"
         for name, said in engines.items()
-    }  # fmt: skip
+    }
     return {name: json.dumps(whole | said).encode() for name, said in engines.items()} | streams
 
 
@@ -198,9 +213,13 @@ def _logs(folder: Path) -> Made:
         folder / "log.parquet",
     )
     return {
-        "log.jsonl": _lines(*rows, *engine), "log.csv": b"accepted,drafted,blocks,domain\n3,9,3,a\n1,4,,\n", "vllm.log": b"hello\n" + 3 * vllm.encode(),
-        "llama.log": 3 * llama.encode(), "log.jsonl.gz": gzip.compress(_lines(*rows), mtime=0), "log.parquet": (folder / "log.parquet").read_bytes(),
-    }  # fmt: skip
+        "log.jsonl": _lines(*rows, *engine),
+        "log.csv": b"accepted,drafted,blocks,domain\n3,9,3,a\n1,4,,\n",
+        "vllm.log": b"hello\n" + 3 * vllm.encode(),
+        "llama.log": 3 * llama.encode(),
+        "log.jsonl.gz": gzip.compress(_lines(*rows), mtime=0),
+        "log.parquet": (folder / "log.parquet").read_bytes(),
+    }
 
 
 PAGE = b"""# HELP vllm:spec_decode_num_drafts_total Number of drafts.
@@ -258,11 +277,25 @@ def _prompts(folder: Path) -> Made:
     with pa.OSFile(str(folder / "rows.arrow"), "wb") as file, pa.ipc.new_file(file, rendered.schema) as writer:
         writer.write_table(rendered)
     return {
-        "rows.jsonl": _lines(*rows), "talks.jsonl": _lines(*talks), "rows.json": json.dumps(rows, indent=1).encode(), "talks.json": json.dumps(talks[0], indent=1).encode(),
-        "rows.csv": b'prompt,answer\n"def f():\n  pass",a\nb,c\n', "rows.txt": b"one\ntwo\n\nthree\n", "rows.txt.gz": gzip.compress(b"one\ntwo\n", mtime=0),
-        "rows.parquet": (folder / "rows.parquet").read_bytes(), "rows.arrow": (folder / "rows.arrow").read_bytes(),
-        "rendered.jsonl": _lines({"prompt_id": "p", "prompt_ids": [1, 2], "text": "", "turns": json.dumps({"messages": MESSAGES, "tools": [{"a": 1}]}), "domain": "d"}),
-    }  # fmt: skip
+        "rows.jsonl": _lines(*rows),
+        "talks.jsonl": _lines(*talks),
+        "rows.json": json.dumps(rows, indent=1).encode(),
+        "talks.json": json.dumps(talks[0], indent=1).encode(),
+        "rows.csv": b'prompt,answer\n"def f():\n  pass",a\nb,c\n',
+        "rows.txt": b"one\ntwo\n\nthree\n",
+        "rows.txt.gz": gzip.compress(b"one\ntwo\n", mtime=0),
+        "rows.parquet": (folder / "rows.parquet").read_bytes(),
+        "rows.arrow": (folder / "rows.arrow").read_bytes(),
+        "rendered.jsonl": _lines(
+            {
+                "prompt_id": "p",
+                "prompt_ids": [1, 2],
+                "text": "",
+                "turns": json.dumps({"messages": MESSAGES, "tools": [{"a": 1}]}),
+                "domain": "d",
+            }
+        ),
+    }
 
 
 def _load_prompts(name: str, content: bytes, folder: Path) -> list[PromptRow]:
@@ -317,9 +350,12 @@ def _run_file(name: str, content: bytes, folder: Path) -> Any:
     folder.mkdir(exist_ok=True)
     path = _written(content, folder / name)
     return {
-        "arms.json": lambda: read_arms(path), "manifest.json": lambda: read_manifest(folder), "provenance.json": lambda: read_version(folder),
-        "exports.json": lambda: list_exports(folder), "adapter_config.json": lambda: base_of_adapter(folder),
-    }[name]()  # fmt: skip
+        "arms.json": lambda: read_arms(path),
+        "manifest.json": lambda: read_manifest(folder),
+        "provenance.json": lambda: read_version(folder),
+        "exports.json": lambda: list_exports(folder),
+        "adapter_config.json": lambda: base_of_adapter(folder),
+    }[name]()
 
 
 @functools.cache

@@ -42,10 +42,22 @@ def test_the_decoder_bench_writes_a_cell_for_everything(
     tiny_target: Path, tiny_run: Path, prompts: Path, tmp_path: Path
 ) -> None:
     bench("decode").main(
-        out=tmp_path / "decode.json", target=str(tiny_target), draft=str(tiny_run / "best" / "student"), prompts=str(prompts),
-        chat=False, gammas="1,2", count=1, max_tokens=4, longest=60, batch=2, drafters=True, threads=0, dtype="float32",
-        device="cpu", repeats=1,
-    )  # fmt: skip
+        out=tmp_path / "decode.json",
+        target=str(tiny_target),
+        draft=str(tiny_run / "best" / "student"),
+        prompts=str(prompts),
+        chat=False,
+        gammas="1,2",
+        count=1,
+        max_tokens=4,
+        longest=60,
+        batch=2,
+        drafters=True,
+        threads=0,
+        dtype="float32",
+        device="cpu",
+        repeats=1,
+    )
     result = json.loads((tmp_path / "decode.json").read_text())
     cells = result["cells"]
     assert result["machine"]["dtype"] == "float32"
@@ -60,10 +72,12 @@ def test_the_decoder_bench_writes_a_cell_for_everything(
     assert all(share > 0 for share in shares)
     for cell in (cell for cell in cells if cell["drafter"].endswith(", adaptive")):
         fixed = [
-            other for other in cells
-            if other["drafter"] == cell["drafter"].removesuffix(", adaptive") and other["floor_share"] is None
+            other
+            for other in cells
+            if other["drafter"] == cell["drafter"].removesuffix(", adaptive")
+            and other["floor_share"] is None
             and all(other[key] == cell[key] for key in ("prompts", "mode", "batch"))
-        ]  # fmt: skip
+        ]
         assert [other["gamma"] for other in fixed] == [1, 2]
         best = max(other["tokens_per_second"] for other in fixed)
         assert cell["vs_best_fixed"] == pytest.approx(cell["tokens_per_second"] / best)

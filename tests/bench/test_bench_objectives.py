@@ -30,14 +30,32 @@ def result_of(gains: dict[str, list[float]], seeds: int = 3, error: float = 0.00
         errors = {"seeds": list(range(seeds)), "prompts": 400, "alpha_error": error, "tau_error": error}
         paired += [place | {"objective": name} | errors for name in gains]
     tuning = [
-        {"pair": pair, "objective": name, "lr": lr, "alpha": 0.5, "tau": 1.5 - abs(lr - 1e-3)} for pair in pairs
-        for name in names for lr in (1e-3, 3e-3, 3.3e-4)
-    ]  # fmt: skip
+        {"pair": pair, "objective": name, "lr": lr, "alpha": 0.5, "tau": 1.5 - abs(lr - 1e-3)}
+        for pair in pairs
+        for name in names
+        for lr in (1e-3, 3e-3, 3.3e-4)
+    ]
     return {
-        "study": "objectives", "about": "", "reference": "lk", "contestants": {name: {} for name in names}, "pairs": pairs,
-        "seeds": list(range(seeds)), "served": [{"temperature": 1.0, "rules": ["sample"]}], "lr": [1e-3, 3e-3], "prompts": 400,
-        "tune_prompts": 100, "tune_at": 1.0, "gamma": 3, "steps": 9, "batch_size": 8, "trained_tokens": [70, 90], "tuning": tuning, "untrained": [], "cells": cells, "paired": paired,
-    }  # fmt: skip
+        "study": "objectives",
+        "about": "",
+        "reference": "lk",
+        "contestants": {name: {} for name in names},
+        "pairs": pairs,
+        "seeds": list(range(seeds)),
+        "served": [{"temperature": 1.0, "rules": ["sample"]}],
+        "lr": [1e-3, 3e-3],
+        "prompts": 400,
+        "tune_prompts": 100,
+        "tune_at": 1.0,
+        "gamma": 3,
+        "steps": 9,
+        "batch_size": 8,
+        "trained_tokens": [70, 90],
+        "tuning": tuning,
+        "untrained": [],
+        "cells": cells,
+        "paired": paired,
+    }
 
 
 @pytest.mark.parametrize(

@@ -58,8 +58,11 @@ def test_who_fails_costs_its_own_row_alone(call: int, capsys: pytest.CaptureFixt
 def test_cells_of_a_run() -> None:
     found = list(peers.settings_of(SETTING, [1, 2], gamma=4, at_once=48, drafted=16))
     assert [(one.threads, one.batch, one.gamma, one.draft) for one in found[:4]] == [
-        (1, 2, 0, None), (1, 2, 4, "draft"), (1, 48, 0, None), (1, 16, 4, "draft"),
-    ]  # fmt: skip
+        (1, 2, 0, None),
+        (1, 2, 4, "draft"),
+        (1, 48, 0, None),
+        (1, 16, 4, "draft"),
+    ]
     assert len(found) == 8
 
 

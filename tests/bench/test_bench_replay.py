@@ -31,8 +31,19 @@ def pair(tiny_target: Path, tmp_path: Path) -> Path:
 
 def test_the_quick_run_writes_every_number(module: Any, pair: Path, tmp_path: Path) -> None:
     out, threads = tmp_path / "replay.json", torch.get_num_threads()
-    module.main(out=out, pair=pair, quick=True, embedded=False, parts="coverage,cost,speed,matched", rules="sample,block,greedy-draft,greedy",
-                cell_seconds=0.0, batch=0, device="cpu", threads=0, speed_threads=1)  # fmt: skip
+    module.main(
+        out=out,
+        pair=pair,
+        quick=True,
+        embedded=False,
+        parts="coverage,cost,speed,matched",
+        rules="sample,block,greedy-draft,greedy",
+        cell_seconds=0.0,
+        batch=0,
+        device="cpu",
+        threads=0,
+        speed_threads=1,
+    )
     result = json.loads(out.read_text())
     assert {"machine", "tau_error_max", "cost_ratio", "coverage", "speedup_error_max", "cells", "versions"} <= set(
         result
@@ -51,8 +62,19 @@ def test_the_quick_run_writes_every_number(module: Any, pair: Path, tmp_path: Pa
     assert torch.get_num_threads() == threads
     assert not out.with_name("replay.json.partial").exists()
 
-    module.main(out=out, pair=pair, quick=True, embedded=False, parts="matched", rules="greedy",
-                cell_seconds=0.0, batch=0, device="cpu", threads=0, speed_threads=1)  # fmt: skip
+    module.main(
+        out=out,
+        pair=pair,
+        quick=True,
+        embedded=False,
+        parts="matched",
+        rules="greedy",
+        cell_seconds=0.0,
+        batch=0,
+        device="cpu",
+        threads=0,
+        speed_threads=1,
+    )
     again = json.loads(out.read_text())
     assert again["coverage"] == result["coverage"], "parts that were not asked for stay"
     assert [cell["rule"] for cell in again["cells"]] == ["greedy", "greedy"]

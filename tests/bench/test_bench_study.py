@@ -43,15 +43,21 @@ def study_of(tmp_path: Path, tiny_config: Path, **sections: Any) -> tuple[Path, 
         "name": "race",
         "pairs": {"tiny": {}},
         "contestants": {"kl": {"loss.name": "forward_kl"}, "tv": {"loss.name": "tv"}},
-        "served": [{"temperature": 1.0, "rules": ["sample", "greedy-draft"]}, {"temperature": 0.0, "rules": ["greedy"]}],
+        "served": [
+            {"temperature": 1.0, "rules": ["sample", "greedy-draft"]},
+            {"temperature": 0.0, "rules": ["greedy"]},
+        ],
         "seeds": [0, 1],
         "lr": [1e-3],
         "tune_prompts": 2,
         "overrides": {
-            "output": str(tmp_path / "runs"), "serving.max_tokens": 6, "judge": {"prompts": 3, "live": "never"},
-            "train": {"steps": 2, "batch_size": 4}, "data.heldout_count": 5,
+            "output": str(tmp_path / "runs"),
+            "serving.max_tokens": 6,
+            "judge": {"prompts": 3, "live": "never"},
+            "train": {"steps": 2, "batch_size": 4},
+            "data.heldout_count": 5,
         },
-    }  # fmt: skip
+    }
     path = tmp_path / "race.yaml"
     path.write_text(yaml.safe_dump(tree | sections, sort_keys=False), encoding="utf-8")
     return path, study_file.read_study(path, study_file.read_tree(path))
@@ -98,8 +104,9 @@ def test_a_study_from_file_to_cells_and_on_after_a_kill(
     assert set(cells) == {(*rule, name, seed) for rule in rules for name in ("kl", "tv") for seed in (0, 1)}
     assert result["untrained"][0]["alpha"] != cells[("sample", 1.0, "kl", 0)]["alpha"]
     assert [(one["rule"], one["objective"], one["seeds"], one["prompts"]) for one in result["paired"]] == [
-        ("sample", "tv", [0, 1], 3), ("greedy-draft", "tv", [0, 1], 3)
-    ]  # fmt: skip
+        ("sample", "tv", [0, 1], 3),
+        ("greedy-draft", "tv", [0, 1], 3),
+    ]
     console = quiet()
     assert study.run_study(planned, console, dry_run=True) == result
     assert "5 trainings finished, at least 0 to do" in console.file.getvalue()  # type: ignore[attr-defined]

@@ -19,8 +19,15 @@ from distill.training.module import DraftModule
 from speculative.errors import UserError
 
 CELL = {
-    "device", "objective", "policy", "tokens_per_second", "vs_floor", "vs_trl", "peak_memory_mb", "loss_memory_ratio",
-}  # fmt: skip
+    "device",
+    "objective",
+    "policy",
+    "tokens_per_second",
+    "vs_floor",
+    "vs_trl",
+    "peak_memory_mb",
+    "loss_memory_ratio",
+}
 
 
 @pytest.fixture
@@ -43,10 +50,25 @@ def race_of(tiny_target: Path, **options: Any) -> Any:
 def test_a_step_has_a_cell_for_every_policy_and_objective(tiny_target: Path, tmp_path: Path) -> None:
     module, out = bench("train_step"), tmp_path / "step.json"
     module.main(
-        out=out, pair="random", target=str(tiny_target), draft=None, batch_size=2, length=24, prompt_tokens=8, rounds=1,
-        objectives="forward_kl,forward_kl+ce", policies="off,store,on", memory=False, loss_tokens=64, loss_vocab=500,
-        compile_ours=False, trl=True, threads=0, device="cpu", memory_job=None,
-    )  # fmt: skip
+        out=out,
+        pair="random",
+        target=str(tiny_target),
+        draft=None,
+        batch_size=2,
+        length=24,
+        prompt_tokens=8,
+        rounds=1,
+        objectives="forward_kl,forward_kl+ce",
+        policies="off,store,on",
+        memory=False,
+        loss_tokens=64,
+        loss_vocab=500,
+        compile_ours=False,
+        trl=True,
+        threads=0,
+        device="cpu",
+        memory_job=None,
+    )
     result = json.loads(out.read_text())
     cells = {(c["policy"], c["objective"], c.get("rollout_every")): c for c in result["cells"]}
     reading = {(policy, name, None) for policy in ("off", "store") for name in ("forward_kl", "forward_kl+ce")}
@@ -225,10 +247,20 @@ def test_the_yardstick_trains_for_its_minutes(chatty_target: Path, tmp_path: Pat
     module, out = bench("yardstick"), tmp_path / "yard.json"
     write_domain(tmp_path / "data" / "talk", 40)
     options = {
-        "target": str(chatty_target), "draft": None, "data": tmp_path / "data", "domain": "talk", "student": "carved",
-        "seeds": "0", "train_prompts": 20, "heldout_prompts": 6, "max_tokens": 8, "max_prompt_tokens": 60,
-        "cache": tmp_path / "cache", "threads": 0, "out": out,
-    }  # fmt: skip
+        "target": str(chatty_target),
+        "draft": None,
+        "data": tmp_path / "data",
+        "domain": "talk",
+        "student": "carved",
+        "seeds": "0",
+        "train_prompts": 20,
+        "heldout_prompts": 6,
+        "max_tokens": 8,
+        "max_prompt_tokens": 60,
+        "cache": tmp_path / "cache",
+        "threads": 0,
+        "out": out,
+    }
     module.main(["batch=4", "ema=0.9", "warm_ratio=0.3", "chunk=16"], minutes=0.01, modes="plain,ours", **options)
     result = json.loads(out.read_text())
     assert [run["mode"] for run in result["runs"]] == ["plain", "ours"]
@@ -248,12 +280,19 @@ def test_the_yardstick_trains_for_its_minutes(chatty_target: Path, tmp_path: Pat
     module.main(["batch=4"], modes="plain,ours", vary="prompt_weight=0,.5", **options)
     again = json.loads(out.read_text())
     assert [(run["mode"], run["seed"]) for run in again["runs"]] == [
-        ("plain", 0), ("plain", 1), ("prompt_weight=0", 0), ("prompt_weight=.5", 0), ("prompt_weight=0", 1), ("prompt_weight=.5", 1)
-    ]  # fmt: skip
+        ("plain", 0),
+        ("plain", 1),
+        ("prompt_weight=0", 0),
+        ("prompt_weight=.5", 0),
+        ("prompt_weight=0", 1),
+        ("prompt_weight=.5", 1),
+    ]
     assert again["clock"] == "cpu"
     assert {name: recipe["prompt_weight"] for name, recipe in again["recipes"].items()} == {
-        "plain": 0.0, "prompt_weight=0": 0.0, "prompt_weight=.5": 0.5
-    }  # fmt: skip
+        "plain": 0.0,
+        "prompt_weight=0": 0.0,
+        "prompt_weight=.5": 0.5,
+    }
     module.main(["batch=4"], modes="plain,ours", vary="prompt_weight=0,.5", **options)
     assert json.loads(out.read_text())["gains"] == again["gains"], "also where nothing was left to do"
     with pytest.raises(UserError, match="no mask token"):
@@ -313,9 +352,16 @@ def test_the_race_has_everyone_and_intervals(
         module, "head_prompts", lambda _t, heldout, _m, count: [[9, 3 + n + 50 * heldout] for n in range(count)]
     )
     options = {
-        "seeds": 2, "target": str(tiny_target), "train_prompts": 12, "heldout_prompts": 4, "max_tokens": 8,
-        "max_prompt_tokens": 40, "cache": tmp_path / "cache", "threads": 0, "out": out,
-    }  # fmt: skip
+        "seeds": 2,
+        "target": str(tiny_target),
+        "train_prompts": 12,
+        "heldout_prompts": 4,
+        "max_tokens": 8,
+        "max_prompt_tokens": 40,
+        "cache": tmp_path / "cache",
+        "threads": 0,
+        "out": out,
+    }
     module.main(
         ["batch=4"], minutes=0.002, contestants="ours,forward_kl,trl_gkd", compare="minutes", steps=1, **options
     )
@@ -343,7 +389,11 @@ def test_intervals_are_students() -> None:
     mean, half = module.interval([1.0, 2.0, 3.0])
     assert (mean, half) == (2.0, pytest.approx(4.302653 / math.sqrt(3), rel=1e-5))
     assert module.interval([5.0]) == (5.0, None)
-    runs = [{"name": name, "seed": seed, "sampled": value + seed, "greedy": 0.0} for name, value in (("a", 0.5), ("b", 0.2)) for seed in (0, 1)]  # fmt: skip
+    runs = [
+        {"name": name, "seed": seed, "sampled": value + seed, "greedy": 0.0}
+        for name, value in (("a", 0.5), ("b", 0.2))
+        for seed in (0, 1)
+    ]
     gain = module.summary(runs, "a")["b"]["sampled"]
     # Seeds are paired: their own spread is not in the gain.
     assert gain["reference_gain"] == pytest.approx(0.3)

@@ -27,10 +27,18 @@ def test_judged_twice(tiny_run: Path, tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_spread_and_coverage_by_hand() -> None:
     rows = [
-        {"outcome": "pays_off", "speed_up": speed, "speed_up_ci": ends, "target_step_seconds": 0.01, "c": 0.1,
-         "v": {3: 1.2}, "gamma": 4, "run": "draft"}
+        {
+            "outcome": "pays_off",
+            "speed_up": speed,
+            "speed_up_ci": ends,
+            "target_step_seconds": 0.01,
+            "c": 0.1,
+            "v": {3: 1.2},
+            "gamma": 4,
+            "run": "draft",
+        }
         for speed, ends in ((1.4, (1.3, 1.45)), (1.6, (1.55, 1.7)), (1.5, (1.4, 1.6)))
-    ]  # fmt: skip
+    ]
     found = bench("verdict").summary(rows)
     assert (found["mean"], found["inside"], found["runs"]) == (pytest.approx(1.5), 1, {"draft": 3})
     assert found["spread"]["speed_up"] == pytest.approx(0.1 / 1.5)

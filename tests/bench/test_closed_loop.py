@@ -166,9 +166,14 @@ def test_lost_doubled_and_acceptance_by_hand(tmp_path: Path) -> None:
         return record_of(number, **known | {"response_ids": (number, 7)} | more)
 
     records = [
-        served(0, 10.0, "v0001", 12), served(1, 11.0, "v0001", 18), served(2, 12.0, "v0001", 0, constrained=True),
-        served(3, 20.0, "v0001", 3), served(4, 40.0, "v0002", 15), served(4, 40.0, "v0002", 15), served(5, 30.0, "v0002", 30),
-    ]  # fmt: skip
+        served(0, 10.0, "v0001", 12),
+        served(1, 11.0, "v0001", 18),
+        served(2, 12.0, "v0001", 0, constrained=True),
+        served(3, 20.0, "v0001", 3),
+        served(4, 40.0, "v0002", 15),
+        served(4, 40.0, "v0002", 15),
+        served(5, 30.0, "v0002", 30),
+    ]
     (tmp_path / "log").mkdir()
     write_log(tmp_path / "log", records)
     names = [record.id for record in records]

@@ -21,10 +21,15 @@ def run(folder: Path, *overrides: str) -> int:
     forget_accelerators()
     write_target(folder / "target", num_hidden_layers=2)
     config = small_config(
-        folder, 10, name="run", student={"layers": [0]}, serving={"temperature": 0.9, "max_tokens": 5},
-        loss={"name": "lk_hybrid", "chunk_tokens": 16}, train={"steps": 2, "micro_batch_size": 2},
+        folder,
+        10,
+        name="run",
+        student={"layers": [0]},
+        serving={"temperature": 0.9, "max_tokens": 5},
+        loss={"name": "lk_hybrid", "chunk_tokens": 16},
+        train={"steps": 2, "micro_batch_size": 2},
         judge={"prompts": 2, "speed_prompts": 1, "live": "end"},
-    )  # fmt: skip
+    )
     try:
         return train.main([str(config), *overrides])
     finally:

@@ -29,9 +29,17 @@ from speculative.measure.cost import measure_costs
 NEEDS_AN_ENGINE = {"serve", "readback"}
 INSTALLS = {"make", "source"}
 SHORT = [
-    "data.heldout_count=4", "serving.max_tokens=8", "serving.samples_per_prompt=1", "train.steps=2", "train.batch_size=4",
-    "train.micro_batch_size=4", "judge.every=2", "judge.prompts=4", "judge.speed_prompts=2", "judge.speed_seconds=0.1",
-]  # fmt: skip
+    "data.heldout_count=4",
+    "serving.max_tokens=8",
+    "serving.samples_per_prompt=1",
+    "train.steps=2",
+    "train.batch_size=4",
+    "train.micro_batch_size=4",
+    "judge.every=2",
+    "judge.prompts=4",
+    "judge.speed_prompts=2",
+    "judge.speed_seconds=0.1",
+]
 # What makes each command short. An option that is given twice has its last value.
 MORE = {
     "probe": ["--count", "2", "--max-tokens", "8", "--temperatures", "0.7", "--gammas", "1", "--batch-sizes", "1"],

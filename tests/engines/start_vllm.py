@@ -8,9 +8,13 @@ if __name__ == "__main__":
     target, draft, manager = sys.argv[1:]
     drafting = {"method": "draft_model", "model": draft, "num_speculative_tokens": 3}
     engine = LLM(
-        target, dtype="float32", enforce_eager=True, max_model_len=128, speculative_config=drafting,
+        target,
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=128,
+        speculative_config=drafting,
         disable_hybrid_kv_cache_manager=manager == "off",
-    )  # fmt: skip
+    )
     settings = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
     (answer,) = engine.generate([{"prompt_token_ids": list(range(10, 40))}], settings)
     print("ids", *answer.outputs[0].token_ids)

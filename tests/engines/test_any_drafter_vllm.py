@@ -28,8 +28,10 @@ from speculative.measure.measured import TARGET
 pytestmark = [
     pytest.mark.engine,
     pytest.mark.timeout(340),
-    pytest.mark.skipif(not (ROOT / ".venv-vllm" / "ready").exists(), reason="no vLLM in .venv-vllm: `make engines` builds it"),
-]  # fmt: skip
+    pytest.mark.skipif(
+        not (ROOT / ".venv-vllm" / "ready").exists(), reason="no vLLM in .venv-vllm: `make engines` builds it"
+    ),
+]
 GAMMA, PROMPTS, TOKENS = 3, 6, 24
 FLAGS = ["--enforce-eager", "--dtype", "float32"]
 ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_USE_V2_MODEL_RUNNER": "0"}
@@ -68,7 +70,9 @@ def head(folder: Path) -> Iterator[Server]:
     tokenizer = load_tokenizer(str(EMBEDDED_FOLDER))
     counts = Counter(tokenizer(inspect.getsource(statistics)).input_ids)
     eagle = write_eagle_head(folder / "eagle", sorted(token for token, _ in counts.most_common(2)))
-    with served(folder, "eagle", "--per-request-spec-decode-metrics", "detailed", method="eagle3", model=str(eagle)) as server:  # fmt: skip
+    with served(
+        folder, "eagle", "--per-request-spec-decode-metrics", "detailed", method="eagle3", model=str(eagle)
+    ) as server:
         yield server
 
 
@@ -105,7 +109,9 @@ def test_ngrams_are_judged_by_counters_alone(ngrams: Server, plain: Server, fold
     ]
     accepted = sum(row["num_accepted_draft_tokens"] for row in rows)
     assert sum(row["num_spec_steps"] for row in rows) < 0.7 * (found.served.tokens - PROMPTS)
-    assert found.served.tau == pytest.approx((found.served.tokens - PROMPTS) / (found.served.tokens - PROMPTS - accepted), rel=0.03)  # fmt: skip
+    assert found.served.tau == pytest.approx(
+        (found.served.tokens - PROMPTS) / (found.served.tokens - PROMPTS - accepted), rel=0.03
+    )
     low, high = found.served.tau_ci
     assert 1 <= low <= found.served.tau <= high <= GAMMA + 1
     assert found.survival_ci is not None

@@ -164,8 +164,11 @@ def test_the_command_of_the_page_runs(run: Path, tmp_path: Path) -> None:
     with (tmp_path / "log").open("w") as log:
         process = subprocess.Popen(
             ["bash", "-euc", f"{command} --port {port} {' '.join(LLAMA_ALONE)}"],
-            env=os.environ | places, stdout=log, stderr=log, start_new_session=True,
-        )  # fmt: skip
+            env=os.environ | places,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
     try:
         while not answers(f"http://127.0.0.1:{port}"):
             assert process.poll() is None, (tmp_path / "log").read_text()[-2000:]

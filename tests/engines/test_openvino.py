@@ -124,10 +124,14 @@ def post(server: Server, body: dict[str, Any]) -> Any:
 @pytest.mark.parametrize(
     "body",
     [
-        {"prompt": [1, 9999]}, {"prompt": []}, {"prompt": [5], "temperature": 0.5}, {"prompt": [5], "max_tokens": 500},
-        {"prompt": [5], "n": 2}, [],
+        {"prompt": [1, 9999]},
+        {"prompt": []},
+        {"prompt": [5], "temperature": 0.5},
+        {"prompt": [5], "max_tokens": 500},
+        {"prompt": [5], "n": 2},
+        [],
     ],
-)  # fmt: skip
+)
 def test_what_it_cannot_do_is_refused(exact: Server, body: Any) -> None:
     with pytest.raises(urllib.error.HTTPError, match="400"):
         post(exact, {"temperature": 0} | body if isinstance(body, dict) else body)
@@ -172,10 +176,15 @@ def test_a_target_in_8_bits_is_replayed_as_it_is_served(greedy: Path) -> None:
     with served(greedy, "--weights", "int8", "--draft-weights", "int8") as server:
         found = readback_command(
             ReadbackOptions(
-                url=server.url, run=greedy, rule="greedy", gamma=GAMMA, count=24, draft=str(place / "draft-int8"),
+                url=server.url,
+                run=greedy,
+                rule="greedy",
+                gamma=GAMMA,
+                count=24,
+                draft=str(place / "draft-int8"),
                 target=str(place / "target-int8"),
             )
-        )  # fmt: skip
+        )
     assert found.agrees, found.causes
     assert found.greedy is not None
     assert found.greedy.same

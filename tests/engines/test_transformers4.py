@@ -47,7 +47,7 @@ PAIRS = {
     "olmo2": {"rope_parameters": {"rope_type": "linear", "rope_theta": 50_000.0, "factor": 4.0}},
     "smollm3": {"rope_parameters": PLAIN},
     "granite": {"rope_parameters": PLAIN},
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")

@@ -16,8 +16,10 @@ BUILT = [ROOT / f".venv-{name}" / "ready" for name in ("openvino", "llamacpp")]
 pytestmark = [
     pytest.mark.engine,
     pytest.mark.timeout(340),
-    pytest.mark.skipif(not all(one.exists() for one in BUILT), reason="needs OpenVINO GenAI and llama.cpp: `make engines`"),
-]  # fmt: skip
+    pytest.mark.skipif(
+        not all(one.exists() for one in BUILT), reason="needs OpenVINO GenAI and llama.cpp: `make engines`"
+    ),
+]
 GAMMA = 3
 
 

@@ -123,9 +123,10 @@ def not_allowed(found: Iterable[Mapping[str, str]]) -> list[tuple[str, str]]:
     """(package, licence) where a part of the licence that binds us is not allowed; found: as pip-licenses says it."""
     told = [(one["Name"], IN_FILES_ONLY.get(one["Name"], one["License"])) for one in found]
     return [
-        (name, text) for name, text in told
+        (name, text)
+        for name, text in told
         if not all(any(one in ALLOWED for one in part.split(" OR ")) for part in re.split(r"; | AND ", text))
-    ]  # fmt: skip
+    ]
 
 
 def mentioned(text: str) -> set[str]:
@@ -140,8 +141,10 @@ def vulnerable(looked_at: Iterable[Mapping[str, Any]], known: set[str]) -> list[
     return [
         f"{one['name']} {one['version']}: {fault['id']}, mended in {', '.join(fault['fix_versions']) or 'no version yet'}; take that "
         "version, or say in tests/house/advisories.txt why not"
-        for one in looked_at for fault in one["vulns"] if known.isdisjoint({fault["id"], *fault.get("aliases", ())})
-    ]  # fmt: skip
+        for one in looked_at
+        for fault in one["vulns"]
+        if known.isdisjoint({fault["id"], *fault.get("aliases", ())})
+    ]
 
 
 if __name__ == "__main__":

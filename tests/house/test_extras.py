@@ -45,9 +45,13 @@ def test_the_gateway_without_its_extra(tmp_path: Path, module: str) -> None:
     (tmp_path / f"{module}.py").write_text(text, encoding="utf-8")
     words = [Path(sys.executable).with_name("understudy"), "gateway", "--engine", "http://127.0.0.1:9", "--log"]
     done = subprocess.run(
-        [*map(str, words), str(tmp_path / "log")], env=os.environ | {"PYTHONPATH": str(tmp_path)},
-        capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
+        [*map(str, words), str(tmp_path / "log")],
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
     assert is_told(line, module, EXTRAS[module])

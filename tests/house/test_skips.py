@@ -8,10 +8,18 @@ import pytest
 TESTS = Path(__file__).resolve().parents[1]
 # `gpu` and `device` are skipped by conftest; a browser is no Python package; engines live in an environment of their own.
 MAY_SKIP = {
-    "conftest.py", "distill/report/test_report_browser.py", "engines/test_engine_loop.py", "engines/test_any_drafter_vllm.py", "engines/test_vllm.py",
-    "engines/test_openvino.py", "engines/test_llamacpp.py", "engines/test_transformers4.py", "engines/test_two_engines.py", "engines/test_windowed_draft_vllm.py",
+    "conftest.py",
+    "distill/report/test_report_browser.py",
+    "engines/test_engine_loop.py",
+    "engines/test_any_drafter_vllm.py",
+    "engines/test_vllm.py",
+    "engines/test_openvino.py",
+    "engines/test_llamacpp.py",
+    "engines/test_transformers4.py",
+    "engines/test_two_engines.py",
+    "engines/test_windowed_draft_vllm.py",
     "speculative/engine/test_products.py",
-}  # fmt: skip
+}
 SKIPS = {"skip", "skipif", "importorskip", "xfail"}
 
 

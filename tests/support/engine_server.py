@@ -124,9 +124,12 @@ class Engine:
 
     def stats(self, accepted: list[int], drafted: list[int]) -> dict[str, Any]:
         found = {
-            "num_spec_steps": len(accepted), "num_accepted_draft_tokens": sum(accepted), "num_draft_tokens": sum(drafted),
-            "num_spec_tokens": self.gamma, "acceptance_histogram": [accepted.count(j) for j in range(self.gamma + 1)],
-        }  # fmt: skip
+            "num_spec_steps": len(accepted),
+            "num_accepted_draft_tokens": sum(accepted),
+            "num_draft_tokens": sum(drafted),
+            "num_spec_tokens": self.gamma,
+            "acceptance_histogram": [accepted.count(j) for j in range(self.gamma + 1)],
+        }
         return found | (
             {"per_step_accepted": accepted, "per_step_drafted": drafted} if self.level == "detailed" else {}
         )

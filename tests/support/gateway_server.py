@@ -47,8 +47,18 @@ def heard(connection: socket.socket) -> bytes:
 @contextmanager
 def gateway_process(engine: str, log: Path, **how: Any) -> Iterator[tuple[subprocess.Popen[str], str]]:
     command = [
-        sys.executable, "-P", "-m", "distill.cli", "gateway", "--engine", engine, "--log", str(log), "--port", "0",
-    ]  # fmt: skip
+        sys.executable,
+        "-P",
+        "-m",
+        "distill.cli",
+        "gateway",
+        "--engine",
+        engine,
+        "--log",
+        str(log),
+        "--port",
+        "0",
+    ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **how) as child:
         try:
             assert child.stdout is not None

@@ -60,10 +60,19 @@ class Traffic:
         failed = self._rng.random() < errors
         told = {} if failed else {"accepted": int(kept.sum()), "drafted": blocks * GAMMA, "blocks": blocks}
         return TrafficRecord(
-            id=f"request-{self._number}", time=time.time(), slice="all", arm=arm.name, draft_version=arm.draft_version,
-            target_version="t1", sampling=None, prompt_hash=f"{self._number:064x}", response_tokens=None if failed else tokens,
-            total_s=float(tokens * seconds * self._rng.lognormal(0, 0.3)), finish="error" if failed else "stop", **told,
-        )  # fmt: skip
+            id=f"request-{self._number}",
+            time=time.time(),
+            slice="all",
+            arm=arm.name,
+            draft_version=arm.draft_version,
+            target_version="t1",
+            sampling=None,
+            prompt_hash=f"{self._number:064x}",
+            response_tokens=None if failed else tokens,
+            total_s=float(tokens * seconds * self._rng.lognormal(0, 0.3)),
+            finish="error" if failed else "stop",
+            **told,
+        )
 
     def run(self) -> None:
         first = read_arms(self.directory / ARMS)

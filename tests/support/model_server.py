@@ -125,10 +125,12 @@ class Handler(BaseHTTPRequestHandler):
             for top in top_logprobs(prompt, ids, request, behaviour)
         ]
         choice: dict[str, Any] = {
-            "index": 0, "finish_reason": "stop" if finished else "length", "text": tiny_tokenizer().decode(said),
+            "index": 0,
+            "finish_reason": "stop" if finished else "length",
+            "text": tiny_tokenizer().decode(said),
             "stop_reason": ids[-1] if ended else None,
             "logprobs": {"tokens": names, "token_logprobs": log_probs, "top_logprobs": tops},
-        }  # fmt: skip
+        }
         if request.get("return_token_ids") and behaviour.token_ids:
             choice |= {"token_ids": said, "prompt_token_ids": prompt}
         if k is not None and behaviour.prompt_logprobs:
@@ -158,9 +160,11 @@ class Handler(BaseHTTPRequestHandler):
             for token, log_prob, top in zip(ids, log_probs, tops, strict=False)
         ]
         choice = {
-            "index": 0, "finish_reason": "stop" if finished else "length", "logprobs": {"content": content},
+            "index": 0,
+            "finish_reason": "stop" if finished else "length",
+            "logprobs": {"content": content},
             "message": {"role": "assistant", "content": tokenizer.decode(ids)},
-        }  # fmt: skip
+        }
         usage = {"prompt_tokens": len(prompt), "completion_tokens": len(ids), "total_tokens": len(prompt) + len(ids)}
         return {
             "id": "x",

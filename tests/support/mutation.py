@@ -10,9 +10,19 @@ from typing import Any
 
 NUMBER = re.compile(rb"-?\d+(?:\.\d+)?")
 ODD_NUMBERS = (
-    b"-1", b"0", b"1e999", b"-0.0", b"NaN", b"Infinity", b"1e-400", b"0.1", b"2147483648", b"18446744073709551616",
-    b"9" * 400, b"9" * 5000,
-)  # fmt: skip
+    b"-1",
+    b"0",
+    b"1e999",
+    b"-0.0",
+    b"NaN",
+    b"Infinity",
+    b"1e-400",
+    b"0.1",
+    b"2147483648",
+    b"18446744073709551616",
+    b"9" * 400,
+    b"9" * 5000,
+)
 DEEP = "lists in lists"
 ODD_VALUES: tuple[Any, ...] = (
     None, True, 0, -1, 0.5, 2**31, 2**63, 2**64, 10**400, 1e308, float("nan"), float("-inf"), "", "x", "\x00", "\ud800",

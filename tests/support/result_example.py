@@ -37,11 +37,16 @@ def _responses() -> list[dict[str, Any]]:
     rows = [(row, DOMAINS[row % 3], BLOCKS[row % 3]) for row in range(PROMPTS)]
     return [
         {
-            "key": f"{domain}-{row:03d}", "domain": domain, "prompt_tokens": 20 + row, "tokens": sum(counts) + len(counts),
-            "blocks": len(counts), "drafted": GAMMA * len(counts), "accepted": sum(counts),
+            "key": f"{domain}-{row:03d}",
+            "domain": domain,
+            "prompt_tokens": 20 + row,
+            "tokens": sum(counts) + len(counts),
+            "blocks": len(counts),
+            "drafted": GAMMA * len(counts),
+            "accepted": sum(counts),
         }
         for row, domain, counts in rows
-    ]  # fmt: skip
+    ]
 
 
 def _token_view(live: list[dict[str, Any]], count: int) -> dict[str, Any]:
@@ -58,10 +63,16 @@ def _token_view(live: list[dict[str, Any]], count: int) -> dict[str, Any]:
             tops = [[text, 0.5], [other, 0.25], ["x", 0.1]], [[text if by != "target" else other, 0.625], ["x", 0.1]]
             tokens.append(
                 {
-                    "text": text, "id": 300 + WORDS.index(text), "by": by, "block": block, "target_prob": 0.5,
-                    "draft_prob": 0.01 if by == "target" else 0.625, "target_top": tops[0], "draft_top": tops[1],
+                    "text": text,
+                    "id": 300 + WORDS.index(text),
+                    "by": by,
+                    "block": block,
+                    "target_prob": 0.5,
+                    "draft_prob": 0.01 if by == "target" else 0.625,
+                    "target_top": tops[0],
+                    "draft_top": tops[1],
                 }
-            )  # fmt: skip
+            )
         counted = {key: live[row][key] for key in ("key", "domain", "blocks", "accepted", "drafted")}
         responses.append(
             counted | {"prompt": "def total(items):\n", "tokens": tokens, "tokens_count": live[row]["tokens"]}
@@ -73,10 +84,19 @@ def _curve(name: str, rule: str, tilt: float) -> dict[str, Any]:
     alpha = ALPHA[name] * tilt
     taus = [tau_of(alpha, gamma) for gamma in GAMMAS]
     return {
-        "rule": rule, "tokens": 600, "prompts": PROMPTS, "alpha": alpha, "alpha_ci": _ends(alpha, 0.011), "gammas": GAMMAS, "tau": taus,
-        "tau_ci": [_ends(tau, 0.015 * (tau - 1)) for tau in taus], "survival": [alpha**j for j in range(1, GAMMA + 1)],
-        "predicted_speed_up": [speed(tau, gamma) if gamma <= LAST_TIMED else None for gamma, tau in zip(GAMMAS, taus, strict=True)],
-    }  # fmt: skip
+        "rule": rule,
+        "tokens": 600,
+        "prompts": PROMPTS,
+        "alpha": alpha,
+        "alpha_ci": _ends(alpha, 0.011),
+        "gammas": GAMMAS,
+        "tau": taus,
+        "tau_ci": [_ends(tau, 0.015 * (tau - 1)) for tau in taus],
+        "survival": [alpha**j for j in range(1, GAMMA + 1)],
+        "predicted_speed_up": [
+            speed(tau, gamma) if gamma <= LAST_TIMED else None for gamma, tau in zip(GAMMAS, taus, strict=True)
+        ],
+    }
 
 
 def _slices() -> list[dict[str, Any]]:
@@ -84,19 +104,36 @@ def _slices() -> list[dict[str, Any]]:
         alphas = {who: alpha + shift for who, alpha in ALPHA.items()}
         gain = alphas[DRAFT] - alphas[UNDISTILLED]
         return {
-            "name": name, "tokens": 20 * prompts, "prompts": prompts, "alpha": alphas,
-            "alpha_ci": {who: _ends(alpha, 0.02) for who, alpha in alphas.items()}, "gain": gain, "gain_ci": _ends(gain, 0.02),
-            "certain": "gain", "lost_share": share,
-        }  # fmt: skip
+            "name": name,
+            "tokens": 20 * prompts,
+            "prompts": prompts,
+            "alpha": alphas,
+            "alpha_ci": {who: _ends(alpha, 0.02) for who, alpha in alphas.items()},
+            "gain": gain,
+            "gain_ci": _ends(gain, 0.02),
+            "certain": "gain",
+            "lost_share": share,
+        }
 
     worse = row("digits", 0.21, -0.1) | {"gain": -0.031, "gain_ci": [-0.05, -0.012], "certain": "loss"}
     classes = {"word start": 0.34, "continuation": 0.11, "punctuation": 0.08, "identifier": 0.2, "whitespace": 0.06}
     tables = [
-        {"dimension": "domain", "unit": "", "rows": [row(name, 0.2 + 0.13 * i, 0.0, 8) for i, name in enumerate(DOMAINS)]},
-        {"dimension": "position", "unit": "tokens", "rows": [
-            row("1-16", 0.38, -0.04), row("17-64", 0.44), row("65 and more", 0.18, 0.03)]},
-        {"dimension": "token class", "unit": "", "rows": [worse, *(row(name, share) for name, share in classes.items())]},
-    ]  # fmt: skip
+        {
+            "dimension": "domain",
+            "unit": "",
+            "rows": [row(name, 0.2 + 0.13 * i, 0.0, 8) for i, name in enumerate(DOMAINS)],
+        },
+        {
+            "dimension": "position",
+            "unit": "tokens",
+            "rows": [row("1-16", 0.38, -0.04), row("17-64", 0.44), row("65 and more", 0.18, 0.03)],
+        },
+        {
+            "dimension": "token class",
+            "unit": "",
+            "rows": [worse, *(row(name, share) for name, share in classes.items())],
+        },
+    ]
     return [table | {"corrected_confidence": 1 - 0.05 / len(table["rows"])} for table in tables]
 
 
@@ -107,10 +144,16 @@ def _measured(tau_live: float, share: float) -> list[dict[str, Any]]:
     }
     live = {UNDISTILLED: (tau_of(ALPHA[UNDISTILLED], GAMMA), 0.125), DRAFT: (tau_live, share)}
     rows: list[dict[str, Any]] = [
-        {"way": name, "gamma": GAMMA, "tau": tau, "tau_ci": _ends(tau, 0.06), "accepted_per_drafted": kept,
-         "how": {"alpha": "replay", "tau": "live"}}
+        {
+            "way": name,
+            "gamma": GAMMA,
+            "tau": tau,
+            "tau_ci": _ends(tau, 0.06),
+            "accepted_per_drafted": kept,
+            "how": {"alpha": "replay", "tau": "live"},
+        }
         for name, (tau, kept) in live.items()
-    ]  # fmt: skip
+    ]
     how = {"alpha": "replay", "tau": "replay"}
     rows.insert(1, {"way": SERVED, "gamma": GAMMA, "tau": tau_of(ALPHA[SERVED], GAMMA), "how": how})
     rows = [row | alphas[row["way"]] for row in rows]
@@ -130,10 +173,17 @@ def _measured(tau_live: float, share: float) -> list[dict[str, Any]]:
             more = more | ({"then_gamma": 3, "behind": DRAFT} if way == TOGETHER else {})
             rows.append(
                 {
-                    "way": way, "concurrency": load, "gamma": gamma, "tau": 1.2 + faster, "tokens_per_second": faster * alone,
-                    "speed_up": faster, "speed_up_ci": _ends(faster, 0.05), "how": {"tau": "replay", "speed_up": "timed"}, **more,
+                    "way": way,
+                    "concurrency": load,
+                    "gamma": gamma,
+                    "tau": 1.2 + faster,
+                    "tokens_per_second": faster * alone,
+                    "speed_up": faster,
+                    "speed_up_ci": _ends(faster, 0.05),
+                    "how": {"tau": "replay", "speed_up": "timed"},
+                    **more,
                 }
-            )  # fmt: skip
+            )
     return [{"rule": "sample", "text": "held-out", "concurrency": 1} | row for row in rows]
 
 
@@ -141,11 +191,19 @@ def _verdict(live: list[dict[str, Any]]) -> dict[str, Any]:
     tokens, blocks = (sum(row[key] for row in live) for key in ("tokens", "blocks"))
     gain, tau_gain = ALPHA[DRAFT] - ALPHA[UNDISTILLED], 1.1
     effects = {
-        "alpha": {"gain": gain, "ci": _ends(gain, 0.014)}, "tau": {"gain": tau_gain, "ci": _ends(tau_gain, 0.07)},
-        "speed_up": {"gain": 0.4, "ci": _ends(0.4, 0.04)}, "confidence": 0.95, "looks": 4, "corrected_confidence": 0.9875,
-        "method": "paired bootstrap over prompts (BCa), Bonferroni over 4 looks", "prompts": PROMPTS, "tokens": tokens,
-        "minimal_detectable": {"alpha": 0.02, "tau": 0.1}, "prompts_for_half": 4 * PROMPTS, "certain": "gain",
-    }  # fmt: skip
+        "alpha": {"gain": gain, "ci": _ends(gain, 0.014)},
+        "tau": {"gain": tau_gain, "ci": _ends(tau_gain, 0.07)},
+        "speed_up": {"gain": 0.4, "ci": _ends(0.4, 0.04)},
+        "confidence": 0.95,
+        "looks": 4,
+        "corrected_confidence": 0.9875,
+        "method": "paired bootstrap over prompts (BCa), Bonferroni over 4 looks",
+        "prompts": PROMPTS,
+        "tokens": tokens,
+        "minimal_detectable": {"alpha": 0.02, "tau": 0.1},
+        "prompts_for_half": 4 * PROMPTS,
+        "certain": "gain",
+    }
     check = {"predicted_blocks": blocks + 2.5, "live_blocks": blocks, "z": -0.2, "agrees": True}
     judged = {"step": 120, "alpha": ALPHA[DRAFT], "tau": tokens / blocks}
     passing = {"prompts": 4, "tokens": 100, "tau": 2.5, "tau_ci": [2.2, 2.8], "accepted_per_drafted": 0.5}
@@ -318,8 +376,6 @@ def bare(result: dict[str, Any]) -> dict[str, Any]:
     made = {key: copy.deepcopy(result[key]) for key in ("format", "version", "kind", "name", "made", "verdict")}
     verdict = made["verdict"]
     verdict["measured"] = [row for row in verdict["measured"] if "speed_up" not in row]
-    kept = (
-        "version", "rule", "gamma", "prompts", "tokens", "outcome", "drafts", "measured", "headline", "survival"
-    )  # fmt: skip
+    kept = ("version", "rule", "gamma", "prompts", "tokens", "outcome", "drafts", "measured", "headline", "survival")
     last = {"checkpoints": verdict["checkpoints"][-1:]}
     return made | {"verdict": {key: verdict[key] for key in kept} | last}

@@ -15,9 +15,13 @@ from starlette.routing import Route
 
 IDS, ACCEPTED, DRAFTED = [5, 6, 7, 8, 9, 10], [2, 1], [3, 3]  # a prefill's token, then two steps
 STATS = {
-    "num_spec_steps": 2, "num_accepted_draft_tokens": 3, "num_draft_tokens": 6, "num_spec_tokens": 3,
-    "per_step_accepted": ACCEPTED, "per_step_drafted": DRAFTED,
-}  # fmt: skip
+    "num_spec_steps": 2,
+    "num_accepted_draft_tokens": 3,
+    "num_draft_tokens": 6,
+    "num_spec_tokens": 3,
+    "per_step_accepted": ACCEPTED,
+    "per_step_drafted": DRAFTED,
+}
 USAGE = {"prompt_tokens": 3, "completion_tokens": 6, "total_tokens": 9}
 
 

@@ -166,9 +166,12 @@ def cases(rank: int, folder: Path) -> None:
     """Everything that two ranks have to show, results in FOLDER/rankN.pt."""
     results: dict[str, Any] = {}
     for name, variant, engine in (
-        ("ddp", "", ""), ("fsdp", "", "FSDP"), ("fsdp tied recomputed", "tied recomputed", "FSDP"), ("fsdp lora", "lora", "FSDP"),
+        ("ddp", "", ""),
+        ("fsdp", "", "FSDP"),
+        ("fsdp tied recomputed", "tied recomputed", "FSDP"),
+        ("fsdp lora", "lora", "FSDP"),
         ("fsdp lora blocks", "lora blocks", "FSDP"),
-    ):  # fmt: skip
+    ):
         results[name] = trained(steps_config(folder / name.replace(" ", "-"), 2), variant, engine)
     for name, engine in (("ddp-stopped", ""), ("fsdp-stopped", "FSDP"), ("fsdp-killed", "FSDP")):
         trained(steps_config(folder / name, 2), engine=engine, until=STOP)

@@ -79,9 +79,11 @@ class TimedEngine:
         if self.llama:
             return
         stats = {
-            "num_spec_steps": blocks, "num_accepted_draft_tokens": blocks * self.accepted,
-            "num_draft_tokens": blocks * self.gamma, "num_spec_tokens": self.gamma,
-        }  # fmt: skip
+            "num_spec_steps": blocks,
+            "num_accepted_draft_tokens": blocks * self.accepted,
+            "num_draft_tokens": blocks * self.gamma,
+            "num_spec_tokens": self.gamma,
+        }
         if self.gamma and self.counts:
             yield f"data: {json.dumps({'choices': [], 'metrics': {'speculative_decoding': stats}})}\n\n"
         yield "data: [DONE]\n\n"

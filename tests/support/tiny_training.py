@@ -103,11 +103,14 @@ def small_config(folder: Path, prompts: int = 24, **sections: Any) -> Path:
         write_target(target)
     source = {"path": str(write_prompts(folder / "prompts.jsonl", prompts)), "prompt_column": "prompt"}
     tree = {
-        "name": "small", "output": str(folder), "target": {"path": str(target)},
+        "name": "small",
+        "output": str(folder),
+        "target": {"path": str(target)},
         "data": {"train": [source], "template": {"mode": "plain"}},
-        "serving": {"max_tokens": 8, "shard_size": 8, "batch_size": 8}, "train": {"batch_size": 4},
+        "serving": {"max_tokens": 8, "shard_size": 8, "batch_size": 8},
+        "train": {"batch_size": 4},
         "judge": {"every": 2, "gamma": 2, "speed_prompts": 2, "speed_seconds": 0.1},
-    }  # fmt: skip
+    }
     path = folder / f"{sections.get('name', 'small')}.yaml"
     path.write_text(json.dumps(merged(tree, sections)), encoding="utf-8")
     return path

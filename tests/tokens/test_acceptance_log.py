@@ -192,9 +192,11 @@ def test_a_format_that_finds_nothing_says_so(tmp_path: Path) -> None:
     log = write(tmp_path, "a.log", VLLM)
     idle = write(tmp_path, "a.csv", "accepted,drafted\n0,0\n")
     for path, format, said in (
-        (log, "llama.cpp", "no llama.cpp record"), (log, "yaml", "--format yaml: choose one of auto"),
-        (tmp_path / "b.log", "auto", "no such file"), (idle, "auto", "no csv record with drafted tokens"),
-    ):  # fmt: skip
+        (log, "llama.cpp", "no llama.cpp record"),
+        (log, "yaml", "--format yaml: choose one of auto"),
+        (tmp_path / "b.log", "auto", "no such file"),
+        (idle, "auto", "no csv record with drafted tokens"),
+    ):
         assert said in refused(read_acceptance_log, path, format)
 
 

@@ -127,15 +127,19 @@ def test_more_than_the_api_gives_and_responses_without_a_signal_are_one_line(ser
 
 def chat_config(folder: Path, url: str, **overrides: Any) -> dict[str, Any]:
     return {
-        "name": "chat", "output": str(folder),
+        "name": "chat",
+        "output": str(folder),
         "target": {"path": str(folder / "target"), "endpoint": {"url": url, "api": "chat", "concurrency": 4}},
         "student": {"init": "pretrained", "path": str(folder / "draft")},
         "data": {"train": [{"path": str(folder / "prompts.jsonl"), "prompt_column": "prompt"}], "heldout_count": 8},
-        "serving": {"max_tokens": 8, "temperature": 0.8, "rule": "greedy-draft"}, "loss": {"name": "forward_kl"},
-        "signal": {"source": "response_logprobs", "k": 16}, "optim": {"lr": 0.01},
+        "serving": {"max_tokens": 8, "temperature": 0.8, "rule": "greedy-draft"},
+        "loss": {"name": "forward_kl"},
+        "signal": {"source": "response_logprobs", "k": 16},
+        "optim": {"lr": 0.01},
         "train": {"steps": 12, "batch_size": 8, "micro_batch_size": 8},
-        "judge": {"every": 12, "prompts": 8, "gamma": 2, "live": "never"}, **overrides,
-    }  # fmt: skip
+        "judge": {"every": 12, "prompts": 8, "gamma": 2, "live": "never"},
+        **overrides,
+    }
 
 
 def test_what_the_law_does_not_allow_is_refused(tmp_path: Path) -> None:
@@ -172,8 +176,8 @@ def test_a_whole_run_on_a_hosted_chat_model(server: Any, tmp_path: Path) -> None
     assert verdict.judged(DRAFT).alpha >= verdict.judged(UNDISTILLED).alpha
     curves = load_result(run / "result.json").curves
     assert {one.rule for one in curves.rules} == {"greedy-draft", "greedy"}
-    assert {rule: "its server returns only the model's unmodified ones" in why for rule, why in curves.refused.items()} == {
-        "sample": True, "sample-untruncated": True, "block": True
-    }  # fmt: skip
+    assert {
+        rule: "its server returns only the model's unmodified ones" in why for rule, why in curves.refused.items()
+    } == {"sample": True, "sample-untruncated": True, "block": True}
     with pytest.raises(UserError, match=r"judge.rule: sample replays"):
         load_frozen_text(run, "sample")

@@ -99,11 +99,16 @@ def conversations() -> dict[str, object]:
     """The same two turns as datasets store them."""
     sharegpt = [{"from": "human", "value": USER["content"]}, {"from": "gpt", "value": REPLY["content"]}]
     return {
-        "list": TURNS, "JSON": json.dumps(TURNS), "JSON twice": json.dumps(json.dumps(TURNS)), "Python": str(TURNS),
-        "JSON of each": [json.dumps(turn) for turn in TURNS], "object": {"messages": TURNS},
-        "JSON of an object": json.dumps({"conversations": sharegpt}), "ShareGPT": json.dumps(sharegpt),
+        "list": TURNS,
+        "JSON": json.dumps(TURNS),
+        "JSON twice": json.dumps(json.dumps(TURNS)),
+        "Python": str(TURNS),
+        "JSON of each": [json.dumps(turn) for turn in TURNS],
+        "object": {"messages": TURNS},
+        "JSON of an object": json.dumps({"conversations": sharegpt}),
+        "ShareGPT": json.dumps(sharegpt),
         "lists": {"role": ["user", "assistant"], "content": [USER["content"], REPLY["content"]]},
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.parametrize("stored", conversations())

@@ -90,8 +90,13 @@ def test_requests_say_all_settings_and_the_key_of_a_response_makes_its_seed(serv
         name: requests[0][name] for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "model")
     }
     assert asked == {
-        "temperature": 0.8, "top_k": 20, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "model": "tiny"
-    }  # fmt: skip
+        "temperature": 0.8,
+        "top_k": 20,
+        "top_p": 1.0,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "model": "tiny",
+    }
     assert made(target_at(url, concurrency=1), tmp_path / "b", SAMPLED, samples=2) == rows
     assert made(target_at(url), tmp_path / "c", replace(SAMPLED, seed=6), samples=2) != rows
 
@@ -261,7 +266,11 @@ def scored(url: str, k: int, tokens: int = 1) -> Any:
 @pytest.mark.parametrize(
     ("behaviour", "ask", "words"),
     [
-        ({"faults": {0: "slow"}}, lambda url: answered(url, timeout=0.2, retries=0), "no answer within 0.2 s (attempts: 1); raise target.endpoint.timeout"),
+        (
+            {"faults": {0: "slow"}},
+            lambda url: answered(url, timeout=0.2, retries=0),
+            "no answer within 0.2 s (attempts: 1); raise target.endpoint.timeout",
+        ),
         ({"faults": {0: "junk"}}, answered, "not a completion"),
         ({}, lambda url: target_at(url.removesuffix("/v1")).model, "must end in /v1"),
         ({}, lambda url: target_at(url, model="huge").model, "serves tiny"),
@@ -269,12 +278,16 @@ def scored(url: str, k: int, tokens: int = 1) -> Any:
         ({}, lambda url: answered(url, tokens=245), "data.context_length"),
         ({"shift": TOKENS}, answered, f"has {TOKENS} rows"),
         ({"shift": TOKENS}, lambda url: scored(url, 4), f"has {TOKENS} rows"),
-        ({"max_logprobs": 20}, lambda url: scored(url, 64), "at most 20 prompt_logprobs; start it with --max-logprobs 64"),
+        (
+            {"max_logprobs": 20},
+            lambda url: scored(url, 64),
+            "at most 20 prompt_logprobs; start it with --max-logprobs 64",
+        ),
         ({"lost_places": 2}, lambda url: scored(url, 4, tokens=3), "--no-enable-prefix-caching"),
         ({"scale": 0.3}, lambda url: scored(url, 20), "raw_logprobs"),
         ({"prompt_logprobs": False}, lambda url: scored(url, 4), "no prompt_logprobs"),
     ],
-)  # fmt: skip
+)
 def test_what_the_server_lacks_is_one_line(server: Any, behaviour: dict[str, Any], ask: Any, words: str) -> None:
     url, does = server
     for name, value in behaviour.items():
@@ -364,11 +377,18 @@ def test_a_whole_run_with_a_target_that_only_a_server_has(
     tiny_tokenizer().save_pretrained(tmp_path / "target")
     write_target(tmp_path / "draft", num_hidden_layers=1)
     config = small_config(
-        tmp_path, 30, name="served", student={"init": "pretrained", "path": str(tmp_path / "draft")},
-        target={"endpoint": {"url": url, "concurrency": 4}}, data={"heldout_count": 8}, loss={"name": "forward_kl"},
-        signal={"source": "store", "k": 16}, optim={"lr": 0.01}, train={"steps": 20, "batch_size": 8, "micro_batch_size": 8},
+        tmp_path,
+        30,
+        name="served",
+        student={"init": "pretrained", "path": str(tmp_path / "draft")},
+        target={"endpoint": {"url": url, "concurrency": 4}},
+        data={"heldout_count": 8},
+        loss={"name": "forward_kl"},
+        signal={"source": "store", "k": 16},
+        optim={"lr": 0.01},
+        train={"steps": 20, "batch_size": 8, "micro_batch_size": 8},
         judge={"every": 10, "prompts": 8, "live_prompts": 6},
-    )  # fmt: skip
+    )
     facts = respond_command.run(config)
     assert facts is not None
     assert facts.tokens > 0

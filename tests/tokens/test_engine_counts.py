@@ -36,14 +36,19 @@ OPENVINO = SimpleNamespace(
 )
 ANSWERS: dict[str, tuple[Any, RequestCounts]] = {
     "vllm-summary": (
-        {"metrics": {"speculative_decoding": STATS}, **USAGE}, RequestCounts("vllm", 5, 12, 4, 3),
+        {"metrics": {"speculative_decoding": STATS}, **USAGE},
+        RequestCounts("vllm", 5, 12, 4, 3),
     ),
     "vllm-detailed": (
         {"metrics": {"speculative_decoding": STATS | DETAILS}, **USAGE},
         RequestCounts("vllm", 5, 12, 4, 3, (3, 0, 2, 0), (3, 3, 3, 3), (2, 0, 1, 1)),
     ),
     "aiperf": (
-        {"metadata": {}, "spec_decode_acceptance": STATS | {"engine": "vllm", "acceptance_histogram": {"0": 2, "2": 1, "3": 1}, "completion_tokens": 9}},
+        {
+            "metadata": {},
+            "spec_decode_acceptance": STATS
+            | {"engine": "vllm", "acceptance_histogram": {"0": 2, "2": 1, "3": 1}, "completion_tokens": 9},
+        },
         RequestCounts("vllm", 5, 12, 4, 3, histogram=(2, 0, 1, 1)),
     ),
     "sglang-first-names": ({"text": "", "meta_info": FIRST}, RequestCounts("sglang", 5, 12, 4)),
@@ -52,7 +57,8 @@ ANSWERS: dict[str, tuple[Any, RequestCounts]] = {
         RequestCounts("sglang", 5, 12, 4),
     ),
     "sglang-choice": (
-        {"choices": [{"meta_info": LAST | HISTOGRAM}]}, RequestCounts("sglang", 5, 12, 4, histogram=(2, 0, 1, 1)),
+        {"choices": [{"meta_info": LAST | HISTOGRAM}]},
+        RequestCounts("sglang", 5, 12, 4, histogram=(2, 0, 1, 1)),
     ),
     "sglang-sglext": ({"sglext": {"spec_tokens_details": LAST}, **USAGE}, RequestCounts("sglang", 5, 12, 4)),
     "sglang-request-file": ({"request_parameters": "{}", **LAST}, RequestCounts("sglang", 5, 12, 4)),
@@ -71,7 +77,7 @@ ANSWERS: dict[str, tuple[Any, RequestCounts]] = {
         {"extended_perf_metrics": {"num_accepted_tokens": 5, "num_draft_tokens": 12, "num_generated_tokens": 9}},
         RequestCounts("openvino", 5, 12, None),
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", ANSWERS)
@@ -80,7 +86,18 @@ def test_an_engines_own_words_are_read(name: str) -> None:
     assert read_counts(answer) == counts
 
 
-@pytest.mark.parametrize("answer", [{}, {"choices": []}, {"metrics": None}, {"metrics": {"speculative_decoding": None}}, [], None, {"timings": {"predicted_n": 3}}])  # fmt: skip
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {},
+        {"choices": []},
+        {"metrics": None},
+        {"metrics": {"speculative_decoding": None}},
+        [],
+        None,
+        {"timings": {"predicted_n": 3}},
+    ],
+)
 def test_what_says_nothing_of_drafts_is_nobodys(answer: Any) -> None:
     assert read_counts(answer) is None
 
@@ -114,8 +131,9 @@ def test_drift_reads_responses_with_slices_and_engines_files(tmp_path: Path) -> 
         {"domain": "code", "response": ANSWERS["vllm-detailed"][0]},
         ANSWERS["llama.cpp"][0] | {"created": 17},
         {"domain": "chat", "response": {"choices": [{"text": "no draft"}]}},
-        ANSWERS["aiperf"][0], ANSWERS["sglang-request-file"][0],
-    ]  # fmt: skip
+        ANSWERS["aiperf"][0],
+        ANSWERS["sglang-request-file"][0],
+    ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     log = read_acceptance_log(path)
     assert log.records == [
@@ -197,7 +215,13 @@ def test_the_counters_of_other_engines() -> None:
         for place, count in enumerate(counts)
     )
     found = counted(places)
-    assert (found.engine, found.blocks, found.drafted, found.accepted, found.accepted_G) == ("tensorrt-llm", 4, 12, 6, (4, 2, 0))  # fmt: skip
+    assert (found.engine, found.blocks, found.drafted, found.accepted, found.accepted_G) == (
+        "tensorrt-llm",
+        4,
+        12,
+        6,
+        (4, 2, 0),
+    )
     found = counted("trtllm_spec_decode_num_draft_tokens_total 12\ntrtllm_spec_decode_num_accepted_tokens_total 5\n")
     assert (found.blocks, found.drafted, found.accepted) == (None, 12, 5)
     sglang = 'sglang:spec_verify_calls_total{tp_rank="0"} 4\nsglang:generation_tokens_total 11\nsglang:num_requests_total 2\nsglang:spec_accept_length 2.25\n'

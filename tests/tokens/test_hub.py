@@ -36,13 +36,27 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     ("path", "name"),
     [
-        ("acme/Tiny-Chat", "acme/Tiny-Chat"), ("gpt2", "gpt2"), ("drafts/big", "drafts/big"),
-        (f"cache/models--acme--Tiny-Chat/snapshots/{COMMIT}", "acme/Tiny-Chat"), (f"/gone/models--gpt2/snapshots/{COMMIT}/", "gpt2"),
-        ("acme/Tiny-GGUF/tiny.q8_0.gguf", "acme/Tiny-GGUF"), ("tiny.gguf", None),
-        ("drafts/small", None), ("drafts/smal", None), ("drafts", None), ("models/target", None), ("runs/nothing", None),
-        ("a/b/c", None), ("/x", None), ("./x", None), ("~/x", None), ("my target", None), ("été/x", None), ("", None),
+        ("acme/Tiny-Chat", "acme/Tiny-Chat"),
+        ("gpt2", "gpt2"),
+        ("drafts/big", "drafts/big"),
+        (f"cache/models--acme--Tiny-Chat/snapshots/{COMMIT}", "acme/Tiny-Chat"),
+        (f"/gone/models--gpt2/snapshots/{COMMIT}/", "gpt2"),
+        ("acme/Tiny-GGUF/tiny.q8_0.gguf", "acme/Tiny-GGUF"),
+        ("tiny.gguf", None),
+        ("drafts/small", None),
+        ("drafts/smal", None),
+        ("drafts", None),
+        ("models/target", None),
+        ("runs/nothing", None),
+        ("a/b/c", None),
+        ("/x", None),
+        ("./x", None),
+        ("~/x", None),
+        ("my target", None),
+        ("été/x", None),
+        ("", None),
     ],
-)  # fmt: skip
+)
 def test_a_name_is_of_the_hub_or_a_path(here: Path, path: str, name: str | None) -> None:
     assert hub.hub_id(path) == name
 
@@ -63,9 +77,13 @@ def test_a_missing_path_is_one_line_and_no_request(here: Path, path: str) -> Non
 
 def test_public_names_have_no_folders(here: Path) -> None:
     names = {
-        f"cache/models--acme--Tiny-Chat/snapshots/{COMMIT}": "acme/Tiny-Chat", "drafts/small": "small", "drafts/gone": "gone",
-        "/a/b": "b", "acme/x": "acme/x", "acme/x/x.gguf": "acme/x/x.gguf",
-    }  # fmt: skip
+        f"cache/models--acme--Tiny-Chat/snapshots/{COMMIT}": "acme/Tiny-Chat",
+        "drafts/small": "small",
+        "drafts/gone": "gone",
+        "/a/b": "b",
+        "acme/x": "acme/x",
+        "acme/x/x.gguf": "acme/x/x.gguf",
+    }
     assert {path: public_name(path) for path in names} == names
 
 

@@ -126,7 +126,7 @@ def test_loss_and_gradient_are_those_of_the_padded_batch(kind: str) -> None:
     results = []
     for batch in (padded, packed):
         module.zero_grad()
-        loss, overlap, _ = module(batch, teacher.signal(batch))  # fmt: skip
+        loss, overlap, _ = module(batch, teacher.signal(batch))
         loss.backward()
         gradients = {name: parameter.grad.clone() for name, parameter in module.named_parameters()}
         results.append((loss.detach().double(), overlap.double(), gradients))

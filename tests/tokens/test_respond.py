@@ -47,9 +47,16 @@ def decode_settings(**sampling: Any) -> DecodeSettings:
 
 
 def answers(
-    folder: Path, prompts: list[RenderedPrompt], settings: DecodeSettings | None = None, *, samples: int = 1,
-    batch_size: int = 4, shard_size: int = 4, rank: int = 0, ranks: int = 1,
-) -> list[Row]:  # fmt: skip
+    folder: Path,
+    prompts: list[RenderedPrompt],
+    settings: DecodeSettings | None = None,
+    *,
+    samples: int = 1,
+    batch_size: int = 4,
+    shard_size: int = 4,
+    rank: int = 0,
+    ranks: int = 1,
+) -> list[Row]:
     store, plan = Store(folder), ResponsePlan(prompts, samples, shard_size, rank, ranks)
     store.open({"target": "tiny"})
     respond(store, plan, tiny_model(), settings or decode_settings(), batch_size=batch_size, show=False)
@@ -266,8 +273,11 @@ def test_ranks_share_the_shards(tmp_path: Path, ranks: int) -> None:
 def test_fingerprint_of_prompts_sees_ids_tokens_domains_and_order() -> None:
     *others, last = prompts = prompts_of(4)
     changes: list[dict[str, Any]] = [
-        {"prompt_id": "other"}, {"domain": "other"}, {"prompt_ids": (9,)}, {"reference_ids": (1,)}
-    ]  # fmt: skip
+        {"prompt_id": "other"},
+        {"domain": "other"},
+        {"prompt_ids": (9,)},
+        {"reference_ids": (1,)},
+    ]
     changed = [prompts[::-1], others, *([*others, replace(last, **change)] for change in changes)]
     prints = {prompts_fingerprint(prompts), *map(prompts_fingerprint, changed)}
     assert len(prints) == 7

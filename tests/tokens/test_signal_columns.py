@@ -36,8 +36,9 @@ def test_ends_of_the_scale_and_every_code() -> None:
 @LAW
 @given(
     st.sampled_from([(2, 0), (300, 0), (65536, 0), (65537, 1), (131072, 1), (151936, 2), (262144, 2), (262145, 3)]),
-    st.integers(0, 30), st.integers(0, 2**31),
-)  # fmt: skip
+    st.integers(0, 30),
+    st.integers(0, 2**31),
+)
 def test_ids_come_back(vocab_bits: tuple[int, int], count: int, seed: int) -> None:
     vocab, bits = vocab_bits
     ids = np.random.default_rng(seed).integers(0, vocab, count)
@@ -81,9 +82,7 @@ def test_the_samples_come_back() -> None:
 
 
 def test_joined_samples_are_padded_with_nothing() -> None:
-    narrow = SampledSignal(
-        torch.tensor([[4]]), torch.tensor([[1.0]]), torch.tensor([[-0.1]]), torch.tensor([0.3])
-    )  # fmt: skip
+    narrow = SampledSignal(torch.tensor([[4]]), torch.tensor([[1.0]]), torch.tensor([[-0.1]]), torch.tensor([0.3]))
     wide = SampledSignal(
         torch.tensor([[1, 2]]), torch.tensor([[0.5, 0.5]]), torch.tensor([[-0.7, -0.7]]), torch.tensor([0.7])
     )

@@ -33,8 +33,12 @@ KINDS = pytest.mark.parametrize("kind", ["topk", "sampled"])
 
 def manifest_of(kind: str = "topk", **changes: Any) -> dict[str, Any]:
     values: dict[str, Any] = {
-        "temperature": 1.0, "vocab_rows": VOCAB, "target": "abc", "target_dtype": "float32", "seed": 0
-    }  # fmt: skip
+        "temperature": 1.0,
+        "vocab_rows": VOCAB,
+        "target": "abc",
+        "target_dtype": "float32",
+        "seed": 0,
+    }
     entries = changes.pop("entries", K if kind == "topk" else SAMPLES)
     return signal_manifest(kind, entries, **(values | changes))
 
@@ -176,9 +180,13 @@ def test_more_entries_than_tokens_are_refused() -> None:
 
 def test_a_key_sees_ids_masks_and_borders() -> None:
     parts = [
-        ([3, 4, 5], [False, True, True]), ([6, 7], [False, True]), ([3, 4, 6], [False, True, True]),
-        ([3, 4, 5], [False, False, True]), ([3, 4, 5, 6], [False, True, True, False]), ([7], [True]),
-    ]  # fmt: skip
+        ([3, 4, 5], [False, True, True]),
+        ([6, 7], [False, True]),
+        ([3, 4, 6], [False, True, True]),
+        ([3, 4, 5], [False, False, True]),
+        ([3, 4, 5, 6], [False, True, True, False]),
+        ([7], [True]),
+    ]
     examples = [Example(np.array(ids, np.int32), np.array(mask)) for ids, mask in parts]
     keys = as_examples(examples).keys_N.tolist()
     assert len(set(keys)) == 6
@@ -213,10 +221,14 @@ def test_a_store_grows_by_keys(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "key"),
     [
-        ({"target": "xyz"}, "target"), ({"target_dtype": "bfloat16"}, "target_dtype"), ({"temperature": 2.0}, "temperature"),
-        ({"vocab_rows": 301}, "vocab_rows"), ({"entries": 7}, "k"), ({"prompts": True}, "prompt_tokens"),
+        ({"target": "xyz"}, "target"),
+        ({"target_dtype": "bfloat16"}, "target_dtype"),
+        ({"temperature": 2.0}, "temperature"),
+        ({"vocab_rows": 301}, "vocab_rows"),
+        ({"entries": 7}, "k"),
+        ({"prompts": True}, "prompt_tokens"),
     ],
-)  # fmt: skip
+)
 def test_signals_of_other_settings_stand_beside_each_other(tmp_path: Path, change: dict[str, Any], key: str) -> None:
     store, other = filled(tmp_path), opened(tmp_path, changes=change)
     assert other.missing() == list(range(6))
@@ -264,9 +276,13 @@ def test_one_flipped_byte_anywhere_is_refused_by_name_missing_or_harmless(tmp_pa
         for number, signal in zip(present, read, strict=True):
             wanted = whole.rows(slice(int(starts[number]), int(starts[number + 1])))
             wide = signal.ids_RK if isinstance(signal, TopKSignal) else signal.ids_RS
-            narrowed = wanted if kind == "topk" else SampledSignal(
-                *(value[:, : wide.shape[1]] if value.dim() > 1 else value for value in vars(wanted).values())
-            )  # fmt: skip
+            narrowed = (
+                wanted
+                if kind == "topk"
+                else SampledSignal(
+                    *(value[:, : wide.shape[1]] if value.dim() > 1 else value for value in vars(wanted).values())
+                )
+            )
             assert same(signal, narrowed), (position, number)
     entries = K if kind == "topk" else SAMPLES
     values = (part for n in range(3) for part in encode(signal_of(n, kind, lengths[n]), entries, VOCAB).values())

@@ -132,8 +132,12 @@ def test_an_archive_is_refused_by_name(tmp_path):
     with tarfile.open(fileobj=tarred, mode="w") as file:
         file.addfile(tarfile.TarInfo("p.jsonl"), io.BytesIO())
     contents = {
-        "a.zip": packed, "b.jsonl": packed, "c.tar": tarred, "d.tar.xz": tarred, "set/train.zip": packed,
-    }  # fmt: skip
+        "a.zip": packed,
+        "b.jsonl": packed,
+        "c.tar": tarred,
+        "d.tar.xz": tarred,
+        "set/train.zip": packed,
+    }
     for name, content in contents.items():
         path = write(tmp_path / name, content.getvalue())
         kind = "zip" if content is packed else "tar"
@@ -368,10 +372,14 @@ def test_a_row_that_is_no_prompt_is_named(tmp_path, column, value, complaint):
 
 def test_every_assistant_turn_may_be_a_prompt(tmp_path):
     said = [
-        {"role": "assistant", "content": "Hello."}, {"role": "user", "content": "Where?"}, {"role": "assistant", "content": "Here."},
-        {"role": "assistant", "content": "Or there."}, {"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."},
+        {"role": "assistant", "content": "Hello."},
+        {"role": "user", "content": "Where?"},
+        {"role": "assistant", "content": "Here."},
+        {"role": "assistant", "content": "Or there."},
+        {"role": "user", "content": "Why?"},
+        {"role": "assistant", "content": "So."},
         {"role": "tool", "content": "4"},
-    ]  # fmt: skip
+    ]
     path = tmp_path / "chat.jsonl"
     path.write_text(json.dumps({"messages": said}) + "\n")
     found = load(path=str(path), turns="all")
@@ -486,8 +494,10 @@ def test_prompts_that_were_rendered_before_keep_ids_and_tokens(tmp_path):
     write_prompts(path, rendered)
     rows = load(path=str(path))
     assert [(content_hash(row), row.prompt_ids, row.domain, row.text) for row in rows] == [
-        ("a" * 16, (5, 6), "sums", "2 + 2"), ("b" * 16, (5, 6), "sums", "2 + 2"), ("c" * 16, (7,), "words", None)
-    ]  # fmt: skip
+        ("a" * 16, (5, 6), "sums", "2 + 2"),
+        ("b" * 16, (5, 6), "sums", "2 + 2"),
+        ("c" * 16, (7,), "words", None),
+    ]
     assert rows[2].messages == ({"role": "user", "content": "Hi"},)
     assert deduplicate([*rows, rows[0]])[0] == rows, "how often a question may come was chosen by who rendered it"
     assert render_prompt(rows[0], None, Template(mode="chat")) == [5, 6]
@@ -561,11 +571,17 @@ SPEC_BENCH = [
 ]
 SPEED_BENCH = [
     {
-        "question_id": f"q{row['question_id']}", "category": row["category"], "sub_category": "x", "turns": row["turns"],
-        "source": "own", "src_id": "0", "difficulty": "easy", "multiturn": len(row["turns"]) > 1,
+        "question_id": f"q{row['question_id']}",
+        "category": row["category"],
+        "sub_category": "x",
+        "turns": row["turns"],
+        "source": "own",
+        "src_id": "0",
+        "difficulty": "easy",
+        "multiturn": len(row["turns"]) > 1,
     }
     for row in SPEC_BENCH
-]  # fmt: skip
+]
 
 
 def test_questions_of_benchmarks_are_prompts_and_their_categories_domains(tmp_path):

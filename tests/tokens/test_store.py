@@ -272,9 +272,13 @@ def test_a_shard_that_is_gone_is_called_missing_and_not_damaged(tmp_path: Path) 
 def test_keys_see_prompt_sample_ids_and_mask(tmp_path: Path) -> None:
     row = row_of(0)
     others = [
-        row, replace(row, prompt_id="other"), replace(row, sample=1), replace(row, input_ids=[*row.input_ids[:-1], 99]),
-        replace(row, loss_mask=[True, *row.loss_mask[1:]]), replace(row, domain="other", finished=False),
-    ]  # fmt: skip
+        row,
+        replace(row, prompt_id="other"),
+        replace(row, sample=1),
+        replace(row, input_ids=[*row.input_ids[:-1], 99]),
+        replace(row, loss_mask=[True, *row.loss_mask[1:]]),
+        replace(row, domain="other", finished=False),
+    ]
     keys = []
     for index, other in enumerate(others):
         store = opened(tmp_path / str(index))

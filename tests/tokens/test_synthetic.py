@@ -90,8 +90,9 @@ def test_a_mix_begins_like_one_prompt_and_ends_like_another() -> None:
     for row in behind:
         assert row.messages is not None
         assert [turn["content"] for turn in row.messages] in (
-            ["hi", "yes", "the name twice"], ["oh", "no", "say the name of it"]
-        )  # fmt: skip
+            ["hi", "yes", "the name twice"],
+            ["oh", "no", "say the name of it"],
+        )
     with pytest.raises(UserError, match="share two neighbouring words"):
         mixed_rows(asked("one two", "three four"), 0)
 

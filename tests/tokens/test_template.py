@@ -193,8 +193,10 @@ def test_end_of_turn_that_is_not_eos_closes_the_answer():
 
 
 def test_template_that_closes_nothing_gets_eos():
-    tokenizer = make_tokenizer("{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}"
-                               "{% if add_generation_prompt %}assistant: {% endif %}")  # fmt: skip
+    tokenizer = make_tokenizer(
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
     _, response_ids = render_reference(text_row("hi", reference="yes"), tokenizer, CHAT)
     assert tokenizer.decode(response_ids) == "yes<|im_end|>"
 

@@ -185,9 +185,14 @@ def read_drafts(text: FrozenText, names: Sequence[str], gamma: int, timing: bool
             by_shape[draft.shape] = _timed(text, draft, gamma)
         engine = load_engine_costs(run) if (run := run_of(path)) else None
         entry = Scored(
-            name=path, path=path, parameters=draft.model.num_parameters(), scores=scores, costs=None, shape=draft.shape,
+            name=path,
+            path=path,
+            parameters=draft.model.num_parameters(),
+            scores=scores,
+            costs=None,
+            shape=draft.shape,
             engine=engine if engine and engine.costs[0].parallel == draft.parallel else None,
-        )  # fmt: skip
+        )
         drafts[find_student(path), drafting] = entry
     costs = _shared_target(by_shape)
     entries = []

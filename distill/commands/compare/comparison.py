@@ -231,9 +231,19 @@ def _row(entry: Scored, keys: Sequence[Any], rule: str, gamma: int, text: str) -
     """A row for a way on a text at one gamma: alpha and tau by replay, and the predicted speed-up if steps were timed."""
     curve, how = calls_curve(entry.tokens_N, entry.calls(rule, (gamma,)), keys), dict[str, How](tau="replay")
     row = Measured(
-        entry.name, rule, 1, text, curve.prompts, curve.tokens, gamma, tau=curve.tau[0], tau_ci=curve.tau_ci[0],
-        how=how, ngrams=entry.ngrams, tuned_on=None if entry.ngrams is None else entry.tuned_on,
-    )  # fmt: skip
+        entry.name,
+        rule,
+        1,
+        text,
+        curve.prompts,
+        curve.tokens,
+        gamma,
+        tau=curve.tau[0],
+        tau_ci=curve.tau_ci[0],
+        how=how,
+        ngrams=entry.ngrams,
+        tuned_on=None if entry.ngrams is None else entry.tuned_on,
+    )
     if entry.judged is not None:
         alpha, alpha_ci = alpha_with_interval([own.accept_probs(rule) for own in entry.judged], keys)
         row, how["alpha"] = replace(row, alpha=alpha, alpha_ci=alpha_ci), "replay"
@@ -248,9 +258,14 @@ def _way(entry: Scored, keys: Sequence[Any], rule: str, gamma: int) -> ComparedW
     gammas, scores, costs = scored_gammas(entry.scores or [], CURVE_GAMMAS), entry.scores, entry.costs
     curve = calls_curve(entry.tokens_N, entry.calls(rule, gammas), keys)
     way = ComparedWay(
-        way=entry.name, path=entry.path, parameters=entry.parameters, gammas=gammas, taus=curve.tau, taus_ci=curve.tau_ci,
+        way=entry.name,
+        path=entry.path,
+        parameters=entry.parameters,
+        gammas=gammas,
+        taus=curve.tau,
+        taus_ci=curve.tau_ci,
         survival=None if entry.judged is None else survival_of(entry.judged, rule, gamma),
-    )  # fmt: skip
+    )
     if entry.engine is not None and entry.judged is not None:
         rows = entry.engine.rows(dict(zip(gammas, curve.tau, strict=True)), rule, curve.tokens / len(keys))
         rows = [replace(row, way=entry.name) for row in rows]

@@ -89,11 +89,12 @@ def compare_served(options: CompareOptions, text: FrozenText, console: Console) 
     ]
     gains = [
         ServedDifference(
-            way=row.way, tau=_gain(sums_P4, base, 0),
+            way=row.way,
+            tau=_gain(sums_P4, base, 0),
             tokens_per_second=_gain(sums_P4, base, 2) if row.tokens_per_second and first.tokens_per_second else None,
         )
         for row, sums_P4 in others
-    ]  # fmt: skip
+    ]
     now = datetime.now(UTC).isoformat(timespec="seconds")
     result = ServedComparison(made=now, on=str(text.run), measured=[row for row, _ in found], differences=gains)
     write_asked("--out", options.out, result.record())

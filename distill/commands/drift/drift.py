@@ -106,8 +106,10 @@ def _check(options: DriftOptions) -> None:
     if options.scrapes < 2 or not 0 <= options.interval < 1e6:
         raise UserError(f"--scrapes {options.scrapes} --interval {options.interval:g}: give at least 2, seconds apart")
     for option, value in (
-        ("--chat", options.chat), ("--prompt-column", options.prompt_column), ("--messages-column", options.messages_column)
-    ):  # fmt: skip
+        ("--chat", options.chat),
+        ("--prompt-column", options.prompt_column),
+        ("--messages-column", options.messages_column),
+    ):
         if value and not options.prompts:
             raise UserError(f"{option} is for --prompts: a log contains rendered prompts")
     if not 0.5 <= options.confidence < 1:
@@ -141,13 +143,30 @@ def _compared(options: DriftOptions, log: AcceptanceLog, baseline: Baseline, not
         (HELD_OUT, len(baseline.prompts), found.baseline, "replay"),
     )
     rows = [
-        replace(way, text=text, prompts=count, gamma=baseline.gamma, accepted_per_drafted=rate, how={"accepted_per_drafted": how})
+        replace(
+            way,
+            text=text,
+            prompts=count,
+            gamma=baseline.gamma,
+            accepted_per_drafted=rate,
+            how={"accepted_per_drafted": how},
+        )
         for text, count, rate, how in kinds
-    ]  # fmt: skip
+    ]
     return Drift(
-        format=2, run=str(options.run), source=source, log=log.format, drafting=baseline.drafting, measured=rows, change=found.change,
-        ci=found.ci, confidence=options.confidence, refresh=refresh, sentence=sentence, notes=notes + more,
-    )  # fmt: skip
+        format=2,
+        run=str(options.run),
+        source=source,
+        log=log.format,
+        drafting=baseline.drafting,
+        measured=rows,
+        change=found.change,
+        ci=found.ci,
+        confidence=options.confidence,
+        refresh=refresh,
+        sentence=sentence,
+        notes=notes + more,
+    )
 
 
 def _decoded(options: DriftOptions, baseline: Baseline) -> AcceptanceLog:

@@ -138,9 +138,13 @@ def evaluate(config: RunConfig, path: str, gammas: list[int], rule: Rule, log: P
     if len(gammas) > 1:
         for gamma in gammas:
             by_gamma[gamma], _ = judge(
-                target.model, field.candidates[-1].draft, frozen, pair.settings.under(rule, gamma), batch_size=config.judge.batch_size,
+                target.model,
+                field.candidates[-1].draft,
+                frozen,
+                pair.settings.under(rule, gamma),
+                batch_size=config.judge.batch_size,
                 scores=field.scores[rule][DRAFT],
-            )  # fmt: skip
+            )
         costs = field.costs[DRAFT]
         best, _ = gamma_to_run(predicted_speed_ups(costs.timed(by_gamma[chosen].replay), costs))
         chosen = min(gammas, key=lambda gamma: abs(gamma - (best or 1)))

@@ -26,9 +26,14 @@ def losslessness(asked: Asked, control: bool = True) -> Lossless:
     """
     pair, drafter = asked.opened()
     return tests.losslessness(
-        pair.target.model, drafter, pair.keyed, pair.settings.under(asked.rule, asked.gamma), samples=asked.samples or 16,
-        batch_size=asked.config.judge.batch_size, control=control,
-    )  # fmt: skip
+        pair.target.model,
+        drafter,
+        pair.keyed,
+        pair.settings.under(asked.rule, asked.gamma),
+        samples=asked.samples or 16,
+        batch_size=asked.config.judge.batch_size,
+        control=control,
+    )
 
 
 def lossless_lines(result: Lossless) -> list[str]:

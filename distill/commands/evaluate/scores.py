@@ -53,11 +53,15 @@ def task_scores(asked: Asked, scorer: str, references: Path | None = None) -> Ta
         raise UserError(f"--samples {samples}: at temperature 0 every response to a prompt is the same; give 1")
     texts = [
         sampled_texts(
-            pair.target.model, drafter, pair.keyed, replace(settings, seed=settings.seed + number), samples,
+            pair.target.model,
+            drafter,
+            pair.keyed,
+            replace(settings, seed=settings.seed + number),
+            samples,
             batch_size=batch_size,
         )
         for number, drafter in ((1, proposing), (2, None))
-    ]  # fmt: skip
+    ]
     speculative_PS, alone_PS = (
         score_texts(scorer, function, pair.target.tokenizer, pair.prompts, side, known) for side in texts
     )
@@ -87,10 +91,18 @@ def task_scores(asked: Asked, scorer: str, references: Path | None = None) -> Ta
             else f"NOT the same text: {greedy.differences[0]}"
         )
     return TaskScores(
-        scorer=scorer, rule=asked.rule, gamma=asked.gamma, prompts=len(pair.prompts), samples=samples,
-        with_reference=sum(one.prompt_id in known or one.text in known for one in pair.prompts), same_texts=sum(same),
-        **found._asdict(), difference_ci_wide=wide, passed=passed, sentence=sentence,
-    )  # fmt: skip
+        scorer=scorer,
+        rule=asked.rule,
+        gamma=asked.gamma,
+        prompts=len(pair.prompts),
+        samples=samples,
+        with_reference=sum(one.prompt_id in known or one.text in known for one in pair.prompts),
+        same_texts=sum(same),
+        **found._asdict(),
+        difference_ci_wide=wide,
+        passed=passed,
+        sentence=sentence,
+    )
 
 
 def _sampled_answer(difference: ScoreDifference, wide: Interval, prompts: int, samples: int) -> tuple[bool, str]:

@@ -39,9 +39,13 @@ from speculative.rules.tree import TokenTree
 
 # Values of --drafter, and the way to decode that each stands for.
 WAYS = {
-    "draft": "draft", "lookup": "prompt lookup", "retrieval": "past responses", "early-exit": "early exit", "jacobi": "lookahead",
+    "draft": "draft",
+    "lookup": "prompt lookup",
+    "retrieval": "past responses",
+    "early-exit": "early exit",
+    "jacobi": "lookahead",
     "cascade": "lookup + draft",
-}  # fmt: skip
+}
 MAX_TOKENS = 128
 DEFAULT_GAMMA = 4
 MOST_GAMMA = 64
@@ -67,11 +71,17 @@ def generate_command(options: GenerateOptions) -> None:
     gamma = len(branching) or parse_gamma(options.gamma)
     rule: Any = options.rule or ("greedy" if options.temperature == 0 else "sample")
     settings = DecodeSettings(
-        SamplingSettings(options.temperature, options.top_k, options.top_p, options.min_p), gamma, rule,
-        MAX_TOKENS if options.max_tokens is None else options.max_tokens, fit_context=options.max_tokens is None,
-        seed=options.seed, tree=tree, rules=LogitsRules(repetition_penalty=options.repetition_penalty),
-        stop=tuple(options.stop or ()), min_tokens=options.min_tokens,
-    )  # fmt: skip
+        SamplingSettings(options.temperature, options.top_k, options.top_p, options.min_p),
+        gamma,
+        rule,
+        MAX_TOKENS if options.max_tokens is None else options.max_tokens,
+        fit_context=options.max_tokens is None,
+        seed=options.seed,
+        tree=tree,
+        rules=LogitsRules(repetition_penalty=options.repetition_penalty),
+        stop=tuple(options.stop or ()),
+        min_tokens=options.min_tokens,
+    )
     adapts = options.gamma == "auto" and tree is None
     policy = (AdaptiveGamma if adapts else FixedGamma)(gamma, options.stop_below)
     loaded = load(options)
@@ -170,9 +180,17 @@ def run(
     try:
         with ProposalLog(log) if log is not None else nullcontext() as proposals:
             events = generate(
-                loaded.target, loaded.drafter, prompts, settings, batch_size=options.batch_size, tokenizer=loaded.tokenizer,
-                policy=policy, log=proposals, runner=options.runner, timing=timing,
-            )  # fmt: skip
+                loaded.target,
+                loaded.drafter,
+                prompts,
+                settings,
+                batch_size=options.batch_size,
+                tokenizer=loaded.tokenizer,
+                policy=policy,
+                log=proposals,
+                runner=options.runner,
+                timing=timing,
+            )
             for event in _shown(events, len(prompts), out):
                 if event.finish_reason is not None:
                     finished[event.index] = event.response
@@ -218,11 +236,17 @@ def summary(
     """Numbers of a run. `replay_check` is present if replay can predict them: a draft model, one gamma, no logits rules."""
     tokens, drafter = sum(len(response.response_ids) for response in responses), loaded.drafter
     result: dict[str, Any] = {
-        "tokens": tokens, "tokens_per_second": tokens / timing.total_seconds, "seconds": stage_seconds(timing),
-        "latency": latency(responses).record(), "peak_bytes": timing.peak_bytes, "drafter": None if drafter is None else drafter.name,
+        "tokens": tokens,
+        "tokens_per_second": tokens / timing.total_seconds,
+        "seconds": stage_seconds(timing),
+        "latency": latency(responses).record(),
+        "peak_bytes": timing.peak_bytes,
+        "drafter": None if drafter is None else drafter.name,
         "finish_reasons": dict(sorted(Counter(str(response.finish_reason) for response in responses).items())),
-        "warnings": speed_warnings(*(model for model in (loaded.target, getattr(drafter, "model", None)) if model is not None)),
-    }  # fmt: skip
+        "warnings": speed_warnings(
+            *(model for model in (loaded.target, getattr(drafter, "model", None)) if model is not None)
+        ),
+    }
     if drafter is None:
         return result
     result |= live_metrics(responses, settings.gamma)

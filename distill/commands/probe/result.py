@@ -64,11 +64,17 @@ class Prospect:
         """As JSON, without the rows, which are in `measured`."""
         decisions = [{"text": one.now.text, "rule": one.now.rule, "decision": one.decision} for one in self.outlooks]
         return asdict(self.model) | {
-            "name": self.name, "drafting": self.drafting, "vocabulary": self.vocabulary, "refused": self.refused,
-            "notes": self.notes, "decisions": decisions, "go": self.go, "detectable_alpha": self.detectable_alpha,
+            "name": self.name,
+            "drafting": self.drafting,
+            "vocabulary": self.vocabulary,
+            "refused": self.refused,
+            "notes": self.notes,
+            "decisions": decisions,
+            "go": self.go,
+            "detectable_alpha": self.detectable_alpha,
             "decision": None if self.lead is None else self.lead.decision,
             "survival": None if self.lead is None else self.lead.survival,
-        }  # fmt: skip
+        }
 
 
 @dataclass(frozen=True)
@@ -149,12 +155,16 @@ class Probe:
         prices = [*self.target_prices, *(price for one in self.usable for price in one.prices)]
         known = ("checks", "assumptions", "notes", "seconds", "decision", "go", "best", "drafting", "sentence")
         return {
-            "format": FORMAT, "target": asdict(self.target), "settings": asdict(self.settings),
-            "texts": [asdict(one) for one in self.texts], "prices": [asdict(one) for one in prices],
-            "measured": [row.record() for row in self.measured], "drafts": [one.record() for one in self.drafts],
+            "format": FORMAT,
+            "target": asdict(self.target),
+            "settings": asdict(self.settings),
+            "texts": [asdict(one) for one in self.texts],
+            "prices": [asdict(one) for one in prices],
+            "measured": [row.record() for row in self.measured],
+            "drafts": [one.record() for one in self.drafts],
             "memory": None if self.memory is None else asdict(self.memory),
             **{name: getattr(self, name) for name in known},
-        }  # fmt: skip
+        }
 
 
 def draft_sentence(prospect: Prospect, baseline: float) -> str:

@@ -150,11 +150,21 @@ def outlook_table(prospect: Prospect, result: Probe) -> Table:
     """Acceptance and speed-up of a draft under each rule at each temperature: now, distilled and at the ceiling."""
     settings = result.settings
     table = Table(
-        ["text", "rule", Column("alpha", ".3f"), Column("headroom", "+.3f"), "survival", Column("tau", ".2f"), "now", "distilled", "ceiling"],
+        [
+            "text",
+            "rule",
+            Column("alpha", ".3f"),
+            Column("headroom", "+.3f"),
+            "survival",
+            Column("tau", ".2f"),
+            "now",
+            "distilled",
+            "ceiling",
+        ],
         title=f"{prospect.name} as it is: {settings.prompts} prompts, batch {settings.batch_sizes[0]}",
         caption="@: gamma; headroom: ceiling minus alpha; survival of the first 1, 2, 3 drafted tokens; predicted speed-up now, distilled "
         "(the usual result from this start), and at the ceiling of the rule",
-    )  # fmt: skip
+    )
     for one in prospect.outlooks:
         now, gamma = one.now, one.now.gamma or min(3, max(one.taus))
         table.add(

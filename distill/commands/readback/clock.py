@@ -90,10 +90,14 @@ def time_command(options: TimeOptions) -> int:
     costs = step_costs({cell: median(of) for cell, of in blocks.items()}, one_pass)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
     result = EngineCosts(
-        format=1, engine=name, device=options.plain or device, flags=options.words or [], costs=costs,
+        format=1,
+        engine=name,
+        device=options.plain or device,
+        flags=options.words or [],
+        costs=costs,
         ratios={one.batch_size: ratios_of(one, repeats) for one, *repeats in zip(costs, *each, strict=True)},
         prefill={load: {gamma: median(of) for (n, gamma), of in sorted(reads.items()) if n == load} for load in loads},
-    )  # fmt: skip
+    )
     write_json(out, result.record())
     console = Console(highlight=False)
     for part in engine_parts(verdict.model_copy(update={"engine": result})):

@@ -318,11 +318,24 @@ def served_row(
     """(the row of an engine's answers, their speed). load: requests sent at once."""
     speed, tokens = pace(asked.answers, asked.plain, asked.prompts), sum(one.tokens for one in asked.answers)
     row = Measured(
-        DRAFT, rule, load, SERVED_TEXT, len(set(asked.prompts)), tokens, gamma, tau=counted.tau, tau_ci=tau_ci,
-        accepted_per_drafted=counted.accepted_per_drafted, tokens_per_second=speed.tokens_per_second, speed_up=speed.speed_up,
-        speed_up_ci=speed.speed_up_ci, **waits(asked.answers),
-        how=dict.fromkeys(("tau", "accepted_per_drafted", "tokens_per_second", "speed_up", "first_token_ms", "per_token_ms"), "served"),
-    )  # fmt: skip
+        DRAFT,
+        rule,
+        load,
+        SERVED_TEXT,
+        len(set(asked.prompts)),
+        tokens,
+        gamma,
+        tau=counted.tau,
+        tau_ci=tau_ci,
+        accepted_per_drafted=counted.accepted_per_drafted,
+        tokens_per_second=speed.tokens_per_second,
+        speed_up=speed.speed_up,
+        speed_up_ci=speed.speed_up_ci,
+        **waits(asked.answers),
+        how=dict.fromkeys(
+            ("tau", "accepted_per_drafted", "tokens_per_second", "speed_up", "first_token_ms", "per_token_ms"), "served"
+        ),
+    )
     return row, speed
 
 

@@ -146,13 +146,23 @@ def _record(
     texts, more = _greedy_texts(greedy, source.target)
     causes += judged.causes + more + ([f"counters: {main.reset}"] if main.reset else [])
     return ServedRecord(
-        format=2, engine=client.engine, version=client.version, url=options.url, drafting=judged.drafting, source=counted.source,
-        target=options.target, made=datetime.now(UTC).isoformat(timespec="seconds"),
+        format=2,
+        engine=client.engine,
+        version=client.version,
+        url=options.url,
+        drafting=judged.drafting,
+        source=counted.source,
+        target=options.target,
+        made=datetime.now(UTC).isoformat(timespec="seconds"),
         sampling=main.settings.sampling.as_dict() | {"max_tokens": main.settings.max_tokens},
-        **_measured(options, main, judged), z=judged.z, agrees=not causes, greedy=texts,
+        **_measured(options, main, judged),
+        z=judged.z,
+        agrees=not causes,
+        greedy=texts,
         text_law=None if law is None else TextLawRecord.model_validate(law, from_attributes=True),
-        causes=causes, notes=notes + judged.notes + end_note(counted, client.engine),
-    )  # fmt: skip
+        causes=causes,
+        notes=notes + judged.notes + end_note(counted, client.engine),
+    )
 
 
 def _measured(options: ReadbackOptions, asked: Asked, judged: Judged) -> Mapping[str, Any]:
@@ -163,17 +173,28 @@ def _measured(options: ReadbackOptions, asked: Asked, judged: Judged) -> Mapping
     if speed.plain is not None:
         rows.append(
             replace(
-                served, way=TARGET, tokens=sum(answer.tokens for answer in asked.plain), gamma=0, tau=1.0, tau_ci=None,
-                accepted_per_drafted=None, tokens_per_second=speed.plain, speed_up=1.0, speed_up_ci=None,
-                how=dict.fromkeys(("tokens_per_second", "first_token_ms", "per_token_ms"), "served"), **waits(asked.plain),
+                served,
+                way=TARGET,
+                tokens=sum(answer.tokens for answer in asked.plain),
+                gamma=0,
+                tau=1.0,
+                tau_ci=None,
+                accepted_per_drafted=None,
+                tokens_per_second=speed.plain,
+                speed_up=1.0,
+                speed_up_ci=None,
+                how=dict.fromkeys(("tokens_per_second", "first_token_ms", "per_token_ms"), "served"),
+                **waits(asked.plain),
             )
-        )  # fmt: skip
+        )
     return {
         "measured": rows + judged.rows[1:],
         "survival": judged.survival | ({} if counted.survival is None else {"served": counted.survival}),
-        "survival_ci": counted.survival_ci, "tokens_per_second_ci": speed.tokens_per_second_ci,
-        "latency": speed.latency, "latency_ci": speed.latency_ci,
-    }  # fmt: skip
+        "survival_ci": counted.survival_ci,
+        "tokens_per_second_ci": speed.tokens_per_second_ci,
+        "latency": speed.latency,
+        "latency_ci": speed.latency_ci,
+    }
 
 
 def _greedy_texts(asked: Asked | None, target: Target) -> tuple[GreedyTexts | None, list[str]]:

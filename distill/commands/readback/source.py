@@ -184,19 +184,33 @@ def _judge(
     shown = replayer.predict(counted, found.rule, counted.gamma)
     survival, rate = replayer.shares(found.rule, found.gamma, counted.spared)
     return Judged(
-        counted, found.rule, tau_interval(counted, shown.tau, shown.tau_ci), counted.gamma, _rows(replayer, found, rate),
-        {"replay": survival}, found.z, draft.drafting, acceptance_causes(counted, replayer, found),
+        counted,
+        found.rule,
+        tau_interval(counted, shown.tau, shown.tau_ci),
+        counted.gamma,
+        _rows(replayer, found, rate),
+        {"replay": survival},
+        found.z,
+        draft.drafting,
+        acceptance_causes(counted, replayer, found),
         counted.notes + few_note(counted, found),
-    )  # fmt: skip
+    )
 
 
 def _rows(replayer: Replayer, found: Predicted, rate: float) -> list[Measured]:
     """Replay of the served text if it is known, and of the run's own text."""
     known = replayer.knows(found.rule)
     row = Measured(
-        DRAFT, found.rule, text=SERVED_TEXT if known else HELD_OUT, prompts=len(replayer.asked.answers), gamma=found.gamma,
-        tau=found.tau, tau_ci=found.tau_ci, accepted_per_drafted=rate, how=dict.fromkeys(("tau", "accepted_per_drafted"), "replay"),
-    )  # fmt: skip
+        DRAFT,
+        found.rule,
+        text=SERVED_TEXT if known else HELD_OUT,
+        prompts=len(replayer.asked.answers),
+        gamma=found.gamma,
+        tau=found.tau,
+        tau_ci=found.tau_ci,
+        accepted_per_drafted=rate,
+        how=dict.fromkeys(("tau", "accepted_per_drafted"), "replay"),
+    )
     if not known:
         return [row]
     tau, tau_ci = replayer.expect(found.rule, found.gamma)

@@ -44,8 +44,12 @@ def seen_in(run: Path, engine: str, load: int) -> list[str]:
 
 
 def speed_checks(
-    verdict: Verdict, run: Path, files: Sequence[AnswerFile], asked: tuple[Sequence[HeldoutResponse], DecodeSettings], rule: str
-) -> list[SpeedCheck]:  # fmt: skip
+    verdict: Verdict,
+    run: Path,
+    files: Sequence[AnswerFile],
+    asked: tuple[Sequence[HeldoutResponse], DecodeSettings],
+    rule: str,
+) -> list[SpeedCheck]:
     """Ask both servers in turn at each load of engine_costs.json, and compare. rule: the engine's.
 
     Raises UserError: as `ask`.
@@ -89,5 +93,11 @@ def check_speed(verdict: Verdict, load: int, asked: Asked, seen: Sequence[str], 
         times = f"{1.0 / (1.0 + of_costs):.2f}"
         causes = [f"blocks take {times} times as long, in plain steps, as `understudy time` measured", *seen]
     return SpeedCheck(
-        predicted=predicted, served=served, difference=difference, of_tau=of_tau, of_costs=of_costs, holds=holds, causes=causes
-    )  # fmt: skip
+        predicted=predicted,
+        served=served,
+        difference=difference,
+        of_tau=of_tau,
+        of_costs=of_costs,
+        holds=holds,
+        causes=causes,
+    )

@@ -84,10 +84,15 @@ def _point(row: Row, runs: Sequence[tuple[Path, Verdict]], price: float | None) 
     millions = [rows[0].million_with_draft for verdict in verdicts if prices and (rows := price_rows(verdict, prices))]
     alpha, tau = row.figure("alpha"), row.figure("tau")
     return Point(
-        values=row.values, alpha=alpha.value if alpha else None, tau=tau.value if tau else None, c=_mean(ratios), speed_ups=speed_ups,
+        values=row.values,
+        alpha=alpha.value if alpha else None,
+        tau=tau.value if tau else None,
+        c=_mean(ratios),
+        speed_ups=speed_ups,
         bytes=max(sum(file.stat().st_size for file in best_student(run).glob("*.safetensors")) for run, _ in runs),
-        hours=float(np.mean([run_hours(verdict) for verdict in verdicts])), million=_mean(millions),
-    )  # fmt: skip
+        hours=float(np.mean([run_hours(verdict) for verdict in verdicts])),
+        million=_mean(millions),
+    )
 
 
 def _mean(values: Sequence[float]) -> float | None:
@@ -116,9 +121,10 @@ def frontier_table(points: Sequence[Point]) -> Table:
     spent = [Column("MB", ",.1f"), Column("hours", ".2f")]
     spent += [Column("a million tokens", ",.2f")] if any(point.million is not None for point in points) else []
     table = Table(
-        [*points[0].values, *judged, *speeds, *spent, ""], title="size against speed",
+        [*points[0].values, *judged, *speeds, *spent, ""],
+        title="size against speed",
         caption="frontier: no other draft is as small and as fast. hours: all stages of a run. Speed-ups: over the target alone at that load",
-    )  # fmt: skip
+    )
     for point in points:
         cells = [Cell(*point.speed_ups[load]) if load in point.speed_ups else None for load in loads]
         money = [point.million] if any(one.million is not None for one in points) else []

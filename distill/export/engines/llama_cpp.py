@@ -22,8 +22,16 @@ def _refusals(facts: EngineFacts) -> list[str]:
 
 register(
     Engine(
-        "llama.cpp", "v0.5.0", "llama_cpp.j2", 3, lambda facts: "greedy-draft", _refusals, ROW_SLACK,
-        LLAMA_CPP_FIRST_COMPARED_ID, equal_strings=True, reads_gguf=True,
+        "llama.cpp",
+        "v0.5.0",
+        "llama_cpp.j2",
+        3,
+        lambda facts: "greedy-draft",
+        _refusals,
+        ROW_SLACK,
+        LLAMA_CPP_FIRST_COMPARED_ID,
+        equal_strings=True,
+        reads_gguf=True,
         service=Service("llama.cpp", "llama-server", ".venv-llamacpp", _DRAFTING, _SCRIPT, room=_ROOM),
     )
-)  # fmt: skip
+)

@@ -19,7 +19,13 @@ def _refusals(facts: EngineFacts) -> list[str]:
 
 register(
     Engine(
-        "OpenVINO GenAI", "2026.4.1", "openvino.j2", 6, lambda facts: "greedy", _refusals, equal_strings=True,
+        "OpenVINO GenAI",
+        "2026.4.1",
+        "openvino.j2",
+        6,
+        lambda facts: "greedy",
+        _refusals,
+        equal_strings=True,
         service=Service("openvino", "optimum-cli", ".venv-openvino", ("--draft", "--gamma"), _SCRIPT),
     )
-)  # fmt: skip
+)

@@ -80,7 +80,11 @@ def _rule(facts: EngineFacts) -> str:
 
 
 _SERVICE = Service(
-    "vllm", "vllm", ".venv-vllm", ("--speculative-config",), key_variable="VLLM_API_KEY",
+    "vllm",
+    "vllm",
+    ".venv-vllm",
+    ("--speculative-config",),
+    key_variable="VLLM_API_KEY",
     counts=("--per-request-spec-decode-metrics", "detailed"),
-)  # fmt: skip
+)
 register(Engine("vLLM", "0.32", "vllm.j2", 1, _rule, _refusals, warnings=_warnings, one_pass=True, service=_SERVICE))

@@ -112,9 +112,15 @@ def alarm(
         f"{len(served.records):,} requests in {len(by_name)} slices)"
     )
     return Alarm(
-        holds=bool(ringing), sentence=sentence, version=version, false_alarms=false_alarms, burn_in=burn_in, slices=told, waiting=waiting,
+        holds=bool(ringing),
+        sentence=sentence,
+        version=version,
+        false_alarms=false_alarms,
+        burn_in=burn_in,
+        slices=told,
+        waiting=waiting,
         notes=[*served.warnings, *more],
-    )  # fmt: skip
+    )
 
 
 def slice_alarm(
@@ -129,6 +135,13 @@ def slice_alarm(
     change = rate_change(behind_2N, [0] * behind_2N.shape[1], first_2P, np.ones((1, first_2P.shape[1]), dtype=bool))
     low, high = (change.change + math.sqrt(pool.inflation) * (edge - change.change) for edge in change.ci)
     return SliceAlarm(
-        name=name, requests=len(records), correlation=pool.correlation, rate=change.rate, baseline=change.baseline, change=change.change,
-        ci=(low, high), alarms=found, time=records[since - 1].time if since else None,
-    )  # fmt: skip
+        name=name,
+        requests=len(records),
+        correlation=pool.correlation,
+        rate=change.rate,
+        baseline=change.baseline,
+        change=change.change,
+        ci=(low, high),
+        alarms=found,
+        time=records[since - 1].time if since else None,
+    )

@@ -35,9 +35,20 @@ _SWITCH_SECONDS = 0.0005
 MOST_SLICES, OTHERS = 64, "others"
 # Headers of one connection, not of the message, and headers for the gateway alone.
 _OWN_HEADERS = {
-    b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"proxy-connection", b"te", b"trailer",
-    b"transfer-encoding", b"upgrade", b"host", b"content-length", b"accept-encoding", b"expect",
-}  # fmt: skip
+    b"connection",
+    b"keep-alive",
+    b"proxy-authenticate",
+    b"proxy-authorization",
+    b"proxy-connection",
+    b"te",
+    b"trailer",
+    b"transfer-encoding",
+    b"upgrade",
+    b"host",
+    b"content-length",
+    b"accept-encoding",
+    b"expect",
+}
 _PREFIX = b"x-understudy-"
 _CLOSE = {"connection": "close"}  # for answers that do not wait for the whole request
 _HINT = (

@@ -52,10 +52,19 @@ def configured(gateway: Gateway, clients: int) -> uvicorn.Config:
     limits = Limits(clients, 2 * gateway.options.max_body + HEADER_BYTES)
     protocol: Any = partial(BoundedProtocol, limits)
     return uvicorn.Config(
-        gateway.app(), http=protocol, ws="none", lifespan="on", log_config=None, log_level="critical", access_log=False,
-        proxy_headers=False, server_header=False, date_header=False, h11_max_incomplete_event_size=HEADER_BYTES,
+        gateway.app(),
+        http=protocol,
+        ws="none",
+        lifespan="on",
+        log_config=None,
+        log_level="critical",
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        date_header=False,
+        h11_max_incomplete_event_size=HEADER_BYTES,
         timeout_graceful_shutdown=_GRACE_SECONDS,
-    )  # fmt: skip
+    )
 
 
 def arms_of(options: GatewayOptions) -> Arms:

@@ -54,13 +54,20 @@ class Exchange:
         """
         asked, arm, tap = self.asked, self.arm, self.tap
         known: dict[str, Any] = {
-            "id": asked.id, "time": self.arrived, "slice": self.slice, "arm": arm.name, "draft_version": arm.draft_version,
-            "target_version": arm.target_version, "sampling": asked.sampling, "constrained": asked.constrained,
+            "id": asked.id,
+            "time": self.arrived,
+            "slice": self.slice,
+            "arm": arm.name,
+            "draft_version": arm.draft_version,
+            "target_version": arm.target_version,
+            "sampling": asked.sampling,
+            "constrained": asked.constrained,
             "prompt_hash": keyed_hash(salt, "prompt", asked.content),
             "conversation": keyed_hash(salt, "conversation", asked.conversation.decode("latin-1")),
-            "first_token_s": self.first_token_s, "total_s": round(time.perf_counter() - self.began, 6),
+            "first_token_s": self.first_token_s,
+            "total_s": round(time.perf_counter() - self.began, 6),
             "finish": finish if finish in FINISHES else "unknown",
-        }  # fmt: skip
+        }
         if tap is not None:
             known |= {key: getattr(tap, key) for key in _TEXT}
             with contextlib.suppress(ValueError):

@@ -20,14 +20,36 @@ LAW = ("temperature", "top_p", "top_k", "min_p")  # settings of the target's dis
 _ID_CHARACTERS = 64
 # With these keys, the response is not a sample of the target at its sampling settings.
 _CONSTRAINTS = (
-    "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "grammar", "json_schema", "regex", "ebnf",
-    "logit_bias", "allowed_token_ids", "bad_words", "min_tokens", "ignore_eos", "frequency_penalty", "presence_penalty",
-    "logits_processors", "thinking_token_budget",
-)  # fmt: skip
+    "structured_outputs",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+    "grammar",
+    "json_schema",
+    "regex",
+    "ebnf",
+    "logit_bias",
+    "allowed_token_ids",
+    "bad_words",
+    "min_tokens",
+    "ignore_eos",
+    "frequency_penalty",
+    "presence_penalty",
+    "logits_processors",
+    "thinking_token_budget",
+)
 _NOT_LOGGED = {
-    "n": "n", "best_of": "best_of", "logprobs": "logprobs", "top_logprobs": "logprobs", "prompt_logprobs": "logprobs",
-    "echo": "echo", "use_beam_search": "beam search", "prompt_embeds": "content", "suffix": "content",
-}  # fmt: skip
+    "n": "n",
+    "best_of": "best_of",
+    "logprobs": "logprobs",
+    "top_logprobs": "logprobs",
+    "prompt_logprobs": "logprobs",
+    "echo": "echo",
+    "use_beam_search": "beam search",
+    "prompt_embeds": "content",
+    "suffix": "content",
+}
 
 
 @dataclass(frozen=True)

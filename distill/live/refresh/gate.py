@@ -56,9 +56,16 @@ def judge_gate(
     failures = [part.failure for part in (*new, *old) if part.failure]
     failures += [f"there is no held-out {side} text" for side, found in (("new", new), ("old", old)) if not found]
     return Gate(
-        passed=not failures, margin=margin, rule=text.rule, gamma=gamma, confidence=0.95, looks=looks, new=new, old=old,
+        passed=not failures,
+        margin=margin,
+        rule=text.rule,
+        gamma=gamma,
+        confidence=0.95,
+        looks=looks,
+        new=new,
+        old=old,
         failures=failures,
-    )  # fmt: skip
+    )
 
 
 def _compared(

@@ -20,16 +20,31 @@ from speculative.errors import UserError
 JUDGED = 2  # judged checkpoints, including the last; each further one widens the gate's intervals
 # A warm start. Target, template, serving and seed stay the same, so the run's responses stay valid.
 _WARM = {
-    "resume": "auto", "student.init": "pretrained", "student.revision": None, "student.architecture": None, "student.layers": [0, -1],
-    "student.intermediate_size": None, "student.embeddings": "random", "student.vocabulary": "same", "data.synthetic": None,
-    "data.heldout_count": None, "data.too_long": "drop", "serving.samples_per_prompt": 1, "judge.served": None,
-    "judge.scorer": None, "judge.lenience": [], "judge.typical": [],
-}  # fmt: skip
+    "resume": "auto",
+    "student.init": "pretrained",
+    "student.revision": None,
+    "student.architecture": None,
+    "student.layers": [0, -1],
+    "student.intermediate_size": None,
+    "student.embeddings": "random",
+    "student.vocabulary": "same",
+    "data.synthetic": None,
+    "data.heldout_count": None,
+    "data.too_long": "drop",
+    "serving.samples_per_prompt": 1,
+    "judge.served": None,
+    "judge.scorer": None,
+    "judge.lenience": [],
+    "judge.typical": [],
+}
 # A probe is only replayed; nothing is timed.
 _PROBE = {
-    "judge.live": "never", "judge.load": [], "judge.dial_every": 0, "tracking.trackers": [],
+    "judge.live": "never",
+    "judge.load": [],
+    "judge.dial_every": 0,
+    "tracking.trackers": [],
     "export.quantize": None,
-}  # fmt: skip
+}
 
 
 def run_config(run: Path, trusted: bool = True) -> RunConfig:
@@ -75,8 +90,10 @@ def write_training(home: Path, student: Path, export: Path, folder: Path, share:
     keys = {
         "data.train": _sources((old_train, old), (new_train, new)),
         "data.heldout": _sources((old_heldout, judged), (new_heldout, fresh)),
-        "train.steps": steps, "judge.prompts": judged + fresh, "judge.every": -(-steps // JUDGED),
-    }  # fmt: skip
+        "train.steps": steps,
+        "judge.prompts": judged + fresh,
+        "judge.every": -(-steps // JUDGED),
+    }
     return _write(folder / "refresh.yaml", home, student, folder, keys, asked)
 
 
@@ -86,9 +103,10 @@ def write_probe(home: Path, student: Path, export: Path, folder: Path, steps: in
     """
     train, heldout = _prompts(export)
     keys = _PROBE | {
-        "data.train": _sources((train, None)), "data.heldout": _sources((heldout, None)),
+        "data.train": _sources((train, None)),
+        "data.heldout": _sources((heldout, None)),
         "judge.prompts": max(2, len(StoredPrompts(heldout))),
-    }  # fmt: skip
+    }
     length = [f"train.steps={steps}", f"judge.every={steps}"]
     return _write(folder.with_name(f"{folder.name}.yaml"), home, student, folder, keys, [*asked, *length])
 

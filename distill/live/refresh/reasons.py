@@ -140,10 +140,17 @@ def payback(
     if span < SHORT_SECONDS:
         words += f"; extrapolated from {span / HOUR_SECONDS:.2f} hours"
     return Payback(
-        holds=needed <= days, sentence=words, requests_per_day=len(told) / max(span, 1.0) * DAY_SECONDS, tokens_per_day=tokens_a_day,
-        gamma=gamma, block_seconds=block_seconds, concurrency=at_once, saved_gpu_hours_per_day=saved, training_gpu_hours=cost,
+        holds=needed <= days,
+        sentence=words,
+        requests_per_day=len(told) / max(span, 1.0) * DAY_SECONDS,
+        tokens_per_day=tokens_a_day,
+        gamma=gamma,
+        block_seconds=block_seconds,
+        concurrency=at_once,
+        saved_gpu_hours_per_day=saved,
+        training_gpu_hours=cost,
         days=needed if saved > 0 else None,
-    )  # fmt: skip
+    )
 
 
 def concurrency(records: Sequence[TrafficRecord]) -> float:

@@ -44,13 +44,29 @@ from speculative.measure.intervals import interval
 TRAFFIC, PROBE = "traffic", "probe"
 FEWEST_PROMPTS = 24  # to train on; a probe on fewer is not meaningful
 OWN_KEYS = (
-    "name", "output", "resume", "target", "serving", "data.train", "data.heldout", "student.init", "student.path"
-)  # fmt: skip
+    "name",
+    "output",
+    "resume",
+    "target",
+    "serving",
+    "data.train",
+    "data.heldout",
+    "student.init",
+    "student.path",
+)
 R = TypeVar("R", bound=Reason)
 # Options that must be the same when a refresh resumes.
 ASKED = (
-    "share", "probe_steps", "margin", "false_alarms", "drop", "burn_in", "payback_days", "target_version", "assume_sampling"
-)  # fmt: skip
+    "share",
+    "probe_steps",
+    "margin",
+    "false_alarms",
+    "drop",
+    "burn_in",
+    "payback_days",
+    "target_version",
+    "assume_sampling",
+)
 
 
 def refresh_command(options: RefreshOptions, console: Console) -> int:
@@ -175,10 +191,19 @@ class _Refresh:
         asked = {name: getattr(options, name) for name in ASKED} | {"overrides": list(options.overrides or [])}
         found = read_state(self.folder)
         self.state = found or State(
-            format=2, kind="refresh", run=str(options.run), home=str(self.home), traffic=str(options.traffic), drafts=str(self.drafts),
-            parent=self.version, version=self.folder.name.rpartition("-")[2], asked=asked,
-            started=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), reasons=Reasons(), outcome=None,
-        )  # fmt: skip
+            format=2,
+            kind="refresh",
+            run=str(options.run),
+            home=str(self.home),
+            traffic=str(options.traffic),
+            drafts=str(self.drafts),
+            parent=self.version,
+            version=self.folder.name.rpartition("-")[2],
+            asked=asked,
+            started=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            reasons=Reasons(),
+            outcome=None,
+        )
         other = [key for key, value in asked.items() if self.state.asked.get(key) != value]
         if other and (self.folder / CHECKPOINTS).exists():
             raise UserError(
@@ -264,9 +289,12 @@ class _Refresh:
         if self.state.window is None:
             shutil.rmtree(export, ignore_errors=True)
             asked = ExportTrafficOptions(
-                traffic, self.home, export, target_version=self.options.target_version,
+                traffic,
+                self.home,
+                export,
+                target_version=self.options.target_version,
                 assume_sampling=self.options.assume_sampling,
-            )  # fmt: skip
+            )
             made = export_traffic(asked)
             if made.train < FEWEST_PROMPTS:
                 why = "; ".join(f"{count:,} {reason}" for reason, count in made.left_out.items())
@@ -330,11 +358,17 @@ class _Refresh:
         assert gate is not None
         assert window is not None
         told = {
-            "data_window": [_moment(window.since), _moment(window.until)], "traffic": str(options.traffic),
-            "traffic_requests": window.train, "share": options.share, "approved_by": options.approve or None,
-            "gate": {side: {part.name: part.alpha.gain for part in parts if part.alpha} for side, parts in (("new", gate.new), ("old", gate.old))},
+            "data_window": [_moment(window.since), _moment(window.until)],
+            "traffic": str(options.traffic),
+            "traffic_requests": window.train,
+            "share": options.share,
+            "approved_by": options.approve or None,
+            "gate": {
+                side: {part.name: part.alpha.gain for part in parts if part.alpha}
+                for side, parts in (("new", gate.new), ("old", gate.old))
+            },
             "expected_gain": {"gamma": gate.gamma, "tau_ci": gate.new[0].tau.ci},  # the rollout compares with it
-        }  # fmt: skip
+        }
         version = publish(self.folder.resolve(), self.drafts, told, parent=state.parent, name=state.version)
         state.published = str(version.folder)
         _say(self.console, f"{version.folder}: published")

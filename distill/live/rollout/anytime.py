@@ -65,9 +65,13 @@ def sums_of(numerators_N: np.ndarray, denominators_N: np.ndarray | None = None, 
     numerators_N = np.where(told_N, numerators_N, 0.0)
     add = np.cumsum if running else np.sum
     return Sums(
-        add(told_N, axis=-1), add(numerators_N, axis=-1), add(denominators_N, axis=-1), add(numerators_N**2, axis=-1),
-        add(numerators_N * denominators_N, axis=-1), add(denominators_N**2, axis=-1),
-    )  # fmt: skip
+        add(told_N, axis=-1),
+        add(numerators_N, axis=-1),
+        add(denominators_N, axis=-1),
+        add(numerators_N**2, axis=-1),
+        add(numerators_N * denominators_N, axis=-1),
+        add(denominators_N**2, axis=-1),
+    )
 
 
 def estimate_of(sums: Sums, doubt: float | None = None) -> Estimate:

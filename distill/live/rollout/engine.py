@@ -94,9 +94,13 @@ def start_engine(engine: Engine, words: list[str], log: Path) -> psutil.Process:
     try:
         with log.open("ab") as out:
             return psutil.Popen(
-                words, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, start_new_session=True,
+                words,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
                 env=marked_environment(MARK, engine.mark),
-            )  # fmt: skip
+            )
     except OSError as error:
         raise UserError(f"--engine-command {words[0]}: cannot be started ({error.strerror})") from error
 

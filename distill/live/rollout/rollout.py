@@ -64,9 +64,12 @@ class Rollout:
     def run(self) -> int:
         """Run all remaining stages; return the exit status."""
         stages = {
-            "starting": self._start, "comparing": self._compare, "watching": self._watch, "finishing": self._finish,
+            "starting": self._start,
+            "comparing": self._compare,
+            "watching": self._watch,
+            "finishing": self._finish,
             "returning": self._return,
-        }  # fmt: skip
+        }
         if self.options.back and self.state.stage != "finishing":
             self._enter("returning", "--back was given")
         while self.state.stage not in ENDS:
@@ -250,9 +253,14 @@ class Rollout:
     def _law(self) -> Law:
         options = self.options
         return Law(
-            self.state.share, options.margin, options.slower, options.false_alarms, options.requests, options.watch,
+            self.state.share,
+            options.margin,
+            options.slower,
+            options.false_alarms,
+            options.requests,
+            options.watch,
             gate_of(self.version, {arm.draft_version for arm in self.state.before.arms if arm.drafts and arm.share}),
-        )  # fmt: skip
+        )
 
     def _tell(self, decision: Decision) -> None:
         """Print the progress every TOLD_SECONDS."""

@@ -147,8 +147,14 @@ def opened(options: RolloutOptions, version: Version) -> State:
         started = last.engine if last.engine.mark else None
         earlier = started if last.stage == "done" else last.before_engine
     state = State(
-        version=version.name, log=str(log.resolve()), stage="starting", share=options.share, engine=engine, before=before,
-        before_engine=earlier, since=time.time(),
-    )  # fmt: skip
+        version=version.name,
+        log=str(log.resolve()),
+        stage="starting",
+        share=options.share,
+        engine=engine,
+        before=before,
+        before_engine=earlier,
+        since=time.time(),
+    )
     state.write(options.drafts)
     return state

@@ -143,15 +143,23 @@ def export_traffic(options: ExportTrafficOptions) -> Exported:
         )
     train, heldout = ([mine[number] for number in numbers] for numbers in (kept, latest))
     made = Exported(
-        log=str(log.resolve()), run=str(options.run), folder=str(to), requests=len(traffic.records), train=len(train),
-        heldout=len(heldout), train_tokens=sum(min(len(one.record.response_ids or ()), serving.max_tokens) for one in train),
+        log=str(log.resolve()),
+        run=str(options.run),
+        folder=str(to),
+        requests=len(traffic.records),
+        train=len(train),
+        heldout=len(heldout),
+        train_tokens=sum(min(len(one.record.response_ids or ()), serving.max_tokens) for one in train),
         slices={
             name: [sum(one.record.slice == name for one in side) for side in (train, heldout)]
             for name in sorted({one.record.slice for one in (*train, *heldout)})
         },
-        since=train[0].record.time, border=heldout[0].record.time, until=heldout[-1].record.time,
-        left_out=dict(left_out.most_common()), warnings=traffic.warnings,
-    )  # fmt: skip
+        since=train[0].record.time,
+        border=heldout[0].record.time,
+        until=heldout[-1].record.time,
+        left_out=dict(left_out.most_common()),
+        warnings=traffic.warnings,
+    )
     note_export(log, to, time.time(), len(train) + len(heldout))  # first, so that what a killed export leaves is listed
     _write(to, known, salt, (train, heldout), made, forgotten)
     return made

@@ -122,11 +122,15 @@ def acceptance_of(log: TrafficLog, version: str) -> AcceptanceLog:
     told = [record for record in log.records if accepts(record)]
     records = [
         AcceptanceRecord(
-            order, record.drafted or 0, record.accepted or 0, record.blocks, record.slice,
+            order,
+            record.drafted or 0,
+            record.accepted or 0,
+            record.blocks,
+            record.slice,
             datetime.datetime.fromtimestamp(record.time, datetime.UTC).isoformat(timespec="seconds"),
         )
         for order, record in enumerate(one for one in told if one.draft_version == version)
-    ]  # fmt: skip
+    ]
     versions = Counter(record.draft_version for record in told)
     if not records:
         known = ", ".join(f"{name} ({count:,})" for name, count in versions.items()) or "none"

@@ -99,13 +99,19 @@ def _summary(log: TrafficLog, bins: int) -> Shown:
                 over_time.append(_row(own, "", version, span))
     finishes, whole = [record.finish for record in records], (since, until)
     return Shown(
-        log=str(log.directory), requests=len(records), since=since, until=until, warnings=log.warnings, over_time=over_time,
+        log=str(log.directory),
+        requests=len(records),
+        since=since,
+        until=until,
+        warnings=log.warnings,
+        over_time=over_time,
         finishes={name: finishes.count(name) for name in sorted(set(finishes))},
         slices=[
-            _row([one for one in records if one.slice == name], name, "", whole) for name in sorted({one.slice for one in records})
+            _row([one for one in records if one.slice == name], name, "", whole)
+            for name in sorted({one.slice for one in records})
         ],
         versions=[_row([one for one in records if one.draft_version == name], "", name, whole) for name in versions],
-    )  # fmt: skip
+    )
 
 
 def _row(records: Sequence[TrafficRecord], name: str, version: str, span: tuple[float, float]) -> Traffic:
@@ -114,15 +120,23 @@ def _row(records: Sequence[TrafficRecord], name: str, version: str, span: tuple[
     drafted = np.array([one.drafted for one in counted], dtype=np.float64)
     waits = [record.first_token_s for record in records if record.first_token_s is not None]
     return Traffic(
-        slice=name, draft_version=version, requests=len(records), since=span[0], until=span[1],
+        slice=name,
+        draft_version=version,
+        requests=len(records),
+        since=span[0],
+        until=span[1],
         prompt_tokens=sum(record.prompt_tokens or 0 for record in records),
         response_tokens=sum(record.response_tokens or 0 for record in records),
-        text=sum(record.response_ids is not None for record in records), counted=len(counted),
-        drafted=int(drafted.sum()), accepted=int(accepted.sum()),
+        text=sum(record.response_ids is not None for record in records),
+        counted=len(counted),
+        drafted=int(drafted.sum()),
+        accepted=int(accepted.sum()),
         rate=float(accepted.sum() / drafted.sum()) if counted else None,
-        ci=ratio_with_interval(accepted, drafted, [one.prompt_hash for one in counted])[1] if len(counted) > 1 else None,
+        ci=ratio_with_interval(accepted, drafted, [one.prompt_hash for one in counted])[1]
+        if len(counted) > 1
+        else None,
         first_token_s=float(np.median(waits)) if waits else None,
-    )  # fmt: skip
+    )
 
 
 def _moment(seconds: float) -> str:

@@ -67,9 +67,14 @@ class LogWriter:
     """
 
     def __init__(
-        self, directory: Path, text: bool = False, sample_size: int | None = None, retention_days: float = 30.0,
-        file_bytes: int = 64 << 20, trust_clock: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        directory: Path,
+        text: bool = False,
+        sample_size: int | None = None,
+        retention_days: float = 30.0,
+        file_bytes: int = 64 << 20,
+        trust_clock: bool = False,
+    ) -> None:
         """``sample_size``: texts kept per slice; None: all. Sweeps run at the start, after each ``file_bytes`` and every hour, the first
         one with ``trust_clock`` also if the clock jumped. Raises UserError: another gateway writes here, the directory is another user's
         and readable by others, or it cannot be written.

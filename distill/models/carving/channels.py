@@ -149,6 +149,9 @@ def trim_mlps(model: PreTrainedModel, size: int, scores: Sequence[Tensor]) -> Pr
             setattr(text_config, field, size)
     with torch.random.fork_rng(devices=[]):
         return filled(
-            config, state, model, f"student.intermediate_size: {type(model).__name__} has no single config field for its MLP's width; "
+            config,
+            state,
+            model,
+            f"student.intermediate_size: {type(model).__name__} has no single config field for its MLP's width; "
             "leave the key out",
-        )  # fmt: skip
+        )

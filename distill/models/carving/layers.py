@@ -243,11 +243,14 @@ def _carved(target: PreTrainedModel, sets: LayerSets, kept: Sequence[int]) -> Pr
             state[name] = parts.index_select(axis, torch.tensor(kept, device=parts.device)).flatten(axis, axis + 1)
     packed = quantization_of(target.config) is not None
     draft = filled(
-        config, {name: value.float() for name, value in state.items()}, target,
+        config,
+        {name: value.float() for name, value in state.items()},
+        target,
         f"student.init: carved: the target's weights are packed ({quantization_name(target.config)}), so no layer can be copied; carve from "
         "the unquantised model and give it as student.path, or use student.init: config"
-        if packed else f"student.init: carved: {sets.name} cannot be carved",
-    )  # fmt: skip
+        if packed
+        else f"student.init: carved: {sets.name} cannot be carved",
+    )
     # The target runs its layers in their order, and in other arithmetic if it is packed.
     if packed or list(kept) != sorted(kept):
         return draft

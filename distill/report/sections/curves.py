@@ -109,9 +109,11 @@ def rules_table(view: View) -> Table:
         best = max(fast, key=fast.__getitem__, default=None)
         table.add(
             Cell(curves.rule, note=curves.note or "", strong=curves.rule == view.verdict.rule),
-            Cell(curve.alpha, curve.alpha_ci), dict(zip(curve.gammas, curve.tau, strict=True)).get(gamma),
-            "none" if best == 0 else best, None if best is None else fast[best],
-        )  # fmt: skip
+            Cell(curve.alpha, curve.alpha_ci),
+            dict(zip(curve.gammas, curve.tau, strict=True)).get(gamma),
+            "none" if best == 0 else best,
+            None if best is None else fast[best],
+        )
     return table
 
 

@@ -25,10 +25,12 @@ def money_lines(result: Result, prices: Prices) -> list[str]:
         return ["Nothing was timed here, so the cost of a token is not known."]
     same = prices.alone == prices.with_draft
     lines = [
-        f"An hour costs {prices.alone:g}" + ("" if same else f", with the draft {prices.with_draft:g}") + ". The draft breaks even at "
+        f"An hour costs {prices.alone:g}"
+        + ("" if same else f", with the draft {prices.with_draft:g}")
+        + ". The draft breaks even at "
         f"{prices.break_even:.2f}x. A response has {result.verdict.tokens / max(1, result.verdict.prompts):.0f} tokens "
         "on average. Idle time is not counted."
-    ]  # fmt: skip
+    ]
     spent, first = run_price(result.verdict, prices), rows[0]
     if spent:
         requests = "one request at a time" if first.concurrency == 1 else f"{first.concurrency} requests at once"
@@ -48,10 +50,14 @@ def money_table(result: Result, prices: Prices) -> Table | None:
     rows = price_rows(result.verdict, prices)
     table = Table(
         [
-            Column("concurrent requests", ","), Column("a million tokens, alone", ",.2f"), Column("with the draft", ",.2f"),
-            Column("a response, alone", ".3g"), Column("with the draft", ".3g"), Column("repaid after, tokens", ",.0f"),
+            Column("concurrent requests", ","),
+            Column("a million tokens, alone", ",.2f"),
+            Column("with the draft", ",.2f"),
+            Column("a response, alone", ".3g"),
+            Column("with the draft", ".3g"),
+            Column("repaid after, tokens", ",.0f"),
         ]
-    )  # fmt: skip
+    )
     for row in rows:
         pairs = ((row.million_alone, row.million_with_draft), (row.response_alone, row.response_with_draft))
         cells = [Cell(own, strong=own < other) for pair in pairs for own, other in (pair, pair[::-1])]

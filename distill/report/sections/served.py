@@ -25,14 +25,22 @@ def served_tables(record: ServedRecord) -> list[Table]:
     own, replay, expected = record.served, record.replay, record.expected
     figures = Table(
         [
-            "", Column("tau", ".2f"), Column("accepted/drafted", ".3f"), Column("tokens/s", ".1f"), Column("response, s", ".3g"),
+            "",
+            Column("tau", ".2f"),
+            Column("accepted/drafted", ".3f"),
+            Column("tokens/s", ".1f"),
+            Column("response, s", ".3g"),
             Column("speed-up", ".2f", "x"),
         ]
-    )  # fmt: skip
+    )
     figures.add(
-        "served", Cell(own.tau, own.tau_ci), own.accepted_per_drafted, Cell(own.tokens_per_second, record.tokens_per_second_ci),
-        Cell(record.latency, record.latency_ci), Cell(own.speed_up, own.speed_up_ci),
-    )  # fmt: skip
+        "served",
+        Cell(own.tau, own.tau_ci),
+        own.accepted_per_drafted,
+        Cell(own.tokens_per_second, record.tokens_per_second_ci),
+        Cell(record.latency, record.latency_ci),
+        Cell(own.speed_up, own.speed_up_ci),
+    )
     if replay is not None and expected is not None:
         figures.add("replay", replay.tau, replay.accepted_per_drafted, "", "", "")
         figures.add("run's text", Cell(expected.tau, expected.tau_ci), "", "", "", "")
@@ -55,9 +63,15 @@ def speed_table(record: ServedRecord) -> Table:
     for one in record.speed:
         own, served = one.predicted, one.served
         table.add(
-            own.concurrency, own.gamma, Cell(own.speed_up, own.speed_up_ci), Cell(served.speed_up, served.speed_up_ci),
-            one.difference, one.of_tau, one.of_costs, Cell("yes" if one.holds else "no", note="; ".join(one.causes)),
-        )  # fmt: skip
+            own.concurrency,
+            own.gamma,
+            Cell(own.speed_up, own.speed_up_ci),
+            Cell(served.speed_up, served.speed_up_ci),
+            one.difference,
+            one.of_tau,
+            one.of_costs,
+            Cell("yes" if one.holds else "no", note="; ".join(one.causes)),
+        )
     return table
 
 

@@ -61,19 +61,27 @@ def slice_table(view: View, group: SliceTable) -> Table:
     gains = [Column("gain", "+.3f")] if any(row.gain is not None for row in rows) else []
     table = Table(
         [
-            group.dimension, Column(f"alpha {main}", ".3f"), *gains, Column("share of losses", ".0%"),
-            *(Column(f"alpha {name}", ".3f") for name in others), Column("tokens", ","),
+            group.dimension,
+            Column(f"alpha {main}", ".3f"),
+            *gains,
+            Column("share of losses", ".0%"),
+            *(Column(f"alpha {name}", ".3f") for name in others),
+            Column("tokens", ","),
         ],
         title=f"By {group.dimension}" + (f" ({group.unit})" if group.unit else ""),
-    )  # fmt: skip
+    )
     for row in rows:
         alpha, before = row.alpha.get(main), row.alpha.get(UNDISTILLED)
         own = Cell(alpha, row.alpha_ci.get(main), bar=alpha, tick=before, strong=True)
         gain = [Cell(row.gain, row.gain_ci, mark="worse" if row.certain == "loss" else "")] if gains else []
         table.add(
-            Cell(row.name, note=prompts_of(row.prompts), mark="loses most" if row is worst else ""), own, *gain,
-            Cell(row.lost_share, bar=row.lost_share), *_alphas(row, others), row.tokens,
-        )  # fmt: skip
+            Cell(row.name, note=prompts_of(row.prompts), mark="loses most" if row is worst else ""),
+            own,
+            *gain,
+            Cell(row.lost_share, bar=row.lost_share),
+            *_alphas(row, others),
+            row.tokens,
+        )
     return table
 
 
@@ -93,9 +101,11 @@ def forgetting(view: View) -> Made:
     table = Table(["domain", *heads])
     for row in rows:
         table.add(
-            Cell(row.name, note="" if row.name in trained_on else "not trained on"), row.tokens, *_alphas(row, names),
+            Cell(row.name, note="" if row.name in trained_on else "not trained on"),
+            row.tokens,
+            *_alphas(row, names),
             Cell(row.gain, row.gain_ci, mark="forgotten" if row.certain == "loss" else ""),
-        )  # fmt: skip
+        )
     return ["The drafts on every domain, including those that were not trained on.", table]
 
 
@@ -126,10 +136,15 @@ def disagreement_table(rows: list[Disagreement], timed: bool) -> Table:
     lost = [Column("tokens/s lost", ".1f")] if timed else []
     table = Table(
         [
-            "after", "target's token", "draft's choice", Column("times", ","), Column("share of losses", ".1%"),
-            Column("tau if they agreed", ".3f"), *lost,
+            "after",
+            "target's token",
+            "draft's choice",
+            Column("times", ","),
+            Column("share of losses", ".1%"),
+            Column("tau if they agreed", ".3f"),
+            *lost,
         ]
-    )  # fmt: skip
+    )
     for row in rows:
         said = (Cell(visible(text), code=True) for text in (row.context, row.target_said, row.draft_wanted))
         rate = [row.tokens_per_second_lost] if timed else []

@@ -41,7 +41,8 @@ def proofs(view: View) -> Made:
     for one in scores:
         table.add(
             Cell(one.scorer, note=f"{prompts_of(one.prompts)} x {one.samples}", mark="" if one.passed else "differs"),
-            Cell(one.speculative.score, one.speculative.ci), Cell(one.alone.score, one.alone.ci),
+            Cell(one.speculative.score, one.speculative.ci),
+            Cell(one.alone.score, one.alone.ci),
             Cell(one.difference.value, one.difference.ci),
-        )  # fmt: skip
+        )
     return [*lines, *([table] if scores else [])]

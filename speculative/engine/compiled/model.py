@@ -62,16 +62,24 @@ class _Weights:
         width, heads = model.config.hidden_size, _outputs(attention.q_proj)
         inner, embedding = _outputs(layers[0].mlp.gate_proj), model.get_input_embeddings()
         self.sizes = (
-            len(layers), width, heads // self.head_width, self.kv_heads, self.head_width, inner,
-        )  # fmt: skip
+            len(layers),
+            width,
+            heads // self.head_width,
+            self.kv_heads,
+            self.head_width,
+            inner,
+        )
         self._shapes = width, heads, self.kv_heads * self.head_width, inner
         if _outputs(embedding) < self.vocab:
             raise Unfit("fewer embeddings than logits")
         self.rest = (
-            *self._matrix(embedding, _outputs(embedding), width), *self._matrix(model.lm_head, _outputs(model.lm_head), width),
-            self._floats(body.norm.weight, width), bits_of(body.norm.variance_epsilon), bits_of(attention.scaling),
+            *self._matrix(embedding, _outputs(embedding), width),
+            *self._matrix(model.lm_head, _outputs(model.lm_head), width),
+            self._floats(body.norm.weight, width),
+            bits_of(body.norm.variance_epsilon),
+            bits_of(attention.scaling),
             0 if self.head is None else self.head.kept_N.data_ptr(),
-        )  # fmt: skip
+        )
         windows = attention_windows(model)[: len(layers)]  # the cached answer may be of a deeper model
         rows = [[*self._layer(layer), 0, 0, window or 0] for layer, window in zip(layers, windows, strict=True)]
         self.layers = np.array(rows, dtype=np.int64)
@@ -80,14 +88,20 @@ class _Weights:
         attention, mlp = layer.self_attn, layer.mlp
         width, heads, kv_heads, inner = self._shapes
         norms = (
-            (layer.input_layernorm, width), (layer.post_attention_layernorm, width),
-            (getattr(attention, "q_norm", None), self.head_width), (getattr(attention, "k_norm", None), self.head_width),
-        )  # fmt: skip
+            (layer.input_layernorm, width),
+            (layer.post_attention_layernorm, width),
+            (getattr(attention, "q_norm", None), self.head_width),
+            (getattr(attention, "k_norm", None), self.head_width),
+        )
         matrices = (
-            (attention.q_proj, heads, width), (attention.k_proj, kv_heads, width), (attention.v_proj, kv_heads, width),
-            (attention.o_proj, width, heads), (mlp.gate_proj, inner, width), (mlp.up_proj, inner, width),
+            (attention.q_proj, heads, width),
+            (attention.k_proj, kv_heads, width),
+            (attention.v_proj, kv_heads, width),
+            (attention.o_proj, width, heads),
+            (mlp.gate_proj, inner, width),
+            (mlp.up_proj, inner, width),
             (mlp.down_proj, width, inner),
-        )  # fmt: skip
+        )
         return [
             *(0 if norm is None else self._floats(norm.weight, size) for norm, size in norms),
             *(number for matrix in matrices for number in self._matrix(*matrix)),
@@ -102,9 +116,12 @@ class _Weights:
             raise Unfit(f"a matrix of {tuple(values.shape)} where others have {outputs, inputs}")
         bias = getattr(module, "bias", None)
         return [
-            self._at(values.contiguous(), values), 0 if scale_N is None else self._floats(scale_N, outputs),
-            0 if bias is None else self._floats(bias, outputs), KINDS[values.dtype], outputs,
-        ]  # fmt: skip
+            self._at(values.contiguous(), values),
+            0 if scale_N is None else self._floats(scale_N, outputs),
+            0 if bias is None else self._floats(bias, outputs),
+            KINDS[values.dtype],
+            outputs,
+        ]
 
     def _floats(self, tensor: torch.Tensor, size: int) -> int:
         if tensor.numel() != size:
@@ -162,11 +179,15 @@ class CompiledModel:
             raise Unfit("a part of a head is rotated")
         self._model = np.array(
             [
-                *weights.sizes, capacity, KINDS[weights.dtype], positions, *(angle.data_ptr() for angle in self._angles),
+                *weights.sizes,
+                capacity,
+                KINDS[weights.dtype],
+                positions,
+                *(angle.data_ptr() for angle in self._angles),
                 *weights.rest,
             ],
             dtype=np.int64,
-        )  # fmt: skip
+        )
         for layer in cache.layers[: len(self._layers)]:
             assert isinstance(layer, RaggedLayer)
             if not layer.is_initialized:
@@ -193,11 +214,17 @@ class CompiledModel:
         depths, sees = (None, None) if tree is None else _tree(tree)
         call = np.array(
             [
-                rows_count, queries, logits_kept, torch.get_num_threads(), ids_KQ.data_ptr(),
-                *map(address_of, (starts_K, rows_K, depths, sees)), logits.data_ptr(), 0,
+                rows_count,
+                queries,
+                logits_kept,
+                torch.get_num_threads(),
+                ids_KQ.data_ptr(),
+                *map(address_of, (starts_K, rows_K, depths, sees)),
+                logits.data_ptr(),
+                0,
             ],
             dtype=np.int64,
-        )  # fmt: skip
+        )
         check(self.library.call_model(*self.addresses(), address_of(call)) != 0)
         return logits if head is None else head.spread(logits)
 

@@ -31,9 +31,23 @@ def _last_of(counter, parts):
 
 @triton.jit
 def _store(
-    acc, up, squares_M, y_MN, bias_N, add_MN, n_N, m_M, M, N, K, eps,
-    NORM: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr, GATED: tl.constexpr,
-):  # fmt: skip
+    acc,
+    up,
+    squares_M,
+    y_MN,
+    bias_N,
+    add_MN,
+    n_N,
+    m_M,
+    M,
+    N,
+    K,
+    eps,
+    NORM: tl.constexpr,
+    BIAS: tl.constexpr,
+    ADD: tl.constexpr,
+    GATED: tl.constexpr,
+):
     """What follows the sums of a product."""
     kept_N = n_N < N
     here_NM = kept_N[:, None] & (m_M < M)[None, :]
@@ -107,10 +121,26 @@ def product(
 
 @triton.jit(do_not_specialize=["M"])
 def product_of_rows(
-    x_MK, w_NK, y_MN, norm_K, bias_N, add_MN, M, N, K, eps,
-    NORM: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr, GATED: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STEPS: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
+    x_MK,
+    w_NK,
+    y_MN,
+    norm_K,
+    bias_N,
+    add_MN,
+    M,
+    N,
+    K,
+    eps,
+    NORM: tl.constexpr,
+    BIAS: tl.constexpr,
+    ADD: tl.constexpr,
+    GATED: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    STEPS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
     """`product` for one or two tokens, without the matrix units: a program reads whole rows of the matrix. The first part of them does not
     depend on the kernel before, and is on its way while that runs.
     """
@@ -184,9 +214,25 @@ def _turned(x, norm_D, angle, eps, here, half, NORM: tl.constexpr, D: tl.constex
 
 @triton.jit(do_not_specialize=["Q", "last_angle"])
 def place_heads(
-    x_MN, query_MHD, keys_RJCD, values_RJCD, positions_M, angles_C2D, q_norm_D, k_norm_D, eps, last_angle,
-    Q, C, H: tl.constexpr, J: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
+    x_MN,
+    query_MHD,
+    keys_RJCD,
+    values_RJCD,
+    positions_M,
+    angles_C2D,
+    q_norm_D,
+    k_norm_D,
+    eps,
+    last_angle,
+    Q,
+    C,
+    H: tl.constexpr,
+    J: tl.constexpr,
+    D: tl.constexpr,
+    HALF: tl.constexpr,
+    NORM: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
     """Norm and rotate the queries and keys of a token; write keys and values into the cache. One program per head and token."""
     _begin(OVERLAP)
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)

@@ -134,11 +134,27 @@ class FusedModel:
         tokens = len(heads_MN)
         query_MHD = heads_MN.new_empty((tokens, self.heads * self.head_width))
         self._kernels.place_heads[(tokens, self.heads + 2 * self.kv_heads)](
-            heads_MN, query_MHD, keys, values, positions_M, self.angles_C2D, layer.query_norm, layer.key_norm, self.weights.eps,
-            len(self.angles_C2D) - 1, queries, self.capacity, H=self.heads, J=self.kv_heads, D=self.head_width,
-            HALF=power_of_two(self.head_width // 2), NORM=layer.query_norm is not None, OVERLAP=self.product.overlap, num_warps=1,
+            heads_MN,
+            query_MHD,
+            keys,
+            values,
+            positions_M,
+            self.angles_C2D,
+            layer.query_norm,
+            layer.key_norm,
+            self.weights.eps,
+            len(self.angles_C2D) - 1,
+            queries,
+            self.capacity,
+            H=self.heads,
+            J=self.kv_heads,
+            D=self.head_width,
+            HALF=power_of_two(self.head_width // 2),
+            NORM=layer.query_norm is not None,
+            OVERLAP=self.product.overlap,
+            num_warps=1,
             **self.product.launch,
-        )  # fmt: skip
+        )
         return query_MHD
 
     def attend(

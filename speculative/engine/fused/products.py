@@ -117,19 +117,38 @@ class Products:
         if tile.rows:
             steps = -(-inputs // tile.inputs)
             self._kernels.product_of_rows[(-(-outputs // tile.outputs),)](
-                *tensors, *sizes, **forms, BM=power_of_two(tokens), BN=tile.outputs, BK=tile.inputs, STEPS=steps,
-                OVERLAP=self.overlap, num_warps=tile.warps, **self.launch,
-            )  # fmt: skip
+                *tensors,
+                *sizes,
+                **forms,
+                BM=power_of_two(tokens),
+                BN=tile.outputs,
+                BK=tile.inputs,
+                STEPS=steps,
+                OVERLAP=self.overlap,
+                num_warps=tile.warps,
+                **self.launch,
+            )
             return y_MN
         grid = (-(-outputs // tile.outputs), tile.split)
         if tile.split > 1:
             self.work.sized(tile.split * tokens * outputs, grid[0])
         self._kernels.product[grid](
-            *tensors, self.work.partial, self.work.counters, *sizes, **forms, SPLIT=tile.split,
-            BM=max(16, power_of_two(tokens)), BN=tile.outputs, BK=tile.inputs, EVEN=inputs % (tile.inputs * tile.split) == 0,
-            PRECISION=self.precision, STAGES=tile.stages, OVERLAP=self.overlap, num_warps=tile.warps,
+            *tensors,
+            self.work.partial,
+            self.work.counters,
+            *sizes,
+            **forms,
+            SPLIT=tile.split,
+            BM=max(16, power_of_two(tokens)),
+            BN=tile.outputs,
+            BK=tile.inputs,
+            EVEN=inputs % (tile.inputs * tile.split) == 0,
+            PRECISION=self.precision,
+            STAGES=tile.stages,
+            OVERLAP=self.overlap,
+            num_warps=tile.warps,
             **self.launch,
-        )  # fmt: skip
+        )
         return y_MN
 
     def _of_many(

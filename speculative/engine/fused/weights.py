@@ -61,10 +61,16 @@ def _layer(layer: Any, window: int) -> Layer:
     norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
     query_norm, key_norm = (None if norm is None else _whole(norm.weight) for norm in norms)
     return Layer(
-        _whole(layer.input_layernorm.weight), packed(attention.q_proj, attention.k_proj, attention.v_proj), query_norm, key_norm,
-        packed(attention.o_proj), _whole(layer.post_attention_layernorm.weight), packed(mlp.gate_proj, mlp.up_proj),
-        packed(mlp.down_proj), window,
-    )  # fmt: skip
+        _whole(layer.input_layernorm.weight),
+        packed(attention.q_proj, attention.k_proj, attention.v_proj),
+        query_norm,
+        key_norm,
+        packed(attention.o_proj),
+        _whole(layer.post_attention_layernorm.weight),
+        packed(mlp.gate_proj, mlp.up_proj),
+        packed(mlp.down_proj),
+        window,
+    )
 
 
 def _whole(weight: torch.Tensor) -> torch.Tensor:

@@ -41,7 +41,13 @@ def asked(tmp_path: Path, frozen: FrozenText) -> dict[str, Any]:
     """Options of a readback without a run."""
     file = tmp_path / "prompts.jsonl"
     file.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in PROMPTS))
-    return {"target": str(frozen.target.config.path), "prompts": str(file), "max_tokens": 16, "to": tmp_path / "out", "dtype": "float32"}  # fmt: skip
+    return {
+        "target": str(frozen.target.config.path),
+        "prompts": str(file),
+        "max_tokens": 16,
+        "to": tmp_path / "out",
+        "dtype": "float32",
+    }
 
 
 @pytest.fixture
@@ -78,8 +84,9 @@ def test_a_drafter_is_judged_without_a_run(served: Callable[..., Engine], asked:
 def test_counters_alone_give_the_same_by_request(served: Callable[..., Engine], asked: dict[str, Any]) -> None:
     """One request at a time, the counters are those of the request; several at a time, only sums are left."""
     told, alone, together = (
-        judged(served(level=level), asked, concurrency=load) for level, load in (("summary", 1), ("none", 1), ("none", 2))
-    )  # fmt: skip
+        judged(served(level=level), asked, concurrency=load)
+        for level, load in (("summary", 1), ("none", 1), ("none", 2))
+    )
     assert told.served.tau == alone.served.tau == together.served.tau
     assert (told.source, alone.source, together.source) == ("responses", "responses", "metrics")
     assert told.served.tau_ci == alone.served.tau_ci
@@ -114,10 +121,13 @@ def test_the_engine_without_the_draft_may_come_later_at_the_same_address(
 
 def test_mistakes_are_one_line(served: Callable[..., Engine], asked: dict[str, Any], run: Path) -> None:
     for more, said in (
-        ({"prompts": "nowhere.jsonl"}, "--prompts nowhere.jsonl"), ({"target": ""}, "--run RUN, or --target"),
-        ({"run": run}, "--count N"), ({"max_tokens": 4096}, "lower --max-tokens"), ({"top_p": 0.0}, "--top-p"),
+        ({"prompts": "nowhere.jsonl"}, "--prompts nowhere.jsonl"),
+        ({"target": ""}, "--run RUN, or --target"),
+        ({"run": run}, "--count N"),
+        ({"max_tokens": 4096}, "lower --max-tokens"),
+        ({"top_p": 0.0}, "--top-p"),
         ({"to": Path(__file__)}, "--to .*File exists"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(UserError, match=said):
             readback_command(ReadbackOptions("http://127.0.0.1:9", **asked | more))
     with pytest.raises(UserError, match="no server answers"):
@@ -137,7 +147,10 @@ def test_calls_without_a_draft_count_in_tau() -> None:
     assert found.counted.tau == pytest.approx(10 / 7)
     assert found.tau_ci == pytest.approx((10 / 7, 10 / 7))
     assert "43%" in found.notes[-1]
-    sums = replace(Asked(DecodeSettings(), texts, [replace(one, counts=None) for one in answers]), server=ServerCounts("vllm", 6, 24, 8, (4, 2), 22))  # fmt: skip
+    sums = replace(
+        Asked(DecodeSettings(), texts, [replace(one, counts=None) for one in answers]),
+        server=ServerCounts("vllm", 6, 24, 8, (4, 2), 22),
+    )
     assert counted_alone(sums, None).counted.tau == pytest.approx(10 / 7)
 
 
@@ -177,9 +190,13 @@ def test_prompts_without_all_ids_are_left_out_of_differences(
 
 
 def test_a_served_drafter_beside_ours(
-    served: Callable[..., Engine], run: Path, frozen: FrozenText, draft: Any, tmp_path: Path,
+    served: Callable[..., Engine],
+    run: Path,
+    frozen: FrozenText,
+    draft: Any,
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     """Greedily the served tau is that of replay, prompt by prompt; a second server that drafts less accepts less per call."""
     prompts, console, loaded = [one.prompt_ids for one in frozen.responses], Console(file=io.StringIO()), list[str]()
     out = tmp_path / "out.json"

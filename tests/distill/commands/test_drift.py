@@ -174,8 +174,11 @@ def test_a_label_is_compared_with_its_own_prompts_or_says_that_it_is_not() -> No
     records = [AcceptanceRecord(order, 4, 1, 1, name) for order, name in enumerate(["a", "few", None, "new", "a"])]
     slices, notes = slices_of(records, prompts_by_label(a=10, few=7))
     assert [(part.name, part.of, len(part.records), len(part.prompts)) for part in slices] == [
-        ("a", "a", 2, 10), ("few", ALL, 1, 17), (ALL, ALL, 1, 17), ("new", ALL, 1, 17)
-    ]  # fmt: skip
+        ("a", "a", 2, 10),
+        ("few", ALL, 1, 17),
+        (ALL, ALL, 1, 17),
+        ("new", ALL, 1, 17),
+    ]
     assert notes == [
         "few: only 7 held-out prompts with that label, so it is compared with all 17",
         "new: no held-out prompts with that label, so it is compared with all 17",
@@ -285,9 +288,11 @@ def test_a_server_takes_the_first_token_from_the_prefill(tiny_run: Path, prompts
     found = baseline_of(DriftOptions(tiny_run, prompts=prompts, rule="greedy-draft"), 2)
     frozen = load_frozen_text(tiny_run, "greedy-draft")
     texts = [
-        HeldoutResponse(r.key, "d", [*r.prompt_ids, *r.response_ids[:first]], r.response_ids[first:], r.log_target_probs[first:])
+        HeldoutResponse(
+            r.key, "d", [*r.prompt_ids, *r.response_ids[:first]], r.response_ids[first:], r.log_target_probs[first:]
+        )
         for r in frozen.responses
-    ]  # fmt: skip
+    ]
     scores = score_tokens(frozen.draft(str(tiny_run)), texts, frozen.sampling)
     assert [row.blocks for row in found.prompts] == expected_blocks_of(scores, "greedy-draft", (2,))[
         :, 0

@@ -86,7 +86,10 @@ def test_a_fall_in_the_counters_advises_a_refresh(tiny_run: Path) -> None:
 
 
 def test_a_restart_between_scrapes_is_noticed(tiny_run: Path) -> None:
-    with engine_with(page(100, 50, 30, 10), page(10, 5, 3, 1)) as url, pytest.raises(UserError, match="the server was restarted"):  # fmt: skip
+    with (
+        engine_with(page(100, 50, 30, 10), page(10, 5, 3, 1)) as url,
+        pytest.raises(UserError, match="the server was restarted"),
+    ):
         drifted(tiny_run, url, rule="sample")
     with engine_with(page(100, 50, 30, 10), page(10, 5, 3, 1), page(110, 55, 33, 11)) as url:
         result = drifted(tiny_run, url, scrapes=3, rule="sample")
@@ -99,14 +102,18 @@ def test_a_restart_between_scrapes_is_noticed(tiny_run: Path) -> None:
     [
         ((), {}, "no counters of drafts there"),
         (("sglang:spec_accept_length 2.5",) * 3, {}, "it only gives 2.50 tokens per block since its start"),
-        (("sglang:spec_verify_calls_total 5\nsglang:generation_tokens_total 20\nsglang:num_requests_total 2",), {}, "give its --gamma"),
+        (
+            ("sglang:spec_verify_calls_total 5\nsglang:generation_tokens_total 20\nsglang:num_requests_total 2",),
+            {},
+            "give its --gamma",
+        ),
         ((page(5, 4, 2, 1), page(5, 4, 2, 1)), {}, "nothing was drafted between the scrapes"),
         ((page(5, 40, 2, 1),), {}, "43 tokens accepted, but only 15 drafted"),
         ((), {"scrapes": 1}, "--scrapes 1"),
         ((), {"drafting": "both"}, "--drafting both: choose one of autoregressive, parallel"),
         ((), {"interval": float("nan")}, "--interval nan"),
     ],
-)  # fmt: skip
+)
 def test_counters_that_say_nothing_are_one_line(
     tiny_run: Path, pages: tuple[str, ...], options: dict[str, Any], words: str
 ) -> None:

@@ -145,8 +145,9 @@ def test_prompts_are_what_a_config_reads(chat_target: Path, tiny_target: Path, t
     assert asked("--prompts", str(chats)) == {"chats.jsonl:1": once, "chats.jsonl:2": twice}
     be = "system: be brief;"
     assert asked("--prompts", str(chats), "--chat", "--system", "be brief") == {
-        "chats.jsonl:1": be + once, "chats.jsonl:2": be + twice
-    }  # fmt: skip
+        "chats.jsonl:1": be + once,
+        "chats.jsonl:2": be + twice,
+    }
     assert asked("--prompts", str(folder)) == {"train.parquet:1": "add two"}
     both = asked("--prompts", str(folder), "--chat", "--prompt", "add two")
     assert both == {"prompt-1": once, "train.parquet:1": once}

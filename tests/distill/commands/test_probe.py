@@ -75,9 +75,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tiny_target: Path) -> Path:
 def given(folder: Path, tiny_target: Path) -> ProbeOptions:
     """Times given, so that nothing is timed: c = .12."""
     return ProbeOptions(
-        str(tiny_target), [str(folder / "carved")], str(folder / "prompts.txt"), count=6, max_tokens=12,
-        t_target="25ms", t_draft="3ms", device="cpu",
-    )  # fmt: skip
+        str(tiny_target),
+        [str(folder / "carved")],
+        str(folder / "prompts.txt"),
+        count=6,
+        max_tokens=12,
+        t_target="25ms",
+        t_draft="3ms",
+        device="cpu",
+    )
 
 
 @pytest.fixture(scope="module")
@@ -85,9 +91,16 @@ def measured(folder: Path, tiny_target: Path) -> Probe:
     """A whole probe with a draft that can be used and one that cannot."""
     drafts = [str(folder / "carved"), str(folder / "foreign")]
     options = ProbeOptions(
-        str(tiny_target), drafts, str(folder / "prompts.txt"), count=4, max_tokens=8, gammas="1,2", batch_sizes="1,2",
-        out=folder / "out" / "probe.json", device="cpu",
-    )  # fmt: skip
+        str(tiny_target),
+        drafts,
+        str(folder / "prompts.txt"),
+        count=4,
+        max_tokens=8,
+        gammas="1,2",
+        batch_sizes="1,2",
+        out=folder / "out" / "probe.json",
+        device="cpu",
+    )
     return probe(options)
 
 
@@ -107,12 +120,19 @@ def test_the_result_is_whole_and_written(measured, folder):
     assert json.loads((folder / "out" / "probe.json").read_text()) == json.loads(json.dumps(measured.record()))
     carved, foreign = measured.drafts
     assert [(one.now.text, one.now.rule) for one in carved.outlooks] == [
-        ("temperature 0", "greedy"), ("temperature 1", "sample"), ("temperature 1", "greedy-draft"), ("temperature 1", "block"),
-    ]  # fmt: skip
+        ("temperature 0", "greedy"),
+        ("temperature 1", "sample"),
+        ("temperature 1", "greedy-draft"),
+        ("temperature 1", "block"),
+    ]
     # Every rule at the first batch size, the leading one first; that one at the others too.
     assert [(price.rule, price.batch_size) for price in carved.prices] == [
-        ("sample", 1), ("greedy", 1), ("greedy-draft", 1), ("block", 1), ("sample", 2),
-    ]  # fmt: skip
+        ("sample", 1),
+        ("greedy", 1),
+        ("greedy-draft", 1),
+        ("block", 1),
+        ("sample", 2),
+    ]
     assert all(price.draft_step_seconds > 0 and price.target_step_seconds > 0 for price in carved.prices)
     assert foreign.refused.startswith("it does not share the target's vocabulary: token id ")
     assert measured.checks["alpha_live"] == pytest.approx(1.0, abs=1e-3)
@@ -138,9 +158,14 @@ def test_rows_and_repetition_are_told_before_training(measured):
     printed = text_of(measured)
     lead = carved.lead
     for words in (
-        f"{lead.now.alpha:.3f}", f"{carved.prices[0].cost_ratio:.2f}", f"{lead.both[1].speed_up:.2f}x", "are in a loop", "refused",
-        "4 prompts are too few to be certain; give at least 6", "measured times",
-    ):  # fmt: skip
+        f"{lead.now.alpha:.3f}",
+        f"{carved.prices[0].cost_ratio:.2f}",
+        f"{lead.both[1].speed_up:.2f}x",
+        "are in a loop",
+        "refused",
+        "4 prompts are too few to be certain; give at least 6",
+        "measured times",
+    ):
         assert words in printed
     assert probe_lines(measured)[-1] == f"Verdict: {measured.sentence}"
     assert draft_sentence(carved, measured.lookups[1].speed_up) in measured.sentence
@@ -240,13 +265,21 @@ def test_each_way_to_draft_is_timed_by_its_own_costs(given, folder, monkeypatch)
 @pytest.mark.parametrize(
     ("changes", "decision", "words"),
     [
-        ({"t_draft": "15.5ms"}, "hopeless", "at c = 0.62 even a draft that is always accepted would give 1.56x: use a shallower"),
+        (
+            {"t_draft": "15.5ms"},
+            "hopeless",
+            "at c = 0.62 even a draft that is always accepted would give 1.56x: use a shallower",
+        ),
         ({"t_draft": "1ms", "t_verify": "250ms"}, "hopeless", "a shallower draft cannot help"),
         ({"drafts": [], "t_draft": "15.5ms"}, "hopeless", "Hopeless: at c = 0.62"),
-        ({"drafts": []}, "no_draft", "at c = 0.12 a perfect draft gives 5.82x; alpha must be above 0.38 to pay off at gamma 5"),
+        (
+            {"drafts": []},
+            "no_draft",
+            "at c = 0.12 a perfect draft gives 5.82x; alpha must be above 0.38 to pay off at gamma 5",
+        ),
         ({"drafts": ["TARGET"]}, "no_headroom", "Its alpha is 1.000 and its ceiling 1.000"),
     ],
-)  # fmt: skip
+)
 def test_the_decision_is_in_words_and_for_machines(given, changes, decision, words):
     if changes.get("drafts"):
         changes = {"drafts": [given.target]}

@@ -71,7 +71,10 @@ def test_an_engine_that_does_as_it_should_agrees(make: Callable[..., Engine], ru
 
 
 def test_sums_alone_tell_the_same_tau(make: Callable[..., Engine], run: Path) -> None:
-    one, two, three = (read(make(level=level, total=total), run) for level, total in (("detailed", "_total"), ("summary", ""), ("none", "")))  # fmt: skip
+    one, two, three = (
+        read(make(level=level, total=total), run)
+        for level, total in (("detailed", "_total"), ("summary", ""), ("none", ""))
+    )
     assert one.served.tau == two.served.tau == three.served.tau
     assert (one.source, two.source, three.source) == ("responses", "responses", "metrics")
     assert one.z == two.z == three.z == 0
@@ -219,8 +222,13 @@ def test_answers_whose_ids_are_not_all_listed_are_left_out(make: Callable[..., E
 
 
 def test_other_numerics_than_the_runs_are_replayed_if_they_are_named(
-    make: Callable[..., Engine], run: Path, frozen: FrozenText, draft: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:  # fmt: skip
+    make: Callable[..., Engine],
+    run: Path,
+    frozen: FrozenText,
+    draft: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     target, own, asked = perturbed(frozen.target.model, 0.03, seed=5), copy.deepcopy(draft), []
     for part in (target, frozen.target.tokenizer):
         part.save_pretrained(tmp_path)
@@ -269,9 +277,15 @@ def test_a_load_at_which_nothing_is_drafted_is_read_back_for_its_speed(make: Cal
             readback_command(ReadbackOptions(url, run, concurrency=2))
 
 
-@pytest.mark.parametrize(("speed", "ends", "fine"), [
-    (1.01, (0.97, 1.05), True), (0.96, (0.91, 1.02), True), (0.82, (0.70, 1.01), False), (0.95, (0.93, 0.97), False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("speed", "ends", "fine"),
+    [
+        (1.01, (0.97, 1.05), True),
+        (0.96, (0.91, 1.02), True),
+        (0.82, (0.70, 1.01), False),
+        (0.95, (0.93, 0.97), False),
+    ],
+)
 def test_loads_at_which_plain_steps_are_fine_are_kept(
     run: Path, tmp_path: Path, speed: float, ends: Any, fine: bool
 ) -> None:
@@ -336,15 +350,28 @@ def test_waits_by_hand_and_none_without_a_stream() -> None:
 @pytest.mark.usefixtures("without_pictures")
 def test_the_command_for_ci_and_the_report(make: Callable[..., Engine], run: Path, tmp_path: Path) -> None:
     with running_engine(make()) as url:
-        arguments = ["readback", url.removesuffix("/v1"), "--run", str(run), "--gamma", "3", "--count", "6", "--concurrency", "2"]  # fmt: skip
+        arguments = [
+            "readback",
+            url.removesuffix("/v1"),
+            "--run",
+            str(run),
+            "--gamma",
+            "3",
+            "--count",
+            "6",
+            "--concurrency",
+            "2",
+        ]
         done = CliRunner().invoke(app, [*arguments, "--json", "--out", str(tmp_path / "out.json")])
         assert done.exit_code == 0
         tree = json.loads(done.stdout)
         assert tree == json.loads((tmp_path / "out.json").read_text())
         assert (tree["format"], tree["engine"], tree["agrees"]) == (2, "vllm", True)
         assert [(row["text"], row["prompts"], row["how"]["tau"]) for row in tree["measured"]] == [
-            ("served", 6, "served"), ("served", 6, "replay"), ("held-out", 6, "replay")
-        ]  # fmt: skip
+            ("served", 6, "served"),
+            ("served", 6, "replay"),
+            ("held-out", 6, "replay"),
+        ]
         files = report_command(run, tmp_path / "report.html")
         assert "The counts of vLLM 0.32.0 agree with replay" in files.html.read_text()
         done = CliRunner().invoke(app, [*arguments[:-4], "--gamma", "2"])

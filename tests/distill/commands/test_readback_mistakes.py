@@ -114,9 +114,12 @@ def test_answers_of_many_threads_stay_whole_and_damaged_lines_cost_themselves_on
     ("sent", "said"),
     [
         (b"", "usage"),
-        (b'data: {"choices": [{"text": "a", "token_ids": [1]}]}\n\ndata: {"error": {"message": "out of memory"}}\n\n', "out of memory"),
+        (
+            b'data: {"choices": [{"text": "a", "token_ids": [1]}]}\n\ndata: {"error": {"message": "out of memory"}}\n\n',
+            "out of memory",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_stream_that_breaks_off_is_no_answer(sent: bytes, said: str) -> None:
     client = engine_client.EngineClient("http://127.0.0.1:9", None, 100)
     response = SimpleNamespace(content=sent, extensions={"first_part": 1.0} if sent else {})
@@ -152,12 +155,18 @@ def test_gammas_by_load_and_of_the_other_way_are_gammas_of_the_export(run: Path,
     timed = [(DRAFT, 1, 7), (DRAFT, 8, 2), (BY_BLOCK, 1, 8), (LOOKUP, 1, 9)]
     rows = [Measured(way, "sample", load, gamma=gamma, speed_up=1.5) for way, load, gamma in timed]
     verdict = Verdict.model_construct(
-        rule="sample", gamma=3, measured=rows, drafts=[DraftOf(way=DRAFT)], run={"1": DRAFT, "8": DRAFT},
-    )  # fmt: skip
+        rule="sample",
+        gamma=3,
+        measured=rows,
+        drafts=[DraftOf(way=DRAFT)],
+        run={"1": DRAFT, "8": DRAFT},
+    )
     by_token, by_block = SimpleNamespace(drafting="autoregressive"), SimpleNamespace(drafting="parallel")
     for judged, draft, gammas in (
-        (verdict, by_token, (7, 3, 2)), (verdict, by_block, (8, 7, 3)), (None, by_block, (GAMMA_WITHOUT_VERDICT, frozen.config.judge.gamma))
-    ):  # fmt: skip
+        (verdict, by_token, (7, 3, 2)),
+        (verdict, by_block, (8, 7, 3)),
+        (None, by_block, (GAMMA_WITHOUT_VERDICT, frozen.config.judge.gamma)),
+    ):
         assert source._gammas(ReadbackOptions("", run), frozen, judged, draft) == gammas  # type: ignore[arg-type]
 
 

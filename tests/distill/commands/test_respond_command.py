@@ -36,10 +36,16 @@ from distill.training.teacher import CapturingTeacher
 def config_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A config of a tiny target and 12 prompts; `output` is to be overridden."""
     return small_config(
-        tmp_path_factory.mktemp("respond"), 15, name="tiny", data={"heldout_count": 4}, serving={"max_tokens": 10},
-        loss={"name": "forward_kl", "temperature": 1.25}, signal={"k": 9, "samples": 12},
-        train={"micro_batch_size": 4}, judge={"prompts": 4},
-    )  # fmt: skip
+        tmp_path_factory.mktemp("respond"),
+        15,
+        name="tiny",
+        data={"heldout_count": 4},
+        serving={"max_tokens": 10},
+        loss={"name": "forward_kl", "temperature": 1.25},
+        signal={"k": 9, "samples": 12},
+        train={"micro_batch_size": 4},
+        judge={"prompts": 4},
+    )
 
 
 def respond(config_path: Path, folder: Path, *overrides: str, signal: str | None = "topk") -> dict[str, Any] | None:

@@ -54,10 +54,13 @@ def config_of(folder, temperature=1.0, **source):
     forget_accelerators()
     own = {"path": str(folder / "prompts.jsonl"), "reference_column": "answer", **source}
     tree = {
-        "name": "run", "output": str(folder), "target": {"path": str(folder / "target")},
+        "name": "run",
+        "output": str(folder),
+        "target": {"path": str(folder / "target")},
         "data": {"train": [{"path": "unused.jsonl"}], "heldout": [own], "template": {"mode": "plain"}},
-        "serving": {"temperature": temperature, "max_tokens": 16}, "judge": {"every": 2},
-    }  # fmt: skip
+        "serving": {"temperature": temperature, "max_tokens": 16},
+        "judge": {"every": 2},
+    }
     # Sources of training prompts are read too: give the same file.
     tree["data"]["train"] = [{**own, "path": str(folder / "train.jsonl")}]
     (folder / "train.jsonl").write_text(json.dumps({"prompt": "Say something.", "answer": "1"}) + "\n")
@@ -161,8 +164,11 @@ def test_every_response_is_scored_with_its_own_prompt_and_reference():
     texts = [Response("k", [5], response_ids=own) for own in ids]
     scores = score_texts("s", scorer, tokenizer, prompts, texts, {"id-0": "by id", "text 1": "by text"})
     assert seen == [
-        ("text 0", "a", "by id"), ("text 0", "b", "by id"), ("text 1", "c", "by text"), ("text 1", "d", "by text")
-    ]  # fmt: skip
+        ("text 0", "a", "by id"),
+        ("text 0", "b", "by id"),
+        ("text 1", "c", "by text"),
+        ("text 1", "d", "by text"),
+    ]
     assert scores.tolist() == [[1, 0], [1, 0]]
 
 

@@ -58,9 +58,17 @@ port = int(sys.argv[sys.argv.index("--port") + 1])
 http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
 """
 FACTS = {
-    "target": "some/target", "draft": "export", "gamma": 5, "target_rows": 8, "draft_rows": 8, "first_difference": None,
-    "first_difference_from_5": None, "target_quantised": False, "draft_context": 64, "one_pass": [2, 3, {"greedy-draft": 2.0}],
-}  # fmt: skip
+    "target": "some/target",
+    "draft": "export",
+    "gamma": 5,
+    "target_rows": 8,
+    "draft_rows": 8,
+    "first_difference": None,
+    "first_difference_from_5": None,
+    "target_quantised": False,
+    "draft_context": 64,
+    "one_pass": [2, 3, {"greedy-draft": 2.0}],
+}
 
 
 def write_export(folder: Path, **facts: Any) -> Path:
@@ -106,8 +114,11 @@ def test_the_command_is_made_from_the_facts_and_not_read(options: ServeOptions) 
     directory = options.run / "export"
     words = words_of(replace(options, words=["--dtype", "float32"]))
     config = {
-        "method": "draft_model", "model": str(directory), "num_speculative_tokens": 3, "parallel_drafting": True,
-    }  # fmt: skip
+        "method": "draft_model",
+        "model": str(directory),
+        "num_speculative_tokens": 3,
+        "parallel_drafting": True,
+    }
     end = ["--max-model-len", "64", "--host", "127.0.0.1", "--port", str(options.port)]
     assert words[1:3] == ["serve", "some/target"]
     assert (words[3], json.loads(words[4])) == ("--speculative-config", config)
@@ -289,11 +300,17 @@ EVIL = "3 --trust-remote-code --middleware evil.mod"
 @pytest.mark.parametrize(
     "facts",
     [
-        {"gamma": EVIL}, {"draft_context": EVIL}, {"one_pass": [2, EVIL, {}]}, {"one_pass": [2, 3, {"sample": EVIL}]},
-        {"gamma_by_load": [[1, 4, EVIL], [5, 8, 0]]}, {"sampling": {"temperature": EVIL}}, {"taus": EVIL},
-        {"sampling": {"temperature": 0.7, "top_k": EVIL}}, {"target_rows": None},
+        {"gamma": EVIL},
+        {"draft_context": EVIL},
+        {"one_pass": [2, EVIL, {}]},
+        {"one_pass": [2, 3, {"sample": EVIL}]},
+        {"gamma_by_load": [[1, 4, EVIL], [5, 8, 0]]},
+        {"sampling": {"temperature": EVIL}},
+        {"taus": EVIL},
+        {"sampling": {"temperature": 0.7, "top_k": EVIL}},
+        {"target_rows": None},
     ],
-)  # fmt: skip
+)
 def test_words_in_place_of_numbers_are_refused(tmp_path: Path, options: ServeOptions, facts: dict[str, Any]) -> None:
     other = write_export(tmp_path / "evil", **facts)
     assert "serving.json: cannot be read" in refused(words_of, replace(options, run=other))

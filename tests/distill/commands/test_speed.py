@@ -48,7 +48,10 @@ def costs_of(
     step: float = 0.01, draft: float = 0.001, engine: str = "vllm 0.32.0", prefill: float = 0.0
 ) -> EngineCosts:
     """An engine whose step takes `step` and 10 % more for each request, and a draft call `draft`."""
-    seconds = {(n, gamma): step * (1 + 0.1 * n * (gamma + 1)) + gamma * draft for n, gamma in itertools.product(LOADS, (0, 1, 3))}  # fmt: skip
+    seconds = {
+        (n, gamma): step * (1 + 0.1 * n * (gamma + 1)) + gamma * draft
+        for n, gamma in itertools.product(LOADS, (0, 1, 3))
+    }
     costs = step_costs(seconds, parallel=False)
     ratios = {one.batch_size: ratios_of(one, [one, one]) for one in costs}
     reads = {n: {0: n * prefill, 1: n * prefill, 3: 2 * n * prefill} for n in LOADS} if prefill else {}
@@ -144,9 +147,17 @@ def test_probe_plans_with_the_engines_times(timed_run: Path, tmp_path: Path) -> 
 
 def verdict_of(**more: Any) -> Verdict:
     return Verdict(
-        version="1", rule="sample", gamma=3, prompts=8, tokens=80, outcome="no_speed", headline="", drafts=[{"way": "draft"}],
-        replay={0: 1.0, 1: 1.6, 2: 2.1, 3: 2.5}, **more,
-    )  # fmt: skip
+        version="1",
+        rule="sample",
+        gamma=3,
+        prompts=8,
+        tokens=80,
+        outcome="no_speed",
+        headline="",
+        drafts=[{"way": "draft"}],
+        replay={0: 1.0, 1: 1.6, 2: 2.1, 3: 2.5},
+        **more,
+    )
 
 
 def test_only_the_engine_that_was_timed_gets_its_gammas() -> None:
@@ -302,8 +313,11 @@ def test_servers_are_asked_one_at_a_time_at_each_load(
     for one in found.speed:
         expected = verdict.engine.row(
             next(of for of in verdict.engine.costs if of.batch_size == one.served.concurrency),
-            GAMMA, verdict.replay[GAMMA], verdict.rule, verdict.tokens / verdict.prompts,
-        )  # fmt: skip
+            GAMMA,
+            verdict.replay[GAMMA],
+            verdict.rule,
+            verdict.tokens / verdict.prompts,
+        )
         assert one.predicted == expected
         assert one.served.gamma == GAMMA
         assert one.served.how["speed_up"] == "served"

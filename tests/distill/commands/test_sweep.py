@@ -335,9 +335,11 @@ def test_a_sweep_named_like_a_run_is_refused(tmp_path: Path) -> None:
 
 def test_names_are_readable_and_distinct_and_values_reach_the_config(tmp_path: Path) -> None:
     grid = {
-        "loss.temperature": [1.0, 0.5], "loss.mix": [{"tv": 0.5, "forward_kl": 1.0}, {"tv": 1.0}],
-        "optim.lr": [1e-5], "student.layers": [[0, -1], [0, 5, -1]],
-    }  # fmt: skip
+        "loss.temperature": [1.0, 0.5],
+        "loss.mix": [{"tv": 0.5, "forward_kl": 1.0}, {"tv": 1.0}],
+        "optim.lr": [1e-5],
+        "student.layers": [[0, -1], [0, 5, -1]],
+    }
     path, _ = lab(tmp_path, grid=grid)
     trials = plan(path)[1]
     names = [trial.config.name for trial in trials]

@@ -268,10 +268,17 @@ def test_overrides_reach_every_depth_and_win(tmp_path: Path) -> None:
     config = load_config(
         path,
         [
-            "optim.lr=3e-4", "data.train.0.limit=3", "student.lora.rank=4", "loss.mix={forward_kl: 1, ce: 0.5}",
-            "student.layers=[0, 2]", "tracking.trackers=[wandb]", "name=y", "optim.lr=1e-4", "target.revision=a=b",
+            "optim.lr=3e-4",
+            "data.train.0.limit=3",
+            "student.lora.rank=4",
+            "loss.mix={forward_kl: 1, ce: 0.5}",
+            "student.layers=[0, 2]",
+            "tracking.trackers=[wandb]",
+            "name=y",
+            "optim.lr=1e-4",
+            "target.revision=a=b",
         ],
-    )  # fmt: skip
+    )
     assert config.optim.lr == 1e-4
     assert config.data.train[0].limit == 3
     assert config.student.lora is not None
@@ -323,18 +330,22 @@ trees = st.fixed_dictionaries(
         "name": names,
         "output": texts,
         "seed": st.integers(0, 2**31 - 1),
-        "optim": st.fixed_dictionaries({"lr": st.floats(1e-12, 1e6), "betas": st.tuples(st.floats(0, 0.999), st.floats(0, 0.999))}),
+        "optim": st.fixed_dictionaries(
+            {"lr": st.floats(1e-12, 1e6), "betas": st.tuples(st.floats(0, 0.999), st.floats(0, 0.999))}
+        ),
         "student": st.fixed_dictionaries(
             {
                 "layers": st.lists(st.integers(-9, 9), min_size=1, max_size=4),
-                "lora": st.none() | st.fixed_dictionaries({"target_modules": st.just("all-linear") | st.lists(texts, min_size=1)}),
+                "lora": st.none()
+                | st.fixed_dictionaries({"target_modules": st.just("all-linear") | st.lists(texts, min_size=1)}),
             }
         ),
         "data": st.fixed_dictionaries(
             {
                 "train": st.lists(
                     st.fixed_dictionaries({"path": texts, "domain": st.none() | texts, "system": st.none() | texts}),
-                    min_size=1, max_size=3,
+                    min_size=1,
+                    max_size=3,
                 ),
                 "template": st.fixed_dictionaries(
                     {"chat_template_kwargs": st.dictionaries(texts, st.booleans() | st.integers() | texts, max_size=2)}
@@ -343,7 +354,7 @@ trees = st.fixed_dictionaries(
         ),
         "loss": st.fixed_dictionaries({"mix": st.none() | st.just({"tv": 1, "forward_kl": 0.25})}),
     }
-)  # fmt: skip
+)
 
 
 @settings(max_examples=30, deadline=None)

@@ -46,8 +46,10 @@ GOOD = EngineFacts(
     taus=TAUS,
 )
 # What a shell calls, each printing its words with a NUL behind each and a last one of its own.
-STUBS = "".join(f"{name}() {{ printf '%s\\0' {name} \"$@\"; printf '\\n\\0'; }}\n" for name in
-                ("vllm", "python", "llama-server", "trtllm-serve", "mlx_lm.server"))  # fmt: skip
+STUBS = "".join(
+    f"{name}() {{ printf '%s\\0' {name} \"$@\"; printf '\\n\\0'; }}\n"
+    for name in ("vllm", "python", "llama-server", "trtllm-serve", "mlx_lm.server")
+)
 
 
 def calls(command, draft=DRAFT, target=TARGET, cwd=None):
@@ -158,8 +160,10 @@ def test_llama_cpp_chains_lookup_and_the_draft_where_that_was_measured_to_be_bes
     _, given = options(calls_of(found.command))
     assert given["--spec-type"] == "ngram-simple,draft-simple"
     assert (given["--spec-draft-n-max"], given["--spec-ngram-simple-size-n"], given["--spec-ngram-simple-size-m"]) == (
-        "3", "3", "10",
-    )  # fmt: skip
+        "3",
+        "3",
+        "10",
+    )
     assert any("measured at 1.70x [1.30, 1.47] the speed of the target alone" in note for note in found.notes)
     alone = check("llama.cpp", replace(GOOD, lookup=LOOKUP_ALONE))
     assert "ngram" not in alone.command
@@ -175,8 +179,11 @@ def test_lookup_without_a_draft_is_told_at_what_it_was_timed_with():
     command = re.search("`(vllm .*?)`", line)[1]
     _, given = options(command)
     assert json.loads(given["--speculative-config"]) == {
-        "method": "ngram", "num_speculative_tokens": 9, "prompt_lookup_max": 4, "prompt_lookup_min": 2,
-    }  # fmt: skip
+        "method": "ngram",
+        "num_speculative_tokens": 9,
+        "prompt_lookup_max": 4,
+        "prompt_lookup_min": 2,
+    }
     assert "measured at 1.38x [1.30, 1.47]" in line
     assert "--spec-ngram-simple-size-n 2 --spec-ngram-simple-size-m 9" in line
     assert json.loads(given["--override-generation-config"]) == {"temperature": 0.8, "top_p": 0.95}
@@ -365,13 +372,17 @@ THREADS = ("vllm#46032", "vllm#50169", "vllm#43626", "vllm#57721", "vllm#49112",
         ("llama", {}, (FULL,)),
         ("mistral", {"sliding_window": 16}, ("a window of 16 tokens",)),
         ("gemma2", {"sliding_window": 16}, ("a window of 16 tokens", FULL)),
-        ("qwen2", {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}, ("a window of 16 tokens", FULL)),
+        (
+            "qwen2",
+            {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1},
+            ("a window of 16 tokens", FULL),
+        ),
         ("qwen2", {"use_sliding_window": False, "sliding_window": 16}, (FULL,)),
         ("qwen3_next", {"layer_types": ["linear_attention", "full_attention"]}, (STATE, FULL)),
         ("falcon_h1", {}, (STATE, FULL)),
         ("mamba", {}, (STATE,)),
     ],
-)  # fmt: skip
+)
 def test_kinds_of_layers_by_the_config(kind, fields, kinds):
     assert _layer_kinds(CONFIG_MAPPING[kind](num_hidden_layers=2, **fields)) == tuple(sorted(kinds))
 

@@ -118,10 +118,18 @@ def make_verdict(rows=None, run=DRAFT, drafting="autoregressive", **changes):
         Measured(way, "sample", gamma=5, alpha=alpha, tau=tau, **interval) for way, (alpha, tau) in drafts.items()
     ]
     known = {
-        "rule": "sample", "gamma": 5, "prompts": 20, "tokens": 1234, "drafts": [DraftOf(way=way, drafting=drafting) for way in drafts],
-        "measured": [*judged, *([timed(DRAFT, 3)] if rows is None else rows)], "run": {"1": run}, "pays": True,
-        "outcome": "pays_off", "headline": "Run it.", "version": "1",
-    }  # fmt: skip
+        "rule": "sample",
+        "gamma": 5,
+        "prompts": 20,
+        "tokens": 1234,
+        "drafts": [DraftOf(way=way, drafting=drafting) for way in drafts],
+        "measured": [*judged, *([timed(DRAFT, 3)] if rows is None else rows)],
+        "run": {"1": run},
+        "pays": True,
+        "outcome": "pays_off",
+        "headline": "Run it.",
+        "version": "1",
+    }
     return Verdict.model_validate(known | changes)
 
 

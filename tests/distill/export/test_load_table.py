@@ -21,12 +21,21 @@ def verdict_of(rows: list[Row], plain_wins_from: int | None) -> Verdict:
     measured = [
         Measured(DRAFT, "sample", load, gamma=gamma, speed_up=faster, tokens_per_second=faster)
         for load, gamma, faster in rows
-    ]  # fmt: skip
+    ]
     run = {str(load): DRAFT if faster > 1.0 else TARGET for load, _, faster in rows}
     return Verdict(
-        version="1", rule="sample", gamma=3, prompts=8, tokens=80, outcome="no_speed", headline="",
-        drafts=[DraftOf(way=DRAFT)], measured=measured, run=run, plain_wins_from=plain_wins_from,
-    )  # fmt: skip
+        version="1",
+        rule="sample",
+        gamma=3,
+        prompts=8,
+        tokens=80,
+        outcome="no_speed",
+        headline="",
+        drafts=[DraftOf(way=DRAFT)],
+        measured=measured,
+        run=run,
+        plain_wins_from=plain_wins_from,
+    )
 
 
 @pytest.mark.parametrize(

@@ -133,9 +133,13 @@ def test_each_file_that_differs_is_found_once(target, draft, name, change, broke
     ("name", "change", "words"),
     [
         ("config.json", {"bos_token_id": 3}, ("bos_token_id: 2 in the target, 3 in the draft", "refuses")),
-        ("tokenizer_config.json", {"bos_token": "<|pad|>"}, ("bos_token: <|user|> in the target, <|pad|> in the draft", "refuses")),
+        (
+            "tokenizer_config.json",
+            {"bos_token": "<|pad|>"},
+            ("bos_token: <|user|> in the target, <|pad|> in the draft", "refuses"),
+        ),
     ],
-)  # fmt: skip
+)
 def test_another_bos_breaks_only_if_the_target_adds_one(target, draft, name, change, words):
     for side in (target, draft):
         edit(side, "tokenizer_config.json", lambda tree: tree.update(bos_token="<|user|>"))
@@ -167,8 +171,15 @@ def test_what_may_not_start_in_an_engine_is_said_with_its_thread(target, tmp_pat
     assert [(one.engines, "a draft whose layers all read all tokens" in one.text) for one in broken] == [
         ((VLLM,), True)
     ]
-    hybrid = {"layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2, "linear_num_value_heads": 2,
-              "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8, "num_experts": 0}  # fmt: skip
+    hybrid = {
+        "layer_types": ["linear_attention", "full_attention"],
+        "num_hidden_layers": 2,
+        "linear_num_value_heads": 2,
+        "linear_num_key_heads": 2,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "num_experts": 0,
+    }
     mixed = write(tmp_path / "hybrid", "qwen3_next", **hybrid)
     notes = {one.engines: one.text for one in found(mixed, target)}
     assert "vllm#43626, 2026-05-26" in notes[VLLM,]
@@ -179,9 +190,18 @@ def test_what_may_not_start_in_an_engine_is_said_with_its_thread(target, tmp_pat
 
 @pytest.mark.parametrize("plain_loads", [[], [64]])
 def test_a_row_of_gamma_0_of_an_export_is_said(target, draft, plain_loads):
-    facts = {"target": "t", "draft": "d", "gamma": 4, "target_rows": 1, "draft_rows": 1, "first_difference": None,
-             "first_difference_from_5": None, "target_quantised": False, "gamma_by_load": [[1, 3, 4], [4, 4096, 0]],
-             "plain_loads": plain_loads}  # fmt: skip
+    facts = {
+        "target": "t",
+        "draft": "d",
+        "gamma": 4,
+        "target_rows": 1,
+        "draft_rows": 1,
+        "first_difference": None,
+        "first_difference_from_5": None,
+        "target_quantised": False,
+        "gamma_by_load": [[1, 3, 4], [4, 4096, 0]],
+        "plain_loads": plain_loads,
+    }
     (draft / "serving.json").write_text(json.dumps({"facts": facts}))
     notes = [one for one in found(target, draft) if "vllm#49548" in one.text]
     assert [one.engines for one in notes] == [(VLLM,)] * (not plain_loads)
@@ -266,9 +286,13 @@ def gguf(folder: Path, side: str, shapes=None, **changes):
     tokens = list(dict(sorted(tokens_by_id(tokenizer).items())).values())
     tokens += [f"[PAD{number}]" for number in range(2)]
     known = {
-        "general.architecture": "llama", "llama.context_length": 4096, "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": tokens,
-        "tokenizer.ggml.add_bos_token": side == "embedded", "tokenizer.ggml.bos_token_id": tokenizer.bos_token_id or 0,
-    }  # fmt: skip
+        "general.architecture": "llama",
+        "llama.context_length": 4096,
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.add_bos_token": side == "embedded",
+        "tokenizer.ggml.bos_token_id": tokenizer.bos_token_id or 0,
+    }
     if tokenizer.chat_template:
         known["tokenizer.chat_template"] = tokenizer.chat_template
     known |= {key.replace("__", "."): value for key, value in changes.items()}
@@ -286,14 +310,22 @@ def test_weights_may_be_a_gguf_elsewhere(tmp_path, target):
     ("changes", "breaks", "words"),
     [
         ({}, None, ""),
-        ({"tokenizer__ggml__add_bos_token": True, "tokenizer__ggml__bos_token_id": 2}, True, "added: ['<|user|>'], and [] by the target's files"),
-        ({"tokenizer__ggml__add_eos_token": True, "tokenizer__ggml__eos_token_id": 999999}, True, "added: [None], and []"),
+        (
+            {"tokenizer__ggml__add_bos_token": True, "tokenizer__ggml__bos_token_id": 2},
+            True,
+            "added: ['<|user|>'], and [] by the target's files",
+        ),
+        (
+            {"tokenizer__ggml__add_eos_token": True, "tokenizer__ggml__eos_token_id": 999999},
+            True,
+            "added: [None], and []",
+        ),
         ({"tokenizer__ggml__tokens": ["<|end|>", "other"]}, True, "id 1: other, and <|pad|> by"),
         ({"tokenizer__chat_template": "other"}, False, "tokenizer.chat_template: other, and {% for"),
         ({"llama__context_length": 64}, False, "llama.context_length: 64, and 256"),
         ({"shapes": {"token_embd.weight": [32, 9]}}, True, "token_embd.weight: rows: [9], and ["),
     ],
-)  # fmt: skip
+)
 def test_a_gguf_is_compared_with_the_targets_files(tmp_path, target, draft, changes, breaks, words):
     path = gguf(tmp_path, str(target), **changes)
     findings = [one for one in found(target, draft, path) if "and [2] by" not in one.text]

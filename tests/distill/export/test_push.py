@@ -73,8 +73,15 @@ def test_a_dry_run_lists_files_and_bytes_and_asks_nothing_of_the_hub(
     ],
 )
 def test_a_mistake_is_one_line_before_anything_is_written(
-    hub: Hub, tiny_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str, name: str, token: str | None, told: str
-) -> None:  # fmt: skip
+    hub: Hub,
+    tiny_run: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    option: str,
+    name: str,
+    token: str | None,
+    told: str,
+) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_TOKEN_PATH", str(tmp_path / "no token"))
     monkeypatch.delenv("HF_TOKEN") if token is None else monkeypatch.setenv("HF_TOKEN", token)
     before = files_of(tiny_run)

@@ -99,8 +99,10 @@ def test_the_baseline_of_a_version_and_slice_is_its_own_first_requests(tmp_path:
     with pytest.raises(UserError, match=r"for version v0009; found: v0001 \(80\), v0002 \(100\)"):
         alarm(log, "v0009")
     bad: tuple[tuple[dict[str, Any], str], ...] = (
-        ({"false_alarms": 0.0}, "--false-alarms 0.0"), ({"drop": 1.0}, "--drop 1.0"), ({"burn_in": 8}, "--burn-in 8: give at least 30")
-    )  # fmt: skip
+        ({"false_alarms": 0.0}, "--false-alarms 0.0"),
+        ({"drop": 1.0}, "--drop 1.0"),
+        ({"burn_in": 8}, "--burn-in 8: give at least 30"),
+    )
     for options, words in bad:
         with pytest.raises(UserError, match=words):
             alarm(log, "v0001", **options)

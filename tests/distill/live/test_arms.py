@@ -25,9 +25,11 @@ def two(share: float) -> Arms:
 def test_among_many_arms_nothing_moves_but_to_the_one_that_grows(weights: list[float], factor: float) -> None:
     grown = [weights[0] * factor, *weights[1:]]
     before, after = (
-        Arms("flags", tuple(Arm(f"arm{i}", f"http://h:{i + 1}", weight / sum(all_of)) for i, weight in enumerate(all_of)))
+        Arms(
+            "flags", tuple(Arm(f"arm{i}", f"http://h:{i + 1}", weight / sum(all_of)) for i, weight in enumerate(all_of))
+        )
         for all_of in (weights, grown)
-    )  # fmt: skip
+    )
     for talk in TALKS[:200]:
         was, now = before.choose(talk, KEY).name, after.choose(talk, KEY).name
         assert now in (was, "arm0")

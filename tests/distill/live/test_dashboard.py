@@ -15,10 +15,15 @@ DASHBOARD = json.loads((Path(__file__).parents[3] / "configs" / "grafana.json").
 QUERIES = [target["expr"] for panel in DASHBOARD["panels"] for target in panel["targets"]]
 # vLLM 0.32 at vllm/v1/metrics/loggers.py and vllm/v1/spec_decode/metrics.py.
 OF_VLLM = {
-    "vllm:spec_decode_num_drafts", "vllm:spec_decode_num_draft_tokens", "vllm:spec_decode_num_accepted_tokens",
-    "vllm:spec_decode_num_accepted_tokens_per_pos", "vllm:prompt_tokens", "vllm:generation_tokens",
-    "vllm:time_to_first_token_seconds", "vllm:e2e_request_latency_seconds",
-}  # fmt: skip
+    "vllm:spec_decode_num_drafts",
+    "vllm:spec_decode_num_draft_tokens",
+    "vllm:spec_decode_num_accepted_tokens",
+    "vllm:spec_decode_num_accepted_tokens_per_pos",
+    "vllm:prompt_tokens",
+    "vllm:generation_tokens",
+    "vllm:time_to_first_token_seconds",
+    "vllm:e2e_request_latency_seconds",
+}
 METRIC = re.compile(r"\b(?:vllm:|understudy_)\w+")
 
 
@@ -49,7 +54,12 @@ def test_every_label_of_a_query_is_on_its_metrics(page: Page) -> None:
             samples = page.get(name.removesuffix("_total"), [])
             known = {label for labels, _ in samples for label in labels}
             assert not samples or matched <= known, query
-        known = {label for name in METRIC.findall(query) for labels, _ in page.get(name.removesuffix("_total"), []) for label in labels}  # fmt: skip
+        known = {
+            label
+            for name in METRIC.findall(query)
+            for labels, _ in page.get(name.removesuffix("_total"), [])
+            for label in labels
+        }
         assert grouped <= known, query
 
 
@@ -68,7 +78,11 @@ def test_the_dashboard_has_what_grafana_requires() -> None:
     taken: set[tuple[int, int]] = set()
     for panel in DASHBOARD["panels"]:
         place = panel["gridPos"]
-        cells = {(x, y) for x in range(place["x"], place["x"] + place["w"]) for y in range(place["y"], place["y"] + place["h"])}  # fmt: skip
+        cells = {
+            (x, y)
+            for x in range(place["x"], place["x"] + place["w"])
+            for y in range(place["y"], place["y"] + place["h"])
+        }
         assert not cells & taken
         assert max(x for x, _ in cells) < 24  # columns of Grafana's grid
         taken |= cells

@@ -328,18 +328,30 @@ def test_hostile_clients_harm_nobody(direct: str, tmp_path: Path, monkeypatch: p
         "no HTTP": b"\x16\x03\x01 hello\r\n\r\n",
         "slow body": post_line + b"content-length: 10\r\n\r\n{",
         "a body said to be huge": post_line + b"content-length: 99999999\r\n\r\n{",
-        "a huge body in chunks": post_line + b"transfer-encoding: chunked\r\n\r\n" + b"10000\r\n" + b"x" * (1 << 16) + b"\r\n" + b"10000\r\n" + b"x" * (1 << 16) + b"\r\n",
+        "a huge body in chunks": post_line
+        + b"transfer-encoding: chunked\r\n\r\n"
+        + b"10000\r\n"
+        + b"x" * (1 << 16)
+        + b"\r\n"
+        + b"10000\r\n"
+        + b"x" * (1 << 16)
+        + b"\r\n",
         "left": post_line + b"content-length: 10\r\n\r\n{",
-    }  # fmt: skip
+    }
     with running_gateway(tmp_path, direct, max_body=1 << 16) as url:
         began = {what: connected(url, content) for what, content in said.items()}
         began.pop("left").close()
         assert post(url, PROMPT).status_code == 200
         answers = {what: heard(connection) for what, connection in began.items()}
         assert {what: answer[9:12] for what, answer in answers.items()} == {
-            "no request": b"", "slow headers": b"", "headers without end": b"400", "no HTTP": b"400", "slow body": b"408",
-            "a body said to be huge": b"413", "a huge body in chunks": b"413",
-        }  # fmt: skip
+            "no request": b"",
+            "slow headers": b"",
+            "headers without end": b"400",
+            "no HTTP": b"400",
+            "slow body": b"408",
+            "a body said to be huge": b"413",
+            "a huge body in chunks": b"413",
+        }
         for content in (b"{", b"[" * 60_000, b'{"prompt": 1e999}', b"\xff\xfe", b'{"prompt": "\\ud800", "x": [1e400]}'):
             assert post(url, content).status_code in (200, 400)
         assert metric(url, "not_logged", reason="unreadable") == 3
@@ -384,8 +396,10 @@ def test_flags_become_arms_and_those_of_a_rollout_win(tmp_path: Path, capsys: py
     options = GatewayOptions(urls, tmp_path, [0.1], versions, "t", plain_engine="http://h:3")
     arms = arms_of(options)
     assert [(arm.name, arm.url, round(arm.share, 9), arm.draft_version, arm.drafts) for arm in arms.arms] == [
-        ("a", "http://h:1", 0.9, "v0001", True), ("b", "http://h:2", 0.1, "v0002", True), ("plain", "http://h:3", 0, "none", False),
-    ]  # fmt: skip
+        ("a", "http://h:1", 0.9, "v0001", True),
+        ("b", "http://h:2", 0.1, "v0002", True),
+        ("plain", "http://h:3", 0, "none", False),
+    ]
     path = tmp_path / ARMS
     assert _begin_with(path, arms) == arms
     moved = Arms("rollout x v0002", (Arm("b", "http://h:2", 1.0, "v0002"),))

@@ -197,7 +197,10 @@ def test_a_request_that_turns_out_to_be_no_http_is_no_fault_of_ours(direct: str,
 
 
 def test_a_status_that_no_client_knows_is_no_answer(tmp_path: Path) -> None:
-    with raw_engine(b"HTTP/1.1 700 X\r\ncontent-length: 0\r\n\r\n") as (engine, _), running_gateway(tmp_path, engine) as url:  # fmt: skip
+    with (
+        raw_engine(b"HTTP/1.1 700 X\r\ncontent-length: 0\r\n\r\n") as (engine, _),
+        running_gateway(tmp_path, engine) as url,
+    ):
         assert HTTP.post(f"{url}/v1/completions", json={}).status_code == 502
 
 

@@ -26,7 +26,7 @@ def ask(url: str, body: bytes = b'{"prompt":"p"}', **headers: str) -> httpx.Resp
 
 
 def test_what_an_engine_says_beyond_its_answer_reaches_no_other_client(tmp_path: Path) -> None:
-    with raw_engine(answer(WHOLE) + answer(b"of another")) as (engine, _), running_gateway(tmp_path, engine) as url:  # fmt: skip
+    with raw_engine(answer(WHOLE) + answer(b"of another")) as (engine, _), running_gateway(tmp_path, engine) as url:
         assert [ask(url).content for _ in range(3)] == [WHOLE] * 3
 
 
@@ -42,7 +42,10 @@ def test_what_is_of_one_connection_or_of_the_gateway_stays_there(tmp_path: Path)
 
 
 def test_of_a_length_and_chunks_the_chunks_count(tmp_path: Path) -> None:
-    said = b"HTTP/1.1 200 OK\r\ncontent-length: 3\r\ntransfer-encoding: chunked\r\n\r\n%x\r\n%s\r\n0\r\n\r\n" % (len(WHOLE), WHOLE)  # fmt: skip
+    said = b"HTTP/1.1 200 OK\r\ncontent-length: 3\r\ntransfer-encoding: chunked\r\n\r\n%x\r\n%s\r\n0\r\n\r\n" % (
+        len(WHOLE),
+        WHOLE,
+    )
     with raw_engine(said) as (engine, _), running_gateway(tmp_path, engine) as url:
         assert ask(url).content == WHOLE
 

@@ -15,11 +15,21 @@ from distill.live.options import GatewayOptions
 
 COUNTS = {"num_spec_steps": 2, "num_accepted_draft_tokens": 3, "num_draft_tokens": 6}
 EVENTS = [
-    {"choices": [{"index": 0, "text": 'a "finish_reason":null data: [DONE]', "finish_reason": None, "token_ids": [1, 2], "prompt_token_ids": [9]}]},
+    {
+        "choices": [
+            {
+                "index": 0,
+                "text": 'a "finish_reason":null data: [DONE]',
+                "finish_reason": None,
+                "token_ids": [1, 2],
+                "prompt_token_ids": [9],
+            }
+        ]
+    },
     {"choices": [{"index": 0, "text": "\u00e9\n", "finish_reason": None, "token_ids": [3]}]},
     {"choices": [{"index": 0, "text": "", "finish_reason": "stop", "token_ids": []}]},
     {"choices": [], "usage": {"prompt_tokens": 1, "completion_tokens": 3}, "metrics": {"speculative_decoding": COUNTS}},
-]  # fmt: skip
+]
 CLOSE = [json.dumps(event, separators=(",", ":"), ensure_ascii=False) for event in EVENTS]
 STREAM = ("".join(f": ping\n\ndata: {text}\r\n\r\n" for text in CLOSE) + "data:[DONE]\n\n").encode()
 
@@ -78,7 +88,16 @@ def test_sampling_is_known_only_where_nothing_is_the_engines_own_default() -> No
     ("more", "constrained"),
     [
         ({}, False),
-        ({"response_format": {"type": "text"}, "tool_choice": "auto", "frequency_penalty": 0, "logit_bias": {}, "n": 1}, False),
+        (
+            {
+                "response_format": {"type": "text"},
+                "tool_choice": "auto",
+                "frequency_penalty": 0,
+                "logit_bias": {},
+                "n": 1,
+            },
+            False,
+        ),
         ({"response_format": {"type": "json_schema"}}, True),
         ({"structured_outputs": {"regex": "a"}}, True),
         ({"logit_bias": {"5": 1}}, True),
@@ -87,7 +106,7 @@ def test_sampling_is_known_only_where_nothing_is_the_engines_own_default() -> No
         ({"ignore_eos": True}, True),
         ({"tool_choice": "required"}, True),
     ],
-)  # fmt: skip
+)
 def test_what_stands_between_the_target_and_its_text_is_marked(more: dict[str, Any], constrained: bool) -> None:
     asked = read(more)
     assert (asked.why_not, asked.constrained) == ("", constrained)

@@ -29,12 +29,22 @@ from distill.live.versions import current_version, list_versions
 from speculative.errors import UserError
 
 QUICK = [
-    "train.steps=24", "judge.every=12", "judge.live=never", "loss.name=forward_kl", "train.batch_size=16", "train.micro_batch_size=16",
-]  # fmt: skip
+    "train.steps=24",
+    "judge.every=12",
+    "judge.live=never",
+    "loss.name=forward_kl",
+    "train.batch_size=16",
+    "train.micro_batch_size=16",
+]
 FIRST, HEALTHY = 90, 40  # requests before the first refresh, and before acceptance falls
 LONG_PATIENCE = {
-    "payback_days": 1e12, "margin": 0.1, "probe_steps": 16, "false_alarms": 0.2, "drop": 0.15, "burn_in": 30,
-}  # fmt: skip
+    "payback_days": 1e12,
+    "margin": 0.1,
+    "probe_steps": 16,
+    "false_alarms": 0.2,
+    "drop": 0.15,
+    "burn_in": 30,
+}
 
 
 @pytest.fixture(scope="module")
@@ -58,11 +68,17 @@ def responses(tiny_run: Path) -> list[TrafficRecord]:
     found, _ = decode(target.model, None, prompts, decode_settings(config.serving, 7, target), batch_size=32)
     return [
         record_of(
-            number, prompt_ids=tuple(one.prompt_ids), response_ids=tuple(one.response_ids), accepted=number % 2 + 20 * (number < HEALTHY),
-            drafted=48, blocks=16, target_version=config.target.path, sampling={**SAMPLING, "max_tokens": 16},
+            number,
+            prompt_ids=tuple(one.prompt_ids),
+            response_ids=tuple(one.response_ids),
+            accepted=number % 2 + 20 * (number < HEALTHY),
+            drafted=48,
+            blocks=16,
+            target_version=config.target.path,
+            sampling={**SAMPLING, "max_tokens": 16},
         )
         for number, one in enumerate(found)
-    ]  # fmt: skip
+    ]
 
 
 @pytest.fixture

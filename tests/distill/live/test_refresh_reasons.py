@@ -36,10 +36,26 @@ from speculative.measure.effects import Gain
 
 # A block of gamma 3 takes 0.01 x (3 x 0.1 + 1.2) = 0.015 s.
 COSTS = Costs(
-    target_step_seconds=0.01, draft_step_seconds=0.001, cost_ratio=0.1, cost_ratio_at={1: 0.5, 3: 0.1}, verify_ratio={1: 1.1, 3: 1.2}
-)  # fmt: skip
+    target_step_seconds=0.01,
+    draft_step_seconds=0.001,
+    cost_ratio=0.1,
+    cost_ratio_at={1: 0.5, 3: 0.1},
+    verify_ratio={1: 1.1, 3: 1.2},
+)
 # 1,000 tokens in a day, never two requests at once.
-A_DAY = [record_of(number, time=number * 86_390.0, total_s=10.0, response_tokens=500, response_ids=None, accepted=500, drafted=1500, blocks=500) for number in (0, 1)]  # fmt: skip
+A_DAY = [
+    record_of(
+        number,
+        time=number * 86_390.0,
+        total_s=10.0,
+        response_tokens=500,
+        response_ids=None,
+        accepted=500,
+        drafted=1500,
+        blocks=500,
+    )
+    for number in (0, 1)
+]
 
 
 def test_payback_is_what_a_hand_finds() -> None:
@@ -76,9 +92,13 @@ def test_greedy_text_is_told_from_text_that_was_mixed_up(tiny_run: Path, tmp_pat
     store = Store(tiny_run / "responses" / "heldout-greedy")
     rows = store.read()
     mixed_up = [
-        replace(one, input_ids=[*one.prompt_ids, *other.response_ids], loss_mask=[False] * len(one.prompt_ids) + [True] * len(other.response_ids))
+        replace(
+            one,
+            input_ids=[*one.prompt_ids, *other.response_ids],
+            loss_mask=[False] * len(one.prompt_ids) + [True] * len(other.response_ids),
+        )
         for one, other in zip(rows, [*rows[1:], rows[0]], strict=True)
-    ]  # fmt: skip
+    ]
     for name, some in (("own", rows), ("mixed up", mixed_up)):
         written = Store(tmp_path / name / "responses" / "train")
         written.open(store.manifest())
@@ -90,10 +110,14 @@ def test_greedy_text_is_told_from_text_that_was_mixed_up(tiny_run: Path, tmp_pat
 @pytest.mark.parametrize(
     ("old", "new", "share", "expected"),
     [
-        (100, 100, 0.5, (100, 100)), (1800, 100, 0.5, (100, 100)), (100, 1000, 0.5, (100, 100)), (100, 1000, 0.25, (99, 33)),
-        (900, 100, 0.25, (300, 100)), (100, 70, 1.0, (0, 70)),
+        (100, 100, 0.5, (100, 100)),
+        (1800, 100, 0.5, (100, 100)),
+        (100, 1000, 0.5, (100, 100)),
+        (100, 1000, 0.25, (99, 33)),
+        (900, 100, 0.25, (300, 100)),
+        (100, 70, 1.0, (0, 70)),
     ],
-)  # fmt: skip
+)
 def test_the_share_is_kept_with_all_that_fits_it(old: int, new: int, share: float, expected: tuple[int, int]) -> None:
     assert mixed(old, new, share) == expected
 
@@ -101,9 +125,14 @@ def test_the_share_is_kept_with_all_that_fits_it(old: int, new: int, share: floa
 def difference(gain: float, low: float, high: float, prompts: int = 64, certain_tau: str = "none") -> Difference:
     certain = "gain" if low > 0 else "loss" if high < 0 else "none"
     return Difference.model_construct(
-        alpha=Gain(gain=gain, ci=(low, high)), tau=Gain(gain=gain, ci=(low, high)), prompts=prompts,
-        tokens=100, fewest_prompts=6, certain=certain, certain_tau=certain_tau,
-    )  # fmt: skip
+        alpha=Gain(gain=gain, ci=(low, high)),
+        tau=Gain(gain=gain, ci=(low, high)),
+        prompts=prompts,
+        tokens=100,
+        fewest_prompts=6,
+        certain=certain,
+        certain_tau=certain_tau,
+    )
 
 
 @pytest.mark.parametrize(

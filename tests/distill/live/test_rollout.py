@@ -76,9 +76,15 @@ def options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rollout
     monkeypatch.setattr(engines, "POLL_SECONDS", 0.02)
     with gateway_directory(tmp_path / "traffic") as log:
         options = RolloutOptions(
-            drafts, "v0002", log, f"{PYTHON} -S -E {shlex.quote(str(tmp_path / 'engine.py'))} {{draft}} {{port}}", share=0.3, watch=200, drain=0.0,
+            drafts,
+            "v0002",
+            log,
+            f"{PYTHON} -S -E {shlex.quote(str(tmp_path / 'engine.py'))} {{draft}} {{port}}",
+            share=0.3,
+            watch=200,
+            drain=0.0,
             start_timeout=20.0,
-        )  # fmt: skip
+        )
         yield options
         for process in engines_of(options):
             os.killpg(process.pid, signal.SIGKILL)
@@ -215,9 +221,14 @@ def run_apart(options: RolloutOptions, behind: str, reached: Path) -> None:
 def kill_behind(act: str, options: RolloutOptions, tmp_path: Path) -> None:
     with forked(run_apart, options, act, tmp_path / "out") as child:
         time.sleep(0.05)
-        frames = {"start_engine": lambda: engines_of(options), "make_current": lambda: served(options) == "v0002",
-                  "stop_engine": lambda: (state := read_state(options.drafts)) and state.stage == "returning" and not engines_of(options),
-                  "reject": lambda: history(options.drafts)[-1]["event"] == "rejected"}  # fmt: skip
+        frames = {
+            "start_engine": lambda: engines_of(options),
+            "make_current": lambda: served(options) == "v0002",
+            "stop_engine": lambda: (
+                (state := read_state(options.drafts)) and state.stage == "returning" and not engines_of(options)
+            ),
+            "reject": lambda: history(options.drafts)[-1]["event"] == "rejected",
+        }
         stage = lambda: (state := read_state(options.drafts)) is not None and state.stage == act  # noqa: E731
         until(frames.get(act, stage))
         child.kill()

@@ -42,13 +42,23 @@ def engine(
         ({"rate": 0.6}, {"requests": 600}, "back", "undecided after 750 requests"),
         ({"rate": 0.7, "seconds": 0.025}, {}, "back", "certainly slower: 1.2"),
         ({"rate": 0.7, "seconds": 0.025}, {"slower": 0.5}, "on", "more"),
-        ({"rate": 0.7, "errors": 10}, {}, "back", "more errors: 10 of 160 conversations, against 0 of 600 with the old engine"),
+        (
+            {"rate": 0.7, "errors": 10},
+            {},
+            "back",
+            "more errors: 10 of 160 conversations, against 0 of 600 with the old engine",
+        ),
         ({"rate": 0.7, "errors": 2}, {}, "on", "more"),
-        ({"rate": 0.7}, {"gate": GateGain(4, 1.0, 1.2)}, "back", "the gain in accepted / drafted is below the gate's interval [+0.250, +0.300]"),
+        (
+            {"rate": 0.7},
+            {"gate": GateGain(4, 1.0, 1.2)},
+            "back",
+            "the gain in accepted / drafted is below the gate's interval [+0.250, +0.300]",
+        ),
         ({"rate": 0.7}, {"gate": GateGain(4, 0.2, 1.2)}, "on", "more"),
         ({"rate": 0.7, "gamma": 2.0}, {"gate": GateGain(4, 1.0, 1.2)}, "on", "more"),
     ],
-)  # fmt: skip
+)
 def test_a_comparison(new: dict[str, Any], law: dict[str, Any], action: str, says: str) -> None:
     rng = np.random.default_rng(0)
     old, found = engine(rng, 600, 0.6), engine(rng, 150, **new)
@@ -108,8 +118,22 @@ def test_of_nothing_nothing_is_said(judge: Any) -> None:
 
 
 def test_what_is_counted() -> None:
-    record = TrafficRecord("a", 1.0, "all", "new", "v2", "t", None, "0" * 64, response_tokens=10, accepted=6, drafted=12, blocks=4,
-                           total_s=0.5, finish="stop")  # fmt: skip
+    record = TrafficRecord(
+        "a",
+        1.0,
+        "all",
+        "new",
+        "v2",
+        "t",
+        None,
+        "0" * 64,
+        response_tokens=10,
+        accepted=6,
+        drafted=12,
+        blocks=4,
+        total_s=0.5,
+        finish="stop",
+    )
     constrained = replace(record, constrained=True)
     cut = replace(record, accepted=0, drafted=4, blocks=1, finish="cancelled", first_token_s=0.1, response_tokens=1)
     failed = replace(record, accepted=None, drafted=None, blocks=None, response_tokens=None, finish="error")
@@ -143,8 +167,16 @@ def test_a_draft_as_good_as_the_old_one_is_seldom_taken_back_or_on() -> None:
             for arm in (mine, ~mine):
                 here = arm[:seen] & ~failed[:seen]
                 kept = np.round(accepted[:seen] * drafted[:seen])[here]
-                parts.append(Served(int(arm[:seen].sum()), int(arm[:seen].sum()), int((arm & failed)[:seen].sum()), 4.0,
-                                    sums_of(kept, drafted[:seen][here]), sums_of(seconds[:seen][here])))  # fmt: skip
+                parts.append(
+                    Served(
+                        int(arm[:seen].sum()),
+                        int(arm[:seen].sum()),
+                        int((arm & failed)[:seen].sum()),
+                        4.0,
+                        sums_of(kept, drafted[:seen][here]),
+                        sums_of(seconds[:seen][here]),
+                    )
+                )
             action = compare(parts[0], parts[1], LAW).action
             if action != "wait":
                 break

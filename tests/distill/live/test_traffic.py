@@ -54,11 +54,14 @@ def traffic_of(run: Path, count: int = 60) -> list[TrafficRecord]:
     known = {"accepted": None, "drafted": None, "blocks": None, "target_version": version}
     return [
         record_of(
-            number, prompt_ids=tuple(tokenizer(f"class Thing{number}:").input_ids), slice="code" if number % 10 else "rare",
-            response_ids=(*tokenizer(f" def m{number}(x): pass").input_ids[:12], 2), **known,
+            number,
+            prompt_ids=tuple(tokenizer(f"class Thing{number}:").input_ids),
+            slice="code" if number % 10 else "rare",
+            response_ids=(*tokenizer(f" def m{number}(x): pass").input_ids[:12], 2),
+            **known,
         )
         for number in range(count)
-    ]  # fmt: skip
+    ]
 
 
 @pytest.fixture
@@ -248,8 +251,11 @@ def test_show_counts_what_came_and_what_was_accepted(tmp_path: Path) -> None:
     assert code.ci[0] < code.rate < code.ci[1]
     assert [row.draft_version for row in shown.versions] == ["v0001", "v0002"]
     assert [(row.draft_version, row.requests, row.since) for row in shown.over_time] == [
-        ("v0001", 10, 0.0), ("v0001", 10, 9.75), ("v0002", 10, 19.5), ("v0002", 11, 29.25)
-    ]  # fmt: skip
+        ("v0001", 10, 0.0),
+        ("v0001", 10, 9.75),
+        ("v0002", 10, 19.5),
+        ("v0002", 11, 29.25),
+    ]
     assert sum(row.accepted for row in shown.over_time) == 30 + 20
     assert "41 requests" in said_to(show_traffic, ShowOptions(log))
     silent = write_log(tmp_path / "silent", [record_of(1, accepted=None, drafted=None, blocks=None)])

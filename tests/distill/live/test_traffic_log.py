@@ -59,8 +59,10 @@ def test_acceptance_is_of_one_draft_and_of_free_text(tmp_path: Path) -> None:
     log = read_traffic(write_log(tmp_path, [*told, *silent]))
     found = acceptance_of(log, "v0002")
     assert [(one.order, one.accepted, one.drafted, one.slice) for one in found.records] == [
-        (0, 3, 9, "code"), (1, 0, 9, "code"), (2, 1, 9, "code")
-    ]  # fmt: skip
+        (0, 3, 9, "code"),
+        (1, 0, 9, "code"),
+        (2, 1, 9, "code"),
+    ]
     assert found.records[0].time == "1970-01-01T00:00:03+00:00"
     assert [record.accepted for record in acceptance_of(log, "v0001").records] == [0, 1, 2]
     assert any("3 of 9 requests are left out" in one for one in found.warnings)
@@ -113,8 +115,10 @@ def test_a_clock_that_jumped_erases_nothing_unless_it_is_trusted(tmp_path: Path,
 def test_of_a_forgotten_request_not_a_byte_is_left(tmp_path: Path) -> None:
     secret = record_of(7, id="client-77", prompt_ids=(31337, 31338), response_ids=(4242, 4243))
     log = write_log(
-        tmp_path, [record_of(0), secret], [record_of(1), secret, b"damaged client-77\n", b'damaged "client-77"\n', record_of(2)]
-    )  # fmt: skip
+        tmp_path,
+        [record_of(0), secret],
+        [record_of(1), secret, b"damaged client-77\n", b'damaged "client-77"\n', record_of(2)],
+    )
     (log / ".log-00002.jsonl.99.tmp").write_bytes(to_line(secret))  # left by a killed rewrite
     assert forgotten(log, "client-77", "unheard-of") == (4, 0, ["unheard-of"])
     everything = b"".join(path.read_bytes() for path in log.iterdir())

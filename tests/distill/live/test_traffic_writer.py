@@ -190,8 +190,9 @@ def test_of_a_conversation_that_was_forgotten_no_text_is_written(tmp_path: Path)
     write(writer, first, second, other)
     writer.close()
     assert {record.id: record.response_ids for record in read_traffic(tmp_path).records} == {
-        "r1": None, "r2": RECORD.response_ids
-    }  # fmt: skip
+        "r1": None,
+        "r2": RECORD.response_ids,
+    }
 
 
 def test_a_request_that_was_in_flight_when_it_was_forgotten_leaves_no_text_in_later_turns(tmp_path: Path) -> None:

@@ -30,8 +30,13 @@ def test_a_start_is_kept_to_each_depth_as_often_as_said() -> None:
 
 @pytest.mark.parametrize(
     ("rule", "serving"),
-    [("sample", SamplingSettings(1.0)), ("sample", SamplingSettings(0.7, top_k=2)), ("greedy-draft", SamplingSettings(0.9)), ("greedy", GREEDY)],
-)  # fmt: skip
+    [
+        ("sample", SamplingSettings(1.0)),
+        ("sample", SamplingSettings(0.7, top_k=2)),
+        ("greedy-draft", SamplingSettings(0.9)),
+        ("greedy", GREEDY),
+    ],
+)
 def test_survival_is_the_chance_that_a_block_reaches_further(rule: Rule, serving: SamplingSettings) -> None:
     """A target that looks at all drafted tokens, a draft that looks at none: all blocks, one by one, against the mean over the target's text."""
     generator = torch.Generator().manual_seed(6)

@@ -120,9 +120,13 @@ def test_the_formulas_are_the_textbooks() -> None:
     mix = torch.distributions.Categorical(probs=0.3 * target.probs + 0.7 * student.probs)
     weight_N = torch.exp(-2.0 * (1 - tv_N))
     wanted = {
-        "forward_kl": kl(target, student), "reverse_kl": kl(student, target), "tv": tv_N, "neg_log_alpha": -(1 - tv_N).log(),
-        "jsd": 0.3 * kl(target, mix) + 0.7 * kl(student, mix), "lk_hybrid": weight_N * kl(target, student) + (1 - weight_N) * tv_N,
-    }  # fmt: skip
+        "forward_kl": kl(target, student),
+        "reverse_kl": kl(student, target),
+        "tv": tv_N,
+        "neg_log_alpha": -(1 - tv_N).log(),
+        "jsd": 0.3 * kl(target, mix) + 0.7 * kl(student, mix),
+        "lk_hybrid": weight_N * kl(target, student) + (1 - weight_N) * tv_N,
+    }
     assert wanted.keys() == PLAIN.keys()
     for name, expected_N in wanted.items():
         found_N = PLAIN[name](target_NV, student_NV, Objective({}, beta=0.3, eta=2.0))
@@ -282,8 +286,10 @@ def test_samples_are_unbiased_in_value_gradient_and_overlap() -> None:
     sampled, by_row_NV = gradient_of(objective, signal, student_N1.expand(draws, VOCAB))
     dense, expected_NV = gradient_of(objective, target_N1, student_N1)
     for name, values, expected in (
-        ("loss", sampled.loss_C, dense.loss_C), ("overlap", sampled.overlap_C, dense.overlap_C), ("gradient", by_row_NV, expected_NV),
-    ):  # fmt: skip
+        ("loss", sampled.loss_C, dense.loss_C),
+        ("overlap", sampled.overlap_C, dense.overlap_C),
+        ("gradient", by_row_NV, expected_NV),
+    ):
         error = values.std(0) / math.sqrt(draws)
         score = ((values.mean(0) - expected[0]) / error).abs().max()
         assert float(score) < 4, f"{name}: {score:.1f} standard errors off; 13 of them exceed 4 once in 1,200 seeds"

@@ -110,14 +110,20 @@ def test_an_adapter_with_a_larger_table_brings_its_rows(shared: tuple[Target, Pa
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"base_model_name_or_path": "/nowhere/base"}, r"target '.*one': its base \(adapter_config.json: .*\) '/nowhere/base': no config.json there"),
+        (
+            {"base_model_name_or_path": "/nowhere/base"},
+            r"target '.*one': its base \(adapter_config.json: .*\) '/nowhere/base': no config.json there",
+        ),
         ({"base_model_name_or_path": "../gone"}, r"its base .* '../gone': no config.json there"),
         ({"base_model_name_or_path": "."}, "is the adapter itself"),
         ({"base_model_name_or_path": None}, "base_model_name_or_path is empty"),
         ({"target_modules": ["q_proj"]}, "the adapter does not fit its base .*is only in one of the two"),
-        ({"target_modules": ["q_proj", "up_proj", "down_proj"]}, "the adapter does not fit its base .*is only in one of the two"),
+        (
+            {"target_modules": ["q_proj", "up_proj", "down_proj"]},
+            "the adapter does not fit its base .*is only in one of the two",
+        ),
     ],
-)  # fmt: skip
+)
 def test_an_adapter_that_cannot_be_used_is_one_line(
     change: dict[str, object], text: str, shared: tuple[Target, Path]
 ) -> None:

@@ -31,17 +31,23 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3_text": (
         "gemma3_text",
         {
-            "num_hidden_layers": 4, "sliding_window": 4,
+            "num_hidden_layers": 4,
+            "sliding_window": 4,
             "layer_types": ["full_attention", "sliding_attention", "full_attention", "sliding_attention"],
         },
     ),
-}  # fmt: skip
+}
 # What only the MLP's shape matters for.
 MLPS: dict[str, dict[str, Any]] = {
-    "llama": {}, "gpt2": {"n_inner": 64}, "gpt_neox": {}, "gemma3_text": {}, "falcon": {},
+    "llama": {},
+    "gpt2": {"n_inner": 64},
+    "gpt_neox": {},
+    "gemma3_text": {},
+    "falcon": {},
     "opt": {"ffn_dim": 64, "word_embed_proj_dim": 32},
-    "qwen3": {}, "starcoder2": {"use_bias": True},
-}  # fmt: skip
+    "qwen3": {},
+    "starcoder2": {"use_bias": True},
+}
 
 
 def made(kind: str) -> PreTrainedModel:
@@ -80,9 +86,11 @@ def test_alpha_is_that_of_the_carved_draft(kind: str, temperature: float) -> Non
     for kept, alpha in zip(candidates, found, strict=True):
         draft = carve(target, kept)
         overlaps = [
-            torch.minimum(logits_to_probs(logits(target, ids), serving), logits_to_probs(logits(draft, ids), serving)).sum(-1)
+            torch.minimum(
+                logits_to_probs(logits(target, ids), serving), logits_to_probs(logits(draft, ids), serving)
+            ).sum(-1)
             for ids in TEXTS
-        ]  # fmt: skip
+        ]
         expected = torch.cat([overlap.flatten() for overlap in overlaps]).double().mean()
         assert alpha == pytest.approx(float(expected), abs=1e-6)  # float32 sums in another order
     assert found[2] == pytest.approx(1.0, abs=1e-6)

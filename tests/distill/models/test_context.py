@@ -70,8 +70,10 @@ def test_what_cannot_be_stretched_is_refused(tmp_path: Path) -> None:
     scaled.rope_parameters = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
     open_ended = AutoConfig.for_model("llama", max_position_embeddings=64)
     for config, length, what in (
-        (positions, 256, "this one has none"), (scaled, 256, "this one has linear"), (open_ended, None, "known context length (None)"),
-    ):  # fmt: skip
+        (positions, 256, "this one has none"),
+        (scaled, 256, "this one has linear"),
+        (open_ended, None, "known context length (None)"),
+    ):
         text = refused(extend_context, config, length)
         assert what in text
         assert "data.context_length: 64" in text

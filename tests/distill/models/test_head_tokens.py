@@ -107,9 +107,12 @@ def test_a_whole_head_has_nothing_to_fill() -> None:
 @pytest.mark.parametrize("student", [{}, {"lora": {"rank": 4}}])
 def test_a_run_trains_judges_and_keeps_such_a_draft(tmp_path: Path, student: dict[str, Any]) -> None:
     path = small_config(
-        tmp_path, student={"layers": [0, 1], "head_tokens": 40, **student}, train={"steps": 2, "batch_size": 4},
-        judge={"every": 2, "prompts": 4, "gamma": 2, "speed_prompts": 2, "speed_seconds": 0.1}, tracking={"trackers": []},
-    )  # fmt: skip
+        tmp_path,
+        student={"layers": [0, 1], "head_tokens": 40, **student},
+        train={"steps": 2, "batch_size": 4},
+        judge={"every": 2, "prompts": 4, "gamma": 2, "speed_prompts": 2, "speed_seconds": 0.1},
+        tracking={"trackers": []},
+    )
     forget_accelerators()
     assert train.main([str(path)]) == 0
     run = load_config(path).folder

@@ -22,9 +22,14 @@ from speculative.rules.sampling import SamplingSettings
 
 TEXTS = [ids for _, ids in prompts_of([12, 20, 7, 16], vocab_size=TOKENS)]
 ARCHITECTURE = {
-    "model_type": "llama", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2,
-    "intermediate_size": 32, "max_position_embeddings": 64,
-}  # fmt: skip
+    "model_type": "llama",
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "intermediate_size": 32,
+    "max_position_embeddings": 64,
+}
 
 
 def target_of(**options: Any) -> Any:
@@ -34,9 +39,13 @@ def target_of(**options: Any) -> Any:
 def student_of(folder: Path, student: dict[str, Any], target: Any = None, **options: Any) -> Any:
     config = run_config(folder, student=student)
     student = make_student(
-        config.student, target_of() if target is None else target, tiny_tokenizer(), seed=config.seed,
-        temperature=config.serving.temperature, **options,
-    )  # fmt: skip
+        config.student,
+        target_of() if target is None else target,
+        tiny_tokenizer(),
+        seed=config.seed,
+        temperature=config.serving.temperature,
+        **options,
+    )
     return with_adapters(student, config.student.lora)
 
 
@@ -148,11 +157,14 @@ def test_a_donor_of_the_same_family_is_left_as_it_is(tmp_path: Path) -> None:
     ("student", "said"),
     [
         ({"init": "config", "architecture": ARCHITECTURE, "layers": "auto"}, "layers: auto needs student.init: carved"),
-        ({"init": "pretrained", "path": "x", "intermediate_size": 9}, "intermediate_size: 9 needs student.init: carved"),
+        (
+            {"init": "pretrained", "path": "x", "intermediate_size": 9},
+            "intermediate_size: 9 needs student.init: carved",
+        ),
         ({"embeddings": "target"}, "embeddings: target needs student.init: config"),
         ({"vocabulary": "transplant"}, "vocabulary: transplant needs student.init: pretrained"),
     ],
-)  # fmt: skip
+)
 def test_keys_that_would_do_nothing_are_refused(tmp_path: Path, student: dict[str, Any], said: str) -> None:
     assert said in refused(student_of, tmp_path, student, calibration=TEXTS)
 

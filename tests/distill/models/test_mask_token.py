@@ -55,7 +55,10 @@ def test_a_draft_that_has_one_keeps_it_with_its_embedding() -> None:
     student = tiny_model(vocab_size=TOKENS)
     student.config.ptd_token_id = 9
     before = student.get_input_embeddings().weight.clone()
-    assert give_mask_token(student, "auto", tiny_tokenizer(), ()) == {"mask_token": 9, "token": tiny_tokenizer().convert_ids_to_tokens(9)}  # fmt: skip
+    assert give_mask_token(student, "auto", tiny_tokenizer(), ()) == {
+        "mask_token": 9,
+        "token": tiny_tokenizer().convert_ids_to_tokens(9),
+    }
     assert torch.equal(student.get_input_embeddings().weight, before)
 
 

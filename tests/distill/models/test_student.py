@@ -36,11 +36,13 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": (
         "model.layers",
         {
-            "num_hidden_layers": 4, "use_sliding_window": True, "sliding_window": 4,
+            "num_hidden_layers": 4,
+            "use_sliding_window": True,
+            "sliding_window": 4,
             "layer_types": ["full_attention", "sliding_attention", "full_attention", "sliding_attention"],
         },
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -29,9 +29,12 @@ from speculative.rules.sampling import GREEDY, SamplingSettings
 
 CPU = torch.device("cpu")
 LONGROPE = {
-    "short_factor": [1.0] * 4, "long_factor": [3.0] * 4, "rope_theta": 10000.0, "rope_type": "longrope",
+    "short_factor": [1.0] * 4,
+    "long_factor": [3.0] * 4,
+    "rope_theta": 10000.0,
+    "rope_type": "longrope",
     "original_max_position_embeddings": 40,
-}  # fmt: skip
+}
 
 
 def test_prompts_that_the_decoder_would_refuse_are_dropped_before(tmp_path: Path) -> None:
@@ -42,13 +45,16 @@ def test_prompts_that_the_decoder_would_refuse_are_dropped_before(tmp_path: Path
     assert target.model.config.max_position_embeddings > 40
     config = RunConfig.model_validate(
         {
-            "name": "long", "target": {"path": str(tmp_path / "phi")}, "serving": {"max_tokens": 20, "temperature": 0.0},
+            "name": "long",
+            "target": {"path": str(tmp_path / "phi")},
+            "serving": {"max_tokens": 20, "temperature": 0.0},
             "data": {
-                "train": ({"path": str(write_prompts(tmp_path / "prompts.jsonl", 30))},), "too_long": "drop",
+                "train": ({"path": str(write_prompts(tmp_path / "prompts.jsonl", 30))},),
+                "too_long": "drop",
                 "template": {"mode": "plain"},
             },
         }
-    )  # fmt: skip
+    )
     unlimited = load_prompts(config.data, target.tokenizer, 1 << 20, 20, 30)
     assert max(len(prompt.prompt_ids) for prompt in [*unlimited.train, *unlimited.heldout]) > 20
     sets = load_prompts(config.data, target.tokenizer, context_limit(target.facts.context_length), 20, 30)
@@ -104,10 +110,18 @@ def test_every_file_of_the_target_is_in_its_fingerprint(name: str, changed: str,
 @pytest.mark.parametrize(
     "name",
     [
-        "config.json", "generation_config.json", "tokenizer_config.json", "chat_template.jinja", "additional_chat_templates/tool.jinja",
-        "adapter_model.bin", "modeling_own.py", "parts/layer.py", "model-00001-of-00002.safetensors", "model.safetensors.index.json",
+        "config.json",
+        "generation_config.json",
+        "tokenizer_config.json",
+        "chat_template.jinja",
+        "additional_chat_templates/tool.jinja",
+        "adapter_model.bin",
+        "modeling_own.py",
+        "parts/layer.py",
+        "model-00001-of-00002.safetensors",
+        "model.safetensors.index.json",
     ],
-)  # fmt: skip
+)
 def test_facts_are_found_again_when_any_file_of_the_model_changes(name: str, tmp_path: Path) -> None:
     place = tmp_path / "target"
     write_target(place)
@@ -221,11 +235,17 @@ EOS, TURN = "<|eos|>", "<|bos|>"
     ("config", "generation", "tokenizer", "names", "words"),
     [
         (TURN, TURN, TURN, [TURN], None),
-        (EOS, EOS, TURN, [EOS, TURN], "responses end at <|eos|> (2), <|bos|> (1); its config.json, generation_config.json and tokenizer differ"),
+        (
+            EOS,
+            EOS,
+            TURN,
+            [EOS, TURN],
+            "responses end at <|eos|> (2), <|bos|> (1); its config.json, generation_config.json and tokenizer differ",
+        ),
         (TURN, EOS, EOS, [EOS, TURN], "responses end at <|eos|> (2), <|bos|> (1); "),
         (EOS, EOS, EOS, [EOS], "the chat template ends a turn with <|bos|> (1), but responses do not end there"),
     ],
-)  # fmt: skip
+)
 def test_files_that_differ_on_the_end_of_a_response_are_all_heard(
     tmp_path: Path, config: str, generation: str, tokenizer: str, names: list[str], words: str | None
 ) -> None:

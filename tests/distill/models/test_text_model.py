@@ -21,31 +21,49 @@ from speculative.errors import UserError
 from speculative.rules.sampling import GREEDY
 
 TEXT = COMMON | {
-    "vocab_size": VOCAB, "initializer_range": 0.2, "bos_token_id": 0, "eos_token_id": None, "pad_token_id": 0,
-}  # fmt: skip
+    "vocab_size": VOCAB,
+    "initializer_range": 0.2,
+    "bos_token_id": 0,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
 VISION = {"hidden_size": 16, "intermediate_size": 16, "patch_size": 4}
 LAYERS = {"num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 8}
 BLOCKS = {"depth": 1, "num_heads": 2, "out_hidden_size": 32}
 ROPE = {"rope_type": "default", "rope_theta": 1e4}
 KINDS: dict[str, dict[str, Any]] = {
     "gemma3": {
-        "text_config": {"model_type": "gemma3_text", "sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]},
-        "vision_config": LAYERS, "image_token_index": 40, "mm_tokens_per_image": 4,
+        "text_config": {
+            "model_type": "gemma3_text",
+            "sliding_window": 6,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+        "vision_config": LAYERS,
+        "image_token_index": 40,
+        "mm_tokens_per_image": 4,
     },
     "mistral3": {
-        "text_config": {"model_type": "mistral"}, "vision_config": LAYERS | {"model_type": "pixtral"}, "image_token_index": 40,
+        "text_config": {"model_type": "mistral"},
+        "vision_config": LAYERS | {"model_type": "pixtral"},
+        "image_token_index": 40,
     },
     "qwen2_5_vl": {
-        "text_config": {"rope_parameters": ROPE | {"mrope_section": [1, 1, 2]}}, "vision_config": BLOCKS, "image_token_id": 40,
+        "text_config": {"rope_parameters": ROPE | {"mrope_section": [1, 1, 2]}},
+        "vision_config": BLOCKS,
+        "image_token_id": 40,
     },
     "qwen3_vl": {
         "text_config": {"rope_parameters": ROPE | {"mrope_section": [2, 1, 1], "mrope_interleaved": True}},
-        "vision_config": BLOCKS | {"deepstack_visual_indexes": [0]}, "image_token_id": 40,
+        "vision_config": BLOCKS | {"deepstack_visual_indexes": [0]},
+        "image_token_id": 40,
     },
-}  # fmt: skip
+}
 TEXT_CLASSES = {
-    "gemma3": "Gemma3ForCausalLM", "mistral3": "MistralForCausalLM", "qwen2_5_vl": "Qwen2ForCausalLM", "qwen3_vl": "Qwen3ForCausalLM",
-}  # fmt: skip
+    "gemma3": "Gemma3ForCausalLM",
+    "mistral3": "MistralForCausalLM",
+    "qwen2_5_vl": "Qwen2ForCausalLM",
+    "qwen3_vl": "Qwen3ForCausalLM",
+}
 
 
 def multimodal(kind: str, **text: Any) -> PreTrainedModel:

@@ -163,9 +163,11 @@ def test_spread_rows_are_means(seed: int, rows: int, bias: bool) -> None:
     generator = torch.Generator().manual_seed(seed)
     donor = torch.randn((6,) if bias else (6, 4), generator=generator)
     pieces = {
-        int(row): tuple(torch.randint(6, (int(torch.randint(0, 4, (1,), generator=generator)),), generator=generator).tolist())
+        int(row): tuple(
+            torch.randint(6, (int(torch.randint(0, 4, (1,), generator=generator)),), generator=generator).tolist()
+        )
         for row in torch.randperm(12, generator=generator)[:8]
-    }  # fmt: skip
+    }
     made = spread_rows(donor, pieces, rows, [0, 1, 4])
     for row in range(rows):
         own = list(pieces.get(row, ())) or [0, 1, 4]
@@ -269,9 +271,15 @@ TABLES = {"tied": True, "untied": False}
 
 def architecture(width: int, tied: bool) -> dict[str, Any]:
     return {
-        "model_type": "llama", "hidden_size": width, "intermediate_size": 32, "num_hidden_layers": 1,
-        "num_attention_heads": 2, "num_key_value_heads": 2, "tie_word_embeddings": tied, "max_position_embeddings": 64,
-    }  # fmt: skip
+        "model_type": "llama",
+        "hidden_size": width,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": tied,
+        "max_position_embeddings": 64,
+    }
 
 
 @pytest.mark.parametrize("width", [16, 32, 48])

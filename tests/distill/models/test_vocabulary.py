@@ -67,15 +67,23 @@ def compared(target=None, draft=None, target_rows=0, draft_rows=0):
         (compared(draft={"pad": "<|end|>"}), "repair", ["pad is '<|pad|>' in the target and '<|end|>' in the draft"]),
         (compared(draft={"words": SWAPPED}), "refuse", ["token id 10 ", repr(WORDS[10]), repr(WORDS[20])]),
         (compared(draft={"words": OTHER}), "refuse", ["token id 0 ", repr(OTHER[0])]),
-        (compared({"added": ["<tool>"]}, {}, 8, 8), "refuse", [f"token id {len(WORDS)} is '<tool>'", "no token in the draft"]),
+        (
+            compared({"added": ["<tool>"]}, {}, 8, 8),
+            "refuse",
+            [f"token id {len(WORDS)} is '<tool>'", "no token in the draft"],
+        ),
         (compared({}, {"added": ["<tool>"]}, 8, 8), "refuse", ["no token in the target", "'<tool>'"]),
         (compared({"added": ["<a>"]}, {"added": ["<b>"]}, 8, 8), "refuse", ["'<a>'", "'<b>'"]),
         (compared(target_rows=4, draft_rows=-1), "refuse", [f"token id {len(WORDS) - 1} is '<|pad|>'", "has only"]),
         # A token of text, or of a role, needs a row of its own.
         (compared({"added": ["<tool>"]}, {"added": ["<tool>"]}, 4), "refuse", [f"token id {len(WORDS)} is '<tool>'"]),
-        (compared(*[{"words": [*WORDS, "<eot>"], "eos": "<eot>"}] * 2, 4), "refuse", [f"token id {len(WORDS)} is '<eot>'"]),
+        (
+            compared(*[{"words": [*WORDS, "<eot>"], "eos": "<eot>"}] * 2, 4),
+            "refuse",
+            [f"token id {len(WORDS)} is '<eot>'"],
+        ),
     ],
-)  # fmt: skip
+)
 def test_agreement_of_two_vocabularies(found, verdict, said):
     assert found.verdict == verdict
     assert all(part in found.detail for part in said), found.detail

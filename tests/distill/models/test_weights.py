@@ -37,14 +37,30 @@ def drafting_layer(weights: Weights) -> Weights:
 @pytest.mark.parametrize(
     ("change", "config"),
     [
-        (lambda weights: weights | {f"{LAYER}self_attn.rotary_emb.inv_freq": ONE, f"{LAYER}self_attn.masked_bias": ONE}, {}),
-        (lambda weights: weights | {f"{LAYER}self_attn.k_scale": ONE, f"{LAYER}self_attn.v_proj.output_scale": ONE}, {}),
-        (lambda weights: weights | {"v_head.summary.weight": ONE, "mtp.fc.weight": ONE, "model.mtp_layers.0.norm.weight": ONE}, {}),
+        (
+            lambda weights: (
+                weights | {f"{LAYER}self_attn.rotary_emb.inv_freq": ONE, f"{LAYER}self_attn.masked_bias": ONE}
+            ),
+            {},
+        ),
+        (
+            lambda weights: weights | {f"{LAYER}self_attn.k_scale": ONE, f"{LAYER}self_attn.v_proj.output_scale": ONE},
+            {},
+        ),
+        (
+            lambda weights: (
+                weights | {"v_head.summary.weight": ONE, "mtp.fc.weight": ONE, "model.mtp_layers.0.norm.weight": ONE}
+            ),
+            {},
+        ),
         (lambda weights: weights | {"model.visual.blocks.0.weight": ONE, "vision_tower.embeddings.weight": ONE}, {}),
         (drafting_layer, {"num_nextn_predict_layers": 1}),
-        (lambda weights: {name: value for name, value in weights.items() if name != "lm_head.weight"}, {"tie_word_embeddings": True}),
+        (
+            lambda weights: {name: value for name, value in weights.items() if name != "lm_head.weight"},
+            {"tie_word_embeddings": True},
+        ),
     ],
-)  # fmt: skip
+)
 def test_weights_that_change_no_logit_are_left_out(change: Any, config: dict[str, Any], tmp_path: Path) -> None:
     assert tiny_model().config.num_hidden_layers == 2
     load_model("target", saved(tmp_path, change, **config))
@@ -103,12 +119,15 @@ def test_a_pad_token_without_a_row_names_the_key(tmp_path: Path) -> None:
     ("config", "sign"),
     [
         ({"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama"}, "LlamaForCausalLMEagle3"),
-        ({"architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3", "speculators_config": {}}, "Eagle3Speculator"),
+        (
+            {"architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3", "speculators_config": {}},
+            "Eagle3Speculator",
+        ),
         ({"speculators_config": {"algorithm": "x"}}, "speculators_config"),
         ({"architectures": ["MedusaModel"], "model_type": "medusa"}, "MedusaModel"),
         ({"architectures": ["DeepseekV3ForCausalLMNextN"], "model_type": "deepseek_v3"}, "DeepseekV3ForCausalLMNextN"),
     ],
-)  # fmt: skip
+)
 def test_a_draft_head_is_named_as_what_it_is(config: dict[str, Any], sign: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     for read in (load_model, read_config):

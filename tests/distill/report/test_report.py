@@ -36,9 +36,21 @@ VARIANTS = {
     "bare": bare,
 }
 SECTIONS = [
-    "numbers", "steps", "survival", "speed", "load", "latency", "slices", "repetition", "forgetting", "tokens",
-    "disagreements", "run", "serve", "words",
-]  # fmt: skip
+    "numbers",
+    "steps",
+    "survival",
+    "speed",
+    "load",
+    "latency",
+    "slices",
+    "repetition",
+    "forgetting",
+    "tokens",
+    "disagreements",
+    "run",
+    "serve",
+    "words",
+]
 FIGURES = {"steps_alpha", "steps_tau", "survival", "tau", "speed", "given"}
 MISSING = {
     "bare": {"steps", "speed", "slices", "tokens", "disagreements"},
@@ -265,10 +277,13 @@ def test_a_report_of_nothing_says_what_to_do(tmp_path: Path) -> None:
             rf"key curves\.rules\[0\]\.ways\.{DRAFT}\.tau is missing",
         ),
         (lambda r: r["verdict"]["measured"][0].update(tau="high"), r"key \S+\.tau has an invalid value \(.*number"),
-        (lambda r: r.update(format=3), r"by version 0\.2\.0 of understudy \(format 3\); version 0\.2\.0 reads format 2: create it again"),
+        (
+            lambda r: r.update(format=3),
+            r"by version 0\.2\.0 of understudy \(format 3\); version 0\.2\.0 reads format 2: create it again",
+        ),
         (lambda r: r.pop("format"), r"written by version 0\.1 of understudy \(format 1\)"),
     ],
-)  # fmt: skip
+)
 def test_an_incomplete_result_is_one_line(spoil: Any, said: str, result: dict[str, Any], tmp_path: Path) -> None:
     made = copy.deepcopy(result)
     spoil(made)

@@ -33,9 +33,15 @@ pytestmark = pytest.mark.skipif(
     not BROWSER or not DRIVER, reason="needs chromium and chromedriver (apt install chromium-driver)"
 )
 FLAGS = (
-    "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update", "--disable-sync",
-    "--no-first-run", "--disable-dev-shm-usage",
-)  # fmt: skip
+    "--headless=new",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--no-first-run",
+    "--disable-dev-shm-usage",
+)
 HOSTILE = "</script><script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">"
 TOKENS = """return [...document.querySelectorAll('.tokens')].map(group => [...group.querySelectorAll('.t')].map(
     token => [token.dataset.by, Number(token.dataset.id), Number(token.dataset.block)]))"""
@@ -155,9 +161,13 @@ def test_every_token_and_count_equals_the_result(browser: Chrome, result: dict[s
         written = [token["by"] for token in response["tokens"]]
         assert key == response["key"]
         assert counts == {
-            "tokens": response["tokens_count"], "blocks": response["blocks"], "accepted": response["accepted"], "drafted": response["drafted"],
-            "target": written.count("target"), "bonus": written.count("bonus"),
-        }  # fmt: skip
+            "tokens": response["tokens_count"],
+            "blocks": response["blocks"],
+            "accepted": response["accepted"],
+            "drafted": response["drafted"],
+            "target": written.count("target"),
+            "bonus": written.count("bonus"),
+        }
     legend = [item.text for item in browser.find_elements(By.CSS_SELECTOR, ".legend li")]
     every = [token["by"] for response in responses for token in response["tokens"]]
     assert [int(text.split()[-1]) for text in legend] == [every.count(by) for by in ("draft", "target", "bonus")]

@@ -221,15 +221,24 @@ def test_white_space_is_visible(text: str, shown: str) -> None:
 def test_load_shows_each_row_and_where_plain_wins(result: dict[str, Any]) -> None:
     (table,) = tables_of(result, "load").values()
     assert [column.name for column in table.heads] == [
-        "concurrent requests", "target alone, tokens/s", "undistilled draft", "draft", LOOKUP, TOGETHER, "run",
-    ]  # fmt: skip
+        "concurrent requests",
+        "target alone, tokens/s",
+        "undistilled draft",
+        "draft",
+        LOOKUP,
+        TOGETHER,
+        "run",
+    ]
     assert [(row[0], row[1], row[3], row[-1]) for row in table.texts()] == [
-        ("1", "128", "1.36x [1.31, 1.42] gamma 3", "draft"), ("4", "410", "1.25x [1.20, 1.30] gamma 3", TOGETHER),
+        ("1", "128", "1.36x [1.31, 1.42] gamma 3", "draft"),
+        ("4", "410", "1.25x [1.20, 1.30] gamma 3", TOGETHER),
         ("16", "900", "0.92x [0.87, 0.98] gamma 3", "target alone"),
-    ]  # fmt: skip
+    ]
     assert [[cell.strong for cell in row[1:6]] for row in table.cells] == [
-        [False, False, True, False, False], [False, False, False, False, True], [True, False, False, False, False],
-    ]  # fmt: skip
+        [False, False, True, False, False],
+        [False, False, False, False, True],
+        [True, False, False, False, False],
+    ]
     assert table.texts()[2][2] == table.texts()[2][5] == NOTHING, "not timed there"
     words = words_of(sections_of(result)["load"])
     assert "From 12 concurrent requests on, plain decoding is faster than the draft by itself." in words
@@ -261,7 +270,7 @@ def priced(tree: dict[str, Any]) -> dict[str, Any]:
     rows = [
         {"way": way, "rule": "sample", "concurrency": load, "tokens_per_second": rate, "speed_up": 1.0}
         for (way, load), rate in rates.items()
-    ]  # fmt: skip
+    ]
     seconds = {"train": 3000.0, "train/backward": 2000.0, "judge": 600.0}
     return of_verdict(tree, measured=rows, prompts=20, tokens=1000, seconds=seconds)
 
@@ -317,11 +326,19 @@ def with_proofs(result: dict[str, Any]) -> dict[str, Any]:
         "losslessness": {"draft": "d", "rule": "sample", "gamma": 4, "passed": True, "sentence": "The same <text>."},
         "scores": [
             {
-                "scorer": "exact-match", "rule": "sample", "gamma": 4, "prompts": 32, "samples": 1, "speculative": score,
-                "alone": score, "difference": no_difference, "passed": False, "sentence": "The scores DIFFER.",
+                "scorer": "exact-match",
+                "rule": "sample",
+                "gamma": 4,
+                "prompts": 32,
+                "samples": 1,
+                "speculative": score,
+                "alone": score,
+                "difference": no_difference,
+                "passed": False,
+                "sentence": "The scores DIFFER.",
             }
         ],
-    }  # fmt: skip
+    }
 
 
 def test_proofs_are_shown(result: dict[str, Any]) -> None:

@@ -14,9 +14,16 @@ from speculative.measure.intervals import interval
 
 def example() -> Table:
     table = Table(
-        ["draft", Column("alpha", ".3f"), Column("speed-up", ".2f", "x"), Column("repeated", ".0%"), Column("gain", "+.2f")],
-        title="Drafts", caption="[95 % interval]",
-    )  # fmt: skip
+        [
+            "draft",
+            Column("alpha", ".3f"),
+            Column("speed-up", ".2f", "x"),
+            Column("repeated", ".0%"),
+            Column("gain", "+.2f"),
+        ],
+        title="Drafts",
+        caption="[95 % interval]",
+    )
     table.add("the draft", Cell(0.6421, (0.61, 0.67)), Cell(1.567, note="timed", mark="run this"), 0.123, -0.5)
     table.add("a|b [red]", None, 1.0, None, Cell(0.25, (0.1, 0.4)), strong=True)
     return table
@@ -47,8 +54,11 @@ def test_nothing_in_a_markdown_table_is_markup() -> None:
     table = Table(["a", Column("n", ",")], [[Cell("<b>\n| *x*", mark="_m_"), 1234], [Cell("a|`b", code=True), None]])
     lines = table.markdown().splitlines()
     assert lines == [
-        "| a | n |", "|---|---:|", "| &lt;b&gt; \\| \\*x\\* **\\_m\\_** | 1,234 |", f"| ``a\\|`b`` | {NOTHING} |",
-    ]  # fmt: skip
+        "| a | n |",
+        "|---|---:|",
+        "| &lt;b&gt; \\| \\*x\\* **\\_m\\_** | 1,234 |",
+        f"| ``a\\|`b`` | {NOTHING} |",
+    ]
     assert {len(re.findall(r"(?<!\\)\|", line)) for line in example().markdown().splitlines()[2:-2]} == {6}
     assert code_span("a`b``c") == "```a`b``c```"
     assert escaped("[a](b)") == "\\[a](b)"

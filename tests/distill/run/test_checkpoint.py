@@ -66,8 +66,10 @@ def test_where_a_run_lies_how_it_is_cut_and_which_url_answers_may_change(tmp_pat
         claim_folder(moved)
         assert load_config(moved.folder / "config.yaml") == moved
     served: dict[str, Any] = {
-        "student": {"init": "pretrained", "path": "x"}, "judge": {"live": "never"}, "signal": {"source": "store"}
-    }  # fmt: skip
+        "student": {"init": "pretrained", "path": "x"},
+        "judge": {"live": "never"},
+        "signal": {"source": "store"},
+    }
     for url, model, fine in (("http://a/v1", "m", True), ("http://b/v1", "m", True), ("http://b/v1", "n", False)):
         config = run_config(tmp_path / "served", target={"endpoint": {"url": url, "model": model}}, **served)
         with contextlib.nullcontext() if fine else pytest.raises(UserError, match=r"endpoint\.model"):
@@ -93,7 +95,7 @@ def test_null_and_the_factor_that_it_means_are_one_config(tmp_path: Path) -> Non
         ({"data": {"train": [{"path": "a.jsonl"}, {"path": "b.jsonl"}]}}, ["unused.jsonl", "a.jsonl"]),
         ({"serving": {"temperature": 0.5}}, ["temperature", "1.0", "0.5"]),
     ],
-)  # fmt: skip
+)
 def test_claim_with_another_config_names_the_difference(
     tmp_path: Path, change: dict[str, Any], said: list[str]
 ) -> None:
@@ -150,9 +152,15 @@ def test_a_checkpoint_has_everything(tmp_path: Path) -> None:
     folder = run.save()
     found = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
     assert {
-        "progress.json", "provenance.json", "student/config.json", "student/model.safetensors", "student/tokenizer.json",
-        "state/model.safetensors", "state/optimizer.bin", "state/random_states_0.pkl",
-    } <= found  # fmt: skip
+        "progress.json",
+        "provenance.json",
+        "student/config.json",
+        "student/model.safetensors",
+        "student/tokenizer.json",
+        "state/model.safetensors",
+        "state/optimizer.bin",
+        "state/random_states_0.pkl",
+    } <= found
     assert list_steps(run.config.folder) == [0, 1]
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -175,9 +183,12 @@ def test_a_stop_in_the_middle_leaves_the_earlier_checkpoint_and_no_half_one(
     run = Run(tmp_path)
 
     places: dict[str, tuple[Any, str]] = {
-        "save_state": (run.loop.accelerator, "save_state"), "student": (type(run.loop.module.student), "save_pretrained"),
-        "tokenizer": (type(run.loop.tokenizer), "save_pretrained"), "write_json": (checkpoint, "write_json"), "rename": (os, "replace"),
-    }  # fmt: skip
+        "save_state": (run.loop.accelerator, "save_state"),
+        "student": (type(run.loop.module.student), "save_pretrained"),
+        "tokenizer": (type(run.loop.tokenizer), "save_pretrained"),
+        "write_json": (checkpoint, "write_json"),
+        "rename": (os, "replace"),
+    }
     with monkeypatch.context() as patched:
         patched.setattr(*places[where], killed)
         with pytest.raises(Killed):

@@ -100,11 +100,14 @@ def test_a_pad_token_without_a_row_trains_and_is_said_first(tmp_path: Path, caps
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        (lambda folder: write_target(folder / "target", vocab_size=ROWS - 9), "its tokenizer has token .* give the tokenizer of this model"),
+        (
+            lambda folder: write_target(folder / "target", vocab_size=ROWS - 9),
+            "its tokenizer has token .* give the tokenizer of this model",
+        ),
         (lambda folder: None, "data.text: contains '<unit>' .*has no row"),
         (lambda folder: None, "target.path .*its tokenizer cannot be saved with a draft: no such rule"),
     ],
-)  # fmt: skip
+)
 def test_what_training_and_export_need_is_checked_first(
     change: Callable[[Path], object], text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

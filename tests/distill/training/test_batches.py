@@ -355,13 +355,15 @@ def rollout_config(folder: Path, packing: int | None) -> RunConfig:
     return run_config(
         folder,
         data={
-            "train": [{"path": "unused"}], "mix": MIX, "text": [{"path": "unused.txt"}],
+            "train": [{"path": "unused"}],
+            "mix": MIX,
+            "text": [{"path": "unused.txt"}],
             "rollouts": {"every": 2, "prompts": 4, "max_tokens": 6, "gamma": 2},
         },
         serving={"shard_size": 2, "batch_size": 2},
         train={"steps": 11, "batch_size": 4, "micro_batch_size": 2, "packing": packing},
         judge={"every": 5},
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize("packing", [None, 32])

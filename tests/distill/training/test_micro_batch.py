@@ -40,8 +40,13 @@ def module_and_teacher(folder: Path) -> tuple[DraftModule, Teacher]:
 
 @pytest.mark.parametrize(
     ("train", "ranks", "expected"),
-    [({"batch_size": 64}, 1, 32), ({"batch_size": 48}, 1, 24), ({"batch_size": 32}, 8, 4), ({"batch_size": 6, "micro_batch_size": 3}, 2, 3)],
-)  # fmt: skip
+    [
+        ({"batch_size": 64}, 1, 32),
+        ({"batch_size": 48}, 1, 24),
+        ({"batch_size": 32}, 8, 4),
+        ({"batch_size": 6, "micro_batch_size": 3}, 2, 3),
+    ],
+)
 def test_on_a_cpu_nothing_is_measured(tmp_path: Path, train: dict[str, int], ranks: int, expected: int) -> None:
     module, teacher = module_and_teacher(tmp_path)
     # No rank of it is asked anything but where it is and how many there are.

@@ -91,8 +91,11 @@ def test_adamw_is_fused_and_updates_as_the_plain_one() -> None:
         if not fused:
             optimizer = torch.optim.AdamW(
                 [{"params": [layer.weight], "weight_decay": 0.1}, {"params": [layer.bias], "weight_decay": 0.0}],
-                lr=1e-2, betas=(0.9, 0.95), foreach=False, fused=False,
-            )  # fmt: skip
+                lr=1e-2,
+                betas=(0.9, 0.95),
+                foreach=False,
+                fused=False,
+            )
         for step in range(5):
             layer(torch.full((2, 6), float(step + 1))).square().sum().backward()
             optimizer.step()

@@ -139,9 +139,13 @@ def test_the_mean_over_drops_is_the_dense_loss() -> None:
 
 def blocks_config(folder: Path, micro_batch_size: int = 2, **sections: Any) -> RunConfig:
     return run_config(
-        folder, student={"parallel": PARALLEL}, train={"batch_size": 4, "micro_batch_size": micro_batch_size, "steps": 4},
-        optim={"lr": 1e-2, "warmup_ratio": 0.0, "max_grad_norm": 1e6}, judge={"every": 2, "gamma": 3}, **sections,
-    )  # fmt: skip
+        folder,
+        student={"parallel": PARALLEL},
+        train={"batch_size": 4, "micro_batch_size": micro_batch_size, "steps": 4},
+        optim={"lr": 1e-2, "warmup_ratio": 0.0, "max_grad_norm": 1e6},
+        judge={"every": 2, "gamma": 3},
+        **sections,
+    )
 
 
 def two_steps(folder: Path, micro_batch_size: int) -> dict[str, Any]:

@@ -230,9 +230,13 @@ def test_ranks_wait_for_a_judgement_but_not_for_a_rank_that_is_stuck(tmp_path: P
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A config of a few seconds; the runs of it are beside it."""
     return small_config(
-        tmp_path_factory.mktemp("small"), serving={"temperature": 0.7}, loss={"name": "forward_kl"}, optim={"lr": 3e-3},
-        train={"steps": 4}, judge={"prompts": 4},
-    )  # fmt: skip
+        tmp_path_factory.mktemp("small"),
+        serving={"temperature": 0.7},
+        loss={"name": "forward_kl"},
+        optim={"lr": 3e-3},
+        train={"steps": 4},
+        judge={"prompts": 4},
+    )
 
 
 def run_alone(path: Path, name: str, *overrides: str) -> RunConfig:
@@ -255,8 +259,13 @@ def test_a_run_from_config_to_verdict_on_two_processes(small: Path, tmp_path: Pa
     (tmp_path / "data" / "__init__.py").touch()
     command = [Path(sys.executable).with_name("understudy"), "train", small, "target.shard=true"]
     done = subprocess.run(
-        [*map(str, command), "--num-processes", "2"], cwd=tmp_path, capture_output=True, text=True, timeout=150, check=False
-    )  # fmt: skip
+        [*map(str, command), "--num-processes", "2"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     config = load_config(small)
     verdict = load_verdict(config.folder)
@@ -354,9 +363,14 @@ def test_a_verdict_is_decoded_by_all_ranks_and_does_not_depend_on_their_number(
 def test_launched_ranks_judge_and_decode_the_same_at_the_default_settings(tmp_path: Path) -> None:
     """Through `accelerate launch`, with groups as large as ever: 40 held-out prompts, 32 of them decoded at the checkpoint."""
     path = small_config(
-        tmp_path, 200, serving={"temperature": 0.7}, loss={"name": "forward_kl"}, optim={"lr": 3e-3},
-        train={"steps": 2, "batch_size": 6}, judge={"prompts": 40},
-    )  # fmt: skip
+        tmp_path,
+        200,
+        serving={"temperature": 0.7},
+        loss={"name": "forward_kl"},
+        optim={"lr": 3e-3},
+        train={"steps": 2, "batch_size": 6},
+        judge={"prompts": 40},
+    )
     config = run_alone(path, "small")
     judged = step_folder(config.folder, 2) / JUDGEMENT
     first, verdict = json.loads(judged.read_text(encoding="utf-8")), _untimed(config.folder)

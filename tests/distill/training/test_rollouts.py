@@ -134,9 +134,12 @@ def test_student_rollouts_are_the_drafts_own_words(tmp_path: Path, temperature: 
     asked = {prompt.prompt_ids: prompt.prompt_id for prompt in chosen_prompts(rendered(16), 6, 0, 2)}
     assert {prompt_of(example) for example in examples} == set(asked)
     settings = DecodeSettings(
-        SamplingSettings(temperature), max_tokens=9, eos_ids=(END,), seed=2**32 * 5,
+        SamplingSettings(temperature),
+        max_tokens=9,
+        eos_ids=(END,),
+        seed=2**32 * 5,
         rule="greedy" if temperature == 0 else "sample",
-    )  # fmt: skip
+    )
     for example in examples:
         prompt = prompt_of(example)
         alone, _ = decode(draft, None, [(f"{asked[prompt]}:0", prompt)], settings)

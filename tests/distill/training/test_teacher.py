@@ -47,9 +47,12 @@ def itself(hidden_CD: Tensor) -> Tensor:
 
 @settings(max_examples=60, deadline=None)
 @given(
-    st.integers(1, 9), st.integers(1, 40), st.integers(0, 99), st.sampled_from([None, 1, 2, 5]),
+    st.integers(1, 9),
+    st.integers(1, 40),
+    st.integers(0, 99),
+    st.sampled_from([None, 1, 2, 5]),
     st.sampled_from([0.5, 1.0, 2.0]),
-)  # fmt: skip
+)
 def test_topk_is_the_dense_distribution_cut(rows: int, k: int, seed: int, chunk: Any, temperature: float) -> None:
     logits_RV = logits_of(rows, 40, seed)
     signal = topk_signal(itself, logits_RV, k, temperature, chunk)
@@ -193,9 +196,14 @@ def test_uniforms_depend_on_seed_example_and_place_alone() -> None:
 def open_store(folder: Path, config: SignalConfig, rank: int = 0) -> SignalStore:
     store = SignalStore(folder / "responses" / "train")
     manifest = signal_manifest(
-        config.kind, config.k if config.kind == "topk" else config.samples, temperature=1.5, vocab_rows=TOKENS,
-        target="abc", target_dtype="float32", seed=7,
-    )  # fmt: skip
+        config.kind,
+        config.k if config.kind == "topk" else config.samples,
+        temperature=1.5,
+        vocab_rows=TOKENS,
+        target="abc",
+        target_dtype="float32",
+        seed=7,
+    )
     store.open(manifest, [example.response_tokens for example in EXAMPLES], rank=rank, repair=True)
     return store
 

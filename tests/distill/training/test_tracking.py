@@ -83,15 +83,36 @@ class RecordingTracker:
 
 def test_trackers_get_other_names_than_the_file() -> None:
     line = {
-        "loss": 0.5, "alpha_train": 0.7, "lr": 1e-3, "grad_norm": 2.0, "skipped": True, "tokens_per_second": 900.0, "mfu": 0.4,
-        "peak_memory_mib": 512.0, "seconds": {"data": 0.1, "teacher": 0.2}, "judge/tau_replay": 2.5, "judge/judging_seconds": 3.0, "new_key": 1,
+        "loss": 0.5,
+        "alpha_train": 0.7,
+        "lr": 1e-3,
+        "grad_norm": 2.0,
+        "skipped": True,
+        "tokens_per_second": 900.0,
+        "mfu": 0.4,
+        "peak_memory_mib": 512.0,
+        "seconds": {"data": 0.1, "teacher": 0.2},
+        "judge/tau_replay": 2.5,
+        "judge/judging_seconds": 3.0,
+        "new_key": 1,
         "note": "no number",
-    }  # fmt: skip
+    }
     assert tracked(4, line) == {
-        "train/step": 4, "train/loss": 0.5, "train/alpha": 0.7, "train/lr": 1e-3, "train/grad_norm": 2.0, "train/skipped": True,
-        "speed/tokens_per_second": 900.0, "speed/mfu": 0.4, "memory/peak_mib": 512.0, "time/data": 0.1, "time/teacher": 0.2,
-        "judge/tau_replay": 2.5, "time/judge": 3.0, "train/new_key": 1,
-    }  # fmt: skip
+        "train/step": 4,
+        "train/loss": 0.5,
+        "train/alpha": 0.7,
+        "train/lr": 1e-3,
+        "train/grad_norm": 2.0,
+        "train/skipped": True,
+        "speed/tokens_per_second": 900.0,
+        "speed/mfu": 0.4,
+        "memory/peak_mib": 512.0,
+        "time/data": 0.1,
+        "time/teacher": 0.2,
+        "judge/tau_replay": 2.5,
+        "time/judge": 3.0,
+        "train/new_key": 1,
+    }
 
 
 def test_a_judgement_is_logged_with_its_intervals() -> None:
@@ -105,13 +126,21 @@ def test_a_judgement_is_logged_with_its_intervals() -> None:
         "ranks": 2,
     }
     by_replay = {
-        "judge/alpha": 0.6, "judge/alpha_low": 0.5, "judge/alpha_high": 0.7, "judge/tau_replay": 2.0, "judge/ranks": 2,
-    }  # fmt: skip
+        "judge/alpha": 0.6,
+        "judge/alpha_low": 0.5,
+        "judge/alpha_high": 0.7,
+        "judge/tau_replay": 2.0,
+        "judge/ranks": 2,
+    }
     assert judged_scalars(record) == by_replay
     check = {"prompts": 32, "tau": 2.1, "tau_ci": [1.9, 2.3], "replay": {"z": -0.5}}
     assert judged_scalars(record | {"live_check": check}) == by_replay | {
-        "judge/tau_live": 2.1, "judge/tau_live_low": 1.9, "judge/tau_live_high": 2.3, "judge/live_prompts": 32, "judge/z": -0.5,
-    }  # fmt: skip
+        "judge/tau_live": 2.1,
+        "judge/tau_live_low": 1.9,
+        "judge/tau_live_high": 2.3,
+        "judge/live_prompts": 32,
+        "judge/z": -0.5,
+    }
     without_law = judged_scalars(record | {"live_check": check | {"replay": None}})
     assert "judge/z" not in without_law
 
@@ -124,8 +153,12 @@ def test_every_name_lies_in_a_section_that_has_panels() -> None:
 def test_a_config_becomes_leaves_with_dotted_names() -> None:
     tree = {"name": "x", "loss": {"name": None, "mix": {"tv": 0.5}}, "data": {"train": [1, 2], "kwargs": {}}}
     assert flat_config(tree) == {
-        "name": "x", "loss.name": "null", "loss.mix.tv": 0.5, "data.train": "[1, 2]", "data.kwargs": "{}"
-    }  # fmt: skip
+        "name": "x",
+        "loss.name": "null",
+        "loss.mix.tv": 0.5,
+        "data.train": "[1, 2]",
+        "data.kwargs": "{}",
+    }
 
 
 def test_notes_say_what_a_run_is(tmp_path: Path) -> None:
@@ -293,6 +326,10 @@ def test_trackio_gets_the_run_and_goes_on_in_it(tmp_path: Path, monkeypatch: pyt
 def test_domains_get_names_that_every_tracker_takes() -> None:
     parts = {"maths+code": {"alpha": 0.5, "alpha_ci": [0.4, 0.6]}, "a/b é": {"alpha": 0.2}}
     assert judged_scalars({"domains": parts, "survival": [0.5, 0.25]}) == {
-        "judge/survival_1": 0.5, "judge/survival_2": 0.25, "domains/maths_code/alpha": 0.5,
-        "domains/maths_code/alpha_low": 0.4, "domains/maths_code/alpha_high": 0.6, "domains/a_b é/alpha": 0.2,
-    }  # fmt: skip
+        "judge/survival_1": 0.5,
+        "judge/survival_2": 0.25,
+        "domains/maths_code/alpha": 0.5,
+        "domains/maths_code/alpha_low": 0.4,
+        "domains/maths_code/alpha_high": 0.6,
+        "domains/a_b é/alpha": 0.2,
+    }

@@ -194,10 +194,11 @@ def test_a_run_past_its_pause_is_still_paused(
 @pytest.mark.usefixtures("without_figures")
 def test_a_student_from_a_config_runs_to_a_verdict(tiny_config: Path, tmp_path: Path) -> None:
     student = [
-        "student.init=config", "student.layers=[0]",
+        "student.init=config",
+        "student.layers=[0]",
         "student.architecture={model_type: llama, hidden_size: 16, intermediate_size: 32, num_hidden_layers: 1,"
         " num_attention_heads: 2, max_position_embeddings: 128}",
-    ]  # fmt: skip
+    ]
     assert_trained(train_other(tiny_config, tmp_path, "loss.name=ce", "judge.live=never", *student), layers=1)
 
 

@@ -225,10 +225,15 @@ def test_mixed_data_trains(tiny_config: Path, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("Some general text that the draft should not forget. " * 40)
     overrides = [
-        "data.mix={target: 0.5, student: 0.25, speculative: 0.125, text: 0.125}", "data.rollouts.every=2",
-        "data.rollouts.prompts=8", f"data.text=[{{path: '{text}'}}]", "data.text_window=24", "judge.live=never",
-        "judge.every=3", "train.steps=6",
-    ]  # fmt: skip
+        "data.mix={target: 0.5, student: 0.25, speculative: 0.125, text: 0.125}",
+        "data.rollouts.every=2",
+        "data.rollouts.prompts=8",
+        f"data.text=[{{path: '{text}'}}]",
+        "data.text_window=24",
+        "judge.live=never",
+        "judge.every=3",
+        "train.steps=6",
+    ]
     assert train.main([str(tiny_config), "name=mixed", *overrides]) == 0
     run = load_config(tiny_config, ["name=mixed"]).folder
     assert {path.name.split("-")[0] for path in (run / "rollouts").iterdir()} == {"student", "speculative"}

@@ -32,7 +32,7 @@ from tiny_training import (
     small_config,
     step_of,
     uneven_examples,
-)  # fmt: skip
+)
 
 from data.batches.collate import collate
 from data.responses.store import Store
@@ -510,10 +510,14 @@ def test_judging_touches_the_random_numbers_of_its_own_device_only(
 
 def write_run(folder: Path, name: str, **sections: Any) -> Path:
     return small_config(
-        folder, name=name, output=str(folder / name), student={"layers": [0, 2]}, data={"heldout_count": 6},
+        folder,
+        name=name,
+        output=str(folder / name),
+        student={"layers": [0, 2]},
+        data={"heldout_count": 6},
         serving={"temperature": 0.9, "max_tokens": 12, "batch_size": 4, "shard_size": 4},
         **merged({"train": {"steps": 6, "batch_size": 4, "micro_batch_size": 2}, "judge": {"prompts": 6}}, sections),
-    )  # fmt: skip
+    )
 
 
 def _train(path: Path) -> None:

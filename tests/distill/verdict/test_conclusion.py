@@ -43,9 +43,14 @@ def test_a_baseline_judged_as_untrained_blocks_is_judged_again_token_by_token(
 
     monkeypatch.setattr(conclusion, "load_model", with_mask)
     answers = SimpleNamespace(
-        run=SimpleNamespace(config=config, folder=config.folder), target=Target(config.target, torch.device("cpu")), heldout={},
-        context=64, sets=SimpleNamespace(heldout=[]), tokenizer=None, stores=SimpleNamespace(past=lambda rule: []),
-    )  # fmt: skip
+        run=SimpleNamespace(config=config, folder=config.folder),
+        target=Target(config.target, torch.device("cpu")),
+        heldout={},
+        context=64,
+        sets=SimpleNamespace(heldout=[]),
+        tokenizer=None,
+        stores=SimpleNamespace(past=lambda rule: []),
+    )
     with pytest.raises(_Asked):
         conclusion.result_of(answers, {}, Decoding())  # type: ignore[arg-type]
     assert (UNDISTILLED in seen["known"]) == (parallel is None)

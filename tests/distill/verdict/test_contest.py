@@ -63,9 +63,10 @@ def test_everybody_has_the_gamma_that_pays_most_and_the_blocks_that_decoding_cou
     assert list(found) == [BEST, LOOKUP, PAST, TOGETHER]
     gammas = range(1, 7)
     seconds = {
-        gamma: expected_blocks_of(scores, "greedy", (gamma,)).sum() * (COSTS.draft_seconds[1] * gamma + 0.01 * COSTS.verify_ratio(gamma))
+        gamma: expected_blocks_of(scores, "greedy", (gamma,)).sum()
+        * (COSTS.draft_seconds[1] * gamma + 0.01 * COSTS.verify_ratio(gamma))
         for gamma in gammas
-    }  # fmt: skip
+    }
     assert found[BEST].gamma == min(gamma for gamma in gammas if seconds[gamma] <= 1.03 * min(seconds.values()))
     for one in found.values():
         settings = DecodeSettings(GREEDY, one.gamma, "greedy", max_tokens=40)

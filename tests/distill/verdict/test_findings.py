@@ -94,8 +94,9 @@ def test_the_curves_of_the_runs_own_rule_are_the_verdicts(result: dict) -> None:
         1.0, {3: 0.3}, {3: 1.2}, 1, 8, host_seconds=(0.1, 0.2), prompt_seconds=(2.0, 3.0), text=(8.0, 10.0)
     )
     assert with_speeds(Curve.model_validate(of), timed).predicted_speed_up[:5] == [
-        *(timed.speed_up(gamma, of["tau"][gamma]) for gamma in range(4)), None
-    ]  # fmt: skip
+        *(timed.speed_up(gamma, of["tau"][gamma]) for gamma in range(4)),
+        None,
+    ]
     assert of["predicted_speed_up"][0] == of["tau"][0] == 1.0
     measured = max(map(int, costs["verify_ratio"]))
     assert [value is None for value in of["predicted_speed_up"]] == [gamma > measured for gamma in range(33)]
@@ -121,8 +122,13 @@ def test_the_speed_up_is_pooled(result: dict) -> None:
 def test_slices_partition_the_frozen_text(result: dict) -> None:
     verdict = result["verdict"]
     assert {table["dimension"] for table in result["slices"]} == {
-        "domain", "prompt length", "position", "first tokens", "token class", "target entropy"
-    }  # fmt: skip
+        "domain",
+        "prompt length",
+        "position",
+        "first tokens",
+        "token class",
+        "target entropy",
+    }
     for table in result["slices"]:
         rows = table["rows"]
         assert sum(row["tokens"] for row in rows) == verdict["tokens"], table["dimension"]

@@ -35,9 +35,13 @@ def setting() -> Any:
     settings = DecodeSettings(SamplingSettings(1.0), 3, "sample", 12, (), 0)
     heldout = frozen_responses(target, prompts_of(LENGTHS), settings, "all")
     whole: Any = SimpleNamespace(
-        model=target, saved_dtype=torch.float32, dtype=torch.float32, device=target.device, kept=True,
+        model=target,
+        saved_dtype=torch.float32,
+        dtype=torch.float32,
+        device=target.device,
+        kept=True,
         borrowed=contextlib.nullcontext,
-    )  # fmt: skip
+    )
     return whole, DraftModule(perturbed(target), Objective({"ce": 1.0})), settings, heldout
 
 

@@ -140,9 +140,7 @@ def test_what_is_timed_at_a_load_is_what_is_counted(judged, monkeypatch: pytest.
     assert both.ngrams == cascade.first.ngrams
     assert both.then_gamma == cascade.then_gamma
     assert past.ngrams is None
-    assert [one.tuned_on for one in (alone, past, both)] == [
-        "training prompts", *["the judged prompts, by replay"] * 2
-    ]  # fmt: skip
+    assert [one.tuned_on for one in (alone, past, both)] == ["training prompts", *["the judged prompts, by replay"] * 2]
     # What nobody draws is certain: the blocks of live decoding are those that were counted.
     tokens, calls, with_proposal = decoded_with(target, evidence, alone, PromptLookup(*alone.ngrams))
     share = kind_shares(with_proposal / calls, 3, drafts=False)

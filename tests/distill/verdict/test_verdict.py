@@ -51,11 +51,14 @@ def scores_of(alphas_NT):
     """Scores whose acceptance probabilities under rule sample are these."""
     return [
         TokenScores(
-            np.log(np.maximum(own, 1e-12)), np.zeros(len(own)), np.zeros(len(own), bool), np.zeros(len(own), np.int64),
+            np.log(np.maximum(own, 1e-12)),
+            np.zeros(len(own)),
+            np.zeros(len(own), bool),
+            np.zeros(len(own), np.int64),
             own,
         )
         for own in alphas_NT
-    ]  # fmt: skip
+    ]
 
 
 def contest_of(question, ratios, concurrency=1):
@@ -91,11 +94,19 @@ def evidence_of(
     if served is not None:
         scores[SERVED] = scores_of(np.clip(after - served, 0.0, 1.0))
     tree = {
-        "step": 3, "alpha": 0.5, "alpha_ci": [0.4, 0.6], "tau": 2.0, "tau_ci": [1.9, 2.1], "accepted_per_drafted": 0.3,
-        "survival": [0.5, 0.3, 0.2, 0.1], "prompts": prompts, "tokens": prompts * tokens, "warnings": [],
+        "step": 3,
+        "alpha": 0.5,
+        "alpha_ci": [0.4, 0.6],
+        "tau": 2.0,
+        "tau_ci": [1.9, 2.1],
+        "accepted_per_drafted": 0.3,
+        "survival": [0.5, 0.3, 0.2, 0.1],
+        "prompts": prompts,
+        "tokens": prompts * tokens,
+        "warnings": [],
         "domains": {"code": {"alpha": 0.5, "tau": 2.0, "prompts": prompts, "tokens": prompts * tokens}},
         "replay": {gamma: 1.0 + 0.2 * min(gamma, 6) for gamma in range(33)},
-    }  # fmt: skip
+    }
     question = Question(JudgeConfig(), DecodeSettings(rule="sample", gamma=GAMMA), {"sample": texts}, looks=looks)
     contest = None if ratios is None else contest_of(question, dict.fromkeys(names, ratios) | (free or {}))
     return Evidence(

@@ -40,9 +40,12 @@ RULES = {
     "plain": DecodeSettings(SamplingSettings(0.9), 0, "sample", 24),
 }
 SAID = {
-    rule: [one.response_ids for one in decode(TARGET, None, PROMPTS, replace(RULES[rule], gamma=0), batch_size=5, runner="eager")[0]]
+    rule: [
+        one.response_ids
+        for one in decode(TARGET, None, PROMPTS, replace(RULES[rule], gamma=0), batch_size=5, runner="eager")[0]
+    ]
     for rule in ("greedy", "plain")
-}  # fmt: skip
+}
 PAST = Datastore.build(SAID["plain"], VOCAB)
 DRAFTERS = {
     "model": lambda: ModelDrafter(DRAFT),
@@ -71,7 +74,7 @@ def in_compiled_code(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.mark.parametrize(("batch_size", "prompts"), [(1, PROMPTS[1:3]), (3, PROMPTS)], ids=["alone", "3"])
 @pytest.mark.parametrize(
     ("name", "rule"), [(name, rule) for name in DRAFTERS for rule in RULES if rule != "plain" or name == "model"]
-)  # fmt: skip
+)
 def test_a_block_is_what_it_is_in_python(
     name: str, rule: str, batch_size: int, prompts: list, in_compiled_code: list[int]
 ) -> None:
@@ -284,8 +287,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("rule", "name"), [("plain", "model"), *((rule, name) for rule in ("greedy", "sample") for name in ("model", "lookup", "cascade"))]
-)  # fmt: skip
+    ("rule", "name"),
+    [("plain", "model"), *((rule, name) for rule in ("greedy", "sample") for name in ("model", "lookup", "cascade"))],
+)
 @pytest.mark.parametrize("rows", [1, 3])
 def test_short_blocks_run_several_in_a_call(
     rule: str, name: str, rows: int, calls: list[int], monkeypatch: pytest.MonkeyPatch
@@ -436,14 +440,24 @@ def test_probabilities_and_draws_are_those_of_the_rules(settings: DecodeSettings
 
 # What somebody could get wrong there: file, what is right, what is not. `FAULT(i)`: the i-th of them is asked for.
 FAULTS = {
-    "accepts too much": ("block.cpp", "uniforms[COIN] * draft_prob <", "(uniforms[COIN] - 0.05 * FAULT(0)) * draft_prob <"),
+    "accepts too much": (
+        "block.cpp",
+        "uniforms[COIN] * draft_prob <",
+        "(uniforms[COIN] - 0.05 * FAULT(0)) * draft_prob <",
+    ),
     "corrects from the target": (
-        "block.cpp", "std::max(target[v] - own[v], 0.0f)", "(FAULT(1) ? target[v] : std::max(target[v] - own[v], 0.0f))"
+        "block.cpp",
+        "std::max(target[v] - own[v], 0.0f)",
+        "(FAULT(1) ? target[v] : std::max(target[v] - own[v], 0.0f))",
     ),
     "draws twice with one number": ("block.cpp", "uniforms[RESIDUAL]", "uniforms[FAULT(2) ? COIN : RESIDUAL]"),
-    "keeps the first token unseen": ("block.cpp", "!= next) return place", "!= next && (place || !FAULT(3))) return place"),
+    "keeps the first token unseen": (
+        "block.cpp",
+        "!= next) return place",
+        "!= next && (place || !FAULT(3))) return place",
+    ),
     "sees the token after": ("step.cpp", "inside <= token))", "inside <= token + FAULT(4)))"),
-}  # fmt: skip
+}
 NONE = "none"
 ASKED = "#include <cstdlib>\n#define FAULT(i) (*std::getenv(\"FAULT\") == '0' + i)\n"
 

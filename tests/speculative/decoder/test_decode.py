@@ -108,10 +108,17 @@ def test_what_cannot_be_decoded_is_refused_in_one_line(drafter, prompts, message
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"gamma": -1}, {"gamma": "3"}, {"max_tokens": 0}, {"max_tokens": 5.0}, {"rule": "best"}, {"eos_ids": 2}, {"stop": "abc"},
-        {"seed": None}, {"min_tokens": 500},
+        {"gamma": -1},
+        {"gamma": "3"},
+        {"max_tokens": 0},
+        {"max_tokens": 5.0},
+        {"rule": "best"},
+        {"eos_ids": 2},
+        {"stop": "abc"},
+        {"seed": None},
+        {"min_tokens": 500},
     ],
-)  # fmt: skip
+)
 def test_odd_settings_are_refused_by_name(wrong):
     assert next(iter(wrong)) in refused(
         lambda: DecodeSettings(**{"sampling": GREEDY, "gamma": 3, "rule": "greedy", **wrong})

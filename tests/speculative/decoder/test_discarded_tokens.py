@@ -84,12 +84,17 @@ def test_no_block_reads_a_number_of_an_earlier_block(name, policy, stop_below, r
         return [
             texts(
                 decode(
-                    TARGET, drafter, PROMPTS[:4], DecodeSettings(SamplingSettings(0.9), gamma, rule, 12, seed=2),
-                    policy=POLICIES[policy](gamma, stop_below), runner=runner, batch_size=2,
+                    TARGET,
+                    drafter,
+                    PROMPTS[:4],
+                    DecodeSettings(SamplingSettings(0.9), gamma, rule, 12, seed=2),
+                    policy=POLICIES[policy](gamma, stop_below),
+                    runner=runner,
+                    batch_size=2,
                 )[0]
             )
             for rule in rules
-        ]  # fmt: skip
+        ]
 
     untouched = said()
     spoiled = spent_numbers()

@@ -63,11 +63,8 @@ def test_only_kept_tokens_are_proposed_and_greedy_text_is_the_targets(rule: str,
     prompts, settings = prompts_of([1, 2, 9, 30, 17]), SETTINGS[rule]
     responses, _ = decode(TARGET, ModelDrafter(DRAFT), prompts, settings, batch_size=3, runner=runner)
     proposed = {
-        token
-        for one in responses
-        for token, was in zip(one.response_ids, one.proposed_mask, strict=True)
-        if was
-    }  # fmt: skip
+        token for one in responses for token, was in zip(one.response_ids, one.proposed_mask, strict=True) if was
+    }
     assert proposed
     assert proposed <= set(KEPT)
     if rule == "greedy":

@@ -25,9 +25,13 @@ from speculative.rules.sampling import GREEDY
 
 # The last layers read keys and values of earlier ones of their kind.
 SHARED = {
-    "sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4, "num_kv_shared_layers": 2,
-    "vocab_size_per_layer_input": 50, "hidden_size_per_layer_input": 8,
-}  # fmt: skip
+    "sliding_window": 6,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "num_hidden_layers": 4,
+    "num_kv_shared_layers": 2,
+    "vocab_size_per_layer_input": 50,
+    "hidden_size_per_layer_input": 8,
+}
 MATRIX = {
     "llama": {},
     "qwen2": {},

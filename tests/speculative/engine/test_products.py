@@ -26,9 +26,12 @@ extern "C" void sums_of_rows(const float *weights, long queries, long positions,
 """
 WITHOUT_512, WITHOUT_AVX = ["-mno-avx512f"], ["-mno-avx512f", "-mno-avx2", "-mno-avx", "-mno-fma"]
 BUILDS = {
-    "g++": ("g++", []), "g++ without AVX-512": ("g++", WITHOUT_512), "g++ without AVX": ("g++", WITHOUT_AVX),
-    "clang++": ("clang++", []), "clang++ without AVX-512": ("clang++", WITHOUT_512),
-}  # fmt: skip
+    "g++": ("g++", []),
+    "g++ without AVX-512": ("g++", WITHOUT_512),
+    "g++ without AVX": ("g++", WITHOUT_AVX),
+    "clang++": ("clang++", []),
+    "clang++ without AVX-512": ("clang++", WITHOUT_512),
+}
 
 
 @pytest.fixture(scope="module", params=BUILDS)

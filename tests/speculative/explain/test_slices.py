@@ -83,8 +83,14 @@ def the_slow_rows(texts, scores, label_of, rule):
             for values, level in ((ours, 0.95), (gains, 1 - 0.05 / len(tokens)))
         ]
         rows[name] = (
-            len(keys), len(counts), np.mean(ours), intervals[0], np.mean(gains), intervals[1], np.sum(1 - np.array(ours)) / total_lost
-        )  # fmt: skip
+            len(keys),
+            len(counts),
+            np.mean(ours),
+            intervals[0],
+            np.mean(gains),
+            intervals[1],
+            np.sum(1 - np.array(ours)) / total_lost,
+        )
     return rows
 
 

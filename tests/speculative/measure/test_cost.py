@@ -153,9 +153,16 @@ def test_without_a_draft_the_targets_own_calls_are_timed_and_proposals_are_free(
 def test_the_host_and_the_prompt_count_on_both_sides_of_the_speed_up():
     """By hand: 60 tokens. Alone 2 + 6 ms for the response and 60 steps of 2.1 ms; with the draft 3 + 9 ms, and 20 blocks of 1 + 2.4 + 0.3 ms."""
     costs = StepCosts(
-        0.002, {4: 0.001}, {4: 0.0024}, 1, 64, host_seconds=(0.0001, 0.0003), opening_seconds=(0.002, 0.003),
-        prompt_seconds=(0.012, 0.018), text=(32.0, 60.0),
-    )  # fmt: skip
+        0.002,
+        {4: 0.001},
+        {4: 0.0024},
+        1,
+        64,
+        host_seconds=(0.0001, 0.0003),
+        opening_seconds=(0.002, 0.003),
+        prompt_seconds=(0.012, 0.018),
+        text=(32.0, 60.0),
+    )
     timed = (0.008 + 60 * 0.0021) / (0.012 + 20 * 0.0037)
     assert costs.speed_up(4, 3.0) == pytest.approx(timed)
     assert predicted_speed_ups({0: 1.0, 4: 3.0}, costs) == pytest.approx({0: 1.0, 4: timed})

@@ -184,7 +184,12 @@ def test_a_single_draft_bounds_what_a_pair_will_see():
     own = paired_effects(BETTER, BASELINE, KEYS, rule="sample", gamma=4).minimal_detectable.alpha
     assert own < bound
     # sqrt(2) standard errors of alpha by brute force over resampled prompts, times z of both ends.
-    sums = np.array([[sum(accept_probs[row].sum() for row in rows), sum(len(accept_probs[row]) for row in rows)] for rows in np.arange(40).reshape(20, 2)])  # fmt: skip
+    sums = np.array(
+        [
+            [sum(accept_probs[row].sum() for row in rows), sum(len(accept_probs[row]) for row in rows)]
+            for rows in np.arange(40).reshape(20, 2)
+        ]
+    )
     drawn = np.array([sums[rows].sum(0) for rows in np.random.default_rng(0).integers(0, 20, (4000, 20))])
     error = np.std(drawn[:, 0] / drawn[:, 1]) * np.sqrt(20 / 19)
     assert bound == pytest.approx((stats.norm.ppf(0.975) + stats.norm.ppf(0.8)) * 2**0.5 * error, rel=0.06)

@@ -81,20 +81,48 @@ def _torch_cuda() -> dict[str, Any]:
     """What stands for each name of `torch.cuda`."""
     stream = Stream()
     named: dict[str, Any] = {
-        "Stream": Stream, "Event": Event, "CUDAGraph": Graph, "graph": capture, "current_stream": lambda device=None: stream,
-        "stream": lambda stream: contextlib.nullcontext(), "device": lambda device: contextlib.nullcontext(),
-        "synchronize": lambda device=None: _wait_for("device"), "graph_pool_handle": lambda: (0, 1),
-        "set_sync_debug_mode": _set_sync_mode, "get_sync_debug_mode": lambda: SYNC_MODES.index(LEDGER.sync_mode),
-        "is_current_stream_capturing": lambda: Tape.current is not None, "get_rng_state": _state,
+        "Stream": Stream,
+        "Event": Event,
+        "CUDAGraph": Graph,
+        "graph": capture,
+        "current_stream": lambda device=None: stream,
+        "stream": lambda stream: contextlib.nullcontext(),
+        "device": lambda device: contextlib.nullcontext(),
+        "synchronize": lambda device=None: _wait_for("device"),
+        "graph_pool_handle": lambda: (0, 1),
+        "set_sync_debug_mode": _set_sync_mode,
+        "get_sync_debug_mode": lambda: SYNC_MODES.index(LEDGER.sync_mode),
+        "is_current_stream_capturing": lambda: Tape.current is not None,
+        "get_rng_state": _state,
         "get_rng_state_all": lambda: [_state()],
-    }  # fmt: skip
+    }
     constants: dict[str, Any] = {
-        "is_available": True, "is_initialized": True, "current_device": 0, "device_count": 1, "mem_get_info": (80 * GIB, 80 * GIB),
-        "memory_reserved": 0, "memory_allocated": 0, "max_memory_allocated": 123, "get_device_name": "NVIDIA H100 80GB HBM3",
-        "get_device_capability": (9, 0), "is_bf16_supported": True, "_is_in_bad_fork": False,
-    }  # fmt: skip
-    constants |= dict.fromkeys(("_lazy_init", "set_stream", "set_device", "reset_peak_memory_stats", "empty_cache", "set_rng_state",
-                                "set_rng_state_all", "manual_seed", "manual_seed_all"))  # fmt: skip
+        "is_available": True,
+        "is_initialized": True,
+        "current_device": 0,
+        "device_count": 1,
+        "mem_get_info": (80 * GIB, 80 * GIB),
+        "memory_reserved": 0,
+        "memory_allocated": 0,
+        "max_memory_allocated": 123,
+        "get_device_name": "NVIDIA H100 80GB HBM3",
+        "get_device_capability": (9, 0),
+        "is_bf16_supported": True,
+        "_is_in_bad_fork": False,
+    }
+    constants |= dict.fromkeys(
+        (
+            "_lazy_init",
+            "set_stream",
+            "set_device",
+            "reset_peak_memory_stats",
+            "empty_cache",
+            "set_rng_state",
+            "set_rng_state_all",
+            "manual_seed",
+            "manual_seed_all",
+        )
+    )
     # A function for each: torch.compile keeps a table of them.
     answers = {name: lambda *args, _value=value, **kwargs: _value for name, value in constants.items()}
     return named | answers

@@ -18,14 +18,26 @@ CPU = torch.device("cpu")
 
 # The result's size, or the result itself, is on the host.
 READS = {
-    aten._local_scalar_dense.default, aten.nonzero.default, aten.equal.default, aten.masked_select.default,
-    aten.is_nonzero.default, aten._unique2.default, aten.unique_dim.default, aten.unique_consecutive.default,
-    aten.bincount.default, aten.repeat_interleave.Tensor, aten._linalg_check_errors.default,
-}  # fmt: skip
+    aten._local_scalar_dense.default,
+    aten.nonzero.default,
+    aten.equal.default,
+    aten.masked_select.default,
+    aten.is_nonzero.default,
+    aten._unique2.default,
+    aten.unique_dim.default,
+    aten.unique_consecutive.default,
+    aten.bincount.default,
+    aten.repeat_interleave.Tensor,
+    aten._linalg_check_errors.default,
+}
 INDEXED = {
-    aten.index.Tensor, aten.index_put_.default, aten.index_put.default, aten._unsafe_index.Tensor,
-    aten._index_put_impl_.default, aten._unsafe_index_put.default,
-}  # fmt: skip
+    aten.index.Tensor,
+    aten.index_put_.default,
+    aten.index_put.default,
+    aten._unsafe_index.Tensor,
+    aten._index_put_impl_.default,
+    aten._unsafe_index_put.default,
+}
 NOT_HERE = "can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() to copy the tensor to host memory first."
 
 
@@ -152,10 +164,13 @@ def mapped(function: Callable[[Any], Any], tree: Any) -> Any:
         return tree
     # Written out for leaves: this is called twice a kernel.
     parts = [
-        function(part) if isinstance(part, torch.Tensor)
-        else mapped(function, part) if isinstance(part, list | tuple | dict) else part
+        function(part)
+        if isinstance(part, torch.Tensor)
+        else mapped(function, part)
+        if isinstance(part, list | tuple | dict)
+        else part
         for part in tree
-    ]  # fmt: skip
+    ]
     if type(tree) in (list, tuple):
         return type(tree)(parts)
     return type(tree)(*parts) if hasattr(tree, "_fields") else type(tree)(parts)
