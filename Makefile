@@ -88,7 +88,6 @@ prove: setup     ## the statistical claims with simulations of full size (make t
 	UNDERSTUDY_PROVE=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --timeout 7200 -o faulthandler_timeout=0 -m simulation
 
 bench: setup     ## the numbers in README and docs; writes bench/results/
-	$(BIN)/python bench/pipeline.py --out bench/results/pipeline.json
 	$(BIN)/python bench/decode.py --out bench/results/decode.json
 	$(BIN)/python bench/replay.py --out bench/results/replay.json
 	$(BIN)/python bench/gateway.py --out bench/results/gateway.json

@@ -1,4 +1,4 @@
-"""TRL's own trainers, unchanged, on our models and tokens: one step at a time, or for a given number of seconds.
+"""TRL's own trainers, unchanged, on our models and tokens: one step at a time.
 
 They run through `trainer.train()`, as users run them. `Stepped` keeps that loop in its own thread, which waits
 after every step for its next turn, so that contestants can alternate within one process. Data is tokenised
@@ -13,7 +13,6 @@ import importlib.util
 import logging
 import tempfile
 import threading
-import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -183,25 +182,3 @@ class Stepped:
             self.over = True
             self.go.release()
             self.thread.join()
-
-
-class _Budget(TrainerCallback):
-    def __init__(self, seconds: float) -> None:
-        self.seconds, self.began, self.ends = seconds, 0.0, [0.0]
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.began = time.perf_counter()
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.ends.append(time.perf_counter() - self.began)
-        # Do not start a step that would exceed the budget.
-        if self.ends[-1] + (self.ends[-1] - self.ends[-2]) > self.seconds:
-            control.should_training_stop = True
-
-
-def train_for(trainer: Any, seconds: float) -> dict[str, float]:
-    """Train for the given seconds of wall clock: {"seconds", "steps"}. Its schedule is that of its own `max_steps`."""
-    budget = _Budget(seconds)
-    trainer.add_callback(budget)
-    trainer.train()
-    return {"seconds": budget.ends[-1], "steps": len(budget.ends) - 1}

@@ -18,10 +18,10 @@ CELL = {"device", "batch", "mode", "gamma", "drafter", "tokens_per_second", "tau
 def test_a_missing_file_is_one_line(
     tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    script = ROOT / "bench" / "parallel.py"
+    script = ROOT / "bench" / "decode.py"
     monkeypatch.syspath_prepend(str(script.parent))
-    asked = ["--target", str(tiny_target), "--prompts", str(tmp_path / "none.jsonl"), "--prompt-column", "text"]
-    monkeypatch.setattr(sys, "argv", [str(script), *asked])
+    words = ["--target", str(tiny_target), "--prompts", str(tmp_path / "none.jsonl")]
+    monkeypatch.setattr(sys, "argv", [str(script), *words])
     with pytest.raises(SystemExit) as stopped:
         runpy.run_path(str(script), run_name="__main__")
     said = capsys.readouterr().err

@@ -1,8 +1,6 @@
 """The training benches run at tiny sizes and write what they promise; all contestants minimise the same thing."""
 
 import json
-import math
-import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,10 +11,7 @@ from bench_modules import bench
 
 from data.batches.collate import collate
 from distill.loss.definitions import Objective
-from distill.models.carving.layers import carve
-from distill.models.load import load_model, load_tokenizer
 from distill.training.module import DraftModule
-from speculative.errors import UserError
 
 CELL = {
     "device",
@@ -28,17 +23,6 @@ CELL = {
     "peak_memory_mb",
     "loss_memory_ratio",
 }
-
-
-@pytest.fixture
-def chatty_target(tiny_target: Path, tmp_path: Path) -> Path:
-    """The tiny target with a chat template."""
-    folder = tmp_path / "chatty"
-    shutil.copytree(tiny_target, folder)
-    tokenizer = load_tokenizer(str(folder))
-    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}\n{% endfor %}"
-    tokenizer.save_pretrained(str(folder))
-    return folder
 
 
 def race_of(tiny_target: Path, **options: Any) -> Any:
@@ -195,206 +179,3 @@ def test_a_stepped_trainers_failure_is_the_callers() -> None:
     stepped.step()
     with pytest.raises(ArithmeticError):
         stepped.step()
-
-
-def test_a_budget_ends_before_the_step_that_would_break_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer, module = ScriptedTrainer(100), bench("trl_peer")
-    # Each step takes .05 seconds: the seventh would end behind the budget.
-    monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: 0.05 * trainer.made))
-    spent = module.train_for(trainer, 0.32)
-    assert spent == {"steps": trainer.made, "seconds": pytest.approx(0.30)}
-    assert trainer.made == 6
-
-
-def test_the_yardstick_measures_a_target_as_its_own_draft(tiny_target: Path, tmp_path: Path) -> None:
-    module, target = bench("yardstick"), load_model("target", str(tiny_target))
-    heldout = module.respond(target, [[5, 6, 7], [8, 9], [10, 11, 12, 13]], 12, 0, False, tmp_path)
-    numbers = module.measure(target, target, heldout)
-    assert numbers["alpha"] == pytest.approx(1.0, abs=1e-5)
-    assert numbers["agreement"] == 1.0
-    assert numbers["tokens"] == sum(len(response.response_ids) for response in heldout)
-    assert len(list(tmp_path.glob("responses-*.json"))) == 1
-    assert module.respond(target, [[5, 6, 7], [8, 9], [10, 11, 12, 13]], 12, 0, False, tmp_path) == heldout
-
-
-def test_dense_and_sampled_alpha_agree(tiny_target: Path, tmp_path: Path) -> None:
-    module, target = bench("yardstick"), load_model("target", str(tiny_target))
-    heldout = module.respond(target, [[number] for number in range(3, 67)], 32, 0, False, tmp_path)
-    numbers = module.measure(target, carve(target, (0, -1)), heldout)
-    # Over some 2,000 tokens the standard error of the sampled estimate is about .01.
-    assert numbers["alpha"] == pytest.approx(numbers["alpha_sampled"], abs=0.05)
-    assert 0 < numbers["alpha"] < 1
-
-
-def write_domain(folder: Path, count: int) -> None:
-    folder.mkdir(parents=True)
-    rows = [
-        {"question": f"how many {number} are there"}
-        if number % 2
-        else {
-            "messages": [
-                {"role": "user", "content": f"hello {number}"},
-                {"role": "assistant", "content": "yes"},
-                {"role": "user", "content": "and now"},
-            ]
-        }
-        for number in range(count)
-    ]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
-def test_the_yardstick_trains_for_its_minutes(chatty_target: Path, tmp_path: Path) -> None:
-    module, out = bench("yardstick"), tmp_path / "yard.json"
-    write_domain(tmp_path / "data" / "talk", 40)
-    options = {
-        "target": str(chatty_target),
-        "draft": None,
-        "data": tmp_path / "data",
-        "domain": "talk",
-        "student": "carved",
-        "seeds": "0",
-        "train_prompts": 20,
-        "heldout_prompts": 6,
-        "max_tokens": 8,
-        "max_prompt_tokens": 60,
-        "cache": tmp_path / "cache",
-        "threads": 0,
-        "out": out,
-    }
-    module.main(["batch=4", "ema=0.9", "warm_ratio=0.3", "chunk=16"], minutes=0.01, modes="plain,ours", **options)
-    result = json.loads(out.read_text())
-    assert [run["mode"] for run in result["runs"]] == ["plain", "ours"]
-    for run in (result["before"], *result["runs"]):
-        assert 0 < run["alpha"] <= 1
-        assert set(run["tau"]) == {"3", "5"}
-    for run in result["runs"]:
-        assert run["steps"] >= 1
-        assert run["tokens_trained"] >= 4 * run["steps"]  # a token or more of each sequence of a batch
-    assert result["recipes"]["ours"]["batch"] == 4
-    # Another recipe and a seed more go on in the same file, by the process's own clock; what is there stays.
-    options |= {"seeds": "0,1", "cpu_minutes": 0.003, "minutes": 0.02}
-    with pytest.raises(UserError, match="another minutes"):
-        module.main([], modes="plain", **options)
-    out.unlink()
-    module.main(["batch=4"], modes="plain", **options)
-    module.main(["batch=4"], modes="plain,ours", vary="prompt_weight=0,.5", **options)
-    again = json.loads(out.read_text())
-    assert [(run["mode"], run["seed"]) for run in again["runs"]] == [
-        ("plain", 0),
-        ("plain", 1),
-        ("prompt_weight=0", 0),
-        ("prompt_weight=.5", 0),
-        ("prompt_weight=0", 1),
-        ("prompt_weight=.5", 1),
-    ]
-    assert again["clock"] == "cpu"
-    assert {name: recipe["prompt_weight"] for name, recipe in again["recipes"].items()} == {
-        "plain": 0.0,
-        "prompt_weight=0": 0.0,
-        "prompt_weight=.5": 0.5,
-    }
-    module.main(["batch=4"], modes="plain,ours", vary="prompt_weight=0,.5", **options)
-    assert json.loads(out.read_text())["gains"] == again["gains"], "also where nothing was left to do"
-    with pytest.raises(UserError, match="no mask token"):
-        module.main(["parallel=4"], modes="ours", **options)
-    with pytest.raises(UserError, match="another recipe"):
-        module.main(["batch=5"], modes="ours", vary="prompt_weight=0", **options)
-
-
-def test_gains_are_paired_by_seed() -> None:
-    alphas = {("plain", 0): 0.5, ("ours", 0): 0.6, ("plain", 1): 0.7, ("ours", 1): 0.82, ("ours", 2): 0.9}
-    runs = [{"mode": mode, "seed": seed, "alpha": alpha} for (mode, seed), alpha in alphas.items()]
-    gain = bench("yardstick").gains(runs)["ours"]
-    # Differences .10 and .12: mean .11, error .01, Student's t with one degree of freedom 12.706.
-    assert gain["alpha"] == pytest.approx(0.11)
-    assert gain["half"] == pytest.approx(0.12706, rel=1e-4)
-    assert gain["seeds"] == 2
-
-
-def test_prompts_end_with_the_user(chatty_target: Path, tmp_path: Path) -> None:
-    write_domain(tmp_path / "talk", 30)
-    tokenizer = load_tokenizer(str(chatty_target))
-    prompts = bench("yardstick").domain_prompts(tmp_path / "talk", tokenizer, 60, 30)
-    texts = [tokenizer.decode(ids).strip() for ids in prompts]
-    assert len(set(texts)) == 30
-    assert {text.splitlines()[-1].split()[0] for text in texts} == {"how", "hello", "and"}
-
-
-def test_a_recipe_follows_the_clock() -> None:
-    module = bench("yardstick")
-    recipe = module.Recipe.parse(
-        ["lr=0.1", "warmup=0.1", "final=0.2", "warm_ratio=0.5", "objective=tv+ce", "autocast=true"]
-    )
-    assert recipe.autocast is True
-    assert recipe.lr_at(0.05) == pytest.approx(0.05)
-    assert recipe.lr_at(0.1) == pytest.approx(0.1)
-    assert recipe.lr_at(1.0) == pytest.approx(0.02)
-    assert recipe.objective_at(0.4).weights == {"forward_kl": 1.0}
-    assert recipe.objective_at(0.6).weights == {"tv": 1.0, "ce": 1.0}
-    for odd in ("speed=3", "lr=fast", "autocast=maybe"):
-        with pytest.raises(UserError, match=odd.partition("=")[0]):
-            module.Recipe.parse([odd])
-
-
-def test_the_races_prompts_are_function_heads(tiny_target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = bench("alpha_race")
-    heads = [("m.py", f"def f{number}(a):") for number in range(9)] + [("m.py", "def " + "long" * 50)]
-    monkeypatch.setattr(module.stdlib, "function_head_rows", lambda heldout: heads)
-    prompts = module.head_prompts(load_tokenizer(str(tiny_target)), True, 20, 5)
-    assert len({tuple(prompt) for prompt in prompts}) == 5
-
-
-def test_the_race_has_everyone_and_intervals(
-    tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    module, out = bench("alpha_race"), tmp_path / "race.json"
-    monkeypatch.setattr(
-        module, "head_prompts", lambda _t, heldout, _m, count: [[9, 3 + n + 50 * heldout] for n in range(count)]
-    )
-    options = {
-        "seeds": 2,
-        "target": str(tiny_target),
-        "train_prompts": 12,
-        "heldout_prompts": 4,
-        "max_tokens": 8,
-        "max_prompt_tokens": 40,
-        "cache": tmp_path / "cache",
-        "threads": 0,
-        "out": out,
-    }
-    module.main(
-        ["batch=4"], minutes=0.002, contestants="ours,forward_kl,trl_gkd", compare="minutes", steps=1, **options
-    )
-    result = json.loads(out.read_text())
-    expected = {"ours", "forward_kl", "trl_gkd"}
-    assert set(result["summary"]) == expected
-    assert {(run["name"], run["seed"]) for run in result["runs"]} == {(name, s) for name in expected for s in (0, 1)}
-    gains = [
-        by[("ours", seed)]["sampled"] - by[("forward_kl", seed)]["sampled"]
-        for by in [{(run["name"], run["seed"]): run for run in result["runs"]}]
-        for seed in (0, 1)
-    ]
-    gain = result["summary"]["forward_kl"]["sampled"]
-    assert gain["reference_gain"] == pytest.approx(sum(gains) / 2)
-    assert gain["reference_gain_half_width"] == pytest.approx(module.interval(gains)[1])
-    module.main(["batch=4", "k=4096"], minutes=1, contestants="", compare="store", steps=4, **options)
-    result = json.loads(out.read_text())
-    assert {run["steps"] for run in result["runs"]} == {4}
-    # Everything is kept: what differs is the rounding of the store.
-    assert abs(result["summary"]["store"]["sampled"]["reference_gain"]) < 2e-3
-
-
-def test_intervals_are_students() -> None:
-    module = bench("alpha_race")
-    mean, half = module.interval([1.0, 2.0, 3.0])
-    assert (mean, half) == (2.0, pytest.approx(4.302653 / math.sqrt(3), rel=1e-5))
-    assert module.interval([5.0]) == (5.0, None)
-    runs = [
-        {"name": name, "seed": seed, "sampled": value + seed, "greedy": 0.0}
-        for name, value in (("a", 0.5), ("b", 0.2))
-        for seed in (0, 1)
-    ]
-    gain = module.summary(runs, "a")["b"]["sampled"]
-    # Seeds are paired: their own spread is not in the gain.
-    assert gain["reference_gain"] == pytest.approx(0.3)
-    assert gain["reference_gain_half_width"] == pytest.approx(0.0, abs=1e-9)
