@@ -4,7 +4,7 @@
     understudy readback URL_GAMMA_3 --plain URL --run runs/lab --speed --concurrency 16
     python bench/engine_speed.py runs/lab --out bench/results/engine_speed_vllm_cpu.json
 
-The first two commands measure and write engine_costs.json and served.json into the run; this one joins them. `held` is the share of
+The first two commands measure and write engine_costs.json and readback.json into the run; this one joins them. `held` is the share of
 loads at which the served speed-up is within 10 % of the predicted one. `tau` is the acceptance behind both: of the verdict, of replay of the
 run's text and of the served text in the engine's convention (the first token comes from the prefill), and as served.
 """
@@ -17,18 +17,18 @@ from typing import Annotated
 import typer
 
 from distill.run.provenance import describe_run
-from distill.run.served_record import load_served
+from distill.run.readback_record import load_readback
 from distill.run.verdict_record import load_verdict
 from result_file import write_result
 from speculative.errors import UserError
 
 
 def main(
-    run: Annotated[Path, typer.Argument(help="run with engine_costs.json and served.json")],
+    run: Annotated[Path, typer.Argument(help="run with engine_costs.json and readback.json")],
     out: Path = Path("engine_speed.json"),
 ) -> None:
     """Join the two files and write the result."""
-    verdict, served = load_verdict(run), load_served(run)
+    verdict, served = load_verdict(run), load_readback(run)
     if verdict.engine is None or served is None or not served.speed:
         raise UserError(f"{run}: use `understudy time` and `understudy readback --speed` first")
     own, replay, expected = served.served, served.replay, served.expected

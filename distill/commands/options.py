@@ -293,7 +293,7 @@ class ReadbackOptions:
     top_p: Annotated[float, option("with --target: nucleus sampling; 1 = off")] = 1.0
     top_k: Annotated[int, option("with --target: keep the k most probable tokens; 0 = off", min=0)] = 0
     max_tokens: Annotated[int, option("with --target: maximum tokens per response", min=2)] = 128
-    to: Annotated[Path, option("with --target: folder for served.json and the answers")] = Path("readback")
+    to: Annotated[Path, option("with --target: folder for readback.json and the answers")] = Path("readback")
     dtype: shared.Dtype = "auto"
     device: shared.Device = ""
     plain: Annotated[str, option("URL of the same engine without the draft, to measure the speed-up")] = ""

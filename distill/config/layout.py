@@ -11,14 +11,14 @@ runs/NAME/config.yaml             the resolved config
          prompts/                 prompts as the target sees them, rendered once: train.arrow, heldout.arrow, manifest.json;
                                   synthetic.arrow and synthetic.json (how they were generated, what was left out)
          responses/               token stores with the target's probabilities; day.txt if the chat template writes the
-                                  date, served.json for a target at a server
+                                  date, server_identity.json for a target at a server
          rollouts/                sequences made during training
          checkpoints/step-000100/ student/ (a Hugging Face model; with optim.ema also the worse of student-raw, student-ema), adapter/ (of student.lora), state/ (optimizer, scheduler, RNG), progress.json,
                                   judgement.json, judging/ (parts of a judgement that was not finished), provenance.json (commit, versions, machine, command)
          self_checks.json         checks that ran before anything was measured
          best                     link to the best checkpoint
          judging/                 parts of a verdict that was not finished
-         served.json, served.jsonl  what `understudy readback` measured in an engine, and that engine's answers
+         readback.json, readback.jsonl  what `understudy readback` measured in an engine, and that engine's answers
          engine_costs.json         step times of that engine (`understudy time`)
          result.json, proposals.parquet, report.html, report.json
          verdict.json, plot.png   verdict.json is written last: a run that has it is finished
@@ -35,7 +35,7 @@ RESPONSES, TRAINING, HELDOUT, HELDOUT_GREEDY = "responses", "train", "heldout", 
 # User turns that the target wrote; in prompts/: the generated prompts and their counts.
 USER_TURNS, SYNTHETIC = "user-turns", "synthetic"
 PROMPTS = "prompts"
-DAY, SERVED = "day.txt", "served.json"  # Next to the stores of responses; copy them together.
+DAY, SERVER_IDENTITY = "day.txt", "server_identity.json"  # Next to the stores of responses; copy them together.
 ROLLOUTS = "rollouts"
 CHECKPOINTS, BEST_LINK = "checkpoints", "best"
 ADAPTER = "adapter"  # The peft directory of a student.lora, which `student` has merged; also next to an export.
@@ -45,8 +45,8 @@ STATE, PROGRESS, JUDGEMENT, PROVENANCE = "state", "progress.json", "judgement.js
 JUDGING = "judging"
 SELF_CHECKS = "self_checks.json"
 RESULT, PROPOSALS, REPORT, VERDICT, PLOT = "result.json", "proposals.parquet", "report.html", "verdict.json", "plot.png"
-READBACK, ANSWERS, ENGINE_COSTS = "served.json", "served.jsonl", "engine_costs.json"
-GREEDY_ANSWERS, PLAIN_ANSWERS = "served-greedy.jsonl", "served-plain.jsonl"
+READBACK, ANSWERS, ENGINE_COSTS = "readback.json", "readback.jsonl", "engine_costs.json"
+GREEDY_ANSWERS, PLAIN_ANSWERS = "readback-greedy.jsonl", "readback-plain.jsonl"
 EXPORT = "export"
 SERVING_FILE, SERVING_FORMAT = "serving.json", "understudy-serving"  # Of any exported directory.
 

@@ -28,8 +28,8 @@ from distill.models.vocabulary import (
     tokens_by_id,
     vocabulary_rows,
 )
+from distill.run.readback_record import plain_loads
 from distill.run.result import Curves, load_result
-from distill.run.served_record import plain_loads
 from distill.run.verdict_record import WAYS, Verdict, drafting_to_serve, load_verdict
 from speculative.engine.frequent_head import head_ids_of
 from speculative.engine.models import end_token_ids, mask_token_of, max_positions

@@ -19,7 +19,7 @@ from data.prompts.prompt import Template
 from data.prompts.template import turn_end
 from data.responses.chat import ChatTarget
 from data.responses.endpoint import EndpointTarget
-from distill.config.layout import RESPONSES, SERVED, TARGET_FACTS
+from distill.config.layout import RESPONSES, SERVER_IDENTITY, TARGET_FACTS
 from distill.config.target import TargetConfig
 from distill.models.load import (
     base_of_adapter,
@@ -233,7 +233,7 @@ class Target:
         """The server that holds the weights."""
         assert self.config.endpoint is not None
         rows = vocabulary_rows(self.side.config)
-        record = self._run / RESPONSES / SERVED if self._run else None
+        record = self._run / RESPONSES / SERVER_IDENTITY if self._run else None
         known = self.config.endpoint, self.tokenizer, rows, record
         if self.config.endpoint.api == "chat":
             return ChatTarget(*known, token_bytes=functools.partial(token_bytes, self.tokenizer))

@@ -25,8 +25,8 @@ from distill.report.section import SECTIONS, Made, Section
 from distill.report.sections.tokens import token_text
 from distill.report.view import OUTCOMES, GivenTimes, View, measured_times
 from distill.run.lock import held_for
+from distill.run.readback_record import load_readback
 from distill.run.result import RESULT_FORMAT, Result, RuleCurves, load_result
-from distill.run.served_record import load_served
 from distill.run.verdict_record import load_engine_costs
 from speculative.errors import UserError
 
@@ -68,7 +68,7 @@ def report_command(
     path = source / RESULT if source.is_dir() or not source.suffix else source
     result, costs = load_result(path), load_engine_costs(path.parent)
     timed = result.verdict.model_copy(update={"engine": costs}) if costs else result.verdict
-    result = result.model_copy(update={"served": load_served(path.parent), "verdict": timed})
+    result = result.model_copy(update={"readback": load_readback(path.parent), "verdict": timed})
     html = to or path.parent / REPORT
     if html.suffix not in (".html", ".htm"):
         raise UserError(f"--to {html}: must end in .html; report.json is written next to it")

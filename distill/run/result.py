@@ -5,7 +5,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from distill.run.served_record import ServedRecord
+from distill.run.readback_record import ReadbackRecord
 from distill.run.verdict_record import Verdict
 from speculative.evaluate import Judgement
 from speculative.explain.disagreements import Disagreement
@@ -148,9 +148,9 @@ class Result(Record):
         {}, description="tokens/s by prompt and way; a way that was certainly slower has fewer prompts"
     )
     token_view: TokenView | None = Field(None, description="a few responses token by token")
-    served: ServedRecord | None = Field(
+    readback: ReadbackRecord | None = Field(
         None,
-        description="measured in an engine; the report reads it from served.json (`understudy readback`)",
+        description="measured in an engine; the report reads it from readback.json (`understudy readback`)",
     )
     serve: list[ServeCommand] = Field([], description="command for each engine")
     config: Text = Field("", description="resolved config, YAML")

@@ -24,9 +24,9 @@ from distill.report.plot import plot_run
 from distill.report.wandb_panels import log_result
 from distill.run.answers import Answers
 from distill.run.checkpoint import load_judgements
+from distill.run.readback_record import plain_loads
 from distill.run.responses import decode_settings
 from distill.run.result import RESULT_FORMAT, Curves, Result, RuleCurves, ServeCommand, TokenView
-from distill.run.served_record import plain_loads
 from distill.run.verdict_record import Verdict
 from distill.verdict.decoding import Candidate, Decoding
 from distill.verdict.evidence import Evidence, gather, gather_by_replay, with_speeds

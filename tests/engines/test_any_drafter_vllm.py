@@ -21,7 +21,7 @@ from tiny_training import tiny_tokenizer
 from distill.commands.options import ReadbackOptions
 from distill.commands.readback.readback import readback_command
 from distill.models.load import EMBEDDED_FOLDER, load_tokenizer
-from distill.run.served_record import ServedRecord
+from distill.run.readback_record import ReadbackRecord
 from speculative.errors import UserError
 from speculative.measure.measured import TARGET
 
@@ -76,13 +76,13 @@ def head(folder: Path) -> Iterator[Server]:
         yield server
 
 
-def judged(server: Server, folder: Path, **more: Any) -> ServedRecord:
+def judged(server: Server, folder: Path, **more: Any) -> ReadbackRecord:
     asked = {"target": "embedded", "dtype": "float32", "prompts": str(folder / "prompts.jsonl"), "max_tokens": TOKENS}
     to = folder / server.log.stem
     return readback_command(ReadbackOptions(server.url, **{"to": to, "temperature": 0.8, "top_p": 0.95} | asked | more))
 
 
-def check_text(found: ServedRecord) -> None:
+def check_text(found: ReadbackRecord) -> None:
     assert found.agrees, found.causes
     assert (found.engine, found.version.startswith("0."), found.z, found.replay) == ("vllm", True, None, None)
     assert found.greedy is not None
@@ -105,7 +105,7 @@ def test_ngrams_are_judged_by_counters_alone(ngrams: Server, plain: Server, fold
     assert (found.source, found.served.gamma, found.served.prompts) == ("responses", GAMMA, PROMPTS)
     # Every call emits one token and what it accepts; in most of them n-grams find nothing.
     rows = [
-        json.loads(line)["response"]["spec_decode_acceptance"] for line in (folder / "ngrams" / "served.jsonl").open()
+        json.loads(line)["response"]["spec_decode_acceptance"] for line in (folder / "ngrams" / "readback.jsonl").open()
     ]
     accepted = sum(row["num_accepted_draft_tokens"] for row in rows)
     assert sum(row["num_spec_steps"] for row in rows) < 0.7 * (found.served.tokens - PROMPTS)

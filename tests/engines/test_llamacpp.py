@@ -33,7 +33,7 @@ from distill.config.command_line import TimeOptions
 from distill.config.layout import ENGINE_COSTS, EXPORT
 from distill.export.pair import check_pair
 from distill.models.load import EMBEDDED_FOLDER, load_model
-from distill.run.served_record import ServedRecord
+from distill.run.readback_record import ReadbackRecord
 from speculative.errors import UserError
 from speculative.measure.engine_costs import EngineCosts
 
@@ -67,11 +67,11 @@ def exact(run: Path) -> Iterator[Server]:
         yield server
 
 
-def read_back(server: Server, run: Path, **more: Any) -> ServedRecord:
+def read_back(server: Server, run: Path, **more: Any) -> ReadbackRecord:
     return readback_command(ReadbackOptions(url=server.url, run=run, **{"gamma": GAMMA} | more))
 
 
-def check_agreement(found: ServedRecord, rule: str) -> None:
+def check_agreement(found: ReadbackRecord, rule: str) -> None:
     assert (found.engine, found.served.rule, found.served.gamma) == ("llama.cpp", rule, GAMMA)
     assert found.agrees, found.causes
     assert found.greedy is not None
@@ -100,7 +100,7 @@ def test_greedy_drafts_are_accepted_as_replay_says(exact: Server, run: Path, con
 def test_its_counters_are_those_of_its_answers(exact: Server, run: Path) -> None:
     """They give survival, which its answers do not."""
     found = read_back(exact, run, count=12)
-    timings = [json.loads(line)["response"]["timings"] for line in (run / "served.jsonl").open()]
+    timings = [json.loads(line)["response"]["timings"] for line in (run / "readback.jsonl").open()]
     drafted, accepted = (sum(one[name] for one in timings) for name in ("draft_n", "draft_n_accepted"))
     assert found.served.accepted_per_drafted == pytest.approx(accepted / drafted)
     assert found.survival["served"] == pytest.approx(found.survival["replay"], abs=0.06)
@@ -207,6 +207,6 @@ def test_it_is_timed_and_the_served_speed_stands_beside_the_prediction(run: Path
         assert one.served.gamma == GAMMA
         assert one.served.tau == pytest.approx(found.served.tau, rel=0.25), "other seeds"
         assert (one.served.speed_up or 0) > 0
-    answers = [json.loads(line)["response"] for line in (timed / "speed-served.jsonl").open()]
+    answers = [json.loads(line)["response"] for line in (timed / "speed-readback.jsonl").open()]
     assert all(one["choices"][0].get("logprobs") is None and one["timings"]["cache_n"] == 0 for one in answers)
     assert "4 requests at a time" in seen_in(timed, costs.engine, 5)[0], "it was started with four slots"

@@ -28,7 +28,7 @@ from distill.commands.readback.readback import readback_command
 from distill.config.layout import ANSWERS, BEST_LINK, EXPORT, HELDOUT_GREEDY, RESPONSES, STUDENT
 from distill.export.load_table import GAMMA_WITHOUT_VERDICT
 from distill.models.load import EMBEDDED_FOLDER, load_tokenizer
-from distill.run.served_record import ServedRecord
+from distill.run.readback_record import ReadbackRecord
 from speculative.errors import UserError
 from speculative.measure.replay import WORRYING_Z
 
@@ -105,11 +105,11 @@ def one_pass(masked: Path) -> Iterator[Server]:
         yield server
 
 
-def read_back(server: Server, run: Path, **options: Any) -> ServedRecord:
+def read_back(server: Server, run: Path, **options: Any) -> ReadbackRecord:
     return readback_command(ReadbackOptions(url=server.url, run=run, **options))
 
 
-def check_agreement(found: ServedRecord, rule: str, gamma: int = GAMMA) -> None:
+def check_agreement(found: ReadbackRecord, rule: str, gamma: int = GAMMA) -> None:
     assert (found.engine, found.served.rule, found.served.gamma) == ("vllm", rule, gamma), found.causes
     assert found.agrees, found.causes
     assert found.z is not None

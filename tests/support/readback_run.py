@@ -20,9 +20,9 @@ from distill.commands.readback.readback import readback_command
 from distill.config.load import dump_config, load_config
 from distill.models.target import Target
 from distill.run.frozen_text import FrozenText, load_frozen_text
+from distill.run.readback_record import ReadbackRecord
 from distill.run.responses import RunStores
 from distill.run.run import Run
-from distill.run.served_record import ServedRecord
 
 GAMMA = 3
 
@@ -78,6 +78,6 @@ def make(frozen: FrozenText, draft: Any) -> Callable[..., Engine]:
     return engine
 
 
-def read(engine: Engine, run: Path, **options: Any) -> ServedRecord:
+def read(engine: Engine, run: Path, **options: Any) -> ReadbackRecord:
     with running_engine(engine) as url:
         return readback_command(ReadbackOptions(url, run, **{"gamma": GAMMA, **options}))

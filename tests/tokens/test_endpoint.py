@@ -314,7 +314,7 @@ def test_another_model_under_the_same_name_is_refused_and_the_same_at_another_ur
     server: Any, tmp_path: Path
 ) -> None:
     url, behaviour = server
-    record = tmp_path / "run" / "responses" / "served.json"
+    record = tmp_path / "run" / "responses" / "server_identity.json"
     target_at(url, record).check()
     before = record.read_text()
     said = json.loads(before)["next"]

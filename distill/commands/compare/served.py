@@ -23,11 +23,11 @@ from distill.run.lock import held_for
 from speculative.drafters.draft import Draft
 from speculative.errors import UserError
 from speculative.measure.effects import Gain
+from speculative.measure.engine_blocks import after_prefill, tau_of
 from speculative.measure.intervals import intervals_of_sums, sum_by_prompt
 from speculative.measure.measured import Measured, Row
 from speculative.measure.metrics import ratio_with_interval
 from speculative.measure.record import Record
-from speculative.measure.served import after_prefill, tau_of
 from speculative.measure.token_scores import score_tokens
 
 
@@ -109,7 +109,7 @@ def is_url(name: str) -> bool:
 def _served(url: str, source: Source, number: int) -> tuple[Measured, dict[str, Sums]]:
     client = EngineClient(url, source.target.tokenizer, source.target.facts.vocab_rows)
     client.identify()
-    file = AnswerFile(source.folder / f"served-{number}.jsonl", client, resume=False)
+    file = AnswerFile(source.folder / f"server-{number}.jsonl", client, resume=False)
     asked = ask([file], source.texts, source.settings, by_request=True)
     try:
         judged = counted_alone(asked, None)

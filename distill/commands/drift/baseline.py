@@ -19,8 +19,8 @@ from speculative.drafters.draft import Draft, Drafting
 from speculative.engine.models import mask_token_of
 from speculative.errors import UserError
 from speculative.explain.rate_change import FEWEST_REQUESTS
+from speculative.measure.engine_blocks import after_prefill
 from speculative.measure.replay import texts_of
-from speculative.measure.served import after_prefill
 from speculative.measure.token_scores import TokenScores, score_tokens
 from speculative.rules.rule import Rule, draft_draws
 

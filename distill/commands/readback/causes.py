@@ -6,8 +6,8 @@ from distill.commands.readback.comparison import Counted, Predicted, Replayer
 from distill.models.quantized import rounds_activations
 from distill.run.verdict_record import WAYS
 from speculative.explain.text_law import TextLaw
+from speculative.measure.engine_blocks import canary, foreign_tokens
 from speculative.measure.replay import WORRYING_Z
-from speculative.measure.served import canary, foreign_tokens
 from speculative.rules.rule import draft_draws
 
 _FOREIGN = 0.05  # Share of accepted tokens that the run's draft would not propose; rounding explains less.

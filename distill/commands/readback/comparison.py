@@ -8,16 +8,12 @@ import numpy as np
 
 from data.responses.engine_client import Answer
 from distill.commands.readback.asking import Asked
-from distill.run.served_record import SERVED_TEXT
+from distill.run.readback_record import SERVED_TEXT
 from speculative.decoder.responses import Response
 from speculative.drafters.draft import Draft, drafts_of
 from speculative.errors import UserError
 from speculative.explain.text_law import IMPOSSIBLE, TextLaw
-from speculative.measure.intervals import Interval, intervals_of_sums, ratio_interval, sum_by_prompt
-from speculative.measure.measured import DRAFT, Measured
-from speculative.measure.metrics import Waiting, ratio_with_interval, waits_of
-from speculative.measure.replay import GREEDY_BLOCK_TOLERANCE, WORRYING_Z
-from speculative.measure.served import (
+from speculative.measure.engine_blocks import (
     Decoded,
     ServedBlocks,
     after_prefill,
@@ -27,6 +23,10 @@ from speculative.measure.served import (
     survival_intervals,
     tau_of,
 )
+from speculative.measure.intervals import Interval, intervals_of_sums, ratio_interval, sum_by_prompt
+from speculative.measure.measured import DRAFT, Measured
+from speculative.measure.metrics import Waiting, ratio_with_interval, waits_of
+from speculative.measure.replay import GREEDY_BLOCK_TOLERANCE, WORRYING_Z
 from speculative.measure.token_scores import TokenScores, score_tokens
 from speculative.rules.rule import Rule, draft_draws, rules_of_text
 

@@ -24,17 +24,17 @@ from distill.commands.readback.comparison import served_row, waits
 from distill.commands.readback.source import Judged, Source, of_prompts, of_run
 from distill.config.layout import ANSWERS, GREEDY_ANSWERS, PLAIN_ANSWERS, READBACK
 from distill.models.target import Target
-from distill.report.sections.served import served_lines, served_tables
+from distill.report.sections.readback import readback_lines, readback_tables
 from distill.run.lock import held_for
-from distill.run.served_record import GreedyTexts, ServedRecord, TextLawRecord, load_served, with_plain_loads
+from distill.run.readback_record import GreedyTexts, ReadbackRecord, TextLawRecord, load_readback, with_plain_loads
 from distill.run.verdict_record import WAYS
 from speculative.decoder.responses import Response
 from speculative.drafters.draft import DRAFTINGS
 from speculative.errors import UserError
 from speculative.explain.text_law import TextLaw, text_law
+from speculative.measure.engine_blocks import Decoded
 from speculative.measure.measured import TARGET
 from speculative.measure.self_checks import SelfCheckError, near_tie
-from speculative.measure.served import Decoded
 from speculative.rules.rule import RULES
 
 
@@ -43,8 +43,8 @@ def readback(options: ReadbackOptions) -> int:
     return 0 if readback_command(options).agrees else 1
 
 
-def readback_command(options: ReadbackOptions, console: Console | None = None) -> ServedRecord:
-    """Ask the engine, compare, print, and write served.json into the run, or into --to.
+def readback_command(options: ReadbackOptions, console: Console | None = None) -> ReadbackRecord:
+    """Ask the engine, compare, print, and write readback.json into the run, or into --to.
 
     Raises UserError: an option out of range, no run or a run in use, no server, or a server that reports no draft counts.
     """
@@ -62,7 +62,7 @@ def readback_command(options: ReadbackOptions, console: Console | None = None) -
         )
         aside = source.greedy if sampled else []
         whole = files[0].has(source.texts, source.settings) and not options.speed
-        earlier = load_served(source.folder) if whole else None
+        earlier = load_readback(source.folder) if whole else None
         if earlier is not None and earlier.url == options.url and greedy_file.has(aside, greedily):
             # Nothing more is asked of it, so it may be gone, or the engine without the draft may have its address.
             clients[0].engine, clients[0].version = earlier.engine, earlier.version
@@ -133,7 +133,7 @@ def _law(asked: Asked, source: Source) -> tuple[TextLaw | None, list[str]]:
 
 def _record(
     options: ReadbackOptions, source: Source, client: EngineClient, main: Asked, greedy: Asked | None
-) -> ServedRecord:
+) -> ReadbackRecord:
     law, notes = _law(main, source) if not main.settings.sampling.greedy else (None, [])
     try:
         judged = source.judge(main, law, client.engine)
@@ -145,7 +145,7 @@ def _record(
     causes = text_causes(law) if law is not None else []
     texts, more = _greedy_texts(greedy, source.target)
     causes += judged.causes + more + ([f"counters: {main.reset}"] if main.reset else [])
-    return ServedRecord(
+    return ReadbackRecord(
         format=2,
         engine=client.engine,
         version=client.version,
@@ -166,7 +166,7 @@ def _record(
 
 
 def _measured(options: ReadbackOptions, asked: Asked, judged: Judged) -> Mapping[str, Any]:
-    """Return the numeric keys of `ServedRecord`."""
+    """Return the numeric keys of `ReadbackRecord`."""
     counted = judged.counted
     served, speed = served_row(asked, counted, judged.rule, judged.gamma, judged.tau_ci, options.concurrency)
     rows = [served, *judged.rows[:1]]
@@ -229,14 +229,14 @@ def _greedy_texts(asked: Asked | None, target: Target) -> tuple[GreedyTexts | No
     return texts, [told]
 
 
-def _print(console: Console, record: ServedRecord, name: str) -> None:
-    """Print the table of served.json, its notes and causes, and whether the engine agrees."""
+def _print(console: Console, record: ReadbackRecord, name: str) -> None:
+    """Print the table of readback.json, its notes and causes, and whether the engine agrees."""
     own = record.served
     drafting = f"{WAYS[record.drafting]}, rule {own.rule}, " if record.drafting else ""
     gamma = "unknown" if own.gamma is None else own.gamma
     title = f"{name} in {record.where}: {drafting}gamma {gamma}"
     console.print(f"{title}, {own.prompts} prompts, {own.tokens:,} tokens", highlight=False, markup=False)
-    for table in served_tables(record):
+    for table in readback_tables(record):
         console.print(table)
     console.print(
         "tau without the first token of each response, which comes from the prefill; [95 % interval]", markup=False
@@ -245,5 +245,5 @@ def _print(console: Console, record: ServedRecord, name: str) -> None:
         console.print(f"note: {note}", highlight=False, markup=False)
     for cause in record.causes:
         console.print(cause, style="yellow", highlight=False, markup=False)
-    for line in served_lines(record):
+    for line in readback_lines(record):
         console.print(line, style="green" if record.agrees else "yellow", highlight=False, markup=False)

@@ -20,8 +20,8 @@ from distill.export.load_table import drafts_by, gamma_plan
 from distill.models.target import Target
 from distill.run.frozen_text import FrozenText, load_frozen_text
 from distill.run.prompts import asked_rows, render_rows
+from distill.run.readback_record import SERVED_TEXT, SpeedCheck
 from distill.run.responses import decode_settings, frozen_responses_of
-from distill.run.served_record import SERVED_TEXT, SpeedCheck
 from distill.run.verdict_record import Drafting, Verdict, drafting_to_serve, load_verdict
 from speculative.decoder.responses import DecodeSettings
 from speculative.drafters.draft import Draft

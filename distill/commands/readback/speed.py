@@ -7,7 +7,7 @@ from pathlib import Path
 
 from distill.commands.readback.asking import AnswerFile, Asked, ask
 from distill.commands.readback.comparison import count, served_row, tau_interval
-from distill.run.served_record import SpeedCheck
+from distill.run.readback_record import SpeedCheck
 from distill.run.verdict_record import Verdict
 from speculative.decoder.responses import DecodeSettings
 from speculative.errors import UserError

@@ -27,7 +27,7 @@ from distill.commands.sweep.frontier import frontier_table, plot_frontier, point
 from distill.commands.sweep.plan import SweepFile, Trial, finished, plan
 from distill.commands.sweep.table import FIGURES, Row, measured_of, summarise, sweep_table
 from distill.commands.training_process import TrainingFailed, running_twin, terminated_as_interrupted, train_apart
-from distill.config.layout import DAY, RESPONSES, SERVED
+from distill.config.layout import DAY, RESPONSES, SERVER_IDENTITY
 from distill.run.lock import hold
 from speculative.errors import UserError
 
@@ -134,7 +134,7 @@ def share_stores(trial: Trial, others: Sequence[Trial]) -> list[str]:
                 os.replace(temporary, to)
                 given.append(RESPONSES)
                 # Prompts rendered on another day can differ, and so can a model under the same name.
-                for name in (DAY, SERVED):
+                for name in (DAY, SERVER_IDENTITY):
                     if store.with_name(name).exists():
                         shutil.copyfile(store.with_name(name), to.with_name(name))
     return list(dict.fromkeys(given))

@@ -135,6 +135,6 @@ def adopt_stores(folder: Path, homes: Sequence[Path]) -> None:
             for name in (layout.TRAINING, layout.HELDOUT, layout.HELDOUT_GREEDY):
                 if (home / layout.RESPONSES / name / MANIFEST).exists():
                     Store(folder / layout.RESPONSES / name).adopt(Store(home / layout.RESPONSES / name))
-            for name in (layout.DAY, layout.SERVED):
+            for name in (layout.DAY, layout.SERVER_IDENTITY):
                 if (home / layout.RESPONSES / name).exists() and not (folder / layout.RESPONSES / name).exists():
                     shutil.copyfile(home / layout.RESPONSES / name, folder / layout.RESPONSES / name)

@@ -25,12 +25,12 @@ from distill.commands.readback.asking import Asked
 from distill.commands.readback.readback import readback_command
 from distill.commands.readback.source import counted_alone
 from distill.run.frozen_text import FrozenText
-from distill.run.served_record import ServedRecord, load_served
+from distill.run.readback_record import ReadbackRecord, load_readback
 from speculative.decoder.responses import DecodeSettings
 from speculative.errors import UserError
 from speculative.evaluate import HeldoutResponse
+from speculative.measure.engine_blocks import ServedBlocks, survival_intervals
 from speculative.measure.measured import TARGET
-from speculative.measure.served import ServedBlocks, survival_intervals
 
 pytestmark = pytest.mark.usefixtures("_quick")
 PROMPTS = ["def add(a, b):", "class Node:", "import os", "for row in rows:", "return self.name", "if not values:"]
@@ -55,7 +55,7 @@ def served(frozen: FrozenText, draft: Any) -> Callable[..., Engine]:
     return lambda **how: Engine(**{"target": frozen.target.model, "draft": draft, "gamma": GAMMA} | how)
 
 
-def judged(engine: Engine, asked: dict[str, Any], **more: Any) -> ServedRecord:
+def judged(engine: Engine, asked: dict[str, Any], **more: Any) -> ReadbackRecord:
     with running_engine(engine) as url:
         return readback_command(ReadbackOptions(url, **asked | more))
 
@@ -78,7 +78,7 @@ def test_a_drafter_is_judged_without_a_run(served: Callable[..., Engine], asked:
     assert found.survival_ci is not None
     for own, (low, high) in zip(found.survival["served"], found.survival_ci, strict=True):
         assert 0 <= low <= own <= high <= 1
-    assert load_served(asked["to"]) == found
+    assert load_readback(asked["to"]) == found
 
 
 def test_counters_alone_give_the_same_by_request(served: Callable[..., Engine], asked: dict[str, Any]) -> None:

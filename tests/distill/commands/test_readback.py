@@ -27,23 +27,23 @@ from distill.commands.readback.asking import Asked
 from distill.commands.readback.comparison import Counted, Predicted, pace, served_texts, waits
 from distill.commands.readback.readback import readback_command
 from distill.report.page import report_command
-from distill.report.sections.served import served_lines, served_tables
+from distill.report.sections.readback import readback_lines, readback_tables
 from distill.run.frozen_text import FrozenText
-from distill.run.served_record import ServedRecord, load_served, plain_loads, with_plain_loads
+from distill.run.readback_record import ReadbackRecord, load_readback, plain_loads, with_plain_loads
 from speculative.decoder.responses import DecodeSettings
 from speculative.errors import UserError
 from speculative.evaluate import HeldoutResponse
 from speculative.explain.text_law import TextLaw
+from speculative.measure.engine_blocks import Decoded, ServedBlocks, after_prefill, predicted_shares, served_shares
 from speculative.measure.measured import TARGET
 from speculative.measure.replay import expected_blocks_of
-from speculative.measure.served import Decoded, ServedBlocks, after_prefill, predicted_shares, served_shares
 from speculative.measure.token_scores import TokenScores
 from speculative.rules.sampling import SamplingSettings
 
 pytestmark = pytest.mark.usefixtures("_quick")
 
 
-def starts(record: ServedRecord) -> list[str]:
+def starts(record: ReadbackRecord) -> list[str]:
     return [cause.split(":")[0] for cause in record.causes]
 
 
@@ -67,7 +67,7 @@ def test_an_engine_that_does_as_it_should_agrees(make: Callable[..., Engine], ru
     else:
         assert found.text_law is not None
         assert found.text_law.same
-    assert load_served(run) == found
+    assert load_readback(run) == found
 
 
 def test_sums_alone_tell_the_same_tau(make: Callable[..., Engine], run: Path) -> None:
@@ -136,7 +136,7 @@ def test_another_draft_is_exposed(make: Callable[..., Engine], run: Path, frozen
         found = read(make(draft=other, rule=rule), run)
         assert not found.agrees
         assert starts(found) == ["draft"]
-        assert "DISAGREE with replay" in served_lines(found)[0]
+        assert "DISAGREE with replay" in readback_lines(found)[0]
 
 
 def test_text_that_is_not_the_targets_is_caught_though_acceptance_is_as_replay_says(
@@ -176,7 +176,7 @@ def test_greedy_text_that_differs_is_named(make: Callable[..., Engine], run: Pat
     assert (found.agrees, found.greedy.same) == (False, False)
     assert starts(found) == ["greedy"]
     assert "0 of 10 greedy texts" in found.causes[0]
-    assert served_lines(found)[0].startswith("The counts of vLLM 0.32.0 agree with replay")
+    assert readback_lines(found)[0].startswith("The counts of vLLM 0.32.0 agree with replay")
 
 
 def test_counters_that_are_reset_are_noticed(make: Callable[..., Engine], run: Path) -> None:
@@ -193,8 +193,8 @@ def test_a_killed_server_is_one_line_and_what_was_answered_is_not_lost(make: Cal
     assert isinstance(done.exception, UserError)
     assert "no server answers" in str(done.exception)
     # One of each mode warms up and is not kept, and the 10 greedy ones have their own file.
-    assert f"4 answers are kept in {run / 'served.jsonl'}" in str(done.exception)
-    assert sum(record.drafted for record in read_acceptance_log(run / "served.jsonl").records) > 0
+    assert f"4 answers are kept in {run / 'readback.jsonl'}" in str(done.exception)
+    assert sum(record.drafted for record in read_acceptance_log(run / "readback.jsonl").records) > 0
     engine = make()
     found = read(engine, run, resume=True)
     assert found.agrees
@@ -253,7 +253,7 @@ def test_the_served_speed_up_is_of_the_same_engine_without_the_draft(make: Calla
     own, alone = found.served, next(row for row in found.measured if row.way == TARGET)
     assert own.speed_up_ci[0] < own.speed_up < own.speed_up_ci[1]
     assert own.tokens_per_second == pytest.approx(own.speed_up * alone.tokens_per_second)
-    assert sum(1 for _ in (run / "served-plain.jsonl").open()) == 10
+    assert sum(1 for _ in (run / "readback-plain.jsonl").open()) == 10
     assert {name for row in (own, alone) for name in row.first_token_ms} == {"p50", "p90", "p99"}
 
 
@@ -289,14 +289,14 @@ def test_a_load_at_which_nothing_is_drafted_is_read_back_for_its_speed(make: Cal
 def test_loads_at_which_plain_steps_are_fine_are_kept(
     run: Path, tmp_path: Path, speed: float, ends: Any, fine: bool
 ) -> None:
-    record = load_served(run)
+    record = load_readback(run)
     assert record is not None
 
-    def at(load: int, version: str = "0.32.0", gamma: int = 0) -> ServedRecord:
+    def at(load: int, version: str = "0.32.0", gamma: int = 0) -> ReadbackRecord:
         row = replace(record.served, concurrency=load, gamma=gamma, speed_up=speed, speed_up_ci=ends)
         new = record.model_copy(update={"measured": [row], "version": version, "engine": "vllm"})
         new = with_plain_loads(new, tmp_path)
-        write_json(tmp_path / "served.json", new.record())
+        write_json(tmp_path / "readback.json", new.record())
         return new
 
     assert at(16).plain_loads == [16] * fine
@@ -305,7 +305,7 @@ def test_loads_at_which_plain_steps_are_fine_are_kept(
     assert plain_loads(tmp_path, "vLLM") == (16, 32) * fine
     assert plain_loads(tmp_path, "SGLang") == ()
     assert at(8, "0.33.0").plain_loads == [8] * fine, "of another version nothing is known"
-    (tmp_path / "served.json").write_text("{")
+    (tmp_path / "readback.json").write_text("{")
     assert plain_loads(tmp_path, "vLLM") == ()
 
 
@@ -323,7 +323,7 @@ def test_speeds_are_pooled_over_prompts() -> None:
 def test_waits_are_those_of_the_stream(make: Callable[..., Engine], run: Path) -> None:
     """The server pauses after each of three events, two of which come behind the first token; the rows say what the file says."""
     found = read(make(pause=0.02), run, count=4)
-    rows = [json.loads(line) for line in (run / "served.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (run / "readback.jsonl").read_text().splitlines()]
     assert all(0.0 < row["first_seconds"] < row["seconds"] for row in rows)
     (choice,) = rows[0]["response"]["choices"]
     assert len(choice["token_ids"]) == rows[0]["response"]["usage"]["completion_tokens"]
@@ -332,7 +332,7 @@ def test_waits_are_those_of_the_stream(make: Callable[..., Engine], run: Path) -
     own = [(row, row["response"]["usage"]["completion_tokens"]) for row in rows]
     per_token = [1e3 * (row["seconds"] - row["first_seconds"]) / (tokens - 1) for row, tokens in own if tokens > 1]
     assert found.served.per_token_ms["p90"] == pytest.approx(np.percentile(per_token, 90))
-    titles = {table.title: table for table in served_tables(found)}
+    titles = {table.title: table for table in readback_tables(found)}
     assert titles["p50 / p90 / p99"].texts()[0][:2] == ["draft", "1"]
 
 

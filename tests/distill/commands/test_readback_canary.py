@@ -14,7 +14,7 @@ from readback_run import read
 from tiny_models import tiny_model
 
 from distill.run.frozen_text import FrozenText
-from speculative.measure.served import NEAR_ALL, canary
+from speculative.measure.engine_blocks import NEAR_ALL, canary
 from speculative.rules.sampling import GREEDY
 
 pytestmark = pytest.mark.usefixtures("_quick")

@@ -65,12 +65,12 @@ def test_a_server_that_is_no_engine_is_one_line(run: Path, page: str, kind: str)
 
 def test_a_wrong_second_address_costs_no_answers(make: Callable[..., Engine], run: Path) -> None:
     read(make(), run, count=2)
-    kept = (run / "served.jsonl").read_bytes()
+    kept = (run / "readback.jsonl").read_bytes()
     with pytest.raises(UserError, match="no server answers"):
         read(make(), run, plain="http://127.0.0.1:9")
     with running_engine(make()) as url, pytest.raises(UserError, match="--plain"):
         readback_command(ReadbackOptions(url, run, plain=url.removesuffix("/v1") + "/"))
-    assert (run / "served.jsonl").read_bytes() == kept
+    assert (run / "readback.jsonl").read_bytes() == kept
 
 
 def test_a_second_server_that_drafts_too_gives_no_speed_up(make: Callable[..., Engine], run: Path) -> None:
@@ -146,7 +146,7 @@ def test_greedy_answers_of_a_sampled_run_are_no_part_of_its_log(make: Callable[.
     engine = make(rule="greedy-draft")
     found = read(engine, run)
     assert found.greedy is not None
-    rows = [json.loads(line) for line in (run / "served.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (run / "readback.jsonl").read_text().splitlines()]
     assert {row["asked"]["temperature"] for row in rows} == {0.25}
     assert len(rows) == 10
 

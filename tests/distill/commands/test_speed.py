@@ -34,9 +34,9 @@ from distill.export.load_table import gamma_plan
 from distill.report.measured import engine_parts
 from distill.report.page import report_command
 from distill.report.screen import last_screen
-from distill.report.sections.served import speed_table
+from distill.report.sections.readback import speed_table
 from distill.run.frozen_text import FrozenText
-from distill.run.served_record import load_served
+from distill.run.readback_record import load_readback
 from distill.run.verdict_record import Verdict, load_verdict
 from speculative.drafters.draft import Draft
 from speculative.measure.engine_costs import EngineCosts, ratios_of, step_costs
@@ -322,7 +322,7 @@ def test_servers_are_asked_one_at_a_time_at_each_load(
         assert one.served.gamma == GAMMA
         assert one.served.how["speed_up"] == "served"
         assert one.holds == (abs(one.difference) <= 0.1)
-    assert load_served(judged) == found
+    assert load_readback(judged) == found
     table, printed = speed_table(found), capsys.readouterr().out
     assert [row[0] for row in table.texts()] == ["1", "4"]
     assert "within 10 %" in printed

@@ -272,10 +272,10 @@ def test_what_is_shared_depends_on_what_made_it(tmp_path: Path, override: str, s
     assert share_stores(taker, [donor]) == [], "a store without its manifest is not whole"
     for store in ("responses/train", "responses/heldout"):
         (there / store / "manifest.json").touch()
-    for file in ("day.txt", "served.json"):
+    for file in ("day.txt", "server_identity.json"):
         (there / "responses" / file).write_text("2026-02-28\n")
     assert share_stores(taker, [donor]) == shared
-    for file in ("day.txt", "served.json"):
+    for file in ("day.txt", "server_identity.json"):
         assert (here / "responses" / file).exists() == ("responses" in shared)
     found = sorted(path.relative_to(here).as_posix() for path in here.rglob("signal-*"))
     assert found == [f"responses/{store}/signal-000-000.arrows" for store in ("heldout", "train") if shared]

@@ -346,4 +346,4 @@ def test_proofs_are_shown(result: dict[str, Any]) -> None:
     proofs = sections_of(tree)["proofs"]
     assert proofs[:2] == ["Passed (rule sample, gamma 4): The same <text>.", "exact-match: The scores DIFFER."]
     assert (proofs[2].cells[0][0].value, proofs[2].cells[0][0].mark) == ("exact-match", "differs")
-    assert not {"proofs", "money", "served", "targets"} & set(sections_of(result))
+    assert not {"proofs", "money", "readback", "targets"} & set(sections_of(result))

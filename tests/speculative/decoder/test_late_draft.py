@@ -16,7 +16,7 @@ from speculative.drafters.draft import ParallelDrafter
 from speculative.drafters.drafter import ModelDrafter
 from speculative.drafters.early_exit import EarlyExit
 from speculative.drafters.lookup import PromptLookup
-from speculative.measure.served import after_prefill, tau_of
+from speculative.measure.engine_blocks import after_prefill, tau_of
 from speculative.measure.token_scores import score_tokens
 from speculative.rules.sampling import GREEDY, SamplingSettings
 from speculative.rules.tree import TokenTree

@@ -6,21 +6,21 @@ from distill.report.measured import waits_table
 from distill.report.section import Made, section
 from distill.report.table import Cell, Column, Table
 from distill.report.view import View
-from distill.run.served_record import SERVED_TEXT, ServedRecord
+from distill.run.readback_record import SERVED_TEXT, ReadbackRecord
 from distill.run.verdict_record import WAYS
 from speculative.measure.replay import WORRYING_Z
 
 
-@section("served", "Measured in an engine", order=45)
-def served(view: View) -> Made:
-    """The content of served.json in the run's folder."""
-    record = view.result.served
+@section("readback", "Measured in an engine", order=45)
+def readback(view: View) -> Made:
+    """The content of readback.json in the run's folder."""
+    record = view.result.readback
     if record is None:
         return None
-    return [*served_lines(record), *record.causes, *record.notes, *served_tables(record)]
+    return [*readback_lines(record), *record.causes, *record.notes, *readback_tables(record)]
 
 
-def served_tables(record: ServedRecord) -> list[Table]:
+def readback_tables(record: ReadbackRecord) -> list[Table]:
     """Served figures, replay of the served text and replay of the run's own text, then survival by position."""
     own, replay, expected = record.served, record.replay, record.expected
     figures = Table(
@@ -55,7 +55,7 @@ def served_tables(record: ServedRecord) -> list[Table]:
     return [table for table in tables if table.cells]
 
 
-def speed_table(record: ServedRecord) -> Table:
+def speed_table(record: ReadbackRecord) -> Table:
     """The predicted and the served speed-up at each load, and the difference; empty without --speed."""
     shares = [Column(name, "+.0%") for name in ("difference", "of tau", "of steps")]
     speeds = Column("predicted", ".2f", "x"), Column("served", ".2f", "x")
@@ -75,7 +75,7 @@ def speed_table(record: ServedRecord) -> Table:
     return table
 
 
-def served_lines(record: ServedRecord) -> list[str]:
+def readback_lines(record: ReadbackRecord) -> list[str]:
     """Whether the engine's counts agree with replay, and its texts."""
     replay, lines = record.replay, list[str]()
     if replay is not None and record.drafting is not None and record.z is not None:

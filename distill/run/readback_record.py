@@ -1,4 +1,4 @@
-"""The shape of served.json: measurements of a serving engine with a run's draft, written by `understudy readback`."""
+"""The shape of readback.json: measurements of a serving engine with a run's draft, written by `understudy readback`."""
 
 import contextlib
 from pathlib import Path
@@ -52,8 +52,8 @@ class SpeedCheck(Record):
     causes: list[Text] = Field([], description="what can be seen to cause a larger one")
 
 
-class ServedRecord(Record):
-    """served.json. Its rows are about the draft, from the second token of each response on: as served, by replay of the served text if
+class ReadbackRecord(Record):
+    """readback.json. Its rows are about the draft, from the second token of each response on: as served, by replay of the served text if
     its token ids are known, and by replay of the run's held-out text. With --plain there is also a row for the target alone.
     """
 
@@ -117,14 +117,14 @@ class ServedRecord(Record):
 
 
 def plain_loads(run: Path, where: str) -> tuple[int, ...]:
-    """Return the `plain_loads` of a run's served.json; none of another engine than `where`, or of a damaged file."""
+    """Return the `plain_loads` of a run's readback.json; none of another engine than `where`, or of a damaged file."""
     with contextlib.suppress(UserError):
-        if (record := load_served(run)) is not None and record.where.startswith(where):
+        if (record := load_readback(run)) is not None and record.where.startswith(where):
             return tuple(record.plain_loads)
     return ()
 
 
-def with_plain_loads(record: ServedRecord, run: Path) -> ServedRecord:
+def with_plain_loads(record: ReadbackRecord, run: Path) -> ReadbackRecord:
     """Return a new record with its `plain_loads`, those of an earlier readback of the same engine and version among them."""
     loads, own = {*plain_loads(run, record.where)}, record.served
     if own.gamma == 0 and own.speed_up is not None and own.speed_up_ci is not None:
@@ -133,7 +133,7 @@ def with_plain_loads(record: ServedRecord, run: Path) -> ServedRecord:
     return record.model_copy(update={"plain_loads": sorted(loads)})
 
 
-def load_served(run: Path) -> ServedRecord | None:
-    """served.json of a run; None if there was no readback; UserError if it is damaged or has an invalid value."""
+def load_readback(run: Path) -> ReadbackRecord | None:
+    """readback.json of a run; None if there was no readback; UserError if it is damaged or has an invalid value."""
     path = run / READBACK
-    return ServedRecord.read(path, "make it again with `understudy readback`") if path.is_file() else None
+    return ReadbackRecord.read(path, "make it again with `understudy readback`") if path.is_file() else None
