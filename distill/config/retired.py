@@ -7,6 +7,7 @@ RETIRED: dict[str, str] = {
     "traffic --plot": "`understudy traffic show --json` gives the numbers over time",
     "target.others": "train one draft for each target",
     "readback --parameters": "send the parameters that you use to the engine with and without the draft, and compare the texts",
+    "student.head_tokens": "for a large vocabulary use init: config with a smaller hidden_size and embeddings: target",
     "judge.temperatures": "use `understudy probe --temperatures`",
 }
 

@@ -66,8 +66,6 @@ IMPOSSIBLE: tuple[Impossible, ...] = (  # Checked in this order; the first match
      "serving.batch_size is above serving.shard_size, but each shard is decoded on its own; raise shard_size too"),
     (lambda c: c.serving.temperature == 0 and c.serving.samples_per_prompt > 1,
      "serving.samples_per_prompt above 1 repeats one greedy response at serving.temperature: 0; set it to 1"),
-    (lambda c: c.student.head_tokens and c.export.quantize,
-     "export.quantize and student.head_tokens cannot be combined: 8-bit heads cannot be trimmed; set one of the two to null"),
     # A draft that proposes whole blocks.
     (lambda c: c.student.parallel and c.judge.gamma > c.student.parallel.tokens,
      "judge.gamma = {0.judge.gamma} above student.parallel.tokens = {0.student.parallel.tokens}: later offsets are not trained; lower judge.gamma"),

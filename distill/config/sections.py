@@ -1,12 +1,11 @@
 """The sections of a run's configuration: every key with its type, default and meaning."""
 
 import difflib
-import re
 import types
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, Field
 
 from data.prompts.prompt import PromptSource, Section, Template
 from speculative.rules.rule import Rule
@@ -64,11 +63,6 @@ class ParallelConfig(Section):
     retain / (1 - retain) mask tokens per response token; 1 = always"""
 
 
-def _thousands(value: Any) -> Any:
-    """`16k` -> 16384."""
-    return 1024 * int(value[:-1]) if isinstance(value, str) and re.fullmatch(r"[0-9]{1,6}[kK]", value) else value
-
-
 class StudentConfig(Section):
     """The draft: where its initial weights come from, and which of its weights are trained."""
 
@@ -92,9 +86,6 @@ class StudentConfig(Section):
     vocabulary: Literal["same", "transplant"] = "same"
     """init pretrained: transplant = replace another tokenizer's vocabulary with the target's; each row is made
     from the draft's own tokens for the same text"""
-    head_tokens: Annotated[int, Field(ge=4), BeforeValidator(_thousands)] | None = None
-    """the draft proposes only so many tokens, the most frequent ones of the responses, e.g. 16k (16384); its head
-    gets faster, the text stays the target's. null = all"""
     architecture: dict[str, Any] | None = None
     """fields of a transformers config, including `model_type` (init: config)"""
     lora: LoraConfig | None = None

@@ -21,9 +21,7 @@ import jinja2
 
 from distill.export import engines
 from distill.export.facts import EngineFacts
-from speculative.engine.frequent_head import HEAD_IDS
 from speculative.errors import UserError
-from speculative.rules.rule import draft_draws
 
 TEMPLATES = Path(__file__).parent / "templates"
 # If the draft's path contains one of these words, vLLM selects another speculation method and ignores the configuration.
@@ -107,9 +105,6 @@ def check(name: str, facts: EngineFacts) -> EngineVerdict:
     facts = _facts_of(engine, facts)
     rule = "greedy" if facts.sampling is not None and facts.sampling.greedy else engine.rule(facts)
     reasons = [*_vocabulary_reasons(engine, facts), *engine.refusals(facts)]
-    if facts.head_tokens and draft_draws(rule):
-        told = f"it samples from the draft, and a whole head also proposes other tokens than the {facts.head_tokens} that were judged"
-        reasons.append(f"config.json: {HEAD_IDS}; {told}; train without student.head_tokens")
     page: Any = environment().get_template(engine.template).make_module({"facts": facts})
     return EngineVerdict(
         engine=engine.name,

@@ -24,7 +24,6 @@ from distill.export.model_files import add_older_keys, copy_tokenizer, rewrite
 from distill.export.pair import MERGE, pair_notes
 from distill.export.quantize import quantize_draft
 from distill.models.draft import cast_weights
-from distill.models.head_tokens import fill_other_rows
 from distill.models.load import ADAPTER_FILE, base_of_adapter, public_name, resolve, saved_dtype, without_folders
 from distill.models.student import check_saved
 from distill.models.target import TargetSide, load_target_side
@@ -83,9 +82,8 @@ def export_draft(
     student = load_merged_student(run.student_dir, target_side.tokenizer, rows, run.trust_remote_code)
     plan, served = ways_to_serve(verdict, run.curves, student.model.config)
     take_over_ids(student.model, target_side, served["gamma"], run.sampling)  # transformers drafts token by token
-    notes = student.notes + fill_other_rows(student.model)
     cast_weights(student.model, export_dtype)
-    warnings = notes + _warnings(plan.gamma, plan.gain, run.quantize)
+    warnings = student.notes + _warnings(plan.gamma, plan.gain, run.quantize)
     if (base := base_of_adapter(run.target, run.revision)) is not None:
         warnings.append(f"the target is {MERGE.format(base=base.path)} in the commands")
     parameters = sum(parameter.numel() for parameter in student.model.parameters())

@@ -31,7 +31,6 @@ from distill.models.vocabulary import (
 from distill.run.readback_record import plain_loads
 from distill.run.result import Curves, load_result
 from distill.run.verdict_record import WAYS, Verdict, drafting_to_serve, load_verdict
-from speculative.engine.frequent_head import head_ids_of
 from speculative.engine.models import end_token_ids, mask_token_of, max_positions
 from speculative.errors import UserError
 from speculative.measure.load import MOST_LOAD
@@ -156,7 +155,6 @@ class EngineFacts:
     token_rows: int = 0  # rows that the target's tokenizer needs
     shapes: Mapping[str, Shape] = field(default_factory=dict)  # of `target` and `draft`
     tensor_parallel: int = 1  # GPUs that each layer is split over
-    head_tokens: int | None = None  # tokens of the head that was judged; None: all
     end_ids: tuple[int, ...] = ()  # tokens that ended the responses of the run
     layers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # kinds of layers of `target` and `draft`
     plain_loads: tuple[int, ...] = ()  # where a readback found vLLM's plain steps as fast as the target alone
@@ -169,7 +167,7 @@ class EngineFacts:
     def sampled_drafts_win(self) -> bool:
         """Whether replay predicts more acceptance for vLLM's sampled drafts than for argmax drafts."""
         drawn, argmax = self.taus.get(self.drawn_rule, 0.0), self.taus.get("greedy-draft", math.inf)
-        return self.sampled and not self.head_tokens and drawn > argmax
+        return self.sampled and drawn > argmax
 
     @property
     def drawn_rule(self) -> str:
@@ -290,7 +288,6 @@ def gather_facts(target: TargetSide, draft: TargetSide, path: str, **served: Any
         dtypes=(str(saved_dtype(target.config)), str(saved_dtype(draft.config))),
         token_rows=max(target_tokens, default=-1) + 1,
         shapes={"target": _shape(target.config), "draft": _shape(draft.config)},
-        head_tokens=len(head_ids_of(draft.config) or ()) or None,
         end_ids=end_token_ids(target, target.tokenizer),
         layers={"target": _layer_kinds(target.config), "draft": _layer_kinds(draft.config)},
         **served,

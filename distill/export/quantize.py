@@ -9,7 +9,6 @@ from distill.models.draft import as_exported, cast_weights
 from distill.models.quantized import as_served, require_quantizer
 from distill.models.target import Target
 from distill.models.vocabulary import UNTIED_IN_ENGINES, give_own_head
-from speculative.engine.frequent_head import head_ids_of
 from speculative.errors import UserError
 
 # (number type, whether activations are quantised too, with one dynamic scale per token). Weights have one scale per row.
@@ -29,12 +28,10 @@ def quantize_draft(model: Any, how: Quantization) -> Any:
 
     ``model``: in the dtype that it is exported in.
 
-    Raises UserError: an unknown name, a trimmed head, or compressed-tensors is not installed.
+    Raises UserError: an unknown name, or compressed-tensors is not installed.
     """
     if how not in SCHEMES:
         raise UserError(f"--quantize {how}: choose {', '.join(SCHEMES)} or none")
-    if head_ids_of(model.config) is not None:
-        raise UserError(f"--quantize {how}: a draft of student.head_tokens cannot be quantised; use --quantize none")
     require_quantizer(how)
     from compressed_tensors.compressors import ModelCompressor
     from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config

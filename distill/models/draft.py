@@ -22,7 +22,6 @@ from distill.models.vocabulary import (
     tokens_by_id,
     vocabulary_rows,
 )
-from speculative.engine.frequent_head import trim_head
 from speculative.errors import UserError
 
 
@@ -41,7 +40,6 @@ def read_draft(path: str, target: Target) -> tuple[PreTrainedModel, VocabularyAg
     agreement = compare_vocabularies(target.tokenizer, rows, own, vocabulary_rows(draft.config), other)
     if agreement.verdict != "refuse":
         repair_rows(draft, rows, agreement.token_rows)
-        trim_head(draft)
     return draft, agreement
 
 
@@ -67,11 +65,11 @@ def as_served_from(path: str, draft: PreTrainedModel, target: Target) -> PreTrai
 
 
 def as_exported(model: PreTrainedModel, target: Target) -> PreTrainedModel:
-    """Return a copy with weights rounded to the export dtype, which computes in the target's dtype, and the head of `student.head_tokens`.
+    """Return a copy with weights rounded to the export dtype, which computes in the target's dtype.
 
     Measurements then hold for the exported draft, not for the float32 weights in training.
     """
-    return trim_head(cast_copy(model, (target.saved_dtype, target.dtype), target.device))
+    return cast_copy(model, (target.saved_dtype, target.dtype), target.device)
 
 
 def cast_copy(model: PreTrainedModel, dtypes: Sequence[torch.dtype], device: torch.device) -> PreTrainedModel:

@@ -30,7 +30,6 @@ from distill.models.vocabulary import (
     untie_for_adapters,
     vocabulary_rows,
 )
-from speculative.engine.frequent_head import HEAD_IDS
 from speculative.engine.models import evaluating, mask_token_of, max_positions
 from speculative.errors import UserError
 from speculative.rules.sampling import SamplingSettings
@@ -112,7 +111,6 @@ def refuse_impossible(student: StudentConfig, target_config: Any = None) -> None
         for key, asked, there, wanted in (
             ("depth", student.depth, getattr(text, "num_hidden_layers", None), student.layers == "auto"),
             ("intermediate_size", student.intermediate_size, getattr(text, "intermediate_size", None), True),
-            ("head_tokens", student.head_tokens, vocabulary_rows(target_config), True),
         ):
             if wanted and asked is not None and isinstance(there, int) and asked > there:
                 raise UserError(f"student.{key} = {asked}: the target has {there}")
@@ -164,7 +162,6 @@ def _pretrained(
         )
     own_tokenizer = load_tokenizer(path, revision=revision)
     own_rows = vocabulary_rows(student.config)
-    vars(student.config).pop(HEAD_IDS, None)  # of its own run; `head_tokens` counts again
     agreement = compare_vocabularies(tokenizer, rows, own_tokenizer, own_rows)
     if config.vocabulary == "transplant":
         if agreement.verdict == "refuse":

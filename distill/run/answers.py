@@ -12,7 +12,6 @@ from data.files import write_json
 from data.responses.rendered import RenderedPrompt, texts_of
 from data.responses.store import StoredRows
 from distill.config.layout import CHECKPOINTS, FIRST_STUDENT, STUDENT_NOTES
-from distill.models.head_tokens import give_head_tokens
 from distill.models.load import tokenizer_fingerprint
 from distill.models.student import carved_by_measurement, check_saved, fitting_layers, make_student, with_adapters
 from distill.models.target import Target
@@ -66,8 +65,8 @@ class Answers:
 
     @property
     def chosen_by_text(self) -> bool:
-        """Whether the draft's first weights, or the tokens of its head, depend on the target's responses."""
-        return carved_by_measurement(self.run.config.student) or self.run.config.student.head_tokens is not None
+        """Whether the draft's first weights depend on the target's responses."""
+        return carved_by_measurement(self.run.config.student)
 
     def provenance(self) -> Mapping[str, Any]:
         """Origin of a checkpoint: code, machine, target, sampling."""
@@ -98,7 +97,7 @@ def first_student(answers: Answers, trial: bool = False) -> Any:
     """The draft before training.
 
     Measured choices are kept in student.json, so that a resumed run and every rank have the same draft. The target answers first
-    only if layers or channels are chosen by measurement, or tokens by their count; in a ``trial``, never, and the choice is any that fits.
+    only if layers or channels are chosen by measurement; in a ``trial``, never, and the choice is any that fits.
 
     Raises UserError: the draft, saved and loaded again, is not itself; see also `make_student`.
     """
@@ -111,7 +110,7 @@ def first_student(answers: Answers, trial: bool = False) -> Any:
     path, folder = run.folder / STUDENT_NOTES, run.folder / FIRST_STUDENT
     texts: list[list[int]] = [list(answers.sets.heldout[0].prompt_ids) * 2]
     rows = answers.training if answers.chosen_by_text and not trial else None
-    if rows is not None and carved_by_measurement(config.student):
+    if rows is not None:
         # Every n-th row, so that all domains are represented.
         texts = [list(row.input_ids) for row in rows[:: max(1, len(rows) // CALIBRATION_TEXTS)]][:CALIBRATION_TEXTS]
 
@@ -126,9 +125,6 @@ def first_student(answers: Answers, trial: bool = False) -> Any:
             notes=notes,
             texts=_Texts(target.facts.eos_ids, answers.sets),
         )
-        if rows is not None and config.student.head_tokens:
-            asked = config.student.head_tokens, rows.examples, target.facts.eos_ids
-            notes["head_tokens"] = give_head_tokens(student, *asked)
         if run.main and not (run.folder / CHECKPOINTS).exists():
             shutil.rmtree(folder, ignore_errors=True)  # of a killed start
             try:

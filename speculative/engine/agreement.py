@@ -17,7 +17,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 from transformers import PreTrainedModel
 
-from speculative.engine.frequent_head import FrequentHead
 from speculative.engine.models import evaluating, max_positions, vocab_rows
 from speculative.engine.survey import facts_of, survey
 from speculative.engine.windows import attention_windows
@@ -26,7 +25,7 @@ from speculative.errors import UserError, out_of_memory
 # Models of embedding, one rotary table, layers, norm and head only. Others may look the same but scale something in between.
 PLAIN_DECODERS = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 # An adapter or a parametrisation is a module of another package that looks like the module it replaced.
-OWN_CALLS = ("torch.nn.modules.", "transformers.models.", "transformers.activations", FrequentHead.__module__)
+OWN_CALLS = ("torch.nn.modules.", "transformers.models.", "transformers.activations")
 # Tokens of a call: several, of a row that starts elsewhere, and one. A longer window than this is that of the model's own mask: see
 # `attention_windows`.
 CHECKED_TOKENS, LONGEST_WINDOW = 8, 64

@@ -17,7 +17,6 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicCache, LinearAttentionCacheLayerMixin
 
-from speculative.engine.frequent_head import FrequentHead
 from speculative.engine.runners import UNRECORDED
 from speculative.engine.survey import survey
 from speculative.engine.windows import OWN_MASKS, attention_windows, by_layer_kind, layer_kinds, window_kinds
@@ -55,8 +54,6 @@ def layer_stacks(model: PreTrainedModel) -> list[str]:
 def vocab_rows(model: PreTrainedModel) -> int:
     """Number of logits the model returns per position, padding rows included."""
     head = model.get_output_embeddings()
-    if isinstance(head, FrequentHead):
-        return head.rows
     weight = getattr(head, "weight", None)
     return weight.shape[0] if weight is not None else model.config.get_text_config(decoder=True).vocab_size
 

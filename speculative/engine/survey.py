@@ -13,8 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from speculative.engine.frequent_head import HEAD_IDS
-
 HOOKS_OF_ALL = (nn.modules.module._global_forward_hooks, nn.modules.module._global_forward_pre_hooks)
 SETTINGS = (int, float, bool, str)  # types of scalings, widths and names that modules hold
 SMALL = 1024  # numbers of a buffer that are compared one by one
@@ -132,8 +130,8 @@ class Survey:
 
 
 def config_text(config: Any) -> str:
-    """What a config says, without the ids of a trimmed head, which are many; the head itself has them."""
-    return str({key: value for key, value in getattr(config, "__dict__", {"": config}).items() if key != HEAD_IDS})
+    """What a config says."""
+    return str(getattr(config, "__dict__", {"": config}))
 
 
 def all_modules(model: nn.Module) -> list[nn.Module]:

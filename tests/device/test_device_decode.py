@@ -25,7 +25,6 @@ from speculative.drafters.retrieval import Datastore, Retrieval
 from speculative.engine import memory
 from speculative.engine.cache import POSITION_STEP, RaggedCache
 from speculative.engine.cached_model import CachedModel
-from speculative.engine.frequent_head import HEAD_IDS, trim_head
 from speculative.evaluate import frozen_responses, judge
 from speculative.measure.cost import measure_costs
 from speculative.measure.load import full_batch_seconds
@@ -60,14 +59,7 @@ def marked(draft: Any) -> Any:
     return draft
 
 
-def few_tokens() -> Any:
-    draft = perturbed(small())
-    setattr(draft.config, HEAD_IDS, list(range(0, 50, 2)))
-    return trim_head(draft)
-
-
 DRAFTERS = {
-    "few tokens": lambda target: ModelDrafter(few_tokens().to(target.device)),
     "parallel": lambda target: ParallelDrafter(marked(perturbed(small()).to(target.device))),
     "lookup": lambda target: PromptLookup(),
     "retrieval": lambda target: Retrieval(Datastore.build([list(ids) for _, ids in PROMPTS], 50)),

@@ -103,16 +103,6 @@ static const double *uniforms_of(const Work &b, long row, long place) {  // by t
     return b.uniforms + ((row * b.positions + b.lengths[row] - b.prompt_lengths[row]) * b.places + place) * COLUMNS;
 }
 
-// Moves the first N of V numbers to their rising places, in place; all others become 0. From the end, since no place is below its number.
-static void spread(float *values, const int64_t *places, long N, long V) {
-    std::fill(values + N, values + V, 0.0f);
-    for (long n = N; n-- > 0;) {
-        float value = values[n];
-        values[n] = 0.0f;
-        values[places[n]] = value;
-    }
-}
-
 // Work on every row, in threads. An exception that leaves a parallel region ends the process.
 template <class F> static void for_rows(const Work &b, F work) {
     std::atomic<bool> failed{false};
@@ -130,20 +120,17 @@ template <class F> static void for_rows(const Work &b, F work) {
 // From the draft's logits to its token at one position of every row.
 static void choose(const Work &b, long place) {
     for_rows(b, [&](long k) {
-        long row = b.seats[k], V = b.vocabulary, N = b.draft->head.outputs;
-        const float *logits = b.draft_logits + k * N;
-        const int64_t *kept = b.draft->head_ids;
+        long row = b.seats[k], V = b.vocabulary;
+        const float *logits = b.draft_logits + k * V;
         double peak;
         long id;
-        if (b.greedy_draft) id = most_likely(logits, N, peak);
+        if (b.greedy_draft) id = most_likely(logits, V, peak);
         else {
             float *probs = b.draft_probs + (k * b.gamma + place) * V;
-            probabilities(logits, N, b.draft_sampling, probs);
-            id = draw(probs, N, uniforms_of(b, row, place)[DRAFT]);
+            probabilities(logits, V, b.draft_sampling, probs);
+            id = draw(probs, V, uniforms_of(b, row, place)[DRAFT]);
             peak = probs[0];
-            if (kept) spread(probs, kept, N, V);
         }
-        if (kept) id = kept[id];
         b.drafted[row * b.gamma + place] = id;
         b.draft_peaks[row] += peak;
     });

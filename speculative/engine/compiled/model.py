@@ -17,7 +17,6 @@ from transformers import PreTrainedModel
 from speculative.engine.agreement import Unfit, agrees, is_plain
 from speculative.engine.cache import RaggedCache, RaggedLayer
 from speculative.engine.compiled.library import library
-from speculative.engine.frequent_head import FrequentHead
 from speculative.engine.models import max_positions, vocab_rows
 from speculative.engine.survey import facts_of, survey
 from speculative.engine.windows import attention_windows
@@ -54,8 +53,6 @@ class _Weights:
         self.copied = False
         self.alive: list[torch.Tensor] = []  # tensors that are used by address only
         self.head_width, self.dtype, self.vocab = attention.head_dim, dtype, vocab_rows(model)
-        # A head of some tokens: compiled code computes and draws from these only.
-        self.head = model.lm_head if isinstance(model.lm_head, FrequentHead) else None
         self.kv_heads = _outputs(attention.k_proj) // self.head_width
         if model.config.hidden_act not in ("silu", "swish") or self.head_width % 2 or dtype not in KINDS:
             raise Unfit(f"{model.config.hidden_act}, heads of {self.head_width}, {dtype}")
@@ -78,7 +75,6 @@ class _Weights:
             self._floats(body.norm.weight, width),
             bits_of(body.norm.variance_epsilon),
             bits_of(attention.scaling),
-            0 if self.head is None else self.head.kept_N.data_ptr(),
         )
         windows = attention_windows(model)[: len(layers)]  # the cached answer may be of a deeper model
         rows = [[*self._layer(layer), 0, 0, window or 0] for layer, window in zip(layers, windows, strict=True)]
@@ -207,8 +203,7 @@ class CompiledModel:
         rows_count, queries = ids_KQ.shape
         assert logits_kept <= queries
         assert int(starts_K.max()) + queries <= self._cache.place.capacity
-        head = self._weights.head
-        logits = torch.empty((rows_count, logits_kept, self.vocab if head is None else head.out_features))
+        logits = torch.empty((rows_count, logits_kept, self.vocab))
         ids_KQ, starts_K = ids_KQ.contiguous(), np.ascontiguousarray(starts_K, dtype=np.int64)
         rows_K = None if rows is None else np.array(rows, dtype=np.int64)
         depths, sees = (None, None) if tree is None else _tree(tree)
@@ -226,7 +221,7 @@ class CompiledModel:
             dtype=np.int64,
         )
         check(self.library.call_model(*self.addresses(), address_of(call)) != 0)
-        return logits if head is None else head.spread(logits)
+        return logits
 
     def addresses(self) -> tuple[int, int]:
         """Addresses of the model and of its layers, for compiled code."""

@@ -25,7 +25,6 @@ struct Model {
     Matrix embedding, head;
     const float *norm;
     double epsilon, scaling;
-    const int64_t *head_ids;  // (outputs of the head) the tokens that it covers, rising; null = all
 };
 
 struct Call {
@@ -33,7 +32,7 @@ struct Call {
     const int64_t *ids, *starts, *cache_rows;  // (K, Q); (K); (K), or null for all rows in order
     const int64_t *depths;                     // (Q) of a token tree, or null
     const uint8_t *sees;                       // (Q, Q) of a token tree, or null
-    float *logits;                             // (K, kept, outputs of the head)
+    float *logits;                             // (K, kept, V)
     const int64_t *columns;                    // (K) index of the kept token, or null for the last of each row
 };
 

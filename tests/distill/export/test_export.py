@@ -29,7 +29,6 @@ from distill.models.load import base_of_adapter
 from distill.models.vocabulary import repair_rows
 from distill.run.result import Curves
 from distill.run.verdict_record import DraftOf, Verdict
-from speculative.engine.frequent_head import trim_head
 from speculative.errors import UserError
 from speculative.measure.measured import BY_TOKEN, DRAFT, LOOKUP, TARGET, TOGETHER, UNDISTILLED, Measured
 from speculative.rules.sampling import SamplingSettings
@@ -582,45 +581,3 @@ def test_a_full_disk_is_one_line_and_leaves_the_earlier_export(tmp_path, student
     refused("No space left", student_dir=student_dir, target_dir=target_dir, to=to, overwrite=True)
     assert [entry.name for entry in tmp_path.iterdir()] == ["out"]
     assert before == {entry.name: entry.read_bytes() for entry in to.iterdir()}
-
-
-@pytest.fixture(scope="module")
-def few_dir(tmp_path_factory, tokenizer):
-    """A draft of `student.head_tokens`: whole weights, and the ids of its head."""
-    directory = tmp_path_factory.mktemp("runs") / "few"
-    model = make_llama(len(tokenizer) + PADDED_ROWS)
-    model.config.head_token_ids = [0, *range(20, 90)]
-    model.save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
-    return directory
-
-
-def test_a_head_of_few_tokens_is_written_whole_and_proposes_the_same(tmp_path, few_dir, target_dir):
-    report = export(few_dir, target_dir, tmp_path / "few", sampling=SamplingSettings(0.0))
-    written = AutoModelForCausalLM.from_pretrained(tmp_path / "few").float()
-    kept = written.config.head_token_ids
-    assert written.get_output_embeddings().weight.shape[0] == written.config.vocab_size
-    trimmed = trim_head(AutoModelForCausalLM.from_pretrained(tmp_path / "few").float())
-    for ids in PROMPTS:
-        assert torch.equal(logits(written, ids).argmax(-1), logits(trimmed, ids).argmax(-1))
-        assert set(logits(written, ids).argmax(-1).flatten().tolist()) <= set(kept)
-    assert any(f"a head of {len(kept)} of {written.config.vocab_size} tokens" in line for line in report.warnings)
-    assert "head_token_ids" in (tmp_path / "few" / "SERVING.md").read_text()
-    assert all(engine.ok for engine in report.engines)
-
-
-def test_an_engine_that_samples_from_a_head_of_few_tokens_is_refused(tmp_path, few_dir, target_dir):
-    report = export(few_dir, target_dir, tmp_path / "few", sampling=SamplingSettings(1.0))
-    found = {engine.engine: engine for engine in report.engines}
-    (reason,) = found["transformers"].reasons
-    assert "it samples from the draft" in reason
-    assert "\n" not in reason
-    assert found["vLLM"].ok
-    assert found["vLLM"].rule == "greedy-draft"
-    assert "draft_sample_method" not in found["vLLM"].command
-
-
-def test_a_head_of_few_tokens_is_not_quantised(tmp_path, few_dir, target_dir):
-    with pytest.raises(UserError, match="head_tokens cannot be quantised"):
-        export(few_dir, target_dir, tmp_path / "few", quantize="int8")
-    assert not (tmp_path / "few").exists()
