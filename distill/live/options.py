@@ -84,7 +84,7 @@ class ExportTrafficOptions:
 
 @dataclass(frozen=True)
 class ForgetOptions:
-    """Erase requests from a log and its exports.
+    """Erase requests from a log.
 
     understudy traffic forget 4f1c2a --log traffic/
 

@@ -48,7 +48,6 @@ from distill.live.gateway.exchange import Exchange
 from distill.live.gateway.request import PATHS, Asked, read_request
 from distill.live.gateway.tap import Tap
 from distill.live.options import GatewayOptions
-from distill.live.traffic.exported import list_exports
 from distill.live.traffic.record import RecordError, TrafficRecord, from_line, to_line
 from distill.live.versions import Version, read_version
 from distill.models.load import AdapterBase, base_of_adapter, load_model, load_tokenizer
@@ -340,7 +339,6 @@ def _run_files(folder: Path) -> Made:
     write_manifest(folder, {"format": 3, "rows": 5, "made": {"path": "x"}})
     (folder / "provenance.json").write_text(json.dumps({"version": "v0001", "parent": None, "commit": "c"}))
     return {name: (folder / name).read_bytes() for name in ("arms.json", "manifest.json", "provenance.json")} | {
-        "exports.json": json.dumps([{"folder": "/x", "made": 5.0, "rows": 3, "uses": []}]).encode(),
         "adapter_config.json": json.dumps({"base_model_name_or_path": "some/base", "target_modules": ["q"]}).encode(),
     }
 
@@ -353,7 +351,6 @@ def _run_file(name: str, content: bytes, folder: Path) -> Any:
         "arms.json": lambda: read_arms(path),
         "manifest.json": lambda: read_manifest(folder),
         "provenance.json": lambda: read_version(folder),
-        "exports.json": lambda: list_exports(folder),
         "adapter_config.json": lambda: base_of_adapter(folder),
     }[name]()
 
@@ -544,7 +541,6 @@ FOUND = {
     "a manifest of lists in lists": ("files of a run", "manifest.json", DEEP),
     "a version of lists in lists": ("files of a run", "provenance.json", DEEP),
     "a version whose parent is a list": ("files of a run", "provenance.json", b'{"version": "v0001", "parent": ["v0000"]}'),
-    "exports of lists in lists": ("files of a run", "exports.json", DEEP),
     "an adapter that is a list": ("files of a run", "adapter_config.json", b"[]"),
     "an adapter of a base that is a number": ("files of a run", "adapter_config.json", b'{"base_model_name_or_path": 5}'),
     "a model of two thousand million layers": ("checkpoint", "config.json", b'{"model_type": "llama", "num_hidden_layers": 2147483648}'),

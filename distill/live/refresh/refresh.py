@@ -32,7 +32,6 @@ from distill.live.refresh.reasons import Headroom, Payback, headroom, own_words,
 from distill.live.refresh.state import STATE, UNTRAINED, Decision, Outcome, Reasons, State, read_state, refresh_folder
 from distill.live.rollout.state import read_state as read_rollout
 from distill.live.traffic.export import export_traffic
-from distill.live.traffic.exported import drop_export, note_use
 from distill.live.traffic.reader import TrafficLog, acceptance_of, read_traffic
 from distill.live.versions import Version, current_version, make_current, prune, publish, waiting_version
 from distill.run.checkpoint import judged_scores
@@ -211,7 +210,7 @@ class _Refresh:
                 "there; give the same value, or delete the folder"
             )
         if other:
-            self._drop_traffic()
+            shutil.rmtree(self.folder / TRAFFIC, ignore_errors=True)
             shutil.rmtree(self.folder / PROBE, ignore_errors=True)
             self.state.asked, self.state.reasons = asked, Reasons()
             self.state.window = self.state.decision = None
@@ -235,16 +234,12 @@ class _Refresh:
     def _end(self, outcome: Outcome, status: int) -> int:
         """Delete traffic that is not needed any more, and write the outcome."""
         if outcome in UNTRAINED:
-            self._drop_traffic()
+            shutil.rmtree(self.folder / TRAFFIC, ignore_errors=True)
         shutil.rmtree(self.folder / PROBE, ignore_errors=True)
         if not self.options.dry_run:
             self._keep(outcome=outcome)
             self._say(f"{outcome}: {self.folder / STATE}")
         return status
-
-    def _drop_traffic(self) -> None:
-        if (self.folder / TRAFFIC).exists():
-            drop_export(self.log.directory, self.folder / TRAFFIC)
 
     def _decide(self) -> bool:
         """Whether to train; print the reasons. Without an alarm, the others are computed only with --force or --dry-run."""
@@ -273,7 +268,7 @@ class _Refresh:
             return self._reason("payback", lambda: self._payback(found)).holds and found.holds
         finally:
             if self.options.dry_run:
-                self._drop_traffic()
+                shutil.rmtree(self.folder / TRAFFIC, ignore_errors=True)
 
     def _headroom(self) -> Headroom:
         export, steps, probe = self._export(), self.options.probe_steps, self.folder / PROBE
@@ -299,7 +294,6 @@ class _Refresh:
             if made.train < FEWEST_PROMPTS:
                 why = "; ".join(f"{count:,} {reason}" for reason, count in made.left_out.items())
                 raise UserError(f"{traffic}: {made.train} requests to train on; {FEWEST_PROMPTS} are needed ({why})")
-            note_use(export, self.folder)
             self._keep(window=made)
         return export
 

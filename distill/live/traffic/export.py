@@ -2,8 +2,8 @@
 
 import os
 import shutil
-import time
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,9 +20,8 @@ from distill.config.layout import RESPONSES as RUN_RESPONSES
 from distill.config.load import load_trusted
 from distill.config.run import RunConfig
 from distill.live.options import ExportTrafficOptions
-from distill.live.traffic.exported import PROMPT_FILES, RESPONSES, note_export, partial_of, row_id, write_rows
 from distill.live.traffic.reader import read_traffic
-from distill.live.traffic.record import TrafficRecord, forgotten_hashes, priority, read_salt
+from distill.live.traffic.record import TrafficRecord, forgotten_hashes, keyed_hash, priority, read_salt
 from distill.live.traffic.selection import Wanted, capped, fault_of, groups_of, near_hash, split_by_time
 from distill.models.target import Target
 from distill.models.vocabulary import vocabulary_rows
@@ -31,6 +30,8 @@ from distill.run.verdict_record import Record
 from speculative.errors import UserError
 
 MADE_WITH = ("tokenizer", "template", "context_length", "max_tokens")
+PROMPT_FILES, RESPONSES = ("prompts/train.arrow", "prompts/heldout.arrow"), "responses/train"
+EXPORT_SHARD = 512
 
 
 @dataclass(frozen=True)
@@ -160,7 +161,6 @@ def export_traffic(options: ExportTrafficOptions) -> Exported:
         left_out=dict(left_out.most_common()),
         warnings=traffic.warnings,
     )
-    note_export(log, to, time.time(), len(train) + len(heldout))  # first, so that what a killed export leaves is listed
     _write(to, known, salt, (train, heldout), made, forgotten)
     return made
 
@@ -169,8 +169,6 @@ def _read_run(run: Path, trusted: bool) -> _Run:
     if not (run / CONFIG).is_file():
         raise UserError(f"--run {run}: no config.yaml there; give the folder of a run, e.g. runs/demo")
     config, store = load_trusted(run / CONFIG, trusted), Store(run / RUN_RESPONSES / TRAINING)
-    if config.target.endpoint is not None and config.target.endpoint.api == "chat":
-        raise UserError(f"--run {run}: target.endpoint.api: chat accepts no token ids; use a run with another api")
     for folder in (run / PROMPTS, store.folder):
         if not (folder / MANIFEST).exists():
             raise UserError(f"{folder}: missing; finish the run first (or run `understudy respond` with its config)")
@@ -192,7 +190,7 @@ def _write(
     forgotten: set[str],
 ) -> None:
     """Write the folder atomically, readable only by its owner. ``forgotten``: the hashes before the log was read."""
-    partial = partial_of(to)
+    partial = to.with_name(f".{to.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     before = os.umask(0o077)
     try:
@@ -220,3 +218,15 @@ def _row(salt: bytes, record: TrafficRecord, known: _Run) -> Row:
     ids = [*(record.prompt_ids or ()), *response]
     mask = loss_mask(len(ids) - len(response), len(ids))
     return Row(row_id(salt, record.id), 0, record.slice, ids, mask, (), response[-1] in known.manifest["eos_ids"])
+
+
+def row_id(salt: bytes, record_id: str) -> str:
+    """The id of an exported row, which replaces its request's id."""
+    return keyed_hash(salt, "row", record_id)[:16]
+
+
+def write_rows(store: Store, manifest: Mapping[str, Any], rows: Sequence[Row]) -> None:
+    """Write rows into an empty store."""
+    store.open(manifest)
+    for number, start in enumerate(range(0, len(rows), EXPORT_SHARD)):
+        store.write_shard(number, rows[start : start + EXPORT_SHARD])

@@ -258,7 +258,6 @@ def test_without_an_alarm_nothing_is_trained(place: Path, responses: list[Traffi
     status, words = call(place)
     assert (status, trained, state_of(place)["outcome"]) == (0, [], "not needed")
     assert "do not train (no alarm)" in words
-    assert not (place / "traffic" / "exports.json").exists()
     assert call(place)[0] == 0  # the same number again: no version was made
 
 
@@ -270,7 +269,6 @@ def test_no_headroom_is_no_refresh(place: Path, trained: list[str], monkeypatch:
     folder = place / "runs" / "tiny-refresh-v0002"
     assert not (folder / "traffic").exists()
     assert not (folder / "probe").exists()
-    assert not (place / "traffic" / "exports.json").exists()
 
 
 def test_a_probe_of_a_run_with_lossy_ways_times_none(place: Path) -> None:

@@ -19,23 +19,12 @@ from data.responses.rendered import StoredPrompts
 from data.responses.store import Store
 from distill.cli import app
 from distill.config.load import load_config
-from distill.live.options import ExportTrafficOptions, ForgetOptions, ShowOptions
+from distill.live.options import ExportTrafficOptions, ShowOptions
 from distill.live.traffic import export
-from distill.live.traffic.export import export_traffic
-from distill.live.traffic.exported import (
-    PROMPT_FILES,
-    RESPONSES,
-    Export,
-    forget_exported,
-    list_exports,
-    note_export,
-    note_use,
-    partial_of,
-    row_id,
-)
-from distill.live.traffic.forget import forget, forget_command
+from distill.live.traffic.export import PROMPT_FILES, RESPONSES, export_traffic, row_id
+from distill.live.traffic.forget import forget
 from distill.live.traffic.reader import read_traffic
-from distill.live.traffic.record import TrafficRecord, read_salt, to_line
+from distill.live.traffic.record import TrafficRecord, read_salt
 from distill.live.traffic.show import show_traffic
 from distill.models.load import load_tokenizer
 from speculative.errors import UserError
@@ -158,64 +147,28 @@ def test_an_export_that_makes_no_sense_is_refused(tmp_path: Path, own_run: Path)
     assert "data.responses: target" in said(log, own_run, tmp_path / "may")
 
 
-def test_forgetting_reaches_the_exports_and_names_the_runs(tmp_path: Path, own_run: Path) -> None:
-    records = traffic_of(own_run, 30)
-    log = write_log(tmp_path / "log", records)
-    for name in ("may", "gone"):
-        export_traffic(ExportTrafficOptions(log, own_run, tmp_path / name, heldout=3))
-    shutil.rmtree(tmp_path / "gone")
-    partial_of(tmp_path / "gone").mkdir()
-    note_use(tmp_path / "may", own_run)
-    assert [export.uses for export in list_exports(log)] == [[], [str(own_run)]]
-    victims = [records[1], records[29]]  # trained on, held out
-    said = said_to(forget_command, ForgetOptions([one.id for one in victims], log))
-    assert "2 lines removed" in said
-    assert f"{tmp_path}/may: 2 rows removed" in said
-    assert f"{tmp_path}/gone: this export is missing" in said
-    assert f"{own_run}: was trained on the export" in said
-    assert not partial_of(tmp_path / "gone").exists()
-    found = [path for folder in (log, tmp_path / "may") for path in folder.rglob("*") if path.is_file()]
-    assert found
-    salt = read_salt(log)
-    for one in victims:
-        tokens = json.dumps(one.prompt_ids, separators=(",", ":"))[1:-1].encode()
-        names = one.id, one.prompt_hash, row_id(salt, one.id), "Thing1:", "Thing29:"
-        for name in (tokens, *(text.encode() for text in names)):
-            assert not [path for path in found if name in path.read_bytes()]
-    assert len(read_traffic(log).records) == 28
-    store = Store(tmp_path / "may" / RESPONSES)
-    rows, manifest = store.read(), store.manifest()
-    store.folder.rename(store.folder.with_name(".rewritten"))  # as if killed before its last step
-    assert forget_exported(tmp_path / "may", {"unheard of"}) == 0
-    assert (store.read(), store.manifest()) == (rows, manifest)
-    note_export(log, tmp_path / "may", 2.0, 5)
-    assert list_exports(log)[-1] == Export(str(tmp_path / "may"), 2.0, 5), "the later of one folder"
-
-
-def test_forgetting_a_turn_reaches_what_repeats_it_in_exports_too(tmp_path: Path, own_run: Path) -> None:
+def test_forgetting_reaches_what_repeats_a_request(tmp_path: Path, own_run: Path) -> None:
     records = traffic_of(own_run, 30)
     first = records[3].prompt_ids or ()
     records[4] = dataclasses.replace(records[4], conversation="a" * 64)
     records[5] = dataclasses.replace(records[5], prompt_ids=(*first, *first), prompt_tokens=2 * len(first))
     records[6] = dataclasses.replace(records[6], conversation="a" * 64)
     log = write_log(tmp_path / "log", records)
-    export_traffic(ExportTrafficOptions(log, own_run, tmp_path / "may", heldout=3))
-    # Only the export still has its text, which was too old for the log; a killed call is repeated.
-    (log / "log-00001.jsonl").write_bytes(b"".join(to_line(record.without_text()) for record in records))
     asked = ["traffic", "forget", records[3].id, records[4].id, "--log", str(log)]
     result = CliRunner().invoke(app, asked)
     assert result.exit_code == 0
-    assert "2 lines removed; text removed from 0 other requests of the same conversation" in result.stdout
+    assert "2 lines removed; text removed from 2 other requests of the same conversation" in result.stdout
     assert "kept: counts, times and keyed hashes" in result.stdout
-    assert f"{tmp_path}/may: 4 rows removed" in result.stdout
-    left = [row.input_ids for row in Store(tmp_path / "may" / RESPONSES).read()]
-    left += [prompt.prompt_ids for name in PROMPT_FILES for prompt in StoredPrompts(tmp_path / "may" / name)]
-    for number in (3, 4, 6):
-        own = list(records[number].prompt_ids or ())
-        assert own not in [list(ids[: len(own)]) for ids in left]
+    assert "exports of this log" in result.stdout
+    left = {record.id: record.prompt_ids for record in read_traffic(log).records}
+    assert len(left) == 28
+    assert [left[records[number].id] for number in (5, 6)] == [None, None]
+    for number in (3, 4):
+        tokens = json.dumps(records[number].prompt_ids, separators=(",", ":"))[1:-1].encode()
+        assert not [path for path in log.rglob("*") if path.is_file() and tokens in path.read_bytes()]
     result = CliRunner().invoke(app, asked)
     assert result.exit_code == 1
-    assert f"{records[3].id}: no request with this id in the log or its exports" in result.stdout
+    assert f"{records[3].id}: no request with this id in the log" in result.stdout
 
 
 def test_an_export_during_which_requests_are_forgotten_is_given_up(
@@ -232,7 +185,7 @@ def test_an_export_during_which_requests_are_forgotten_is_given_up(
         export_traffic, ExportTrafficOptions(log, own_run, tmp_path / "may")
     )
     assert not (tmp_path / "may").exists()
-    assert not partial_of(tmp_path / "may").exists()
+    assert not list(tmp_path.glob(".may*"))
 
 
 def test_show_counts_what_came_and_what_was_accepted(tmp_path: Path) -> None:
