@@ -8,7 +8,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from data.responses.chat import ChatTarget
 from data.responses.store import StoredRows
 from data.signals.store import SignalFacts
 from distill.config.command_line import RespondOptions, run_program
@@ -65,10 +64,7 @@ def _signal(run: Run, rows: StoredRows, target: Target) -> SignalFacts:
     store = open_signal_store(run, rows.examples, target.facts, repair=True)
     try:
         if target.config.endpoint is not None:
-            if isinstance(target.endpoint, ChatTarget):
-                target.endpoint.require_kept(store)
-            else:
-                target.endpoint.topk(store, rows, config.signal.k, rank=run.rank, ranks=run.ranks)
+            target.endpoint.topk(store, rows, config.signal.k, rank=run.rank, ranks=run.ranks)
             run.wait()
         else:
             fill(run, store, target, rows.examples)
@@ -77,8 +73,7 @@ def _signal(run: Run, rows: StoredRows, target: Target) -> SignalFacts:
     finally:
         store.close()
     run.say(signal_line(config.signal, facts))
-    if config.signal.source != "response_logprobs":
-        run.say(f"to train from it, add signal.source=store signal.kind={config.signal.kind} to the command")
+    run.say(f"to train from it, add signal.source=store signal.kind={config.signal.kind} to the command")
     return facts
 
 

@@ -139,7 +139,7 @@ class EndpointTarget:
 
         def work(job: tuple[int, int]) -> Row:
             prompt, sample = plan.job(job[1])
-            return row_of(prompt, sample, self._answer(prompt, settings, f"{prompt.prompt_id}:{sample}"))
+            return row_of(prompt, sample, self.answer(prompt.prompt_ids, settings, f"{prompt.prompt_id}:{sample}"))
 
         label, done = f"{store.folder.name} responses", total - sum(wanted.values())
         with ProgressBar(label, total, done, show and plan.rank == 0) as progress:
@@ -149,7 +149,6 @@ class EndpointTarget:
                 if len(answers[shard]) == wanted[shard]:
                     rows = answers.pop(shard)
                     ordered = [rows[number] for number in sorted(rows)]
-                    self._before_shard(store, ordered)
                     store.write_shard(shard, ordered)
                     progress.store(len(rows))
 
@@ -177,12 +176,6 @@ class EndpointTarget:
                 store.write({index: signal})
                 progress.count(len(signal.log_tail_R))
                 progress.store(1)
-
-    def _answer(self, prompt: RenderedPrompt, settings: DecodeSettings, key: str) -> Response:
-        return self.answer(prompt.prompt_ids, settings, key)
-
-    def _before_shard(self, store: Store, rows: Sequence[Row]) -> None:
-        """Hook that runs before responses are written."""
 
     def answer(self, prompt_ids: Sequence[int], settings: DecodeSettings, key: str) -> Response:
         """One response to a prompt, sampled by the server with a seed made from the settings' seed and ``key``.

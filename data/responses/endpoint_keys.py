@@ -4,7 +4,6 @@ import contextlib
 import os
 import re
 import urllib.parse
-from typing import Literal
 
 from pydantic import Field
 
@@ -16,10 +15,6 @@ class Endpoint(Section):
     """The target at an OpenAI-compatible server (vLLM; SGLang gives responses only). The fields are keys of a config."""
 
     url: str = Field(description="address of the server, including /v1")
-    api: Literal["completions", "chat"] = Field(
-        "completions",
-        description="completions, or chat = a hosted API of messages (needs signal.source: response_logprobs)",
-    )
     model: str | None = Field(None, description="name of the model at the server; null = the only one served")
     api_key_env: str = Field("", description="environment variable with the API key, e.g. OPENAI_API_KEY; empty = none")
     concurrency: int = Field(32, ge=1, description="requests sent at once")

@@ -30,7 +30,7 @@ def train_apart(
 
     Raises TrainingFailed: it ended before that. Interrupted: after Ctrl-C, when it has stopped.
     """
-    if config.signal.source in ("store", "response_logprobs") and not (config.folder / CHECKPOINTS).exists():
+    if config.signal.source == "store" and not (config.folder / CHECKPOINTS).exists():
         child([*command, "-m", "distill.respond", *arguments], config.name, log, group)
     child([*command, "-m", "distill.train", *arguments], config.name, log, group)
     if not _reached(config):

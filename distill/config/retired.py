@@ -8,6 +8,8 @@ RETIRED: dict[str, str] = {
     "target.others": "train one draft for each target",
     "readback --parameters": "send the parameters that you use to the engine with and without the draft, and compare the texts",
     "student.head_tokens": "for a large vocabulary use init: config with a smaller hidden_size and embeddings: target",
+    "target.endpoint.api": "serve the target yourself with vLLM, and give the address of its /v1/completions",
+    "signal.source: response_logprobs": "serve the target yourself with vLLM, and use signal.source: store",
     "judge.temperatures": "use `understudy probe --temperatures`",
 }
 

@@ -21,7 +21,7 @@ from distill.config.sections import (
     TrainConfig,
 )
 from distill.config.target import TargetConfig
-from speculative.rules.rule import Rule, draft_draws
+from speculative.rules.rule import Rule
 
 # The objective that loss.name: null stands for, by acceptance rule. docs/studies.md has the comparison: a certain gain on two of three pairs, no loss.
 DEFAULT_OBJECTIVE: dict[Rule, str] = {
@@ -91,22 +91,12 @@ IMPOSSIBLE: tuple[Impossible, ...] = (  # Checked in this order; the first match
     (lambda c: c.behind() and c.judge.live == "end",
      "target.endpoint: without the target's weights nothing can be decoded for the verdict; set judge.live: checkpoint (new responses of the "
      "server prove the stored ones) or never"),
-    (lambda c: c.behind("chat") and c.judge.live == "checkpoint",
-     "target.endpoint.api: chat gives no probabilities to prove stored responses with at a checkpoint; set judge.live: never"),
     (lambda c: c.behind() and c.student.init == "carved",
      "target.endpoint: a draft cannot be carved without the target's weights; set student.init: pretrained or config"),
     (lambda c: c.behind() and c.data.responses == "reference",
      "target.endpoint: data.responses: reference needs the target's weights; set data.responses: target"),
-    (lambda c: c.behind("chat") and c.asks_more_than("response_logprobs"),
-     "target.endpoint.api: chat only supports signal.source: response_logprobs, signal.kind: topk and loss.temperature: 1"),
-    (lambda c: c.behind() and not c.behind("chat") and c.asks_more_than("store"),
+    (lambda c: c.behind() and c.asks_more_than_server_gives,
      "target.endpoint only supports signal.source: store, signal.kind: topk and loss.temperature: 1"),
-    (lambda c: c.behind("chat") and c.data.synthetic and c.data.synthetic.method == "magpie",
-     "data.synthetic.method: magpie: a chat API does not write user turns; set it to mix"),
-    (lambda c: c.behind("chat") and c.data.template.mode == "plain",
-     "target.endpoint.api: chat applies the chat template; set data.template.mode: auto or chat"),
-    (lambda c: not c.behind() and c.signal.source == "response_logprobs",
-     "signal.source: response_logprobs needs target.endpoint.api: chat"),
     # A target on several devices.
     (lambda c: c.target.shard and c.target.device_map,
      "target.device_map spreads the target over the GPUs of one process, target.shard over processes; set only one of the two"),
@@ -166,24 +156,7 @@ class RunConfig(Section):
         for refused, words in IMPOSSIBLE:
             if refused(self):
                 raise ValueError(words.format(self))
-        if said := self.unreplayable(self.judge_rule):
-            raise ValueError(said)
         return self
-
-    def unreplayable(self, rule: Rule) -> str | None:
-        """Why stored responses cannot be replayed under a rule; None if they can.
-
-        A chat API returns the model's own probabilities of a few tokens. They do not determine a token's probability under another
-        temperature or truncation. Rules whose drafts take the argmax do not need it.
-        """
-        serving = self.serving
-        plain = (serving.temperature, serving.top_k, serving.top_p, serving.min_p) == (1.0, 0, 1.0, 0.0)
-        if not self.behind("chat") or plain or not draft_draws(rule):
-            return None
-        return (
-            f"judge.rule: {rule} replays text by its probability under the serving settings, but target.endpoint.api: chat returns only the "
-            "model's own; set judge.rule: greedy-draft, or serving.temperature: 1 without top_k, top_p and min_p"
-        )
 
     @property
     def serving_rule(self) -> Rule:
@@ -220,19 +193,20 @@ class RunConfig(Section):
         """Whether only selected response tokens are trained on."""
         return self.loss.weighting.name == "selected"
 
-    def behind(self, api: str | None = None) -> bool:
-        """Whether the target is at a server; with ``api``: at a server with that API."""
-        return self.target.endpoint is not None and api in (None, self.target.endpoint.api)
+    def behind(self) -> bool:
+        """Whether the target is at a server."""
+        return self.target.endpoint is not None
 
     @property
     def decodes(self) -> bool:
         """Whether anything is decoded with the target, at checkpoints or at the end."""
         return self.judge.live != "never" and not self.behind()
 
-    def asks_more_than(self, source: str) -> bool:
-        """Whether the objective needs more than a server can give, which is top-k probabilities from one ``source``."""
-        given = self.signal.source == source and self.signal.kind == "topk" and self.loss.temperature == 1
-        return not self.only_ce and not given
+    @property
+    def asks_more_than_server_gives(self) -> bool:
+        """Whether the objective needs more than stored top-k probabilities, which is what a server can give."""
+        stored = self.signal.source == "store" and self.signal.kind == "topk" and self.loss.temperature == 1
+        return not self.only_ce and not stored
 
     def objective_names(self) -> set[str]:
         """Names of all objectives that the run uses in some step."""

@@ -261,11 +261,9 @@ class LossConfig(Section):
 class SignalConfig(Section):
     """Where the target's probabilities come from during training."""
 
-    source: Literal["online", "store", "capture", "response_logprobs"] = "online"
+    source: Literal["online", "store", "capture"] = "online"
     """online: the target runs in every step. store: read what `understudy respond --signal` stored; the target is
-    not in memory. capture: the target runs once per sequence, later epochs read what was kept.
-    response_logprobs: the token probabilities that a hosted chat API returns with its responses
-    (target.endpoint.api: chat), stored by `understudy respond`"""
+    not in memory. capture: the target runs once per sequence, later epochs read what was kept"""
     kind: Literal["topk", "sampled"] = "topk"
     """topk: the k most probable tokens and the total probability of the rest; sampled: unbiased importance
     samples"""

@@ -17,7 +17,6 @@ from transformers import GenerationConfig, PreTrainedModel
 from data.files import write_json
 from data.prompts.prompt import Template
 from data.prompts.template import turn_end
-from data.responses.chat import ChatTarget
 from data.responses.endpoint import EndpointTarget
 from distill.config.layout import RESPONSES, SERVER_IDENTITY, TARGET_FACTS
 from distill.config.target import TargetConfig
@@ -33,7 +32,6 @@ from distill.models.load import (
     saved_dtype,
     source_fingerprint,
 )
-from distill.models.transplant import token_bytes
 from distill.models.vocabulary import vocabulary_rows
 from speculative.engine.models import end_token_ids, max_positions
 from speculative.errors import UserError
@@ -234,10 +232,7 @@ class Target:
         assert self.config.endpoint is not None
         rows = vocabulary_rows(self.side.config)
         record = self._run / RESPONSES / SERVER_IDENTITY if self._run else None
-        known = self.config.endpoint, self.tokenizer, rows, record
-        if self.config.endpoint.api == "chat":
-            return ChatTarget(*known, token_bytes=functools.partial(token_bytes, self.tokenizer))
-        return EndpointTarget(*known)
+        return EndpointTarget(self.config.endpoint, self.tokenizer, rows, record)
 
     def _asked(self) -> dict[str, object]:
         """Return what stored facts must match: the config keys, and size and time of the model's files."""

@@ -40,14 +40,12 @@ class FrozenText:
 def load_frozen_text(run: Path, rule: Rule | None = None, trusted: bool = False) -> FrozenText:
     """The held-out text of a run for a rule, by default its judge.rule. ``trusted``: see `load_trusted`.
 
-    Raises UserError: no run there, held-out prompts without responses, or text that the rule cannot replay.
+    Raises UserError: no run there, or held-out prompts without responses.
     """
     if not (run / CONFIG).is_file():
         raise UserError(f"{run}: no config.yaml there; give the folder of a run, e.g. runs/demo")
     config = load_trusted(run / CONFIG, trusted)
     chosen: Rule = rule or config.judge_rule
-    if said := config.unreplayable(chosen):
-        raise UserError(f"{run}: {said}")
     folder = run / RESPONSES / (HELDOUT_GREEDY if chosen == "greedy" else HELDOUT)
     if not folder.is_dir():
         have = sorted(path.name for path in (run / RESPONSES).glob("heldout*"))

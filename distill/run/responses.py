@@ -7,7 +7,6 @@ from typing import Any
 from data.files import MANIFEST, Manifest, write_json
 from data.prompts.prompt import PromptRow
 from data.prompts.template import check_learnable, render_prompt, template_fingerprint
-from data.responses.chat import ChatTarget
 from data.responses.rendered import RenderedPrompt, StoredPrompts, prompts_fingerprint, write_prompts
 from data.responses.respond import ResponsePlan, respond, store_references
 from data.responses.store import INDEX, Row, Store, StoredRows
@@ -67,8 +66,6 @@ class RunStores:
         self.folder, self.serving = run.folder / RESPONSES, config.serving
         self.run, self.target = run, target
         self.of_dataset, self.judge_rule = config.data.responses == "reference", config.judge_rule
-        kept = config.signal.source == "response_logprobs"
-        self.kept_signal = signal_manifest_of(run, target.facts) if kept else None
         self.settings = decode_settings(config.serving, config.seed, target)
         self.identity = {
             "format": STORE_FORMAT,
@@ -189,8 +186,6 @@ class RunStores:
             if self.target.config.endpoint is None:
                 respond(store, plan, self.target.model, settings, batch_size=self.serving.batch_size)
             else:
-                if isinstance(self.target.endpoint, ChatTarget):
-                    self.target.endpoint.kept = self.kept_signal if name == TRAINING else None
                 self.target.endpoint.respond(store, plan, settings)
             run.wait()
             if run.main:

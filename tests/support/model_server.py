@@ -1,4 +1,4 @@
-"""A local server that speaks vLLM's protocol, and that of hosted chat APIs, on top of a real tiny model, and fails at times."""
+"""A local server that speaks vLLM's protocol on top of a real tiny model, and fails at times."""
 
 from __future__ import annotations
 
@@ -15,11 +15,9 @@ import torch
 from tiny_models import tiny_model
 from tiny_training import TOKENS, tiny_tokenizer
 
-from distill.models.transplant import token_bytes
 from speculative.rules.sampling import SamplingSettings, logits_to_probs
 
 MODEL = tiny_model(vocab_size=TOKENS, seed=3)
-TEMPLATE = "{% for turn in messages %}<{{ turn.role }}>{{ turn.content }}\n{% endfor %}<assistant>"
 
 
 @dataclass
@@ -37,7 +35,6 @@ class Behaviour:
     processed: bool = True
     shift: int = 0  # added to every id that it says
     lost_places: int = 0  # places without prompt_logprobs, as from a prefix cache
-    template: str = TEMPLATE  # of conversations
     scale: float = 1.0  # of log-probabilities: 0.5 is no distribution any more
     faults: dict[int, str] = field(default_factory=dict)  # number of the completion request -> 500, drop, slow, junk
     dead_after: int | None = None
@@ -96,12 +93,11 @@ class Handler(BaseHTTPRequestHandler):
         elif not self.refused():
             if fault == "slow":
                 time.sleep(0.6)
-            answers = {"/v1/completions": self.complete, "/v1/chat/completions": self.chat}
-            if self.path not in answers:
+            if self.path != "/v1/completions":
                 self.error(404, "Not Found")
                 return
             try:
-                self.reply(200, answers[self.path](request))
+                self.reply(200, self.complete(request))
             except ValueError as error:
                 self.error(400, str(error))
 
@@ -137,44 +133,6 @@ class Handler(BaseHTTPRequestHandler):
             choice["prompt_logprobs"] = places(prompt, k, behaviour)
         return {"id": "x", "object": "text_completion", "model": "tiny", "created": 0, "choices": [choice]}
 
-    def chat(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Text, and of each token but the last, the end token, what it is, its raw log-probability and the most probable ones."""
-        behaviour, tokenizer = self.behaviour, tiny_tokenizer()
-        prompt = tokenizer.apply_chat_template(
-            request["messages"], chat_template=behaviour.template, add_generation_prompt=True, return_dict=False
-        )
-        if request["top_logprobs"] > 20:
-            raise ValueError("Invalid value for 'top_logprobs': integer above maximum value. Expected a value <= 20")
-        ids, log_probs, finished = generate(prompt, {**request, "stop_token_ids": (2,), "rows": len(tokenizer)}, False)
-        tops = top_logprobs(prompt, ids, {"logprobs": request["top_logprobs"], "rows": len(tokenizer)}, behaviour)
-        if finished:
-            ids, log_probs = ids[:-1], log_probs[:-1]
-        written = token_bytes(tokenizer)
-
-        def entry(token: int, log_prob: float) -> dict[str, Any]:
-            text = tokenizer.decode([token])
-            return {"token": text, "bytes": list(written.get(token, text.encode())), "logprob": log_prob}
-
-        content = [
-            entry(token, log_prob) | {"top_logprobs": [entry(*pair) for pair in top]}
-            for token, log_prob, top in zip(ids, log_probs, tops, strict=False)
-        ]
-        choice = {
-            "index": 0,
-            "finish_reason": "stop" if finished else "length",
-            "logprobs": {"content": content},
-            "message": {"role": "assistant", "content": tokenizer.decode(ids)},
-        }
-        usage = {"prompt_tokens": len(prompt), "completion_tokens": len(ids), "total_tokens": len(prompt) + len(ids)}
-        return {
-            "id": "x",
-            "object": "chat.completion",
-            "model": "tiny",
-            "created": 0,
-            "choices": [choice],
-            "usage": usage,
-        }
-
 
 def generate(prompt: list[int], request: dict[str, Any], processed: bool) -> tuple[list[int], list[float], bool]:
     """One token at a time, no cache: what a server would say, and the log-probabilities it would give."""
@@ -185,7 +143,7 @@ def generate(prompt: list[int], request: dict[str, Any], processed: bool) -> tup
     ids, log_probs = list(prompt), []
     for _ in range(request["max_tokens"]):
         logits = logits_after(ids)[-1:]
-        probs = logits_to_probs(logits[:, : request.get("rows")], sampling)[0]  # a row without a token has no name
+        probs = logits_to_probs(logits, sampling)[0]
         token = int(torch.multinomial(probs, 1, generator=generator))
         log_probs.append(float((probs if processed else logits[0].softmax(-1))[token].log()))
         ids.append(token)
@@ -199,7 +157,7 @@ def top_logprobs(
 ) -> list[list[tuple[int, float]]]:
     """(id, log-probability) of the most probable tokens at each place of a response, as the model itself has them."""
     logs = logits_after([*prompt, *ids], behaviour.model)[len(prompt) - 1 : -1].log_softmax(-1)
-    top = logs[:, : request.get("rows")].topk(request.get("logprobs") or 0)
+    top = logs.topk(request.get("logprobs") or 0)
     pairs = zip(top.indices.tolist(), top.values.tolist(), strict=True)
     return [list(zip(*pair, strict=True)) for pair in pairs]
 
