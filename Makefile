@@ -35,11 +35,13 @@ check: setup     ## lint, format, types; where an index answers, licences and kn
 # Three runs: tests on all workers; beside them, one by one, those on the pretend CUDA device, which has to be there before torch, and
 # those that start ranks. Each runs whatever the others said. Python may keep what it compiles: pytest's rewriting
 # of the tests takes each process ten seconds.
+# The seconds of each test stay in build/tests; the slowest are printed.
+TIMES := --durations=15 --durations-min=1 --junitxml=build/tests
 test: setup      ## all tests (6 to 15 minutes on 2 cores; more cores: make test WORKERS=8)
 	@unset PYTHONDONTWRITEBYTECODE; started=$$(date +%s); status=0; said=$$(mktemp); \
-	{ beside=0; $(BIN)/python -m pytest -m device || beside=1; $(BIN)/python -m pytest -m ranks || beside=1; exit $$beside; } > $$said 2>&1 & \
+	{ beside=0; $(BIN)/python -m pytest -m device $(TIMES)/device.xml || beside=1; $(BIN)/python -m pytest -m ranks $(TIMES)/ranks.xml || beside=1; exit $$beside; } > $$said 2>&1 & \
 	beside=$$!; trap 'kill $$beside 2> /dev/null; rm -f $$said' EXIT; \
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not device and not engine and not loop and not ranks" || status=1; \
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not device and not engine and not loop and not ranks" $(TIMES)/main.xml || status=1; \
 	wait $$beside || status=1; cat $$said; \
 	seconds=$$(($$(date +%s) - started)); echo "make test took $$((seconds / 60)) min $$((seconds % 60)) s"; exit $$status
 
