@@ -16,8 +16,7 @@ uses more by default.
 The baseline (`floor`) is forward KL over the full-vocabulary logits of all positions, after transformers' `generate` if on policy.
 `vs_floor` is the time divided by its time, for any objective. `vs_own_floor` is the same with the cell's objective in the
 baseline. `vs_trl` is the speed relative to the fastest TRL trainer with the cell's settings and objective.
-`loss_memory_ratio` is the peak memory of the loss alone (hidden states in, gradients out) at a real vocabulary, divided by that of
-full logits and autograd, which is measured at fewer rows and scaled linearly.
+The memory of the loss alone is measured by bench/loss.py.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -51,13 +50,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from data.batches.collate import Example, collate
 from data.prompts import stdlib
 from data.responses.rendered import RenderedPrompt
-from data.signals.signal import DenseSignal, TopKSignal
 from data.signals.store import SignalStore, signal_manifest
 from distill.config.load import parse_config
 from distill.config.sections import OptimConfig, RolloutConfig
-from distill.loss.chunk_heads import OutputHead, Student
 from distill.loss.definitions import Objective
-from distill.loss.objective import chunked_loss
 from distill.models.carving.layers import carve, layer_list
 from distill.models.load import load_model, load_tokenizer, model_fingerprint
 from distill.models.vocabulary import vocabulary_rows
@@ -394,66 +390,10 @@ def race_all(race: Race, names: Sequence[str], rounds: int, show: Callable[[str]
     return {name: statistics.median(values) for name, values in seen.items()}
 
 
-@dataclass(frozen=True)
-class LossShape:
-    """Sizes at which the loss alone is weighed."""
-
-    rows: int = 8192
-    vocab: int = 151_936
-    student_width: int = 128
-    teacher_width: int = 256
-
-
 def weigh_step(settings: Settings, name: str, steps: int) -> float:
     """Megabytes by which a contestant's steps make its process grow."""
     step = make_step(Race(settings), name)
     return growth_of(lambda: [step() for _ in range(steps)], settings.device)
-
-
-def weigh_loss(shape: LossShape, objective: str, who: str, device: str) -> float:
-    """Megabytes by which one forward and backward of the loss, from hidden states, makes a process grow."""
-    torch.manual_seed(0)
-    rows = shape.rows
-    target_head = torch.nn.Linear(shape.teacher_width, shape.vocab, bias=False, device=device).requires_grad_(False)
-    student_head = torch.nn.Linear(shape.student_width, shape.vocab, bias=False, device=device)
-    target_hidden_RD = torch.randn(rows, shape.teacher_width, device=device)
-    student_hidden_RD = torch.randn(rows, shape.student_width, device=device).requires_grad_(True)
-    labels_R = torch.randint(0, shape.vocab, (rows,), device=device)
-    weights = OBJECTIVES[objective]
-
-    def naive() -> None:
-        target_log_probs_RV = target_head(target_hidden_RD).log_softmax(-1)
-        student_log_probs_RV = student_head(student_hidden_RD).log_softmax(-1)
-        loss = plain_losses(target_log_probs_RV, student_log_probs_RV, labels_R, weights).sum()
-        loss.backward()
-
-    signal: Any = DenseSignal(target_hidden_RD, target_head)
-    if who == "store":
-        ids_RK = torch.stack([torch.randperm(shape.vocab, device=device)[:TOP_K] for _ in range(64)])[
-            torch.arange(rows) % 64
-        ]
-        signal = TopKSignal(
-            ids_RK, torch.full((rows, TOP_K), 0.9 / TOP_K, device=device).log(), torch.full((rows,), 0.1).log()
-        )
-
-    def ours() -> None:
-        student = Student(student_hidden_RD, OutputHead(student_head))
-        chunked_loss(Objective(weights), student, signal, labels_R).loss.backward()
-
-    return growth_of(naive if who == "floor" else ours, device)
-
-
-def loss_jobs(shape: LossShape, names: Sequence[str], device: str) -> dict[str, tuple[str, tuple]]:
-    """Jobs by name: ours at all rows, the baseline at few rows, so that it fits in memory."""
-    jobs = {}
-    for objective in dict.fromkeys(name.split("/")[2] for name in names if name.startswith("ours/")):
-        jobs[f"loss/ours/{objective}"] = ("weigh_loss", (asdict(shape), objective, "ours", device))
-        if f"ours/store/{objective}" in names:
-            jobs[f"loss/store/{objective}"] = ("weigh_loss", (asdict(shape), objective, "store", device))
-    for part in (16, 8):
-        few = asdict(replace(shape, rows=max(1, shape.rows // part)))
-        jobs[f"loss/floor/{part}"] = ("weigh_loss", (few, "forward_kl", "floor", device))
-    return jobs
 
 
 def growth_of(work: Callable[[], Any], device: str) -> float:
@@ -484,14 +424,14 @@ def run_jobs(path: Path) -> None:
     """Does each job in a fork of this process, which has imported everything and computed nothing; writes path.done."""
     order = json.loads(path.read_text(encoding="utf-8"))
     results: dict[str, float | None] = {}
-    for name, (kind, arguments) in order["jobs"].items():
+    for name, (settings, contestant, steps) in order["jobs"].items():
         reader, writer = os.pipe()
         child = os.fork()
         if child == 0:
             status = 1
             try:
                 torch.set_num_threads(order["threads"])
-                os.write(writer, json.dumps(do_job(kind, arguments)).encode())
+                os.write(writer, json.dumps(weigh_step(Settings(**settings), contestant, steps)).encode())
                 status = 0
             finally:
                 os._exit(status)
@@ -503,25 +443,11 @@ def run_jobs(path: Path) -> None:
     path.with_suffix(".done").write_text(json.dumps(results), encoding="utf-8")
 
 
-def do_job(kind: str, arguments: Sequence[Any]) -> float:
-    """One memory job, in a process of its own."""
-    if kind == "weigh_step":
-        return weigh_step(Settings(**arguments[0]), *arguments[1:])
-    return weigh_loss(LossShape(**arguments[0]), *arguments[1:])
-
-
-def full_logits_mb(memory: dict[str, float]) -> float | None:
-    """The baseline's growth at all rows: it is linear in the rows, and two points are measured."""
-    few, more = memory.get("loss/floor/16"), memory.get("loss/floor/8")
-    return None if few is None or more is None else more + (more - few) * (16 - 2)
-
-
 def make_cells(
     race: Race, seconds: dict[str, float], on: dict[str, float], memory: dict[str, float], every: int
 ) -> list[dict]:
     """The cells of all of ours, from the medians of both groups."""
     cells = []
-    full, one = full_logits_mb(memory), memory.get("one_models_logits")
     for name in (*seconds, *on):
         who, policy, objective = name.split("/")
         group = on if policy == "on" else seconds
@@ -532,7 +458,6 @@ def make_cells(
         fair = [f"{trl}/{'on' if policy == 'on' else 'off'}/{objective}" for trl in ("trl-gkd", "trl-distillation")]
         peers = {peer: group[peer] for peer in fair if peer in group}
         defaults = {peer: value for peer, value in group.items() if "defaults" in peer}
-        loss_mb = memory.get(f"loss/{'store' if policy == 'store' else 'ours'}/{objective}")
         variants = {1: group[name]}
         amortised = [peer for peer in on if peer.startswith("rollouts/")]
         if policy == "on" and amortised and every > 1:
@@ -546,8 +471,6 @@ def make_cells(
                 "vs_floor": value / group[f"floor/{'on' if policy == 'on' else 'off'}/forward_kl"],
                 "vs_trl": min(peers.values()) / value if peers else None,
                 "peak_memory_mb": memory.get(name),
-                "loss_memory_ratio": loss_mb / full if loss_mb is not None and full else None,
-                "loss_over_one_models_logits": loss_mb / one if loss_mb is not None and one else None,
                 "pair": race.settings.target or race.settings.pair,
                 "vs_own_floor": value / group[f"floor/off/{objective}"] if policy == "off" else None,
                 "vs_each_trl": {peer: theirs / value for peer, theirs in (peers | defaults).items()},
@@ -583,7 +506,6 @@ def print_table(result: dict[str, Any]) -> None:
         "vs_own_floor",
         "vs_trl",
         "peak_memory_mb",
-        "loss_memory_ratio",
     )
     for column in columns:
         table.add_column(column)
@@ -630,8 +552,6 @@ def main(
     objectives: Annotated[str, typer.Option(help="comma-separated")] = ",".join(OBJECTIVES),
     policies: Annotated[str, typer.Option(help="comma-separated")] = "off,store,on",
     memory: Annotated[bool, typer.Option(help="measure memory too, a process each")] = True,
-    loss_tokens: Annotated[int, typer.Option(help="rows at which the loss alone is weighed", min=16)] = 8192,
-    loss_vocab: Annotated[int, typer.Option(help="vocabulary at which the loss alone is weighed", min=100)] = 151_936,
     compile_ours: Annotated[bool, typer.Option("--compile", help="torch.compile our draft's layers and loss")] = False,
     trl: Annotated[bool, typer.Option(help="race TRL where it is installed")] = True,
     threads: Annotated[int, typer.Option(help="CPU threads; 0 = torch's own choice", min=0)] = 0,
@@ -660,10 +580,8 @@ def main(
     weights: dict[str, float] = {}
     if memory:
         names = [name for name in dict.fromkeys((*seconds, *on)) if not name.startswith("rollouts/")]
-        jobs: dict[str, tuple[str, tuple]] = {name: ("weigh_step", (asdict(settings), name, 3)) for name in names}
-        jobs |= loss_jobs(LossShape(loss_tokens, loss_vocab), names, device)
+        jobs = {name: [asdict(settings), name, 3] for name in names}
         weights = growth_in_processes(jobs, threads, console.print)
-        weights["one_models_logits"] = loss_tokens * loss_vocab * 4 / 1e6
     result = {
         "machine": machine(),
         "settings": asdict(settings) | {"rounds": rounds, "top_k": TOP_K, "rollout_prompts": rollout.prompts},
@@ -672,21 +590,12 @@ def main(
             name: {"seconds": value, "tokens_per_second": race.tokens / value, "peak_memory_mb": weights.get(name)}
             for name, value in (on | seconds).items()
         },
-        "loss_memory_mb": {name: value for name, value in weights.items() if name.startswith("loss/")}
-        | {
-            "rows": loss_tokens,
-            "vocab": loss_vocab,
-            "full_logits": full_logits_mb(weights),
-            "one_models_logits": weights.get("one_models_logits"),
-        },
     }
     write_result(out, result)
     print_table(result)
 
 
-def growth_in_processes(
-    jobs: dict[str, tuple[str, tuple]], threads: int, show: Callable[[str], None]
-) -> dict[str, float]:
+def growth_in_processes(jobs: dict[str, list[Any]], threads: int, show: Callable[[str], None]) -> dict[str, float]:
     """Megabytes by job name; each is done by a process of its own, forked from one that has imported everything."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "jobs.json"
