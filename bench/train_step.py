@@ -201,13 +201,11 @@ def stored_teacher(teacher: Teacher, examples: Sequence[Example], k: int) -> Any
     """A teacher that reads the top-k signals of the examples from a store in a temporary folder."""
     store, model = SignalStore(Path(tempfile.mkdtemp(prefix="signals-"))), teacher.split.model
     manifest = signal_manifest(
-        "topk",
         k,
         temperature=1.0,
         vocab_rows=vocabulary_rows(model.config),
         target=model_fingerprint(model),
         target_dtype=str(model.dtype),
-        seed=0,
     )
     store.open(manifest, [example.response_tokens for example in examples])
     for number, example in enumerate(examples):

@@ -1,4 +1,4 @@
-"""`understudy respond CONFIG [--signal topk|sampled|none] [key=value ...]`: store responses and probabilities of the target.
+"""`understudy respond CONFIG [--signal topk|none] [key=value ...]`: store responses and probabilities of the target.
 
 Makes the same responses as training does. With --signal it also stores the target's probabilities at every response token, so that
 training with `signal.source=store` never loads the target. On several devices: `understudy respond CONFIG --num-processes 8`.
@@ -22,7 +22,7 @@ from distill.run.session import preflight, run_prompts
 from distill.training.signal import fill, open_signal_store, signal_line
 from speculative.errors import UserError
 
-KINDS = ("topk", "sampled", "none")
+KINDS = ("topk", "none")
 
 
 def _resolved(config_path: str | Path, overrides: Sequence[str], signal: str | None) -> tuple[RunConfig, bool]:
@@ -32,10 +32,9 @@ def _resolved(config_path: str | Path, overrides: Sequence[str], signal: str | N
     config = load_config(config_path, overrides)
     if signal == "none" or (signal is None and config.signal.source == "online"):
         return config, False
-    asked = [*overrides, f"signal.kind={signal or config.signal.kind}"]
-    if config.signal.source == "online":
-        asked.append("signal.source=store")  # Refuses an objective that the stored signal cannot serve before any work.
-    return load_config(config_path, asked), True
+    if config.signal.source == "online":  # Refuses an objective that the stored signal cannot serve before any work.
+        config = load_config(config_path, [*overrides, "signal.source=store"])
+    return config, True
 
 
 def run(config_path: str | Path, overrides: Sequence[str] = (), signal: str | None = None) -> SignalFacts | None:
@@ -73,14 +72,14 @@ def _signal(run: Run, rows: StoredRows, target: Target) -> SignalFacts:
     finally:
         store.close()
     run.say(signal_line(config.signal, facts))
-    run.say(f"to train from it, add signal.source=store signal.kind={config.signal.kind} to the command")
+    run.say("to train from it, add signal.source=store to the command")
     return facts
 
 
 def command(options: RespondOptions) -> int:
     """Let the target answer the prompts of CONFIG, and with --signal store its probabilities at every response token too.
 
-    topk: the k most probable tokens and the total of the rest (signal.k). sampled: unbiased draws (signal.samples).
+    topk: the k most probable tokens and the total of the rest (signal.k).
     The same command continues an interrupted run. Exit status: 0 done, 2 a mistake of the user, 130 interrupted.
     """
     try:

@@ -1,10 +1,10 @@
 """Encode teacher signals as columns of a shard: rounding error and bytes per token. Files are in `store.py`.
 
-Legend: R response tokens, K stored entries of a token, S distinct samples of a token, N entries of all tokens together.
+Legend: R response tokens, K stored entries of a token, N entries of all tokens together.
 
 A log-probability is a 16-bit code, uniform between -32 and 0. The decoded probability has a relative error below RELATIVE_ERROR,
 down to e^-32 (1.3e-14). A smaller probability is read as e^-32, so that it stays above zero; one code means exactly zero. Ids take
-16 bits, and a second, packed column has the higher bits for a larger vocabulary. The log of the tail mass and the entropy are float32.
+16 bits, and a second, packed column has the higher bits for a larger vocabulary. The log of the tail mass is float32.
 With k = 64 and 151,936 tokens this is 276 bytes per token.
 """
 
@@ -14,19 +14,14 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from data.signals.signal import SampledSignal, StoredSignal, TopKSignal
+from data.signals.signal import TopKSignal
 
 LOG_FLOOR = -32.0
 ZERO_CODE = 65535  # probability 0; lower codes are -32/65534 apart
 RELATIVE_ERROR = 2.5e-4  # half a step, 16/65534 = 2.442e-4, and float32's rounding of the logarithm, 2e-6
 _LOG_OF_CODE = np.append(np.arange(ZERO_CODE) * (LOG_FLOOR / (ZERO_CODE - 1)), -np.inf).astype(np.float32)
-MAX_SAMPLES = 255  # counts and numbers of distinct ids are bytes
-_ENTRIES = {"ids": pa.uint16(), "ids_above": pa.uint8(), "log_probs": pa.uint16()}
 # Columns of a row, which holds one example; each value is a list.
-COLUMNS = {
-    "topk": {**_ENTRIES, "log_tail": pa.float32()},
-    "sampled": {"distinct": pa.uint8(), **_ENTRIES, "counts": pa.uint8(), "entropy": pa.float32()},
-}
+COLUMNS = {"ids": pa.uint16(), "ids_above": pa.uint8(), "log_probs": pa.uint16(), "log_tail": pa.float32()}
 
 
 def lists_of(values: Sequence[np.ndarray]) -> pa.ListArray:
@@ -66,39 +61,17 @@ def decode_ids(columns: Mapping[str, np.ndarray], vocab_rows: int) -> np.ndarray
     return ids_N
 
 
-def encode(signal: StoredSignal, entries: int, vocab_rows: int) -> dict[str, np.ndarray]:
-    """The columns of one example's signal, on the CPU; entries: k or samples. Padding of samples is not stored."""
-    if isinstance(signal, TopKSignal):
-        return {
-            **encode_ids(signal.ids_RK.numpy().reshape(-1), vocab_rows),
-            "log_probs": encode_log_probs(signal.log_probs_RK.numpy().reshape(-1)),
-            "log_tail": signal.log_tail_R.numpy(),
-        }
-    counts_RS = np.rint(signal.weights_RS.numpy().astype(np.float64) * entries).astype(np.uint8)
-    drawn_RS = counts_RS > 0
+def encode(signal: TopKSignal, vocab_rows: int) -> dict[str, np.ndarray]:
+    """The columns of one example's signal, on the CPU."""
     return {
-        "distinct": drawn_RS.sum(-1).astype(np.uint8),
-        **encode_ids(signal.ids_RS.numpy()[drawn_RS], vocab_rows),
-        "log_probs": encode_log_probs(signal.log_probs_RS.numpy()[drawn_RS]),
-        "counts": counts_RS[drawn_RS],
-        "entropy": signal.entropy_R.numpy(),
+        **encode_ids(signal.ids_RK.numpy().reshape(-1), vocab_rows),
+        "log_probs": encode_log_probs(signal.log_probs_RK.numpy().reshape(-1)),
+        "log_tail": signal.log_tail_R.numpy(),
     }
 
 
-def decode(columns: Mapping[str, np.ndarray], tokens: int, entries: int, vocab_rows: int) -> StoredSignal:
-    """The signal in the columns of one example. Samples are padded to the token with the most distinct ids.
-
-    Raises ValueError: columns have the wrong length.
-    """
-    ids_N, log_probs_N = decode_ids(columns, vocab_rows), decode_log_probs(columns["log_probs"])
-    if "log_tail" in columns:
-        parts = ids_N.reshape(tokens, entries), log_probs_N.reshape(tokens, entries), columns["log_tail"].copy()
-        return TopKSignal(*map(torch.from_numpy, parts))
-    distinct_R = columns["distinct"].astype(np.int64)
-    drawn_RS = np.arange(distinct_R.max(initial=1)) < distinct_R[:, None]
-    ids_RS, weights_RS = np.zeros(drawn_RS.shape, np.int64), np.zeros(drawn_RS.shape, np.float32)
-    log_probs_RS = np.full(drawn_RS.shape, -np.inf, np.float32)
-    ids_RS[drawn_RS], log_probs_RS[drawn_RS] = ids_N, log_probs_N
-    weights_RS[drawn_RS] = columns["counts"].astype(np.float32) / np.float32(entries)
-    samples = ids_RS, weights_RS, log_probs_RS, columns["entropy"].copy()
-    return SampledSignal(*map(torch.from_numpy, samples))
+def decode(columns: Mapping[str, np.ndarray], tokens: int, k: int, vocab_rows: int) -> TopKSignal:
+    """The signal in the columns of one example. Raises ValueError: columns have the wrong length."""
+    ids_RK = decode_ids(columns, vocab_rows).reshape(tokens, k)
+    log_probs_RK = decode_log_probs(columns["log_probs"]).reshape(tokens, k)
+    return TopKSignal(*map(torch.from_numpy, (ids_RK, log_probs_RK, columns["log_tail"].copy())))

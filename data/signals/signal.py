@@ -1,12 +1,12 @@
-"""The teacher's distributions at the response tokens of a micro-batch: dense, top-k or sampled.
+"""The teacher's distributions at the response tokens of a micro-batch: dense or top-k.
 
-Legend: R response tokens (rows), K stored entries of a row, S samples of a row, C rows of a chunk, D hidden width, V vocabulary.
-All three kinds describe the teacher's distribution at one softening temperature, which is 1 by default.
+Legend: R response tokens (rows), K stored entries of a row, C rows of a chunk, D hidden width, V vocabulary.
+Both kinds describe the teacher's distribution at one softening temperature, which is 1 by default.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any, Self, TypeVar
+from dataclasses import dataclass, fields
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -48,34 +48,9 @@ class TopKSignal(_Rows):
     log_tail_R: Tensor  # float32
 
 
-@dataclass(frozen=True)
-class SampledSignal(_Rows):
-    """Importance samples of each row: distinct ids with weights whose expectation is the teacher's probability (arXiv 2503.16870).
-
-    `weights_RS` sums to 1 per row and is 0 for padding; `log_probs_RS` is the teacher's log-probability
-    of the same ids; `entropy_R` is that of the whole distribution, in nats.
-    """
-
-    ids_RS: Tensor  # int64
-    weights_RS: Tensor  # float32
-    log_probs_RS: Tensor  # float32
-    entropy_R: Tensor  # float32
+Signal = DenseSignal | TopKSignal
 
 
-StoredSignal = TopKSignal | SampledSignal
-Signal = DenseSignal | StoredSignal
-_Stored = TypeVar("_Stored", bound=StoredSignal)
-
-
-def joined(signals: Sequence[_Stored]) -> _Stored:
-    """Concatenate the rows of one or more examples. Samples are padded to the widest with weight and probability 0."""
-
-    def column(name: str) -> Tensor:
-        parts = [getattr(signal, name) for signal in signals]
-        if parts[0].dim() > 1:
-            width, filler = max(part.shape[1] for part in parts), -torch.inf if name.startswith("log_probs") else 0.0
-            parts = [torch.nn.functional.pad(part, (0, width - part.shape[1]), value=filler) for part in parts]
-        return torch.cat(parts)
-
-    columns: Any = {one.name: column(one.name) for one in fields(signals[0])}
-    return replace(signals[0], **columns)
+def joined(signals: Sequence[TopKSignal]) -> TopKSignal:
+    """Concatenate the rows of one or more examples."""
+    return TopKSignal(*(torch.cat([getattr(signal, one.name) for signal in signals]) for one in fields(TopKSignal)))

@@ -27,17 +27,16 @@ from rich.console import Console
 from rich.progress import track
 
 from data.files import other_key, write_all, writing
-from data.signals.columns import COLUMNS, MAX_SAMPLES, decode, encode, lists_of
-from data.signals.signal import StoredSignal, TopKSignal, joined
+from data.signals.columns import COLUMNS, decode, encode, lists_of
+from data.signals.signal import TopKSignal, joined
 from speculative.errors import UserError
 
-FORMAT = 3
+FORMAT = 4
 SHARDS = "signal-*.arrows"
 SHARD_BYTES = 64 << 20  # no rows are appended to a file above this size
 MAPPED_FILES = 8  # most recently read files; the memory of others is released
-# `figure`, per token: the tail mass (topk) or the number of distinct ids (sampled).
-_FACTS = [("key", pa.uint64()), ("tokens", pa.int32()), ("figure_sum", pa.float64()), ("figure_max", pa.float64())]
-_FOUND = np.dtype([("file", "<i4"), ("message", "<i8"), ("row", "<i4"), ("figure_sum", "<f8"), ("figure_max", "<f8")])
+_FACTS = [("key", pa.uint64()), ("tokens", pa.int32()), ("tail_sum", pa.float64()), ("tail_max", pa.float64())]
+_FOUND = np.dtype([("file", "<i4"), ("message", "<i8"), ("row", "<i4"), ("tail_sum", "<f8"), ("tail_max", "<f8")])
 # Errors that Arrow and numpy raise for bytes that are not a message, or a row that does not fit its schema.
 _ODD = (pa.ArrowException, OSError, EOFError, ValueError, LookupError, TypeError)
 
@@ -54,13 +53,12 @@ class _Damaged(UserError):
 
 @dataclass(frozen=True)
 class SignalFacts:
-    """Size of a signal. `mean`, `largest`: per token, the tail mass (topk) or the number of distinct ids (sampled).
+    """Size of a signal. `mean`, `largest`: the tail mass of a token.
 
     The tail mass bounds the effect of truncation: alpha computed from the store is too low by at most its mean, plus or minus
     the rounding of the codes.
     """
 
-    kind: str
     examples: int
     tokens: int
     bytes_per_token: float
@@ -79,37 +77,31 @@ class _File:
 
 
 def signal_manifest(
-    kind: str,
-    entries: int,
+    k: int,
     *,
     temperature: float,
     vocab_rows: int,
     target: str,
     target_dtype: str,
-    seed: int,
     prompts: bool = False,
 ) -> SignalManifest:
-    """The settings that identify a signal: kind, k or samples, the loss's temperature, target, seed of draws, with prompts or not.
+    """The settings that identify a signal: k, the loss's temperature, target, with prompts or not.
 
-    Raises UserError: more entries than the vocabulary has tokens, more samples than a byte can count.
+    Raises UserError: more entries than the vocabulary has tokens.
     """
-    if kind == "topk" and entries > vocab_rows:
+    if k > vocab_rows:
         raise UserError(
-            f"signal.k = {entries}: the target's vocabulary has {vocab_rows} tokens; set it to at most {vocab_rows}"
+            f"signal.k = {k}: the target's vocabulary has {vocab_rows} tokens; set it to at most {vocab_rows}"
         )
-    if kind == "sampled" and not 1 <= entries <= MAX_SAMPLES:
-        raise UserError(f"signal.samples = {entries}: set it to 1 to {MAX_SAMPLES}")
     manifest: SignalManifest = {
         "format": FORMAT,
-        "kind": kind,
-        "k" if kind == "topk" else "samples": entries,
+        "k": k,
         "temperature": temperature,
         "vocab_rows": vocab_rows,
         "target": target,
         "target_dtype": target_dtype,
     }
-    manifest |= {"prompt_tokens": True} if prompts else {}
-    return manifest | ({"seed": seed} if kind == "sampled" else {})
+    return manifest | ({"prompt_tokens": True} if prompts else {})
 
 
 class SignalStore:
@@ -146,10 +138,9 @@ class SignalStore:
         self._found_U = np.zeros(len(self._known_U), _FOUND)
         self._found_U["file"] = -1
         self.manifest = manifest
-        self.kind, self._vocab_rows = str(manifest["kind"]), int(manifest["vocab_rows"])
-        self._entries = int(manifest["k" if self.kind == "topk" else "samples"])
+        self._k, self._vocab_rows = int(manifest["k"]), int(manifest["vocab_rows"])
         settings = json.dumps(self.manifest, sort_keys=True)
-        lists = [(name, pa.list_(kind)) for name, kind in COLUMNS[self.kind].items()]
+        lists = [(name, pa.list_(kind)) for name, kind in COLUMNS.items()]
         self._schema = pa.schema([*_FACTS, ("crc", pa.uint32()), *lists], metadata={"signal": settings})
         self._seed = zlib.crc32(settings.encode())
         self._rank, self._repair = rank, repair
@@ -164,7 +155,7 @@ class SignalStore:
     @property
     def again(self) -> str:
         """The command that makes the signal."""
-        return f"`understudy respond {self.folder.parents[1] / 'config.yaml'} --signal {self.kind}`"
+        return f"`understudy respond {self.folder.parents[1] / 'config.yaml'} --signal topk`"
 
     def faults(self) -> list[str]:
         """Possible reasons for missing rows: incomplete files, or a signal made with other settings."""
@@ -196,11 +187,11 @@ class SignalStore:
             self._sound(index)
         return self._without(indices)
 
-    def write(self, signals: Mapping[int, StoredSignal]) -> None:
+    def write(self, signals: Mapping[int, TopKSignal]) -> None:
         """Store rows of examples (CPU tensors) in one message, instead of their earlier rows; UserError if the disk is full."""
         parts = [self._row(index, signal) for index, signal in signals.items()]
         arrays = [pa.array([part[name] for part in parts], kind) for name, kind in [*_FACTS, ("crc", pa.uint32())]]
-        arrays += [lists_of([part[name] for part in parts]) for name in COLUMNS[self.kind]]
+        arrays += [lists_of([part[name] for part in parts]) for name in COLUMNS]
         message = pa.RecordBatch.from_arrays(arrays, schema=self._schema).serialize()
         with writing(self.folder, "; earlier records are intact"):
             file = self._file()
@@ -209,13 +200,13 @@ class SignalStore:
         self._writer = file
         self._take_in(Path(file.name))
 
-    def read(self, indices: Sequence[int]) -> StoredSignal:
+    def read(self, indices: Sequence[int]) -> TopKSignal:
         """Rows of these examples, concatenated in this order, on the CPU; safe to call from several threads.
 
         Every checksum is verified; UserError, with file and number, for an example that is missing or damaged.
         """
         signals = [self._load(index) for index in indices]
-        return joined(signals or [decode(self._nothing, 0, self._entries, self._vocab_rows)])
+        return joined(signals or [decode(self._nothing, 0, self._k, self._vocab_rows)])
 
     def verify(self, *, rank: int = 0, ranks: int = 1, show: bool = False) -> None:
         """Read every existing row once, each rank its share. A damaged row is a UserError; with repair its file is deleted, with a line."""
@@ -230,39 +221,34 @@ class SignalStore:
         rows, tokens = self._found_U[self._place_N[present]], int(self.lengths_N[present].sum())
         own = [file for file in self._files.values() if file.schema is not None]
         return SignalFacts(
-            self.kind,
             len(rows),
             tokens,
             sum(file.end for file in own) / max(1, sum(file.tokens for file in own)),
-            float(rows["figure_sum"].sum()) / max(tokens, 1),
-            float(rows["figure_max"].max(initial=0.0)),
+            float(rows["tail_sum"].sum()) / max(tokens, 1),
+            float(rows["tail_max"].max(initial=0.0)),
         )
 
     @property
     def _nothing(self) -> dict[str, np.ndarray]:
-        return {name: np.zeros(0, kind.to_pandas_dtype()) for name, kind in COLUMNS[self.kind].items()}
+        return {name: np.zeros(0, kind.to_pandas_dtype()) for name, kind in COLUMNS.items()}
 
-    def _row(self, index: int, signal: StoredSignal) -> Mapping[str, Any]:
-        rows = signal.ids_RK if isinstance(signal, TopKSignal) else signal.ids_RS
-        if len(rows) != self.lengths_N[index] or isinstance(signal, TopKSignal) != (self.kind == "topk"):
-            raise ValueError(f"example {index} has {self.lengths_N[index]} tokens of kind {self.kind}, not these")
-        if isinstance(signal, TopKSignal):
-            figures = signal.log_tail_R.double().exp()
-        else:
-            figures = (signal.weights_RS > 0).sum(-1).double()
+    def _row(self, index: int, signal: TopKSignal) -> Mapping[str, Any]:
+        if len(signal.ids_RK) != self.lengths_N[index]:
+            raise ValueError(f"example {index} has {self.lengths_N[index]} tokens, not {len(signal.ids_RK)}")
+        tails = signal.log_tail_R.double().exp()
         row: dict[str, Any] = {
             "key": int(self.keys_N[index]),
-            "tokens": len(rows),
-            "figure_sum": float(figures.sum()),
-            "figure_max": float(max(figures.tolist(), default=0.0)),
-            **encode(signal, self._entries, self._vocab_rows),
+            "tokens": len(signal.ids_RK),
+            "tail_sum": float(tails.sum()),
+            "tail_max": float(max(tails.tolist(), default=0.0)),
+            **encode(signal, self._vocab_rows),
         }
         return {**row, "crc": self._crc(row)}
 
     def _crc(self, row: Mapping[str, Any]) -> int:
         facts = np.array([tuple(row[name] for name, _ in _FACTS)], "<u8,<i4,<f8,<f8")
         crc = zlib.crc32(facts.tobytes(), self._seed)
-        for name in COLUMNS[self.kind]:
+        for name in COLUMNS:
             crc = zlib.crc32(row[name].tobytes(), crc)
         return crc
 
@@ -324,7 +310,7 @@ class SignalStore:
         asked[asked] = self._known_U[places[asked]] == keys[asked]
         found = np.zeros(int(asked.sum()), _FOUND)
         found["file"], found["message"], found["row"] = file.number, file.end, np.flatnonzero(asked)
-        for name in ("figure_sum", "figure_max"):
+        for name in ("tail_sum", "tail_max"):
             found[name] = batch[name].to_numpy()[asked]
         self._found_U[places[asked]] = found
 
@@ -337,7 +323,7 @@ class SignalStore:
     def _without(self, indices: Sequence[int]) -> list[int]:
         return [index for index in dict.fromkeys(indices) if self._found(index)["file"] < 0]
 
-    def _load(self, index: int) -> StoredSignal:
+    def _load(self, index: int) -> TopKSignal:
         """An example's signal. Raises UserError if it is missing or damaged."""
         found = self._found(index)
         if found["file"] < 0:
@@ -350,10 +336,10 @@ class SignalStore:
                 batch = _message(source, self._schema)
             place = int(found["row"])
             row = {name: batch[name][place].as_py() for name in (*dict(_FACTS), "crc")}
-            row |= {name: _values(batch[name], place) for name in COLUMNS[self.kind]}
+            row |= {name: _values(batch[name], place) for name in COLUMNS}
             if row["crc"] != self._crc(row) or row["key"] != self.keys_N[index]:
                 raise ValueError("another checksum")
-            return decode(row, int(self.lengths_N[index]), self._entries, self._vocab_rows)
+            return decode(row, int(self.lengths_N[index]), self._k, self._vocab_rows)
         except _ODD as error:
             fault = f"a row cannot be read ({' '.join(str(error).split())[:80]}) (example {index})"
             raise _Damaged(path, fault, self.again) from error

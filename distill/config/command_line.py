@@ -98,7 +98,7 @@ class RespondOptions(LaunchOptions):
     overrides: Overrides = None
     signal: Annotated[
         str,
-        option("also store the target's probabilities: topk, sampled or none; default: what signal.source needs"),
+        option("also store the target's probabilities: topk or none; default: what signal.source needs"),
     ] = ""
 
 

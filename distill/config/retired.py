@@ -10,6 +10,8 @@ RETIRED: dict[str, str] = {
     "student.head_tokens": "for a large vocabulary use init: config with a smaller hidden_size and embeddings: target",
     "target.endpoint.api": "serve the target yourself with vLLM, and give the address of its /v1/completions",
     "signal.source: response_logprobs": "serve the target yourself with vLLM, and use signal.source: store",
+    "signal.kind": "the store keeps the target's top-k probabilities (signal.k)",
+    "signal.samples": "the store keeps the target's top-k probabilities (signal.k)",
     "judge.temperatures": "use `understudy probe --temperatures`",
 }
 

@@ -84,9 +84,6 @@ IMPOSSIBLE: tuple[Impossible, ...] = (  # Checked in this order; the first match
      "data.mix.text and data.text need each other; set both or neither"),
     (lambda c: (c.own_words or c.data.mix.text) and c.signal.source != "online",
      "signal.source: {0.signal.source} has only the target's responses; for other shares of data.mix set signal.source: online"),
-    (lambda c: c.signal.source != "online" and c.signal.kind == "sampled" and c.biased_by_samples,
-     "signal.kind: sampled is unbiased only for forward_kl and ce, not for {0.biased_by_samples}; "
-     "set loss.name: forward_kl, or signal.kind: topk"),
     # A target at a server.
     (lambda c: c.behind() and c.judge.live == "end",
      "target.endpoint: without the target's weights nothing can be decoded for the verdict; set judge.live: checkpoint (new responses of the "
@@ -96,7 +93,7 @@ IMPOSSIBLE: tuple[Impossible, ...] = (  # Checked in this order; the first match
     (lambda c: c.behind() and c.data.responses == "reference",
      "target.endpoint: data.responses: reference needs the target's weights; set data.responses: target"),
     (lambda c: c.behind() and c.asks_more_than_server_gives,
-     "target.endpoint only supports signal.source: store, signal.kind: topk and loss.temperature: 1"),
+     "target.endpoint only supports signal.source: store and loss.temperature: 1"),
     # A target on several devices.
     (lambda c: c.target.shard and c.target.device_map,
      "target.device_map spreads the target over the GPUs of one process, target.shard over processes; set only one of the two"),
@@ -205,17 +202,11 @@ class RunConfig(Section):
     @property
     def asks_more_than_server_gives(self) -> bool:
         """Whether the objective needs more than stored top-k probabilities, which is what a server can give."""
-        stored = self.signal.source == "store" and self.signal.kind == "topk" and self.loss.temperature == 1
-        return not self.only_ce and not stored
+        return not self.only_ce and not (self.signal.source == "store" and self.loss.temperature == 1)
 
     def objective_names(self) -> set[str]:
         """Names of all objectives that the run uses in some step."""
         return set(self.loss_weights()) | ({self.loss.warmup.name} if self.loss.warmup else set())
-
-    @property
-    def biased_by_samples(self) -> str:
-        """The objectives of the run for which a sampled signal is biased."""
-        return ", ".join(sorted(self.objective_names() - {"forward_kl", "ce"}))
 
     def loss_weights(self, step: int | None = None) -> dict[str, float]:
         """Objective name -> weight, at a step (None: after the warm-up)."""

@@ -264,13 +264,9 @@ class SignalConfig(Section):
     source: Literal["online", "store", "capture"] = "online"
     """online: the target runs in every step. store: read what `understudy respond --signal` stored; the target is
     not in memory. capture: the target runs once per sequence, later epochs read what was kept"""
-    kind: Literal["topk", "sampled"] = "topk"
-    """topk: the k most probable tokens and the total probability of the rest; sampled: unbiased importance
-    samples"""
     k: int = Field(64, ge=1, le=4096)
-    """topk: entries per token (4 bytes each, plus the id bits above 16)"""
-    samples: int = Field(50, ge=1, le=255)
-    """sampled: draws per token; some draws repeat"""
+    """most probable tokens that are stored per token (4 bytes each, plus the id bits above 16), beside the total
+    probability of the rest"""
 
 
 Moment = Annotated[float, Field(ge=0, lt=1)]

@@ -1,7 +1,6 @@
 """Objectives as values over two distributions. Autograd computes the gradients in `rows.py`.
 
-Legend: N tokens (rows), E events (the vocabulary's tokens, or a store's K entries and "any other token"), V vocabulary, K stored entries,
-S samples. Losses are one number per token; divergences are in nats. Nothing is averaged here: the trainer divides once.
+Legend: N tokens (rows), E events (the vocabulary's tokens, or a store's K entries and "any other token"), V vocabulary, K stored entries. Losses are one number per token; divergences are in nats. Nothing is averaged here: the trainer divides once.
 """
 
 import math
@@ -18,8 +17,8 @@ from speculative.rules.verify import accept_probability, draft_settings_for
 
 ACCEPTED_LENGTH = "accepted_length"  # depends on blocks, not on single rows: distill/loss/accepted.py
 UNTOUCHED = SamplingSettings()  # the model's own distribution
-# Objectives that need no target, and those that samples can serve. The others are not linear in the target.
-WITHOUT_TARGET, FROM_SAMPLES = {"ce"}, {"ce", "forward_kl"}
+# Objectives that need no target.
+WITHOUT_TARGET = {"ce"}
 # Used as log 0, so that 0 x log 0 = 0. Its product with a probability above 1e-8 counts as infinite.
 LOWEST = -1e30
 
@@ -193,18 +192,6 @@ def filled_ids(ids_NK: Tensor, log_probs_NK: Tensor) -> tuple[Tensor, Tensor]:
     first_N1 = ids_NK.gather(-1, full_NK.int().argmax(-1, keepdim=True))
     spare_N1 = first_N1.masked_fill(~full_NK.any(-1, keepdim=True), 0)
     return torch.where(full_NK, ids_NK, spare_N1), full_NK
-
-
-def sampled_forward_kl(weights_NS: Tensor, entropy_N: Tensor, student_log_probs_NS: Tensor) -> Tensor:
-    """-entropy - sum_s weight log student: unbiased for KL(target || student) when E weight = target (arXiv 2503.16870). (N,)"""
-    cross_NS = torch.where(weights_NS > 0, weights_NS * student_log_probs_NS, torch.zeros_like(weights_NS))
-    return -entropy_N - cross_NS.sum(-1)
-
-
-def sampled_overlap(weights_NS: Tensor, target_log_probs_NS: Tensor, student_log_probs_NS: Tensor) -> Tensor:
-    """sum_s weight min(1, student / target), an unbiased estimate of the overlap. (N,)"""
-    accepted_NS = (student_log_probs_NS - target_log_probs_NS).clamp(max=0.0).exp()
-    return torch.where(weights_NS > 0, weights_NS * accepted_NS, torch.zeros_like(weights_NS)).sum(-1)
 
 
 def entropy_weight(entropy: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from data.signals.signal import DenseSignal, SampledSignal, Signal, TopKSignal
+from data.signals.signal import DenseSignal, Signal, TopKSignal
 from distill.loss import accepted
 from distill.loss import definitions as losses
 from distill.loss.chunk_heads import Head, OutputHead, Student, frozen_head_of, head_of, slices
@@ -33,8 +33,7 @@ MEASURED_ROWS, MEASURED_LOGITS = 128, 1 << 23
 class Scored(NamedTuple):
     """The summed loss of R rows, which has the gradient, and the overlap of student and target at each row.
 
-    The overlap at the loss's temperature is within [overlap, overlap + slack]; the slack is 0 except for a top-k signal. With a
-    sampled signal the overlap is an unbiased estimate. Both ignore tokens' weights.
+    The overlap at the loss's temperature is within [overlap, overlap + slack]; the slack is 0 except for a top-k signal. Both ignore tokens' weights.
     """
 
     loss: Tensor
@@ -90,11 +89,10 @@ def chunk_rows(vocabulary: int, dtype: torch.dtype, device: torch.device) -> int
 def acceptance_sum(objective: Objective, student: Student, signal: Signal) -> Tensor | None:
     """Estimate how many of the R rows' tokens a server would accept from the student, from at most 128 evenly spread rows.
 
-    A top-k signal counts as the whole distribution, because tokens excluded by truncation are in its tail. None without rows, and for
-    samples, which do not show what truncation keeps.
+    A top-k signal counts as the whole distribution, because tokens excluded by truncation are in its tail. None without rows.
     """
     tokens = len(student.hidden_RD)
-    if not tokens or isinstance(signal, SampledSignal):
+    if not tokens:
         return None
     most = max(1, min(MEASURED_ROWS, MEASURED_LOGITS // student.head.vocabulary))
     spread = slice(None, None, -(-tokens // most))
@@ -116,7 +114,7 @@ def kept_probs(objective: Objective, student: Student, signal: Signal | None, la
 
 
 def _both_logits(objective: Objective, student: Student, signal: Signal | None) -> tuple[Tensor | None, Tensor]:
-    """(target, student) logits of a few rows, without gradient; no target logits without a signal or with samples."""
+    """(target, student) logits of a few rows, without gradient; no target logits without a signal."""
     student_NV = head_of(student, False).logits(slice(None))
     if isinstance(signal, DenseSignal):
         return frozen_head_of(signal).logits(slice(None)), student_NV
@@ -135,10 +133,6 @@ def refuse_impossible(objective: Objective, signal: Signal | None, reference: De
     for served, why in (
         (losses.OBJECTIVES.keys(), "is unknown"),
         (losses.WITHOUT_TARGET if signal is None else names, "needs a target, and there is none"),
-        (
-            losses.FROM_SAMPLES if isinstance(signal, SampledSignal) else names,
-            "is not linear in the target, so samples cannot be used",
-        ),
     ):
         if names - served:
             raise ValueError(f"objective {', '.join(sorted(names - served))} {why}")

@@ -1,8 +1,8 @@
 """The loss of each row for each kind of signal, from logits to distributions to the objectives. Differentiable by autograd.
 
-Legend: C tokens (rows), V vocabulary, K stored entries, S samples, N rows, E events; a trailing 1 is a column with one number per row.
+Legend: C tokens (rows), V vocabulary, K stored entries, N rows, E events; a trailing 1 is a column with one number per row.
 
-A stored top-k is a distribution over K + 1 events, the last being "any other token"; samples are treated the same way. Only the two steps
+A stored top-k is a distribution over K + 1 events, the last being "any other token". Only the two steps
 over the whole vocabulary have a hand-written backward, which all objectives share.
 """
 
@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from data.signals.signal import SampledSignal, TopKSignal
+from data.signals.signal import TopKSignal
 from distill.loss import definitions as losses
 from distill.loss.definitions import LOWEST, Distribution, Objective, Pair
 
-Against = Tensor | TopKSignal | SampledSignal | None  # target logits, a stored signal, or nothing
+Against = Tensor | TopKSignal | None  # target logits, a stored signal, or nothing
 INFINITE = 1e20  # a loss above this counts as infinite, see `LOWEST`
 
 
@@ -105,7 +105,7 @@ def row_losses(
         pair, slack_C = _stored_pair(against, scores_CV, labels_C1)
         overlap_C, loss_C = pair.overlap_N - slack_C, losses.mixed(objective, pair)
     else:
-        return _sampled_rows(objective, against, scores_CV, labels_C1, weights_C)
+        return _labels_alone(objective, scores_CV, labels_C1, weights_C)
     entropy_C = None
     if objective.weighting == "entropy":
         entropy_C = -(pair.target.probs_NE * pair.target.log_probs_NE).sum(-1)
@@ -133,26 +133,12 @@ def _stored_pair(signal: TopKSignal, student_CV: Tensor, labels_C1: Tensor) -> t
     return Pair(target, student, overlap_C, log_label_C), slack_C
 
 
-def _sampled_rows(
-    objective: Objective, signal: SampledSignal | None, scores_CV: Tensor, labels_C1: Tensor, weights_C: Tensor | None
-) -> Rows:
-    """Forward KL by importance samples (value and gradient unbiased) and ce; without a signal, ce alone."""
-    if signal is None:
-        nothing_C0 = labels_C1[:, :0]
-        _, log_label_C = _events(scores_CV, nothing_C0, nothing_C0.bool(), labels_C1)
-        none_C = torch.zeros_like(log_label_C)
-        return _weighed(Rows(-objective.weight("ce") * log_label_C, none_C, none_C), log_label_C, weights_C, None)
-    weights_CS, target_CS, entropy_C = (
-        values.to(scores_CV.dtype) for values in (signal.weights_RS, signal.log_probs_RS, signal.entropy_R)
-    )
-    ids_CS, full_CS = losses.filled_ids(signal.ids_RS, weights_CS.log())
-    student, log_label_C = _events(scores_CV, ids_CS, full_CS, labels_C1)
-    log_probs_CS = student.log_probs_NE[:, :-1]
-    loss_C = objective.weight("forward_kl") * losses.sampled_forward_kl(weights_CS, entropy_C, log_probs_CS)
-    loss_C = loss_C - objective.weight("ce") * log_label_C
-    overlap_C = losses.sampled_overlap(weights_CS, target_CS, log_probs_CS)
-    rows = Rows(loss_C, overlap_C, torch.zeros_like(overlap_C))
-    return _weighed(rows, log_label_C, weights_C, entropy_C if objective.weighting == "entropy" else None)
+def _labels_alone(objective: Objective, scores_CV: Tensor, labels_C1: Tensor, weights_C: Tensor | None) -> Rows:
+    """Without a signal: ce."""
+    nothing_C0 = labels_C1[:, :0]
+    _, log_label_C = _events(scores_CV, nothing_C0, nothing_C0.bool(), labels_C1)
+    none_C = torch.zeros_like(log_label_C)
+    return _weighed(Rows(-objective.weight("ce") * log_label_C, none_C, none_C), log_label_C, weights_C, None)
 
 
 def _events(scores_CV: Tensor, ids_CK: Tensor, full_CK: Tensor, labels_C1: Tensor) -> tuple[Distribution, Tensor]:

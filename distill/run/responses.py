@@ -43,16 +43,14 @@ def decode_settings(serving: ServingConfig, seed: int, target: Target) -> Decode
 
 
 def signal_manifest_of(run: Run, facts: TargetFacts) -> SignalManifest:
-    """The manifest of the run's stored probabilities; UserError for a signal.k or signal.samples that is too large."""
-    config, signal = run.config, run.config.signal
+    """The manifest of the run's stored probabilities; UserError for a signal.k that is too large."""
+    config = run.config
     return signal_manifest(
-        signal.kind,
-        signal.k if signal.kind == "topk" else signal.samples,
+        config.signal.k,
         temperature=config.loss.temperature,
         vocab_rows=facts.vocab_rows,
         target=facts.fingerprint,
         target_dtype=facts.dtype,
-        seed=config.seed,
         prompts=config.loss.prompt_weight > 0,
     )
 

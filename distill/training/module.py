@@ -60,7 +60,7 @@ class DraftModule(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(summed loss, summed acceptance, its possible error) of a micro-batch. The loss covers all R tokens, the others response tokens only.
 
-        The acceptance is at the serving settings; with a sampled signal it is the overlap at the loss's temperature. With `depths_BT`
+        The acceptance is at the serving settings. With `depths_BT`
         each position starts a block of that many tokens (`distill/loss/offsets.py`), and the acceptance is that of the first.
         """
         split, rows_R, labels_R = self._split[0], batch.rows_R, batch.labels_R

@@ -74,15 +74,10 @@ def fill(run: Run, store: SignalStore, target: Target, examples: Examples) -> No
 
 def signal_line(signal: SignalConfig, facts: SignalFacts) -> str:
     """One line about the stored signal: its size, and how far truncation can lower an acceptance rate computed from it."""
-    size = f"{facts.bytes_per_token:.0f} bytes per token, {facts.tokens:,} tokens in {facts.examples:,} examples"
-    if facts.kind == "topk":
-        return (
-            f"signal: topk k {signal.k}, {size}; tail mass: mean {facts.mean:.4f}, maximum {facts.largest:.4f} "
-            f"(alpha computed from the store is too low by at most the mean, plus or minus {RELATIVE_ERROR} for rounding)"
-        )
     return (
-        f"signal: sampled {signal.samples} draws, {size}; {facts.mean:.1f} distinct ids per token, at most "
-        f"{facts.largest:.0f} (unbiased for forward_kl and ce)"
+        f"signal: topk k {signal.k}, {facts.bytes_per_token:.0f} bytes per token, {facts.tokens:,} tokens in {facts.examples:,} examples; "
+        f"tail mass: mean {facts.mean:.4f}, maximum {facts.largest:.4f} (alpha computed from the store is too low by at most the mean, "
+        f"plus or minus {RELATIVE_ERROR} for rounding)"
     )
 
 

@@ -1,7 +1,6 @@
 """The target's probabilities during training: from the target itself, or computed once, stored compactly and read back.
 
-Legend: B sequences, T positions, R response tokens (rows), C rows of a chunk, D hidden width, V vocabulary, K stored entries,
-N draws of a row, S distinct ones among them.
+Legend: B sequences, T positions, R response tokens (rows), C rows of a chunk, D hidden width, V vocabulary, K stored entries.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -12,11 +11,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from data.batches.collate import Batch
-from data.signals.signal import DenseSignal, SampledSignal, StoredSignal, TopKSignal, joined
+from data.signals.signal import DenseSignal, TopKSignal, joined
 from data.signals.store import SignalStore
 from distill.models.heads import SplitModel
 from speculative.errors import UserError
-from speculative.rules.sampling import row_uniforms, sample_at
 
 Head = Callable[[Tensor], Tensor]
 CHUNK_BYTES = 64 << 20  # size of one float32 (C, V) tensor; about six of them exist at once
@@ -68,59 +66,19 @@ def topk_signal(
     return joined(parts).to(hidden_RD.device)
 
 
-@torch.no_grad()
-def sampled_signal(
-    head: Head, hidden_RD: Tensor, samples: int, uniforms_R: Tensor, temperature: float = 1.0, chunk: int | None = None
-) -> SampledSignal:
-    """Draws of softmax(head(hidden) / temperature) as distinct ids with weights count / samples, E[weight] = probability.
-
-    The draws of a row are systematic: inverse transform at (j + u) / samples, j = 0 .. samples-1, with the row's one uniform u
-    in [0, 1). Each point is uniform in its interval, so the weights are unbiased, like independent draws (arXiv
-    2503.16870, proposal = the target). But a token of probability p is always drawn floor(samples p) or ceil(samples p) times,
-    so its variance is at most 1 / (4 samples^2) instead of p (1 - p) / samples.
-    """
-    draws_N, parts = torch.arange(samples, dtype=torch.float64, device=hidden_RD.device), []
-    for rows, logits_CV in _logits_in_chunks(head, hidden_RD, temperature, chunk):
-        log_probs_CV = logits_CV.log_softmax(-1)
-        probs_CV = log_probs_CV.exp()
-        entropy_C = -torch.where(probs_CV > 0, probs_CV * log_probs_CV, 0.0).sum(-1)
-        points_CN = (draws_N + uniforms_R[rows].to(probs_CV.device).double().unsqueeze(-1)) / samples
-        ids_CS, weights_CS = _distinct(sample_at(probs_CV, points_CN))
-        log_probs_CS = torch.where(weights_CS > 0, log_probs_CV.gather(-1, ids_CS), -torch.inf)
-        parts.append(SampledSignal(ids_CS, weights_CS, log_probs_CS, entropy_C))
-    return joined(parts).to(hidden_RD.device)
-
-
-def _distinct(ids_CN: Tensor) -> tuple[Tensor, Tensor]:
-    """Rising ids -> (distinct ids (C, S), shares of the draws (C, S)); rows with fewer ids are padded with id 0 and share 0."""
-    is_new_CN = torch.ones_like(ids_CN, dtype=torch.bool)
-    is_new_CN[:, 1:] = ids_CN[:, 1:] != ids_CN[:, :-1]
-    slots_CN = is_new_CN.cumsum(-1) - 1
-    width = int(slots_CN.max()) + 1 if len(slots_CN) else 1
-    ids_CS = torch.zeros((len(ids_CN), width), dtype=ids_CN.dtype, device=ids_CN.device).scatter_(-1, slots_CN, ids_CN)
-    counts_CS = torch.zeros((len(ids_CN), width), device=ids_CN.device)
-    counts_CS.scatter_add_(-1, slots_CN, torch.ones_like(slots_CN, dtype=counts_CS.dtype))
-    return ids_CS, counts_CS / ids_CN.shape[-1]
-
-
-def draw_uniforms(seed: int, key: int, tokens: int) -> Tensor:
-    """One uniform per response token of an example, (tokens,) float64. It depends on the seed, the key and the position only."""
-    return row_uniforms(seed, str(key), tokens, 1, "signal")[:, 0]
-
-
 class StoredTeacher:
     """Read the target's distributions from a store; no target in memory."""
 
     def __init__(self, store: SignalStore) -> None:
         """``store`` is open."""
         self.store = store
-        self._read: dict[tuple[int, ...], StoredSignal] = {}
+        self._read: dict[tuple[int, ...], TopKSignal] = {}
 
     def read_ahead(self, windows: Sequence[Batch]) -> None:
         """Read the signals of the next micro-batches, also from another thread. Earlier signals that were not used are dropped."""
         self._read = {batch.indices: self.store.read(batch.indices) for batch in windows}
 
-    def signal(self, batch: Batch) -> StoredSignal:
+    def signal(self, batch: Batch) -> TopKSignal:
         """The stored distributions at the rows of a micro-batch, on its device; UserError if one is missing or damaged."""
         signal = self._read.pop(batch.indices, None)
         return (signal or self.store.read(batch.indices)).to(batch.rows_R.device)
@@ -138,7 +96,7 @@ class CapturingTeacher(StoredTeacher):
         super().__init__(store)
         self.teacher, self.chunk = teacher, chunk
 
-    def signal(self, batch: Batch) -> StoredSignal:
+    def signal(self, batch: Batch) -> TopKSignal:
         """The stored distributions at the rows of a micro-batch; a row trains the same in the step that captured it and later.
 
         UserError if the disk is full or the target's distribution is not finite.
@@ -160,7 +118,11 @@ class CapturingTeacher(StoredTeacher):
             raise ValueError(
                 f"{batch.rows_R.numel()} rows, but examples {batch.indices} have {sum(lengths)} response tokens"
             )
-        made = self._made(self.teacher.signal(batch), batch.indices, lengths)
+        settings, dense = self.store.manifest, self.teacher.signal(batch)
+        temperature = float(settings["temperature"])  # the loss's
+        made = topk_signal(dense.head, dense.hidden_RD, int(settings["k"]), temperature, self.chunk).to(
+            torch.device("cpu")
+        )
         ends = np.cumsum(lengths).tolist()
         # An example that occurs twice is written once.
         rows = {
@@ -169,21 +131,7 @@ class CapturingTeacher(StoredTeacher):
             if index in lacking
         }
         for index, signal in rows.items():
-            if (signal.log_probs_RK if isinstance(signal, TopKSignal) else signal.log_probs_RS).isnan().any():
+            if signal.log_probs_RK.isnan().any():
                 raise UserError(f"example {index}: the target's logits are not finite; try target.dtype: float32")
         self.store.write(rows)
         return len(lacking)
-
-    def _made(self, dense: DenseSignal, indices: tuple[int, ...], lengths: list[int]) -> StoredSignal:
-        """The signal of all rows, on the CPU."""
-        signal: StoredSignal
-        settings, (hidden_RD, head) = self.store.manifest, (dense.hidden_RD, dense.head)
-        temperature = float(settings["temperature"])  # the loss's
-        if settings["kind"] == "topk":
-            signal = topk_signal(head, hidden_RD, int(settings["k"]), temperature, self.chunk)
-        else:
-            keys, seed = self.store.keys_N[list(indices)].tolist(), int(settings["seed"])
-            uniforms = [draw_uniforms(seed, key, length) for key, length in zip(keys, lengths, strict=True)]
-            samples = int(settings["samples"])
-            signal = sampled_signal(head, hidden_RD, samples, torch.cat(uniforms), temperature, self.chunk)
-        return signal.to(torch.device("cpu"))

@@ -292,15 +292,8 @@ class Trainer:
         if (share := self.flops.mfu((result.positions + result.masks) / elapsed, ranks)) is not None:
             values["mfu"] = round(share, 4)
         self.metrics.write(self.progress.step, values)
-        alpha = f" alpha{self._unserved} {result.alpha:.3f}" if self.teacher else ""
+        alpha = f" alpha {result.alpha:.3f}" if self.teacher else ""
         return f"loss {result.loss:.3f}{alpha} {result.tokens / elapsed:,.0f} tok/s"
-
-    @property
-    def _unserved(self) -> str:
-        """Note for the progress line if alpha is not at the serving settings, which sampled signals do not allow."""
-        signal, objective = self.config.signal, self.module.objective
-        sampled = signal.source != "online" and signal.kind == "sampled"
-        return f" (temperature {objective.temperature:g})" if sampled and not objective.overlap_is_acceptance else ""
 
     def _is_due(self) -> bool:
         return self.progress.step % self.config.judge.every == 0 or self.progress.step == self.config.last_step

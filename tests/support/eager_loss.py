@@ -1,6 +1,6 @@
 """The slow twin of the chunked loss: all logits at once, every objective by its textbook formula, gradients by autograd alone.
 
-Legend: N tokens, E events, V vocabulary, K stored entries, S samples, R response tokens.
+Legend: N tokens, E events, V vocabulary, K stored entries, R response tokens.
 """
 
 from collections.abc import Callable
@@ -10,14 +10,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from data.signals.signal import DenseSignal, SampledSignal, Signal, TopKSignal
+from data.signals.signal import DenseSignal, Signal, TopKSignal
 from distill.loss.chunk_heads import Student
 from distill.loss.definitions import (
     Objective,
     entropy_weight,
     filled_ids,
-    sampled_forward_kl,
-    sampled_overlap,
     selected_rows,
 )
 from distill.loss.objective import Scored, refuse_impossible
@@ -118,8 +116,6 @@ def eager_loss(
 def _by_definition(objective: Objective, signal: Signal | None, logits_RV: Tensor, labels_R: Tensor) -> Definition:
     if isinstance(signal, TopKSignal):
         return topk_by_definition(objective, signal, logits_RV, labels_R)
-    if isinstance(signal, SampledSignal):
-        return sampled_by_definition(objective, signal, logits_RV, labels_R)
     with torch.no_grad():
         target_logits_RV = None if signal is None else signal.head(signal.hidden_RD)
     return dense_by_definition(objective, target_logits_RV, logits_RV, labels_R)
@@ -150,21 +146,6 @@ def topk_by_definition(
     loss_N = objective.weight("ce") * ce(student_NV, labels_N) + compared(objective, target_NE, events_NE)
     smaller_NE = torch.minimum(target_NE, events_NE).detach().exp()
     return Definition(loss_N, smaller_NE[:, :-1].sum(-1), smaller_NE[:, -1], entropy(target_NE))
-
-
-def sampled_by_definition(
-    objective: Objective, signal: SampledSignal, student_logits_NV: Tensor, labels_N: Tensor
-) -> Definition:
-    """Forward KL from importance samples, and ce; the overlap is an unbiased estimate."""
-    student_NV = log_probs(student_logits_NV, objective.temperature)
-    weights_NS, target_NS, entropy_N = (
-        values.to(student_NV.dtype) for values in (signal.weights_RS, signal.log_probs_RS, signal.entropy_R)
-    )
-    chosen_NS = student_NV.gather(-1, signal.ids_RS.masked_fill(weights_NS <= 0, 0))
-    loss_N = objective.weight("forward_kl") * sampled_forward_kl(weights_NS, entropy_N, chosen_NS)
-    loss_N = loss_N + objective.weight("ce") * ce(student_NV, labels_N)
-    overlap_N = sampled_overlap(weights_NS, target_NS, chosen_NS.detach())
-    return Definition(loss_N, overlap_N, torch.zeros_like(overlap_N), entropy_N)
 
 
 def stored_events(ids_NK: Tensor, stored_log_probs_NK: Tensor, student_log_probs_NV: Tensor) -> Tensor:

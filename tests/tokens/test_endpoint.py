@@ -187,8 +187,8 @@ def test_what_has_no_probability_is_an_empty_entry(server: Any, monkeypatch: pyt
 
 def opened(folder: Path, rows: list[Row], k: int = 5) -> SignalStore:
     store = SignalStore(folder)
-    facts: dict[str, Any] = {"temperature": 1.0, "vocab_rows": TOKENS, "target": "t", "target_dtype": "d", "seed": 0}
-    store.open(signal_manifest("topk", k, **facts), [len(row.response_ids) for row in rows])
+    facts: dict[str, Any] = {"temperature": 1.0, "vocab_rows": TOKENS, "target": "t", "target_dtype": "d"}
+    store.open(signal_manifest(k, **facts), [len(row.response_ids) for row in rows])
     return store
 
 

@@ -11,7 +11,7 @@ from stored_signals import random_topk
 
 from data.signals import columns
 from data.signals.columns import RELATIVE_ERROR, decode, encode
-from data.signals.signal import SampledSignal, TopKSignal, joined
+from data.signals.signal import TopKSignal
 
 LAW = settings(max_examples=100, deadline=None)
 
@@ -51,7 +51,7 @@ def test_ids_come_back(vocab_bits: tuple[int, int], count: int, seed: int) -> No
 @pytest.mark.parametrize(("vocab", "k", "tokens"), [(40, 40, 3), (300, 7, 5), (70_000, 9, 2), (300, 5, 0)])
 def test_topk_comes_back_within_the_bound(vocab: int, k: int, tokens: int) -> None:
     signal = random_topk(tokens, k, vocab)
-    read = decode(encode(signal, k, vocab), tokens, k, vocab)
+    read = decode(encode(signal, vocab), tokens, k, vocab)
     assert isinstance(read, TopKSignal)
     assert torch.equal(read.ids_RK, signal.ids_RK)
     assert torch.equal(read.log_tail_R, signal.log_tail_R), "the tail is kept as it is"
@@ -62,32 +62,5 @@ def test_topk_comes_back_within_the_bound(vocab: int, k: int, tokens: int) -> No
 
 
 def test_bytes_a_token() -> None:
-    encoded = encode(random_topk(4, 64, 151_936), 64, 151_936)
+    encoded = encode(random_topk(4, 64, 151_936), 151_936)
     assert sum(part.nbytes for part in encoded.values()) / 4 == 276, "as the docstring says"
-
-
-def test_the_samples_come_back() -> None:
-    ids_RS = torch.tensor([[3, 5, 250], [7, 0, 0]])
-    weights_RS = torch.tensor([[10 / 50, 35 / 50, 5 / 50], [1.0, 0.0, 0.0]])
-    log_probs_RS = torch.tensor([[-1.5, -0.4, -3.0], [0.0, -torch.inf, -torch.inf]])
-    signal = SampledSignal(ids_RS, weights_RS, log_probs_RS, torch.tensor([0.9, 0.0]))
-    encoded = encode(signal, 50, 300)
-    assert sum(part.nbytes for part in encoded.values()) == 2 + 4 * (2 + 1 + 2) + 2 * 4
-    read = decode(encoded, 2, 50, 300)
-    assert isinstance(read, SampledSignal)
-    assert torch.equal(read.ids_RS, ids_RS)
-    assert torch.equal(read.weights_RS, weights_RS)
-    assert torch.equal(read.entropy_R, signal.entropy_R)
-    torch.testing.assert_close(read.log_probs_RS.exp(), log_probs_RS.exp(), rtol=RELATIVE_ERROR, atol=0)
-
-
-def test_joined_samples_are_padded_with_nothing() -> None:
-    narrow = SampledSignal(torch.tensor([[4]]), torch.tensor([[1.0]]), torch.tensor([[-0.1]]), torch.tensor([0.3]))
-    wide = SampledSignal(
-        torch.tensor([[1, 2]]), torch.tensor([[0.5, 0.5]]), torch.tensor([[-0.7, -0.7]]), torch.tensor([0.7])
-    )
-    both = joined([narrow, wide])
-    assert both.ids_RS.tolist() == [[4, 0], [1, 2]]
-    assert both.weights_RS.tolist() == [[1.0, 0.0], [0.5, 0.5]]
-    assert both.log_probs_RS[0, 1] == -torch.inf
-    assert both.entropy_R.tolist() == torch.tensor([0.3, 0.7]).tolist()

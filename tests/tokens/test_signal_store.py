@@ -21,54 +21,41 @@ from data.batches.collate import Example
 from data.batches.examples import as_examples, example_key
 from data.signals import store as signal_store
 from data.signals.columns import decode, encode
-from data.signals.signal import SampledSignal, StoredSignal, TopKSignal, joined
+from data.signals.signal import TopKSignal, joined
 from data.signals.store import SHARDS, SignalStore, signal_manifest
 from speculative.errors import UserError
 
-VOCAB, K, SAMPLES = 300, 6, 20
+VOCAB, K = 300, 6
 EXAMPLES = examples_of([9, 12, 7, 15, 10, 8])
 LENGTHS = [example.response_tokens for example in EXAMPLES]
-KINDS = pytest.mark.parametrize("kind", ["topk", "sampled"])
 
 
-def manifest_of(kind: str = "topk", **changes: Any) -> dict[str, Any]:
-    values: dict[str, Any] = {
-        "temperature": 1.0,
-        "vocab_rows": VOCAB,
-        "target": "abc",
-        "target_dtype": "float32",
-        "seed": 0,
-    }
-    entries = changes.pop("entries", K if kind == "topk" else SAMPLES)
-    return signal_manifest(kind, entries, **(values | changes))
-
-
-def opened(folder: Path, kind: str = "topk", lengths: Any = LENGTHS, keys: Any = None, **options: Any) -> SignalStore:
-    store = SignalStore(folder / "responses" / "train")
-    store.open(manifest_of(kind, **options.pop("changes", {})), lengths, keys, **options)
-    return store
-
-
-def signal_of(index: int, kind: str = "topk", tokens: int | None = None) -> StoredSignal:
-    tokens = LENGTHS[index] if tokens is None else tokens
-    if kind == "topk":
-        return random_topk(tokens, K, VOCAB, seed=index)
-    generator = np.random.default_rng(index)
-    ids_RS = np.sort([generator.choice(VOCAB, 4, replace=False) for _ in range(tokens)]).astype(np.int64)
-    counts_RS = np.array([generator.multinomial(SAMPLES, [0.5, 0.3, 0.2, 0.0]) for _ in range(tokens)])
-    probs_RS, entropy_R = (torch.from_numpy(generator.random(shape, np.float32)) for shape in ((tokens, 4), tokens))
-    log_probs_RS = torch.where(torch.from_numpy(counts_RS) > 0, probs_RS.log(), -torch.inf)
-    return SampledSignal(
-        torch.from_numpy(ids_RS), torch.from_numpy(counts_RS / SAMPLES).float(), log_probs_RS, entropy_R
+def manifest_of(k: int = K, **changes: Any) -> dict[str, Any]:
+    return signal_manifest(
+        k, **({"temperature": 1.0, "vocab_rows": VOCAB, "target": "abc", "target_dtype": "float32"} | changes)
     )
 
 
-def filled(folder: Path, kind: str = "topk", lengths: Any = LENGTHS, **options: Any) -> SignalStore:
-    """In messages of two."""
-    store = opened(folder, kind, lengths, **options)
-    for index in range(0, len(lengths), 2):
-        store.write({n: signal_of(n, kind, lengths[n]) for n in range(index, min(index + 2, len(lengths)))})
+def opened(folder: Path, lengths: Any = LENGTHS, keys: Any = None, **options: Any) -> SignalStore:
+    store = SignalStore(folder / "responses" / "train")
+    store.open(manifest_of(**options.pop("changes", {})), lengths, keys, **options)
     return store
+
+
+def signal_of(index: int, tokens: int | None = None) -> TopKSignal:
+    return random_topk(LENGTHS[index] if tokens is None else tokens, K, VOCAB, seed=index)
+
+
+def filled(folder: Path, lengths: Any = LENGTHS, **options: Any) -> SignalStore:
+    """In messages of two."""
+    store = opened(folder, lengths, **options)
+    for index in range(0, len(lengths), 2):
+        store.write({n: signal_of(n, lengths[n]) for n in range(index, min(index + 2, len(lengths)))})
+    return store
+
+
+def rounded(signal: TopKSignal) -> TopKSignal:
+    return decode(encode(signal, VOCAB), len(signal.ids_RK), K, VOCAB)
 
 
 def files(folder: Path) -> list[Path]:
@@ -79,19 +66,13 @@ def same(left: Any, right: Any) -> bool:
     return all(torch.equal(value, getattr(right, name)) for name, value in vars(left).items())
 
 
-def rounded(signal: Any, kind: str = "topk") -> Any:
-    entries, tokens = (K, len(signal.ids_RK)) if kind == "topk" else (SAMPLES, len(signal.ids_RS))
-    return decode(encode(signal, entries, VOCAB), tokens, entries, VOCAB)
-
-
 # --- written and read --------------------------------------------------------------------------------------------------
 
 
-@KINDS
-def test_rows_come_back_in_the_asked_order(tmp_path: Path, kind: str) -> None:
-    store = filled(tmp_path, kind)
+def test_rows_come_back_in_the_asked_order(tmp_path: Path) -> None:
+    store = filled(tmp_path)
     for order in ([4, 0, 4], [5]):
-        assert same(store.read(order), joined([rounded(signal_of(index, kind), kind) for index in order]))
+        assert same(store.read(order), joined([rounded(signal_of(index)) for index in order]))
     assert len(next(iter(vars(store.read([])).values()))) == 0
 
 
@@ -143,39 +124,34 @@ def test_an_example_without_response_tokens(tmp_path: Path) -> None:
     assert [len(store.read(order).ids_RK) for order in ([0], [0, 1, 0])] == [0, 3]  # type: ignore[union-attr]
 
 
-def test_rows_of_another_number_or_kind_are_a_fault_of_ours(tmp_path: Path) -> None:
+def test_rows_of_another_number_are_a_fault_of_ours(tmp_path: Path) -> None:
     store = opened(tmp_path)
-    for signal in (signal_of(0, tokens=LENGTHS[0] + 1), signal_of(0, "sampled")):
-        with pytest.raises(ValueError, match=r"example 0 has .* tokens of kind topk"):
-            store.write({0: signal})
+    with pytest.raises(ValueError, match="example 0 has"):
+        store.write({0: signal_of(0, tokens=LENGTHS[0] + 1)})
 
 
 def test_facts(tmp_path: Path) -> None:
-    store, sampled = filled(tmp_path), filled(tmp_path, "sampled")
+    store = filled(tmp_path)
     tails = torch.cat([signal_of(index).log_tail_R for index in range(6)]).double().exp()  # type: ignore[union-attr]
     facts = store.facts()
-    assert (facts.kind, facts.examples, facts.tokens) == ("topk", 6, sum(LENGTHS))
+    assert (facts.examples, facts.tokens) == (6, sum(LENGTHS))
     assert facts.mean == pytest.approx(float(tails.mean()), rel=1e-12)
     assert facts.largest == pytest.approx(float(tails.max()), rel=1e-12)
     assert facts.bytes_per_token == pytest.approx(files(tmp_path)[0].stat().st_size / sum(LENGTHS))
-    distinct = torch.cat([(signal_of(index, "sampled").weights_RS > 0).sum(-1) for index in range(6)]).double()  # type: ignore[union-attr]
-    facts = sampled.facts()
-    assert (facts.mean, facts.largest) == (pytest.approx(float(distinct.mean())), distinct.max())
     assert opened(tmp_path / "empty").facts().mean == 0.0
 
 
 def test_bytes_a_token_at_the_size_of_a_real_vocabulary(tmp_path: Path) -> None:
     """<= 300 bytes at k = 64 and 151,936 tokens, a message for every eight responses of 64 tokens."""
-    store = opened(tmp_path, lengths=[64] * 8, changes={"entries": 64, "vocab_rows": 151_936})
+    store = opened(tmp_path, lengths=[64] * 8, changes={"k": 64, "vocab_rows": 151_936})
     signal = random_topk(64, 64, 151_936)
     store.write(dict.fromkeys(range(8), signal))
     assert store.facts().bytes_per_token == files(tmp_path)[0].stat().st_size / 512 <= 285
 
 
 def test_more_entries_than_tokens_are_refused() -> None:
-    assert "signal.k = 301: the target's vocabulary has 300 tokens" in refused(lambda: manifest_of(entries=301))
-    assert manifest_of(entries=300)["k"] == 300
-    assert "255" in refused(lambda: manifest_of("sampled", entries=256))
+    assert "signal.k = 301: the target's vocabulary has 300 tokens" in refused(lambda: manifest_of(301))
+    assert manifest_of(300)["k"] == 300
 
 
 def test_a_key_sees_ids_masks_and_borders() -> None:
@@ -196,7 +172,7 @@ def test_a_key_sees_ids_masks_and_borders() -> None:
 
 def keyed(folder: Path, keys: list[int]) -> SignalStore:
     """A store opened for the examples of these keys, each of as many tokens as its key says."""
-    return opened(folder, lengths=keys, keys=[1 << 60 | key for key in keys])
+    return opened(folder, keys, [1 << 60 | key for key in keys])
 
 
 def test_a_store_grows_by_keys(tmp_path: Path) -> None:
@@ -225,7 +201,7 @@ def test_a_store_grows_by_keys(tmp_path: Path) -> None:
         ({"target_dtype": "bfloat16"}, "target_dtype"),
         ({"temperature": 2.0}, "temperature"),
         ({"vocab_rows": 301}, "vocab_rows"),
-        ({"entries": 7}, "k"),
+        ({"k": 7}, "k"),
         ({"prompts": True}, "prompt_tokens"),
     ],
 )
@@ -233,33 +209,25 @@ def test_signals_of_other_settings_stand_beside_each_other(tmp_path: Path, chang
     store, other = filled(tmp_path), opened(tmp_path, changes=change)
     assert other.missing() == list(range(6))
     assert f"another {key} " in other.faults()[0]
-    entries = change.get("entries", K)
-    other.write({0: random_topk(LENGTHS[0], entries, VOCAB)})
+    other.write({0: random_topk(LENGTHS[0], change.get("k", K), VOCAB)})
     assert (other.missing(), store.missing()) == ([1, 2, 3, 4, 5], [])
     assert same(opened(tmp_path).read([0]), store.read([0]))
-
-
-def test_another_seed_matters_for_samples_only(tmp_path: Path) -> None:
-    for kind, missing in (("sampled", 6), ("topk", 0)):
-        filled(tmp_path, kind)
-        assert len(opened(tmp_path, kind, changes={"seed": 1}).missing()) == missing
 
 
 # --- damage ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.simulation
-@KINDS
-def test_one_flipped_byte_anywhere_is_refused_by_name_missing_or_harmless(tmp_path: Path, kind: str) -> None:
+def test_one_flipped_byte_anywhere_is_refused_by_name_missing_or_harmless(tmp_path: Path) -> None:
     """Every third byte, in `make prove` each. Missing: of a row no other byte is read. Harmless: what is read is what was written."""
     lengths = [1, 2, 1]  # two messages, of two rows and one
-    whole, refusals = filled(tmp_path, kind, lengths).read(range(3)), 0
+    whole, refusals = filled(tmp_path, lengths).read(range(3)), 0
     (path,) = files(tmp_path)
     content = path.read_bytes()
     for position in range(0, len(content), step := trials(3, 1)):
         mask = 1 << (position % 8)
         path.write_bytes(content[:position] + bytes([content[position] ^ mask]) + content[position + 1 :])
-        store = opened(tmp_path, kind, lengths)
+        store = opened(tmp_path, lengths)
         present = np.flatnonzero(store.present()).tolist()
         try:
             read = [store.read([number]) for number in present]
@@ -275,29 +243,19 @@ def test_one_flipped_byte_anywhere_is_refused_by_name_missing_or_harmless(tmp_pa
         starts = np.cumsum([0, *lengths])
         for number, signal in zip(present, read, strict=True):
             wanted = whole.rows(slice(int(starts[number]), int(starts[number + 1])))
-            wide = signal.ids_RK if isinstance(signal, TopKSignal) else signal.ids_RS
-            narrowed = (
-                wanted
-                if kind == "topk"
-                else SampledSignal(
-                    *(value[:, : wide.shape[1]] if value.dim() > 1 else value for value in vars(wanted).values())
-                )
-            )
-            assert same(signal, narrowed), (position, number)
-    entries = K if kind == "topk" else SAMPLES
-    values = (part for n in range(3) for part in encode(signal_of(n, kind, lengths[n]), entries, VOCAB).values())
+            assert same(signal, wanted), (position, number)
+    values = (part for n in range(3) for part in encode(signal_of(n, lengths[n]), VOCAB).values())
     assert refusals >= sum(part.nbytes // step for part in values), "every byte of a value at least"
 
 
 @pytest.mark.simulation
-@KINDS
-def test_of_a_truncated_file_only_whole_rows_are_there(tmp_path: Path, kind: str) -> None:
-    filled(tmp_path, kind)
+def test_of_a_truncated_file_only_whole_rows_are_there(tmp_path: Path) -> None:
+    filled(tmp_path)
     (path,) = files(tmp_path)
     content, found = path.read_bytes(), set()
     for length in range(0, len(content), trials(21, 7)):
         path.write_bytes(content[:length])
-        store = opened(tmp_path, kind)
+        store = opened(tmp_path)
         present = np.flatnonzero(store.present()).tolist()
         assert present == list(range(len(present)))
         store.read(present)
@@ -306,7 +264,7 @@ def test_of_a_truncated_file_only_whole_rows_are_there(tmp_path: Path, kind: str
     assert found == {0, 2, 4}
     assert said == [f"{path.name} ends in the middle of a row or is damaged"]
     path.unlink()
-    assert len(opened(tmp_path, kind).missing()) == 6
+    assert len(opened(tmp_path).missing()) == 6
 
 
 def flip(path: Path, pattern: bytes) -> None:
@@ -320,7 +278,7 @@ def flip(path: Path, pattern: bytes) -> None:
 def test_the_refusal_names_file_example_and_remedy(tmp_path: Path) -> None:
     store = filled(tmp_path)
     (path,) = files(tmp_path)
-    flip(path, encode(signal_of(2), K, VOCAB)["ids"].tobytes())
+    flip(path, encode(signal_of(2), VOCAB)["ids"].tobytes())
     for call in (lambda: opened(tmp_path).read([2]), lambda: opened(tmp_path).verify()):
         text = refused(call)
         assert str(path) in text
@@ -335,7 +293,7 @@ def test_whoever_repairs_makes_a_damaged_shard_again(
 ) -> None:
     whole = filled(tmp_path).read(range(6))
     (path,) = files(tmp_path)
-    flip(path, encode(signal_of(2), K, VOCAB)["log_probs"].tobytes())
+    flip(path, encode(signal_of(2), VOCAB)["log_probs"].tobytes())
     repairing, beside = opened(tmp_path, repair=True), opened(tmp_path, repair=True, rank=1)
     if look == "verify":
         repairing.verify()

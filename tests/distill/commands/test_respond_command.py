@@ -42,7 +42,7 @@ def config_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
         data={"heldout_count": 4},
         serving={"max_tokens": 10},
         loss={"name": "forward_kl", "temperature": 1.25},
-        signal={"k": 9, "samples": 12},
+        signal={"k": 9},
         train={"micro_batch_size": 4},
         judge={"prompts": 4},
     )
@@ -53,11 +53,9 @@ def respond(config_path: Path, folder: Path, *overrides: str, signal: str | None
     return run(config_path, [f"output={folder}", *overrides], signal)
 
 
-def stored(
-    config_path: Path, folder: Path, *overrides: str, kind: str = "topk", repair: bool = False
-) -> tuple[SignalStore, RunConfig]:
+def stored(config_path: Path, folder: Path, *overrides: str, repair: bool = False) -> tuple[SignalStore, RunConfig]:
     """The store as training with `signal.source: store` opens it."""
-    asked = [f"output={folder}", "signal.source=store", f"signal.kind={kind}", *overrides]
+    asked = [f"output={folder}", "signal.source=store", *overrides]
     config = load_config(config_path, asked)
     assert config.target is not None
     facts = Target(config.target, torch.device("cpu"), config.folder).facts
@@ -126,24 +124,18 @@ def test_a_template_that_writes_the_date_crosses_midnight(
     assert {path: path.stat().st_mtime_ns for path in copied.rglob("s*.arrow*")} == before
 
 
-@pytest.mark.parametrize("kind", ["topk", "sampled"])
-def test_a_store_is_made_and_told(
-    config_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
-) -> None:
-    facts = respond(config_path, tmp_path, signal=kind)
+def test_a_store_is_made_and_told(config_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    facts = respond(config_path, tmp_path)
     assert facts is not None
-    store, config = stored(config_path, tmp_path, kind=kind)
+    store, config = stored(config_path, tmp_path)
     assert facts == store.facts()
-    assert (facts.kind, facts.examples) == (kind, 12)
+    assert facts.examples == 12
     said = capsys.readouterr().out.splitlines()
     line = next(line for line in said if line.startswith("signal:"))
     assert line == signal_line(config.signal, facts)
-    if kind == "topk":
-        assert f"topk k 9, {facts.bytes_per_token:.0f} bytes per token" in line
-        assert f"tail mass: mean {facts.mean:.4f}" in line
-        assert 0 < facts.mean < facts.largest < 1
-    else:
-        assert f"{facts.mean:.1f} distinct ids" in line
+    assert f"topk k 9, {facts.bytes_per_token:.0f} bytes per token" in line
+    assert f"tail mass: mean {facts.mean:.4f}" in line
+    assert 0 < facts.mean < facts.largest < 1
     assert {path.name for path in (config.folder / "responses").iterdir()} == {"train", "heldout", "heldout-greedy"}
     assert (config.folder / "config.yaml").exists()
 
@@ -169,9 +161,7 @@ def test_without_a_signal_only_responses_are_made(config_path: Path, tmp_path: P
 
 
 def test_the_configs_own_signal_is_made_unasked(config_path: Path, tmp_path: Path) -> None:
-    facts = respond(config_path, tmp_path, "signal.source=store", "signal.kind=sampled", signal=None)
-    assert facts is not None
-    assert facts.kind == "sampled"
+    assert respond(config_path, tmp_path, "signal.source=store", signal=None) is not None
 
 
 def test_one_more_prompt_costs_one_response_and_one_signal(
@@ -224,15 +214,15 @@ def test_a_signal_of_another_target_is_not_taken(config_path: Path, topk_run: Pa
 
 
 def test_an_objective_that_the_signal_cannot_serve_is_told_before_the_work(config_path: Path, tmp_path: Path) -> None:
-    text = refused(lambda: respond(config_path, tmp_path, "loss.name=lk_hybrid", signal="sampled"))
-    assert "sampled" in text
+    text = refused(lambda: respond(config_path, tmp_path, "data.mix.student=1"))
+    assert "signal.source: store has only the target's responses" in text
     assert not (tmp_path / "tiny").exists()
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["{config}", "--signal", "all"], "--signal all: choose one of topk, sampled, none"),
+        (["{config}", "--signal", "all"], "--signal all: choose one of topk, none"),
         (["{config}", "signal.kk=3"], "unknown key `signal.kk`"),
         (["nowhere.yaml"], "nowhere.yaml"),
     ],
@@ -253,7 +243,7 @@ def test_the_program(config_path: Path, tmp_path: Path, capsys: pytest.CaptureFi
     assert main([str(config_path), "--signal=topk", f"output={tmp_path}"]) == 0
     assert "signal: topk k 9" in capsys.readouterr().out
     assert main(["--help"]) == 0
-    assert "signal.samples" in capsys.readouterr().out
+    assert "signal.k" in capsys.readouterr().out
 
 
 # --- stopped at any moment, and shared ---------------------------------------------------------------------------------

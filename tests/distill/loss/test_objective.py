@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from eager_loss import PLAIN, dense_by_definition, eager_loss
-from stored_signals import sampled_of, topk_of
+from stored_signals import topk_of
 from tiny_models import tiny_model
 from tiny_training import examples_of
 from torch import Tensor, nn
@@ -35,7 +35,7 @@ from speculative.rules.sampling import SamplingSettings
 ROOT = Path(__file__).resolve().parents[3]
 ROWS, WIDTH, TARGET_WIDTH, VOCAB = 11, 6, 9, 19
 MIXES = {name: {name: 1.0} for name in (*PLAIN, "ce")} | {"mix": {"forward_kl": 0.5, "tv": 2.0, "ce": 0.1}}
-SERVED = {"topk": list(MIXES), "sampled": ["forward_kl", "ce"], "dense": list(MIXES), "none": ["ce"]}
+SERVED = {"topk": list(MIXES), "dense": list(MIXES), "none": ["ce"]}
 CASES = [(kind, mix) for kind, mixes in SERVED.items() for mix in mixes]
 
 
@@ -77,9 +77,7 @@ class Setting:
         if kind == "dense":
             return self.dense
         logits_RV = self.dense.head(self.dense.hidden_RD)
-        if kind == "topk":
-            return topk_of(logits_RV, 5, temperature)
-        return sampled_of(logits_RV, 7, temperature=temperature) if kind == "sampled" else None
+        return topk_of(logits_RV, 5, temperature) if kind == "topk" else None
 
     def loss(
         self, function: Callable[..., Scored], objective: Objective, kind: str = "dense", **options: Any
@@ -123,7 +121,7 @@ def test_chunked_is_eager_for_every_head(kind: str, mix: str, options: dict[str,
 
 
 @pytest.mark.parametrize("weighting", ["entropy", "selected"])
-@pytest.mark.parametrize("kind", ["dense", "topk", "sampled"])
+@pytest.mark.parametrize("kind", ["dense", "topk"])
 @pytest.mark.parametrize("keep", [0.3, 1.0])
 def test_chunked_is_eager_for_every_weighting(kind: str, weighting: Any, keep: float) -> None:
     setting = Setting()
@@ -273,7 +271,7 @@ def test_hooks_of_the_head_are_called() -> None:
 
 
 @pytest.mark.parametrize("plain", [True, False], ids=["by hand", "by graph"])
-@pytest.mark.parametrize("kind", ["dense", "topk", "sampled"])
+@pytest.mark.parametrize("kind", ["dense", "topk"])
 @pytest.mark.parametrize("weighting", ["none", "entropy", "selected"])
 def test_no_rows_no_loss(weighting: Any, kind: str, plain: bool) -> None:
     setting = Setting(rows=0, plain=plain)
@@ -345,8 +343,6 @@ def test_acceptance_is_measured_on_some_rows_of_many(monkeypatch: pytest.MonkeyP
 
 def test_acceptance_is_not_guessed() -> None:
     setting, objective = Setting(), Objective(MIXES["forward_kl"], serving=SamplingSettings(0.7))
-    sampled = setting.signal("sampled")
-    assert acceptance_sum(objective, setting.student, sampled) is None
     nothing = setting.dense.rows(slice(0, 0))
     assert acceptance_sum(objective, setting.student.rows(slice(0)), nothing) is None
     assert not objective.overlap_is_acceptance
@@ -358,7 +354,6 @@ def test_acceptance_is_not_guessed() -> None:
     ("objective", "kind", "says"),
     [
         (Objective({"tv": 1.0}), "none", "tv needs a target"),
-        (Objective({"ce": 1.0, "jsd": 1.0}), "sampled", "jsd is not linear"),
         (Objective({"kl": 1.0}), "dense", "objective kl is unknown"),
         (Objective({"ce": 1.0}, weighting="entropy"), "none", "entropy needs a target"),
         (Objective({"tv": 1.0}, weighting="selected"), "dense", "needs a reference"),
@@ -405,7 +400,7 @@ def test_without_a_compiler_the_loss_runs_eagerly_and_says_so_once(monkeypatch: 
 
 @pytest.mark.parametrize("plain", [True, False], ids=["by hand", "by graph"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", ["dense", "topk", "sampled"])
+@pytest.mark.parametrize("kind", ["dense", "topk"])
 @pytest.mark.parametrize("options", [{}, {"scale": 0.5, "softcap": 2.0}], ids=["linear", "capped"])
 def test_bf16_products_point_the_same_way(kind: str, dtype: torch.dtype, options: dict[str, Any], plain: bool) -> None:
     """Autocast of float32 weights, and weights that are bf16 themselves, against float64."""

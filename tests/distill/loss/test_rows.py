@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from eager_loss import PLAIN, Definition, dense_by_definition, sampled_by_definition, topk_by_definition
+from eager_loss import PLAIN, Definition, dense_by_definition, topk_by_definition
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from stored_signals import sampled_of, topk_of
+from stored_signals import topk_of
 from torch import Tensor
 
-from data.signals.signal import SampledSignal, TopKSignal
+from data.signals.signal import TopKSignal
 from distill.loss.definitions import OBJECTIVES, Objective
 from distill.loss.rows import Against, Rows, rows_of
 
@@ -26,7 +26,6 @@ MIXES = {name: {name: 1.0} for name in NAMES} | {
     "everything": {name: 0.3 + 0.2 * index for index, name in enumerate(NAMES)},
     "hybrid and ce": {"lk_hybrid": 0.7, "ce": 0.1},
 }
-SAMPLED_MIXES = {name: MIXES[name] for name in ("forward_kl", "ce")} | {"both": {"forward_kl": 0.5, "ce": 2.0}}
 WEIGHTS = torch.tensor([1.0, 0.0, 2.5, 0.3, 1.0, 4.0], dtype=torch.float64)
 
 
@@ -53,9 +52,7 @@ def values_of(objective: Objective, against: Against, student_NV: Tensor) -> Row
 
 
 def definition_of(objective: Objective, against: Against, student_NV: Tensor) -> Definition:
-    define: Any = dense_by_definition
-    if isinstance(against, TopKSignal | SampledSignal):
-        define = topk_by_definition if isinstance(against, TopKSignal) else sampled_by_definition
+    define: Any = topk_by_definition if isinstance(against, TopKSignal) else dense_by_definition
     return define(objective, against, student_NV, labels_of(len(student_NV)))
 
 
@@ -91,15 +88,6 @@ def test_rows_are_the_formula(mix: str, temperature: float, weights_N: Tensor | 
         assert_defined(objective, None, weights_N)
 
 
-@pytest.mark.parametrize("weights_N", [None, WEIGHTS], ids=["plain", "weighted"])
-@pytest.mark.parametrize("temperature", [1.0, 1.7])
-@pytest.mark.parametrize("mix", SAMPLED_MIXES)
-def test_sampled_rows_are_the_formula(mix: str, temperature: float, weights_N: Tensor | None) -> None:
-    signal = sampled_of(logits_of(0), 9, temperature=temperature)
-    assert (signal.weights_RS == 0).any(), "fewer distinct ids than samples"
-    assert_defined(Objective(SAMPLED_MIXES[mix], temperature), signal, weights_N)
-
-
 def test_entropy_weighs_by_the_targets_choices() -> None:
     target_NV, categorical = logits_of(0), torch.distributions.Categorical
     weights_N = 1 - torch.exp(-categorical(logits=target_NV).entropy())
@@ -108,8 +96,6 @@ def test_entropy_weighs_by_the_targets_choices() -> None:
     events_NE = torch.cat([signal.log_probs_RK, signal.log_tail_R.unsqueeze(-1)], -1)
     of_events_N = 1 - torch.exp(-categorical(logits=events_NE).entropy())
     assert_defined(Objective({"jsd": 1.0}, weighting="entropy"), signal, WEIGHTS, of_events_N)
-    sampled = sampled_of(target_NV, 9)
-    assert_defined(Objective({"forward_kl": 1.0}, weighting="entropy"), sampled, WEIGHTS, weights_N)
 
 
 def test_the_formulas_are_the_textbooks() -> None:
@@ -255,8 +241,7 @@ def test_tokens_the_target_excludes(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_large_logits_give_no_nan(name: str) -> None:
     target_NV, student_NV = (1e4 * logits_of(seed).float() for seed in (0, 1))
-    samples = [sampled_of(target_NV, 4)] if name in ("forward_kl", "ce") else []
-    for against in (target_NV, topk_of(target_NV, 3), *samples):
+    for against in (target_NV, topk_of(target_NV, 3)):
         rows, gradient_NV = gradient_of(Objective({name: 1.0}), against, student_NV)
         assert all(value.isfinite().all() for value in (*rows, gradient_NV))
 
@@ -277,23 +262,6 @@ def test_half_precision_logits_are_read_in_float32(dtype: torch.dtype) -> None:
     full, expected_NV = gradient_of(objective, target_NV.float(), student_NV.float())
     for mine, theirs in zip((*half, gradient_NV), (*full, expected_NV.to(dtype)), strict=True):
         assert torch.equal(mine, theirs)
-
-
-def test_samples_are_unbiased_in_value_gradient_and_overlap() -> None:
-    target_N1, student_N1 = logits_of(0, rows=1), logits_of(1, rows=1)
-    draws, objective = 4000, Objective({"forward_kl": 1.0})
-    signal = sampled_of(target_N1.expand(draws, VOCAB), 5, seed=3)
-    sampled, by_row_NV = gradient_of(objective, signal, student_N1.expand(draws, VOCAB))
-    dense, expected_NV = gradient_of(objective, target_N1, student_N1)
-    for name, values, expected in (
-        ("loss", sampled.loss_C, dense.loss_C),
-        ("overlap", sampled.overlap_C, dense.overlap_C),
-        ("gradient", by_row_NV, expected_NV),
-    ):
-        error = values.std(0) / math.sqrt(draws)
-        score = ((values.mean(0) - expected[0]) / error).abs().max()
-        assert float(score) < 4, f"{name}: {score:.1f} standard errors off; 13 of them exceed 4 once in 1,200 seeds"
-        assert float(error.max()) < 0.02, "draws enough to notice a bias"
 
 
 @pytest.mark.parametrize("beta", [0.1, 0.5, 0.9])

@@ -38,7 +38,7 @@ from distill.run.run import Run
 from distill.training.batches import make_batches
 from distill.training.micro_batch import trial_batch, trial_step
 from distill.training.module import DraftModule
-from distill.training.teacher import Teacher, sampled_signal, topk_signal
+from distill.training.teacher import Teacher, topk_signal
 from speculative.errors import UserError
 
 MASK = 0
@@ -221,16 +221,12 @@ def test_a_trial_step_asks_for_blocks_too_and_leaves_no_trace(monkeypatch: pytes
     assert float(module.survival.seen_2J.abs().sum()) == 0.0
 
 
-@pytest.mark.parametrize("kind", ["topk", "sampled"])
-def test_a_stored_signal_serves_every_offset(kind: str) -> None:
-    """All of the vocabulary stored is the target itself; samples serve forward KL."""
+def test_a_stored_signal_serves_every_offset() -> None:
+    """All of the vocabulary stored is the target itself."""
     target, student = (tiny_model(vocab_size=TOKENS, dtype=torch.float64, seed=seed) for seed in (0, 4))
     module = parallel_module(student, Objective({"forward_kl": 1.0}))
     batch = collate([in_blocks(one, [4, 2, 1]) for one in texts_of((11, 7))], 1)
     dense = Teacher(target).signal(batch)
     stored: Any = topk_signal(dense.head, dense.hidden_RD, TOKENS)
-    if kind == "sampled":
-        stored = sampled_signal(dense.head, dense.hidden_RD, 20_000, torch.full((len(batch.rows_R),), 0.5))
     losses = [float(module(batch, signal)[0].detach()) for signal in (dense, stored)]
-    # 16 bits of a logarithm are not in it: nothing was written to disk. Systematic draws are within half a draw.
-    assert losses[1] == pytest.approx(losses[0], rel=1e-5 if kind == "topk" else 2e-2)
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)

@@ -3,12 +3,10 @@
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from simulation import trials
 from tiny_models import perturbed, tiny_model
 from tiny_training import TOKENS, examples_of
 from torch import Tensor
@@ -16,22 +14,21 @@ from torch import Tensor
 from data.batches.collate import Batch, collate, collate_packed
 from data.batches.examples import as_examples
 from data.signals.columns import RELATIVE_ERROR
-from data.signals.signal import DenseSignal, SampledSignal, TopKSignal
+from data.signals.signal import DenseSignal, TopKSignal
 from data.signals.store import SignalStore, signal_manifest
-from distill.config.sections import SignalConfig
 from distill.training import teacher as teacher_module
 from distill.training.teacher import (
     CapturingTeacher,
     StoredTeacher,
     Teacher,
-    draw_uniforms,
-    sampled_signal,
     topk_signal,
 )
 from speculative.errors import UserError
 
 LENGTHS = [9, 12, 7, 15, 10, 8, 11, 14]
 EXAMPLES = examples_of(LENGTHS)
+LENGTHS_OF_RESPONSES = [example.response_tokens for example in EXAMPLES]
+K = 12
 
 
 def logits_of(rows: int, vocab: int, seed: int = 0, spread: float = 3.0) -> Tensor:
@@ -88,7 +85,6 @@ def test_excluded_tokens_stay_impossible() -> None:
 
 def test_no_rows_give_no_rows() -> None:
     assert topk_signal(itself, torch.zeros(0, 8), 3).ids_RK.shape == (0, 3)
-    assert len(sampled_signal(itself, torch.zeros(0, 8), 3, torch.zeros(0)).entropy_R) == 0
 
 
 def test_the_logits_of_all_rows_never_exist_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,96 +111,13 @@ def test_a_half_precision_head_is_read_in_float32() -> None:
     torch.testing.assert_close(signal.log_probs_RK.double(), exact, rtol=1e-5, atol=1e-6)  # float32 rounding
 
 
-# --- samples -----------------------------------------------------------------------------------------------------------
-
-
-def dense_weights(signal: SampledSignal, vocab: int) -> Tensor:
-    return torch.zeros(len(signal.ids_RS), vocab).scatter_add_(-1, signal.ids_RS, signal.weights_RS)
-
-
-@pytest.mark.simulation
-def test_draws_are_unbiased() -> None:
-    """Mean weight over many seeds against the probability: no z-score beyond what 240 normal numbers reach."""
-    vocab, samples, seeds = 40, 10, trials(1000, 4000)
-    logits_RV = logits_of(6, vocab, spread=2.0)
-    probs_RV = logits_RV.double().softmax(-1)
-    total_RV = torch.zeros(6, vocab, dtype=torch.float64)
-    squares_RV = torch.zeros_like(total_RV)
-    for seed in range(seeds):
-        uniforms_R = draw_uniforms(seed, 3, 6)
-        weights_RV = dense_weights(sampled_signal(itself, logits_RV, samples, uniforms_R), vocab).double()
-        total_RV += weights_RV
-        squares_RV += weights_RV**2
-    mean_RV = total_RV / seeds
-    share_RV = (probs_RV * samples).frac()
-    exact_variance_RV = share_RV * (1 - share_RV) / samples**2
-    z_RV = (mean_RV - probs_RV) / (exact_variance_RV / seeds).sqrt()
-    assert z_RV.abs().max() < 4.0
-    # The variance is the one that the docstring claims, below that of independent draws.
-    variance_RV = squares_RV / seeds - mean_RV**2
-    # 5 % at 4,000 seeds.
-    torch.testing.assert_close(variance_RV.sum(), exact_variance_RV.sum(), rtol=0.05 * (4000 / seeds) ** 0.5, atol=0)
-    assert variance_RV.sum() < 0.7 * (probs_RV * (1 - probs_RV) / samples).sum()
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.integers(1, 6), st.integers(1, 60), st.integers(0, 99), st.sampled_from([None, 1, 2, 4]))
-def test_draws_are_what_they_say(rows: int, samples: int, seed: int, chunk: Any) -> None:
-    logits_RV = logits_of(rows, 25, seed)
-    probs_RV = logits_RV.double().softmax(-1)
-    signal = sampled_signal(itself, logits_RV, samples, draw_uniforms(seed, 0, rows), chunk=chunk)
-    torch.testing.assert_close(signal.weights_RS.sum(-1), torch.ones(rows))
-    counts_RV = dense_weights(signal, 25) * samples
-    torch.testing.assert_close(counts_RV, counts_RV.round(), rtol=0, atol=1e-4)  # float32 shares
-    # floor or ceil, apart from where float32 probabilities of many tokens have summed up to another border.
-    assert (counts_RV.double() - probs_RV * samples).abs().max() < 1 + 1e-3
-    drawn_RS = signal.weights_RS > 0
-    for row in range(rows):
-        ids = signal.ids_RS[row][drawn_RS[row]].tolist()
-        assert ids == sorted(set(ids))
-    torch.testing.assert_close(
-        signal.log_probs_RS[drawn_RS].exp().double(), probs_RV.gather(-1, signal.ids_RS)[drawn_RS], rtol=1e-5, atol=0
-    )
-    assert (signal.log_probs_RS[~drawn_RS] == -torch.inf).all()
-    entropy_R = torch.distributions.Categorical(probs=probs_RV).entropy()
-    torch.testing.assert_close(signal.entropy_R.double(), entropy_R, rtol=1e-5, atol=1e-6)
-
-
-def test_a_token_of_probability_zero_is_never_drawn() -> None:
-    logits_RV = torch.full((1, 9), -torch.inf)
-    logits_RV[0, [2, 6]] = 0.0
-    for uniform in (0.0, 0.5, 1.0 - 2.0**-53):
-        signal = sampled_signal(itself, logits_RV, 8, torch.tensor([uniform], dtype=torch.float64))
-        assert signal.ids_RS.tolist() == [[2, 6]]
-        # Of eight points half a step apart; a point of the outer uniforms falls on the border itself, to the last bit of float64.
-        torch.testing.assert_close(
-            signal.weights_RS, torch.full((1, 2), 0.5), rtol=0, atol=0 if uniform == 0.5 else 1 / 8 + 1e-6
-        )
-        assert float(signal.entropy_R) == pytest.approx(np.log(2))
-
-
-def test_uniforms_depend_on_seed_example_and_place_alone() -> None:
-    uniforms = draw_uniforms(0, 5, 10)
-    assert torch.equal(draw_uniforms(0, 5, 4), uniforms[:4])
-    assert not torch.equal(draw_uniforms(1, 5, 10), uniforms)
-    assert not torch.equal(draw_uniforms(0, 6, 10), uniforms)
-
-
 # --- teachers ----------------------------------------------------------------------------------------------------------
 
 
-def open_store(folder: Path, config: SignalConfig, rank: int = 0) -> SignalStore:
+def open_store(folder: Path, k: int = K, rank: int = 0) -> SignalStore:
     store = SignalStore(folder / "responses" / "train")
-    manifest = signal_manifest(
-        config.kind,
-        config.k if config.kind == "topk" else config.samples,
-        temperature=1.5,
-        vocab_rows=TOKENS,
-        target="abc",
-        target_dtype="float32",
-        seed=7,
-    )
-    store.open(manifest, [example.response_tokens for example in EXAMPLES], rank=rank, repair=True)
+    manifest = signal_manifest(k, temperature=1.5, vocab_rows=TOKENS, target="abc", target_dtype="float32")
+    store.open(manifest, LENGTHS_OF_RESPONSES, rank=rank, repair=True)
     return store
 
 
@@ -223,34 +136,28 @@ def batch_of(*indices: int) -> Batch:
     return collate([EXAMPLES[index] for index in indices], 0, indices)
 
 
-def capturing(folder: Path, config: SignalConfig, rank: int = 0) -> tuple[CapturingTeacher, Counting]:
+def capturing(folder: Path, rank: int = 0) -> tuple[CapturingTeacher, Counting]:
     online = Counting(Teacher(tiny_model(vocab_size=TOKENS)))
-    return CapturingTeacher(online, open_store(folder, config, rank)), online
+    return CapturingTeacher(online, open_store(folder, rank=rank)), online
 
 
 def same(left: Any, right: Any) -> bool:
     return all(torch.equal(value, getattr(right, name)) for name, value in vars(left).items())
 
 
-CONFIGS = [SignalConfig(kind="topk", k=12), SignalConfig(kind="sampled", samples=20)]
-KINDS = pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.kind)
-
-
-@KINDS
-def test_captured_now_read_later_and_read_from_the_store_are_bit_equal(tmp_path: Path, config: SignalConfig) -> None:
-    teacher, online = capturing(tmp_path, config)
+def test_captured_now_read_later_and_read_from_the_store_are_bit_equal(tmp_path: Path) -> None:
+    teacher, online = capturing(tmp_path)
     batch = batch_of(3, 0, 5)
     first = teacher.signal(batch)
     assert len(online.asked) == 1
     assert same(teacher.signal(batch), first)
-    assert same(StoredTeacher(open_store(tmp_path, config)).signal(batch), first)
+    assert same(StoredTeacher(open_store(tmp_path)).signal(batch), first)
     assert len(online.asked) == 1, "paid once"
     assert len(first.rows(slice(None)).to(torch.device("cpu")).__dict__) == len(vars(first))
 
 
-@KINDS
-def test_only_what_is_missing_is_asked_and_kept(tmp_path: Path, config: SignalConfig) -> None:
-    teacher, online = capturing(tmp_path, config)
+def test_only_what_is_missing_is_asked_and_kept(tmp_path: Path) -> None:
+    teacher, online = capturing(tmp_path)
     first = teacher.signal(batch_of(1, 2))
     mixed = teacher.signal(batch_of(2, 4, 1))
     assert online.asked == [(1, 2), (2, 4, 1)], "the whole micro-batch, so that the result depends on it alone"
@@ -269,58 +176,36 @@ def packed(*rows: tuple[int, ...]) -> Batch:
     )
 
 
-@KINDS
-def test_packed_micro_batches(tmp_path: Path, config: SignalConfig) -> None:
-    row_wise, _ = capturing(tmp_path / "rows", config)
-    one_row, online = capturing(tmp_path / "packed", config)
+def test_packed_micro_batches(tmp_path: Path) -> None:
+    row_wise, _ = capturing(tmp_path / "rows")
+    one_row, online = capturing(tmp_path / "packed")
     expected, found = row_wise.signal(batch_of(4, 1, 6)), one_row.signal(packed((4, 1), (6,)))
     assert same(one_row.signal(packed((4, 1), (6,))), found)
     assert len(online.asked) == 1
-    if isinstance(found, TopKSignal):
-        assert torch.equal(found.ids_RK, expected.ids_RK)
-        # Another order of sums in the forward may move a code by one.
-        torch.testing.assert_close(found.log_probs_RK, expected.log_probs_RK, rtol=0, atol=5e-4)
-    else:
-        assert torch.equal(found.ids_RS, expected.ids_RS)
-        assert torch.equal(found.weights_RS, expected.weights_RS)
+    assert torch.equal(found.ids_RK, expected.ids_RK)
+    # Another order of sums in the forward may move a code by one.
+    torch.testing.assert_close(found.log_probs_RK, expected.log_probs_RK, rtol=0, atol=5e-4)
 
 
-@KINDS
-def test_a_packed_micro_batch_of_nothing(tmp_path: Path, config: SignalConfig) -> None:
-    teacher, online = capturing(tmp_path, config)
+def test_a_packed_micro_batch_of_nothing(tmp_path: Path) -> None:
+    teacher, online = capturing(tmp_path)
     for source in (teacher, StoredTeacher(teacher.store)):
         signal = source.signal(packed(()))
         assert all(len(value) == 0 for value in vars(signal).values())
     assert online.asked == []
 
 
-def test_the_same_draws_whatever_the_batch(tmp_path: Path) -> None:
-    left, _ = capturing(tmp_path / "left", CONFIGS[1])
-    right, _ = capturing(tmp_path / "right", CONFIGS[1], rank=1)
-    for indices in ((0, 1, 2, 3), (4, 5, 6, 7)):
-        left.signal(batch_of(*indices))
-    for indices in ((7, 0), (5, 2), (3,), (6, 1, 4)):
-        right.signal(batch_of(*indices))
-    for index in range(8):
-        first, second = left.store.read([index]), right.store.read([index])
-        assert isinstance(first, SampledSignal)
-        assert isinstance(second, SampledSignal)
-        assert torch.equal(first.ids_RS, second.ids_RS)
-        assert torch.equal(first.weights_RS, second.weights_RS)
-
-
-@KINDS
-def test_a_killed_and_resumed_capture_stores_the_same_bits(tmp_path: Path, config: SignalConfig) -> None:
+def test_a_killed_and_resumed_capture_stores_the_same_bits(tmp_path: Path) -> None:
     """One of the micro-batch's examples was written before the kill: the others come out as if all had been."""
-    whole, _ = capturing(tmp_path / "whole", config)
+    whole, _ = capturing(tmp_path / "whole")
     expected = whole.signal(batch_of(3, 0, 5, 1))
-    killed, _ = capturing(tmp_path / "killed", config)
+    killed, _ = capturing(tmp_path / "killed")
     killed.store.write({3: expected.rows(slice(EXAMPLES[3].response_tokens))})
     assert same(killed.signal(batch_of(3, 0, 5, 1)), expected)
 
 
 def test_what_is_kept_is_not_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    teacher, _ = capturing(tmp_path, CONFIGS[0])
+    teacher, _ = capturing(tmp_path)
     written: list[int] = []
     write = teacher.store.write
     monkeypatch.setattr(teacher.store, "write", lambda rows: (written.extend(rows), write(rows)))
@@ -330,7 +215,7 @@ def test_what_is_kept_is_not_written_again(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_damaged_record_is_captured_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    teacher, online = capturing(tmp_path, CONFIGS[0])
+    teacher, online = capturing(tmp_path)
     expected = teacher.signal(batch_of(0, 1))
     path = next(teacher.store.folder.glob("signal-*"))
     content = bytearray(path.read_bytes())
@@ -342,7 +227,7 @@ def test_a_damaged_record_is_captured_again(tmp_path: Path, capsys: pytest.Captu
 
 
 def test_a_store_is_read_ahead_and_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    teacher, _ = capturing(tmp_path, CONFIGS[0])
+    teacher, _ = capturing(tmp_path)
     batches = [batch_of(0, 3), batch_of(1), batch_of(5, 2)]
     for batch in batches:
         teacher.fill(batch)
@@ -360,14 +245,13 @@ def test_a_store_is_read_ahead_and_once(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_rows_that_do_not_belong_to_the_examples_are_a_fault_of_ours(tmp_path: Path) -> None:
-    teacher, _ = capturing(tmp_path, CONFIGS[0])
+    teacher, _ = capturing(tmp_path)
     with pytest.raises(ValueError, match="response tokens"):
         teacher.signal(collate([EXAMPLES[0]], 0, [3]))
 
 
-@KINDS
-def test_a_broken_target_is_told(tmp_path: Path, config: SignalConfig) -> None:
-    teacher, online = capturing(tmp_path, config)
+def test_a_broken_target_is_told(tmp_path: Path) -> None:
+    teacher, online = capturing(tmp_path)
     dense = online.teacher.signal(batch_of(2))
     dense.hidden_RD[-1] = torch.nan
     online.teacher.signal = lambda batch: DenseSignal(dense.hidden_RD, dense.head)
@@ -379,10 +263,9 @@ def test_a_broken_target_is_told(tmp_path: Path, config: SignalConfig) -> None:
 @pytest.mark.parametrize("k", [1, 4, 12, 64, TOKENS])
 def test_truncation_costs_acceptance_at_most_the_tail(tmp_path: Path, k: int) -> None:
     """alpha of a real pair from the store: never above the dense one, and low by at most min(target tail, draft tail)."""
-    config = SignalConfig(kind="topk", k=k)
     target = tiny_model(vocab_size=TOKENS)
     online, draft = Teacher(target), Teacher(perturbed(target, scale=0.1))
-    teacher = CapturingTeacher(online, open_store(tmp_path, config))
+    teacher = CapturingTeacher(online, open_store(tmp_path, k))
     batch = batch_of(*range(8))
     signal, dense, drafted = teacher.signal(batch), online.signal(batch), draft.signal(batch)
     assert isinstance(signal, TopKSignal)
@@ -401,15 +284,13 @@ def test_truncation_costs_acceptance_at_most_the_tail(tmp_path: Path, k: int) ->
 
 
 def test_prompts_are_captured_beside_the_responses(tmp_path: Path) -> None:
-    config, whole = CONFIGS[0], as_examples(EXAMPLES).with_prompts(0.5)
+    whole = as_examples(EXAMPLES).with_prompts(0.5)
     store = SignalStore(tmp_path / "responses" / "train")
-    manifest = signal_manifest(
-        "topk", config.k, temperature=1.5, vocab_rows=TOKENS, target="t", target_dtype="float32", seed=7, prompts=True
-    )
+    manifest = signal_manifest(K, temperature=1.5, vocab_rows=TOKENS, target="t", target_dtype="float32", prompts=True)
     store.open(manifest, whole.predicted_N)
     both = CapturingTeacher(Teacher(tiny_model(vocab_size=TOKENS)), store)
     batch = collate([whole[index] for index in (3, 0, 5)], 0, (3, 0, 5))
     assert batch.answers_R is not None
     assert not batch.answers_R.all()
-    captured, _ = capturing(tmp_path / "answers", config)
+    captured, _ = capturing(tmp_path / "answers")
     assert same(both.signal(batch).rows(batch.answers_R), captured.signal(batch_of(3, 0, 5)))
