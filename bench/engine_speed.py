@@ -5,7 +5,8 @@
     python bench/engine_speed.py runs/lab --out bench/results/engine_speed_vllm_cpu.json
 
 The first two commands measure and write engine_costs.json and readback.json into the run; this one joins them. `held` is the share of
-loads at which the served speed-up is within 10 % of the predicted one. `tau` is the acceptance behind both: of the verdict, of replay of the
+loads at which the served speed-up is within 10 % of the predicted one. `tau` is the acceptance behind both: of the
+verdict, of replay of the
 run's text and of the served text in the engine's convention (the first token comes from the prefill), and as served.
 """
 

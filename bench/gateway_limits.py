@@ -2,7 +2,8 @@
 
     python bench/gateway_limits.py --out bench/results/gateway_limits_cpu.json
 
-Each trial starts its own gateway before the stub engine of bench/gateway.py and attacks it while ordinary streams run. It reports which limits
+Each trial starts its own gateway before the stub engine of bench/gateway.py and attacks it while ordinary streams run.
+It reports which limits
 held, and the gateway's peak resident memory. Exit status 1: a limit did not hold.
 """
 
@@ -46,7 +47,9 @@ POST = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
 
 @dataclass(frozen=True)
 class Trial:
-    """tried: number and kind of attacks. errors: ordinary requests without a complete answer, of ``responses``. lost: complete ones without a record."""
+    """tried: number and kind of attacks. errors: ordinary requests without a complete answer, of ``responses``. lost:
+    complete ones without a record.
+    """
 
     name: str
     tried: int

@@ -5,7 +5,8 @@
 
 Nothing is downloaded. Each part runs in its own process, which is stopped when its time is over; its results so far are in the
 file, and a part that fails does not affect the others. Finished parts are not run again; parts with an error are.
-It needs torch, transformers, accelerate, scipy, pyarrow and rich, and for the tests pytest-xdist. A part reports any other package that it lacks.
+It needs torch, transformers, accelerate, scipy, pyarrow and rich, and for the tests pytest-xdist. A part reports any
+other package that it lacks.
 """
 
 from __future__ import annotations
@@ -48,8 +49,32 @@ PARTS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     **{name: ("gpu.decoding", "cells", (name,)) for name in list(PAIRS)[2:]},
 }
 GRACE = 20.0  # seconds over its time in which a part may end by itself
-COLUMNS = ("batch", "mode", "runner", "contestant", "model", "matrix", "way", "queries", "draft", "rule", "tokens_per_second", "tau", "alpha",
-           "milliseconds_per_block", "floor_share", "vs_hf_assisted", "vs_plain", "mfu", "over", "microseconds", "difference", "passed", "error", "skipped")  # fmt: skip
+COLUMNS = [
+    "batch",
+    "mode",
+    "runner",
+    "contestant",
+    "model",
+    "matrix",
+    "way",
+    "queries",
+    "draft",
+    "rule",
+    "tokens_per_second",
+    "tau",
+    "alpha",
+    "milliseconds_per_block",
+    "floor_share",
+    "vs_hf_assisted",
+    "vs_plain",
+    "mfu",
+    "over",
+    "microseconds",
+    "difference",
+    "passed",
+    "error",
+    "skipped",
+]
 console = Console(width=170)
 
 

@@ -6,9 +6,11 @@
 Target and draft have their published shapes and no weights. Forward, loss and backward of the trainer's own module run under torch's
 FakeTensorMode (bf16 autocast, an online teacher in bfloat16, the head in chunks), and the bytes of all live storages are
 summed. A line is fitted through two micro-batches. `states`: AdamW's moments, which this step does not make, 8 bytes
-per draft weight; with several ranks 4 bytes more for the copy of the gradients. Not included: fragmentation, library workspaces, the judge's caches.
+per draft weight; with several ranks 4 bytes more for the copy of the gradients. Not included: fragmentation, library
+workspaces, the judge's caches.
 
-`--adapters`: a draft of ADAPTED's shape is loaded from its directory and takes STEPS real steps of AdamW in float32, by each of CELLS in a process
+`--adapters`: a draft of ADAPTED's shape is loaded from its directory and takes STEPS real steps of AdamW in float32, by
+each of CELLS in a process
 of its own. The product dequantises a quantised base; KEPT shows what it would need otherwise. `loaded_mb`: peak resident memory while the
 draft is loaded, `steps_mb`: during the steps, both without the imports.
 """
@@ -52,13 +54,20 @@ GB = 1e9
 # Shapes as the models' own config.json give them.
 QWEN3 = {"model_type": "qwen3", "vocab_size": 151_936, "head_dim": 128, "num_key_value_heads": 8}
 LLAMA3 = {"model_type": "llama", "vocab_size": 128_256, "num_key_value_heads": 8}
-SHAPES: dict[str, dict[str, Any]] = {
-    "Qwen3-0.6B": QWEN3 | {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16, "tie_word_embeddings": True},
-    "Qwen3-4B": QWEN3 | {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32, "tie_word_embeddings": True},
-    "Qwen3-32B": QWEN3 | {"hidden_size": 5120, "intermediate_size": 25_600, "num_hidden_layers": 64, "num_attention_heads": 64, "tie_word_embeddings": False},
-    "Llama-3.2-1B": LLAMA3 | {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32, "tie_word_embeddings": True},
-    "Llama-3.1-8B": LLAMA3 | {"hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32, "num_attention_heads": 32, "tie_word_embeddings": False},
-}  # fmt: skip
+
+
+def _shape(family: dict[str, Any], width: int, mlp: int, layers: int, heads: int, tied: bool) -> dict[str, Any]:
+    sizes = {"hidden_size": width, "intermediate_size": mlp, "num_hidden_layers": layers}
+    return family | sizes | {"num_attention_heads": heads, "tie_word_embeddings": tied}
+
+
+SHAPES = {
+    "Qwen3-0.6B": _shape(QWEN3, 1024, 3072, 28, 16, True),
+    "Qwen3-4B": _shape(QWEN3, 2560, 9728, 36, 32, True),
+    "Qwen3-32B": _shape(QWEN3, 5120, 25_600, 64, 64, False),
+    "Llama-3.2-1B": _shape(LLAMA3, 2048, 8192, 16, 32, True),
+    "Llama-3.1-8B": _shape(LLAMA3, 4096, 14_336, 32, 32, False),
+}
 PAIRS = (("Qwen3-4B", "Qwen3-0.6B"), ("Llama-3.1-8B", "Llama-3.2-1B"), ("Qwen3-32B", "Qwen3-0.6B"))
 DEVICE_GB, SHARE = 80, 0.9
 # 126 million weights in the layers, with the vocabulary of the embedded target.

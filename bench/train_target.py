@@ -2,7 +2,8 @@
 
 python bench/train_target.py [--to FOLDER] [--run FOLDER] [--steps N] ...
 
-It trains the tokenizer, builds the corpus, runs a plain Accelerate loop on one device, and writes bf16 weights with card.json and README.md.
+It trains the tokenizer, builds the corpus, runs a plain Accelerate loop on one device, and writes bf16 weights with
+card.json and README.md.
 The same command resumes a killed run from its last checkpoint. The corpus differs between Python versions and package releases, and
 floating-point sums differ between machines, so the weights are similar but not identical.
 """
@@ -383,7 +384,7 @@ def train_target(
     served_heads: Annotated[
         int,
         typer.Option(
-            help="dimensions of an attention head in the saved weights, padded with zeros: engines have kernels for 64, not for 40; 0 = as trained"
+            help="padded size of an attention head in the saved weights (engines have kernels for 64, not for 40); 0 = none"
         ),
     ] = 0,
     start: Annotated[

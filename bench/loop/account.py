@@ -41,7 +41,8 @@ def counted(records: Sequence[TrafficRecord], version: str) -> list[TrafficRecor
 
 
 def account(traffic: Path, clients: Clients, result: LoopResult, seconds: float) -> dict[str, Any]:
-    """loop.json: {engine, seconds, requests, acceptance: {before, shifted, after}, tokens_per_second, saved_seconds, alarm_after_requests, alarm_within, records_lost,
+    """loop.json: {engine, seconds, requests, acceptance: {before, shifted, after}, tokens_per_second, saved_seconds,
+    alarm_after_requests, alarm_within, records_lost,
     records_doubled, kills, rolled_back, constrained, shed, asked_again, events, failures}.
 
     records_lost: complete responses without a record, or with a record of different text. records_doubled: lines beyond one per time

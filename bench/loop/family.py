@@ -1,6 +1,7 @@
 """Child processes that end with this program, even if it is killed, including processes that they start in other sessions.
 
-All of them have a mark in their environment. A watcher process notices by a pipe that this program ended, and kills every process with the mark.
+All of them have a mark in their environment. A watcher process notices by a pipe that this program ended, and kills
+every process with the mark.
 """
 
 import contextlib

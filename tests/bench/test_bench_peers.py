@@ -1,5 +1,6 @@
 """bench/peers.py: what is counted, who is left out, and how it talks with a worker; no foreign engine is needed."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -78,7 +79,17 @@ def test_a_worker_answers_line_by_line_and_prints_nothing_between(tmp_path: Path
         "    def versions(self): raise ValueError('none')\n"
         "serve(Echo())\n"
     )
-    opened = '{"do": "open", "target": "t", "draft": null, "gamma": 3, "threads": 1, "batch": 1, "max_tokens": 2, "context": 9, "eos_ids": []}'
+    setting = {
+        "target": "t",
+        "draft": None,
+        "gamma": 3,
+        "threads": 1,
+        "batch": 1,
+        "max_tokens": 2,
+        "context": 9,
+        "eos_ids": [],
+    }
+    opened = json.dumps({"do": "open"} | setting)
     asked = f'{opened}\n{{"do": "decode", "prompts": [[1, 2]]}}\n{{"do": "versions"}}\n'
     said = subprocess.run([sys.executable, script], input=asked, capture_output=True, text=True, check=True)
     assert said.stdout.splitlines() == [

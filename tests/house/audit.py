@@ -1,6 +1,7 @@
 """For `make check`: known vulnerabilities and licences of what we depend on. Where no index answers, one line says what was left out.
 
-Vulnerabilities are looked for in the versions of constraints.txt. Those have no local part: no advisory knows 2.13.0+cpu, torch's wheel for CPUs.
+Vulnerabilities are looked for in the versions of constraints.txt. Those have no local part: no advisory knows
+2.13.0+cpu, torch's wheel for CPUs.
 """
 
 import importlib.metadata

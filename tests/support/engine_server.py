@@ -26,7 +26,9 @@ class Engine:
     """What is served, and where it is not what it should be.
 
     level: of --per-request-spec-decode-metrics. sampling: instead of what a request asks for. garbage: random text at
-    temperature > 0. dies_after: requests. pause: seconds between the events of a stream. resets_at: the request before which the counters begin again. unlisted: one in so many prompts, in whose answers a token id is missing. draft None: none.
+    temperature > 0. dies_after: requests. pause: seconds between the events of a stream. resets_at: the request before
+    which the counters begin again. unlisted: one in so many prompts, in whose answers a token id is missing. draft
+    None: none.
     """
 
     target: Any

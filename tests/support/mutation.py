@@ -26,7 +26,8 @@ ODD_NUMBERS = (
 DEEP = "lists in lists"
 ODD_VALUES: tuple[Any, ...] = (
     None, True, 0, -1, 0.5, 2**31, 2**63, 2**64, 10**400, 1e308, float("nan"), float("-inf"), "", "x", "\x00", "\ud800",
-    "\ufeff", "9" * 5000, "k" * 70_000, "../../etc", "http://[", [], [None], {}, {"": 0}, [[]], [5], [{"a": 1}], [float("nan")], DEEP, [DEEP],
+    "\ufeff", "9" * 5000, "k" * 70_000, "../../etc", "http://[", [], [None], {}, {"": 0},
+    [[]], [5], [{"a": 1}], [float("nan")], DEEP, [DEEP],
 )  # fmt: skip
 ODD_BYTES = (
     b"\x00", b"\xff", b"\xef\xbb\xbf", b"\xed\xa0\x80", b"\xc0\xaf", b"\r", b"\n", b"\n\n", b"\x0c", b"\x1c", b"\x85", b"\xe2\x80\xa8",

@@ -1,4 +1,6 @@
-"""An engine in vLLM's or llama-server's protocol whose step costs are known: it decodes nothing, waits, and streams `accepted` + 1 tokens a block."""
+"""An engine in vLLM's or llama-server's protocol whose step costs are known: it decodes nothing, waits, and streams
+`accepted` + 1 tokens a block.
+"""
 
 from __future__ import annotations
 
