@@ -108,12 +108,6 @@ def distil(run: Run) -> None:
     if answers.chosen_by_text:
         student = first_student(answers)
     learn(answers, student, settings)
-    exhausted = 0 < config.judge.patience <= run.progress.judged_without_gain
-    # A run that was resumed with an earlier pause is already past it.
-    if config.last_step <= (step := run.progress.step) < config.train.steps:
-        later = "a later train.pause_at goes on"
-        ended = "train.pause_at: null goes to the verdict, because judge.patience has run out"
-        return run.say(f"paused at step {step}; the same command with {ended if exhausted else later}")
     # Free the training state, which is in the checkpoints, to make room for the target.
     run.accelerator.free_memory()
     gc.collect()

@@ -11,7 +11,7 @@ from typing import Any
 
 import psutil
 
-from distill.config.layout import CHECKPOINTS, JUDGEMENT, VERDICT, step_folder
+from distill.config.layout import CHECKPOINTS, VERDICT
 from distill.config.run import RunConfig
 from distill.faults import Interrupted
 from distill.run.launcher import SAFE_PATH
@@ -24,7 +24,7 @@ class TrainingFailed(Exception):
 def train_apart(
     config: RunConfig, arguments: Sequence[str], log: Path, command: Sequence[str], group: str = ""
 ) -> None:
-    """Train a run to its verdict or its pause, continuing from its last state. If the config needs a stored signal, `respond` runs first.
+    """Train a run to its verdict, continuing from its last state. If the config needs a stored signal, `respond` runs first.
 
     ``arguments``: of `distill.train`, that give this config. ``command``: the words before `-m distill.train`. ``group``: in wandb.
 
@@ -33,14 +33,8 @@ def train_apart(
     if config.signal.source == "store" and not (config.folder / CHECKPOINTS).exists():
         child([*command, "-m", "distill.respond", *arguments], config.name, log, group)
     child([*command, "-m", "distill.train", *arguments], config.name, log, group)
-    if not _reached(config):
+    if not (config.folder / VERDICT).exists():
         raise TrainingFailed("ended without a verdict")
-
-
-def _reached(config: RunConfig) -> bool:
-    """Whether a run has its verdict, or is to pause at a step that was judged."""
-    step = config.train.pause_at
-    return (config.folder / VERDICT if step is None else step_folder(config.folder, step) / JUDGEMENT).exists()
 
 
 def child(words: Sequence[str], name: str, log: Path, group: str = "") -> None:

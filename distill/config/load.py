@@ -145,9 +145,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
     Raises UserError: missing or unreadable file, unknown key (with the nearest valid one), wrong type, impossible combination.
     """
-    tree = read_yaml(Path(path))
-    _drop_retired(tree)
-    tree = anchored(tree, Path(path).parent)
+    tree = anchored(read_yaml(Path(path)), Path(path).parent)
     for assignment in overrides:
         _set(tree, assignment)
     if isinstance(name := tree.get("name"), str):  # Another start of a run that began elsewhere.
@@ -168,26 +166,6 @@ def load_trusted(path: str | Path, trusted: bool, overrides: Sequence[str] = ())
             f"{path}: target.trust_remote_code is true, so code that comes with the model would run; if you trust it, add --trust-remote-code (target.trust_remote_code=true)"
         )
     return config
-
-
-# Keys without effect that the config of a run's folder may still have, at values that ask for nothing.
-RETIRED = {
-    "student.tokenizer": None,
-    "train.window": None,
-    "judge.corpus_windows": 64,
-    "student.lora.dropout": 0.0,
-    "optim.spike_factor": None,
-}
-
-
-def _drop_retired(tree: dict[str, Any]) -> None:
-    for key, value in RETIRED.items():
-        *parents, leaf = key.split(".")
-        node: Any = tree
-        for part in parents:
-            node = node.get(part) if isinstance(node, dict) else None
-        if isinstance(node, dict) and leaf in node and node[leaf] == value:
-            del node[leaf]
 
 
 def parse_config(tree: dict[str, Any], origin: str) -> RunConfig:

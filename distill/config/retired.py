@@ -13,6 +13,14 @@ RETIRED: dict[str, str] = {
     "signal.kind": "the store keeps the target's top-k probabilities (signal.k)",
     "signal.samples": "the store keeps the target's top-k probabilities (signal.k)",
     "judge.temperatures": "use `understudy probe --temperatures`",
+    "optim.betas": "AdamW's moments decay by 0.9 and 0.95",
+    "optim.embedding_weight_decay": "optim.weight_decay holds for all matrices",
+    "optim.final_lr_ratio": "the learning rate falls to a tenth of optim.lr",
+    "optim.spike_factor": "an update is skipped if its gradient norm is ten times the recent median",
+    "train.pause_at": "Ctrl-C saves a checkpoint and the same command continues; for a trial set train.steps",
+    "train.log_every": "trackers get every tenth step, metrics.jsonl has every step",
+    "train.keep_states": "the last two checkpoints keep the optimizer state",
+    "train.profile_steps": "run torch's profiler around `python -m distill.train`",
 }
 
 

@@ -166,11 +166,6 @@ class RunConfig(Section):
         return self.judge.rule or self.serving_rule
 
     @property
-    def last_step(self) -> int:
-        """The step at which training ends or pauses."""
-        return min(self.train.steps, self.train.pause_at or self.train.steps)
-
-    @property
     def own_words(self) -> bool:
         """Whether the draft trains on text that it helped to write."""
         return self.data.mix.student > 0 or self.data.mix.speculative > 0

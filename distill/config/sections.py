@@ -269,31 +269,20 @@ class SignalConfig(Section):
     probability of the rest"""
 
 
-Moment = Annotated[float, Field(ge=0, lt=1)]
-
-
 class OptimConfig(Section):
-    """AdamW or Muon with linear warm-up and cosine decay."""
+    """AdamW or Muon with linear warm-up and cosine decay to a tenth of the peak."""
 
     name: Literal["adamw", "muon", "adamw8bit"] = "adamw"
     """optimizer. muon: orthogonalised updates for the matrices of the layers, AdamW for the rest; adamw8bit:
     moments in 8 bits (torchao)"""
     lr: float | None = Field(None, gt=0)
     """peak learning rate; null = chosen by the size of the draft (distill/training/optim.py)"""
-    betas: tuple[Moment, Moment] = (0.9, 0.95)
-    """decay rates of AdamW's moments"""
     weight_decay: float = Field(0.0, ge=0)
-    """decoupled weight decay of the matrices of the layers"""
-    embedding_weight_decay: float | None = Field(None, ge=0)
-    """weight decay of embeddings and head; null = weight_decay. Norms and biases never decay"""
+    """decoupled weight decay of all matrices; norms and biases never decay"""
     warmup_ratio: float = Field(0.05, ge=0, lt=1)
     """share of the steps in which the learning rate rises"""
-    final_lr_ratio: float = Field(0.1, ge=0, le=1)
-    """final learning rate divided by the peak"""
     max_grad_norm: float = Field(1.0, gt=0)
     """clip the gradient norm to this value"""
-    spike_factor: float = Field(10.0, ge=0)
-    """skip an update whose gradient norm is this many times the median of the last 64; 0 = never"""
     ema: float = Field(0.0, ge=0, lt=1)
     """decay of an exponential average of the weights; the better of average and raw weights is kept. 0 = off, try
     0.99"""
@@ -304,9 +293,6 @@ class TrainConfig(Section):
 
     steps: int = Field(300, ge=1)
     """optimizer steps"""
-    pause_at: int | None = Field(None, ge=1)
-    """stop after this step with a judged checkpoint and without a verdict; the same command with a later step, or
-    null, goes on. The learning rate follows `steps`"""
     batch_size: int = Field(32, ge=1)
     """sequences per step, summed over all ranks and micro-batches"""
     micro_batch_size: int | None = Field(None, ge=1)
@@ -314,17 +300,11 @@ class TrainConfig(Section):
     mixed_precision: Literal["auto", "native", "no", "bf16"] = "auto"
     """autocast of the draft, whose weights stay float32. auto = bf16 on a GPU or if the launcher says so; native
     = also on a CPU with bfloat16 instructions"""
-    log_every: int = Field(10, ge=1)
-    """steps between points sent to trackers; metrics.jsonl has every step"""
-    keep_states: int = Field(2, ge=1)
-    """number of checkpoints that keep the optimizer state to resume from"""
     packing: int | None = Field(None, ge=8)
     """pack sequences into rows of this many tokens instead of padding; sequences do not attend to each other.
     null = pad"""
     compile: bool = False
     """use torch.compile for the draft's layers and the loss: starts a minute later, then faster steps"""
-    profile_steps: int = Field(0, ge=0)
-    """number of steps to trace with torch's profiler into profile/; 0 = none"""
 
 
 class JudgeConfig(Section):

@@ -106,10 +106,10 @@ def _is_disk_trouble(error: Exception) -> bool:
     return isinstance(error, OSError) or any(word in str(error).lower() for word in words)
 
 
-def prune_states(run: Path, keep: int) -> None:
-    """Delete the optimizer state of all but the newest ``keep`` checkpoints; keep the students."""
+def prune_states(run: Path) -> None:
+    """Delete the optimizer state of all but the newest two checkpoints; keep the students."""
     with_state = [step for step in list_steps(run) if (step_folder(run, step) / STATE).exists()]
-    for step in with_state[:-keep]:
+    for step in with_state[:-2]:
         shutil.rmtree(step_folder(run, step) / STATE, ignore_errors=True)
 
 

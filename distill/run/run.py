@@ -199,7 +199,7 @@ def _digest(path: Path) -> bytes | None:
 # Keys that may change when a run resumes: they do not affect what is trained, only where it runs and how it is shown.
 MAY_DIFFER = (
     "resume", "output", "target.shard", "target.device_map", "student.gradient_checkpointing", "target.endpoint.url", "target.endpoint.api_key_env",
-    "target.endpoint.concurrency", "target.endpoint.timeout", "target.endpoint.retries", "train.micro_batch_size", "train.pause_at", "train.log_every", "train.keep_states", "train.profile_steps", "loss.chunk_tokens",
+    "target.endpoint.concurrency", "target.endpoint.timeout", "target.endpoint.retries", "train.micro_batch_size", "loss.chunk_tokens",
     "serving.batch_size", "judge.batch_size", "judge.live", "judge.live_prompts", "judge.speed_prompts", "judge.speed_seconds", "judge.speed_threads", "judge.served", "judge.scorer", "tracking.trackers",
     "tracking.project", "export.quantize",
 )  # fmt: skip

@@ -22,6 +22,9 @@ DEFAULT_LR = (
     (2_000_000_000, 1e-4, 2e-4),
     (float("inf"), 5e-5, 1e-4),
 )
+BETAS, FINAL_LR = (0.9, 0.95), 0.1  # decay rates of AdamW's moments; last learning rate divided by the peak
+# A gradient norm so many times the recent median is a spike.
+SPIKE_FACTOR = 10.0
 # Number of earlier gradient norms in the median, and the least number before a norm is compared with it.
 SPIKE_WINDOW, SPIKE_LEAST = 64, 16
 
@@ -37,7 +40,7 @@ def default_lr(module: nn.Module) -> float:
 def make_optimizers(module: nn.Module, optim: OptimConfig) -> list[torch.optim.Optimizer]:
     """Make the optimizers of all trainable parameters, with one learning rate.
 
-    Weight decay: `weight_decay` on the layers' matrices, `embedding_weight_decay` on embeddings and head, none on vectors.
+    Weight decay: `weight_decay` on matrices, none on vectors.
     `adamw`: one AdamW, fused if torch supports it on the device. `adamw8bit`: AdamW with 8-bit moments (torchao).
     `muon`: Muon (orthogonalised momentum, arXiv 2502.16982) for the matrices of the layers, with updates scaled to AdamW's size
     so that the same learning rate works; AdamW for embeddings, head and vectors.
@@ -50,13 +53,12 @@ def make_optimizers(module: nn.Module, optim: OptimConfig) -> list[torch.optim.O
     in_tables |= {id(parameter) for name, parameter in named if "lm_head" in name or "embed" in name}
     matrices = [p for _, p in named if p.dim() >= 2 and id(p) not in in_tables]
     tables, vectors = [p for _, p in named if p.dim() >= 2 and id(p) in in_tables], [p for _, p in named if p.dim() < 2]
-    table_decay = optim.weight_decay if optim.embedding_weight_decay is None else optim.embedding_weight_decay
     # Muon takes matrices only; stacked experts and convolutions use AdamW.
     orthogonal = [p for p in matrices if p.dim() == 2] if optim.name == "muon" else []
     chosen = {id(p) for p in orthogonal}
     groups = [
         {"params": [p for p in matrices if id(p) not in chosen], "weight_decay": optim.weight_decay},
-        {"params": tables, "weight_decay": table_decay},
+        {"params": tables, "weight_decay": optim.weight_decay},
         {"params": vectors, "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
@@ -119,20 +121,20 @@ def _adamw(groups: list[dict[str, Any]], lr: float, optim: OptimConfig) -> torch
             from torchao.optim import AdamW8bit
         except ImportError as error:
             raise UserError("optim.name: adamw8bit needs torchao; run `pip install torchao`, or use adamw") from error
-        return AdamW8bit(groups, lr=lr, betas=optim.betas)
+        return AdamW8bit(groups, lr=lr, betas=BETAS)
     devices = {p.device.type for group in groups for p in group["params"]}
     fused = devices <= {"cuda", "cpu"} and all(p.is_floating_point() for group in groups for p in group["params"])
-    return torch.optim.AdamW(groups, lr=lr, betas=optim.betas, fused=fused)
+    return torch.optim.AdamW(groups, lr=lr, betas=BETAS, fused=fused)
 
 
 def make_schedules(optimizers: list[torch.optim.Optimizer], optim: OptimConfig, steps: int) -> list[Any]:
-    """Linear warm-up, then cosine decay to `final_lr_ratio` of the peak."""
+    """Linear warm-up, then cosine decay to a tenth of the peak."""
     return [
         get_cosine_with_min_lr_schedule_with_warmup(
             optimizer,
             num_warmup_steps=round(optim.warmup_ratio * steps),
             num_training_steps=steps,
-            min_lr_rate=optim.final_lr_ratio,
+            min_lr_rate=FINAL_LR,
         )
         for optimizer in optimizers
     ]
@@ -141,15 +143,14 @@ def make_schedules(optimizers: list[torch.optim.Optimizer], optim: OptimConfig, 
 class SpikeGuard:
     """Detect gradient norms far above the recent median. The recent norms are part of a checkpoint."""
 
-    def __init__(self, factor: float) -> None:
-        """A norm above ``factor`` times the median of the last 64 is a spike; 0 disables the check."""
-        self.factor = factor
+    def __init__(self) -> None:
+        """A norm above `SPIKE_FACTOR` times the median of the last 64 is a spike."""
         self.norms: deque[float] = deque(maxlen=SPIKE_WINDOW)
         self.skipped_in_a_row = 0
 
     def is_spike(self, norm: float) -> bool:
         """Whether the norm is a spike. Other norms are added to the history."""
-        spike = bool(self.factor) and len(self.norms) >= SPIKE_LEAST and norm > self.factor * self.median()
+        spike = len(self.norms) >= SPIKE_LEAST and norm > SPIKE_FACTOR * self.median()
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if spike else 0
         if not spike:
             self.norms.append(norm)

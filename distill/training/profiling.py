@@ -1,21 +1,15 @@
-"""Profiler traces, and model FLOPs utilisation (MFU)."""
+"""Model FLOPs utilisation (MFU)."""
 
 import contextlib
-import os
 import re
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from data.files import write_bytes
-
 _HALF = (torch.bfloat16, torch.float16, "bf16", "fp16")
-TRACE, TABLE = "trace.json.gz", "operations.txt"
-_TOP_ROWS = 40
 # Dense bf16 tensor FLOP/s in units of 1e12; the first pattern that matches the device's name is used. See `peak_flops`.
 _PEAK_TFLOPS: dict[str, float] = {
     r"\bgb[23]00\b": 2500.0,
@@ -37,39 +31,6 @@ _PEAK_TFLOPS: dict[str, float] = {
     r"\brtx 3090$": 71.0,
     r"\bmi3(00|25)x\b": 1307.4,
 }
-
-
-@contextlib.contextmanager
-def traced(folder: Path, steps: int, device: torch.device, main: bool) -> Iterator[Callable[[], None]]:
-    """Trace some training steps with torch's profiler. Yields a function that the loop calls at the end of every step.
-
-    The first step (allocations, compilation) is not recorded, and neither is the second one, in which the profiler warms up. Then
-    ``steps`` steps are recorded: FOLDER/profile/trace.json.gz for chrome://tracing or https://ui.perfetto.dev, and operations.txt
-    with the operations that took the most time. Only the main process traces. With ``steps`` 0 nothing happens and nothing is
-    imported. If training ends or fails during the trace, the recorded part is written.
-    """
-    if not (steps and main):
-        yield lambda: None
-        return
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    if device.type == "cuda":
-        activities.append(torch.profiler.ProfilerActivity.CUDA)
-    with torch.profiler.profile(
-        activities=activities,
-        schedule=torch.profiler.schedule(wait=1, warmup=1, active=steps, repeat=1),
-        on_trace_ready=lambda profiler: _write(profiler, folder / "profile", device),
-    ) as profiler:
-        yield profiler.step
-
-
-def _write(profiler: Any, folder: Path, device: torch.device) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    temporary = folder / f".{TRACE}"  # torch decides by the suffix whether to compress
-    profiler.export_chrome_trace(str(temporary))
-    os.replace(temporary, folder / TRACE)
-    by = "self_device_time_total" if device.type == "cuda" else "self_cpu_time_total"
-    table = profiler.key_averages().table(sort_by=by, row_limit=_TOP_ROWS, max_name_column_width=80)
-    write_bytes(folder / TABLE, f"{table}\n".encode())
 
 
 def peak_flops(device_name: str, dtype: torch.dtype | str) -> float | None:

@@ -46,6 +46,7 @@ SUMMARIES = {
 }
 # Of a verdict, the metadata of the artifact.
 TOLD = ("outcome", "headline", "rule", "gamma", "prompts", "pays", "run", "survival", "gain", "measured")
+LOG_EVERY = 10  # steps between points sent to trackers
 # Characters of a domain that MLflow refuses in a name.
 UNUSUAL = re.compile(r"[^-. \w]")
 SECTIONS = ("train", "survival", "judge", "domains", "dial", "speed", "time", "memory")
@@ -54,9 +55,9 @@ SECTIONS = ("train", "survival", "judge", "domains", "dial", "speed", "time", "m
 class Metrics:
     """Append JSON lines on the main process. After a resume, lines past the resumed step are removed first."""
 
-    def __init__(self, folder: Path, accelerator: Accelerator, log_every: int, has_trackers: bool) -> None:
+    def __init__(self, folder: Path, accelerator: Accelerator, has_trackers: bool) -> None:
         self.path, self.accelerator = folder / METRICS, accelerator
-        self.log_every, self.has_trackers = log_every, has_trackers
+        self.has_trackers = has_trackers
 
     def cut_after(self, step: int) -> None:
         """Remove the lines that will be written again: those of later steps and the judgement of this one."""
@@ -74,12 +75,12 @@ class Metrics:
         write_bytes(self.path, "".join(line + "\n" for line in kept).encode())
 
     def write(self, step: int, values: Mapping[str, Any], *, always: bool = False) -> None:
-        """Write one line. Numbers also go to the trackers, every `log_every` steps or if ``always``."""
+        """Write one line. Numbers also go to the trackers, every `LOG_EVERY` steps or if ``always``."""
         if not self.accelerator.is_main_process:
             return
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step, **values}) + "\n")
-        if self.has_trackers and (always or step % self.log_every == 0):
+        if self.has_trackers and (always or step % LOG_EVERY == 0):
             for tracker in self.accelerator.trackers:
                 # wandb drops a step below its last one, which a resumed run may log again; its panels are over `train/step`.
                 tracker.log(tracked(step, values), step=None if tracker.name == "wandb" else step)

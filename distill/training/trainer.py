@@ -26,7 +26,7 @@ from distill.training import sharding
 from distill.training.batches import BatchSource
 from distill.training.module import DraftModule
 from distill.training.optim import SpikeGuard, make_optimizers, make_schedules, weight_average
-from distill.training.profiling import FlopMeter, traced
+from distill.training.profiling import FlopMeter
 from distill.training.teacher import Teacher, TeacherSource
 from distill.training.tracking import Metrics
 from speculative.decoder.responses import StageClock
@@ -101,13 +101,13 @@ class Trainer:
         optimizers = make_optimizers(module, config.optim)
         self.wrapped, self.optimizers = sharding.prepare(accelerator, module, optimizers)
         self.schedulers = make_schedules(optimizers, config.optim, config.train.steps)
-        self.spikes = SpikeGuard(config.optim.spike_factor)
+        self.spikes = SpikeGuard()
         self.average = weight_average(self.module.student, config.optim.ema) if config.optim.ema else None
         self.survival = self.module.survival
         own = [one for one in (self.average, self.survival) if one is not None]
         accelerator.register_for_checkpointing(*self.schedulers, self.spikes, *own)
         self.clock = self.module.clock = StageClock(accelerator.device)
-        self.metrics = Metrics(run.folder, accelerator, config.train.log_every, bool(config.tracking.trackers))
+        self.metrics = Metrics(run.folder, accelerator, bool(config.tracking.trackers))
         state = step_folder(run.folder, self.progress.step) / STATE
         if run.seen(state.exists):
             sharding.load_state(accelerator, self.wrapped, self.optimizers, state)
@@ -128,18 +128,13 @@ class Trainer:
         """
         interrupt, train, dial = Interrupt(), self.config.train, self.config.judge.dial_every
         word = "distil" if self.teacher else "train"
-        trace = traced(self.run.folder, train.profile_steps, self.accelerator.device, self.run.main)
         try:
             if self._is_due():  # otherwise the run resumes from an interrupt's checkpoint
                 yield from self._held(self.save())
-            with (
-                ProgressBar(word, train.steps, self.progress.step, self.run.main, stderr=False) as bar,
-                trace as step_ended,
-            ):
-                while self.progress.step < self.config.last_step:
+            with ProgressBar(word, train.steps, self.progress.step, self.run.main, stderr=False) as bar:
+                while self.progress.step < train.steps:
                     facts = self._one_step()
                     bar.update(bar.task, completed=self.progress.step, facts=facts)
-                    step_ended()
                     if not (stop := self._any_rank(interrupt.requested)) and self._is_due():
                         yield from self._held(self.save())
                         stop = self._any_rank(interrupt.requested)
@@ -263,13 +258,13 @@ class Trainer:
         if self.run.main:
             print(
                 f"step {step}: gradient norm {grad_norm:.3g} is {grad_norm / max(median, 1e-30):.0f} times the recent median; "
-                "update skipped (optim.spike_factor)",
+                "update skipped",
                 file=sys.stderr,
             )
         if self.spikes.skipped_in_a_row >= MOST_SKIPS:
             raise NotFinite(
                 f"step {step}: {MOST_SKIPS} updates skipped in a row, gradient norm {grad_norm:.3g}, recent median {median:.3g}; "
-                f"{checkpoint.last_good(self.run.folder)}; start another run (set name) with a lower optim.lr or a higher optim.spike_factor (now {self.spikes.factor:g})"
+                f"{checkpoint.last_good(self.run.folder)}; start another run (set name) with a lower optim.lr"
             )
 
     def _record(self, result: StepResult, elapsed: float) -> str:
@@ -296,7 +291,7 @@ class Trainer:
         return f"loss {result.loss:.3f}{alpha} {result.tokens / elapsed:,.0f} tok/s"
 
     def _is_due(self) -> bool:
-        return self.progress.step % self.config.judge.every == 0 or self.progress.step == self.config.last_step
+        return self.progress.step % self.config.judge.every == 0 or self.progress.step == self.config.train.steps
 
     def save(self) -> Path:
         """Write the checkpoint of this step unless it exists; returns its folder."""
@@ -311,7 +306,7 @@ class Trainer:
             students[ADAPTER] = adapter
         checkpoint.save_checkpoint(self.run, students, self.tokenizer, self.provenance)
         if self.run.main:
-            checkpoint.prune_states(self.run.folder, self.config.train.keep_states)
+            checkpoint.prune_states(self.run.folder)
         return folder
 
     def _any_rank(self, flag: bool) -> bool:

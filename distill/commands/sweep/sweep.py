@@ -99,7 +99,7 @@ def _train(sweep: SweepFile, trials: Sequence[Trial], trial: Trial, command: Seq
     started = time.perf_counter()
     with console.status(f"training, log in {log}"):
         train_apart(trial.config, [sweep.base, *trial.overrides], log, command, group=sweep.name)
-    row = Row({}, [], [], 1, 0, measured_of(trial) if trial.config.train.pause_at is None else [])
+    row = Row({}, [], [], 1, 0, measured_of(trial))
     found = [f"{name} {figure.value:.3f}, " for name in FIGURES if (figure := row.figure(name)) is not None]
     console.print(f"    {''.join(found)}{(time.perf_counter() - started) / 60:.1f} min", highlight=False)
 

@@ -143,7 +143,7 @@ def test_a_missing_file_names_the_shipped_ones(tmp_path: Path, monkeypatch: pyte
 def test_unknown_keys_name_the_nearest(section: dict[str, Any], key: str, near: str | None) -> None:
     text = refused(lambda: parse_config(tree_of() | section, "file.yaml"))
     assert text.startswith(f"file.yaml: unknown key `{key}`")
-    assert (f"did you mean `{near}`" if near else "known here: betas") in text
+    assert (f"did you mean `{near}`" if near else "known here: ema, lr") in text
 
 
 @pytest.mark.parametrize(
@@ -155,8 +155,7 @@ def test_unknown_keys_name_the_nearest(section: dict[str, Any], key: str, near: 
         ({"train": {"steps": True}}, "integer"),
         ({"optim": None}, "`optim` = null"),
         ({"optim": "adamw"}, "key: value"),
-        ({"optim": {"betas": [0.9, 1.0]}}, "less than 1"),
-        ({"optim": {"betas": [0.9]}}, "optim.betas.1"),
+        ({"optim": {"warmup_ratio": 1.0}}, "less than 1"),
         ({"student": {"layers": 3}}, "list"),
         ({"student": {"layers": [0, "last"]}}, "`student.layers.1`"),
         ({"student": {"init": "carvd"}}, '`student.init` = "carvd": did you mean `carved`?'),
@@ -330,9 +329,7 @@ trees = st.fixed_dictionaries(
         "name": names,
         "output": texts,
         "seed": st.integers(0, 2**31 - 1),
-        "optim": st.fixed_dictionaries(
-            {"lr": st.floats(1e-12, 1e6), "betas": st.tuples(st.floats(0, 0.999), st.floats(0, 0.999))}
-        ),
+        "optim": st.fixed_dictionaries({"lr": st.floats(1e-12, 1e6)}),
         "student": st.fixed_dictionaries(
             {
                 "layers": st.lists(st.integers(-9, 9), min_size=1, max_size=4),

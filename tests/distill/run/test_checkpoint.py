@@ -76,17 +76,6 @@ def test_where_a_run_lies_how_it_is_cut_and_which_url_answers_may_change(tmp_pat
             claim_and_produce(config)
 
 
-def test_null_and_the_factor_that_it_means_are_one_config(tmp_path: Path) -> None:
-    """What an earlier version wrote down, and the same command now."""
-    first = run_config(tmp_path, optim={"lr": 1e-2, "spike_factor": 10.0})
-    claim_and_produce(first)
-    claim_folder(run_config(tmp_path, optim={"lr": 1e-2}))
-    claim_folder(first)
-    said = refused(claim_folder, run_config(tmp_path, optim={"lr": 1e-2, "spike_factor": 9.0}))
-    assert "spike_factor is 10.0, now 9.0" in said
-    assert "copied" not in said, "responses without prompts/ are an earlier version's"
-
-
 @pytest.mark.parametrize(
     ("change", "said"),
     [

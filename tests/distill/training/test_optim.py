@@ -25,9 +25,9 @@ def groups_of(optimizers: list[torch.optim.Optimizer]) -> dict[int, float]:
 
 @pytest.mark.parametrize("name", ["adamw", "muon", "adamw8bit"])
 @pytest.mark.parametrize("tied", [True, False])
-def test_matrices_tables_and_vectors_decay_each_by_their_own(name: str, tied: bool) -> None:
+def test_matrices_decay_and_vectors_do_not(name: str, tied: bool) -> None:
     model = tiny_model(tie_word_embeddings=tied)
-    optim = OptimConfig(name=name, lr=1e-3, weight_decay=0.1, embedding_weight_decay=0.02)
+    optim = OptimConfig(name=name, lr=1e-3, weight_decay=0.1)
     optimizers = make_optimizers(model, optim)
     if name == "muon":
         assert {id(p) for p in optimizers[1].param_groups[0]["params"]} == {
@@ -35,8 +35,8 @@ def test_matrices_tables_and_vectors_decay_each_by_their_own(name: str, tied: bo
         }
     decay = groups_of(optimizers)
     assert len(decay) == len(list(model.parameters()))
-    assert decay[id(model.lm_head.weight)] == 0.02
-    assert decay[id(model.model.embed_tokens.weight)] == 0.02
+    assert decay[id(model.lm_head.weight)] == 0.1
+    assert decay[id(model.model.embed_tokens.weight)] == 0.1
     assert decay[id(model.model.layers[0].mlp.up_proj.weight)] == 0.1
     assert decay[id(model.model.norm.weight)] == 0.0
 
@@ -138,7 +138,7 @@ def test_missing_torchao_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
 
 class TestSpikeGuard:
     def test_a_spike_is_many_times_the_median_and_is_not_remembered(self) -> None:
-        guard = SpikeGuard(10.0)
+        guard = SpikeGuard()
         assert not any(guard.is_spike(1.0 + 0.1 * (index % 3)) for index in range(30))
         assert guard.is_spike(50.0)
         assert guard.is_spike(50.0)
@@ -148,15 +148,11 @@ class TestSpikeGuard:
         assert max(guard.norms) == 2.0
 
     def test_the_first_norms_are_never_spikes(self) -> None:
-        guard = SpikeGuard(10.0)
+        guard = SpikeGuard()
         assert not any(guard.is_spike(10.0**index) for index in range(16))
 
-    def test_zero_switches_it_off(self) -> None:
-        guard = SpikeGuard(0.0)
-        assert not any(guard.is_spike(value) for value in [1.0] * 40 + [1e9])
-
     def test_memory_survives_a_checkpoint(self) -> None:
-        first, second = SpikeGuard(10.0), SpikeGuard(10.0)
+        first, second = SpikeGuard(), SpikeGuard()
         for _ in range(20):
             first.is_spike(1.0)
         second.load_state_dict(first.state_dict())

@@ -1,62 +1,13 @@
-"""The profiler's files, peak memory, and the arithmetic of MFU."""
-
-import gzip
-import json
-from pathlib import Path
+"""Peak memory, and the arithmetic of MFU."""
 
 import pytest
 import torch
 from tiny_models import tiny_model
 
-from distill.training.profiling import FlopMeter, peak_flops, traced
+from distill.training.profiling import FlopMeter, peak_flops
 from speculative.engine.memory import peak_bytes
 
 CPU = torch.device("cpu")
-
-
-def train(folder: Path, steps: int, *, recorded: int, main: bool = True) -> None:
-    with traced(folder, recorded, CPU, main) as step_ended:
-        for _ in range(steps):
-            with torch.profiler.record_function("one_step"):
-                torch.ones(8, 8) @ torch.ones(8, 8)
-            step_ended()
-
-
-def recorded_steps(folder: Path) -> int:
-    with gzip.open(folder / "profile" / "trace.json.gz", "rt", encoding="utf-8") as file:
-        events = json.load(file)["traceEvents"]
-    return sum(event.get("name") == "one_step" for event in events)
-
-
-def test_so_many_steps_are_traced_after_the_warm_up(tmp_path: Path) -> None:
-    train(tmp_path, 8, recorded=3)
-    assert recorded_steps(tmp_path) == 3
-    table = (tmp_path / "profile" / "operations.txt").read_text(encoding="utf-8")
-    assert "aten::mm" in table
-    assert not list((tmp_path / "profile").glob(".*"))
-
-
-def test_training_that_ends_early_leaves_what_was_recorded(tmp_path: Path) -> None:
-    train(tmp_path, 4, recorded=10)
-    assert recorded_steps(tmp_path) == 2
-
-
-def test_training_that_fails_is_not_hidden(tmp_path: Path) -> None:
-    def failing() -> None:
-        with traced(tmp_path, 3, CPU, True) as step_ended:
-            for _ in range(3):
-                step_ended()
-            raise RuntimeError("mine")
-
-    with pytest.raises(RuntimeError, match="mine"):
-        failing()
-    assert (tmp_path / "profile" / "trace.json.gz").exists()
-
-
-@pytest.mark.parametrize(("recorded", "main"), [(0, True), (3, False)])
-def test_off_or_another_rank_writes_nothing(tmp_path: Path, recorded: int, main: bool) -> None:
-    train(tmp_path, 8, recorded=recorded, main=main)
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_peak_memory_of_a_cpu_process_rises_with_what_it_holds() -> None:

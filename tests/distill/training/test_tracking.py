@@ -32,7 +32,7 @@ from speculative.errors import UserError
 
 
 def metrics_in(folder: Path, **options: Any) -> Metrics:
-    return Metrics(folder, fresh_accelerator(folder), **{"log_every": 1, "has_trackers": False, **options})
+    return Metrics(folder, fresh_accelerator(folder), **{"has_trackers": False, **options})
 
 
 def lines_of(folder: Path) -> list[dict[str, Any]]:
@@ -66,7 +66,7 @@ def test_only_the_main_process_writes(tmp_path: Path) -> None:
     class Other:
         is_main_process = False
 
-    metrics = Metrics(tmp_path, Other(), 1, False)  # type: ignore[arg-type]
+    metrics = Metrics(tmp_path, Other(), False)  # type: ignore[arg-type]
     metrics.write(1, {"loss": 0.5})
     metrics.cut_after(0)
     assert not (tmp_path / METRICS).exists()
@@ -170,28 +170,30 @@ def test_notes_say_what_a_run_is(tmp_path: Path) -> None:
 def test_trackers_get_numbers_every_so_often_and_judgements_always(tmp_path: Path) -> None:
     trackers = RecordingTracker("tensorboard"), RecordingTracker("wandb")
     accelerator = SimpleNamespace(is_main_process=True, trackers=trackers)
-    metrics = Metrics(tmp_path, accelerator, log_every=3, has_trackers=True)  # type: ignore[arg-type]
-    for step in range(1, 7):
+    metrics = Metrics(tmp_path, accelerator, has_trackers=True)  # type: ignore[arg-type]
+    for step in range(1, 21):
         metrics.write(step, {"loss": float(step), "text": "no number"})
-    metrics.write(7, {"judge/tau_replay": 2.0}, always=True)
+    metrics.write(21, {"judge/tau_replay": 2.0}, always=True)
     assert trackers[0].logged == [
-        (3, {"train/step": 3, "train/loss": 3.0}),
-        (6, {"train/step": 6, "train/loss": 6.0}),
-        (7, {"train/step": 7, "judge/tau_replay": 2.0}),
+        (10, {"train/step": 10, "train/loss": 10.0}),
+        (20, {"train/step": 20, "train/loss": 20.0}),
+        (21, {"train/step": 21, "judge/tau_replay": 2.0}),
     ]
     # wandb drops a step below its last one, as a resumed run logs it.
     assert trackers[1].logged == [(None, values) for _, values in trackers[0].logged]
 
 
 def tracked_run(folder: Path, tracker: str) -> None:
-    config = run_config(folder, train={"steps": 2, "log_every": 1}, tracking={"trackers": [tracker]})
+    config = run_config(folder, train={"steps": 10}, judge={"every": 10}, tracking={"trackers": [tracker]})
     config.folder.mkdir(parents=True, exist_ok=True)
     accelerator = fresh_accelerator(config.folder, log_with=[tracker])
     values = config.model_dump(mode="json")
     start_trackers(accelerator, config.tracking.trackers, config.tracking.project, config.name, values)
     fit(make_loop(config, accelerator=accelerator))
     accelerator.end_training()
-    assert [line["step"] for line in metrics_of(config)] == [0, 1, 2, 2], "metrics.jsonl is written all the same"
+    assert [line["step"] for line in metrics_of(config)] == [0, *range(1, 11), 10], (
+        "metrics.jsonl is written all the same"
+    )
 
 
 def test_tensorboard_gets_the_run(tmp_path: Path) -> None:

@@ -174,23 +174,6 @@ def test_an_adapter_runs_to_a_verdict(tiny_config: Path, tmp_path: Path) -> None
         export_run(ExportOptions(step_folder(run, 0), tmp_path / "none", adapter=True))
 
 
-@pytest.mark.parametrize(
-    ("patience", "words"), [(0, "with a later train.pause_at goes on"), (1, "judge.patience has run out")]
-)
-def test_a_run_past_its_pause_is_still_paused(
-    tiny_config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], patience: int, words: str
-) -> None:
-    # Without a learning rate no checkpoint gains.
-    more = ["train.steps=9", "judge.every=9", "optim.lr=1e-12", f"judge.patience={patience}"]
-    for pause in (2, 1):
-        run = train_other(tiny_config, tmp_path, *more, f"train.pause_at={pause}")
-        said = " ".join(capsys.readouterr().out.split())
-        assert "paused at step 2; the same command with " in said
-        assert words in said
-        assert not (run / "verdict.json").exists()
-    assert list_steps(run) == [0, 2]
-
-
 @pytest.mark.usefixtures("without_figures")
 def test_a_student_from_a_config_runs_to_a_verdict(tiny_config: Path, tmp_path: Path) -> None:
     student = [

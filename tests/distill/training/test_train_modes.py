@@ -194,7 +194,7 @@ def test_three_checkpoints_at_which_live_decoding_and_replay_differ_stop_a_run(
 
 class TestSpikes:
     def spiked(self, tmp_path: Path) -> Trainer:
-        loop = make_loop(run_config(tmp_path, optim={"lr": 1e-2, "spike_factor": 10.0}, train={"steps": 100}))
+        loop = make_loop(run_config(tmp_path, optim={"lr": 1e-2}, train={"steps": 100}))
         for _ in range(16):
             loop.spikes.is_spike(0.5)
         return loop

@@ -204,7 +204,7 @@ def test_learning_rate_warms_up_and_decays_to_its_floor(tmp_path: Path) -> None:
     config = run_config(
         tmp_path,
         train={"steps": 20},
-        optim={"lr": 1e-2, "warmup_ratio": 0.2, "final_lr_ratio": 0.1},
+        optim={"lr": 1e-2, "warmup_ratio": 0.2},
         judge={"every": 100},
     )
     loop = make_loop(config)
@@ -324,7 +324,7 @@ def test_a_run_killed_at_any_rename_goes_on_exactly(
     """Everything that counts reaches the disk by a rename: stop right before and right after each of them."""
 
     def config(name: str) -> RunConfig:
-        sections = {"train": {"steps": 1, "keep_states": 1}, "judge": {"every": 1}, "loss": {"name": "forward_kl"}}
+        sections = {"train": {"steps": 1}, "judge": {"every": 1}, "loss": {"name": "forward_kl"}}
         return run_config(tmp_path / name, **sections)
 
     def score(step: int) -> float:
@@ -375,7 +375,7 @@ def test_patience_counts_checkpoints_without_gain_also_over_a_resume(tmp_path: P
 
 
 def test_pruning_keeps_every_student_and_the_newest_states(tmp_path: Path) -> None:
-    config = run_config(tmp_path, train={"steps": 8, "keep_states": 2})
+    config = run_config(tmp_path, train={"steps": 8})
     finish(config)
     assert list_steps(config.folder) == [0, 2, 4, 6, 8]
     for step in (0, 2, 4, 6, 8):
