@@ -44,8 +44,8 @@ from speculative.drafters.draft import Drafting
 from speculative.engine.models import mask_token_of
 from speculative.measure.self_checks import SelfCheckError
 
-# The last stage of a run, and the scorer that it needs, by name, because training must not import verdicts, reports and exports.
-CONCLUSION, SCORER = "distill.verdict.conclusion:conclude_run", "distill.verdict.scorer:scorer_of"
+# The last stage of a run, by name, because training must not import verdicts, reports and exports.
+CONCLUSION = "distill.verdict.conclusion:conclude_run"
 # Checkpoints at which live decoding and replay may differ before the run stops.
 MOST_MISSES = 3
 
@@ -97,7 +97,6 @@ def distil(run: Run) -> None:
         target,
         max(len(prompt.prompt_ids) for prompt in sets.heldout) + config.serving.max_tokens,
     )
-    pkgutil.resolve_name(SCORER)(config, sets.heldout, tokenizer)
     settings = decode_settings(config.serving, config.seed, target).under(config.judge_rule, config.judge.gamma)
     answers = Answers(run, target, tokenizer, sets, context)
     student = first_student(answers, trial=answers.chosen_by_text)

@@ -29,12 +29,15 @@ def documents_of(source: PromptSource) -> list[str]:
     return [str(row.text) for row in rows]
 
 
+TEXT_WINDOW = 256  # tokens, or those of the context if that is shorter
+
+
 def text_examples(sources: Sequence[PromptSource], tokenizer: PreTrainedTokenizerBase, window: int) -> list[Example]:
     """Windows of all documents; every token of one but the first is predicted. UserError: no text, or less than one window."""
     documents = [ids for source in sources for ids in tokenizer(documents_of(source), verbose=False)["input_ids"]]
     windows = cut_windows(documents, window, tokenizer.eos_token_id)
     if not len(windows):
         names = ", ".join(source.path for source in sources)
-        raise UserError(f"data.text: fewer than {window} tokens in {names}; add text, or lower data.text_window")
+        raise UserError(f"data.text: fewer than {window} tokens in {names}; add text")
     mask = np.arange(window) > 0
     return [Example(ids, mask) for ids in windows]

@@ -9,7 +9,7 @@ from typing import Any
 
 from distill.config.layout import BEGAN
 
-PATH_KEYS = ("path", "reference", "served", "scorer", "output")
+PATH_KEYS = ("path", "reference", "served", "output")
 
 
 def origin_of(run: Path) -> Path | None:
@@ -34,8 +34,8 @@ def anchored(tree: Any, run: Path) -> Any:
     def place(key: str, text: str) -> str:
         if key not in PATH_KEYS or text in ("embedded", "stdlib"):
             return text
-        there = os.path.join(origin, text.partition(":")[0] if key == "scorer" else text)
-        return os.path.join(origin, text) if os.path.exists(there) or glob.glob(there) else text
+        there = os.path.join(origin, text)
+        return there if os.path.exists(there) or glob.glob(there) else text
 
     return _mapped(tree, place)
 

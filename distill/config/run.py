@@ -3,7 +3,6 @@
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
 
 from pydantic import Field, model_validator
 
@@ -57,8 +56,6 @@ IMPOSSIBLE: tuple[Impossible, ...] = (  # Checked in this order; the first match
      "judge.load: each number of concurrent requests may be listed once"),
     (lambda c: (c.judge.load or c.judge.latency_ms) and not c.decodes,
      "judge.load and judge.latency_ms are timed by decoding; set judge.live: checkpoint or end, without target.endpoint"),
-    (lambda c: c.judge.scorer and not (c.judge.lenience or c.judge.typical),
-     "judge.scorer scores only LOSSY ways; set judge.lenience or judge.typical, or use `understudy evaluate --scorer`"),
     (lambda c: (c.judge.lenience or c.judge.typical) and (c.serving.temperature == 0 or not c.decodes),
      "judge.lenience and judge.typical time sampled text; set serving.temperature above 0 and judge.live: checkpoint or end, without "
      "target.endpoint"),
@@ -134,8 +131,6 @@ class RunConfig(Section):
     """folder that holds the runs"""
     seed: int = Field(0, ge=0, lt=2**31)
     """seed of all random choices"""
-    resume: Literal["auto", "never"] = "auto"
-    """auto = continue from the last checkpoint in the run's folder; never = refuse a folder with checkpoints"""
     target: TargetConfig = TargetConfig()
     student: StudentConfig = StudentConfig()
     data: DataConfig

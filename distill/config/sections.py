@@ -55,12 +55,6 @@ class ParallelConfig(Section):
 
     tokens: int = Field(8, ge=2, le=32)
     """largest offset to learn, which is also the largest block"""
-    mask_token: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
-    """id that stands for a token not known yet; no prompt or response may use it. auto = the draft's own
-    `pard_token`, else a row of the vocabulary without a token, else a special token, else any token"""
-    retain: float = Field(0.7, gt=0, le=1)
-    """probability that a block which trains an offset also trains the next one (conditional drop), about
-    retain / (1 - retain) mask tokens per response token; 1 = always"""
 
 
 class StudentConfig(Section):
@@ -92,9 +86,6 @@ class StudentConfig(Section):
     """train LoRA adapters only; null = train all weights"""
     parallel: ParallelConfig | None = None
     """learn to draft a block in one forward pass, `{}` = with defaults; null = token by token"""
-    extend_context: bool = False
-    """init pretrained: extend a draft with a shorter context limit to the target's (YaRN); without it such a
-    draft is refused, unless data.context_length is within its limit"""
     gradient_checkpointing: bool = False
     """recompute activations in the backward pass; uses less memory and more time"""
 
@@ -121,10 +112,6 @@ class SyntheticConfig(Section):
     """magpie: the target writes user turns after the opening of the chat template (and after what training
     prompts have before their last question). mix: join the start of one training prompt to the end of
     another where two words are equal"""
-    max_tokens: int = Field(128, ge=1)
-    """magpie: leave out user turns with more tokens"""
-    temperature: float = Field(1.0, gt=0)
-    """magpie: sampling temperature of the user turns"""
 
 
 class RolloutConfig(Section):
@@ -134,14 +121,6 @@ class RolloutConfig(Section):
     """steps between new rollouts; they are reused in between"""
     prompts: int = Field(256, ge=1)
     """training prompts answered each time, different ones each time"""
-    max_tokens: int | None = Field(None, ge=1)
-    """maximum tokens per rollout; null = serving.max_tokens"""
-    temperature: float = Field(1.0, ge=0)
-    """sampling temperature of the draft (mix.student)"""
-    gamma: int = Field(4, ge=1, le=32)
-    """drafted tokens per block (mix.speculative)"""
-    rejected_weight: float = Field(2.0, gt=0)
-    """loss weight of positions whose drafted token was rejected (mix.speculative)"""
 
 
 class DataConfig(Section):
@@ -172,9 +151,7 @@ class DataConfig(Section):
     mix: MixConfig = MixConfig()
     rollouts: RolloutConfig = RolloutConfig()
     text: tuple[PromptSource, ...] = ()
-    """sources of general text for mix.text"""
-    text_window: int = Field(256, ge=8)
-    """tokens per window of general text"""
+    """sources of general text for mix.text, which is cut into windows of 256 tokens"""
 
 
 class ServingConfig(Section):
@@ -352,11 +329,6 @@ class JudgeConfig(Section):
     """LOSSY ways to time: a drafted token is kept with min(1, lenience * target / draft); docs/verdict.md"""
     typical: tuple[Annotated[float, Field(gt=0, lt=1)], ...] = ()
     """LOSSY ways to time: typical acceptance (Medusa) with these epsilons, e.g. [0.09]"""
-    scorer: str | None = None
-    """scores the answers of LOSSY ways at temperature 0 beside the target's own: exact-match, exact-match-number,
-    module:function or file.py:function (docs/verdict.md); references are those of the held-out source"""
-    allow_lossy: bool = False
-    """whether the verdict may say to run a LOSSY way"""
 
     @property
     def served_paths(self) -> tuple[str, ...]:

@@ -19,8 +19,12 @@ from torch import Tensor
 # Decay of the running mean of survival: its half-life is 7 steps.
 DECAY = 0.9
 
+RETAIN = 0.7  # probability that a block which trains an offset also trains the next one
 
-def drawn_depths(generator: np.random.Generator, loss_mask: np.ndarray, tokens: int, retain: float) -> np.ndarray:
+
+def drawn_depths(
+    generator: np.random.Generator, loss_mask: np.ndarray, tokens: int, retain: float = RETAIN
+) -> np.ndarray:
     """Offsets asked of the block whose first token is each id of a sequence, (ids,) int64; 0 for ids that are not response tokens.
 
     P(depth >= j) = retain^(j-1) for j up to `tokens`, cut at the end of the response.
@@ -49,7 +53,7 @@ class Survival:
     It starts at 1, so that an untrained draft learns every offset. Weights change between steps only, from sums over all ranks and micro-batches.
     """
 
-    def __init__(self, tokens: int, retain: float) -> None:
+    def __init__(self, tokens: int, retain: float = RETAIN) -> None:
         """tokens: J. retain: see `drawn_depths`."""
         self.retain = retain
         self.kept_J = [1.0] * tokens

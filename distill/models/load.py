@@ -7,7 +7,7 @@ import inspect
 import json
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -170,13 +170,11 @@ def load_model(
     trust_remote_code: bool = False,
     device: torch.device | None = None,
     device_map: str | None = None,
-    change: Callable[[PretrainedConfig], None] | None = None,
 ) -> PreTrainedModel:
     """Load a causal LM from a directory, hub id, GGUF file or `embedded`, in eval mode; of a multimodal model the text model.
 
     A peft adapter is merged into its base. Quantised weights stay as saved, whatever the ``dtype``; those of a GGUF file are dequantised. ``what``: the model's name in errors.
-    ``device``: None means the CPU. ``device_map``: spread its layers over all devices instead, by this map of accelerate. ``change``: edits its config before the
-    model is built.
+    ``device``: None means the CPU. ``device_map``: spread its layers over all devices instead, by this map of accelerate.
 
     Raises UserError: not found, not loadable (such as a quantisation without its library), weights that are missing or not used, hub not
     reachable, or not enough memory on the devices.
@@ -190,7 +188,6 @@ def load_model(
             trust_remote_code=trust_remote_code,
             device=device,
             device_map=device_map,
-            change=change,
         )
         with refusing(f"{what} {path!r}: the adapter does not fit its base {base.path}"):
             return with_adapter(whole, resolve(path), revision)
@@ -198,9 +195,6 @@ def load_model(
     config = read_config(what, path, **options)
     # Other shapes are refused below, with the name of the weight.
     options |= {"dtype": dtype, "output_loading_info": True, "ignore_mismatched_sizes": True}
-    if change is not None:
-        change(config)
-        options["config"] = config
     if path.endswith(GGUF):
         options["quantization_config"] = GgufConfig(dequantize=True)
     elif quantization_of(config) is not None:

@@ -1,7 +1,7 @@
 """The mask token of a parallel draft, which takes the place of tokens not yet known: its id and initial embedding."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -10,28 +10,22 @@ from distill.models.vocabulary import special_ids, tokens_by_id, vocabulary_rows
 from speculative.engine.models import check_parallel, mask_token_of
 from speculative.errors import UserError
 
-KEY = "student.parallel.mask_token"
-
 
 def give_mask_token(
-    student: PreTrainedModel, wanted: int | Literal["auto"], tokenizer: Any, texts: Iterable[Sequence[int]]
+    student: PreTrainedModel, tokenizer: Any, texts: Iterable[Sequence[int]]
 ) -> dict[str, int | str | None]:
     """Write the draft's mask token into its config, where engines read it. Return {mask_token, token: its string or None}.
 
     An existing mask token keeps its embedding; a new one starts as the mean of all embeddings. tokenizer: the target's. texts: token
     ids that the draft will read; the mask token must not occur in them.
 
-    Raises UserError: the architecture cannot compute several blocks in one pass, the id has no row, or no id is free.
+    Raises UserError: the architecture cannot compute several blocks in one pass, or no id is free.
     """
     check_parallel(student)
-    own = mask_token_of(student.config)
-    token = own if wanted == "auto" and own is not None else wanted
-    if token == "auto":
-        token = free_token(tokenizer, vocabulary_rows(student.config), texts)
-    if not 0 <= token < vocabulary_rows(student.config):
-        raise UserError(f"{KEY} = {token}: the draft's vocabulary has rows 0..{vocabulary_rows(student.config) - 1}")
     embeddings: Any = student.get_input_embeddings()
-    if token != own:
+    token = mask_token_of(student.config)
+    if token is None:
+        token = free_token(tokenizer, vocabulary_rows(student.config), texts)
         with torch.no_grad():
             embeddings.weight[token] = embeddings.weight.mean(0)
         student.config.pard_token = token  # the first key that engines read
@@ -55,4 +49,6 @@ def free_token(tokenizer: Any, rows: int, texts: Iterable[Sequence[int]]) -> int
     special = unused & set(special_ids(tokenizer))
     if special or unused:
         return min(special) if special else max(unused)
-    raise UserError(f"{KEY}: auto finds none: your texts use all {rows} tokens; leave student.parallel out")
+    raise UserError(
+        f"student.parallel: your texts use all {rows} tokens, so none is free as the mask token; leave student.parallel out"
+    )

@@ -2,7 +2,6 @@
 
 import copy
 import difflib
-import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -74,7 +73,7 @@ def make_student(
     else:
         student = _pretrained(config, target, tokenizer, notes, texts)
     if config.parallel is not None:
-        notes["parallel"] = give_mask_token(student, config.parallel.mask_token, tokenizer, texts)
+        notes["parallel"] = give_mask_token(student, tokenizer, texts)
     if config.gradient_checkpointing:
         student.gradient_checkpointing_enable()
     return student
@@ -102,7 +101,6 @@ def refuse_impossible(student: StudentConfig, target_config: Any = None) -> None
         (student.intermediate_size is not None, f"intermediate_size: {student.intermediate_size}", "carved"),
         (student.embeddings == "target", "embeddings: target", "config"),
         (student.vocabulary == "transplant", "vocabulary: transplant", "pretrained"),
-        (student.extend_context, "extend_context: true", "pretrained"),
     ):
         if set_ and student.init != init:
             raise UserError(f"student.{key} needs student.init: {init}, but this run has init: {student.init}")
@@ -149,9 +147,7 @@ def _pretrained(
     texts: Iterable[Sequence[int]],
 ) -> PreTrainedModel:
     path, revision, rows = str(config.path), config.revision, vocabulary_rows(target.config)
-    stretch = functools.partial(extend_context, positions=max_positions(target.config))
-    change = stretch if config.extend_context else None
-    student = load_model("student.path", path, revision=revision, change=change)
+    student = load_model("student.path", path, revision=revision)
     if quantization_of(student.config) is not None:
         student = _dequantised(student, path)
     rotations: list[Any] = [module for module in student.modules() if hasattr(module, "original_inv_freq")]
@@ -198,10 +194,10 @@ def run_context(student: StudentConfig, asked: int | None, target_context: int |
     """
     limits = [limit for limit in (target_context, asked) if limit is not None]
     own = context_of(student)
-    if own is None or student.extend_context or not limits or own >= min(limits):
+    if own is None or not limits or own >= min(limits):
         return min(limits, default=own or NO_LIMIT)
     which, remedy = (
-        (f"student.path {student.path!r}", "student.extend_context: true stretches its positions")
+        (f"student.path {student.path!r}", "start from another draft")
         if student.init == "pretrained"
         else ("student.architecture", f"set its max_position_embeddings to {min(limits)}")
     )
@@ -209,26 +205,6 @@ def run_context(student: StudentConfig, asked: int | None, target_context: int |
         f"{which} is made for {own} tokens, but the run needs {min(limits)}, so an engine would serve the pair up to {own} only; {remedy}, "
         f"or set data.context_length: {own} if you serve no longer texts"
     )
-
-
-def extend_context(config: PretrainedConfig, positions: int | None) -> None:
-    """Extend a config's rotary positions by YaRN (arXiv 2309.00071), in the form that engines read from config.json.
-
-    Slow frequencies are stretched by the ratio of the lengths, fast ones stay. The draft learns the rest from the target's text.
-
-    Raises UserError: the positions are not plain rotary ones, or the target's config has no length.
-    """
-    text = config.get_text_config(decoder=True)
-    own, rope = max_positions(config), getattr(text, "rope_parameters", None)
-    if positions is None or own is None or not isinstance(rope, dict) or rope.get("rope_type") != "default":
-        what = rope.get("rope_type", "one for each kind of layer") if isinstance(rope, dict) else "none"
-        raise UserError(
-            f"student.extend_context: needs a target with a known context length ({positions}) and a draft with plain rotary positions "
-            f"(rope_type default; this one has {what}); set data.context_length: {own}"
-        )
-    if own < positions:
-        stretched = {"rope_type": "yarn", "factor": positions / own, "original_max_position_embeddings": own}
-        text.rope_parameters, text.max_position_embeddings = {**rope, **stretched}, positions
 
 
 def from_architecture(

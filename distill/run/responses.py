@@ -34,6 +34,8 @@ from speculative.rules.sampling import SamplingSettings
 
 STORE_FORMAT = 3
 
+TURN_TOKENS = 128  # longer user turns of the target are left out
+
 
 def decode_settings(serving: ServingConfig, seed: int, target: Target) -> DecodeSettings:
     """Settings of plain decoding at the serving settings; `DecodeSettings.under` turns them into those of a judgement."""
@@ -109,9 +111,9 @@ class RunStores:
         else:
             settings = replace(
                 self.settings,
-                sampling=SamplingSettings(asked.temperature),
+                sampling=SamplingSettings(1.0),
                 rule="sample",
-                max_tokens=asked.max_tokens,
+                max_tokens=TURN_TOKENS,
                 seed=self.settings.seed + 3,
             )
 

@@ -198,9 +198,9 @@ def _digest(path: Path) -> bytes | None:
 
 # Keys that may change when a run resumes: they do not affect what is trained, only where it runs and how it is shown.
 MAY_DIFFER = (
-    "resume", "output", "target.shard", "target.device_map", "student.gradient_checkpointing", "target.endpoint.url", "target.endpoint.api_key_env",
+    "output", "target.shard", "target.device_map", "student.gradient_checkpointing", "target.endpoint.url", "target.endpoint.api_key_env",
     "target.endpoint.concurrency", "target.endpoint.timeout", "target.endpoint.retries", "train.micro_batch_size", "loss.chunk_tokens",
-    "serving.batch_size", "judge.batch_size", "judge.live", "judge.live_prompts", "judge.speed_prompts", "judge.speed_seconds", "judge.speed_threads", "judge.served", "judge.scorer", "tracking.trackers",
+    "serving.batch_size", "judge.batch_size", "judge.live", "judge.live_prompts", "judge.speed_prompts", "judge.speed_seconds", "judge.speed_threads", "judge.served", "tracking.trackers",
     "tracking.project", "export.quantize",
 )  # fmt: skip
 
@@ -232,8 +232,6 @@ def claim_folder(config: RunConfig) -> None:
                     f"{folder}: holds a run with another config ({key} is {old}, now {new}); "
                     f"choose another name=...{copied}, or delete the folder"
                 )
-            if config.resume == "never":
-                raise UserError(f"{folder}: holds a run, and resume is never; choose another name=..., or delete it")
         elif path.exists() and path.read_text(encoding="utf-8") != text:
             for stale in (SELF_CHECKS, STUDENT_NOTES):
                 (folder / stale).unlink(missing_ok=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from data.batches.windows import text_examples
+from data.batches.windows import TEXT_WINDOW, text_examples
 from data.files import write_bytes
 from data.prompts.template import on_day
 from data.responses.rendered import RenderedPrompt
@@ -101,9 +101,7 @@ def preflight(run: Run, target: Target) -> None:
                 "data.text: the tokenizer has no eos token with a row to separate documents; set data.mix.text to 0"
             )
         context = run_context(config.student, data.context_length, target.facts.context_length)
-        if data.text_window > context:
-            raise UserError(f"data.text_window = {data.text_window}: set it to at most {context}, the models' context")
-        texts = text_examples(data.text, tokenizer, data.text_window) if rowless else ()
+        texts = text_examples(data.text, tokenizer, min(TEXT_WINDOW, context)) if rowless else ()
         if (highest := max((int(max(one.input_ids)) for one in texts), default=0)) >= rows:
             raise UserError(f"data.text: contains {rowless[highest]!r} (id {highest}), which has no row; leave it out")
     if run.main and not (run.folder / CHECKPOINTS).exists():

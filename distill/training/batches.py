@@ -15,7 +15,7 @@ from data.batches.collate import PADDING, Batch, Example, collate, collate_packe
 from data.batches.examples import Examples, as_examples
 from data.batches.mixture import Mixture, Pool
 from data.batches.packing import micro_batches, packed_micro_batches
-from data.batches.windows import text_examples
+from data.batches.windows import TEXT_WINDOW, text_examples
 from data.responses.rendered import RenderedPrompt
 from distill.config.run import RunConfig
 from distill.config.sections import ParallelConfig
@@ -159,7 +159,7 @@ class BatchSource:
         if parallel is None:
             return example
         generator = np.random.default_rng((self.config.seed, step, place))
-        return replace(example, depths=drawn_depths(generator, example.loss_mask, parallel.tokens, parallel.retain))
+        return replace(example, depths=drawn_depths(generator, example.loss_mask, parallel.tokens))
 
     def _thinned(self, example: Example, step: int, place: int) -> Example:
         """The example with a random share of its prompt tokens, each with more weight: the same loss in expectation, from fewer rows."""
@@ -236,12 +236,11 @@ def make_batches(
         if packing is not None and rollouts.longest > packing:
             raise UserError(f"train.packing = {packing}: set it to at least {rollouts.longest}, for rollouts")
     if data.mix.text:
-        text = text_examples(data.text, tokenizer, data.text_window)
+        text = text_examples(data.text, tokenizer, min(TEXT_WINDOW, context))
     for sequences in (examples, text or ()) if mask_token is not None else ():
         if any(mask_token in sequences[number].input_ids for number in range(len(sequences))):
             raise UserError(
-                f"student.parallel.mask_token: a training sequence contains token {mask_token}, which is the mask token; "
-                "give an id that occurs in no text"
+                f"student.parallel: a training sequence contains the draft's mask token {mask_token}; leave that text out"
             )
     source = BatchSource(run, examples, rollouts, text)
     if isinstance(teacher, StoredTeacher) and config.signal.source != "capture":
@@ -268,4 +267,4 @@ def make_objective(config: RunConfig) -> Objective:
 
 def make_survival(parallel: ParallelConfig | None) -> Survival | None:
     """The weights of the offsets of a parallel draft; None for a draft that drafts token by token."""
-    return None if parallel is None else Survival(parallel.tokens, parallel.retain)
+    return None if parallel is None else Survival(parallel.tokens)

@@ -36,6 +36,7 @@ from speculative.rules.rule import Rule
 from speculative.rules.sampling import SamplingSettings
 
 ROLLOUT_FORMAT = 1
+GAMMA, REJECTED_WEIGHT = 4, 2.0  # drafted tokens per block; loss weight where a drafted token was rejected
 Kind = Literal["student", "speculative"]
 # Returns an ordinary causal LM with the current weights of the trained module.
 Draft = Callable[[], PreTrainedModel]
@@ -76,11 +77,10 @@ class Rollouts:
     @property
     def longest(self) -> int:
         """Maximum tokens of a rollout including its prompt."""
-        most = self.config.data.rollouts.max_tokens or self.config.serving.max_tokens
-        return int(prompt_lengths(self.prompts).max()) + most
+        return int(prompt_lengths(self.prompts).max()) + self.config.serving.max_tokens
 
     def student(self, generation: int, draft: Draft) -> list[Example]:
-        """The draft's own responses, sampled at `data.rollouts.temperature` (on-policy distillation, arXiv 2306.13649).
+        """The draft's own responses, sampled at temperature 1 (on-policy distillation, arXiv 2306.13649).
 
         Raises UserError: disk full; a store of other settings; a damaged shard.
         """
@@ -90,29 +90,25 @@ class Rollouts:
     def speculative(self, generation: int, draft: Draft) -> list[Example]:
         """The target's responses decoded with the draft at the serving settings; their text has the distribution of the target alone.
 
-        Positions where a draft token was rejected have weight `data.rollouts.rejected_weight`, all others 1. UserError: as `student`.
+        Positions where a draft token was rejected have weight `REJECTED_WEIGHT`, all others 1. UserError: as `student`.
         """
         rows, store = self._generation("speculative", generation, draft)
         rejected = [mask for path in store.shards() for mask in read_rejected(path)]
         if [len(mask) for mask in rejected] != [len(row.response_ids) for row in rows]:
             raise UserError(f"{store.folder}: shards and their .rejected.npz files do not match; delete the folder")
-        weight = self.config.data.rollouts.rejected_weight
-        return [_weighted(row.example(), mask, weight) for row, mask in zip(rows, rejected, strict=True)]
+        return [_weighted(row.example(), mask) for row, mask in zip(rows, rejected, strict=True)]
 
     def _settings(self, kind: Kind, generation: int) -> DecodeSettings:
-        rollouts, serving = self.config.data.rollouts, self.config.serving
+        serving = self.config.serving
         # Training and held-out responses use the run's seed and the next one, so no generation may use either.
         seed = self.config.seed + 2**32 * (1 + 2 * generation + (kind == "speculative"))
-        settings = DecodeSettings(
-            max_tokens=rollouts.max_tokens or serving.max_tokens, eos_ids=self.end_ids, seed=seed, fit_context=True
-        )
+        settings = DecodeSettings(max_tokens=serving.max_tokens, eos_ids=self.end_ids, seed=seed, fit_context=True)
         if kind == "student":
-            sampling = SamplingSettings(rollouts.temperature)
-            return replace(settings, sampling=sampling, rule="greedy" if sampling.greedy else "sample")
+            return replace(settings, sampling=SamplingSettings(1.0), rule="sample")
         sampling = serving.sampling
         drafts_greedily = self.config.serving_rule == "greedy-draft"
         rule: Rule = "greedy" if sampling.greedy else "greedy-draft" if drafts_greedily else "sample"
-        return replace(settings, sampling=sampling, rule=rule, gamma=rollouts.gamma)
+        return replace(settings, sampling=sampling, rule=rule, gamma=GAMMA)
 
     def _generation(self, kind: Kind, generation: int, draft: Draft) -> tuple[list[Row], Store]:
         """Rows and store of a generation; this rank generates its share of the missing shards."""
@@ -195,7 +191,7 @@ def read_rejected(shard: Path) -> list[np.ndarray]:
         raise UserError(f"{path}: missing or damaged ({error}); delete it and its shard, and run again") from error
 
 
-def _weighted(example: Example, rejected: np.ndarray, weight: float) -> Example:
+def _weighted(example: Example, rejected: np.ndarray) -> Example:
     weights = np.ones(len(example.input_ids), dtype=np.float32)
-    weights[np.flatnonzero(example.loss_mask)[rejected]] = weight
+    weights[np.flatnonzero(example.loss_mask)[rejected]] = REJECTED_WEIGHT
     return replace(example, weights=weights)

@@ -32,7 +32,6 @@ from distill.verdict.decoding import Candidate, Decoding
 from distill.verdict.evidence import Evidence, gather, gather_by_replay, with_speeds
 from distill.verdict.field import line_up
 from distill.verdict.question import Question
-from distill.verdict.scorer import scorer_of
 from distill.verdict.token_view import spread_over, token_view
 from distill.verdict.verdict import looks_of, verdict_of
 from speculative.drafters.draft import Draft
@@ -79,14 +78,12 @@ def result_of(answers: Answers, self_checks: dict[str, Any], decoding: Decoding)
     settings = decode_settings(config.serving, config.seed, target).under(config.judge_rule, config.judge.gamma)
     records = load_judgements(run)
     best = max(records, key=lambda record: record.score or 0.0)
-    scored = scorer_of(config, answers.sets.heldout, answers.tokenizer)
     question = Question(
         config.judge,
         settings,
         answers.heldout,
         answers.context,
         looks=looks_of(records),
-        scored=scored,
         decoding=decoding,
     )
     candidates = _candidates(run, config.judge.served_paths, target, records[0], best)

@@ -104,8 +104,8 @@ class Contest:
 
     @property
     def eligible(self) -> list[Way]:
-        """The ways that may be run: lossy ones only with judge.allow_lossy."""
-        return [one for one in self.ways if self.question.judge.allow_lossy or "lossy" not in one.changes]
+        """The ways that may be run: all but lossy ones."""
+        return [one for one in self.ways if "lossy" not in one.changes]
 
     def to_run(self) -> str:
         """The way to run: the fastest of those certainly faster than the target alone, or the target alone if there is none.

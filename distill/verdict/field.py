@@ -19,7 +19,6 @@ from distill.config.sections import JudgeConfig
 from distill.run.verdict_record import WAYS
 from distill.verdict.decoding import Candidate
 from distill.verdict.question import Question
-from distill.verdict.scorer import summarise
 from speculative.decoder.responses import DecodeSettings
 from speculative.drafters.cascade import Cascade
 from speculative.drafters.draft import Draft, drafts_of
@@ -323,8 +322,7 @@ def lossy_ways(
     question: Question, target: PreTrainedModel, best: Candidate, scores: Sequence[TokenScores], costs: StepCosts
 ) -> list[Way]:
     """The ways of judge.lenience and judge.typical. Replay chooses gamma; tau is counted live, in contexts that the way itself writes.
-    Price: total variation by replay (of a block's first token); at temperature 0 the share of held-out prompts that are answered otherwise,
-    and what judge.scorer gives more or less for the answers.
+    Price: total variation by replay (of a block's first token); at temperature 0 the share of held-out prompts that are answered otherwise.
     """
     judging, frozen, ways = question.judge, question.frozen, []
     rules = [*map(Lossy, judging.lenience), *(Lossy(epsilon=own) for own in judging.typical)]
@@ -345,9 +343,6 @@ def lossy_ways(
         ours = question.decoding(target, best, asked, lenient, judging.batch_size)
         differing = np.mean([one.response_ids != two.response_ids for one, two in zip(ours, own, strict=True)])
         price = {"total_variation": distance, "total_variation_ci": ends, "differing": float(differing)}
-        if question.scored is not None:
-            change = summarise(question.scored(ours), question.scored(own)).difference
-            price |= {"score_change": change.value, "score_change_ci": (change.ci[0], change.ci[1])}
         ways.append(replace(way, blocks_N=None, fitted_N=None, changes=changes, price=price))
     return ways
 

@@ -1,6 +1,6 @@
 """The texts and settings that drafts are judged with."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -8,7 +8,7 @@ import numpy as np
 
 from distill.config.sections import JudgeConfig
 from distill.verdict.decoding import Decoding
-from speculative.decoder.responses import DecodeSettings, Response
+from speculative.decoder.responses import DecodeSettings
 from speculative.evaluate import HeldoutResponse
 from speculative.measure.effects import confidence_of
 from speculative.measure.replay import law_of
@@ -24,8 +24,7 @@ CROSS_FIT_BELOW = 64
 class Question:
     """settings: contain the rule and gamma to judge under. texts: frozen held-out responses by rule, the run's own first. context:
     tokens of prompt and response that fit the pair. history: the target's responses to other prompts under that rule.
-    looks: number of judged drafts of which the one in question is the best; its intervals are widened for them. scored: scores (P, 1) of
-    responses to held-out prompts. decoding: decodes what is not timed.
+    looks: number of judged drafts of which the one in question is the best; its intervals are widened for them. decoding: decodes what is not timed.
     """
 
     judge: JudgeConfig
@@ -34,7 +33,6 @@ class Question:
     context: int = 4096
     history: Sequence[StoredText] = ()
     looks: int = 1
-    scored: Callable[[Sequence[Response]], np.ndarray] | None = None
     decoding: Decoding = field(default_factory=Decoding)
 
     @property

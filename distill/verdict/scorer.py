@@ -25,7 +25,6 @@ from data.prompts.prompt import PromptSource
 from data.prompts.sources import load_source
 from data.prompts.split import content_hash
 from data.responses.rendered import RenderedPrompt
-from distill.config.run import RunConfig
 from distill.run.result import Score, ScoreDifference
 from speculative.decoder.responses import Response
 from speculative.errors import UserError
@@ -172,31 +171,6 @@ def score_texts(
             raise UserError(f"scorer {name}: gave {value!r:.60} {where}; it must give a number from 0 to 1")
         scores[index // samples, index % samples] = value
     return scores
-
-
-def scorer_of(
-    config: RunConfig, prompts: Sequence[RenderedPrompt], tokenizer: Any
-) -> Callable[[Sequence[Response]], np.ndarray] | None:
-    """From responses to these prompts to their scores (P, 1) by judge.scorer; None without one.
-
-    Raises UserError: see `load_scorer`; a built-in scorer, and a prompt without a reference.
-    """
-    if config.judge.scorer is None:
-        return None
-    name, known = config.judge.scorer, read_references(config.data.heldout or config.data.train, None)
-    scorer = load_scorer(name, "judge.scorer")
-    by_ids = {tuple(prompt.prompt_ids): prompt for prompt in prompts}
-    lacking = sum(prompt.prompt_id not in known and prompt.text not in known for prompt in prompts)
-    if lacking and name in BUILT_IN:
-        raise UserError(
-            f"judge.scorer: {name}: {lacking} of {len(prompts)} prompts have no reference; set reference_column of the source"
-        )
-
-    def scored(texts: Sequence[Response]) -> np.ndarray:
-        asked = [by_ids[tuple(text.prompt_ids)] for text in texts]
-        return score_texts(name, scorer, tokenizer, asked, texts, known)
-
-    return scored
 
 
 def summarise(speculative_PS: np.ndarray, alone_PS: np.ndarray, confidence: float = CONFIDENCE) -> PairedScores:

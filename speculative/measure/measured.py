@@ -99,8 +99,6 @@ class Measured:
     total_variation: Annotated[float | None, "LOSSY: from the target's law, at a drafted token, by replay"] = None
     total_variation_ci: Annotated[Interval | None, "its interval"] = None
     differing: Annotated[float | None, "LOSSY: share of responses that differ at temperature 0"] = None
-    score_change: Annotated[float | None, "LOSSY: task score at temperature 0 minus the target's own"] = None
-    score_change_ci: Annotated[Interval | None, "its interval over prompts, paired"] = None
 
     @property
     def certain(self) -> bool:
@@ -114,10 +112,7 @@ class Measured:
             if self.total_variation is None or self.total_variation_ci is None or self.differing is None:
                 return ""
             distance = f"{self.total_variation:.3f} {interval(self.total_variation_ci, '.3f')}"
-            told = f"total variation {distance}, {100 * self.differing:.0f} % of responses differ at temperature 0"
-            if self.score_change is None or self.score_change_ci is None:
-                return told
-            return f"{told}, task score {self.score_change:+.3f} {interval(self.score_change_ci, '+.3f')}"
+            return f"total variation {distance}, {100 * self.differing:.0f} % of responses differ at temperature 0"
         longest, shortest = self.ngrams
         lengths = f"{longest}" if longest == shortest else f"{shortest} to {longest}"
         return f"n-grams of {lengths}" + (f", then {self.then_gamma} by the draft" if self.then_gamma else "")

@@ -34,7 +34,6 @@ from distill.config.run import RunConfig
 from distill.config.sections import ParallelConfig
 from distill.config.target import TargetConfig
 from distill.loss.definitions import Objective
-from distill.models.mask_token import give_mask_token
 from distill.models.student import add_lora
 from distill.models.target import Target
 from distill.run.checkpoint import resume_point
@@ -70,7 +69,7 @@ def tiny_student(variant: str) -> Any:
     if "recomputed" in variant:
         model.gradient_checkpointing_enable()
     if "blocks" in variant:
-        give_mask_token(model, 0, tiny_tokenizer(), ())
+        model.config.pard_token = 0
     if "lora" in variant:
         torch.manual_seed(3)
         return add_lora(model, 4, 8, "all-linear", mask_token_of(model.config)).to(torch.float64)
@@ -100,7 +99,7 @@ def new_loop(config: RunConfig, variant: str = "", engine: str = "") -> Trainer:
     """A loop of the float64 student against a float64 target, resumed where its run stands."""
     config.folder.mkdir(parents=True, exist_ok=True)
     if "blocks" in variant:
-        parallel = ParallelConfig(tokens=5, retain=0.6)
+        parallel = ParallelConfig(tokens=5)
         config = config.model_copy(update={"student": config.student.model_copy(update={"parallel": parallel})})
     accelerator = new_accelerator(config, engine)
     target = tiny_model(vocab_size=TOKENS, dtype=torch.float64)

@@ -23,7 +23,6 @@ from distill.config.load import parse_config
 from distill.config.run import RunConfig
 from distill.loss.definitions import Objective
 from distill.models.carving.layers import carve
-from distill.models.mask_token import give_mask_token
 from distill.run.checkpoint import resume_point
 from distill.run.run import Run
 from distill.train import judge_all
@@ -185,7 +184,7 @@ def make_loop(
         make_survival(config.student.parallel),
     )
     if module.survival is not None:
-        give_mask_token(module.inner, 0, tiny_tokenizer(), ())
+        module.inner.config.pard_token = 0
     examples = examples if examples is not None else examples_of([9, 12, 7, 15, 10, 8, 11, 14, 6, 13])
     run = Run(config, accelerator, resume_point(config.folder)[0])
     batches = BatchSource(run, examples)

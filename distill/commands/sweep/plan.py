@@ -45,7 +45,7 @@ class SweepFile(Section):
 
     @model_validator(mode="after")
     def _distinct(self) -> "SweepFile":
-        if any(key in self.grid for key in ("name", "output", "resume")) or "name" in self.overrides:
+        if any(key in self.grid for key in ("name", "output")) or "name" in self.overrides:
             raise ValueError("`name`, `output` and `resume` cannot be in the grid: the sweep names its runs itself")
         if twice := self.grid.keys() & self.overrides.keys():
             raise ValueError(f"`{min(twice)}` is both in grid and in overrides")
@@ -69,11 +69,9 @@ class Trial:
     def answers_key(self) -> str:
         """Everything that affects the manifest of its responses: target, prompts, length limits, settings, seed."""
         tree = self.config.model_dump(mode="json")
-        data = {
-            key: value for key, value in tree["data"].items() if key not in ("mix", "rollouts", "text", "text_window")
-        }
+        data = {key: value for key, value in tree["data"].items() if key not in ("mix", "rollouts", "text")}
         serving = {key: value for key, value in tree["serving"].items() if key not in ("rule", "batch_size")}
-        student = {key: tree["student"][key] for key in ("init", "path", "revision", "extend_context")}
+        student = {key: tree["student"][key] for key in ("init", "path", "revision")}
         # Of an architecture only the context length counts.
         fields = tree["student"]["architecture"] or {}
         student |= {key: value for key, value in fields.items() if key == "model_type" or "position" in key}

@@ -20,7 +20,6 @@ from speculative.errors import UserError
 JUDGED = 2  # judged checkpoints, including the last; each further one widens the gate's intervals
 # A warm start. Target, template, serving and seed stay the same, so the run's responses stay valid.
 _WARM = {
-    "resume": "auto",
     "student.init": "pretrained",
     "student.revision": None,
     "student.architecture": None,
@@ -33,7 +32,6 @@ _WARM = {
     "data.too_long": "drop",
     "serving.samples_per_prompt": 1,
     "judge.served": None,
-    "judge.scorer": None,
     "judge.lenience": [],
     "judge.typical": [],
 }

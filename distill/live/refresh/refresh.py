@@ -45,7 +45,6 @@ FEWEST_PROMPTS = 24  # to train on; a probe on fewer is not meaningful
 OWN_KEYS = (
     "name",
     "output",
-    "resume",
     "target",
     "serving",
     "data.train",

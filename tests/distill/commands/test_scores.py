@@ -29,7 +29,6 @@ from distill.verdict.scorer import (
     load_scorer,
     read_references,
     score_texts,
-    scorer_of,
     summarise,
 )
 from speculative.decoder import decision
@@ -345,19 +344,3 @@ def test_either_proof_is_of_the_way_of_drafting_that_was_asked_for(pair, tmp_pat
     found = task_scores(asked, f"{__file__}:mean_of_characters")
     assert found.passed
     assert found.same_texts == 6
-
-
-def test_the_judges_scorer_is_refused_before_the_work(pair):
-    """Without a reference for each prompt, and without the function; a function of the user's needs no reference."""
-    config, prompts = config_of(pair), [RenderedPrompt("id", "one", (1, 2), "text")]
-
-    def scored(**judge):
-        return scorer_of(
-            config.model_copy(update={"judge": config.judge.model_copy(update=judge)}), prompts, tiny_tokenizer()
-        )
-
-    assert scored() is None
-    assert "1 of 1 prompts have no reference" in refused(scored, scorer="exact-match")
-    assert refused(scored, scorer="json:nothing").startswith("judge.scorer json:nothing: json has no function")
-    own = scored(scorer="distill.verdict.scorer:_one_line")
-    assert "scorer distill.verdict.scorer:_one_line: raised TypeError" in refused(own, [Response("k", [1, 2], [3])])

@@ -259,7 +259,6 @@ def trial_with(tmp_path: Path, name: str, *overrides: str) -> Trial:
         ("judge.prompts=8", []),
         ("target.dtype=bfloat16", []),
         ("data.template={mode: plain}", []),
-        ("student.extend_context=true", []),
     ],
 )
 def test_what_is_shared_depends_on_what_made_it(tmp_path: Path, override: str, shared: list[str]) -> None:

@@ -143,7 +143,7 @@ def test_a_missing_file_names_the_shipped_ones(tmp_path: Path, monkeypatch: pyte
 def test_unknown_keys_name_the_nearest(section: dict[str, Any], key: str, near: str | None) -> None:
     text = refused(lambda: parse_config(tree_of() | section, "file.yaml"))
     assert text.startswith(f"file.yaml: unknown key `{key}`")
-    assert (f"did you mean `{near}`" if near else "known here: ema, lr") in text
+    assert (f"did you mean `{near}`" if near else "known here: ") in text
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,6 @@ def test_unknown_keys_name_the_nearest(section: dict[str, Any], key: str, near: 
         ({"judge": {"ways": ["token trees"]}}, '`judge.ways.0` = "token trees": did you mean `token tree`?'),
         ({"judge": {"ways": ["x"]}}, "known here: adaptive draft, adaptive lookup + draft, early exit, lookahead"),
         ({"student": {"lora": {"target_modules": "q_proj"}}}, "`student.lora.target_modules`"),
-        ({"student": {"parallel": {"mask_token": -1}}}, "`student.parallel.mask_token` = -1"),
         (
             {"loss": {"name": "forwrd_kl"}},
             '`loss.name` = "forwrd_kl": unknown objective: did you mean `forward_kl`?',

@@ -17,7 +17,7 @@ student: {init: pretrained, path: org/student}
 data:
   train: [{path: prompts.jsonl}, {path: "more/*.jsonl"}, {path: org/set}, {path: stdlib}, {path: gone.jsonl}]
 signal: {source: store}
-judge: {served: [models/target, org/served], scorer: "score.py:exact", lenience: [2]}
+judge: {served: [models/target, org/served], lenience: [2]}
 """
 
 
@@ -27,7 +27,7 @@ def began(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "été 1"
     for name in ("models/target", "more", "elsewhere", "stdlib"):
         (folder / name).mkdir(parents=True)
-    for name in ("prompts.jsonl", "more/a.jsonl", "score.py"):
+    for name in ("prompts.jsonl", "more/a.jsonl"):
         (folder / name).touch()
     (folder / "run.yaml").write_text(CONFIG_TEXT)
     monkeypatch.chdir(folder)
@@ -45,7 +45,7 @@ def test_a_run_is_read_and_continued_from_another_folder(began: Path, monkeypatc
         assert config.target.path == f"{began}/models/target"
         paths = [one.path for one in config.data.train]
         assert paths == [f"{began}/prompts.jsonl", f"{began}/more/*.jsonl", "org/set", "stdlib", "gone.jsonl"]
-        assert (config.student.path, config.judge.scorer) == ("org/student", f"{began}/score.py:exact")
+        assert config.student.path == "org/student"
         assert config.judge.served == (f"{began}/models/target", "org/served")
         claim_folder(config)
         written = yaml.safe_load((run / CONFIG).read_text())

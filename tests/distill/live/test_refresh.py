@@ -272,9 +272,9 @@ def test_no_headroom_is_no_refresh(place: Path, trained: list[str], monkeypatch:
 
 
 def test_a_probe_of_a_run_with_lossy_ways_times_none(place: Path) -> None:
-    """It decodes nothing, and traffic has no references for a scorer."""
+    """It decodes nothing."""
     home = place / "runs" / "tiny"
-    ways = ["judge.lenience=[2]", "judge.typical=[0.1]", "judge.scorer=exact-match"]
+    ways = ["judge.lenience=[2]", "judge.typical=[0.1]"]
     (home / "config.yaml").write_text(dump_config(load_config(home / "config.yaml", ways)))
     judge = load_config(write_probe(home, home, home, place / "probe", 3, [])).judge
-    assert (judge.lenience, judge.typical, judge.scorer, judge.live) == ((), (), None, "never")
+    assert (judge.lenience, judge.typical, judge.live) == ((), (), "never")

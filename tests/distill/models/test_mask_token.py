@@ -42,20 +42,14 @@ def test_then_a_special_token_that_no_text_uses(tmp_path: Path) -> None:
     assert student_of(tmp_path, texts=[[5, 0, 7], [2]]).config.pard_token == 1
     assert free_token(tiny_tokenizer(), FULL, [[0, 1], [2, FULL - 1]]) == FULL - 2
     text = refused(free_token, tiny_tokenizer(), FULL, [range(FULL)])
-    assert "student.parallel.mask_token: auto finds none: your texts use all 299 tokens" in text
-
-
-def test_the_users_own_id(tmp_path: Path) -> None:
-    assert student_of(tmp_path, mask_token=77).config.pard_token == 77
-    text = refused(student_of, tmp_path, mask_token=299)
-    assert "mask_token = 299: the draft's vocabulary has rows 0..298" in text
+    assert "student.parallel: your texts use all 299 tokens" in text
 
 
 def test_a_draft_that_has_one_keeps_it_with_its_embedding() -> None:
     student = tiny_model(vocab_size=TOKENS)
     student.config.ptd_token_id = 9
     before = student.get_input_embeddings().weight.clone()
-    assert give_mask_token(student, "auto", tiny_tokenizer(), ()) == {
+    assert give_mask_token(student, tiny_tokenizer(), ()) == {
         "mask_token": 9,
         "token": tiny_tokenizer().convert_ids_to_tokens(9),
     }
@@ -64,15 +58,14 @@ def test_a_draft_that_has_one_keeps_it_with_its_embedding() -> None:
 
 def test_a_recurrent_draft_is_refused() -> None:
     mamba = tiny_model("mamba", hidden_size=32, num_hidden_layers=1, state_size=4)
-    assert "recurrent state" in refused(give_mask_token, mamba, "auto", tiny_tokenizer(), ())
+    assert "recurrent state" in refused(give_mask_token, mamba, tiny_tokenizer(), ())
 
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_adapters_train_the_mask_row_and_no_other(tmp_path: Path, tied: bool) -> None:
-    config = run_config(
-        tmp_path, student={"parallel": {"mask_token": 1}, "layers": [0], "lora": {"rank": 2, "alpha": 4}}
-    )
+    config = run_config(tmp_path, student={"parallel": {}, "layers": [0], "lora": {"rank": 2, "alpha": 4}})
     target = tiny_model(vocab_size=TOKENS, tie_word_embeddings=tied)
+    target.config.pard_token = 1
     student = with_adapters(make_student(config.student, target, tiny_tokenizer()), config.student.lora)
     module = DraftModule(student, Objective({"ce": 1.0}))
     first = module.exported()

@@ -119,7 +119,7 @@ def test_what_training_and_export_need_is_checked_first(
             raise ValueError("no such rule")
 
         monkeypatch.setattr(session, "load_tokenizer", refuse)
-    documents = {"text": [{"path": str(tmp_path / "prompts.jsonl"), "prompt_column": "prompt"}], "text_window": 16}
+    documents = {"text": [{"path": str(tmp_path / "prompts.jsonl"), "prompt_column": "prompt"}]}
     mix = {"target": 0.5, "text": 0.5} if "data.text" in text else {}
     tree = json.loads(config.read_text())
     tree["data"] |= {"bad_rows": "drop"} | ({"mix": mix, **documents} if mix else {})

@@ -358,9 +358,9 @@ def rollout_config(folder: Path, packing: int | None) -> RunConfig:
             "train": [{"path": "unused"}],
             "mix": MIX,
             "text": [{"path": "unused.txt"}],
-            "rollouts": {"every": 2, "prompts": 4, "max_tokens": 6, "gamma": 2},
+            "rollouts": {"every": 2, "prompts": 4},
         },
-        serving={"shard_size": 2, "batch_size": 2},
+        serving={"shard_size": 2, "batch_size": 2, "max_tokens": 6},
         train={"steps": 11, "batch_size": 4, "micro_batch_size": 2, "packing": packing},
         judge={"every": 5},
     )

@@ -229,7 +229,6 @@ def test_mixed_data_trains(tiny_config: Path, tmp_path: Path) -> None:
         "data.rollouts.every=2",
         "data.rollouts.prompts=8",
         f"data.text=[{{path: '{text}'}}]",
-        "data.text_window=24",
         "judge.live=never",
         "judge.every=3",
         "train.steps=6",

@@ -19,9 +19,7 @@ PROMPTS, TIMED, SPREAD = 64, 24, 0.25
 
 
 def question(looks: int = 1) -> Any:
-    return SimpleNamespace(
-        judge=SimpleNamespace(allow_lossy=False), confidence=lambda picked: confidence_of(looks if picked else 1)
-    )
+    return SimpleNamespace(confidence=lambda picked: confidence_of(looks if picked else 1))
 
 
 def contest(truths: dict[str, float], rng: np.random.Generator) -> Contest:
