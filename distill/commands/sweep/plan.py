@@ -131,7 +131,7 @@ def finished(trial: Trial) -> bool:
     if not (folder / VERDICT).exists():
         return False
     found = load_config(folder / CONFIG)
-    if found.model_copy(update={"resume": trial.config.resume}) != trial.config:
+    if found != trial.config:
         raise UserError(
             f"{folder}: finished with another config than the sweep's; rename the sweep, or delete the folder"
         )

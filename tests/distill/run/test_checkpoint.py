@@ -298,17 +298,3 @@ def test_a_judgement_that_is_not_whole_is_one_line(tmp_path: Path, step: int, te
     said = refused(load_judgements, tmp_path)
     assert words in said
     assert "delete" in said
-
-
-def test_a_folder_with_keys_without_files_opens(tmp_path: Path) -> None:
-    path = tmp_path / "config.yaml"
-    text = dump_config(run_config(tmp_path))
-    path.write_text(
-        text.replace("\ntrain:\n", "\ntrain:\n  window: null\n").replace(
-            "\njudge:\n", "\njudge:\n  corpus_windows: 64\n"
-        )
-    )
-    assert load_config(path) == run_config(tmp_path)
-    path.write_text(text.replace("\ntrain:\n", "\ntrain:\n  window: 256\n"))
-    with pytest.raises(UserError, match=r"unknown key `train\.window`"):
-        load_config(path)

@@ -19,9 +19,11 @@ from distill.commands import show
 from distill.config.load import load_config
 from distill.config.run import RunConfig
 from distill.models.target import Target
+from distill.run import responses
 from distill.run.prompts import load_prompts
 from distill.run.responses import RunStores, synthetic_line
 from distill.run.run import Run
+from speculative.decode import decode
 from speculative.errors import UserError
 
 
@@ -36,12 +38,13 @@ def made(config: RunConfig) -> tuple[Any, Any, str]:
 
 
 @pytest.fixture
-def asked(tiny_config: Path, chat_target: Path, tmp_path: Path) -> list[Any]:
+def asked(tiny_config: Path, chat_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    monkeypatch.setattr(responses, "TURN_TOKENS", 12)
     overrides = [
         "template={mode: chat}",
         "too_long=drop",
         "max_prompt_tokens=100",
-        "synthetic={count: 6, max_tokens: 12}",
+        "synthetic={count: 6}",
     ]
     return [tiny_config, [f"output={tmp_path}", f"target.path={chat_target}", *(f"data.{one}" for one in overrides)]]
 
@@ -66,7 +69,7 @@ def test_a_run_has_more_prompts_and_makes_the_same_ones_again(
     monkeypatch.setattr(respond_module, "decode", lambda *_, **__: pytest.fail("decoded again"))
     assert made(config)[1][:] == list(prompts)
     # Some of it lost: only that is made again, and it is the same.
-    monkeypatch.undo()
+    monkeypatch.setattr(respond_module, "decode", decode)
     Store(config.folder / "responses" / "user-turns").shards()[0].unlink()
     assert made(config)[1][:] == list(prompts)
 

@@ -304,7 +304,7 @@ def test_mlflow_gets_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     tracked_run(tmp_path, "mlflow")
     assert (fake.started["experiment_id"], fake.started["run_name"]) == ("understudy", "run")
     assert fake.params["optim.lr"] == 1e-2
-    assert [step for step, _ in fake.logged] == [0, 1, 2, 2]
+    assert [step for step, _ in fake.logged] == [0, 10, 10]
     assert {"train/loss", "train/alpha"} <= set(fake.logged[1][1])
     assert "judge/score" in fake.logged[0][1]
     assert fake.ended
@@ -321,7 +321,7 @@ def test_trackio_gets_the_run_and_goes_on_in_it(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(accelerate.tracking, "_available_trackers", [LoggerType.TRACKIO])
     tracked_run(tmp_path, "trackio")
     assert started == {"project": "understudy", "name": "run", "resume": "allow"}
-    assert [step for step, _ in logged] == [0, 1, 2, 2]
+    assert [step for step, _ in logged] == [0, 10, 10]
     assert "train/loss" in logged[1][1]
 
 
