@@ -168,7 +168,7 @@ def new_trainer(answers: Answers, student: Any, rows: StoredRows | None) -> Trai
         for split in (SplitModel(module.inner), *asked):
             check_packing(split)
     mask_token = mask_token_of(module.inner.config) if module.survival is not None else None
-    batches = make_batches(run, target, answers.prompts, examples, answers.context, teacher, mask_token)
+    batches = make_batches(run, target, answers.sets.train, examples, answers.context, teacher, mask_token)
     # A sharded target needs all ranks together, but each rank runs its own number of trial steps.
     alone = None if config.target.shard else online
     run.wait()  # Trial steps need all ranks, and ranks load their models at different speeds.

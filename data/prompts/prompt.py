@@ -67,11 +67,6 @@ class Template(Section):
     )
 
 
-def last_question(turns: Turns) -> int:
-    """Place of the last user turn; after the last turn if there is none."""
-    return max((number for number, turn in enumerate(turns) if turn["role"] == "user"), default=len(turns))
-
-
 @dataclass(frozen=True)
 class PromptRow:
     """One prompt: ``text`` (plain) or ``messages`` (chat, up to the assistant turn to be written), never both.

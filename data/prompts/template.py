@@ -19,7 +19,7 @@ import jinja2
 import jinja2.meta
 
 from data.prompts.conversation import served_turn
-from data.prompts.prompt import PromptRow, Template, Turn, Turns, last_question
+from data.prompts.prompt import PromptRow, Template, Turn, Turns
 from speculative.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -70,47 +70,6 @@ def render_prompt(row: PromptRow, tokenizer: Any, template: Template) -> list[in
     if not ids:
         raise UserError(f"{row.origin}: the prompt has no token, because the tokenizer drops all of it; remove the row")
     return ids
-
-
-def render_opening(row: PromptRow, tokenizer: Any, template: Template) -> list[int]:
-    """Ids of a chat prompt up to the first word of its last user turn; a model that continues there writes a user turn.
-
-    Raises UserError: no chat template, one that refuses the row, or one that does not show the user turn.
-    """
-    turns = _turns(row)
-    asked = (*turns[: last_question(turns)], {"role": "user", "content": WORD})
-    text = _apply(row, asked, tokenizer, template, tokenize=False, add_generation_prompt=False)
-    opening, word, _ = text.rpartition(WORD)
-    if not word:
-        raise UserError(f"{row.origin}: the chat template does not show the user turn; set data.synthetic.method: mix")
-    return list(tokenizer(opening, add_special_tokens=False).input_ids)
-
-
-def render_reference(row: PromptRow, tokenizer: Any, template: Template) -> tuple[list[int], list[int]]:
-    """(prompt ids, response ids) of a row with the dataset's answer, including its end of turn or EOS.
-
-    The prompt ids equal those of ``render_prompt``. A token that would span the border of prompt and answer is split in two, as at
-    serving time, where the prompt's ids exist before the answer.
-
-    Raises UserError: no reference, or a chat template that changes the prompt when an answer follows.
-    """
-    if row.reference is None:
-        raise UserError(f"{row.origin}: no reference answer; set reference_column, or data.responses: target")
-    prompt_ids = render_prompt(row, tokenizer, template)
-    if _is_chat(row, tokenizer, template):
-        answered = (*_turns(row), {"role": "assistant", "content": row.reference})
-        prompt_text = _apply(row, _turns(row), tokenizer, template, tokenize=False, add_generation_prompt=True)
-        whole_text = _apply(row, answered, tokenizer, template, tokenize=False, add_generation_prompt=False)
-        response_text = _answer_part(row, prompt_text, whole_text, tokenizer)
-        joint_ids = _apply(row, answered, tokenizer, template, tokenize=True, add_generation_prompt=False)
-        response_ids = _split_off(prompt_ids, joint_ids, response_text, tokenizer)
-        closing_text = response_text[response_text.rindex(row.reference.strip()) + len(row.reference.strip()) :]
-        response_ids = _end_at_closing_token(response_ids, closing_text, tokenizer)
-    else:
-        assert row.text is not None
-        response_ids = _split_off(prompt_ids, _plain_ids(row.text + row.reference, tokenizer), row.reference, tokenizer)
-        response_ids = _end_at_closing_token(response_ids, "", tokenizer)
-    return prompt_ids, response_ids
 
 
 def render_text(row: PromptRow, tokenizer: Any, template: Template, answer: str | None = None) -> str | None:
@@ -290,47 +249,6 @@ def _plain_ids(text: str, tokenizer: Any) -> list[int]:
     if front is None:
         return whole_ids[:-1] if whole_ids[-1:] == [tokenizer.eos_token_id] else whole_ids
     return whole_ids[: front + len(bare_ids)]
-
-
-def _answer_part(row: PromptRow, prompt_text: str, whole_text: str, tokenizer: Any) -> str:
-    assert row.reference is not None
-    response_text = whole_text.removeprefix(prompt_text)
-    if not whole_text.startswith(prompt_text):
-        raise UserError(
-            f"{row.origin}: the chat template of {tokenizer.name_or_path} changes the prompt when an answer follows "
-            "(a thinking mode?); set data.template.chat_template_kwargs: {enable_thinking: false}, or data.responses: target"
-        )
-    if row.reference.strip() not in response_text:
-        raise UserError(
-            f"{row.origin}: the chat template of {tokenizer.name_or_path} changes the answer (does it remove thinking?); "
-            "remove the thinking from the reference, or set data.responses: target"
-        )
-    return response_text
-
-
-def _split_off(prompt_ids: list[int], joint_ids: list[int], response_text: str, tokenizer: Any) -> list[int]:
-    """Ids of the response: the part after the prompt in the joint ids, or its own ids if a token spans the border."""
-    if joint_ids[: len(prompt_ids)] == prompt_ids:
-        return joint_ids[len(prompt_ids) :]
-    return tokenizer(response_text, add_special_tokens=False).input_ids
-
-
-def _end_at_closing_token(response_ids: list[int], closing_text: str, tokenizer: Any) -> list[int]:
-    """The response up to its end token, the last one that a target generates; EOS is added if nothing ends it.
-
-    ``closing_text`` is what the template writes after the answer, such as an end-of-turn token and a line break. Text after the
-    end token belongs to the next turn and is never generated.
-    """
-    special = special_tokens(tokenizer)
-    closing_ids = [i for i in tokenizer(closing_text, add_special_tokens=False).input_ids if i in special]
-    eos_id = tokenizer.eos_token_id
-    if closing_ids:
-        closing_id = eos_id if eos_id in closing_ids else closing_ids[-1]
-        last = len(response_ids) - 1 - response_ids[::-1].index(closing_id)
-        return response_ids[: last + 1]
-    if eos_id is None or response_ids[-1:] == [eos_id]:
-        return response_ids
-    return [*response_ids, eos_id]
 
 
 def special_tokens(tokenizer: Any) -> dict[int, str]:

@@ -23,7 +23,6 @@ SCHEMA = pa.schema(
         ("domain", pa.string()),
         ("prompt_ids", pa.list_(pa.int32())),
         ("text", pa.string()),
-        ("reference_ids", pa.list_(pa.int32())),
         ("turns", pa.string()),
         ("group", pa.string()),
     ]
@@ -32,7 +31,7 @@ SCHEMA = pa.schema(
 
 @dataclass(frozen=True)
 class RenderedPrompt:
-    """A prompt as the target sees it. `reference_ids`: the dataset's answer, if a column is mapped.
+    """A prompt as the target sees it.
 
     `turns`: JSON of {messages, tools} of a conversation, for a server that applies the chat template itself.
     `group`: equal for prompts that must be on the same side of a split.
@@ -42,7 +41,6 @@ class RenderedPrompt:
     domain: str
     prompt_ids: tuple[int, ...]
     text: str = ""
-    reference_ids: tuple[int, ...] | None = None
     turns: str = ""
     group: str = ""
 
@@ -142,5 +140,5 @@ def prompt_lengths(prompts: Sequence[RenderedPrompt]) -> np.ndarray:
 
 
 def _identity(prompt: RenderedPrompt) -> bytes:
-    content = (prompt.prompt_id, prompt.domain, prompt.prompt_ids, prompt.reference_ids)
+    content = (prompt.prompt_id, prompt.domain, prompt.prompt_ids)
     return json.dumps(content).encode() + b"\n"

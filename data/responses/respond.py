@@ -1,6 +1,5 @@
 """Store the target's responses to prompts: in batches, shared between ranks, and continued after an interruption."""
 
-import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -11,7 +10,6 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from transformers import PreTrainedModel
 
-from data.files import MANIFEST, Manifest
 from data.prompts.template import loss_mask
 from data.responses.rendered import RenderedPrompt, prompt_lengths, texts_of
 from data.responses.store import Row, Store, row_keys
@@ -101,25 +99,6 @@ def row_of(prompt: RenderedPrompt, sample: int, response: Response) -> Row:
     mask = loss_mask(len(prompt.prompt_ids), len(input_ids))
     log_probs = list(response.log_target_probs)
     return Row(prompt.prompt_id, sample, prompt.domain, input_ids, mask, log_probs, response.finished)
-
-
-def store_references(store: Store, manifest: Manifest, plan: ResponsePlan, max_tokens: int) -> None:
-    """Store the dataset's answers, cut at `max_tokens`. Other reference answers in the store are deleted.
-
-    The target's probabilities of these tokens are unknown. UserError: the store holds responses of a target, or the disk is full.
-    """
-    found = store.manifest() if (store.folder / MANIFEST).exists() else manifest
-    if found != manifest and found.get("responses") == manifest["responses"]:
-        shutil.rmtree(store.folder)
-    store.open(manifest)
-    for shard, numbers in plan.share(store)[0]:
-        rows = []
-        for prompt, _ in map(plan.job, numbers):
-            ids = list(prompt.reference_ids or ())
-            answer = Response(prompt.prompt_id, list(prompt.prompt_ids), response_ids=ids[:max_tokens])
-            answer.finish_reason = "end" if len(ids) <= max_tokens else "length"
-            rows.append(row_of(prompt, 0, answer))
-        store.write_shard(shard, rows)
 
 
 class ProgressBar(Progress):

@@ -1,6 +1,5 @@
 """`understudy show` and `understudy report`: print a finished run with some decoded prompts, or write it as a page."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,12 +7,11 @@ from rich.console import Console
 from rich.panel import Panel
 
 from distill.commands.options import ReportOptions, ShowRunOptions
-from distill.config.layout import CONFIG, EXPORT, PROMPTS, SYNTHETIC, best_student
+from distill.config.layout import CONFIG, EXPORT, best_student
 from distill.config.load import load_trusted
 from distill.report.money import parse_prices
 from distill.report.page import given_times, report_command
 from distill.report.screen import last_screen, marked_completion, print_money
-from distill.run.responses import synthetic_line
 from distill.run.session import open_pair
 from distill.run.verdict_record import Verdict, load_verdict
 from speculative.decode import decode
@@ -30,10 +28,7 @@ def show_run(run: Path, trusted: bool = False) -> None:
 
     Raises UserError: the run is not finished, or its target is missing.
     """
-    verdict, synthetic = load_verdict(run), run / PROMPTS / f"{SYNTHETIC}.json"
-    if synthetic.exists():
-        made = json.loads(synthetic.read_text(encoding="utf-8"))
-        Console().print(synthetic_line(made["method"], made["counts"]))
+    verdict = load_verdict(run)
     # Without the target's weights nothing can be decoded.
     shown = held_out_completions(run, 3, verdict, trusted) if verdict.run else []
     last_screen(Console(), run, verdict, shown, run / EXPORT if (run / EXPORT).exists() else None)

@@ -8,8 +8,7 @@ runs/NAME/config.yaml             the resolved config
          target.json              facts about the target that need no weights
          student.json             what was measured and chosen for the initial weights of the draft
          student.partial/         the draft before training, while it is saved and loaded again as a check
-         prompts/                 prompts as the target sees them, rendered once: train.arrow, heldout.arrow, manifest.json;
-                                  synthetic.arrow and synthetic.json (how they were generated, what was left out)
+         prompts/                 prompts as the target sees them, rendered once: train.arrow, heldout.arrow, manifest.json
          responses/               token stores with the target's probabilities; day.txt if the chat template writes the
                                   date, server_identity.json for a target at a server
          rollouts/                sequences made during training
@@ -32,8 +31,6 @@ CONFIG, BEGAN, METRICS, WANDB_ID = "config.yaml", "began.txt", "metrics.jsonl", 
 LOCK, HOLDER = ".lock", ".holder"
 TARGET_FACTS, STUDENT_NOTES, FIRST_STUDENT = "target.json", "student.json", "student.partial"
 RESPONSES, TRAINING, HELDOUT, HELDOUT_GREEDY = "responses", "train", "heldout", "heldout-greedy"
-# User turns that the target wrote; in prompts/: the generated prompts and their counts.
-USER_TURNS, SYNTHETIC = "user-turns", "synthetic"
 PROMPTS = "prompts"
 DAY, SERVER_IDENTITY = "day.txt", "server_identity.json"  # Next to the stores of responses; copy them together.
 ROLLOUTS = "rollouts"

@@ -87,8 +87,6 @@ IMPOSSIBLE: tuple[Impossible, ...] = (  # Checked in this order; the first match
      "server prove the stored ones) or never"),
     (lambda c: c.behind() and c.student.init == "carved",
      "target.endpoint: a draft cannot be carved without the target's weights; set student.init: pretrained or config"),
-    (lambda c: c.behind() and c.data.responses == "reference",
-     "target.endpoint: data.responses: reference needs the target's weights; set data.responses: target"),
     (lambda c: c.behind() and c.asks_more_than_server_gives,
      "target.endpoint only supports signal.source: store and loss.temperature: 1"),
     # A target on several devices.
@@ -100,8 +98,6 @@ IMPOSSIBLE: tuple[Impossible, ...] = (  # Checked in this order; the first match
     # Loss weights.
     (lambda c: c.selects != (c.loss.weighting.reference is not None),
      "loss.weighting.reference and loss.weighting.name: selected need each other; set both or neither"),
-    (lambda c: c.data.synthetic and c.data.responses == "reference",
-     "data.synthetic: generated prompts have no reference answers; set data.responses: target"),
     (lambda c: c.loss.prompt_weight and c.selects,
      "loss.prompt_weight: loss.weighting.name: selected chooses only among response tokens; set loss.prompt_weight: 0"),
     (lambda c: c.loss.prompt_weight and c.behind(),
@@ -112,8 +108,8 @@ IMPOSSIBLE: tuple[Impossible, ...] = (  # Checked in this order; the first match
      "loss.warmup.name: accepted_length has no useful gradient on an untrained draft; set another, e.g. forward_kl"),
     (lambda c: c.loss.mix and "accepted_length" in c.loss.mix,
      "loss.mix: accepted_length sets its own token weights; remove it here or use loss.name: accepted_length instead"),
-    (lambda c: c.credits_blocks and (c.own_words or c.data.mix.text or c.data.responses == "reference"),
-     "loss.name: accepted_length is only valid on the target's own text; set data.mix: {{target: 1}} and data.responses: target"),
+    (lambda c: c.credits_blocks and (c.own_words or c.data.mix.text),
+     "loss.name: accepted_length is only valid on the target's own text; set data.mix: {{target: 1}}"),
     (lambda c: c.credits_blocks and c.student.parallel,
      "loss.name: accepted_length is for drafts that propose token by token; with student.parallel set another loss.name"),
     (lambda c: c.credits_blocks and (c.loss.prompt_weight or c.loss.weighting.name != "none"),

@@ -103,17 +103,6 @@ class MixConfig(Section):
     """windows of `data.text`, to prevent forgetting"""
 
 
-class SyntheticConfig(Section):
-    """Generated prompts, answered by the target and used like your own. Prompts near a held-out prompt are left out."""
-
-    count: int = Field(ge=1)
-    """number of prompts to generate; fewer if there are not enough different ones"""
-    method: Literal["magpie", "mix"] = "magpie"
-    """magpie: the target writes user turns after the opening of the chat template (and after what training
-    prompts have before their last question). mix: join the start of one training prompt to the end of
-    another where two words are equal"""
-
-
 class RolloutConfig(Section):
     """Responses made during training, for `mix.student` and `mix.speculative`."""
 
@@ -134,9 +123,6 @@ class DataConfig(Section):
     """prompts to hold out of `train` when `heldout` is empty, at most a fifth of all; null = 256. judge.prompts
     of them are judged"""
     template: Template = Template()
-    responses: Literal["target", "reference"] = "target"
-    """target: train on the target's own responses, which is right for acceptance; reference: on the dataset's
-    answers (reference_column)"""
     bad_rows: Literal["error", "drop"] = "error"
     """what to do with unusable rows (an empty turn, an unknown role, a chat template error): stop, or leave them
     out and count them"""
@@ -146,8 +132,6 @@ class DataConfig(Section):
     """what to do with prompts that do not fit: stop, or leave them out"""
     max_prompt_tokens: int | None = Field(None, ge=1)
     """leave out prompts with more tokens (the log counts them); null = keep all"""
-    synthetic: SyntheticConfig | None = None
-    """generate more training prompts, e.g. {count: 1000}"""
     mix: MixConfig = MixConfig()
     rollouts: RolloutConfig = RolloutConfig()
     text: tuple[PromptSource, ...] = ()

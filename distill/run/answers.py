@@ -9,7 +9,7 @@ from itertools import chain
 from typing import Any
 
 from data.files import write_json
-from data.responses.rendered import RenderedPrompt, texts_of
+from data.responses.rendered import texts_of
 from data.responses.store import StoredRows
 from distill.config.layout import CHECKPOINTS, FIRST_STUDENT, STUDENT_NOTES
 from distill.models.load import tokenizer_fingerprint
@@ -32,25 +32,16 @@ class Answers:
     def __init__(self, run: Run, target: Target, tokenizer: Any, sets: PromptSets, context: int) -> None:
         """``tokenizer``: the one that renders the run's prompts. ``context``: maximum tokens of prompt and response."""
         self.run, self.target, self.tokenizer, self.sets, self.context = run, target, tokenizer, sets, context
-        self.synthetic = ""  # One line about generated prompts, once there are some.
 
     @functools.cached_property
     def stores(self) -> RunStores:
         return RunStores(self.run, self.target)
 
     @functools.cached_property
-    def prompts(self) -> Sequence[RenderedPrompt]:
-        """Training prompts, followed by the synthetic ones."""
-        with self.run.progress.timed("respond"):
-            prompts, self.synthetic = self.stores.with_synthetic(self.sets.train, self.tokenizer, self.context)
-            return prompts
-
-    @functools.cached_property
     def training(self) -> StoredRows:
         """Responses to train on."""
-        prompts = self.prompts
         with self.run.progress.timed("respond"):
-            return self.stores.training(prompts)
+            return self.stores.training(self.sets.train)
 
     @functools.cached_property
     def heldout(self) -> dict[Rule, list[HeldoutResponse]]:
@@ -77,8 +68,6 @@ class Answers:
             "tokenizer_fingerprint": tokenizer_fingerprint(self.target.tokenizer),
             "sampling": self.stores.settings.sampling.as_dict(),
         }
-        if self.synthetic:
-            told["synthetic_prompts"] = self.synthetic
         return told
 
 

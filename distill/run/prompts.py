@@ -21,7 +21,7 @@ from data.prompts.notes import render_notes
 from data.prompts.prompt import PromptRow, PromptSource, Template
 from data.prompts.sources import format_of, load_source, source_state
 from data.prompts.split import content_hash, deduplicate, held_out, remove_overlap, split_groups
-from data.prompts.template import check_lengths, render_prompt, render_reference, template_fingerprint
+from data.prompts.template import check_lengths, render_prompt, template_fingerprint
 from data.responses.rendered import SCHEMA, RenderedPrompt, StoredPrompts, write_prompts
 from distill.config.layout import CHECKPOINTS, PROMPTS
 from distill.config.origin import spelled
@@ -37,7 +37,7 @@ TRAIN_FILE, HELDOUT_FILE = "train.arrow", "heldout.arrow"
 # Default of `data.heldout_count`. It does not depend on `judge.prompts`, so that judging more or fewer prompts does not change the
 # prompts that are trained on.
 HELD_OUT = 256
-CACHE_FORMAT = 3
+CACHE_FORMAT = 4
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ def _made_with(data: DataConfig, tokenizer: Any, context_length: int, max_tokens
         "max_tokens": max_tokens,
         "tokenizer": tokenizer_fingerprint(tokenizer),
         "template": template_fingerprint(tokenizer, data.template)[:16],
-        "data": data.model_dump(mode="json", exclude={"mix", "rollouts", "text", "synthetic"}),
+        "data": data.model_dump(mode="json", exclude={"mix", "rollouts", "text"}),
         "sources": [source_state(source) for source in (*data.train, *data.heldout)],
     }
     return json.loads(json.dumps(known))
@@ -234,7 +234,7 @@ def _make(
 
 def _asked_heldout(rows: Sequence[PromptRow], render: "_Renderer", count: int) -> list[RenderedPrompt]:
     """The first held-out prompts by hash that fit. Rows after the last one needed are not rendered."""
-    rendered = (render(row, with_reference=False) for row in sorted(rows, key=content_hash))
+    rendered = (render(row) for row in sorted(rows, key=content_hash))
     found = list(itertools.islice(filter(None, rendered), count))
     _require_some(bool(found), "heldout", render)
     return found
@@ -320,13 +320,13 @@ class _Renderer:
         self.dropped, self.notes = 0, dict[str, str]()  # what is odd about rows, and the first such row
         self.bad_rows: list[UserError] | None = [] if data.bad_rows == "drop" else None
 
-    def __call__(self, row: PromptRow, group: str = "", *, with_reference: bool = True) -> RenderedPrompt | None:
+    def __call__(self, row: PromptRow, group: str = "") -> RenderedPrompt | None:
         """The rendered prompt, or None if it is too long or unusable and may be left out."""
         if row.prompt_ids is not None:
             self._require_own_ids(Path(row.origin).parent)
         try:
-            prompt_ids, reference_ids = self._ids(row, with_reference)
-            highest = max((*prompt_ids, *(reference_ids or ())), default=0)
+            prompt_ids = render_prompt(row, self.tokenizer, self.data.template)
+            highest = max(prompt_ids, default=0)
             if self.rows is not None and highest >= self.rows:
                 raise UserError(
                     f"{row.origin}: token {self.tokenizer.convert_ids_to_tokens(highest)!r} has id {highest}, but the target has rows 0..{self.rows - 1} "
@@ -346,7 +346,7 @@ class _Renderer:
         ):
             self.dropped += 1
             return None
-        return as_rendered(row, prompt_ids, reference_ids, group)
+        return as_rendered(row, prompt_ids, group)
 
     def _require_own_ids(self, folder: Path) -> None:
         """Raise UserError unless the manifest of rendered prompts has this tokenizer."""
@@ -359,22 +359,11 @@ class _Renderer:
                 )
             self.known_folders.add(folder)
 
-    def _ids(self, row: PromptRow, with_reference: bool) -> tuple[list[int], tuple[int, ...] | None]:
-        template = self.data.template
-        if self.data.responses != "reference" or not with_reference:
-            return render_prompt(row, self.tokenizer, template), None
-        if row.reference is None:
-            raise UserError(f"{row.origin}: data.responses: reference, but the row has no answer; set reference_column")
-        prompt_ids, answer_ids = render_reference(row, self.tokenizer, template)
-        return prompt_ids, tuple(answer_ids)
 
-
-def as_rendered(
-    row: PromptRow, prompt_ids: Sequence[int], reference_ids: tuple[int, ...] | None = None, group: str = ""
-) -> RenderedPrompt:
+def as_rendered(row: PromptRow, prompt_ids: Sequence[int], group: str = "") -> RenderedPrompt:
     """A row with its rendered token ids."""
     said = row.messages or ({"role": "user", "content": row.text},)
     turns = {"messages": said} | ({"tools": row.tools} if row.tools else {})
     as_turns = json.dumps(turns) if row.messages or row.tools else ""
     text, ids = row.text if row.text is not None else str(said[-1].get("content") or ""), tuple(prompt_ids)
-    return RenderedPrompt(content_hash(row), row.domain, ids, text, reference_ids, as_turns, group)
+    return RenderedPrompt(content_hash(row), row.domain, ids, text, as_turns, group)

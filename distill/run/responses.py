@@ -2,39 +2,29 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
-from data.files import MANIFEST, Manifest, write_json
-from data.prompts.prompt import PromptRow
-from data.prompts.template import check_learnable, render_prompt, template_fingerprint
-from data.responses.rendered import RenderedPrompt, StoredPrompts, prompts_fingerprint, write_prompts
-from data.responses.respond import ResponsePlan, respond, store_references
+from data.files import MANIFEST, Manifest
+from data.prompts.template import check_learnable, template_fingerprint
+from data.responses.rendered import RenderedPrompt
+from data.responses.respond import ResponsePlan, respond
 from data.responses.store import INDEX, Row, Store, StoredRows
-from data.responses.synthetic import mixed_rows, sampled_rows, synthetic_rows
 from data.signals.store import SignalManifest, signal_manifest
 from distill.config.layout import (
     HELDOUT,
     HELDOUT_GREEDY,
-    PROMPTS,
     RESPONSES,
-    SYNTHETIC,
     TARGET_FACTS,
     TRAINING,
-    USER_TURNS,
 )
 from distill.config.sections import ServingConfig
 from distill.models.load import tokenizer_fingerprint
 from distill.models.target import Target, TargetFacts
-from distill.run.prompts import HELDOUT_FILE, as_rendered, rows_of
 from distill.run.run import Run
 from speculative.decoder.responses import DecodeSettings
 from speculative.evaluate import HeldoutResponse
 from speculative.rules.rule import Rule
-from speculative.rules.sampling import SamplingSettings
 
-STORE_FORMAT = 3
-
-TURN_TOKENS = 128  # longer user turns of the target are left out
+STORE_FORMAT = 4
 
 
 def decode_settings(serving: ServingConfig, seed: int, target: Target) -> DecodeSettings:
@@ -65,7 +55,7 @@ class RunStores:
         config = run.config
         self.folder, self.serving = run.folder / RESPONSES, config.serving
         self.run, self.target = run, target
-        self.of_dataset, self.judge_rule = config.data.responses == "reference", config.judge_rule
+        self.judge_rule = config.judge_rule
         self.settings = decode_settings(config.serving, config.seed, target)
         self.identity = {
             "format": STORE_FORMAT,
@@ -77,65 +67,8 @@ class RunStores:
         run.once(run.folder / TARGET_FACTS, target.remember)
 
     def training(self, prompts: Sequence[RenderedPrompt]) -> StoredRows:
-        """Rows to train on: responses of the target, or answers of the dataset."""
-        if not self.of_dataset:
-            return self._make(TRAINING, prompts, self.settings, self.serving.samples_per_prompt)
-        store, plan = Store(self.folder / TRAINING), ResponsePlan(prompts, 1, self.serving.shard_size)
-        manifest = {**self.manifest(self.settings), "responses": "reference", "prompts": prompts_fingerprint(prompts)}
-        if self.run.main:
-            store_references(store, manifest, plan, self.serving.max_tokens)
-        return self._in_order(store, plan)
-
-    def with_synthetic(
-        self, own: Sequence[RenderedPrompt], tokenizer: Any, context: int
-    ) -> tuple[Sequence[RenderedPrompt], str]:
-        """(training prompts followed by synthetic ones, one line about how many were made, kept and left out). All ranks must call it.
-
-        Synthetic prompts are made from training prompts and are never near a held-out one. The target's text is kept in the run's
-        folder and everything else follows from it, so a killed run makes the same prompts. ``tokenizer``: the one that renders the
-        run's prompts. ``context``: maximum tokens of prompt and response.
-
-        Raises UserError: magpie without a chat template, mix with prompts that share no words.
-        """
-        config = self.run.config
-        asked = config.data.synthetic
-        if asked is None:
-            return own, ""
-        template, folder = config.data.template, self.run.folder / PROMPTS
-        rows = [prompt.row() for prompt in own]
-        heldout = [prompt.row() for prompt in StoredPrompts(folder / HELDOUT_FILE)]
-        if config.data.heldout:  # Also the ones that are not judged.
-            heldout += rows_of(config.data.heldout, [] if config.data.bad_rows == "drop" else None)[0]
-        if asked.method == "mix":
-            candidates = mixed_rows(rows, config.seed)
-        else:
-            settings = replace(
-                self.settings,
-                sampling=SamplingSettings(1.0),
-                rule="sample",
-                max_tokens=TURN_TOKENS,
-                seed=self.settings.seed + 3,
-            )
-
-            def user_turns(openings: Sequence[RenderedPrompt], samples: int) -> list[tuple[str, list[int]]]:
-                """What the target writes after each opening, stored like its responses."""
-                made = self._make(USER_TURNS, openings, settings, samples, select=False)
-                return [(row.prompt_id, row.response_ids) for row in made]
-
-            candidates = sampled_rows(rows, tokenizer, user_turns, self.settings.eos_ids, config.seed, template)
-        most = min(context - self.serving.max_tokens, config.data.max_prompt_tokens or context)
-
-        def ids(row: PromptRow) -> list[int]:
-            return render_prompt(row, tokenizer, template)
-
-        made, counts = synthetic_rows(rows, heldout, asked.count, candidates, lambda row: len(ids(row)) <= most)
-        prompts, told = [as_rendered(row, ids(row)) for row in made], synthetic_line(asked.method, counts)
-        if self.run.main:
-            fingerprint = write_prompts(folder / f"{SYNTHETIC}.arrow", prompts)
-            record = asked.model_dump(mode="json") | {"prompts": fingerprint, "counts": counts}
-            write_json(folder / f"{SYNTHETIC}.json", record)
-            self.run.say(told)
-        return [*own, *prompts], told
+        """The target's responses to train on."""
+        return self._make(TRAINING, prompts, self.settings, self.serving.samples_per_prompt)
 
     def heldout(self, prompts: Sequence[RenderedPrompt], rule: Rule, *, select: bool = False) -> list[HeldoutResponse]:
         """Frozen held-out responses for a rule: greedy ones for `greedy`, else at the serving settings.
@@ -159,7 +92,7 @@ class RunStores:
         if not (store.folder / MANIFEST).exists() or (rule == "greedy") != settings.sampling.greedy:
             return []
         known, own = store.manifest(), self.manifest(settings)
-        same = all(known.get(key) == own[key] for key in ("target", "sampling", "responses"))
+        same = all(known.get(key) == own[key] for key in ("target", "sampling"))
         return store.rows() if same else []
 
     def manifest(self, settings: DecodeSettings) -> Manifest:
@@ -169,7 +102,6 @@ class RunStores:
             "max_tokens": settings.max_tokens,
             "eos_ids": list(settings.eos_ids),
             "seed": settings.seed,
-            "responses": "target",
         }
 
     def _make(
@@ -201,13 +133,6 @@ class RunStores:
         tokens, learned = int(rows.tokens_N.sum()), int(rows.response_tokens_N.sum())
         check_learnable(len(rows), tokens, learned, str(store.folder))
         return rows
-
-
-def synthetic_line(method: str, counts: dict[str, int]) -> str:
-    """One line about how many synthetic prompts were made, kept and left out."""
-    left_out = ", ".join(f"{count} {why}" for why, count in counts.items() if why not in ("made", "kept"))
-    told = f"{counts['kept']} synthetic training prompts ({method}) of {counts['made']} candidates"
-    return told + (f", left out: {left_out}" if left_out else "")
 
 
 def frozen_responses_of(rows: Sequence[Row]) -> list[HeldoutResponse]:

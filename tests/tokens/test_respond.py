@@ -15,10 +15,10 @@ from processes import run_and_kill, run_child
 from tiny_models import VOCAB, tiny_model
 
 from data.responses.rendered import RenderedPrompt, StoredPrompts, prompts_fingerprint, write_prompts
-from data.responses.respond import ResponsePlan, respond, row_of, store_references
+from data.responses.respond import ResponsePlan, respond
 from data.responses.store import Row, Store
 from speculative.decode import decode
-from speculative.decoder.responses import DecodeSettings, Response
+from speculative.decoder.responses import DecodeSettings
 from speculative.errors import UserError
 from speculative.rules.sampling import SamplingSettings
 
@@ -162,37 +162,6 @@ def test_stored_log_probabilities_are_those_of_a_fresh_forward(tmp_path: Path, s
             )  # float32 forward with a cache
 
 
-def test_references_are_stored_without_a_target(tmp_path: Path) -> None:
-    generator = random.Random(1)
-    prompts = [
-        replace(prompt, reference_ids=tuple(generator.choices(range(3, VOCAB), k=3 + 3 * index)))
-        for index, prompt in enumerate(prompts_of(5))
-    ]
-    store, manifest = Store(tmp_path / "store"), {"responses": "reference", "prompts": "abc"}
-    store_references(store, manifest, ResponsePlan(prompts, 1, 2), max_tokens=10)
-    rows = {row.prompt_id: row for row in store.read()}
-    assert len(store.shards()) == 3
-    for prompt in prompts:
-        row = rows[prompt.prompt_id]
-        assert prompt.reference_ids is not None
-        assert row.prompt_ids == list(prompt.prompt_ids)
-        assert row.response_ids == list(prompt.reference_ids[:10])
-        assert row.finished == (len(prompt.reference_ids) <= 10)
-        assert row.log_target_probs == [], "nobody asked the target"
-    others = [replace(prompt, reference_ids=(7,)) for prompt in prompts]
-    store_references(store, manifest | {"prompts": "def"}, ResponsePlan(others, 1, 2), max_tokens=10)
-    assert [row.response_ids for row in store.read()] == [[7]] * 5, "they cost nothing: made again"
-
-
-def test_references_do_not_take_the_place_of_a_targets_responses(tmp_path: Path) -> None:
-    store = Store(tmp_path / "store")
-    store.open({"responses": "target"})
-    store.write_shard(0, [row_of(prompts_of(1)[0], 0, Response("a", [3], response_ids=[4]))])
-    with pytest.raises(UserError, match="another responses"):
-        store_references(store, {"responses": "reference"}, ResponsePlan(prompts_of(1), 1, 2), max_tokens=4)
-    assert len(store.read()) == 1
-
-
 # --- shards and ranks --------------------------------------------------------------------------------------------------
 
 
@@ -238,7 +207,7 @@ def test_one_more_prompt_asks_for_nothing_but_its_response(tmp_path: Path) -> No
 def test_prompts_in_a_file(tmp_path: Path) -> None:
     """Slow twin: the same prompts in a list."""
     prompts = [
-        replace(prompt, text=f"text {index}", reference_ids=(1, 2) if index % 3 else None)
+        replace(prompt, text=f"text {index}", turns="{}" if index % 3 else "")
         for index, prompt in enumerate(prompts_of(9))
     ]
     assert write_prompts(tmp_path / "prompts.arrow", iter(prompts)) == prompts_fingerprint(prompts)
@@ -276,11 +245,10 @@ def test_fingerprint_of_prompts_sees_ids_tokens_domains_and_order() -> None:
         {"prompt_id": "other"},
         {"domain": "other"},
         {"prompt_ids": (9,)},
-        {"reference_ids": (1,)},
     ]
     changed = [prompts[::-1], others, *([*others, replace(last, **change)] for change in changes)]
     prints = {prompts_fingerprint(prompts), *map(prompts_fingerprint, changed)}
-    assert len(prints) == 7
+    assert len(prints) == 6
     assert prompts_fingerprint(prompts_of(4)) == prompts_fingerprint(prompts)
 
 

@@ -15,7 +15,6 @@ from data.prompts.template import (
     loss_mask,
     on_day,
     render_prompt,
-    render_reference,
     template_fingerprint,
 )
 
@@ -70,13 +69,13 @@ def chat_tokenizer():
     return make_tokenizer(CHATML)
 
 
-def text_row(text: str, reference: str | None = None) -> PromptRow:
-    return PromptRow(text, None, reference, "d", "rows.jsonl:7")
+def text_row(text: str) -> PromptRow:
+    return PromptRow(text, None, None, "d", "rows.jsonl:7")
 
 
-def chat_row(*turns: tuple[str, str], reference: str | None = None) -> PromptRow:
+def chat_row(*turns: tuple[str, str]) -> PromptRow:
     messages = tuple({"role": role, "content": content} for role, content in turns)
-    return PromptRow(None, messages, reference, "d", "rows.jsonl:7")
+    return PromptRow(None, messages, None, "d", "rows.jsonl:7")
 
 
 @pytest.mark.parametrize(
@@ -117,8 +116,7 @@ def test_chat_without_a_template_is_refused_with_the_way_out(plain_tokenizer):
 def test_a_prompt_without_a_token_is_refused(plain_tokenizer):
     for mode in (CHAT, AUTO):
         assert "no token" in refused(render_prompt, text_row("a"), make_tokenizer("{{ '' }}"), mode)
-    for render in (render_prompt, render_reference):
-        assert "no token" in refused(render, text_row("", reference="b"), plain_tokenizer, PLAIN)
+    assert "no token" in refused(render_prompt, text_row(""), plain_tokenizer, PLAIN)
 
 
 def test_template_that_refuses_a_row_names_it():
@@ -149,83 +147,6 @@ def test_kwargs_are_checked_in_a_template_with_transformers_own_tag():
     assert tokenizer.decode(ids) == "a!"
     bad = Template(mode="chat", chat_template_kwargs={"tune": "!"})
     assert "did you mean tone?" in refused(render_prompt, text_row("a"), tokenizer, bad)
-
-
-def test_plain_reference_ends_with_eos_once(plain_tokenizer):
-    for answer in (" world", " world</s>"):
-        row = text_row("hello", reference=answer)
-        prompt_ids, response_ids = render_reference(row, plain_tokenizer, PLAIN)
-        assert prompt_ids == render_prompt(row, plain_tokenizer, PLAIN)
-        assert plain_tokenizer.decode(prompt_ids + response_ids) == "hello world</s>"
-
-
-def test_answer_that_would_merge_into_the_prompt_is_tokenised_apart(plain_tokenizer):
-    whole = "hello"
-    (one_token,) = plain_tokenizer(whole).input_ids  # the corpus makes it one token, so any inner border is merged away
-    row = text_row("hel", reference="lo")
-    prompt_ids, response_ids = render_reference(row, plain_tokenizer, PLAIN)
-    assert prompt_ids == render_prompt(row, plain_tokenizer, PLAIN)
-    assert one_token not in prompt_ids + response_ids
-    assert plain_tokenizer.decode(prompt_ids + response_ids) == "hello</s>"
-
-
-def test_chat_reference_ends_with_its_turn_and_not_after_it(chat_tokenizer):
-    row = chat_row(("system", "be"), ("user", "hi"), ("assistant", "yes?"), ("user", "go"), reference="  the answer \n")
-    prompt_ids, response_ids = render_reference(row, chat_tokenizer, CHAT)
-    assert prompt_ids == render_prompt(row, chat_tokenizer, CHAT)
-    assert chat_tokenizer.decode(response_ids) == "  the answer \n<|im_end|>"
-
-
-def test_chat_answer_that_merges_with_the_generation_prompt(chat_tokenizer):
-    # "\n" + "\n" may be one token: the prompt's own ids still come first, unchanged.
-    row = text_row("hi", reference="\n\nanswer")
-    prompt_ids, response_ids = render_reference(row, chat_tokenizer, CHAT)
-    assert prompt_ids == render_prompt(row, chat_tokenizer, CHAT)
-    assert chat_tokenizer.decode(prompt_ids + response_ids).endswith("assistant\n\n\nanswer<|im_end|>")
-
-
-def test_end_of_turn_that_is_not_eos_closes_the_answer():
-    tokenizer = make_tokenizer(CHATML)
-    tokenizer.eos_token = "</s>"
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_end|>"]}, replace_extra_special_tokens=False)
-    _, response_ids = render_reference(text_row("hi", reference="yes"), tokenizer, CHAT)
-    assert tokenizer.decode(response_ids) == "yes<|im_end|>"
-
-
-def test_template_that_closes_nothing_gets_eos():
-    tokenizer = make_tokenizer(
-        "{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}"
-        "{% if add_generation_prompt %}assistant: {% endif %}"
-    )
-    _, response_ids = render_reference(text_row("hi", reference="yes"), tokenizer, CHAT)
-    assert tokenizer.decode(response_ids) == "yes<|im_end|>"
-
-
-def test_thinking_template_is_used_where_it_keeps_the_prompt_and_refused_where_not():
-    tokenizer = make_tokenizer(THINKING)
-    row = text_row("hi", reference="yes")
-    kwargs = Template(mode="chat", chat_template_kwargs={"enable_thinking": False})
-    prompt_ids, response_ids = render_reference(row, tokenizer, kwargs)
-    assert tokenizer.decode(prompt_ids).endswith("</think>\n\n")
-    assert tokenizer.decode(response_ids) == "yes<|im_end|>"
-
-    rewriting = make_tokenizer(
-        THINKING.replace("<think>\n\n</think>\n\n{% endif %}{{ m.content", "{% endif %}{{ m.content")
-    )
-    message = refused(render_reference, row, rewriting, CHAT)
-    assert message.startswith("rows.jsonl:7: ")
-    assert "changes the prompt" in message
-    assert "enable_thinking: false" in message
-
-
-def test_template_that_cuts_the_answer_is_refused():
-    template = CHATML.replace("{{ m['content'] }}", "{{ m['content'].split('</think>')[-1] }}")
-    row = text_row("hi", reference="<think>hm</think>yes")
-    assert "changes the answer" in refused(render_reference, row, make_tokenizer(template), CHAT)
-
-
-def test_reference_is_required(plain_tokenizer):
-    assert "no reference answer" in refused(render_reference, text_row("a"), plain_tokenizer, PLAIN)
 
 
 def test_loss_mask_covers_the_response_only():

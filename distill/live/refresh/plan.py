@@ -27,7 +27,6 @@ _WARM = {
     "student.intermediate_size": None,
     "student.embeddings": "random",
     "student.vocabulary": "same",
-    "data.synthetic": None,
     "data.heldout_count": None,
     "data.too_long": "drop",
     "serving.samples_per_prompt": 1,
@@ -46,15 +45,10 @@ _PROBE = {
 
 
 def run_config(run: Path, trusted: bool = True) -> RunConfig:
-    """The config of a run. ``trusted``: see `load_trusted`. Raises UserError: no run, or one trained on the dataset's responses, which
-    traffic lacks.
-    """
+    """The config of a run. ``trusted``: see `load_trusted`. Raises UserError: no run."""
     if not (run / layout.CONFIG).is_file():
         raise UserError(f"{run}: no config.yaml there; give the folder of a run, e.g. runs/demo")
-    config = load_trusted(run / layout.CONFIG, trusted)
-    if config.data.responses == "reference":
-        raise UserError(f"{run}: data.responses: reference; a refresh trains only on the target's responses")
-    return config
+    return load_trusted(run / layout.CONFIG, trusted)
 
 
 def student_of(version: Version | None, run: Path) -> Path:

@@ -173,8 +173,6 @@ def _read_run(run: Path, trusted: bool) -> _Run:
         if not (folder / MANIFEST).exists():
             raise UserError(f"{folder}: missing; finish the run first (or run `understudy respond` with its config)")
     manifest = store.manifest()
-    if manifest.get("responses") != "target":
-        raise UserError(f"{store.folder}: has the dataset's responses; traffic needs a run with data.responses: target")
     target = Target(config.target, torch.device("cpu"), run)
     made_with = read_manifest(run / PROMPTS)["made_with"]
     rows = vocabulary_rows(target.side.config)

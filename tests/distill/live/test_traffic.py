@@ -14,7 +14,6 @@ from rich.console import Console
 from traffic_log import SAMPLING, record_of, write_log
 from typer.testing import CliRunner
 
-from data.files import MANIFEST
 from data.responses.rendered import StoredPrompts
 from data.responses.store import Store
 from distill.cli import app
@@ -140,11 +139,6 @@ def test_an_export_that_makes_no_sense_is_refused(tmp_path: Path, own_run: Path)
     assert "no config.yaml" in said(log, tmp_path, tmp_path / "may")
     (tmp_path / "there").mkdir()
     assert "already exists" in said(log, own_run, tmp_path / "there")
-    store = own_run / RESPONSES
-    told = json.loads((store / MANIFEST).read_text())
-    shutil.rmtree(store)
-    Store(store).open({key: value for key, value in told.items() if key != "sha256"} | {"responses": "reference"})
-    assert "data.responses: target" in said(log, own_run, tmp_path / "may")
 
 
 def test_forgetting_reaches_what_repeats_a_request(tmp_path: Path, own_run: Path) -> None:

@@ -205,7 +205,6 @@ def test_only_bad_rows_are_dropped_as_bad_rows(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("mistake", "words"),
     [
-        ("reference", "data.responses: reference, but the row has no answer; set reference_column"),
         ("template", "has no chat template"),
         ("long", "every prompt is too long (8 left out)"),
     ],
@@ -214,8 +213,7 @@ def test_a_mistake_that_all_rows_share_is_told_though_bad_rows_are_dropped(
     tmp_path: Path, mistake: str, words: str
 ) -> None:
     conversations = [{"messages": []}, *({"messages": [user(f"question {number}")]} for number in range(8))]
-    keys = {"responses": "reference"} if mistake == "reference" else {}
-    data, tokenizer = chat_data(tmp_path, conversations, bad_rows="drop", too_long="drop", **keys)
+    data, tokenizer = chat_data(tmp_path, conversations, bad_rows="drop", too_long="drop")
     if mistake == "template":
         tokenizer.chat_template = None
     with pytest.raises(UserError, match=re.escape(words)):

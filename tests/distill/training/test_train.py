@@ -204,36 +204,6 @@ def test_a_finished_run_started_again_measures_again_and_trains_nothing(tiny_con
     assert all(now > before for now, before in zip(written("result.json", "verdict.json"), concluded, strict=True))
 
 
-@pytest.mark.usefixtures("without_figures")
-def test_reference_answers_train_and_the_target_is_not_asked_of_them(
-    tiny_target: Path, tiny_config: Path, tmp_path: Path
-) -> None:
-    file = tmp_path / "answers.jsonl"
-    rows = [{"q": f"def f{i}(x):\n", "a": f"    return x + {i}\n"} for i in range(30)]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    config = tmp_path / "reference.yaml"
-    config.write_text(
-        f"""
-name: reference
-output: {tmp_path}
-target: {{path: {tiny_target}}}
-data:
-  train: [{{path: {file}, prompt_column: q, reference_column: a}}]
-  responses: reference
-  template: {{mode: plain}}
-  heldout_count: 5
-serving: {{max_tokens: 12}}
-loss: {{name: ce}}
-train: {{steps: 2, batch_size: 4, micro_batch_size: 4}}
-judge: {{every: 2, prompts: 5, gamma: 2, live: never}}
-"""
-    )
-    assert train.main([str(config)]) == 0
-    stored = Store(tmp_path / "reference" / "responses" / "train").read()
-    assert len(stored) == 25
-    assert all(row.response_ids and not row.log_target_probs for row in stored)
-
-
 def test_stores_are_named_by_what_they_hold(tiny_run: Path) -> None:
     manifest = Store(tiny_run / "responses" / "heldout-greedy").manifest()
     assert manifest["sampling"]["temperature"] == 0
