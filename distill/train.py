@@ -186,7 +186,9 @@ def keep(trainer: Trainer, judge: DraftJudge, checkpoint: Checkpoint, path: Path
     run, step = trainer.run, checkpoint.step
     if not run.seen(path.exists):
         with run.progress.timed("judge"):
-            record = judge(step, checkpoint.drafts(), path.parent)
+            draft = checkpoint.draft()
+            assert draft is not None  # on every rank
+            record = judge(step, draft, path.parent)
             run.record(path, lambda: record)
         run.say(judge.headline(record))
     record = run.seen(lambda: json.loads(path.read_text(encoding="utf-8")))
@@ -195,7 +197,7 @@ def keep(trainer: Trainer, judge: DraftJudge, checkpoint: Checkpoint, path: Path
     flat = judged_scalars(record)
     flat["judge/judging_seconds"] = run.progress.seconds.get("judge", 0.0)  # all judgements so far
     trainer.metrics.write(step, flat, always=True)
-    keep_judgement(run, step, record)
+    keep_judgement(run, step)
     missed = run.seen(lambda: missed_checks(run.folder))
     if run.config.judge.live == "checkpoint" and step in missed and len(missed) >= MOST_MISSES:
         if run.config.behind():
@@ -215,9 +217,9 @@ def read_dial(trainer: Trainer, judge: DraftJudge, checkpoint: Checkpoint) -> No
     """Between checkpoints: write held-out alpha and tau of the current weights, by replay, to the metrics."""
     run, step = trainer.run, checkpoint.step
     with run.progress.timed("judge"):
-        drafts = checkpoint.drafts(everywhere=False)
-        if run.main:
-            reading = judge.dial(drafts["raw"])
+        draft = checkpoint.draft(everywhere=False)
+        if draft is not None:
+            reading = judge.dial(draft)
             trainer.metrics.write(step, {f"dial/{key}": value for key, value in reading.items()}, always=True)
             run.say(f"step {step:>5}  dial  alpha {reading['alpha']:.3f}  tau {reading['tau']:.2f} by replay")
         run.wait()

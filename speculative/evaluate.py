@@ -114,9 +114,6 @@ class Judgement(OnText):
     live_tokens: int | None = Field(None, description="tokens of the live run")
     replay_check: ReplayCheck | None = Field(None, description="live blocks compared with replay of their text")
     warnings: list[Text] = Field([], description="differences between live decoding and replay")
-    weights: str | None = Field(None, description="raw or ema: the better weights, if averaged weights were judged too")
-    score_raw: float | None = Field(None, description="score of the raw weights, where both were judged")
-    score_ema: float | None = Field(None, description="score of the averaged ones")
     per_response: PerResponse | None = Field(None, description="sums by response; in judgement.json only")
     ranks: int | None = Field(None, description="processes that judged; the numbers do not depend on it")
     gain: Gain | None = Field(

@@ -7,7 +7,7 @@ from distill.commands.options import CheckExportOptions, ExportOptions, ServeOpt
 from distill.commands.output import check_known
 from distill.commands.serve import convert, require_conversion
 from distill.config.command_line import CheckPairOptions
-from distill.config.layout import ADAPTER, CONFIG, RAW, run_of
+from distill.config.layout import ADAPTER, CONFIG, run_of
 from distill.config.load import load_trusted
 from distill.export.check import OutsideCheck, outside_check
 from distill.export.engine import known_engines
@@ -57,10 +57,10 @@ def export_run(options: ExportOptions) -> ExportReport:
         quantize: Any = None if options.quantize == "none" else options.quantize
         facts = replace(facts, quantize=quantize)
     adapter = facts.student_dir.with_name(ADAPTER) if options.adapter else None
-    if adapter is not None and ((averaged := (adapter.parent / RAW).exists()) or not adapter.is_dir()):
-        why = "its weights are averages (optim.ema), not an adapter" if averaged else "it has no adapter"
-        fix = "export a checkpoint of a run with student.lora, without optim.ema"
-        raise UserError(f"{adapter.parent}: --adapter: {why}; {fix}")
+    if adapter is not None and not adapter.is_dir():
+        raise UserError(
+            f"{adapter.parent}: --adapter: it has no adapter; export a checkpoint of a run with student.lora"
+        )
     report = export_draft(facts, options.to, dtype=options.dtype, overwrite=options.overwrite, adapter=adapter)
     run = run_of(options.run) or options.run
     config = load_trusted(run / CONFIG, options.trust_remote_code)

@@ -12,7 +12,7 @@ runs/NAME/config.yaml             the resolved config
          responses/               token stores with the target's probabilities; day.txt if the chat template writes the
                                   date, server_identity.json for a target at a server
          rollouts/                sequences made during training
-         checkpoints/step-000100/ student/ (a Hugging Face model; with optim.ema also the worse of student-raw, student-ema), adapter/ (of student.lora), state/ (optimizer, scheduler, RNG), progress.json,
+         checkpoints/step-000100/ student/ (a Hugging Face model), adapter/ (of student.lora), state/ (optimizer, scheduler, RNG), progress.json,
                                   judgement.json, judging/ (parts of a judgement that was not finished), provenance.json (commit, versions, machine, command)
          self_checks.json         checks that ran before anything was measured
          best                     link to the best checkpoint
@@ -37,7 +37,7 @@ ROLLOUTS = "rollouts"
 CHECKPOINTS, BEST_LINK = "checkpoints", "best"
 ADAPTER = "adapter"  # The peft directory of a student.lora, which `student` has merged; also next to an export.
 # The last two exist until it is known which is better.
-STUDENT, AVERAGED, RAW = "student", "student-ema", "student-raw"
+STUDENT = "student"
 STATE, PROGRESS, JUDGEMENT, PROVENANCE = "state", "progress.json", "judgement.json", "provenance.json"
 JUDGING = "judging"
 SELF_CHECKS = "self_checks.json"

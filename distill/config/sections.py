@@ -244,9 +244,6 @@ class OptimConfig(Section):
     """share of the steps in which the learning rate rises"""
     max_grad_norm: float = Field(1.0, gt=0)
     """clip the gradient norm to this value"""
-    ema: float = Field(0.0, ge=0, lt=1)
-    """decay of an exponential average of the weights; the better of average and raw weights is kept. 0 = off, try
-    0.99"""
 
 
 class TrainConfig(Section):

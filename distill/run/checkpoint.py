@@ -13,15 +13,12 @@ from transformers.utils.logging import disable_progress_bar
 
 from data.files import open_modes, write_json
 from distill.config.layout import (
-    AVERAGED,
     BEST_LINK,
     CHECKPOINTS,
     JUDGEMENT,
     PROGRESS,
     PROVENANCE,
-    RAW,
     STATE,
-    STUDENT,
     list_steps,
     step_folder,
 )
@@ -78,10 +75,8 @@ def last_good(run: Path) -> str:
     return f"the last good checkpoint is {step_folder(run, steps[-1])}" if steps else "there is no checkpoint yet"
 
 
-def keep_judgement(run: Run, step: int, judgement: Mapping[str, Any]) -> None:
-    """Choose the weights of a judged checkpoint, count checkpoints without a gain and link the best. All ranks must call it."""
-    if run.main:
-        settle_weights(step_folder(run.folder, step), judgement)
+def keep_judgement(run: Run, step: int) -> None:
+    """Count checkpoints without a gain and link the best. All ranks must call it."""
     # Read from files, so that a kill between two writes cannot make memory and disk disagree.
     scores = run.seen(lambda: judged_scores(run.folder))
     run.progress.best_step, run.progress.best_score = max(scores, key=lambda item: item[1])
@@ -90,14 +85,6 @@ def keep_judgement(run: Run, step: int, judgement: Mapping[str, Any]) -> None:
         write_json(step_folder(run.folder, step) / PROGRESS, vars(run.progress))
         point_best(run.folder, run.progress.best_step)
     run.wait()
-
-
-def settle_weights(folder: Path, judgement: Mapping[str, Any]) -> None:
-    """Rename the better of raw and averaged weights to `student` and keep the other. May be called again."""
-    if judgement.get("weights") == "ema" and (folder / AVERAGED).exists():
-        if (folder / STUDENT).exists():
-            os.replace(folder / STUDENT, folder / RAW)
-        os.replace(folder / AVERAGED, folder / STUDENT)
 
 
 def _is_disk_trouble(error: Exception) -> bool:

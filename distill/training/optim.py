@@ -1,4 +1,4 @@
-"""Optimizers of a run: parameter groups, default learning rates, schedule, the spike guard and the average of the weights."""
+"""Optimizers of a run: parameter groups, default learning rates, schedule and the spike guard."""
 
 import statistics
 from collections import deque
@@ -6,8 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel
+from torch import nn
 from transformers import get_cosine_with_min_lr_schedule_with_warmup
 
 from distill.config.sections import OptimConfig
@@ -171,14 +170,3 @@ class SpikeGuard:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.norms = deque(state["norms"], maxlen=SPIKE_WINDOW)
         self.skipped_in_a_row = state["skipped_in_a_row"]
-
-
-def weight_average(student: nn.Module, decay: float) -> AveragedModel:
-    """A copy of the student that follows it as an exponential moving average: call `update_parameters` after each step."""
-
-    def follow(averages: list[Tensor], weights: list[Tensor], _: Any) -> None:
-        # Not lerp: it gives NaN for a weight of -inf, such as the bias of a forbidden token.
-        torch._foreach_mul_(averages, decay)
-        torch._foreach_add_(averages, weights, alpha=1 - decay)
-
-    return AveragedModel(student, multi_avg_fn=follow)  # type: ignore[arg-type]

@@ -86,8 +86,6 @@ def settle_launcher(
         raise UserError(
             f"optim.name: {optim.name} needs whole matrices, which FSDP splits; use adamw, or configs/accelerate/ddp.yaml"
         )
-    if optim.ema:
-        raise UserError("optim.ema: FSDP splits the weights; set it to 0, or use configs/accelerate/ddp.yaml")
     accelerator.state.fsdp_plugin = plugin
     # Set both: a later AcceleratorState() copies the process's type over its own.
     accelerator.state.distributed_type = PartialState().distributed_type = DistributedType.FSDP

@@ -15,17 +15,18 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from data.batches.collate import Batch
 from data.responses.respond import ProgressBar
-from distill.config.layout import ADAPTER, AVERAGED, PROGRESS, STATE, STUDENT, step_folder
+from distill.config.layout import ADAPTER, PROGRESS, STATE, STUDENT, step_folder
 from distill.faults import Interrupt, Interrupted
 from distill.run import checkpoint
 from distill.run.run import Run
 from distill.training import sharding
 from distill.training.batches import BatchSource
 from distill.training.module import DraftModule
-from distill.training.optim import SpikeGuard, make_optimizers, make_schedules, weight_average
+from distill.training.optim import SpikeGuard, make_optimizers, make_schedules
 from distill.training.profiling import FlopMeter
 from distill.training.teacher import Teacher, TeacherSource
 from distill.training.tracking import Metrics
@@ -48,13 +49,13 @@ class NotFinite(UserError):
 class Checkpoint:
     """The draft at a step. ``folder`` has it and everything a resumed run needs; None for an evaluation between two checkpoints.
 
-    ``drafts``: all ranks call it. {raw: the draft with all of its weights, ema: the averaged draft if there is one}, in eval mode;
-    with ``everywhere=False`` on the main process only, {} elsewhere.
+    ``draft``: all ranks call it. The draft with all of its weights, in eval mode; with ``everywhere=False`` on the main process only,
+    None elsewhere.
     """
 
     step: int
     folder: Path | None
-    drafts: Callable[..., dict[str, DraftModule]]
+    draft: Callable[..., DraftModule | None]
 
 
 class StepResult(NamedTuple):
@@ -102,10 +103,9 @@ class Trainer:
         self.wrapped, self.optimizers = sharding.prepare(accelerator, module, optimizers)
         self.schedulers = make_schedules(optimizers, config.optim, config.train.steps)
         self.spikes = SpikeGuard()
-        self.average = weight_average(self.module.student, config.optim.ema) if config.optim.ema else None
         self.survival = self.module.survival
-        own = [one for one in (self.average, self.survival) if one is not None]
-        accelerator.register_for_checkpointing(*self.schedulers, self.spikes, *own)
+        survival = [self.survival] if self.survival is not None else []
+        accelerator.register_for_checkpointing(*self.schedulers, self.spikes, *survival)
         self.clock = self.module.clock = StageClock(accelerator.device)
         self.metrics = Metrics(run.folder, accelerator, bool(config.tracking.trackers))
         state = step_folder(run.folder, self.progress.step) / STATE
@@ -150,14 +150,15 @@ class Trainer:
         device = self.accelerator.device  # without a list torch would initialise every GPU in every rank
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             self.wrapped.eval()
-            yield Checkpoint(self.progress.step, folder, self._drafts)
+            yield Checkpoint(self.progress.step, folder, self._draft)
 
-    def _drafts(self, everywhere: bool = True) -> dict[str, DraftModule]:
-        full = sharding.full_module(self.accelerator, self.wrapped, self.module, everywhere)
-        drafts = {"raw": full} if full is not None else {}
-        if drafts and self.average is not None:
-            drafts["ema"] = DraftModule(self.average.module, self.module.objective).eval()
-        return drafts
+    def _draft(self, everywhere: bool = True) -> DraftModule | None:
+        return sharding.full_module(self.accelerator, self.wrapped, self.module, everywhere)
+
+    def _exported(self) -> PreTrainedModel:
+        draft = self._draft()
+        assert draft is not None
+        return draft.exported()
 
     def _one_step(self) -> str:
         """Run the next step and record it; returns the text for the progress line."""
@@ -174,7 +175,7 @@ class Trainer:
 
     def micro_batches(self, step: int) -> list[Batch]:
         """This rank's micro-batches of a step. They depend on the step and its stored rollouts only."""
-        return self.batches.micro_batches(step, lambda: self._drafts()["raw"].exported())
+        return self.batches.micro_batches(step, self._exported)
 
     def step(self, window: Sequence[Batch]) -> StepResult:
         """One optimizer step over this rank's micro-batches.
@@ -216,8 +217,6 @@ class Trainer:
             optimizer.zero_grad(set_to_none=True)
         if skipped:
             self._note_skip(grad_norm)
-        elif self.average is not None:
-            self.average.update_parameters(self.module.student)
         self.clock.mark("optimizer")
         seconds = dict.fromkeys(STAGES, 0.0) | self.clock.seconds()
         return StepResult(
@@ -298,11 +297,10 @@ class Trainer:
         folder = step_folder(self.run.folder, self.progress.step)
         if self.run.seen((folder / PROGRESS).exists):
             return folder
-        drafts = self._drafts(everywhere=False)
+        draft = self._draft(everywhere=False)
         # Adapters are merged into a copy, so every checkpoint holds an ordinary model.
-        folders = {"raw": STUDENT, "ema": AVERAGED}
-        students: dict[str, Any] = {folders[name]: draft.exported() for name, draft in drafts.items()}
-        if drafts and self.progress.step and (adapter := drafts["raw"].adapter()) is not None:
+        students: dict[str, Any] = {} if draft is None else {STUDENT: draft.exported()}
+        if draft is not None and self.progress.step and (adapter := draft.adapter()) is not None:
             students[ADAPTER] = adapter
         checkpoint.save_checkpoint(self.run, students, self.tokenizer, self.provenance)
         if self.run.main:

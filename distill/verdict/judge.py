@@ -1,7 +1,7 @@
 """Judge a checkpoint on held-out prompts: replay of frozen text gives the score, real decoding of some prompts proves it."""
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -58,34 +58,30 @@ class DraftJudge:
         self.run, self.judging, self.settings, self.drafting = run, run.config.judge, settings, drafting
         self.target, self.heldout = target, heldout
 
-    def __call__(self, step: int, drafts: Mapping[str, DraftModule], folder: Path) -> dict[str, Any]:
+    def __call__(self, step: int, draft: DraftModule, folder: Path) -> dict[str, Any]:
         """{step, score, rule, gamma, alpha, tau, ..., domains, replay, live_check, greedy: the same for greedy decoding}.
 
-        All ranks must call it, and get the same. ``drafts``: see `trainer.Checkpoint`; the averaged draft is judged too, and the better
-        one is kept. ``folder``: of the checkpoint. Parts that are done stay in its `JUDGING` until the caller deletes that.
+        All ranks must call it, and get the same. ``folder``: of the checkpoint. Parts that are done stay in its `JUDGING` until the caller deletes that.
         """
         for text in self.heldout.values():
             require_text(text)
         parts = folder / JUDGING
-        found = {name: self._replayed(self._draft(module), name, parts) for name, module in drafts.items()}
-        name = max(found, key=lambda one: found[one]["score"])  # the raw weights if both are equal
-        record = {"step": step} | found[name]
-        if len(found) > 1:
-            record |= {"weights": name} | {f"score_{one}": own["score"] for one, own in found.items()}
+        served = self._draft(draft)
+        record = {"step": step} | self._replayed(served, parts)
         if self.judging.live == "checkpoint":
             prove = self._asked if self.run.config.behind() else self._decoded
-            record |= prove(self._draft(drafts[name]), step, parts, name)
+            record |= prove(served, step, parts)
         release()  # Training needs the memory until the next checkpoint is judged.
         return record | {"ranks": self.run.ranks}
 
     def _draft(self, module: DraftModule) -> Draft:
         return Draft(as_exported(module.exported(), self.target), self.drafting)
 
-    def _replayed(self, draft: Draft, name: str, parts: Path) -> dict[str, Any]:
+    def _replayed(self, draft: Draft, parts: Path) -> dict[str, Any]:
         """The judgement by replay, under every rule, and its score."""
         rule, *further = self.heldout
-        main = self._replay(draft, self.heldout[rule], rule, parts, f"{name}-{rule}")
-        rest = {one: self._replay(draft, self.heldout[one], one, parts, f"{name}-{one}").record() for one in further}
+        main = self._replay(draft, self.heldout[rule], rule, parts, rule)
+        rest = {one: self._replay(draft, self.heldout[one], one, parts, one).record() for one in further}
         return {"score": main.tau} | main.record() | rest
 
     def _replay(self, draft: Draft, text: Sequence[HeldoutResponse], rule: Rule, parts: Path, name: str) -> Judgement:
@@ -102,7 +98,7 @@ class DraftJudge:
         }
         return judge_sums(text, settings, ReplaySums(**joined, gammas=found[0]["gammas"]))
 
-    def _decoded(self, draft: Draft, step: int, parts: Path, name: str) -> dict[str, Any]:
+    def _decoded(self, draft: Draft, step: int, parts: Path) -> dict[str, Any]:
         """{live_check, warnings} of the prompts whose turn it is."""
         groups, digest = self._turn(step)
         batch_size = min(self.judging.batch_size, DECODED_TOGETHER)
@@ -114,7 +110,7 @@ class DraftJudge:
         # Where ranks share a target, only the main process has memory for all of it.
         alone = self.run.config.target.shard
         with self.target.borrowed():
-            found = self.run.dealt(parts, f"{name}-live-{digest}", groups, work, alone)
+            found = self.run.dealt(parts, f"live-{digest}", groups, work, alone)
         check = live_check([LiveSums(**one) for part in found for one in part["sums"]])
         slow = dict.fromkeys(one for part in found for one in part["slow"])
         warnings = agreement_warning(check.replay), *slow
@@ -132,7 +128,7 @@ class DraftJudge:
         groups = [chosen[place : place + DECODED_TOGETHER] for place in range(0, count, DECODED_TOGETHER)]
         return groups, hashlib.sha256(" ".join(one.key for one in chosen).encode()).hexdigest()[:12]
 
-    def _asked(self, draft: Draft, step: int, parts: Path, name: str) -> dict[str, Any]:
+    def _asked(self, draft: Draft, step: int, parts: Path) -> dict[str, Any]:
         """{fresh_check, warnings}: the server answers the prompts whose turn it is again, and the draft replays both responses."""
         (groups, digest), server, rule = self._turn(step), self.target.endpoint, self.settings.rule
         if self.run.main:
@@ -154,7 +150,7 @@ class DraftJudge:
             both = {"new": new, "stored": stored}
             return {which: sums_of(sorted(own, key=lambda one: places[one.prompt])) for which, own in both.items()}
 
-        found = self.run.dealt(parts, f"{name}-fresh-{digest}", groups, work)
+        found = self.run.dealt(parts, f"fresh-{digest}", groups, work)
         new, stored = (np.array([sums for part in found for sums in part[which]]) for which in ("new", "stored"))
         check = fresh_check(new, stored)
         warning = f"alpha is {check.alpha:.3f} on new responses of the server and {check.stored_alpha:.3f} on the stored ones to the same prompts"
@@ -183,8 +179,6 @@ class DraftJudge:
             line += f"; alpha {fresh.alpha:.3f} on {fresh.prompts} prompts that the server answered again (z {fresh.z:+.1f})"
         if check is None and fresh is None:
             line += f"; no prompt decoded live (judge.live: {self.judging.live})"
-        if own.weights == "ema":
-            line += "  (averaged weights)"
         return "\n  warning: ".join((line, *own.warnings))
 
 

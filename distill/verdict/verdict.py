@@ -113,8 +113,8 @@ def with_gains(records: Sequence[Judgement], keys: Sequence[Any]) -> list[Judgem
 
 
 def looks_of(checkpoints: Sequence[Judgement]) -> int:
-    """Number of drafts that the best one was picked from: one per checkpoint, or two if averaged weights were judged too."""
-    return max(1, sum(2 if record.score_ema is not None else 1 for record in checkpoints[1:]))
+    """Number of drafts that the best one was picked from: one per checkpoint."""
+    return max(1, len(checkpoints) - 1)
 
 
 def judged_rows(evidence: Evidence) -> list[Measured]:

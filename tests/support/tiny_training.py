@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -152,12 +152,9 @@ class ScriptedJudge:
         self.score = score
         self.steps: list[int] = []
 
-    def __call__(self, step: int, drafts: Mapping[str, DraftModule], folder: Path) -> dict[str, Any]:
-        scores = {name: self.score(step) for name in drafts}
-        self.steps += [step] * len(scores)
-        name = max(scores, key=lambda one: scores[one])
-        averaged = {"weights": name} | {f"score_{one}": score for one, score in scores.items()}
-        return {"step": step, "score": scores[name], "alpha": 0.5} | (averaged if len(scores) > 1 else {})
+    def __call__(self, step: int, draft: DraftModule, folder: Path) -> dict[str, Any]:
+        self.steps.append(step)
+        return {"step": step, "score": self.score(step), "alpha": 0.5}
 
     def headline(self, record: dict[str, Any]) -> str:
         return f"step {record['step']}"

@@ -1,4 +1,4 @@
-"""Optimizers: who is in which group, default learning rates, the spike guard, the averaged weights."""
+"""Optimizers: who is in which group, default learning rates, the spike guard."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import nn
 
 from distill.config.sections import OptimConfig
 from distill.models.student import add_lora
-from distill.training.optim import DEFAULT_LR, Float32Muon, SpikeGuard, default_lr, make_optimizers, weight_average
+from distill.training.optim import DEFAULT_LR, Float32Muon, SpikeGuard, default_lr, make_optimizers
 
 
 def groups_of(optimizers: list[torch.optim.Optimizer]) -> dict[int, float]:
@@ -158,19 +158,3 @@ class TestSpikeGuard:
         second.load_state_dict(first.state_dict())
         assert second.is_spike(11.0)
         assert first.is_spike(11.0)
-
-
-def test_averaged_weights_follow_the_definition() -> None:
-    layer = nn.Linear(3, 2)
-    with torch.no_grad():
-        layer.bias[0] = -torch.inf  # forbids a token, and stays
-    average = weight_average(layer, 0.9)
-    wanted, seen = None, []
-    for step in range(6):
-        with torch.no_grad():
-            layer.weight.fill_(float(step))
-        average.update_parameters(layer)
-        seen.append(float(layer.weight.detach()[0, 0]))
-        wanted = seen[0] if wanted is None else 0.9 * wanted + 0.1 * seen[-1]
-    assert float(average.module.weight[0, 0]) == pytest.approx(wanted, rel=1e-6)
-    assert float(average.module.bias[0]) == -torch.inf

@@ -246,7 +246,6 @@ def launched(kind: str) -> Any:
         ({"FSDP_ACTIVATION_CHECKPOINTING": "true"}, {}, "MULTI_CPU", "student.gradient_checkpointing: true"),
         ({}, {"name": "muon"}, "MULTI_CPU", "optim.name: muon"),
         ({}, {"name": "adamw8bit"}, "MULTI_CPU", "optim.name: adamw8bit"),
-        ({}, {"ema": 0.99}, "MULTI_CPU", "optim.ema"),
         ({}, {}, "DEEPSPEED", "the launcher asks for DEEPSPEED"),
     ],
 )

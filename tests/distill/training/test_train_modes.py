@@ -1,4 +1,4 @@
-"""Whole runs in the modes that a config can ask for: stored and captured signals, averaged weights, mixed data, schedules."""
+"""Whole runs in the modes that a config can ask for: stored and captured signals, mixed data, schedules."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny_training import ScriptedJudge, before_step, final_weights, fit, make_loop, run_config
+from tiny_training import ScriptedJudge, fit, make_loop, run_config
 
 from distill import respond as respond_command
 from distill import train
-from distill.config.layout import AVERAGED, RAW, list_steps, step_folder
+from distill.config.layout import list_steps, step_folder
 from distill.config.load import load_config
 from distill.models.target import Target
-from distill.run import checkpoint
 from distill.run.verdict_record import load_verdict
 from distill.training.trainer import MOST_SKIPS, NotFinite, Trainer
 from distill.verdict import conclusion
@@ -98,57 +97,6 @@ class TestStoredSignals:
         said = capsys.readouterr().err
         assert shard.name in said
         assert "Traceback" not in said
-
-
-@pytest.mark.usefixtures("without_figures")
-def test_averaged_weights_are_judged_beside_the_raw_ones(tiny_config: Path) -> None:
-    overrides = [
-        "name=averaged",
-        "optim.ema=0.9",
-        "judge.live=end",
-        "judge.prompts=4",
-        "train.steps=4",
-        "judge.every=2",
-    ]
-    assert train.main([str(tiny_config), *overrides]) == 0
-    run = load_config(tiny_config, overrides).folder
-    verdict = load_verdict(run)
-    for record in verdict.checkpoints[1:]:
-        assert record.score == max(record.score_raw, record.score_ema)
-        other = RAW if record.weights == "ema" else AVERAGED
-        assert {path.name for path in step_folder(run, record.step).glob("student*")} == {"student", other}
-    # What is measured at the end are the weights that won: their score is an alpha by replay of the same text.
-    best = next(record for record in verdict.checkpoints if record.step == verdict.drafts[-1].step)
-    assert verdict.judged(DRAFT).alpha == pytest.approx(best.alpha, abs=1e-5)
-
-
-@pytest.mark.parametrize("weights", ["raw", "ema"])
-def test_the_better_weights_are_called_student(tmp_path: Path, weights: str) -> None:
-    """Scores are given: raw and averaged weights are judged in turn."""
-    better = iter([1.0, 1.0, *([1.0, 2.0] if weights == "ema" else [2.0, 1.0]) * 3])
-    config = run_config(tmp_path, optim={"ema": 0.5, "lr": 1e-2})
-    loop = make_loop(config, ScriptedJudge(lambda step: next(better)))
-    fit(loop)
-    folder = step_folder(loop.run.folder, 6)
-    student = load_file(folder / "student" / "model.safetensors")
-    wanted = loop.module.student if weights == "raw" else loop.average.module  # type: ignore[union-attr]
-    state = wanted.state_dict()
-    torch.testing.assert_close(student, {name: state[name] for name in student}, rtol=0, atol=0)
-    checkpoint.settle_weights(folder, {"weights": weights})  # once more changes nothing
-    torch.testing.assert_close(student, load_file(folder / "student" / "model.safetensors"), rtol=0, atol=0)
-
-
-def test_a_run_with_averaged_weights_goes_on_exactly(tmp_path: Path) -> None:
-    sections: dict[str, Any] = {"optim": {"ema": 0.8, "lr": 1e-2}, "judge": {"every": 2}}
-    whole = run_config(tmp_path / "whole", **sections)
-    fit(make_loop(whole))
-    parts = run_config(tmp_path / "parts", **sections)
-    with pytest.raises(ZeroDivisionError):
-        fit(before_step(make_loop(parts), 4, lambda: 1 / 0))
-    second = make_loop(parts)
-    assert second.progress.step == 4
-    fit(second)
-    torch.testing.assert_close(final_weights(parts), final_weights(whole), rtol=0, atol=0)
 
 
 def test_warm_up_has_its_own_objective(tmp_path: Path) -> None:

@@ -57,8 +57,8 @@ def judge_of(
     return DraftJudge(run, settings, target, {"sample": heldout}, drafting)
 
 
-def judged(judge: DraftJudge, *modules: DraftModule, step: int = 0) -> dict[str, Any]:
-    return judge(step, dict(zip(("raw", "ema"), modules, strict=False)), step_folder(judge.run.folder, step))
+def judged(judge: DraftJudge, module: DraftModule, step: int = 0) -> dict[str, Any]:
+    return judge(step, module, step_folder(judge.run.folder, step))
 
 
 @pytest.mark.parametrize(("drafting", "offsets"), [("autoregressive", None), ("parallel", 3)])
@@ -172,22 +172,6 @@ def test_each_checkpoint_decodes_the_next_prompts_until_all_had_a_turn(
     keys = {one.key for one in setting[3]}
     assert turns[0] | turns[1] | turns[2] == keys
     assert len(turns[0] | turns[1]) == 8
-
-
-def test_the_better_weights_are_chosen_by_replay_and_only_they_are_decoded(
-    setting: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    target, better, *_ = setting
-    worse = DraftModule(perturbed(target.model, scale=0.5), Objective({"ce": 1.0}))
-    calls = []
-    real = module.decode_live
-    monkeypatch.setattr(module, "decode_live", lambda *asked: calls.append(1) or real(*asked))
-    record = judged(judge_of(setting, tmp_path, live_prompts=5), worse, better)
-    assert record["weights"] == "ema"
-    assert record["score"] == record["score_ema"] > record["score_raw"]
-    assert len(calls) == 1
-    same = judged(judge_of(setting, tmp_path / "same"), better, better)
-    assert same["weights"] == "raw"
 
 
 def test_the_line_of_a_checkpoint_says_how_each_number_was_obtained(setting: Any, tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from distill.verdict.decoding import Candidate
 from distill.verdict.evidence import Evidence, Loads
 from distill.verdict.question import Question
 from distill.verdict.sentence import headline_of, order, shown
-from distill.verdict.verdict import looks_of, verdict_of
+from distill.verdict.verdict import verdict_of
 from speculative.decoder.responses import DecodeSettings, Response
 from speculative.drafters.draft import Draft
 from speculative.evaluate import HeldoutResponse, Judgement
@@ -231,12 +231,6 @@ def test_the_served_draft_has_its_line(ahead, word):
     assert any(line.startswith(f"Compared with the served draft, alpha {word}: ") for line in found.facts)
     assert found.against_served.alpha.gain == pytest.approx(ahead, abs=0.02)
     assert found.judged(SERVED).tau == 2.0
-
-
-def test_averaged_weights_are_a_second_look():
-    plain, averaged = judgement(), judgement(score_ema=1.0)
-    assert looks_of([plain]) == looks_of([plain, plain]) == 1
-    assert looks_of([averaged, averaged, plain]) == 3
 
 
 def test_a_best_checkpoint_that_is_the_baseline_itself_is_called_so():
