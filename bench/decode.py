@@ -36,12 +36,12 @@ from distill.run.provenance import describe_run
 from result_file import write_result
 from speculative.decode import decode
 from speculative.decoder.responses import DecodeSettings, Prompt
-from speculative.drafters.cascade import Cascade
 from speculative.drafters.drafter import Drafter, ModelDrafter
 from speculative.drafters.early_exit import EarlyExit
 from speculative.drafters.gamma import AdaptiveGamma, GammaPolicy
-from speculative.drafters.lookup import JacobiPool, PromptLookup
-from speculative.drafters.retrieval import Datastore, Retrieval
+from speculative.drafters.lookup import Lookahead, PromptLookup
+from speculative.drafters.lookup_draft import LookupDraft
+from speculative.drafters.past_responses import PastResponses, ResponseIndex
 from speculative.engine.models import end_token_ids
 from speculative.errors import UserError
 from speculative.rules.sampling import GREEDY, SamplingSettings
@@ -71,7 +71,7 @@ class Bench:
     def __init__(self, target: Any, draft: Any, max_tokens: int):
         self.target, self.draft, self.max_tokens = target, draft, max_tokens
         self.kinds: dict[str, list[Prompt]] = {}
-        self.stores: dict[str, Datastore] = {}
+        self.stores: dict[str, ResponseIndex] = {}
         self.eos_ids = end_token_ids(target)
         draft.generation_config.num_assistant_tokens_schedule = "constant"
         draft.generation_config.assistant_confidence_threshold = 0.0
@@ -264,14 +264,14 @@ def bench_drafters(bench: Bench, kind: str, mode: str, gammas: Sequence[int], re
     layers = bench.target.config.get_text_config(decoder=True).num_hidden_layers
     makers: dict[str, Callable[[], Drafter]] = {
         "draft": lambda: ModelDrafter(bench.draft),
-        "prompt lookup": PromptLookup,
-        "retrieval": lambda: Retrieval(bench.stores[kind]),
-        "early exit": lambda: EarlyExit(bench.target, max(1, layers // 3)),
-        "jacobi": JacobiPool,
-        "cascade": lambda: Cascade(PromptLookup(min_ngram=2), ModelDrafter(bench.draft)),
+        "prompt-lookup": PromptLookup,
+        "past-responses": lambda: PastResponses(bench.stores[kind]),
+        "early-exit": lambda: EarlyExit(bench.target, max(1, layers // 3)),
+        "lookahead": Lookahead,
+        "lookup+draft": lambda: LookupDraft(PromptLookup(min_ngram=2), ModelDrafter(bench.draft)),
     }
     if kind not in bench.stores:
-        del makers["retrieval"]  # There are no other prompts: it would find the very answers it is measured on.
+        del makers["past-responses"]  # There are no other prompts: it would find the very answers it is measured on.
     scores, contestants = {"plain": Score()}, {}
     contestants["plain"] = bench.ours(mode, 0, None, scores["plain"])
     for name, make in makers.items():
@@ -339,7 +339,7 @@ def with_past(bench: Bench, kinds: dict[str, list[Prompt]], count: int) -> None:
         past, _ = decode(bench.target, None, rows, bench.settings("greedy", 0))
         others = [[*text.prompt_ids, *text.response_ids] for text in past[count:]]
         if others:
-            bench.stores[kind] = Datastore.build(others, vocab)
+            bench.stores[kind] = ResponseIndex.build(others, vocab)
         bench.kinds[kind] = rows[:count]
         copied += [
             (f"copied:{text.key}", [*text.prompt_ids, *text.response_ids, *text.prompt_ids]) for text in past[:count]

@@ -6,6 +6,7 @@ import sys
 import typer
 
 from distill.commands import options as of
+from distill.commands.generate.options import GenerateOptions
 from distill.config.command_line import CheckPairOptions, RespondOptions, TimeOptions, TrainOptions, lazy_command
 from distill.config.retired import retired
 from distill.faults import exit_status
@@ -38,7 +39,7 @@ COMMANDS = (
     ("check-pair", SERVE, CheckPairOptions, "distill.commands.export:check_pair_command"),
     ("serve", SERVE, of.ServeOptions, "distill.commands.serve:serve"),
     ("time", SERVE, TimeOptions, "distill.commands.readback.clock:time_command"),
-    ("generate", SERVE, of.GenerateOptions, "distill.commands.generate.generate:generate_command"),
+    ("generate", SERVE, GenerateOptions, "distill.commands.generate.generate:generate_command"),
     ("readback", WATCH, of.ReadbackOptions, "distill.commands.readback.readback:readback"),
     ("drift", WATCH, of.DriftOptions, "distill.commands.drift.drift:drift"),
     ("gateway", WATCH, GatewayOptions, "distill.live.gateway.command:gateway"),

@@ -5,6 +5,29 @@ RETIRED: dict[str, str] = {
     "show --profile": "`understudy compare` scores two drafts on the same responses",
     "traffic review": "`understudy traffic show` lists acceptance by slice, `traffic export --quota` limits slices",
     "traffic --plot": "`understudy traffic show --json` gives the numbers over time",
+    "generate --tree": "use --drafter token-tree",
+    "generate --drafting": "use --drafter parallel",
+    "generate --datastore": "use --past",
+    "generate --log": "`understudy evaluate` writes every drafted token next to its result",
+    "generate --numbers": "they are on standard error",
+    **dict.fromkeys(
+        [
+            f"generate --{option}"
+            for option in (
+                *("prompt-column", "messages-column", "system", "exit-layers", "stop-below"),
+                *("min-p", "repetition-penalty", "min-tokens", "stop", "runner"),
+            )
+        ],
+        "call `speculative.decode.generate`, as in docs/decoder.md",
+    ),
+    "way: lookup": "write prompt-lookup",
+    "way: jacobi": "write lookahead",
+    "way: retrieval": "write past-responses",
+    "way: cascade": "write lookup+draft",
+    "way: token tree": "write token-tree",
+    "way: early exit": "write early-exit",
+    "way: adaptive draft": "write adaptive-draft",
+    "way: adaptive lookup + draft": "write adaptive-lookup+draft",
     "target.others": "train one draft for each target",
     "readback --parameters": "send the parameters that you use to the engine with and without the draft, and compare the texts",
     "student.head_tokens": "for a large vocabulary use init: config with a smaller hidden_size and embeddings: target",

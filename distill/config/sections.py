@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 from pydantic import AfterValidator, Field
 
 from data.prompts.prompt import PromptSource, Section, Template
+from speculative.errors import UserError
 from speculative.rules.rule import Rule
 
 if TYPE_CHECKING:
@@ -25,6 +26,18 @@ def _known_objective(name: str) -> str:
 
     if name not in OBJECTIVES:
         raise ValueError(f"unknown objective: {did_you_mean(name, OBJECTIVES)}")
+    return name
+
+
+def _way_to_time(name: str) -> str:
+    from distill.config.ways import way_named  # Imported late: reading a config needs no torch.
+
+    try:
+        replayed = way_named(name).replayed
+    except UserError as error:
+        raise ValueError(str(error)) from error
+    if replayed:
+        raise ValueError(f"{name} is timed in every verdict where it can be: remove it")
     return name
 
 
@@ -303,9 +316,9 @@ class JudgeConfig(Section):
     latency_ms: dict[Literal["first_token", "per_token"], Annotated[float, Field(gt=0)]] = Field({})
     """limits in milliseconds, e.g. {first_token: 300, per_token: 30}: the verdict says the largest of the loads 1 and
     `load` at which the p90 of both waits is within them, with and without the draft"""
-    ways: tuple[Literal["token tree", "early exit", "lookahead", "adaptive draft", "adaptive lookup + draft"], ...] = ()
-    """more ways to decode that the verdict times, besides the drafts, prompt lookup, past responses and lookup +
-    draft; their tau is counted live. The adaptive ones choose gamma before each block, 0 too"""
+    ways: tuple[Annotated[str, AfterValidator(_way_to_time)], ...] = ()
+    """more ways to decode that the verdict times, besides the drafts, prompt-lookup, past-responses and lookup+draft:
+    token-tree, early-exit, lookahead, adaptive-draft, ...; their tau is counted live"""
     lenience: tuple[Annotated[float, Field(ge=1)], ...] = ()
     """LOSSY ways to time: a drafted token is kept with min(1, lenience * target / draft); docs/verdict.md"""
     typical: tuple[Annotated[float, Field(gt=0, lt=1)], ...] = ()

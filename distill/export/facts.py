@@ -34,7 +34,7 @@ from distill.run.verdict_record import WAYS, Verdict, drafting_to_serve, load_ve
 from speculative.engine.models import end_token_ids, mask_token_of, max_positions
 from speculative.errors import UserError
 from speculative.measure.load import MOST_LOAD
-from speculative.measure.measured import DRAFT, LOOKUP, TOGETHER, Measured
+from speculative.measure.measured import DRAFT, LOOKUP, LOOKUP_DRAFT, Measured
 from speculative.measure.record import Record
 from speculative.rules.rule import UNTRUNCATED
 from speculative.rules.sampling import SamplingSettings
@@ -261,12 +261,12 @@ def _lookups_of(verdict: Verdict | None) -> dict[str, Measured | None]:
     """Return the fields `lookup` and `together` of `EngineFacts` from a verdict."""
     if verdict is None:
         return {}
-    lookup, both = verdict.row(LOOKUP), verdict.row(TOGETHER)
+    lookup, both = verdict.row(LOOKUP), verdict.row(LOOKUP_DRAFT)
     own = next((one.drafting for one in verdict.drafts if one.way == DRAFT), "autoregressive")
     single = both is not None and (
         both.behind == WAYS["autoregressive"] or (own == "autoregressive" and both.behind != WAYS["parallel"])
     )
-    return {"lookup": lookup, "together": both if single and verdict.to_run() == TOGETHER else None}
+    return {"lookup": lookup, "together": both if single and verdict.to_run() == LOOKUP_DRAFT else None}
 
 
 def gather_facts(target: TargetSide, draft: TargetSide, path: str, **served: Any) -> EngineFacts:

@@ -18,7 +18,7 @@ from speculative.errors import UserError
 from speculative.measure.effects import fewest_prompts
 from speculative.measure.intervals import Interval, lower_share, ratio_interval, sum_by_prompt
 from speculative.measure.load import DRAFTED, LoadStandings, clock, full_batch_seconds, kind_shares, policy_seconds
-from speculative.measure.measured import TARGET, TOGETHER, How, Measured, Way
+from speculative.measure.measured import LOOKUP_DRAFT, TARGET, How, Measured, Way
 from speculative.measure.metrics import Waiting, alpha_with_interval
 from speculative.measure.race import FEWEST_SITTINGS, SITTING, Laps, Speed, Standings, race, spread_order
 from speculative.measure.token_scores import TokenScores
@@ -119,15 +119,15 @@ class Contest:
             for one in self.eligible
             if self.beats(one.name) and (one.policy is None or all(self.beats(one.name, name) for name in fixed))
         ]
-        alone = [name for name in certain if name != TOGETHER]
-        if TOGETHER in certain and (not alone or self._worthwhile({*fixed, *alone})):
-            return TOGETHER
+        alone = [name for name in certain if name != LOOKUP_DRAFT]
+        if LOOKUP_DRAFT in certain and (not alone or self._worthwhile({*fixed, *alone})):
+            return LOOKUP_DRAFT
         return max(alone, key=lambda name: self.speed(name).speed_up, default=TARGET)
 
     def _worthwhile(self, others: set[str]) -> bool:
         return all(
-            self.beats(TOGETHER, other) and self.against(TOGETHER, other)[0] >= TOGETHER_WORTHWHILE
-            for other in others - {TOGETHER}
+            self.beats(LOOKUP_DRAFT, other) and self.against(LOOKUP_DRAFT, other)[0] >= TOGETHER_WORTHWHILE
+            for other in others - {LOOKUP_DRAFT}
         )
 
     def best_fixed(self) -> str:

@@ -28,7 +28,7 @@ from speculative.evaluate import Judgement, judge, judge_frozen
 from speculative.measure.cost import TIMED_BLOCKS as COST_BLOCKS
 from speculative.measure.cost import StepCosts, measure_costs
 from speculative.measure.load import TIMED_BLOCKS, LoadCurve, fit_roofline
-from speculative.measure.measured import TOGETHER
+from speculative.measure.measured import LOOKUP_DRAFT
 from speculative.measure.metrics import Curve
 from speculative.measure.replay import expected_blocks_of
 from speculative.measure.token_scores import TokenScores, scored_gammas
@@ -105,7 +105,7 @@ def gather(question: Question, target: Target, field: Field, *, log: Path | None
         judged[one.name] = record.model_copy(update={"step": one.step})
     ways, best = ways_of(question, target.model, field), candidates[-1].name
     lossy = [one.name for one in ways if "lossy" in one.changes]
-    picked = [best, TOGETHER, *(one.name for one in field.others), *question.judge.ways, *lossy]
+    picked = [best, LOOKUP_DRAFT, *(one.name for one in field.others), *question.judge.ways, *lossy]
     with cpu_threads(question.judge.speed_threads):
         contest, unclocked = with_waits(hold(question, target.model, ways, best, picked), target.model, best)
         loads = held_at_loads(question, target.model, field, contest)
@@ -143,7 +143,7 @@ def held_at_loads(question: Question, target: PreTrainedModel, field: Field, fir
     blocks_G = expected_blocks_of(own[best.name], question.law, gammas).sum(0)
     taus = dict(zip(gammas, (question.tokens_N.sum() / blocks_G).tolist(), strict=True))
     roofline = fit_roofline(costs)
-    behind = next(one for one in (*field.others, *field.candidates) if one.name == first[TOGETHER].behind)
+    behind = next(one for one in (*field.others, *field.candidates) if one.name == first[LOOKUP_DRAFT].behind)
     contests = []
     # A server cuts the gamma of every load to that of one request, so no larger one is timed.
     of_one = (first[best.name].gamma if best.name in first else 0) or most

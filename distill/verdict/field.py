@@ -20,12 +20,10 @@ from distill.run.verdict_record import WAYS
 from distill.verdict.decoding import Candidate
 from distill.verdict.question import Question
 from speculative.decoder.responses import DecodeSettings
-from speculative.drafters.cascade import Cascade
 from speculative.drafters.draft import Draft, drafts_of
 from speculative.drafters.drafter import Drafter
-from speculative.drafters.lookup import PromptLookup
-from speculative.drafters.registry import Parts, make_drafter, registered
-from speculative.drafters.retrieval import Datastore, Retrieval
+from speculative.drafters.past_responses import ResponseIndex
+from speculative.drafters.registry import Parts, recipes
 from speculative.engine.models import max_positions, vocab_rows
 from speculative.evaluate import HeldoutResponse, one_per_prompt
 from speculative.explain.target_view import choice_bounds
@@ -34,11 +32,11 @@ from speculative.measure.baseline_replay import (
     found_blocks,
     found_steps,
     kept_by_lookup,
-    kept_by_retrieval,
+    kept_by_past_responses,
     tuned_lookup,
 )
 from speculative.measure.cost import TIMED_BLOCKS, StepCosts, best_gamma, first_near_best, measure_costs
-from speculative.measure.measured import LOOKUP, PAST, TOGETHER, Way
+from speculative.measure.measured import LOOKUP, LOOKUP_DRAFT, PAST, Way
 from speculative.measure.metrics import ratio_with_interval
 from speculative.measure.replay import (
     Blocks,
@@ -146,7 +144,7 @@ def ways_of(question: Question, target: PreTrainedModel, field: Field) -> list[W
     behind = min((best, *field.others), key=steps)
     free = free_ways(question, target, own[behind.name], behind, field.costs[behind.name])
     lossy = lossy_ways(question, target, best, own[best.name], field.costs[best.name])
-    return [*found.values(), *free, *live_ways(question.judge.ways, target, best.draft.drafter), *lossy]
+    return [*found.values(), *free, *live_ways(question.judge.ways, target, best.draft), *lossy]
 
 
 def free_ways(
@@ -161,9 +159,9 @@ def free_ways(
     gammas = gammas or timed_gammas(costs)
     past = past_way(question, target, costs, gammas)
     return [
-        lookup_way(question, costs, gammas),
+        lookup_way(question, target, costs, gammas),
         *([past] if past is not None else []),
-        together_way(question, behind.draft.drafter, scores, costs, gammas, behind.name),
+        lookup_draft_way(question, target, behind, scores, costs, gammas),
     ]
 
 
@@ -241,7 +239,7 @@ def draft_way(
     return Way(name, drafter, gammas[best], blocks_NK[:, best], fitted)
 
 
-def lookup_way(question: Question, costs: StepCosts, gammas: Sequence[int]) -> Way:
+def lookup_way(question: Question, target: PreTrainedModel, costs: StepCosts, gammas: Sequence[int]) -> Way:
     """Prompt lookup at the sizes and gamma of the highest predicted speed-up on other prompts' responses if there are any."""
     tuned = tuned_lookup(question.history[:TUNED_ON] or question.frozen, costs, gammas)
     sizes, blocks, fitted = tuned.sizes, tuned.blocks, None
@@ -252,7 +250,7 @@ def lookup_way(question: Question, costs: StepCosts, gammas: Sequence[int]) -> W
         fitted = _fitted(question, tuned.tried_NC, blocks)
     return Way(
         LOOKUP,
-        lambda: PromptLookup(*sizes),
+        _maker(LOOKUP, Parts(target, ngrams=sizes)),
         tuned.gamma,
         blocks.calls_NK[:, 0],
         fitted,
@@ -262,26 +260,25 @@ def lookup_way(question: Question, costs: StepCosts, gammas: Sequence[int]) -> W
     )
 
 
-def together_way(
+def lookup_draft_way(
     question: Question,
-    drafter: Callable[[], Drafter],
+    target: PreTrainedModel,
+    then: Candidate,
     scores: Sequence[TokenScores],
     costs: StepCosts,
     gammas: Sequence[int],
-    behind: str,
 ) -> Way:
     """Prompt lookup before a draft of these scores, at the sizes and gammas of the highest predicted speed-up."""
     tuned = tuned_lookup(question.frozen, costs, gammas, texts_of(scores, question.law))
-    sizes, then = tuned.sizes, tuned.then_gamma
     return Way(
-        TOGETHER,
-        lambda: Cascade(PromptLookup(*sizes), drafter(), then_gamma=then),
+        LOOKUP_DRAFT,
+        _maker(LOOKUP_DRAFT, Parts(target, then.draft, ngrams=tuned.sizes, then_gamma=tuned.then_gamma)),
         tuned.gamma,
         tuned.blocks.calls_NK[:, 0],
         _fitted(question, tuned.tried_NC, tuned.blocks),
-        sizes,
-        then,
-        behind,
+        tuned.sizes,
+        tuned.then_gamma,
+        then.name,
         _found(tuned.blocks),
     )
 
@@ -291,15 +288,15 @@ def past_way(question: Question, target: PreTrainedModel, costs: StepCosts, gamm
     said = [text.response_ids for text in question.history[:MOST_PAST] if text.response_ids]
     if not any(len(ids) > 1 for ids in said):
         return None
-    datastore = Datastore.build(said, vocab_rows(target))
-    kept = [kept_by_retrieval(text, max(gammas), datastore) for text in question.frozen]
+    index = ResponseIndex.build(said, vocab_rows(target))
+    kept = [kept_by_past_responses(text, max(gammas), index) for text in question.frozen]
     blocks = found_blocks(kept, gammas)
     steps_NK = found_steps(blocks, gammas, costs)
     best = first_near_best(steps_NK.sum(0))
     own = Blocks(blocks.found_NK[:, best : best + 1], blocks.others_NK[:, best : best + 1])
     return Way(
         PAST,
-        lambda: Retrieval(datastore),
+        _maker(PAST, Parts(target, past=index)),
         gammas[best],
         own.calls_NK[:, 0],
         _fitted(question, steps_NK, own),
@@ -307,15 +304,18 @@ def past_way(question: Question, target: PreTrainedModel, costs: StepCosts, gamm
     )
 
 
-def live_ways(asked: Sequence[str], target: PreTrainedModel, drafter: Callable[[], Drafter]) -> list[Way]:
-    """The ways listed in judge.ways. Replay cannot predict them, so they are counted live at one setting. drafter: of the draft model."""
-    parts, ways = Parts(target, drafter), []
-    for name in dict.fromkeys(asked):
-        own = registered()[name]
-        gamma = own.tree.depth if own.tree else MOST if own.policy else FEW
-        policy, make = own.policy(gamma) if own.policy else None, functools.partial(make_drafter, name, parts)
-        ways.append(Way(name, make, gamma, tree=own.tree, policy=policy, tuned_on="nothing"))
+def live_ways(names: Sequence[str], target: PreTrainedModel, draft: Draft) -> list[Way]:
+    """The ways listed in judge.ways. Replay cannot predict them, so they are counted live at one setting."""
+    ways = []
+    for recipe in (recipes()[name] for name in dict.fromkeys(names)):
+        gamma = recipe.tree.depth if recipe.tree else MOST if recipe.policy else FEW
+        policy, drafter = recipe.policy(gamma) if recipe.policy else None, _maker(recipe.name, Parts(target, draft))
+        ways.append(Way(recipe.name, drafter, gamma, tree=recipe.tree, policy=policy, tuned_on="nothing"))
     return ways
+
+
+def _maker(name: str, parts: Parts) -> Callable[[], Drafter]:
+    return functools.partial(recipes()[name].drafter, parts)
 
 
 def lossy_ways(

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from distill.run.verdict_record import Outcome
 from distill.verdict.contest import Contest
 from distill.verdict.evidence import Evidence
+from speculative.drafters.registry import recipes
 from speculative.explain.ceilings import advice
 from speculative.measure.effects import Effects
 from speculative.measure.intervals import Interval, interval
-from speculative.measure.measured import DRAFT, LOOKUP, PAST, SERVED, TARGET, TOGETHER, UNDISTILLED
+from speculative.measure.measured import BY_BLOCK, DRAFT, LOOKUP, LOOKUP_DRAFT, PAST, SERVED, TARGET, UNDISTILLED
 
 FREE = (LOOKUP, PAST)
 
@@ -27,14 +28,16 @@ class Conclusion:
 def shown(way: str) -> str:
     """A way's name as the subject of a sentence."""
     if way == PAST:
-        return f"drafting from {way}"
-    name = f"{way}," if "," in way else way
+        return "drafting from past responses"
+    if way == BY_BLOCK:
+        return "the parallel draft"
+    name = way.replace("-", " ").replace("+", " + ") if way in recipes() else f"{way}," if "," in way else way
     return f"the {name}" if way.startswith((TARGET, DRAFT, UNDISTILLED, SERVED)) else name
 
 
 def order(way: str) -> str:
     """The instruction to decode this way."""
-    return f"draft from {way}" if way == PAST else f"run {shown(way).removesuffix(',')}"
+    return "draft from past responses" if way == PAST else f"run {shown(way).removesuffix(',')}"
 
 
 def conclude(evidence: Evidence, gain: Effects | None, against_served: Effects | None = None) -> Conclusion:
@@ -84,7 +87,7 @@ def _outcome(gain: Effects | None, contest: Contest | None, run: str | None, dra
         return "loss" if gain.certain == "loss" else "no_measurable_gain"
     if contest is None:
         return "not_timed"
-    if run == TOGETHER:
+    if run == LOOKUP_DRAFT:
         return "best_together"
     return "pays_off" if contest.beats(draft) else "no_speed"
 

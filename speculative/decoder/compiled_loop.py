@@ -13,7 +13,7 @@ import torch
 from speculative.decoder.block_loop import BlockLoop, in_step_mode
 from speculative.decoder.responses import BlockOutcome
 from speculative.drafters.drafter import ModelDrafter, Plan, Proposal
-from speculative.drafters.retrieval import Datastore
+from speculative.drafters.past_responses import ResponseIndex
 from speculative.engine.cached_model import CachedModel
 from speculative.engine.compiled.model import CompiledModel, address_of, bits_of, check
 from speculative.rules.lossy import Lossy
@@ -131,7 +131,7 @@ class _Drafting(NamedTuple):
     steps: int = 0
     read_R: np.ndarray | None = None
     proposal: Proposal | None = None
-    past: Datastore | None = None
+    past: ResponseIndex | None = None
 
 
 class _Request:

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from speculative.drafters.drafter import Ask, DeviceText, Drafter, ModelDrafter, Proposal, Seats
 from speculative.drafters.gamma import AdaptiveGamma
-from speculative.drafters.registry import Parts, registers
+from speculative.drafters.registry import Parts, way
 from speculative.engine.cached_model import CachedModel
 from speculative.engine.models import check_parallel, mask_token_of
 from speculative.errors import UserError
@@ -120,8 +120,14 @@ def drafts_of(model: PreTrainedModel) -> tuple[Draft, ...]:
     return tuple(Draft(model, how) for how in DRAFTINGS[: 1 if mask_token_of(model.config) is None else None])
 
 
-@registers("draft")
-@registers("adaptive draft", policy=AdaptiveGamma)
-@registers("token tree", TokenTree.from_branching((3, 2, 1)))
+@way("draft", needs=("draft",))
+@way("adaptive-draft", needs=("draft",), policy=AdaptiveGamma, served=False, replayed=False)
+@way("token-tree", needs=("draft",), tree=TokenTree.from_branching((3, 2, 1)), served=False, replayed=False)
 def _draft(parts: Parts) -> Drafter:
     return parts.drafter()
+
+
+@way("parallel", needs=("draft",))
+def _parallel(parts: Parts) -> Drafter:
+    assert parts.draft is not None
+    return Draft(parts.draft.model, "parallel").drafter()

@@ -82,7 +82,7 @@ class Proposal(NamedTuple):
 class Plan(NamedTuple):
     """A way to propose that compiled code knows: rows whose last tokens were found before propose what followed; for the others the model
     drafts. ngrams: the longest and the shortest that is looked up, None = none; model: None = no tokens; steps: tokens that the model
-    drafts at most, None = gamma; past: the `Datastore` where n-grams are looked up, None = in the row's own text.
+    drafts at most, None = gamma; past: the `ResponseIndex` where n-grams are looked up, None = in the row's own text.
     """
 
     ngrams: tuple[int, int] | None = None

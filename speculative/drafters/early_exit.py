@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from speculative.drafters.drafter import Ask, Drafter, ModelDrafter, Proposal, Seats
-from speculative.drafters.registry import Parts, registers
+from speculative.drafters.registry import Parts, way
 from speculative.engine.cached_model import CachedModel
 from speculative.engine.memory import cache_entry
 from speculative.engine.models import is_recurrent, layer_stacks
@@ -109,7 +109,7 @@ def _shorter_config(config: Any, count: int) -> Any:
     return shorter
 
 
-@registers("early exit")
+@way("early-exit", served=False, replayed=False)
 def _early_exit(parts: Parts) -> Drafter:
     layers = parts.target.config.get_text_config(decoder=True).num_hidden_layers
     return EarlyExit(parts.target, parts.layers or max(1, layers // 3))

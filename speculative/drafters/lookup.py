@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from speculative.drafters.drafter import Ask, Drafter, Plan, Proposal, Seats
-from speculative.drafters.registry import Parts, registers
+from speculative.drafters.registry import Parts, way
 from speculative.errors import UserError
 
 
@@ -145,12 +145,12 @@ class RowIndex:
         return []
 
 
-@registers("prompt lookup")
+@way("prompt-lookup")
 def _prompt_lookup(parts: Parts) -> Drafter:
     return PromptLookup(*(parts.ngrams or ()))
 
 
-class JacobiPool(RowDrafter["_RowPool"]):
+class Lookahead(RowDrafter["_RowPool"]):
     """Proposes n-grams of the target's own predictions, pooled per row by their first token. Nothing is trained.
 
     Each verify call also predicts tokens after its first rejection. A token fed there and the prediction after it are one step of a Jacobi
@@ -160,8 +160,8 @@ class JacobiPool(RowDrafter["_RowPool"]):
     fed again, then tokens of its prompt: rarely accepted, but they fill the pool (1.98 tokens a block without them).
     """
 
-    name = "jacobi pool"
-    source_names: tuple[str, ...] = ("jacobi",)
+    name = "lookahead pool"
+    source_names: tuple[str, ...] = ("lookahead",)
     observes = True
 
     def __init__(self, ngram: int = 4):
@@ -216,6 +216,6 @@ class _RowPool:
         return chain[:gamma]
 
 
-@registers("lookahead")
+@way("lookahead", served=False, replayed=False)
 def _lookahead(parts: Parts) -> Drafter:
-    return JacobiPool()
+    return Lookahead()

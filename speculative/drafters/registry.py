@@ -1,10 +1,13 @@
-"""Drafters by name. To add a drafter, add a file to this folder that registers one."""
+"""Ways to decode by name. To add a way, add a file to this folder that registers one."""
 
+from __future__ import annotations
+
+import functools
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Protocol
 
 from transformers import PreTrainedModel
 
@@ -14,65 +17,73 @@ from speculative.errors import UserError
 from speculative.rules.tree import TokenTree
 
 
+class DraftModel(Protocol):
+    """A draft model and how it drafts: `draft.Draft`."""
+
+    @property
+    def model(self) -> PreTrainedModel: ...
+
+    def drafter(self) -> Drafter: ...
+
+
 @dataclass(frozen=True)
 class Parts:
-    """Inputs for making a drafter; None selects its default. draft: makes the drafter of a draft model. datastore: of past responses
-    (`retrieval.Datastore`). layers: of an early exit. ngrams: (longest, shortest) to look up. then_gamma: tokens that the draft proposes
-    after a lookup.
+    """Inputs for making a drafter; None selects its default. past: responses to other prompts (`past_responses.ResponseIndex`). layers: of an early
+    exit. ngrams: (longest, shortest) to look up. then_gamma: tokens that the draft proposes after a lookup.
     """
 
     target: PreTrainedModel
-    draft: Callable[[], Drafter] | None = None
-    datastore: Any = None
+    draft: DraftModel | None = None
+    past: Any = None
     layers: int | None = None
     ngrams: tuple[int, int] | None = None
     then_gamma: int | None = None
 
     def drafter(self) -> Drafter:
-        """The drafter of the draft model. Raises UserError if there is none."""
-        if self.draft is None:
-            raise UserError("this drafter needs a draft model: give one")
-        return self.draft()
+        """The drafter of the draft model."""
+        assert self.draft is not None, "Recipe.drafter refuses a way whose draft is missing"
+        return self.draft.drafter()
 
 
-Make = Callable[[Parts], Drafter]
-
-
-class Registered(NamedTuple):
-    """A function that makes a drafter, its token tree if it does not draft chains, and what makes its policy for a largest gamma, if not
-    every block has the same.
+@dataclass(frozen=True)
+class Recipe:
+    """How a way to decode is built. needs: "draft" (a draft model), "past" (past responses). served: whether an engine can run it.
+    replayed: whether replay predicts it. tree: what it drafts, if not chains. policy: makes its policy for a largest gamma, if not every
+    block has the same.
     """
 
-    make: Make
+    name: str
+    make: Callable[[Parts], Drafter]
+    needs: tuple[str, ...] = ()
+    served: bool = True
+    replayed: bool = True
     tree: TokenTree | None = None
     policy: Callable[[int], GammaPolicy] | None = None
 
+    def drafter(self, parts: Parts) -> Drafter:
+        """A new drafter. Raises UserError for a part that is missing."""
+        for part in self.needs:
+            if getattr(parts, part) is None:
+                raise UserError(f"{self.name} needs {'a draft model' if part == 'draft' else 'past responses'}")
+        return self.make(parts)
 
-_REGISTERED: dict[str, Registered] = {}
+
+_RECIPES: dict[str, Recipe] = {}
 
 
-def registers(
-    name: str, tree: TokenTree | None = None, policy: Callable[[int], GammaPolicy] | None = None
-) -> Callable[[Make], Make]:
-    """Decorator: register the function that makes the drafter of this name."""
+def way(name: str, **details: Any) -> Callable[[Callable[[Parts], Drafter]], Callable[[Parts], Drafter]]:
+    """Decorator: register the function that makes the drafter of this way. details: the other fields of `Recipe`."""
 
-    def kept(make: Make) -> Make:
-        _REGISTERED[name] = Registered(make, tree, policy)
+    def register(make: Callable[[Parts], Drafter]) -> Callable[[Parts], Drafter]:
+        _RECIPES[name] = Recipe(name, make, **details)
         return make
 
-    return kept
+    return register
 
 
-def registered() -> dict[str, Registered]:
-    """All registered drafters by name."""
-    for file in Path(__file__).parent.glob("*.py"):
+@functools.cache
+def recipes() -> dict[str, Recipe]:
+    """Every way by name."""
+    for file in sorted(Path(__file__).parent.glob("*.py")):
         importlib.import_module(f"{__package__}.{file.stem}")
-    return _REGISTERED
-
-
-def make_drafter(name: str, parts: Parts) -> Drafter:
-    """Make a new drafter. Raises UserError for a name that is not registered and for a part that is missing."""
-    found = registered().get(name)
-    if found is None:
-        raise UserError(f"unknown drafter {name!r}: must be one of {', '.join(sorted(registered()))}")
-    return found.make(parts)
+    return _RECIPES

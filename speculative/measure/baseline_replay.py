@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from speculative.drafters.lookup import RowIndex
-from speculative.drafters.retrieval import Datastore
+from speculative.drafters.past_responses import ResponseIndex
 from speculative.measure.cost import StepCosts
 from speculative.measure.replay import GAMMAS, Blocks, TextCosts, expected_blocks
 from speculative.measure.token_scores import StoredText
@@ -43,7 +43,7 @@ def kept_by_lookup(text: StoredText, gamma: int, max_ngram: int = 3, min_ngram: 
     return kept_T
 
 
-def kept_by_retrieval(text: StoredText, gamma: int, datastore: Datastore, min_found: int = 1) -> np.ndarray:
+def kept_by_past_responses(text: StoredText, gamma: int, datastore: ResponseIndex, min_found: int = 1) -> np.ndarray:
     """(T,) as `kept_by_lookup`, of proposals from a datastore; also -1 if fewer than min(min_found, gamma) are found. For a smaller gamma
     it is min(kept, gamma) as long as that is at least `min_found`.
     """
@@ -67,7 +67,7 @@ def found_blocks(
     drafted: Sequence[TextCosts] | None = None,
     then_gammas: Sequence[int] | None = None,
 ) -> Blocks:
-    """Blocks at each gamma of a drafter that keeps `kept` (T,) tokens of a text (`kept_by_lookup`, `kept_by_retrieval`, at the largest
+    """Blocks at each gamma of a drafter that keeps `kept` (T,) tokens of a text (`kept_by_lookup`, `kept_by_past_responses`, at the largest
     gamma or beyond), and the blocks between them. drafted: texts of the second drafter (`replay.texts_of`), which drafts then_gammas (K,),
     by default the same; None: the target decodes alone there.
     """

@@ -22,9 +22,8 @@ How = Literal["live", "replay", "timed", "predicted", "predicted (engine)", "ser
 # Names of ways, on screen and in files.
 TARGET = "target alone"
 UNDISTILLED, SERVED, DRAFT = "undistilled draft", "served draft", "draft"
-BY_TOKEN, BY_BLOCK = "draft, token by token", "draft, one pass a block"
-LOOKUP, PAST, TOGETHER = "prompt lookup", "past responses", "lookup + draft"
-TREE, EARLY_EXIT, LOOKAHEAD, ADAPTIVE = "token tree", "early exit", "lookahead", "adaptive lookup + draft"
+BY_TOKEN, BY_BLOCK = "draft, token by token", "parallel"
+LOOKUP, PAST, LOOKUP_DRAFT = "prompt-lookup", "past-responses", "lookup+draft"
 # The `text` of a row about all held-out text; other rows are about a domain or another target.
 HELD_OUT = "held-out"
 
@@ -73,7 +72,7 @@ class Measured:
     among checkpoints, and a speed-up's lower end for the choice among the ways at this load.
     """
 
-    way: Annotated[str, "`target alone`, `draft`, `prompt lookup`, `lookup + draft`, ..."]
+    way: Annotated[str, "`target alone`, `draft`, `prompt-lookup`, `lookup+draft`, ..."]
     rule: Annotated[str, "engine rule"]
     concurrency: Annotated[int, "requests decoded at once"] = 1
     text: Annotated[str, "`held-out`, one of its domains, or another target"] = HELD_OUT

@@ -66,7 +66,15 @@ def test_the_decoder_bench_writes_a_cell_for_everything(
     assert {cell["batch"] for cell in cells} == {1, 2}
     assert {cell["prompts"] for cell in cells} == {"heads", "copied"}
     names = {cell["drafter"] for cell in cells}
-    assert names >= {"draft", "prompt lookup", "retrieval", "early exit", "jacobi", "cascade", "draft, adaptive"}
+    assert names >= {
+        "draft",
+        "prompt-lookup",
+        "past-responses",
+        "early-exit",
+        "lookahead",
+        "lookup+draft",
+        "draft, adaptive",
+    }
     shares = [cell["floor_share"] for cell in cells if cell["floor_share"] is not None]
     assert len(shares) == 2 * 2 * 2  # kinds x modes x gammas
     assert all(share > 0 for share in shares)

@@ -22,7 +22,7 @@ def test_judged_twice(tiny_run: Path, tmp_path: Path, monkeypatch: pytest.Monkey
     assert found["summary"]["predicted_over_timed"] == 2 * [
         found["rows"][0]["predicted"] / found["rows"][0]["speed_up"]
     ]
-    assert {"prompt lookup", "lookup + draft"} <= set(found["rows"][0]["ways"])
+    assert {"prompt-lookup", "lookup+draft"} <= set(found["rows"][0]["ways"])
 
 
 def test_spread_and_coverage_by_hand() -> None:

@@ -15,13 +15,13 @@ from tiny_models import perturbed, prompts_of, texts, tiny_model
 from speculative.decode import decode, generate
 from speculative.decoder.device_loop import DeviceLoop, open_loop
 from speculative.decoder.responses import DecodeSettings
-from speculative.drafters.cascade import Cascade
 from speculative.drafters.draft import Draft, ParallelDrafter
 from speculative.drafters.drafter import Drafter, ModelDrafter
 from speculative.drafters.early_exit import EarlyExit
 from speculative.drafters.gamma import FixedGamma
-from speculative.drafters.lookup import JacobiPool, PromptLookup
-from speculative.drafters.retrieval import Datastore, Retrieval
+from speculative.drafters.lookup import Lookahead, PromptLookup
+from speculative.drafters.lookup_draft import LookupDraft
+from speculative.drafters.past_responses import PastResponses, ResponseIndex
 from speculative.engine import memory
 from speculative.engine.cache import POSITION_STEP, RaggedCache
 from speculative.engine.cached_model import CachedModel
@@ -62,10 +62,10 @@ def marked(draft: Any) -> Any:
 DRAFTERS = {
     "parallel": lambda target: ParallelDrafter(marked(perturbed(small()).to(target.device))),
     "lookup": lambda target: PromptLookup(),
-    "retrieval": lambda target: Retrieval(Datastore.build([list(ids) for _, ids in PROMPTS], 50)),
-    "jacobi": lambda target: JacobiPool(),
+    "retrieval": lambda target: PastResponses(ResponseIndex.build([list(ids) for _, ids in PROMPTS], 50)),
+    "jacobi": lambda target: Lookahead(),
     "early exit": lambda target: EarlyExit(target, 1),
-    "cascade": lambda target: Cascade(PromptLookup(), ModelDrafter(perturbed(small()).to(target.device))),
+    "cascade": lambda target: LookupDraft(PromptLookup(), ModelDrafter(perturbed(small()).to(target.device))),
 }
 
 

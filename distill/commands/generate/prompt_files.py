@@ -1,4 +1,4 @@
-"""Input of `understudy generate`: prompts from arguments, files and standard input; past responses for retrieval."""
+"""Input of `understudy generate`: prompts from arguments, files and standard input; past responses."""
 
 import json
 import sys
@@ -7,23 +7,20 @@ from pathlib import Path
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from data.prompts.columns import prompt_row
-from distill.commands.options import GenerateOptions
+from distill.commands.generate.options import GenerateOptions
 from distill.run.prompts import asked_rows, render_rows
 from speculative.decoder.responses import Prompt
-from speculative.drafters.retrieval import Datastore
+from speculative.drafters.past_responses import ResponseIndex
 from speculative.engine.models import vocab_rows
 from speculative.errors import UserError
 
 
-def read_datastore(path: Path | None, target: PreTrainedModel) -> Datastore:
-    """A saved datastore, or one built from the responses of an earlier `generate --out FILE.jsonl`."""
-    assert path is not None
-    if path.suffix != ".jsonl":
-        return Datastore.load(path)
+def read_past(path: Path, target: PreTrainedModel) -> ResponseIndex:
+    """An index of the responses of an earlier `generate --out FILE.jsonl`. Raises UserError."""
     if not path.is_file():
-        raise UserError(f"--datastore {path}: no such file")
+        raise UserError(f"--past {path}: no such file")
     texts = []
-    for number, line in enumerate(_decoded(f"--datastore {path}", path.read_bytes()).split("\n"), start=1):
+    for number, line in enumerate(_decoded(f"--past {path}", path.read_bytes()).split("\n"), start=1):
         if not line.strip():
             continue
         try:
@@ -34,7 +31,7 @@ def read_datastore(path: Path | None, target: PreTrainedModel) -> Datastore:
         if any(type(token_id) is not int for token_id in ids):
             raise UserError(f'{path}:{number}: no line of `understudy generate --out` ("prompt_ids", "response_ids")')
         texts.append(ids)
-    return Datastore.build(texts, vocab_rows(target))
+    return ResponseIndex.build(texts, vocab_rows(target))
 
 
 def read_prompts(options: GenerateOptions, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
@@ -54,9 +51,9 @@ def read_prompts(options: GenerateOptions, tokenizer: PreTrainedTokenizerBase) -
             raise UserError(f"{key}: the prompt is not valid Unicode (it contains half of a surrogate pair)") from None
         if not text:
             raise UserError(f"{key}: the prompt is empty; write at least one character")
-    rows = [prompt_row(text, None, "", key, options.system or None) for key, text in given]
+    rows = [prompt_row(text, None, "", key, None) for key, text in given]
     if options.prompts:
-        rows += asked_rows(options.prompts, options.prompt_column, options.messages_column, system=options.system)[0]
+        rows += asked_rows(options.prompts)[0]
     return render_rows(rows, tokenizer, options.chat)
 
 

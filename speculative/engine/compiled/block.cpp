@@ -15,7 +15,7 @@
 #include <vector>
 
 constexpr long CATCH_UP = 64;  // tokens per call when the draft catches up with the text
-constexpr uint64_t MULTIPLIER = 0x9E3779B97F4A7C15;  // as in retrieval.py
+constexpr uint64_t MULTIPLIER = 0x9E3779B97F4A7C15;  // as in past_responses.py
 constexpr int32_t END = -1;
 enum Proposer : int64_t { NOBODY, MODEL, GIVEN };
 enum Column : long { DRAFT, COIN, RESIDUAL, COLUMNS };  // columns of the uniforms of a place
@@ -150,7 +150,7 @@ static long look_up(const Work &b, long row) {
     return found ? b.gamma : 0;
 }
 
-// The same in past responses, up to the end of the response: see `Datastore` in retrieval.py.
+// The same in past responses, up to the end of the response: see `ResponseIndex` in past_responses.py.
 static long recall(const Work &b, long row) {
     const int64_t *end = b.tokens + row * b.columns + b.lengths[row];
     const uint64_t *last = b.past_hashes + b.past_ngrams;

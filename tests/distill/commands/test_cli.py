@@ -95,7 +95,7 @@ def test_evaluate_prints_a_table_and_writes_the_shape_of_the_verdict(
 ) -> None:
     out = tmp_path / "result.json"
     text = run("evaluate", str(tiny_run), "--config", str(tiny_config), "--gamma", "1:3", "--out", str(out))
-    assert all(row in text for row in ("target alone", "draft", "prompt lookup", "lookup + draft"))
+    assert all(row in text for row in ("target alone", "draft", "prompt-lookup", "lookup+draft"))
     result = json.loads(out.read_text())
     found = result["verdict"]
     assert set(found) == set(Verdict.model_fields) - {"engine"}, "no engine was timed"

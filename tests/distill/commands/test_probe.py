@@ -144,7 +144,7 @@ def test_the_result_is_whole_and_written(measured, folder):
 def test_rows_and_repetition_are_told_before_training(measured):
     carved, rows = measured.drafts[0], rows_of(measured)
     for text, rule in (("temperature 0", "greedy"), ("temperature 1", "sample")):
-        assert rows["prompt lookup", text, rule, 1].speed_up >= 1.0
+        assert rows["prompt-lookup", text, rule, 1].speed_up >= 1.0
         for way in (carved.name, f"lookup + {carved.name}"):
             now, distilled = rows[way, text, rule, 1], rows[f"{way}, distilled", text, rule, 1]
             assert 1.0 <= now.speed_up <= distilled.speed_up + 1e-9

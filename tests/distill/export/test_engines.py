@@ -24,7 +24,7 @@ from distill.export.facts import FULL, STATE, EngineFacts, OnePass, _layer_kinds
 from distill.models.target import TargetSide
 from distill.run.verdict_record import DraftOf, Verdict
 from speculative.errors import UserError
-from speculative.measure.measured import BY_BLOCK, BY_TOKEN, LOOKUP, TOGETHER, Measured
+from speculative.measure.measured import BY_BLOCK, BY_TOKEN, LOOKUP, LOOKUP_DRAFT, Measured
 from speculative.measure.measured import DRAFT as JUDGED
 from speculative.rules.sampling import GREEDY, SamplingSettings
 
@@ -152,7 +152,7 @@ def test_sglang_command(quantised):
 LOOKUP_ALONE = Measured(
     LOOKUP, "sample", gamma=9, tau=1.5, tokens_per_second=140.0, speed_up=1.38, speed_up_ci=(1.3, 1.47), ngrams=(4, 2)
 )
-BOTH = replace(LOOKUP_ALONE, way=TOGETHER, gamma=10, then_gamma=3, ngrams=(5, 3), speed_up=1.7)
+BOTH = replace(LOOKUP_ALONE, way=LOOKUP_DRAFT, gamma=10, then_gamma=3, ngrams=(5, 3), speed_up=1.7)
 
 
 def test_llama_cpp_chains_lookup_and_the_draft_where_that_was_measured_to_be_best():
@@ -188,20 +188,20 @@ def test_lookup_without_a_draft_is_told_at_what_it_was_timed_with():
     assert "--spec-ngram-simple-size-n 2 --spec-ngram-simple-size-m 9" in line
     assert json.loads(given["--override-generation-config"]) == {"temperature": 0.8, "top_p": 0.95}
     assert "prompt_lookup_num_tokens=9, max_matching_ngram_size=4" in line
-    assert "cascade" not in line
-    assert "cascade" in others(replace(GOOD, lookup=LOOKUP_ALONE, together=BOTH))[-1]
+    assert "lookup+draft" not in line
+    assert "lookup+draft" in others(replace(GOOD, lookup=LOOKUP_ALONE, together=BOTH))[-1]
     assert not any("Prompt lookup" in other for other in others(GOOD))
 
 
 @pytest.mark.parametrize(
     ("run", "drafting", "behind", "both"),
     [
-        (TOGETHER, "autoregressive", JUDGED, True),
-        (TOGETHER, "autoregressive", "draft in int8", True),
+        (LOOKUP_DRAFT, "autoregressive", JUDGED, True),
+        (LOOKUP_DRAFT, "autoregressive", "draft in int8", True),
         (JUDGED, "autoregressive", JUDGED, False),
-        (TOGETHER, "autoregressive", BY_BLOCK, False),
-        (TOGETHER, "parallel", JUDGED, False),
-        (TOGETHER, "parallel", BY_TOKEN, True),
+        (LOOKUP_DRAFT, "autoregressive", BY_BLOCK, False),
+        (LOOKUP_DRAFT, "parallel", JUDGED, False),
+        (LOOKUP_DRAFT, "parallel", BY_TOKEN, True),
     ],
 )
 def test_what_a_verdict_says_of_lookup(run, drafting, behind, both):

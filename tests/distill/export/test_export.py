@@ -30,7 +30,7 @@ from distill.models.vocabulary import repair_rows
 from distill.run.result import Curves
 from distill.run.verdict_record import DraftOf, Verdict
 from speculative.errors import UserError
-from speculative.measure.measured import BY_TOKEN, DRAFT, LOOKUP, TARGET, TOGETHER, UNDISTILLED, Measured
+from speculative.measure.measured import BY_TOKEN, DRAFT, LOOKUP, LOOKUP_DRAFT, TARGET, UNDISTILLED, Measured
 from speculative.rules.sampling import SamplingSettings
 
 TEXT = ["def main():", "    return value", "for name in names:", "the draft proposes, the target decides"]
@@ -446,13 +446,13 @@ def test_what_was_measured_of_lookup_is_what_the_commands_start(tmp_path, studen
     rows = [
         timed(DRAFT, 3),
         timed(LOOKUP, 7, ngrams=(4, 2)),
-        timed(TOGETHER, 7, ngrams=(4, 2), then_gamma=3, behind=DRAFT),
+        timed(LOOKUP_DRAFT, 7, ngrams=(4, 2), then_gamma=3, behind=DRAFT),
     ]
     pages = {}
-    for run in (TOGETHER, DRAFT):
+    for run in (LOOKUP_DRAFT, DRAFT):
         report = export(student_dir, target_dir, tmp_path / run, verdict=make_verdict(rows, run), curves=CURVES)
         pages[run] = (report.path / "SERVING.md").read_text()
-    assert "--spec-type ngram-simple,draft-simple" in pages[TOGETHER]
+    assert "--spec-type ngram-simple,draft-simple" in pages[LOOKUP_DRAFT]
     assert "ngram-simple,draft-simple" not in pages[DRAFT]
     assert all('"method":"ngram","num_speculative_tokens":7' in page for page in pages.values())
 

@@ -16,8 +16,9 @@ from transformers import AutoModelForCausalLM
 from distill import train
 from distill.commands.compare.compare import compare_command
 from distill.commands.export import export_run
-from distill.commands.generate.generate import load
-from distill.commands.options import CompareOptions, ExportOptions, GenerateOptions
+from distill.commands.generate.generate import load, recipe_of
+from distill.commands.generate.options import GenerateOptions
+from distill.commands.options import CompareOptions, ExportOptions
 from distill.config.command_line import TrainOptions
 from distill.config.load import load_config
 from distill.export.check import outside_check
@@ -118,7 +119,7 @@ def test_generate_drafts_in_8_bits(tmp_path: Path) -> None:
     """At a width that torch's own product takes; beside a target in float32."""
     path = exported(tmp_path, "int8", hidden_size=128, num_attention_heads=8, head_dim=16)
     asked = GenerateOptions(str(tmp_path / "target"), draft=str(path), device="cpu", dtype="float32")
-    drafter = load(asked).drafter
+    drafter = load(asked, recipe_of(asked)).drafter
     assert isinstance(drafter, ModelDrafter)
     layer = drafter.model.lm_head
     assert isinstance(layer, Int8Linear)

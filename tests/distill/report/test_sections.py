@@ -30,7 +30,7 @@ from distill.report.sections.tokens import token_text
 from distill.report.table import NOTHING, Table
 from distill.report.view import GivenTimes, View, measured_times
 from speculative.measure.cost import predicted_speed_up
-from speculative.measure.measured import DRAFT, LOOKUP, TARGET, TOGETHER, Measured
+from speculative.measure.measured import DRAFT, LOOKUP, LOOKUP_DRAFT, TARGET, Measured
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +73,7 @@ def test_a_way_has_one_figure_wherever_it_is_shown(result: dict[str, Any]) -> No
         "174",
         "1.36x [1.31, 1.42]",
     ]
-    assert rows["lookup + draft n-grams of 1 to 3, then 3 by the draft"][-1] == "1.30x [1.25, 1.35]"
+    assert rows["lookup+draft n-grams of 1 to 3, then 3 by the draft"][-1] == "1.30x [1.25, 1.35]"
     assert [row[0].strong for row in timed.cells] == [False, False, True, False, False]
     assert [row[0] for row in judged.texts()] == ["undistilled draft", "served draft", "draft"]
     assert judged.texts()[1][2:] == ["2.31 by replay", NOTHING]
@@ -226,12 +226,12 @@ def test_load_shows_each_row_and_where_plain_wins(result: dict[str, Any]) -> Non
         "undistilled draft",
         "draft",
         LOOKUP,
-        TOGETHER,
+        LOOKUP_DRAFT,
         "run",
     ]
     assert [(row[0], row[1], row[3], row[-1]) for row in table.texts()] == [
         ("1", "128", "1.36x [1.31, 1.42] gamma 3", "draft"),
-        ("4", "410", "1.25x [1.20, 1.30] gamma 3", TOGETHER),
+        ("4", "410", "1.25x [1.20, 1.30] gamma 3", LOOKUP_DRAFT),
         ("16", "900", "0.92x [0.87, 0.98] gamma 3", "target alone"),
     ]
     assert [[cell.strong for cell in row[1:6]] for row in table.cells] == [

@@ -20,8 +20,8 @@ from speculative.drafters.gamma import AdaptiveGamma
 from speculative.evaluate import frozen_responses
 from speculative.measure.baseline_replay import cross_fitted
 from speculative.measure.cost import StepCosts
-from speculative.measure.measured import ADAPTIVE, LOOKUP, PAST, TOGETHER, Way
 from speculative.measure.measured import DRAFT as BEST
+from speculative.measure.measured import LOOKUP, LOOKUP_DRAFT, PAST, Way
 from speculative.measure.measured import TARGET as ALONE
 from speculative.measure.race import Lap, Standings
 from speculative.measure.replay import expected_blocks_of
@@ -60,7 +60,7 @@ def ways(pair, history=True):
 def test_everybody_has_the_gamma_that_pays_most_and_the_blocks_that_decoding_counts(pair):
     frozen, scores, _ = pair
     found = {one.name: one for one in ways(pair)}
-    assert list(found) == [BEST, LOOKUP, PAST, TOGETHER]
+    assert list(found) == [BEST, LOOKUP, PAST, LOOKUP_DRAFT]
     gammas = range(1, 7)
     seconds = {
         gamma: expected_blocks_of(scores, "greedy", (gamma,)).sum()
@@ -84,7 +84,7 @@ def test_a_contest_times_everybody_and_tells_who_is_faster(pair):
     question, _ = asked(pair)
     contest = hold(question, TARGET, ways(pair), BEST)
     assert {name: len(of) for name, of in contest.laps.items()} == dict.fromkeys(
-        (ALONE, BEST, LOOKUP, PAST, TOGETHER), 8
+        (ALONE, BEST, LOOKUP, PAST, LOOKUP_DRAFT), 8
     )
     assert BEST in contest
     assert "served" not in contest
@@ -110,35 +110,39 @@ def standings_of(speed_ups, prompts, noise):
 @pytest.mark.parametrize(("speed_up", "wins"), [(1.5, False), (1.8, True)])
 def test_a_policy_is_advised_only_where_it_certainly_beats_every_fixed_way(pair, speed_up, wins):
     question, _ = asked(pair)
-    policy = Way(ADAPTIVE, gamma=8, policy=AdaptiveGamma(8))
+    policy = Way("adaptive-lookup+draft", gamma=8, policy=AdaptiveGamma(8))
     contest = hold(question, TARGET, ways(pair), BEST)
-    speeds = standings_of({BEST: 1.5, LOOKUP: 0.9, PAST: 0.9, TOGETHER: 1.2, ADAPTIVE: speed_up}, 40, 0.05)
+    speeds = standings_of(
+        {BEST: 1.5, LOOKUP: 0.9, PAST: 0.9, LOOKUP_DRAFT: 1.2, "adaptive-lookup+draft": speed_up}, 40, 0.05
+    )
     contest = replace(contest, ways=(*contest.ways, policy), timed=speeds)
-    assert contest.to_run() == (ADAPTIVE if wins else BEST)
+    assert contest.to_run() == ("adaptive-lookup+draft" if wins else BEST)
     assert contest.best_fixed() == BEST
-    said = _beside(contest, ADAPTIVE, BEST)
+    said = _beside(contest, "adaptive-lookup+draft", BEST)
     assert said.startswith("Adaptive lookup + draft gives ")
     assert "as fast as the draft, the best fixed way" in said
     assert ("not advised" in said) is not wins
 
 
-@pytest.mark.parametrize(("adaptive", "run"), [(1.8, TOGETHER), (2.1, ADAPTIVE)])
+@pytest.mark.parametrize(("adaptive", "run"), [(1.8, LOOKUP_DRAFT), (2.1, "adaptive-lookup+draft")])
 def test_a_policy_that_is_no_faster_does_not_change_what_to_run(pair, adaptive, run):
     question, _ = asked(pair)
     contest = hold(question, TARGET, ways(pair), BEST)
-    speeds = standings_of({BEST: 1.5, LOOKUP: 0.9, PAST: 0.9, TOGETHER: 1.8, ADAPTIVE: adaptive}, 40, 0.05)
-    assert replace(contest, timed=speeds).to_run() == TOGETHER
-    policy = Way(ADAPTIVE, gamma=8, policy=AdaptiveGamma(8))
+    speeds = standings_of(
+        {BEST: 1.5, LOOKUP: 0.9, PAST: 0.9, LOOKUP_DRAFT: 1.8, "adaptive-lookup+draft": adaptive}, 40, 0.05
+    )
+    assert replace(contest, timed=speeds).to_run() == LOOKUP_DRAFT
+    policy = Way("adaptive-lookup+draft", gamma=8, policy=AdaptiveGamma(8))
     assert replace(contest, ways=(*contest.ways, policy), timed=speeds).to_run() == run
 
 
 def test_who_certainly_loses_is_timed_no_further_but_the_question_is_until_it_is_known():
-    rough = standings_of({BEST: 1.5, LOOKUP: 0.8, TOGETHER: 1.6}, 8, 0.2)
-    names = [BEST, LOOKUP, TOGETHER]
-    assert worth_timing(rough, names, BEST) == [BEST, TOGETHER]
+    rough = standings_of({BEST: 1.5, LOOKUP: 0.8, LOOKUP_DRAFT: 1.6}, 8, 0.2)
+    names = [BEST, LOOKUP, LOOKUP_DRAFT]
+    assert worth_timing(rough, names, BEST) == [BEST, LOOKUP_DRAFT]
     assert worth_timing(rough, names, LOOKUP) == names
-    assert worth_timing(standings_of({BEST: 1.5, LOOKUP: 1.0, TOGETHER: 1.6}, 60, 0.02), names, BEST) == []
-    assert worth_timing(standings_of({BEST: 1.5, LOOKUP: 1.0, TOGETHER: 1.6}, 4, 0.02), names, BEST) == names
+    assert worth_timing(standings_of({BEST: 1.5, LOOKUP: 1.0, LOOKUP_DRAFT: 1.6}, 60, 0.02), names, BEST) == []
+    assert worth_timing(standings_of({BEST: 1.5, LOOKUP: 1.0, LOOKUP_DRAFT: 1.6}, 4, 0.02), names, BEST) == names
 
 
 def test_the_lookup_is_followed_by_the_draft_that_needs_the_fewest_steps(pair):
@@ -148,7 +152,9 @@ def test_the_lookup_is_followed_by_the_draft_that_needs_the_fewest_steps(pair):
     both = {"greedy": {BEST: scores, "lighter": scores}}
     for costs, behind in (({"lighter": COSTS, BEST: dear}, "lighter"), ({"lighter": dear, BEST: COSTS}, BEST)):
         lined = Field(candidates=(best,), others=(replace(best, name="lighter"),), scores=both, costs=costs)
-        assert {one.name: one.behind for one in ways_of(question, TARGET, lined) if one.behind} == {TOGETHER: behind}
+        assert {one.name: one.behind for one in ways_of(question, TARGET, lined) if one.behind} == {
+            LOOKUP_DRAFT: behind
+        }
 
 
 def test_enough_prompts_are_not_cross_fitted(pair, monkeypatch):
@@ -157,7 +163,7 @@ def test_enough_prompts_are_not_cross_fitted(pair, monkeypatch):
         BEST: True,
         LOOKUP: False,
         PAST: True,
-        TOGETHER: True,
+        LOOKUP_DRAFT: True,
     }
     assert all(one.fitted_N is not None for one in ways(pair, history=False))
     monkeypatch.setattr(asking, "CROSS_FIT_BELOW", 8)

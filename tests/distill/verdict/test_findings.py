@@ -27,7 +27,7 @@ from distill.verdict.verdict import with_gains
 from speculative.decoder.responses import Response
 from speculative.evaluate import Judgement, PerResponse
 from speculative.measure.cost import StepCosts
-from speculative.measure.measured import DRAFT, HELD_OUT, LOOKUP, PAST, SERVED, TARGET, TOGETHER, UNDISTILLED
+from speculative.measure.measured import DRAFT, HELD_OUT, LOOKUP, LOOKUP_DRAFT, PAST, SERVED, TARGET, UNDISTILLED
 from speculative.measure.metrics import Curve
 from speculative.measure.token_scores import score_responses
 from speculative.rules.sampling import SamplingSettings
@@ -106,7 +106,7 @@ def test_the_speed_up_is_pooled(result: dict) -> None:
     rates = result["timed_prompts"].values()
     assert len(rates) == 2  # judge.speed_prompts
     rows = {row["way"]: row for row in result["verdict"]["measured"] if "speed_up" in row}
-    ways = {UNDISTILLED, DRAFT, LOOKUP, PAST, TOGETHER}
+    ways = {UNDISTILLED, DRAFT, LOOKUP, PAST, LOOKUP_DRAFT}
     assert set(rows) == {TARGET, *ways}
     clocked = [row for row in rows.values() if "first_token_ms" in row]
     assert {TARGET, DRAFT} <= {row["way"] for row in clocked} <= {TARGET, DRAFT, *result["verdict"]["run"].values()}
@@ -253,8 +253,8 @@ def test_a_served_draft_that_cannot_be_judged_is_refused_before_the_work(
 
 def test_the_run_says_how_lookup_before_the_draft_is_started(tiny_run: Path, tiny_config: Path) -> None:
     run, target = load_result(tiny_run / "result.json"), Target(load_config(tiny_config).target, torch.device("cpu"))
-    together = replace(run.verdict.row(TOGETHER), behind=DRAFT)
-    for what, chained in ((TOGETHER, True), (DRAFT, False)):
+    together = replace(run.verdict.row(LOOKUP_DRAFT), behind=DRAFT)
+    for what, chained in ((LOOKUP_DRAFT, True), (DRAFT, False)):
         verdict = run.verdict.model_copy(update={"run": {"1": what}, "measured": [together]})
         served = serve_commands(tiny_run, target, verdict, SamplingSettings(), run.curves)
         command = next(one.command for one in served if one.engine == "llama.cpp")

@@ -21,24 +21,30 @@ from distill.verdict.question import Question
 from distill.verdict.sentence import within
 from distill.verdict.verdict import verdict_of
 from speculative.decode import decode
-from speculative.drafters.cascade import Cascade
 from speculative.drafters.draft import Draft
 from speculative.drafters.drafter import ModelDrafter
 from speculative.drafters.lookup import PromptLookup
-from speculative.drafters.retrieval import Retrieval
+from speculative.drafters.lookup_draft import LookupDraft
+from speculative.drafters.past_responses import PastResponses
 from speculative.errors import UserError
 from speculative.evaluate import HeldoutResponse
 from speculative.measure.baseline_replay import (
     found_blocks,
     kept_by_lookup,
-    kept_by_retrieval,
+    kept_by_past_responses,
     tuned_lookup,
 )
 from speculative.measure.load import DRAFTED, FOUND, PLAIN, FullBatch, kind_shares
-from speculative.measure.measured import ADAPTIVE, DRAFT, EARLY_EXIT, LOOKAHEAD, LOOKUP, PAST, TARGET, TOGETHER, TREE
+from speculative.measure.measured import (
+    DRAFT,
+    LOOKUP,
+    LOOKUP_DRAFT,
+    PAST,
+    TARGET,
+)
 from speculative.measure.replay import texts_of
 
-LIVE = [TREE, EARLY_EXIT, LOOKAHEAD]
+LIVE = ["token-tree", "early-exit", "lookahead"]
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +52,8 @@ def judged(tiny_config: Path):
     """(target, field, evidence with judge.load 1 and 3 and every way that replay has no law for)."""
     limits = "judge.latency_ms={first_token: 100000, per_token: 50000}"
     config = load_config(
-        tiny_config, ["judge.load=[3, 1]", f"judge.ways={[*LIVE, ADAPTIVE]}", "judge.speed_prompts=8", limits]
+        tiny_config,
+        ["judge.load=[3, 1]", f"judge.ways={[*LIVE, 'adaptive-lookup+draft']}", "judge.speed_prompts=8", limits],
     )
     target = Target(config.target, torch.device("cpu"))
     prompts = [(f"key{index}", [5 + index, 9, 11 + index]) for index in range(8)]
@@ -66,14 +73,14 @@ def test_every_way_has_a_row_at_every_load(judged) -> None:
     assert found.concurrencies == [1, 3]
     for concurrency in (1, 3):
         rows = [one for one in found.measured if one.concurrency == concurrency and one.speed_up is not None]
-        assert [one.way for one in rows] == [TARGET, DRAFT, LOOKUP, TOGETHER, *LIVE, ADAPTIVE]
+        assert [one.way for one in rows] == [TARGET, DRAFT, LOOKUP, LOOKUP_DRAFT, *LIVE, "adaptive-lookup+draft"]
         alone = rows[0]
         for row in rows[1:]:
             assert (row.gamma or 0) >= 1
             assert row.speed_up_ci is not None
             assert row.speed_up_ci[0] <= row.speed_up <= row.speed_up_ci[1]
             assert row.tokens_per_second == pytest.approx(row.speed_up * alone.tokens_per_second)
-            assert row.how["tau"] == ("live" if row.way in (*LIVE, ADAPTIVE) else "replay")
+            assert row.how["tau"] == ("live" if row.way in (*LIVE, "adaptive-lookup+draft") else "replay")
             assert 1.0 <= row.tau <= row.gamma + 1
             assert (row.alpha is None) == (row.way != DRAFT)
         assert found.run[str(concurrency)] in [one.way for one in rows]
@@ -110,8 +117,8 @@ def test_what_is_timed_at_a_load_is_what_is_counted(judged, monkeypatch: pytest.
         kinds = {
             ModelDrafter: [DRAFTED] * 3,
             PromptLookup: [PLAIN, FOUND, FOUND],
-            Retrieval: [PLAIN, FOUND, FOUND],
-            Cascade: [FOUND, DRAFTED, FOUND | DRAFTED],
+            PastResponses: [PLAIN, FOUND, FOUND],
+            LookupDraft: [FOUND, DRAFTED, FOUND | DRAFTED],
         }
         return FullBatch(np.ones((4, 3)), np.array([[1.0, 2.0, 4.0]] * 4), np.array([kinds[type(timed[-1][2])]] * 4))
 
@@ -129,23 +136,23 @@ def test_what_is_timed_at_a_load_is_what_is_counted(judged, monkeypatch: pytest.
     (held,) = held_at_loads(with_history, target.model, field, first).contests
     assert asked == [(frozen[:2], 3)]
     assert [(rows, type(drafter)) for rows, _, drafter in timed] == [
-        (3, kind) for kind in (ModelDrafter, PromptLookup, Retrieval, Cascade)
+        (3, kind) for kind in (ModelDrafter, PromptLookup, PastResponses, LookupDraft)
     ]
     rows = {one.way: one for one in held.rows(field.scores["sample"])}
-    assert [rows[name].gamma for name in (DRAFT, LOOKUP, PAST, TOGETHER)] == [gamma for _, gamma, _ in timed]
+    assert [rows[name].gamma for name in (DRAFT, LOOKUP, PAST, LOOKUP_DRAFT)] == [gamma for _, gamma, _ in timed]
     assert rows[DRAFT].speed_up == pytest.approx(evidence.judged[DRAFT].replay[rows[DRAFT].gamma] / 2.0)
-    lookup, retrieval, cascade = (one for _, _, one in timed[1:])
-    alone, past, both = rows[LOOKUP], rows[PAST], rows[TOGETHER]
+    lookup, past_responses, lookup_draft = (one for _, _, one in timed[1:])
+    alone, past, both = rows[LOOKUP], rows[PAST], rows[LOOKUP_DRAFT]
     assert alone.ngrams == lookup.ngrams
-    assert both.ngrams == cascade.first.ngrams
-    assert both.then_gamma == cascade.then_gamma
+    assert both.ngrams == lookup_draft.first.ngrams
+    assert both.then_gamma == lookup_draft.then_gamma
     assert past.ngrams is None
     assert [one.tuned_on for one in (alone, past, both)] == ["training prompts", *["the judged prompts, by replay"] * 2]
     # What nobody draws is certain: the blocks of live decoding are those that were counted.
     tokens, calls, with_proposal = decoded_with(target, evidence, alone, PromptLookup(*alone.ngrams))
     share = kind_shares(with_proposal / calls, 3, drafts=False)
     assert alone.speed_up == pytest.approx(tokens / calls / (share[PLAIN] * 1.0 + share[FOUND] * 3.0))
-    kept = [kept_by_retrieval(text, past.gamma, retrieval.datastore) for text in frozen]
+    kept = [kept_by_past_responses(text, past.gamma, past_responses.index) for text in frozen]
     blocks = found_blocks(kept, (past.gamma,))
     looked, plain = float(blocks.found_NK.sum()), float(blocks.others_NK.sum())
     assert looked > 0
@@ -174,7 +181,7 @@ def test_a_way_or_a_load_that_does_not_fit_memory_is_a_warning(judged, monkeypat
     target, field, evidence = judged
 
     def scripted(target, drafter, texts, settings, rows):
-        if isinstance(drafter(), Cascade):
+        if isinstance(drafter(), LookupDraft):
             raise UserError("no room")
         return FullBatch(np.ones((4, 3)), np.full((4, 3), 2.0), np.full((4, 3), DRAFTED))
 
@@ -182,13 +189,13 @@ def test_a_way_or_a_load_that_does_not_fit_memory_is_a_warning(judged, monkeypat
         raise UserError("needs more")
 
     def policy(*_):
-        return (np.ones(4), np.full(4, 2.0)), evidence.contest.counted[ADAPTIVE]
+        return (np.ones(4), np.full(4, 2.0)), evidence.contest.counted["adaptive-lookup+draft"]
 
     monkeypatch.setattr(contest, "full_batch_seconds", scripted)
     monkeypatch.setattr(contest, "policy_seconds", policy)
     found = held_at_loads(evidence.question, target.model, field, evidence.contest)
-    assert [one.name for one in found.contests[0].ways] == [DRAFT, LOOKUP, *LIVE, ADAPTIVE]
-    assert found.warnings == ("lookup + draft at judge.load 3 was not measured: no room",)
+    assert [one.name for one in found.contests[0].ways] == [DRAFT, LOOKUP, *LIVE, "adaptive-lookup+draft"]
+    assert found.warnings == ("lookup+draft at judge.load 3 was not measured: no room",)
     monkeypatch.setattr(contest, "clock", full)
     found = held_at_loads(evidence.question, target.model, field, evidence.contest)
     assert (len(found.contests), found.contests[0].clocked) == (1, {})

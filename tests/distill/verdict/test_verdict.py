@@ -33,7 +33,7 @@ from speculative.explain.ceilings import advice
 from speculative.measure import measured
 from speculative.measure.cost import StepCosts
 from speculative.measure.intervals import ratio_interval
-from speculative.measure.measured import BY_BLOCK, DRAFT, LOOKUP, PAST, SERVED, TARGET, TOGETHER, UNDISTILLED, Way
+from speculative.measure.measured import BY_BLOCK, DRAFT, LOOKUP, LOOKUP_DRAFT, PAST, SERVED, TARGET, UNDISTILLED, Way
 from speculative.measure.race import Lap, Standings
 from speculative.measure.token_scores import TokenScores
 
@@ -73,12 +73,12 @@ def contest_of(question, ratios, concurrency=1):
             half = Response("", [], response_ids=[1] * tokens, blocks=tokens // 2)
             laps.setdefault(name, {})[str(index)] = Lap(0.0, 0.01 * tokens / ratio, half)
     ways = tuple(
-        Way(name, None, GAMMA, blocks_N, ngrams=(3, 2) if name in (LOOKUP, TOGETHER) else None, behind=DRAFT)
+        Way(name, None, GAMMA, blocks_N, ngrams=(3, 2) if name in (LOOKUP, LOOKUP_DRAFT) else None, behind=DRAFT)
         for name in laps
         if name != TARGET
     )
     standings = Standings(laps, question.keys, question.tokens_N, {one.name: one.blocks_N for one in ways}, 6)
-    return Contest(question, concurrency, ways, standings, frozenset({DRAFT, TOGETHER}), laps=laps)
+    return Contest(question, concurrency, ways, standings, frozenset({DRAFT, LOOKUP_DRAFT}), laps=laps)
 
 
 def evidence_of(
@@ -162,7 +162,7 @@ def test_outcome_headline_and_facts(gain, ratios, outcome, pays, headline, fact)
 
 def headlines():
     """(outcome, headline) of a verdict with each outcome, and of a run of each way, also with few prompts."""
-    free = {UNDISTILLED: jittered(FAST, 0.6), LOOKUP: jittered(FAST, 0.8), TOGETHER: jittered(FAST, 1.2)}
+    free = {UNDISTILLED: jittered(FAST, 0.6), LOOKUP: jittered(FAST, 0.8), LOOKUP_DRAFT: jittered(FAST, 1.2)}
     better = free | {PAST: jittered(FAST, 1.5)}
     cases = [(0.1, FAST, None), (0.1, FAST, free), (0.1, FAST, better), (0.1, SLOW, None), (0.0, SLOW, None)]
     cases += [(-0.1, FAST, None), (0.1, None, None), (0.1, [1.5, 1.4], None)]
@@ -170,8 +170,8 @@ def headlines():
         found = verdict(evidence_of(gain, ratios, free=others))
         yield found.outcome, found.headline
     question = evidence_of(0.1, FAST).question
-    others = (measured.BY_TOKEN, measured.TREE, measured.EARLY_EXIT, measured.LOOKAHEAD)
-    for way in (UNDISTILLED, SERVED, DRAFT, BY_BLOCK, LOOKUP, PAST, TOGETHER, *others):
+    others = (measured.BY_TOKEN, "token-tree", "early-exit", "lookahead")
+    for way in (UNDISTILLED, SERVED, DRAFT, BY_BLOCK, LOOKUP, PAST, LOOKUP_DRAFT, *others):
         yield None, headline_of(contest_of(question, {way: FAST}), way)
 
 
@@ -260,11 +260,11 @@ def jittered(ratios, factor):
         (0.1, 1.5, 1.2, "baseline_better", LOOKUP, "Run prompt lookup: 2.17x ["),
         (0.0, 1.5, 1.2, "baseline_better", LOOKUP, "Run prompt lookup"),
         (-0.1, 1.5, 1.2, "baseline_better", LOOKUP, "Run prompt lookup"),
-        (0.1, 0.8, 1.2, "best_together", TOGETHER, "Run lookup + draft: 1.73x ["),
-        (0.1, 1.3, 1.6, "best_together", TOGETHER, "Run lookup + draft"),
+        (0.1, 0.8, 1.2, "best_together", LOOKUP_DRAFT, "Run lookup + draft: 1.73x ["),
+        (0.1, 1.3, 1.6, "best_together", LOOKUP_DRAFT, "Run lookup + draft"),
         (0.1, 0.8, 1.01, "pays_off", DRAFT, "Run the draft: 1.44x ["),
         (0.1, 0.8, 0.9, "pays_off", DRAFT, "Run the draft"),
-        (0.0, 0.8, 1.2, "no_measurable_gain", TOGETHER, "Run lookup + draft"),
+        (0.0, 0.8, 1.2, "no_measurable_gain", LOOKUP_DRAFT, "Run lookup + draft"),
     ],
 )
 def test_what_needs_no_training_has_its_say(gain, lookup, together, outcome, run, headline):
@@ -272,7 +272,7 @@ def test_what_needs_no_training_has_its_say(gain, lookup, together, outcome, run
         UNDISTILLED: jittered(FAST, 0.6),
         LOOKUP: jittered(FAST, lookup),
         PAST: jittered(FAST, 0.5),
-        TOGETHER: jittered(FAST, together),
+        LOOKUP_DRAFT: jittered(FAST, together),
     }
     found = verdict(evidence_of(gain, FAST, free=free))
     assert (found.outcome, found.to_run()) == (outcome, run)
@@ -287,7 +287,7 @@ def test_what_needs_no_training_has_its_say(gain, lookup, together, outcome, run
 
 def test_a_lookup_that_cannot_be_told_from_the_draft_is_said_so():
     noisy = [1.9, 1.1, 1.7, 1.2, 1.6, 1.3]
-    free = {UNDISTILLED: jittered(FAST, 0.6), LOOKUP: noisy, TOGETHER: jittered(FAST, 0.9)}
+    free = {UNDISTILLED: jittered(FAST, 0.6), LOOKUP: noisy, LOOKUP_DRAFT: jittered(FAST, 0.9)}
     found = verdict(evidence_of(0.1, FAST, free=free))
     assert found.outcome in ("pays_off", "no_speed")
     assert any(
@@ -296,10 +296,14 @@ def test_a_lookup_that_cannot_be_told_from_the_draft_is_said_so():
 
 
 def test_every_way_makes_a_grammatical_sentence():
-    assert [shown(way) for way in (DRAFT, LOOKUP, PAST)] == ["the draft", LOOKUP, "drafting from past responses"]
-    assert shown(BY_BLOCK) == "the draft, one pass a block,"
+    assert [shown(way) for way in (DRAFT, LOOKUP, PAST)] == [
+        "the draft",
+        "prompt lookup",
+        "drafting from past responses",
+    ]
+    assert shown(BY_BLOCK) == "the parallel draft"
     assert [order(way) for way in (TARGET, PAST)] == ["run the target alone", "draft from past responses"]
-    assert order(BY_BLOCK) == "run the draft, one pass a block"
+    assert order(BY_BLOCK) == "run the parallel draft"
 
 
 @pytest.mark.parametrize("looks", [1, 5, 50, 5000])
@@ -307,7 +311,7 @@ def test_every_way_makes_a_grammatical_sentence():
 @pytest.mark.parametrize("together", [0.9, 1.04, 1.3])
 def test_nothing_is_run_whose_corrected_interval_does_not_lie_above_one(looks, factor, together):
     ratios = jittered(EVEN, factor)
-    free = {UNDISTILLED: jittered(EVEN, 0.9), LOOKUP: jittered(EVEN, 0.98), TOGETHER: jittered(EVEN, together)}
+    free = {UNDISTILLED: jittered(EVEN, 0.9), LOOKUP: jittered(EVEN, 0.98), LOOKUP_DRAFT: jittered(EVEN, together)}
     found = verdict(evidence_of(0.1, ratios, free=free, looks=looks, load={DRAFT: FAST, LOOKUP: ratios}))
     assert set(found.run) == {"1", "8"}
     assert found.concurrencies == [1, 8]
@@ -325,7 +329,7 @@ def check_agrees(found):
     assert found.pays or run != DRAFT
     assert found.outcome != "pays_off" or found.pays
     assert found.outcome != "no_speed" or not found.pays
-    assert found.outcome != "best_together" or run == TOGETHER
+    assert found.outcome != "best_together" or run == LOOKUP_DRAFT
     assert found.outcome != "baseline_better" or run in (LOOKUP, PAST)
     row = found.row(run)
     said = "" if run == TARGET else f" {row.speed_up:.2f}x [{row.speed_up_ci[0]:.2f}, {row.speed_up_ci[1]:.2f}]"
@@ -344,7 +348,7 @@ def test_a_verdict_never_contradicts_itself(looks, draft, lookup, together, gain
     free = {
         UNDISTILLED: jittered(draft, 0.9),
         LOOKUP: jittered(draft[::-1], lookup),
-        TOGETHER: jittered(draft, together),
+        LOOKUP_DRAFT: jittered(draft, together),
     }
     check_agrees(verdict(evidence_of(gain, draft, free=free, looks=looks)))
 
@@ -358,7 +362,7 @@ THIN = [0.78 * ratio for ratio in FAST]
     ("ratios", "free", "once", "outcome_once", "often", "outcome_often"),
     [
         (THIN, {}, DRAFT, "pays_off", TARGET, "no_speed"),
-        (SLOW, {TOGETHER: THIN}, TOGETHER, "best_together", TARGET, "no_speed"),
+        (SLOW, {LOOKUP_DRAFT: THIN}, LOOKUP_DRAFT, "best_together", TARGET, "no_speed"),
         (
             FAST,
             {LOOKUP: [a * b for a, b in zip(THIN, FAST, strict=True)]},

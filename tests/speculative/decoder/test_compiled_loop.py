@@ -16,12 +16,12 @@ from speculative.decoder import compiled_loop
 from speculative.decoder.compiled_loop import CompiledLoop
 from speculative.decoder.device_loop import open_loop
 from speculative.decoder.responses import DecodeSettings, Timing
-from speculative.drafters.cascade import Cascade
 from speculative.drafters.drafter import Ask, ModelDrafter, Proposal
 from speculative.drafters.early_exit import EarlyExit
 from speculative.drafters.gamma import AdaptiveGamma, FixedGamma
 from speculative.drafters.lookup import PromptLookup
-from speculative.drafters.retrieval import Datastore, Retrieval
+from speculative.drafters.lookup_draft import LookupDraft
+from speculative.drafters.past_responses import PastResponses, ResponseIndex
 from speculative.engine.compiled import library as library_module
 from speculative.engine.compiled import model as compiled_model
 from speculative.errors import UserError
@@ -46,20 +46,22 @@ SAID = {
     ]
     for rule in ("greedy", "plain")
 }
-PAST = Datastore.build(SAID["plain"], VOCAB)
+PAST = ResponseIndex.build(SAID["plain"], VOCAB)
 DRAFTERS = {
     "model": lambda: ModelDrafter(DRAFT),
     "lookup": lambda: PromptLookup(min_ngram=1, max_ngram=2),
-    "cascade": lambda: Cascade(PromptLookup(min_ngram=2, max_ngram=3), ModelDrafter(DRAFT)),
-    "nested": lambda: Cascade(
-        PromptLookup(3, 3), Cascade(PromptLookup(2, 2), ModelDrafter(DRAFT), then_gamma=2), then_gamma=3
+    "cascade": lambda: LookupDraft(PromptLookup(min_ngram=2, max_ngram=3), ModelDrafter(DRAFT)),
+    "nested": lambda: LookupDraft(
+        PromptLookup(3, 3), LookupDraft(PromptLookup(2, 2), ModelDrafter(DRAFT), then_gamma=2), then_gamma=3
     ),
-    "past before a draft": lambda: Cascade(Retrieval(PAST), ModelDrafter(DRAFT), then_gamma=2),
-    "two from the past": lambda: Cascade(Retrieval(PAST), ModelDrafter(DRAFT), min_found=2),
+    "past before a draft": lambda: LookupDraft(PastResponses(PAST), ModelDrafter(DRAFT), then_gamma=2),
+    "two from the past": lambda: LookupDraft(PastResponses(PAST), ModelDrafter(DRAFT), min_found=2),
     "early exit": lambda: EarlyExit(TARGET, 1),
-    "past responses": lambda: Retrieval(PAST),
-    "short n-grams are unknown": lambda: Retrieval(Datastore.build(SAID["plain"], VOCAB, min_ngram=2, max_ngram=3)),
-    "hashes of other n-grams": lambda: Retrieval(replace(PAST, starts_M=np.roll(PAST.starts_M, 1))),
+    "past responses": lambda: PastResponses(PAST),
+    "short n-grams are unknown": lambda: PastResponses(
+        ResponseIndex.build(SAID["plain"], VOCAB, min_ngram=2, max_ngram=3)
+    ),
+    "hashes of other n-grams": lambda: PastResponses(replace(PAST, starts_M=np.roll(PAST.starts_M, 1))),
 }
 
 
@@ -119,7 +121,7 @@ def test_lookup_before_a_draft_runs_in_compiled_code(rows: int, monkeypatch: pyt
     for runner in ("compile", "eager"):
         drafted_in_python.clear()
         for first in range(len(prompts)):
-            drafter = Cascade(PromptLookup(3, 2), ModelDrafter(DRAFT), then_gamma=2)
+            drafter = LookupDraft(PromptLookup(3, 2), ModelDrafter(DRAFT), then_gamma=2)
             loop = open_loop(TARGET, drafter, rows, 100, settings, runner=runner)
             loop.admit(range(rows), (2 * list(prompts.items()))[first : first + rows])
             outcomes = [loop.run_block() for _ in range(5)]
@@ -137,10 +139,10 @@ def test_lookup_before_a_draft_runs_in_compiled_code(rows: int, monkeypatch: pyt
 
 def test_past_responses_are_looked_up_in_compiled_code(monkeypatch: pytest.MonkeyPatch) -> None:
     """Python is not asked; each of these answers is found again, and followed to its end."""
-    monkeypatch.setattr(Retrieval, "propose", None)
+    monkeypatch.setattr(PastResponses, "propose", None)
     greedy = replace(RULES["greedy"], gamma=8)
-    past = Datastore.build(SAID["greedy"], VOCAB)
-    said, _ = decode(TARGET, Retrieval(past), PROMPTS, greedy, batch_size=2, runner="compile")
+    past = ResponseIndex.build(SAID["greedy"], VOCAB)
+    said, _ = decode(TARGET, PastResponses(past), PROMPTS, greedy, batch_size=2, runner="compile")
     assert [one.response_ids for one in said] == SAID["greedy"]
     assert sum(one.blocks for one in said) < sum(map(len, SAID["greedy"])) / 3
     assert {count for one in said for count in one.drafted_counts} > {0, 8}
@@ -148,7 +150,7 @@ def test_past_responses_are_looked_up_in_compiled_code(monkeypatch: pytest.Monke
 
 def test_a_draft_that_strayed_is_called_back_in_python_first() -> None:
     """Where one row took found tokens, Python's draft has read its own: compiled code would take them for text."""
-    drafter = Cascade(PromptLookup(3, 2), ModelDrafter(DRAFT))
+    drafter = LookupDraft(PromptLookup(3, 2), ModelDrafter(DRAFT))
     loop = open_loop(TARGET, drafter, 2, 100, DecodeSettings(GREEDY, 4, "greedy", 60), runner="compile")
     loop.admit(range(2), [("as before", [3, 7, 5, 9, 3, 7, 5]), ("new", [11, 12])])
     assert drafter.plan() is not None
@@ -177,7 +179,7 @@ class InTurn(FixedGamma):
 @pytest.mark.parametrize("name", ["model", "lookup", "cascade", "short cascade"])
 def test_blocks_of_python_and_of_compiled_code_take_turns(name: str, rule: str) -> None:
     """Each knows what the other's blocks have read, drafted and committed."""
-    made = DRAFTERS | {"short cascade": lambda: Cascade(PromptLookup(2, 1), ModelDrafter(DRAFT), 2, then_gamma=2)}
+    made = DRAFTERS | {"short cascade": lambda: LookupDraft(PromptLookup(2, 1), ModelDrafter(DRAFT), 2, then_gamma=2)}
     settings = replace(RULES[rule], gamma=4, max_tokens=48)
     prompts = [("3 as before", [3, 7, 5, 9, 3, 7, 5]), ("new", [11, 12]), ("loop", [4, 4, 4]), *PROMPTS[2:4]]
     found = [

@@ -14,13 +14,13 @@ from tiny_models import VOCAB, perturbed, texts, tiny_model
 from speculative import decode as decoding
 from speculative.decode import decode
 from speculative.decoder.responses import DecodeSettings
-from speculative.drafters.cascade import Cascade
 from speculative.drafters.draft import ParallelDrafter
 from speculative.drafters.drafter import ModelDrafter
 from speculative.drafters.early_exit import EarlyExit
 from speculative.drafters.gamma import FixedGamma
-from speculative.drafters.lookup import JacobiPool, PromptLookup
-from speculative.drafters.retrieval import Datastore, Retrieval
+from speculative.drafters.lookup import Lookahead, PromptLookup
+from speculative.drafters.lookup_draft import LookupDraft
+from speculative.drafters.past_responses import PastResponses, ResponseIndex
 from speculative.rules.sampling import SamplingSettings
 from speculative.rules.tree import TokenTree
 
@@ -32,9 +32,9 @@ DRAFTERS = {
     "parallel": lambda: ParallelDrafter(MARKED),
     "early exit": lambda: EarlyExit(TARGET, 1),
     "lookup": PromptLookup,
-    "pool": JacobiPool,
-    "past responses": lambda: Retrieval(Datastore.build([ids for _, ids in PROMPTS], VOCAB)),
-    "lookup, then draft": lambda: Cascade(PromptLookup(min_ngram=2), ModelDrafter(DRAFT), then_gamma=2),
+    "pool": Lookahead,
+    "past responses": lambda: PastResponses(ResponseIndex.build([ids for _, ids in PROMPTS], VOCAB)),
+    "lookup, then draft": lambda: LookupDraft(PromptLookup(min_ngram=2), ModelDrafter(DRAFT), then_gamma=2),
     "no draft": lambda: None,
 }
 

@@ -11,11 +11,11 @@ from tiny_models import VOCAB, perturbed, texts, tiny_model
 
 from speculative.decode import decode, generate
 from speculative.decoder.responses import DecodeSettings
-from speculative.drafters.cascade import Cascade
 from speculative.drafters.draft import ParallelDrafter
 from speculative.drafters.drafter import ModelDrafter
 from speculative.drafters.early_exit import EarlyExit
 from speculative.drafters.lookup import PromptLookup
+from speculative.drafters.lookup_draft import LookupDraft
 from speculative.measure.engine_blocks import after_prefill, tau_of
 from speculative.measure.token_scores import score_tokens
 from speculative.rules.sampling import GREEDY, SamplingSettings
@@ -26,7 +26,7 @@ MARKED.config.pard_token = VOCAB - 1
 DRAFTERS = {
     "draft": lambda: ModelDrafter(DRAFT),
     "parallel": lambda: ParallelDrafter(MARKED),
-    "lookup-draft": lambda: Cascade(PromptLookup(min_ngram=2), ModelDrafter(DRAFT), then_gamma=2),
+    "lookup-draft": lambda: LookupDraft(PromptLookup(min_ngram=2), ModelDrafter(DRAFT), then_gamma=2),
 }
 PROMPTS = repeating_prompts()
 GREEDILY = DecodeSettings(GREEDY, 4, "greedy", max_tokens=24, eos_ids=(7, 19))

@@ -8,12 +8,12 @@ from tiny_models import VOCAB, perturbed
 
 from speculative.decode import decode
 from speculative.decoder.responses import DecodeSettings
-from speculative.drafters.cascade import Cascade
 from speculative.drafters.draft import ParallelDrafter
 from speculative.drafters.drafter import ModelDrafter
 from speculative.drafters.early_exit import EarlyExit
-from speculative.drafters.lookup import JacobiPool, PromptLookup
-from speculative.drafters.retrieval import Datastore, Retrieval
+from speculative.drafters.lookup import Lookahead, PromptLookup
+from speculative.drafters.lookup_draft import LookupDraft
+from speculative.drafters.past_responses import PastResponses, ResponseIndex
 from speculative.rules.sampling import GREEDY, SamplingSettings
 
 DRAFT = perturbed(TARGET)
@@ -24,46 +24,47 @@ GREEDY_TEXT = DecodeSettings(GREEDY, 0, "greedy", max_tokens=40, eos_ids=(7, 19)
 PLAIN = decode(TARGET, None, PROMPTS, GREEDY_TEXT)[0]
 
 
-def past_responses() -> Datastore:
+def past_responses() -> ResponseIndex:
     """What the target says, every third token of every second response spoiled: whole blocks are right, others soon wrong."""
     said = [one.response_ids for one in PLAIN[::2]]
     said += [[token if place % 3 else 11 for place, token in enumerate(one.response_ids)] for one in PLAIN[1::2]]
-    return Datastore.build(said, VOCAB)
+    return ResponseIndex.build(said, VOCAB)
 
 
-def random_responses(count: int, length: int, **sizes: int) -> Datastore:
+def random_responses(count: int, length: int, **sizes: int) -> ResponseIndex:
     said = np.random.default_rng(0).integers(0, SMALL_VOCAB, (count, length)).tolist()
-    return Datastore.build(said, SMALL_VOCAB, **sizes)
+    return ResponseIndex.build(said, SMALL_VOCAB, **sizes)
 
 
-def prompts_store() -> Datastore:
-    return Datastore.build([ids for _, ids in PROMPTS], VOCAB, min_ngram=2)
+def prompts_store() -> ResponseIndex:
+    return ResponseIndex.build([ids for _, ids in PROMPTS], VOCAB, min_ngram=2)
 
 
 DRAFTERS = {
     "lookup": PromptLookup,
-    "pool": JacobiPool,
-    "past responses": lambda: Retrieval(past_responses()),
+    "pool": Lookahead,
+    "past responses": lambda: PastResponses(past_responses()),
     "parallel": lambda: ParallelDrafter(MARKED),
-    "lookup-draft": lambda: Cascade(PromptLookup(min_ngram=2), ModelDrafter(DRAFT)),
-    "lookup-short draft": lambda: Cascade(PromptLookup(min_ngram=2), ModelDrafter(DRAFT), then_gamma=2),
-    "lookup-past-draft": lambda: Cascade(
-        PromptLookup(3, 3), Cascade(Retrieval(prompts_store()), ModelDrafter(DRAFT), 2)
+    "lookup-draft": lambda: LookupDraft(PromptLookup(min_ngram=2), ModelDrafter(DRAFT)),
+    "lookup-short draft": lambda: LookupDraft(PromptLookup(min_ngram=2), ModelDrafter(DRAFT), then_gamma=2),
+    "lookup-past-draft": lambda: LookupDraft(
+        PromptLookup(3, 3), LookupDraft(PastResponses(prompts_store()), ModelDrafter(DRAFT), 2)
     ),
-    "lookup-exit": lambda: Cascade(PromptLookup(min_ngram=2), EarlyExit(TARGET, 1)),
-    "past-pool": lambda: Cascade(Retrieval(past_responses()), JacobiPool()),
-    "lookup-pool": lambda: Cascade(PromptLookup(min_ngram=2), JacobiPool()),
+    "lookup-exit": lambda: LookupDraft(PromptLookup(min_ngram=2), EarlyExit(TARGET, 1)),
+    "past-pool": lambda: LookupDraft(PastResponses(past_responses()), Lookahead()),
+    "lookup-pool": lambda: LookupDraft(PromptLookup(min_ngram=2), Lookahead()),
 }
 SMALL = {
     "lookup": PromptLookup,
-    "pool": JacobiPool,
-    "past responses": lambda: Retrieval(random_responses(40, 12)),
+    "pool": Lookahead,
+    "past responses": lambda: PastResponses(random_responses(40, 12)),
     "parallel": lambda: ParallelDrafter(SMALL_MARKED),
-    "lookup-draft": lambda: Cascade(PromptLookup(2, 2), ModelDrafter(SMALL_DRAFT)),
-    "lookup-past-draft": lambda: Cascade(
-        PromptLookup(3, 3), Cascade(Retrieval(random_responses(12, 6, max_ngram=2)), ModelDrafter(SMALL_DRAFT), 2)
+    "lookup-draft": lambda: LookupDraft(PromptLookup(2, 2), ModelDrafter(SMALL_DRAFT)),
+    "lookup-past-draft": lambda: LookupDraft(
+        PromptLookup(3, 3),
+        LookupDraft(PastResponses(random_responses(12, 6, max_ngram=2)), ModelDrafter(SMALL_DRAFT), 2),
     ),
-    "lookup-parallel": lambda: Cascade(PromptLookup(min_ngram=2), ParallelDrafter(SMALL_MARKED)),
+    "lookup-parallel": lambda: LookupDraft(PromptLookup(min_ngram=2), ParallelDrafter(SMALL_MARKED)),
 }
 
 

@@ -12,7 +12,7 @@ from host_rows import (
 from hypothesis import given
 from hypothesis import strategies as st
 
-from speculative.drafters.lookup import JacobiPool, PromptLookup, one_hot_proposal, proposal_width
+from speculative.drafters.lookup import Lookahead, PromptLookup, one_hot_proposal, proposal_width
 from speculative.errors import UserError
 
 
@@ -81,7 +81,7 @@ def expected_chain(blocks: list[Block], text: list[int], ngram: int, gamma: int)
 
 @given(row_steps, st.integers(2, 5), st.integers(0, 6), st.randoms(use_true_random=False))
 def test_pooled_proposals_are_those_of_the_definition(steps, ngram, gamma, random):
-    rows = HostRows(JacobiPool(ngram), rows=4)
+    rows = HostRows(Lookahead(ngram), rows=4)
     history: list[list[Block]] = [[] for _ in range(4)]
     for step in steps:
         rows.apply(step)
@@ -111,4 +111,4 @@ def test_pooled_proposals_are_those_of_the_definition(steps, ngram, gamma, rando
 
 def test_an_ngram_without_a_continuation_is_refused():
     with pytest.raises(UserError, match=r"ngram = 1: must be at least 2"):
-        JacobiPool(1)
+        Lookahead(1)

@@ -17,11 +17,11 @@ from tiny_models import perturbed, prompts_of, tiny_model
 
 from speculative.decode import decode
 from speculative.decoder.responses import DecodeSettings
-from speculative.drafters.cascade import Cascade
 from speculative.drafters.draft import ParallelDrafter, drafts_of
 from speculative.drafters.drafter import CATCH_UP_TOKENS, ModelDrafter
 from speculative.drafters.gamma import AdaptiveGamma, FixedGamma
 from speculative.drafters.lookup import PromptLookup
+from speculative.drafters.lookup_draft import LookupDraft
 from speculative.errors import UserError
 from speculative.measure.baseline_replay import kept_by_lookup
 from speculative.measure.metrics import survival
@@ -129,7 +129,7 @@ def test_replay_knows_a_confidence_stop_and_a_lookup_before_the_draft() -> None:
     assert abs(agreement_of(scores, "sample", counted, 4, stop_below=0.2).z) < 3.5
     assert agreement_of(scores, "sample", counted, 4).predicted_blocks < sum(counted) - 50
 
-    both = Cascade(PromptLookup(min_ngram=2), ParallelDrafter(SMALL))
+    both = LookupDraft(PromptLookup(min_ngram=2), ParallelDrafter(SMALL))
     live, _ = decode(SMALL_TARGET, both, small_prompts(60), settings, batch_size=60)
     scores, counted = score_tokens(SMALL, live, SAMPLED, offsets=4), [response.blocks for response in live]
     sure = [kept_by_lookup(text, 4, min_ngram=2) for text in live]

@@ -10,10 +10,10 @@ from tiny_models import perturbed, prompts_of, tiny_model
 
 from speculative.decode import decode
 from speculative.decoder.responses import DecodeSettings
-from speculative.drafters.cascade import Cascade
 from speculative.drafters.drafter import ModelDrafter
 from speculative.drafters.lookup import PromptLookup
-from speculative.drafters.retrieval import Datastore, Retrieval
+from speculative.drafters.lookup_draft import LookupDraft
+from speculative.drafters.past_responses import PastResponses, ResponseIndex
 from speculative.evaluate import HeldoutResponse
 from speculative.measure import replay as replay_module
 from speculative.measure.baseline_replay import (
@@ -21,7 +21,7 @@ from speculative.measure.baseline_replay import (
     found_blocks,
     found_steps,
     kept_by_lookup,
-    kept_by_retrieval,
+    kept_by_past_responses,
     tuned_lookup,
 )
 from speculative.measure.cost import StepCosts, given_costs
@@ -47,7 +47,7 @@ def live_texts(drafter, sampling, gamma, rule=None, prompts=(4, 9, 15), tokens=4
 
 def datastore():
     texts = live_texts(None, SAMPLED, 0, prompts=[7] * 6)
-    return Datastore.build([text.response_ids for text in texts], VOCAB, min_ngram=2, max_ngram=5)
+    return ResponseIndex.build([text.response_ids for text in texts], VOCAB, min_ngram=2, max_ngram=5)
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
@@ -55,8 +55,8 @@ def datastore():
 @pytest.mark.parametrize("sizes", [(3, 1), (4, 2), None], ids=["3-1", "4-2", "past responses"])
 def test_stored_text_has_the_blocks_of_live_decoding(sampling, gamma, sizes):
     store = datastore()
-    live = live_texts(PromptLookup(*sizes) if sizes else Retrieval(store), sampling, gamma)
-    kept = [kept_by_lookup(text, 8, *sizes) if sizes else kept_by_retrieval(text, 8, store) for text in live]
+    live = live_texts(PromptLookup(*sizes) if sizes else PastResponses(store), sampling, gamma)
+    kept = [kept_by_lookup(text, 8, *sizes) if sizes else kept_by_past_responses(text, 8, store) for text in live]
     found = found_blocks([*kept, np.zeros(0, dtype=int)], (gamma,))
     drafted = [sum(count > 0 for count in one.drafted_counts) for one in live]
     assert found.found_NK[:, 0].tolist() == [*drafted, 0]
@@ -68,10 +68,10 @@ def test_stored_text_has_the_blocks_of_live_decoding(sampling, gamma, sizes):
 @pytest.mark.parametrize("first", ["lookup", "retrieval", "much of retrieval"])
 def test_a_greedy_cascade_has_exactly_the_blocks_of_live_decoding(gamma, then_gamma, first):
     store, wanted = datastore(), 3 if first == "much of retrieval" else 1
-    drafter = PromptLookup(4, 2) if first == "lookup" else Retrieval(store)
-    live = live_texts(Cascade(drafter, ModelDrafter(DRAFT), wanted, then_gamma), GREEDY, gamma)
+    drafter = PromptLookup(4, 2) if first == "lookup" else PastResponses(store)
+    live = live_texts(LookupDraft(drafter, ModelDrafter(DRAFT), wanted, then_gamma), GREEDY, gamma)
     kept = [
-        kept_by_lookup(text, gamma, 4, 2) if first == "lookup" else kept_by_retrieval(text, gamma, store, wanted)
+        kept_by_lookup(text, gamma, 4, 2) if first == "lookup" else kept_by_past_responses(text, gamma, store, wanted)
         for text in live
     ]
     scores = score_tokens(DRAFT, live, GREEDY)
@@ -85,7 +85,7 @@ def test_a_greedy_cascade_has_exactly_the_blocks_of_live_decoding(gamma, then_ga
         assert longer.calls_NK.sum() < found.calls_NK.sum()
 
 
-class Counted(Cascade):
+class Counted(LookupDraft):
     """Counts the blocks in which the draft's tokens were taken."""
 
     drafted = 0

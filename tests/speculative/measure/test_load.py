@@ -14,10 +14,10 @@ from speculative import decode as decode_module
 from speculative.decode import generate
 from speculative.decoder import block_loop
 from speculative.decoder.responses import DecodeSettings, Response
-from speculative.drafters.cascade import Cascade
 from speculative.drafters.drafter import Ask, Drafter, ModelDrafter, Proposal
 from speculative.drafters.gamma import FixedGamma
 from speculative.drafters.lookup import PromptLookup
+from speculative.drafters.lookup_draft import LookupDraft
 from speculative.engine.cached_model import CachedModel
 from speculative.errors import UserError
 from speculative.measure import load as load_module
@@ -260,7 +260,7 @@ def test_the_kinds_of_blocks_that_run_in_compiled_code_are_seen(drafts: bool) ->
 
     def drafter() -> Drafter:
         lookup = PromptLookup(3, 1)
-        return Cascade(lookup, ModelDrafter(perturbed(target)), then_gamma=1) if drafts else lookup
+        return LookupDraft(lookup, ModelDrafter(perturbed(target)), then_gamma=1) if drafts else lookup
 
     timed = full_batch_seconds(target, drafter, texts, DecodeSettings(gamma=2), 1, turns=6)
     assert set(np.unique(timed.kinds_TB)) == {FOUND, DRAFTED if drafts else PLAIN}

@@ -1,29 +1,24 @@
-"""Retrieval: proposes the tokens that most often followed the row's last tokens in past responses (REST, 2311.08252).
+"""Past responses: proposes the tokens that most often followed the row's last tokens in past responses (REST, 2311.08252).
 
-Shapes: R rows, G drafted tokens (at most gamma), C columns of the token buffer, N tokens of the datastore, M its stored
+Shapes: R rows, G drafted tokens (at most gamma), C columns of the token buffer, N tokens of the index, M its stored
 n-grams, K sizes of n-grams up to the longest.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save
 
 from speculative.drafters.drafter import Ask, Drafter, Plan, Proposal, Seats
 from speculative.drafters.lookup import check_ngrams, proposal_width
-from speculative.drafters.registry import Parts, registers
+from speculative.drafters.registry import Parts, way
 from speculative.engine.models import vocab_rows
 from speculative.errors import UserError
 
-FORMAT = "understudy-datastore-1"
-END = -1  # Follows every response in the datastore.
+END = -1  # Follows every response in the index.
 # Number of tokens of a continuation that are chosen by vote; the rest follows the first remaining match.
 VOTED_TOKENS = 16
 # An n-gram's hash is the sum of (id + 1) * MULTIPLIER^k, k its distance from the end, modulo 2^64.
@@ -31,7 +26,7 @@ MULTIPLIER = 0x9E3779B97F4A7C15
 
 
 @dataclass(frozen=True, eq=False)
-class Datastore:
+class ResponseIndex:
     """Past responses, and for each of their n-grams where its most frequent continuation begins.
 
     tokens_N: int32, every response followed by END. hashes_M: uint64, sorted. starts_M: int32, indices of tokens_N. "Most frequent" is
@@ -62,8 +57,8 @@ class Datastore:
     @classmethod
     def build(
         cls, responses: Iterable[Sequence[int]], vocab_size: int, *, min_ngram: int = 1, max_ngram: int = 4
-    ) -> Datastore:
-        """Datastore of these token sequences; `vocab_size`: how many ids the target scores (`models.vocab_rows`). Leave out the responses
+    ) -> ResponseIndex:
+        """ResponseIndex of these token sequences; `vocab_size`: how many ids the target scores (`models.vocab_rows`). Leave out the responses
         that decoding will be measured on: retrieving them would overstate acceptance. Raises UserError for an empty range of sizes, an id
         outside the vocabulary, no token at all, too many tokens.
         """
@@ -72,52 +67,19 @@ class Datastore:
         tokens_N = np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
         said_N = tokens_N[tokens_N != END]
         if not len(said_N):
-            raise UserError("the datastore would be empty: give at least one response with a token")
+            raise UserError("the index would be empty: give at least one response with a token")
         if len(tokens_N) != len(said_N) + len(parts) or said_N.min() < 0 or said_N.max() >= vocab_size:
             worst = said_N.max() if said_N.max() >= vocab_size else min(said_N.min(), END)
             raise UserError(
-                f"the responses of the datastore have token id {worst} but vocab_size is {vocab_size}: "
+                f"the responses of the index have token id {worst} but vocab_size is {vocab_size}: "
                 "use the ids of the target's own tokenizer"
             )
         if len(tokens_N) >= 2**31:
-            raise UserError(f"the datastore would hold {len(tokens_N)} tokens, the limit is 2^31: give fewer responses")
+            raise UserError(f"the index would hold {len(tokens_N)} tokens, the limit is 2^31: give fewer responses")
         hashes_M, starts_M = _index(tokens_N, vocab_size, min_ngram, max_ngram)
         if not len(hashes_M):
-            raise UserError(f"no response of the datastore is longer than min_ngram = {min_ngram}: lower it")
+            raise UserError(f"no response of the index is longer than min_ngram = {min_ngram}: lower it")
         return cls(tokens_N.astype(np.int32), hashes_M, starts_M, vocab_size, min_ngram, max_ngram)
-
-    def save(self, path: Path | str) -> None:
-        """Write one safetensors file, under a temporary name first. Raises UserError if it cannot be written."""
-        path = Path(path)
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        arrays = {"tokens": self.tokens_N, "hashes": self.hashes_M, "starts": self.starts_M}
-        numbers = {name: str(getattr(self, name)) for name in ("vocab_size", "min_ngram", "max_ngram")}
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            try:
-                # save_file would make it readable by this user only.
-                temporary.write_bytes(save(arrays, metadata={"format": FORMAT, **numbers}))
-                os.replace(temporary, path)
-            finally:
-                temporary.unlink(missing_ok=True)
-        except (OSError, SafetensorError) as error:
-            raise UserError(f"datastore {path} cannot be written: {error}") from error
-
-    @classmethod
-    def load(cls, path: Path | str) -> Datastore:
-        """Read what `save` wrote. Raises UserError for a missing or damaged file, or one of another format."""
-        path = Path(path)
-        if not path.is_file():
-            raise UserError(f"datastore {path} does not exist: build it with Datastore.build(...).save({str(path)!r})")
-        try:
-            with safe_open(path, framework="numpy") as file:
-                metadata = file.metadata() or {}
-                if metadata.get("format") != FORMAT:
-                    raise UserError(f"{path} is not a datastore in format {FORMAT}: build it again")
-                arrays = [file.get_tensor(name) for name in ("tokens", "hashes", "starts")]
-                return cls(*arrays, *(int(metadata[name]) for name in ("vocab_size", "min_ngram", "max_ngram")))
-        except (OSError, SafetensorError, KeyError, ValueError) as error:
-            raise UserError(f"datastore {path} cannot be read ({error}): build it again") from error
 
     def continuations(self, tokens_RC: np.ndarray, lengths_R: np.ndarray, gamma: int) -> tuple[np.ndarray, np.ndarray]:
         """Ids (R, gamma) that follow the longest stored n-gram at each text's end, and how many of them are real: some twenty array
@@ -142,26 +104,26 @@ class Datastore:
         return np.where(np.arange(gamma) < counts_R[:, None], ids_RG, 0), counts_R
 
 
-class Retrieval(Drafter):
-    """Proposes from a datastore. The datastore is fixed, so a row's proposals depend only on its own text."""
+class PastResponses(Drafter):
+    """Proposes from an index of past responses. The index is fixed, so a row's proposals depend only on its own text."""
 
-    name = "retrieval"
-    source_names: tuple[str, ...] = ("retrieval",)
+    name = "past responses"
+    source_names: tuple[str, ...] = ("past responses",)
 
-    def __init__(self, datastore: Datastore):
-        self.datastore = datastore
+    def __init__(self, index: ResponseIndex):
+        self.index = index
         self._device = torch.device("cpu")
 
     def plan(self) -> Plan | None:
-        sizes = self.datastore.max_ngram, self.datastore.min_ngram
-        return Plan(sizes, past=self.datastore) if type(self) is Retrieval else None
+        sizes = self.index.max_ngram, self.index.min_ngram
+        return Plan(sizes, past=self.index) if type(self) is PastResponses else None
 
     def start(self, seats: Seats) -> None:
-        """Raises UserError if the datastore was built for another vocabulary than the target's."""
+        """Raises UserError if the index was built for another vocabulary than the target's."""
         known = vocab_rows(seats.target.model)
-        if known != self.datastore.vocab_size:
+        if known != self.index.vocab_size:
             raise UserError(
-                f"the datastore was built for a vocabulary of {self.datastore.vocab_size} token ids but the target has {known}: "
+                f"the index was built for a vocabulary of {self.index.vocab_size} token ids but the target has {known}: "
                 "build it from responses of this target"
             )
         self._device = seats.target.device
@@ -169,7 +131,7 @@ class Retrieval(Drafter):
     def propose(self, ask: Ask) -> Proposal:
         if ask.gamma == 0:
             return Proposal(torch.zeros((len(ask.lengths_R), 0), dtype=torch.int64, device=self._device))
-        ids_RG, counts_R = self.datastore.continuations(ask.tokens_RC, ask.lengths_R, ask.gamma)
+        ids_RG, counts_R = self.index.continuations(ask.tokens_RC, ask.lengths_R, ask.gamma)
         counts_R = counts_R * ask.active_R
         width = proposal_width(counts_R, ask.gamma, self._device)
         return Proposal(torch.from_numpy(ids_RG[:, :width]).to(self._device), counts_R=counts_R)
@@ -239,8 +201,6 @@ def _elect(tokens_N: np.ndarray, followers: np.ndarray, groups: np.ndarray, voca
     return elected
 
 
-@registers("past responses")
+@way("past-responses", needs=("past",))
 def _past_responses(parts: Parts) -> Drafter:
-    if parts.datastore is None:
-        raise UserError("drafter 'past responses' needs a datastore: build one with Datastore.build(...)")
-    return Retrieval(parts.datastore)
+    return PastResponses(parts.past)

@@ -9,13 +9,13 @@ import torch
 from speculative.drafters.drafter import Ask, Drafter, ModelDrafter, Plan, Proposal, Seats
 from speculative.drafters.gamma import AdaptiveGamma
 from speculative.drafters.lookup import PromptLookup
-from speculative.drafters.registry import Parts, registers
+from speculative.drafters.registry import Parts, way
 from speculative.errors import UserError
 from speculative.rules.sampling import one_hot
 
 
-class Cascade(Drafter):
-    """Rows in which `first` finds at least `min_found` tokens use them; `then` drafts for the other rows. Cascades can be nested.
+class LookupDraft(Drafter):
+    """Rows in which `first` finds at least `min_found` tokens use them; `then` drafts for the other rows. They can be nested.
 
     Why it is lossless: the choice of the drafter depends on the past alone, and either drafter is lossless. A choice that looks at what
     `first` sampled in this block would not be: the tokens that pass it do not follow the probabilities given to the rule. So `first` must
@@ -25,15 +25,15 @@ class Cascade(Drafter):
     """
 
     def __init__(self, first: Drafter, then: Drafter, min_found: int = 1, then_gamma: int | None = None):
-        """Raises UserError for a first drafter that always proposes (a model, a JacobiPool), and for a number under 1."""
+        """Raises UserError for a first drafter that always proposes (a model, a Lookahead), and for a number under 1."""
         if min_found < 1 or (then_gamma is not None and then_gamma < 1):
             raise UserError(f"min_found = {min_found}, then_gamma = {then_gamma}: must be at least 1 token")
         if first.model is not None or first.observes:
             raise UserError(
-                f"the {first.name} always proposes, so the cascade would never use its second drafter: swap the two"
+                f"the {first.name} always proposes, so nothing would reach the second drafter: swap the two"
             )
         self.first, self.then, self.min_found, self.then_gamma = first, then, min_found, then_gamma
-        self.name = f"cascade of {first.name} and {then.name}"
+        self.name = f"{first.name} before {then.name}"
         self.source_names: tuple[str, ...] = (*first.source_names, *then.source_names)
         self.model, self.observes, self.shares_cache = then.model, then.observes, then.shares_cache
         self._strayed_R = np.zeros(0, dtype=bool)
@@ -45,7 +45,7 @@ class Cascade(Drafter):
 
     def plan(self) -> Plan | None:
         first = self.first.plan()
-        if first is None or type(self) is not Cascade or type(self.then) is not ModelDrafter:
+        if first is None or type(self) is not LookupDraft or type(self.then) is not ModelDrafter:
             return None
         # In its own text a row finds gamma tokens or none, so `min_found` decides nothing. Strayed rows are called back by `propose`.
         if self._strayed_R.any() or (first.past is not None and self.min_found > 1):
@@ -84,7 +84,7 @@ class Cascade(Drafter):
         early = self.first.propose(ask)
         if early.probs_RGV is not None:
             raise UserError(
-                f"the {self.first.name} samples its proposals, so it cannot be the first drafter of a cascade: "
+                f"the {self.first.name} samples its proposals, so it cannot come before another: "
                 "use one that depends only on the committed text, such as PromptLookup"
             )
         found_R = early.real_R
@@ -132,7 +132,7 @@ def _mixed(early: Proposal, late: Proposal, taken_K: torch.Tensor) -> tuple[torc
     return ids_RG, probs_RGV
 
 
-@registers("lookup + draft")
-@registers("adaptive lookup + draft", policy=AdaptiveGamma)
-def _lookup_then_draft(parts: Parts) -> Drafter:
-    return Cascade(PromptLookup(*(parts.ngrams or (3, 2))), parts.drafter(), then_gamma=parts.then_gamma)
+@way("lookup+draft", needs=("draft",))
+@way("adaptive-lookup+draft", needs=("draft",), policy=AdaptiveGamma, served=False, replayed=False)
+def _lookup_draft(parts: Parts) -> Drafter:
+    return LookupDraft(PromptLookup(*(parts.ngrams or (3, 2))), parts.drafter(), then_gamma=parts.then_gamma)

@@ -21,9 +21,9 @@ from speculative.decode import decode
 from speculative.decoder import block_loop
 from speculative.decoder.block_loop import BlockLoop
 from speculative.decoder.responses import DecodeSettings
-from speculative.drafters.cascade import Cascade
 from speculative.drafters.drafter import Ask, Drafter, ModelDrafter, Proposal, Seats
-from speculative.drafters.lookup import JacobiPool, PromptLookup
+from speculative.drafters.lookup import Lookahead, PromptLookup
+from speculative.drafters.lookup_draft import LookupDraft
 from speculative.errors import UserError
 from speculative.rules.sampling import GREEDY, SamplingSettings, one_hot, row_uniforms
 from speculative.rules.tree import TokenTree
@@ -62,7 +62,7 @@ def chains(*rows: list[int]) -> Proposal:
     return Proposal(ids_RG, counts_R=np.array([len(row) for row in rows]))
 
 
-def asked(cascade: Cascade, gamma: int, rows: int, active: tuple[int, ...] | None = None) -> Proposal:
+def asked(cascade: LookupDraft, gamma: int, rows: int, active: tuple[int, ...] | None = None) -> Proposal:
     told = HostRows(cascade, rows)
     for row in range(rows) if active is None else active:
         told.apply(("admit", (row, [1] * (row + 2))))
@@ -73,12 +73,12 @@ def test_rows_take_the_first_drafter_where_it_found_enough():
     first = Scripted("first", chains([1, 2], [3], [], [4, 5]), ("a", "b"))
     first.proposal = first.proposal._replace(sources_R=np.array([0, 1, 0, 1]))
     then = Scripted("then", Proposal(torch.arange(12).reshape(4, 3) + 20))
-    mixed = asked(Cascade(first, then, min_found=2), 3, 4)
+    mixed = asked(LookupDraft(first, then, min_found=2), 3, 4)
     assert mixed.ids_RG.tolist() == [[1, 2, 0], [23, 24, 25], [26, 27, 28], [4, 5, 0]]
     assert mixed.counts_R.tolist() == [2, 3, 3, 2]
     assert mixed.probs_RGV is None
     assert mixed.sources_R.tolist() == [0, 2, 2, 1]
-    assert Cascade(first, then).source_names == ("a", "b", "then")
+    assert LookupDraft(first, then).source_names == ("a", "b", "then")
 
 
 @pytest.mark.parametrize("found", [[1, 2, 3], [1, 2]])
@@ -87,7 +87,7 @@ def test_looked_up_rows_are_one_hot_beside_the_drafts_probabilities(found):
     kept, peaks_RG = probs_RGV.clone(), torch.ones(3, 2)
     first = Scripted("first", chains(found, [], [4]))
     then = Scripted("then", Proposal(torch.tensor([[5, 5], [4, 3], [2, 1]]), probs_RGV, None, peaks_RG))
-    mixed = asked(Cascade(first, then), 3, 3)
+    mixed = asked(LookupDraft(first, then), 3, 3)
     width = len(found)
     assert mixed.ids_RG.tolist() == [found, [4, 3, 0][:width], [4, 0, 0][:width]]
     assert mixed.counts_R.tolist() == [width, 2, 1]
@@ -101,19 +101,19 @@ def test_looked_up_rows_are_one_hot_beside_the_drafts_probabilities(found):
 
 def test_the_second_is_asked_only_when_an_active_row_needs_it_and_always_told():
     first, then = Scripted("first", chains([1], [], [2])), Scripted("then", chains([7], [8], [9]))
-    mixed = asked(Cascade(first, then), 1, 3, active=(0, 2))
+    mixed = asked(LookupDraft(first, then), 1, 3, active=(0, 2))
     assert mixed.ids_RG.tolist() == [[1], [0], [2]]
     assert mixed.sources_R.tolist() == [0, 0, 0]
     assert then.told[-1] == ("propose", 0, [2, 1, 4])
-    assert asked(Cascade(first, then), 1, 3, active=(0, 1)).ids_RG.tolist() == [[1], [8], [9]]
+    assert asked(LookupDraft(first, then), 1, 3, active=(0, 1)).ids_RG.tolist() == [[1], [8], [9]]
     assert then.told[-1] == ("propose", 1, [2, 3, 1])
-    assert asked(Cascade(first, then), 0, 3).ids_RG.shape == (3, 0)
+    assert asked(LookupDraft(first, then), 0, 3).ids_RG.shape == (3, 0)
     assert then.told[-1][:2] == ("propose", 0)
 
 
 def test_all_rows_are_the_seconds_when_the_first_finds_nothing():
     first, then = Scripted("first", chains([], []), ("a", "b")), Scripted("then", chains([7, 7], [8]))
-    proposal = asked(Cascade(first, then), 2, 2)
+    proposal = asked(LookupDraft(first, then), 2, 2)
     assert proposal.ids_RG is then.proposal.ids_RG
     assert proposal.counts_R.tolist() == [2, 1]
     assert proposal.sources_R.tolist() == [2, 2]
@@ -121,12 +121,12 @@ def test_all_rows_are_the_seconds_when_the_first_finds_nothing():
 
 def test_few_tokens_wanted_are_enough():
     first, then = Scripted("first", chains([1, 2], [])), Scripted("then", chains([7, 7], [8, 8]))
-    assert asked(Cascade(first, then, min_found=3), 2, 2).ids_RG.tolist() == [[1, 2], [8, 8]]
+    assert asked(LookupDraft(first, then, min_found=3), 2, 2).ids_RG.tolist() == [[1, 2], [8, 8]]
 
 
 def test_a_draft_nobody_verified_is_called_back_once():
     first, then = Scripted("first", chains([1], [])), Scripted("then", chains([7], [8]))
-    cascade = Cascade(first, then)
+    cascade = LookupDraft(first, then)
     rows = HostRows(cascade, 2)
     for row in (0, 1):
         rows.apply(("admit", (row, [1, 2])))
@@ -152,7 +152,7 @@ def test_a_draft_nobody_verified_is_called_back_once():
 def test_both_hear_of_rows_and_only_watchers_observe():
     first, then = Scripted("first", chains([1], [2])), Scripted("then", chains([1], [2]))
     then.observes = True
-    cascade = Cascade(first, then)
+    cascade = LookupDraft(first, then)
     assert cascade.observes
     HostRows(cascade, 2)
     cascade.admit([1], np.ones((2, 5), dtype=np.int64), np.ones(2, dtype=np.int64))
@@ -160,16 +160,16 @@ def test_both_hear_of_rows_and_only_watchers_observe():
     cascade.keep([1])
     assert first.told == [("start", 2), ("admit", [1]), ("keep", [1])]
     assert then.told == [("start", 2), ("admit", [1]), ("observe", [[1.0, 1.0], [1.0, 1.0]]), ("keep", [1])]
-    assert not Cascade(PromptLookup(), ModelDrafter(DRAFT)).observes
-    assert Cascade(PromptLookup(), ModelDrafter(DRAFT)).model is DRAFT
+    assert not LookupDraft(PromptLookup(), ModelDrafter(DRAFT)).observes
+    assert LookupDraft(PromptLookup(), ModelDrafter(DRAFT)).model is DRAFT
 
 
 def test_pairs_that_make_no_sense_are_refused():
     for make, message in (
-        (lambda: Cascade(ModelDrafter(DRAFT), PromptLookup()), "the draft always proposes, .* swap the two"),
-        (lambda: Cascade(JacobiPool(), PromptLookup()), "the jacobi pool always proposes"),
-        (lambda: Cascade(PromptLookup(), JacobiPool(), min_found=0), "min_found = 0"),
-        (lambda: Cascade(PromptLookup(), JacobiPool(), then_gamma=0), "then_gamma = 0"),
+        (lambda: LookupDraft(ModelDrafter(DRAFT), PromptLookup()), "the draft always proposes, .* swap the two"),
+        (lambda: LookupDraft(Lookahead(), PromptLookup()), "the jacobi pool always proposes"),
+        (lambda: LookupDraft(PromptLookup(), Lookahead(), min_found=0), "min_found = 0"),
+        (lambda: LookupDraft(PromptLookup(), Lookahead(), then_gamma=0), "then_gamma = 0"),
     ):
         with pytest.raises(UserError, match=message):
             make()
@@ -179,7 +179,7 @@ def test_a_token_tree_in_the_settings_gives_chains():
     prompts, tree = repeating_prompts(3), TokenTree.from_branching((2, 2))
     plain, _ = decode(TARGET, None, prompts, DecodeSettings(GREEDY, 0, "greedy", max_tokens=20))
     settings = DecodeSettings(GREEDY, 2, "greedy", max_tokens=20, tree=tree)
-    responses, _ = decode(TARGET, Cascade(PromptLookup(2, 2), ModelDrafter(DRAFT)), prompts, settings)
+    responses, _ = decode(TARGET, LookupDraft(PromptLookup(2, 2), ModelDrafter(DRAFT)), prompts, settings)
     assert [one.response_ids for one in responses] == [one.response_ids for one in plain]
     assert {count for one in responses for count in one.drafted_counts} == {2}
 
@@ -187,7 +187,7 @@ def test_a_token_tree_in_the_settings_gives_chains():
 def test_a_first_drafter_that_draws_is_refused():
     drawing = Scripted("drawing", Proposal(torch.ones(1, 2, dtype=torch.int64), torch.ones(1, 2, 4)))
     with pytest.raises(UserError, match="drawing samples its proposals"):
-        asked(Cascade(drawing, PromptLookup()), 2, 1)
+        asked(LookupDraft(drawing, PromptLookup()), 2, 1)
 
 
 class SecondBest(Scripted):
@@ -209,7 +209,7 @@ class SecondBest(Scripted):
         return Proposal(ids_RG, counts_R=(ask.lengths_R % 3 == 0) * ask.gamma)
 
 
-def accepted_of_the_draft(cascade: Cascade, gamma: int = 3) -> tuple[list[bool], set[int]]:
+def accepted_of_the_draft(cascade: LookupDraft, gamma: int = 3) -> tuple[list[bool], set[int]]:
     """Whether each token that the second drafter proposed was accepted, and who proposed in this run."""
     prompts = repeating_prompts()
     settings = DecodeSettings(SamplingSettings(2.0, top_k=2), gamma, max_tokens=60)
@@ -230,12 +230,12 @@ def accepted_of_the_draft(cascade: Cascade, gamma: int = 3) -> tuple[list[bool],
 
 def test_the_second_drafter_never_believes_what_was_not_said(monkeypatch):
     """The target as its own draft is always right, unless it remembers tokens that another drafter's replaced."""
-    cascade = Cascade(SecondBest(), ModelDrafter(TARGET))
+    cascade = LookupDraft(SecondBest(), ModelDrafter(TARGET))
     passed, sources = accepted_of_the_draft(cascade)
     assert all(passed)
     assert len(passed) > 30
     assert sources == {0, 1}
-    monkeypatch.setattr(Cascade, "_call_back_strayed", lambda self, ask: None)
+    monkeypatch.setattr(LookupDraft, "_call_back_strayed", lambda self, ask: None)
     assert not all(accepted_of_the_draft(cascade)[0]), "this test would not see what it is there to see"
 
 
@@ -269,7 +269,7 @@ class Peeking(Scripted):
 def test_a_decision_may_depend_on_discarded_tokens_of_earlier_blocks(monkeypatch):
     """Each block draws numbers of its own. The same chi-square sees a block that uses those of a position again."""
     draft = Remembering(SMALL_DRAFT)
-    cascade, settings = Cascade(Peeking(draft), draft), DecodeSettings(gamma=3)
+    cascade, settings = LookupDraft(Peeking(draft), draft), DecodeSettings(gamma=3)
     assert sampled_text_p_value(cascade, settings) > 1e-3
 
     def by_position(seed, key, length, places, columns):
