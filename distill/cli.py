@@ -33,7 +33,6 @@ COMMANDS = (
     ("evaluate", JUDGE, of.EvaluateOptions, "distill.commands.evaluate.evaluate:evaluate_command"),
     ("compare", JUDGE, of.CompareOptions, "distill.commands.compare.compare:compare"),
     ("show", JUDGE, of.ShowRunOptions, "distill.commands.show:show"),
-    ("report", JUDGE, of.ReportOptions, "distill.commands.show:report"),
     ("export", SERVE, of.ExportOptions, "distill.commands.export:export"),
     ("check-export", SERVE, of.CheckExportOptions, "distill.commands.export:check_export"),
     ("check-pair", SERVE, CheckPairOptions, "distill.commands.export:check_pair_command"),
@@ -88,7 +87,7 @@ def main() -> None:
     """Entry point. A mistake of the user prints one line and exits with status 2."""
     try:
         words = [word.partition("=")[0] for place, word in enumerate(sys.argv) if place == 2 or word.startswith("--")]
-        if instead := retired(*(f"{sys.argv[1]} {word}" for word in words)):
+        if instead := retired(*sys.argv[1:2], *(f"{sys.argv[1]} {word}" for word in words)):
             raise UserError(instead)
         app()
     except BrokenPipeError:

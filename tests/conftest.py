@@ -241,7 +241,7 @@ def without_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     from distill.verdict import conclusion
 
     monkeypatch.setattr(conclusion, "plot_run", lambda run: None)
-    monkeypatch.setattr(conclusion, "report_command", lambda run: None)
+    monkeypatch.setattr(conclusion, "write_page", lambda run: None)
 
 
 @pytest.fixture

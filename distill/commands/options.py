@@ -31,10 +31,15 @@ class ShowRunOptions:
 
     understudy show runs/demo
 
-    Also decodes three held-out prompts and marks the tokens that the target accepted from the draft.
+    understudy show runs/demo --page report.html --price-per-hour 2.49
+
+    Also decodes three held-out prompts and marks the tokens that the target accepted from the draft. With --page it writes the
+    report instead, one HTML file without external files.
     """
 
-    run: RunFolder
+    run: Annotated[Path, argument("run folder; with --page also a result.json of `understudy evaluate`")]
+    page: Annotated[Path | None, option("HTML file to write")] = None
+    price_per_hour: Annotated[str, option("price of an hour, e.g. 2.49; 2.49,4.98 = without and with the draft")] = ""
     trust_remote_code: shared.TrustRemoteCode = False
 
 
@@ -50,22 +55,6 @@ class DemoOptions:
 
     config: Annotated[str, argument("config of the demo")] = "configs/demo.yaml"
     overrides: shared.Overrides = None
-
-
-@dataclass(frozen=True)
-class ReportOptions:
-    """Write the report page of a run.
-
-    understudy report runs/demo --price-per-hour 2.49
-
-    Writes report.html, one page without external files, and report.json with its numbers.
-    """
-
-    run: Annotated[Path, argument("run folder, or a result.json of `understudy evaluate`")]
-    to: Annotated[Path | None, option("HTML file to write; default: report.html next to the result")] = None
-    t_target: shared.TargetSeconds = ""
-    t_draft: shared.DraftSeconds = ""
-    price_per_hour: Annotated[str, option("price of an hour, e.g. 2.49; 2.49,4.98 = without and with the draft")] = ""
 
 
 @dataclass(frozen=True)
@@ -224,7 +213,7 @@ class EvaluateOptions:
 
     understudy evaluate runs/demo --config configs/demo.yaml --losslessness
 
-    Decodes them speculatively, prints a table and writes result.json; `understudy report result.json` makes a page of it.
+    Decodes them speculatively, prints a table and writes result.json; `understudy show result.json --page FILE` makes a page of it.
 
     Exit status: 0 done, 1 --losslessness found another text distribution, 2 a mistake in the command or its files.
     """

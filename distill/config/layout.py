@@ -19,7 +19,7 @@ runs/NAME/config.yaml             the resolved config
          judging/                 parts of a verdict that was not finished
          readback.json, readback.jsonl  what `understudy readback` measured in an engine, and that engine's answers
          engine_costs.json         step times of that engine (`understudy time`)
-         result.json, proposals.parquet, report.html, report.json
+         result.json, proposals.parquet, report.html
          verdict.json, plot.png   verdict.json is written last: a run that has it is finished
          dataset/                 what `understudy export --push-dataset` uploads
          export/                  where `understudy demo` exports to; commands in a report use this path

@@ -1,6 +1,7 @@
 """What was retired in this release and what to use instead, for one release: config keys, values (`key: value`), options of commands."""
 
 RETIRED: dict[str, str] = {
+    "report": "`understudy show RUN --page FILE` writes the page; its numbers are in result.json",
     "sweep --fit": "a sweep's table and frontier compare all shapes of the grid; give a short train.steps in overrides",
     "show --profile": "`understudy compare` scores two drafts on the same responses",
     "traffic review": "`understudy traffic show` lists acceptance by slice, `traffic export --quota` limits slices",

@@ -6,7 +6,7 @@ The palette is readable on light and dark pages, the background is transparent, 
 import base64
 import io
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import matplotlib
@@ -49,7 +49,7 @@ SETTINGS: dict[Any, Any] = {
 
 
 def figures_of(view: View) -> dict[str, str]:
-    """{name: data URI} of every figure this result has data for: steps_alpha, steps_tau, survival, tau, speed, given."""
+    """{name: data URI} of every figure this result has data for: steps_alpha, steps_tau, survival, tau, speed."""
     result, drawn = view.result, dict[str, str]()
     if len(result.verdict.checkpoints) > 1:
         for key in ("alpha", "tau"):
@@ -60,7 +60,6 @@ def figures_of(view: View) -> dict[str, str]:
         drawn["tau"] = _draw("tau", _taus, view, view.curves)
         if any(view.timed_speed_ups(curve) for curve in view.curves.ways.values()):
             drawn["speed"] = _draw("speed", _speeds, view, view.curves)
-        drawn["given"] = _draw("given", _given_speeds, view, view.curves)
     return drawn
 
 
@@ -158,20 +157,10 @@ def _taus(axis: Any, view: View, curves: RuleCurves) -> None:
     axis.set(xlabel="gamma, drafted tokens per block", ylabel="tau")
 
 
-def _speed_axis(axis: Any) -> None:
-    axis.axhline(1.0, color=INK, linewidth=1.0)
-    where = (LAST_GAMMA, 1.0)
-    axis.annotate("target alone", where, xytext=(0, 3), textcoords="offset points", ha="right", fontsize=8)
-    axis.set(xlabel="gamma, drafted tokens per block", ylabel="predicted speed-up")
-    axis.set_ylim(0, 1.12 * axis.dataLim.y1)  # room for the words at the peak
-
-
-def _speed_lines(
-    axis: Any, view: View, curves: RuleCurves, speed_ups: Callable[[str, Curve], Mapping[int, float]]
-) -> None:
-    """One line per draft, with the judged one's peak annotated."""
+def _speeds(axis: Any, view: View, curves: RuleCurves) -> None:
+    """One line per draft, with the judged one's peak and its timed speed-up."""
     for name, curve in view.in_order(curves):
-        fast = {gamma: value for gamma, value in speed_ups(name, curve).items() if gamma <= LAST_GAMMA}
+        fast = {gamma: value for gamma, value in view.timed_speed_ups(curve).items() if gamma <= LAST_GAMMA}
         if not fast:
             continue
         axis.plot(list(fast), list(fast.values()), **{**_style(view, name), "markersize": 3})
@@ -180,17 +169,13 @@ def _speed_lines(
             at = (peak, fast[peak])
             axis.annotate(f"{fast[peak]:.2f}x at {peak}", at, xytext=(4, 7), textcoords="offset points", fontsize=8.5)
 
-
-def _speeds(axis: Any, view: View, curves: RuleCurves) -> None:
-    _speed_lines(axis, view, curves, lambda _, curve: view.timed_speed_ups(curve))
     row = view.verdict.row(view.draft.way)
     if row is not None and row.speed_up is not None and curves.rule == view.verdict.rule:
         error = [[abs(row.speed_up - end)] for end in row.speed_up_ci] if row.speed_up_ci else None
         look: dict[str, Any] = {"color": INK, "fmt": "*", "markersize": 8, "capsize": 3, "linewidth": 1.2}
         axis.errorbar([row.gamma], [row.speed_up], yerr=error, label="timed", **look)
-    _speed_axis(axis)
-
-
-def _given_speeds(axis: Any, view: View, curves: RuleCurves) -> None:
-    _speed_lines(axis, view, curves, lambda name, curve: view.given.speed_ups(curve, view.in_one_pass(name)))
-    _speed_axis(axis)
+    axis.axhline(1.0, color=INK, linewidth=1.0)
+    where = (LAST_GAMMA, 1.0)
+    axis.annotate("target alone", where, xytext=(0, 3), textcoords="offset points", ha="right", fontsize=8)
+    axis.set(xlabel="gamma, drafted tokens per block", ylabel="predicted speed-up")
+    axis.set_ylim(0, 1.12 * axis.dataLim.y1)  # room for the words at the peak

@@ -15,7 +15,6 @@ from distill.report.measured import engine_parts, load_table, waits_table, ways_
 from distill.report.money import Prices
 from distill.report.sections.money import money_lines, money_table
 from distill.report.table import Cell, Column, Table
-from distill.run.result import Result
 from distill.run.verdict_record import Verdict
 from speculative.decoder.responses import Response
 from speculative.evaluate import Judgement, OnText
@@ -27,11 +26,11 @@ OWN_STYLE = "bold yellow"
 PROMPT_LINES = 6
 
 
-def print_money(console: Console, result: Result, prices: Prices) -> None:
+def print_money(console: Console, verdict: Verdict, prices: Prices) -> None:
     """Print the cost of tokens and responses at these prices."""
-    if table := money_table(result, prices):
+    if table := money_table(verdict, prices):
         console.print(table)
-    for line in money_lines(result, prices):
+    for line in money_lines(verdict, prices):
         console.print(Text(line))
 
 

@@ -22,15 +22,15 @@ OUTCOMES: dict[Outcome, str] = {
 
 
 @dataclass(frozen=True)
-class GivenTimes:
+class StepTimes:
     """Step times in seconds for which a speed-up is predicted. verify_extra: how much each drafted token lengthens the target's call.
-    source: "given", "measured" or "example".
+    measured: False for an example, where nothing was measured.
     """
 
     target_seconds: float
     draft_seconds: float
     verify_extra: float = 0.0
-    source: str = "given"
+    measured: bool = True
 
     @property
     def cost_ratio(self) -> float:
@@ -46,15 +46,15 @@ class GivenTimes:
         return {gamma: self.speed_up(gamma, tau, parallel) for gamma, tau in zip(curve.gammas, curve.tau, strict=True)}
 
 
-def measured_times(result: Result) -> GivenTimes:
+def step_times(result: Result) -> StepTimes:
     """The measured times, with v as a slope; an example where nothing was measured."""
     costs = result.verdict.costs
     if not costs:
-        return GivenTimes(0.025, 0.003, 0.02, "example")
-    measured = costs.verify_ratio
-    gamma = min(measured, key=lambda known: abs(known - result.verdict.gamma), default=0)
-    extra = max(0.0, (measured[gamma] - 1) / gamma) if gamma else 0.0
-    return GivenTimes(costs.target_step_seconds, costs.draft_step_seconds, extra, "measured")
+        return StepTimes(0.025, 0.003, 0.02, measured=False)
+    ratios = costs.verify_ratio
+    gamma = min(ratios, key=lambda timed: abs(timed - result.verdict.gamma), default=0)
+    extra = max(0.0, (ratios[gamma] - 1) / gamma) if gamma else 0.0
+    return StepTimes(costs.target_step_seconds, costs.draft_step_seconds, extra)
 
 
 @dataclass(frozen=True)
@@ -62,9 +62,12 @@ class View:
     """Input of every section. figures: {name: picture as a data URI}, see `distill.report.figures`."""
 
     result: Result
-    given: GivenTimes
     prices: Prices | None = None
     figures: Mapping[str, str] = field(default_factory=dict)
+
+    @cached_property
+    def times(self) -> StepTimes:
+        return step_times(self.result)
 
     @cached_property
     def verdict(self) -> Verdict:
@@ -91,8 +94,8 @@ class View:
     def survival(self) -> dict[str, list[float]]:
         """{way: share of blocks whose first j tokens are all accepted}: live for the judged draft if it was decoded, else by replay."""
         curves = self.in_order(self.curves) if self.curves else []
-        found = {way: curve.survival for way, curve in curves if curve.survival}
-        return found | ({self.draft.way: self.verdict.survival} if self.verdict.survival else {})
+        replayed = {way: curve.survival for way, curve in curves if curve.survival}
+        return replayed | ({self.draft.way: self.verdict.survival} if self.verdict.survival else {})
 
     def in_order(self, curves: RuleCurves) -> list[tuple[str, Curve]]:
         """(way, curve) of the ways that have a curve, in the order of `ways`."""

@@ -19,9 +19,8 @@ from distill.export.quantize import lighter_draft
 from distill.models.draft import as_exported, served_draft
 from distill.models.load import load_model
 from distill.models.target import Target, load_target_side
-from distill.report.page import report_command
+from distill.report.page import write_page
 from distill.report.plot import plot_run
-from distill.report.wandb_panels import log_result
 from distill.run.answers import Answers
 from distill.run.checkpoint import load_judgements
 from distill.run.readback_record import plain_loads
@@ -64,7 +63,6 @@ def conclude_run(answers: Answers, self_checks: dict[str, Any]) -> None:
     result = result.model_copy(update={"verdict": result.verdict.model_copy(update={"seconds": spent})})
     write_conclusion(run.folder, result)
     decoding.end()
-    log_result(run.accelerator, result)
     run.say(result.verdict.headline)
 
 
@@ -123,7 +121,7 @@ def result_of(answers: Answers, self_checks: dict[str, Any], decoding: Decoding)
 def write_conclusion(run: Path, result: Result) -> None:
     """Write result.json, the report, and last verdict.json: its presence says that the run is finished."""
     write_json(run / RESULT, result.record())
-    report_command(run)
+    write_page(run)
     write_json(run / VERDICT, result.verdict.record())
 
 

@@ -66,7 +66,7 @@ def understudy(words: list[str]) -> str:
     return done.output
 
 
-@pytest.mark.usefixtures("without_figures")  # of `train`; `report` draws them
+@pytest.mark.usefixtures("without_figures")
 def test_the_quickstart_runs(place: Path) -> None:
     ran = []
     for program, *words in commands("docs/quickstart.md", marked=False):
@@ -75,9 +75,9 @@ def test_the_quickstart_runs(place: Path) -> None:
             understudy([*words, *MORE.get(words[0], [])])
         elif program not in INSTALLS:
             subprocess.run([program, *words], check=True)
-    assert ran == ["probe", "train", "show", "report", "export", "check-export"]
+    assert ran == ["probe", "train", "show", "export", "check-export"]
     assert {words[1] for words in commands("docs/quickstart.md", marked=True)} == NEEDS_AN_ENGINE
-    for file in ("report.html", "export/SERVING.md", "export/model.safetensors"):
+    for file in ("verdict.json", "export/SERVING.md", "export/model.safetensors"):
         assert (place / "runs" / "quickstart" / file).is_file(), file
 
 

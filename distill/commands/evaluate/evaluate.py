@@ -76,7 +76,7 @@ def _print(result: Result, out: Path) -> None:
     for table in ways_tables(verdict):
         console.print(table)
     console.print(verdict.headline, style="bold")
-    for line in (*verdict.facts, f"written to {out} (make its report with: understudy report {out})"):
+    for line in (*verdict.facts, f"written to {out} (make its report with: understudy show {out} --page FILE)"):
         console.print(line, highlight=False, markup=False)
 
 

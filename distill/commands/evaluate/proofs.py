@@ -9,7 +9,7 @@ from data.files import write_json, writing
 from distill.commands.evaluate.scores import Asked
 from distill.config.layout import REPORT, find_student
 from distill.models.load import load_model, model_fingerprint
-from distill.report.page import report_command
+from distill.report.page import write_page
 from distill.run.lock import held_for
 from distill.run.result import Losslessness, Result, TaskScores, load_result
 from speculative.errors import UserError
@@ -99,9 +99,9 @@ def add_proofs(out: Path, result: Result, lossless: Losslessness | None, scores:
         write_json(out, result.model_copy(update=update).record())
     report = out.parent / REPORT
     if result.kind == "run" and report.is_file():
-        report_command(out)
+        write_page(out)
         return f"added to {out} and {report}"
-    return f"added to {out} (make its report with: understudy report {out})"
+    return f"added to {out} (make its report with: understudy show {out} --page FILE)"
 
 
 def _fingerprint(path: str) -> str:

@@ -57,20 +57,15 @@ def speed(view: View) -> Made:
     parts += [Piece("heading", "Under each engine's rule"), rules] if rules.cells else []
     refused = view.result.curves.refused if view.result.curves else {}
     parts += [Piece("fine", f"Rule {rule} is left out: {why}.") for rule, why in refused.items()]
-    given = Piece("given", (given_words(view), view.given, given_table(view)))
-    return [
-        *parts,
-        Piece("heading", "At other step times"),
-        given,
-        figures(view, ("given", "predicted speed-up at these times")),
-    ]
+    times = Piece("times", (times_line(view), view.times, times_table(view)))
+    return [*parts, Piece("heading", "At other step times"), times]
 
 
 def speed_line(view: View) -> str:
     """The timed speed-up, and the costs that the curve is predicted from."""
     verdict, costs, row = view.verdict, view.verdict.costs, view.verdict.row(view.draft.way)
     if costs is None:
-        return "Nothing was timed on this machine. The curve below is for the step times given there."
+        return "Nothing was timed on this machine. The table below is for the step times above it."
     timed = f"Timed: {row.speed_up:.2f}x at gamma {row.gamma}. " if row is not None and row.speed_up is not None else ""
     ends = verdict.best_gamma_range
     if ends is None:
@@ -86,13 +81,13 @@ def of_block(view: View) -> str:
     return " per block" if view.draft.drafting == "parallel" else ""
 
 
-def given_words(view: View) -> str:
+def times_line(view: View) -> str:
     """The step times that the speed-up is predicted for, and their source."""
-    given = view.given
-    source = {"given": "given", "measured": "measured here", "example": "an example: nothing was measured here"}
+    times, example = view.times, "an example: nothing was measured here"
     return (
-        f"target step {1e3 * given.target_seconds:.4g} ms, draft call {1e3 * given.draft_seconds:.4g} ms (c = {given.cost_ratio:.3f}"
-        f"{of_block(view)}); each drafted token adds {100 * given.verify_extra:.1f} % to the target's call ({source[given.source]})"
+        f"target step {1e3 * times.target_seconds:.4g} ms, draft call {1e3 * times.draft_seconds:.4g} ms (c = "
+        f"{times.cost_ratio:.3f}{of_block(view)}); each drafted token adds {100 * times.verify_extra:.1f} % to the target's "
+        f"call ({'measured here' if times.measured else example})"
     )
 
 
@@ -117,11 +112,11 @@ def rules_table(view: View) -> Table:
     return table
 
 
-def given_table(view: View) -> Table:
+def times_table(view: View) -> Table:
     """Predicted speed-up over gamma at other step times, one column per way, the best of each in bold."""
     assert view.curves is not None
     curves = view.in_order(view.curves)
-    columns = [view.given.speed_ups(curve, view.in_one_pass(name)) for name, curve in curves]
+    columns = [view.times.speed_ups(curve, view.in_one_pass(name)) for name, curve in curves]
     gammas = [gamma for gamma in SHOWN_GAMMAS if all(gamma in column for column in columns)]
     best = [max(gammas, key=column.__getitem__, default=0) for column in columns]
     table = Table([Column("gamma", "d"), *(Column(name, ".2f", "x") for name, _ in curves)])

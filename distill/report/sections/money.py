@@ -4,7 +4,7 @@ from distill.report.money import Prices, price_rows, run_hours, run_price
 from distill.report.section import Made, section
 from distill.report.table import Cell, Column, Table
 from distill.report.view import View
-from distill.run.result import Result
+from distill.run.verdict_record import Verdict
 
 
 @section("money", "What it costs", order=55)
@@ -13,14 +13,14 @@ def money(view: View) -> Made:
     if view.prices is None:
         return None
     return [
-        *money_lines(view.result, view.prices),
-        *([table] if (table := money_table(view.result, view.prices)) else []),
+        *money_lines(view.verdict, view.prices),
+        *([table] if (table := money_table(view.verdict, view.prices)) else []),
     ]
 
 
-def money_lines(result: Result, prices: Prices) -> list[str]:
+def money_lines(verdict: Verdict, prices: Prices) -> list[str]:
     """The assumptions of the table, and the break-even speed-up."""
-    rows = price_rows(result.verdict, prices)
+    rows = price_rows(verdict, prices)
     if not rows:
         return ["Nothing was timed here, so the cost of a token is not known."]
     same = prices.alone == prices.with_draft
@@ -28,10 +28,10 @@ def money_lines(result: Result, prices: Prices) -> list[str]:
         f"An hour costs {prices.alone:g}"
         + ("" if same else f", with the draft {prices.with_draft:g}")
         + ". The draft breaks even at "
-        f"{prices.break_even:.2f}x. A response has {result.verdict.tokens / max(1, result.verdict.prompts):.0f} tokens "
+        f"{prices.break_even:.2f}x. A response has {verdict.tokens / max(1, verdict.prompts):.0f} tokens "
         "on average. Idle time is not counted."
     ]
-    spent, first = run_price(result.verdict, prices), rows[0]
+    spent, first = run_price(verdict, prices), rows[0]
     if spent:
         requests = "one request at a time" if first.concurrency == 1 else f"{first.concurrency} requests at once"
         repaid = (
@@ -39,15 +39,13 @@ def money_lines(result: Result, prices: Prices) -> list[str]:
             if first.repaid_tokens is None
             else f"It is repaid after {first.repaid_tokens:,.0f} tokens at {requests}"
         )
-        lines.append(
-            f"The run took {run_hours(result.verdict):.2f} hours and cost {spent:.2f} at that price. {repaid}."
-        )
+        lines.append(f"The run took {run_hours(verdict):.2f} hours and cost {spent:.2f} at that price. {repaid}.")
     return lines
 
 
-def money_table(result: Result, prices: Prices) -> Table | None:
+def money_table(verdict: Verdict, prices: Prices) -> Table | None:
     """Cost by number of concurrent requests; None where nothing was timed."""
-    rows = price_rows(result.verdict, prices)
+    rows = price_rows(verdict, prices)
     table = Table(
         [
             Column("concurrent requests", ","),

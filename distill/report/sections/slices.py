@@ -1,4 +1,4 @@
-"""Sections on where the draft gains and loses: slices, untrained domains, disagreements."""
+"""Sections on where the draft gains and loses: slices, disagreements."""
 
 import re
 
@@ -41,7 +41,7 @@ def slices(view: View) -> Made:
 def slices_line(view: View) -> str:
     """How the intervals are corrected, and when a slice is marked."""
     groups = view.result.slices
-    marks = ("“worse” and “forgotten”" if untrained(view) else "“worse”") + " marks"
+    marks = "“worse” and “forgotten” mark" if untrained(view) else "“worse” marks"
     levels = [group.corrected_confidence for group in groups if group.corrected_confidence]
     if not levels or not any(row.gain is not None for group in groups for row in group.rows):
         return "Intervals are not corrected for the number of rows."
@@ -70,50 +70,27 @@ def slice_table(view: View, group: SliceTable) -> Table:
         ],
         title=f"By {group.dimension}" + (f" ({group.unit})" if group.unit else ""),
     )
+    new = [row.name for row in untrained(view)] if group.dimension == "domain" else []
     for row in rows:
         alpha, before = row.alpha.get(main), row.alpha.get(UNDISTILLED)
-        own = Cell(alpha, row.alpha_ci.get(main), bar=alpha, tick=before, strong=True)
-        gain = [Cell(row.gain, row.gain_ci, mark="worse" if row.certain == "loss" else "")] if gains else []
+        loss = "forgotten" if row.name in new else "worse"
+        note = prompts_of(row.prompts) + (", not trained on" if row.name in new else "")
         table.add(
-            Cell(row.name, note=prompts_of(row.prompts), mark="loses most" if row is worst else ""),
-            own,
-            *gain,
+            Cell(row.name, note=note, mark="loses most" if row is worst else ""),
+            Cell(alpha, row.alpha_ci.get(main), bar=alpha, tick=before, strong=True),
+            *([Cell(row.gain, row.gain_ci, mark=loss if row.certain == "loss" else "")] if gains else []),
             Cell(row.lost_share, bar=row.lost_share),
-            *_alphas(row, others),
+            *(Cell(row.alpha.get(name), row.alpha_ci.get(name)) for name in others),
             row.tokens,
         )
     return table
 
 
-def _alphas(row: SliceRow, names: list[str]) -> list[Cell]:
-    return [Cell(row.alpha.get(name), row.alpha_ci.get(name)) for name in names]
-
-
-@section("forgetting", "Forgetting", order=85)
-def forgetting(view: View) -> Made:
-    """Every domain, trained on or not: alpha of each draft and what distilling changed."""
-    rows = untrained(view)
-    if not rows:
-        return None
-    names = [one for one in view.ways if any(one in row.alpha for row in rows)]
-    trained_on = view.result.trained_on or []
-    heads = (Column("tokens", ","), *(Column(f"alpha {name}", ".3f") for name in names), Column("change", "+.3f"))
-    table = Table(["domain", *heads])
-    for row in rows:
-        table.add(
-            Cell(row.name, note="" if row.name in trained_on else "not trained on"),
-            row.tokens,
-            *_alphas(row, names),
-            Cell(row.gain, row.gain_ci, mark="forgotten" if row.certain == "loss" else ""),
-        )
-    return ["The drafts on every domain, including those that were not trained on.", table]
-
-
 def untrained(view: View) -> list[SliceRow]:
-    """Rows of the held-out domains; none if all were trained on, or if nothing was trained."""
+    """Rows of the held-out domains that were not trained on; none if nothing was trained."""
     trained_on = view.result.trained_on
     rows = next((group.rows for group in view.result.slices if group.dimension == "domain"), [])
-    return [] if trained_on is None or all(row.name in trained_on for row in rows) else rows
+    return [] if trained_on is None else [row for row in rows if row.name not in trained_on]
 
 
 @section("disagreements", "Most expensive disagreements", order=95, nav="Disagreements")

@@ -85,7 +85,7 @@
 
   // Speed-up at other step times: tau / (gamma c + v), v = 1 + gamma * extra.
   const curves = read("curve-data");
-  const form = document.getElementById("given-form");
+  const form = document.getElementById("times-form");
   const field = (id) => {
     const input = document.getElementById(id);
     const value = input.value.trim() === "" ? NaN : Number(input.value);
@@ -99,14 +99,14 @@
   const peak = (values) => values.indexOf(Math.max(...values));
   const recompute = () => {
     const [target, draft, verify] = ["t-target", "t-draft", "t-verify"].map(field);
-    const best = document.getElementById("given-best");
+    const best = document.getElementById("times-best");
     if ([target, draft, verify].some(Number.isNaN)) {
       best.textContent = "Give times above 0 (and 0 % or more).";
       return;
     }
     const rule = curves.rules.find((known) => known.rule === document.getElementById("t-rule").value);
     const lines = rule.series.map((series) => ({ ...series, values: speeds(series, draft / target, verify / 100) }));
-    const rows = [...document.querySelectorAll("#given-table tbody tr")];
+    const rows = [...document.querySelectorAll("#times-table tbody tr")];
     for (const [column, name] of curves.columns.entries()) {
       const line = lines.find((known) => known.name === name);
       const shownGammas = rows.map((row) => Number(row.cells[0].textContent));
@@ -126,11 +126,8 @@
   };
   if (form) {
     form.hidden = false;
-    document.getElementById("given-best").hidden = false;
-    form.addEventListener("input", () => {
-      document.querySelector("[data-figure=given]").closest("figure").hidden = true; // it is of the times it was drawn for
-      recompute();
-    });
+    document.getElementById("times-best").hidden = false;
+    form.addEventListener("input", recompute);
     form.addEventListener("submit", (event) => event.preventDefault());
     recompute();
   }

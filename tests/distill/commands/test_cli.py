@@ -109,7 +109,7 @@ def test_evaluate_prints_a_table_and_writes_the_shape_of_the_verdict(
     assert judged.alpha == pytest.approx(own.alpha, abs=1e-5)
     assert result["gammas"]["3"]["tau"] == pytest.approx(own.tau, abs=1e-6)
     assert f"{judged.alpha:.3f}" in text
-    assert "report.html" in run("report", str(out))
+    assert "page.html" in run("show", str(out), "--page", str(tmp_path / "page.html"))
     refused = CliRunner().invoke(
         cli.app, ["evaluate", str(tiny_run), "--config", str(tiny_config), "--out", str(tiny_run / "result.json")]
     )
@@ -158,8 +158,8 @@ def test_proofs_stand_beside_the_judgement_of_the_same_draft(tiny_run: Path, tin
     other = str(tiny_run / "checkpoints" / "step-000000")
     assert "judges another draft" in run("evaluate", other, *judged[1:], *scored)
     assert load_result(out).losslessness == after.losslessness
-    run("report", str(out))
-    page = (tmp_path / "report.html").read_text()
+    run("show", str(out), "--page", str(tmp_path / "page.html"))
+    page = (tmp_path / "page.html").read_text()
     for words in ("Is the text still the target", "Task scores", "task.py:length"):
         assert words in page
 

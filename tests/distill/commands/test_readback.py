@@ -26,7 +26,7 @@ from distill.commands.readback import source
 from distill.commands.readback.asking import Asked
 from distill.commands.readback.comparison import Counted, Predicted, pace, served_texts, waits
 from distill.commands.readback.readback import readback_command
-from distill.report.page import report_command
+from distill.report.page import write_page
 from distill.report.sections.readback import readback_lines, readback_tables
 from distill.run.frozen_text import FrozenText
 from distill.run.readback_record import ReadbackRecord, load_readback, plain_loads, with_plain_loads
@@ -372,8 +372,8 @@ def test_the_command_for_ci_and_the_report(make: Callable[..., Engine], run: Pat
             ("served", 6, "replay"),
             ("held-out", 6, "replay"),
         ]
-        files = report_command(run, tmp_path / "report.html")
-        assert "The counts of vLLM 0.32.0 agree with replay" in files.html.read_text()
+        page = write_page(run, tmp_path / "report.html").read_text()
+        assert "The counts of vLLM 0.32.0 agree with replay" in page
         done = CliRunner().invoke(app, [*arguments[:-4], "--gamma", "2"])
         assert done.exit_code == 1
         assert "gamma" in done.output

@@ -32,7 +32,7 @@ from distill.commands.readback.speed import check_speed, seen_in
 from distill.config.layout import ENGINE_COSTS, VERDICT
 from distill.export.load_table import gamma_plan
 from distill.report.measured import engine_parts
-from distill.report.page import report_command
+from distill.report.page import write_page
 from distill.report.screen import last_screen
 from distill.report.sections.readback import speed_table
 from distill.run.frozen_text import FrozenText
@@ -94,7 +94,7 @@ def test_every_view_shows_the_one_prediction(timed_run: Path, capsys: pytest.Cap
     rows = costs.rows(verdict.replay, verdict.rule, verdict.tokens / verdict.prompts)
     assert verdict.engine_rows == rows
     last_screen(Console(width=200), timed_run, verdict, [], None)
-    screen, page = capsys.readouterr().out, report_command(timed_run).html.read_text()
+    screen, page = capsys.readouterr().out, write_page(timed_run).read_text()
     for row in rows:
         shown = f"{row.speed_up:.2f}x" if row.gamma in (1, 3) else f"{row.tokens_per_second:,.0f}"
         assert shown in screen
@@ -103,7 +103,7 @@ def test_every_view_shows_the_one_prediction(timed_run: Path, capsys: pytest.Cap
         assert "predicted (engine vllm 0.32.0)" in text
         assert "plain decoding is faster" in text
     (timed_run / ENGINE_COSTS).unlink()
-    assert "predicted (engine" not in report_command(timed_run).html.read_text()
+    assert "predicted (engine" not in write_page(timed_run).read_text()
     assert engine_parts(load_verdict(timed_run)) == []
 
 

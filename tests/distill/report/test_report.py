@@ -1,4 +1,4 @@
-"""The report of a run: one HTML file without a network, its numbers as JSON, the panels in wandb."""
+"""The report of a run: one HTML file without a network."""
 
 from __future__ import annotations
 
@@ -9,20 +9,17 @@ import json
 import re
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from refusals import refused
 from result_example import bare, example_result, greedy, no_baseline, not_timed, typed
-from wandb_records import records_of
 
 from data.files import write_json
 from distill.config.layout import RESULT
-from distill.report import wandb_panels as report_panels
 from distill.report.figures import figures_of
-from distill.report.page import given_times, render_page, report_command, summary_of
-from distill.report.view import OUTCOMES, GivenTimes, View, measured_times
+from distill.report.page import render_page, write_page
+from distill.report.view import OUTCOMES, View
 from distill.run.result import load_result
 from speculative.errors import UserError
 from speculative.measure.measured import DRAFT
@@ -44,14 +41,13 @@ SECTIONS = [
     "latency",
     "slices",
     "repetition",
-    "forgetting",
     "tokens",
     "disagreements",
     "run",
     "serve",
     "words",
 ]
-FIGURES = {"steps_alpha", "steps_tau", "survival", "tau", "speed", "given"}
+FIGURES = {"steps_alpha", "steps_tau", "survival", "tau", "speed"}
 MISSING = {
     "bare": {"steps", "speed", "slices", "tokens", "disagreements"},
     "not timed": {"tokens"},
@@ -160,8 +156,7 @@ def test_hostile_text_of_models_stays_text(result: dict[str, Any], tmp_path: Pat
     for one in bad["curves"]["rules"]:
         one["note"] = HOSTILE
     (tmp_path / RESULT).write_text(json.dumps(bad))
-    files = report_command(tmp_path)
-    source = files.html.read_text(encoding="utf-8")
+    source = write_page(tmp_path).read_text(encoding="utf-8")
     read = Reader(source)
     assert read.open == []
     scripts = [attributes for tag, attributes in read.tags if tag == "script"]
@@ -190,11 +185,9 @@ def test_the_token_view_is_the_results(variant: str, result: dict[str, Any]) -> 
     ]
 
 
-def drawn(tree: dict[str, Any], given: GivenTimes | None = None) -> dict[str, str]:
+def drawn(tree: dict[str, Any]) -> dict[str, str]:
     """{name: SVG} of a result's figures."""
-    held = typed(tree)
-    found = figures_of(View(held, given or measured_times(held)))
-    return {name: picture_of(address) for name, address in found.items()}
+    return {name: picture_of(address) for name, address in figures_of(View(typed(tree))).items()}
 
 
 def picture_of(address: str) -> str:
@@ -209,7 +202,7 @@ def test_figures_are_pictures_of_their_own(result: dict[str, Any]) -> None:
     for svg in shown.values():
         assert "<text" in svg, "text stays text"
         assert not re.search(r"fill: ?(#ffffff|#000000)", svg.split("</defs>")[-1]), "the paper shows through"
-    assert set(drawn(bare(result), GivenTimes(1.0, 0.1))) == {"survival"}
+    assert set(drawn(bare(result))) == {"survival"}
     page = Reader(render_page(typed(result)))
     pictures = {str(one["data-figure"]): picture_of(str(one["src"])) for tag, one in page.tags if tag == "img"}
     assert pictures == shown, "the same result makes the same bytes"
@@ -228,39 +221,26 @@ def test_figures_are_pictures_of_their_own(result: dict[str, Any]) -> None:
 def test_any_label_can_be_drawn(label: str, shown: str, result: dict[str, Any]) -> None:
     curve = result["curves"]["rules"][0]["ways"][DRAFT]
     made = bare(result) | {"curves": {"gammas": [], "rules": [{"rule": "sample", "ways": {label: curve}}]}}
-    svg = drawn(made, GivenTimes(1.0, 0.1))["survival"]
+    svg = drawn(made)["survival"]
     assert shown in re.findall(r"<text[^>]*>([^<]*)", svg)
 
 
-def test_times_on_the_command_line() -> None:
-    assert given_times() is None
-    given = given_times("25ms", "0.003s")
-    assert given is not None
-    assert (given.target_seconds, given.draft_seconds) == (pytest.approx(0.025), pytest.approx(0.003))
-    with pytest.raises(UserError, match="give --t-target and --t-draft together"):
-        given_times("25ms", "")
-
-
 @pytest.mark.usefixtures("without_pictures")
-def test_the_page_and_its_numbers_are_written(result: dict[str, Any], tmp_path: Path) -> None:
+def test_the_page_is_written_beside_the_result_or_where_one_asks(result: dict[str, Any], tmp_path: Path) -> None:
     write_json(tmp_path / RESULT, result)
-    files = report_command(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["report.html", "report.json", RESULT]
-    summary = json.loads(files.summary.read_text(encoding="utf-8"))
-    assert summary == summary_of(typed(result), files)
-    assert (summary["outcome"], summary["pays"], summary["run"]["1"]) == ("pays_off", True, DRAFT)
-    assert summary["measured"] == result["verdict"]["measured"]
-    assert summary["gain"]["alpha"] == result["verdict"]["gain"]["alpha"]
-    assert summary["against_served"]["certain"] == "gain"
-    assert files.summary.stat().st_size < 10_000
-    again = report_command(tmp_path / RESULT, tmp_path / "new" / "page.html", GivenTimes(0.025, 0.003))
-    assert sorted(path.name for path in again.html.parent.iterdir()) == ["page.html", "page.json"]
-    assert "target step 25 ms, draft call 3 ms" in again.html.read_text(encoding="utf-8")
+    assert write_page(tmp_path) == tmp_path / "report.html"
+    assert write_page(tmp_path / RESULT, tmp_path / "new" / "page.html").is_file()
+    with pytest.raises(UserError, match=r"--page .*must end in \.html"):
+        write_page(tmp_path, tmp_path / "report.pdf")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot be written"):
+        write_page(tmp_path, tmp_path / "file" / "report.html")
+    assert load_result(tmp_path / RESULT) == typed(result)
 
 
 def test_a_report_of_nothing_says_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"result.json: not there: finish the run .*understudy evaluate DRAFT --config"):
-        report_command(tmp_path)
+        write_page(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -288,7 +268,7 @@ def test_an_incomplete_result_is_one_line(spoil: Any, said: str, result: dict[st
     made = copy.deepcopy(result)
     spoil(made)
     write_json(tmp_path / RESULT, made)
-    assert re.search(said, refused(report_command, tmp_path))
+    assert re.search(said, refused(write_page, tmp_path))
     assert [path.name for path in tmp_path.iterdir()] == [RESULT]
 
 
@@ -297,43 +277,3 @@ def test_a_damaged_result_is_one_line(text: str, tmp_path: Path) -> None:
     (tmp_path / RESULT).write_text(text)
     told = refused(load_result, tmp_path / RESULT)
     assert re.search(r"result\.json: (cannot be read|the file has an invalid value)", told)
-
-
-@pytest.mark.usefixtures("without_pictures")
-def test_the_result_itself_is_never_overwritten(result: dict[str, Any], tmp_path: Path) -> None:
-    write_json(tmp_path / RESULT, result)
-    with pytest.raises(UserError, match="would overwrite the result"):
-        report_command(tmp_path, tmp_path / "result.html")
-    with pytest.raises(UserError, match=r"must end in \.html"):
-        report_command(tmp_path, tmp_path / "report.pdf")
-    (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="cannot be written"):
-        report_command(tmp_path, tmp_path / "file" / "report.html")
-    assert load_result(tmp_path / RESULT) == typed(result)
-
-
-@pytest.mark.usefixtures("without_pictures")
-def test_wandb_gets_the_page_and_the_table_offline(
-    result: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import wandb
-
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    with wandb.init(project="understudy", name="report", dir=str(tmp_path)) as run:
-        tracker = SimpleNamespace(name="wandb", tracker=run)
-        report_panels.log_result(SimpleNamespace(trackers=[tracker], is_main_process=True), typed(result))
-    (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
-    wandb.teardown()  # its process has written everything and ended
-    records = records_of(file)
-    logged = {item.key or item.nested_key[0] for r in records if r.HasField("history") for item in r.history.item}
-    assert {report_panels.PAGE, *report_panels.TABLES} <= logged
-    page = next(file.parent.rglob("*.html")).read_text(encoding="utf-8")
-    assert page == render_page(typed(result)), "nothing of wandb's servers is put into it"
-    summary = {item.key or item.nested_key[0] for r in records if r.HasField("summary") for item in r.summary.update}
-    assert {"report/outcome", "report/headline"} <= summary
-
-
-@pytest.mark.parametrize("others", [[], [SimpleNamespace(name="tensorboard", tracker=None)]])
-def test_a_run_without_wandb_gets_nothing(result: dict[str, Any], others: list[Any]) -> None:
-    report_panels.log_result(SimpleNamespace(trackers=others, is_main_process=True), typed(result))

@@ -54,7 +54,7 @@ class TestStoredSignals:
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(Target, "__init__", noting)
             patched.setattr(Trainer, "step", watching)
-            patched.setattr(conclusion, "report_command", lambda run: None)
+            patched.setattr(conclusion, "write_page", lambda run: None)
             patched.setattr(conclusion, "plot_run", lambda run: None)
             assert train.main([str(tiny_config), *overrides]) == 0
         assert in_memory == [False] * 6

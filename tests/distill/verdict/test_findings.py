@@ -187,7 +187,7 @@ def other_run(tiny_config: Path, tiny_run: Path, tmp_path_factory: pytest.TempPa
     (folder / "other.yaml").write_text(yaml.safe_dump(tree), encoding="utf-8")
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(conclusion, "plot_run", lambda run: None)
-        patched.setattr(conclusion, "report_command", lambda run: None)
+        patched.setattr(conclusion, "write_page", lambda run: None)
         assert train.main([str(folder / "other.yaml")]) == 0
     return folder / "other"
 
@@ -262,7 +262,7 @@ def test_the_run_says_how_lookup_before_the_draft_is_started(tiny_run: Path, tin
 
 
 def test_a_run_is_finished_when_verdict_json_is_there(tiny_run: Path, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(conclusion, "report_command", full_disk)
+    monkeypatch.setattr(conclusion, "write_page", full_disk)
     result = load_result(tiny_run / "result.json")
     with pytest.raises(OSError, match="No space"):
         conclusion.write_conclusion(tmp_path, result)

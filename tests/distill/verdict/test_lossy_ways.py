@@ -18,7 +18,7 @@ from distill.config.sections import JudgeConfig
 from distill.models.carving.layers import carve
 from distill.models.load import load_model, load_tokenizer
 from distill.report.measured import load_table, ways_tables
-from distill.report.page import report_command
+from distill.report.page import write_page
 from distill.verdict.contest import Contest, hold
 from distill.verdict.decoding import Candidate
 from distill.verdict.evidence import Evidence, Loads
@@ -215,5 +215,5 @@ def test_an_evaluation_has_the_rows_at_every_load_and_its_report_the_word(tiny_c
         assert "LOSSY" not in result.verdict.to_run(concurrency)
     out = tmp_path / "result.json"
     out.write_text(json.dumps(result.record()))
-    page = report_command(out).html.read_text()
+    page = write_page(out).read_text()
     assert page.count("LOSSY lenience 2") == page.count("lenience 2") >= 3

@@ -17,7 +17,7 @@ from distill.export.export import export_draft
 from distill.export.facts import RunFacts
 from distill.report.page import render_page
 from distill.report.sections.run import serve_warning
-from distill.report.view import OUTCOMES, View, measured_times
+from distill.report.view import OUTCOMES, View
 from distill.run.verdict_record import Outcome, Verdict
 from distill.verdict.conclusion import findings_of
 from distill.verdict.contest import Contest
@@ -391,7 +391,7 @@ def test_what_only_the_uncorrected_interval_shows_is_claimed_nowhere(
         assert apart == (run != LOOKUP or outcome == "baseline_better")
 
         result = findings_of(evidence, found, tiny_tokenizer(), kind="run", name="a", seen=None)
-        warning = serve_warning(View(result, measured_times(result), None))
+        warning = serve_warning(View(result))
         assert ("is faster and needs no training" in warning) == (outcome == "baseline_better")
         assert ("prompt lookup before it" in warning) == (outcome == "best_together")
         assert ("not certainly faster than the target alone" in warning) == (not found.pays)
