@@ -1,6 +1,5 @@
 """`accelerate launch -m distill.train CONFIG key=value ...`: a run from config to verdict. A killed run resumes."""
 
-import functools
 import gc
 import json
 import pkgutil
@@ -33,7 +32,7 @@ from distill.run.session import check_instrument, preflight, run_prompts
 from distill.training.batches import check_packing, make_batches, make_objective, make_survival
 from distill.training.micro_batch import check_batches, chosen_micro_batch
 from distill.training.module import DraftModule
-from distill.training.sharding import launched_plugin, settle_launcher, settled_precision, sharded_teacher
+from distill.training.sharding import launched_plugin, settle_launcher, settled_precision, shards_of
 from distill.training.signal import make_reference, make_teacher
 from distill.training.teacher import CapturingTeacher, Teacher
 from distill.training.tracking import judged_scalars, start_trackers
@@ -121,7 +120,7 @@ def learn(answers: Answers, student: Any, settings: DecodeSettings) -> None:
     rows = answers.training if config.data.mix.target else None
     drafting: Drafting = "autoregressive" if config.student.parallel is None else "parallel"
     judge = DraftJudge(run, settings, target, answers.heldout, drafting)
-    with arranged(run, target):
+    with during_training(run, target):
         judge_all(new_trainer(answers, student, rows), judge)
 
 
@@ -136,13 +135,14 @@ def judge_all(trainer: Trainer, judge: DraftJudge) -> None:
             break
 
 
-def arranged(run: Run, target: Target) -> AbstractContextManager[None]:
+def during_training(run: Run, target: Target) -> AbstractContextManager[None]:
     """How the target is held during training: whole on its device, sharded over the ranks, or not in memory."""
     config = run.config
     if config.target.shard and run.ranks > 1 and config.signal.source == "online":
-        return target.arranged(functools.partial(sharded_teacher, run, target))
+        target.release()
+        return target.sharded(shards_of(run, target))
     if config.signal.source == "store" or (config.only_ce and not config.own_words):
-        return target.arranged()  # steps do not use the target; a judge that decodes loads it for that
+        target.release()  # steps do not use the target; a judge that decodes loads it for that
     return nullcontext()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -67,18 +67,20 @@ class Target:
         find_model(what, config.path)
         self._how: dict[str, Any] = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
         self.tokenizer = load_tokenizer(config.path, **self._how)
-        self._model: PreTrainedModel | None = None
-        self.kept = True  # False inside `arranged`, where the whole target is not in memory
+        self._model: PreTrainedModel | None = None  # the whole target
+        self._shards: PreTrainedModel | None = None
         self._run = run
         self._facts = self._known_facts()
 
     @property
     def model(self) -> PreTrainedModel:
-        """The target on its device, loaded if it is not in memory; UserError if it cannot be loaded."""
+        """The target on its device, loaded if it is not in memory and kept until `release`; UserError if it cannot be loaded."""
         if self.config.endpoint is not None:
             raise UserError(
                 f"target.endpoint: the weights of {self.config.path} are on a server, but this step needs them here; leave target.endpoint out"
             )
+        if self._shards is not None:
+            return self._shards
         if self._model is None:
             dtype = dtype_of(self.config.dtype, self.device)
             spread = self.config.device_map
@@ -100,7 +102,7 @@ class Target:
                 )
         return self._model
 
-    def host_model(self) -> PreTrainedModel:
+    def on_host(self) -> PreTrainedModel:
         """Return the target in host memory, to read weights from, not to run it. The caller owns it."""
         if self._model is not None:
             return self._model
@@ -108,30 +110,25 @@ class Target:
         return load_model(self._what, self.config.path, dtype=dtype, **self._how)
 
     @contextlib.contextmanager
-    def arranged(self, make: Callable[[], PreTrainedModel] | None = None) -> Iterator[None]:
-        """Free the weights. Inside the block, the target is what ``make`` returns: the same weights in another layout.
-
-        Without ``make``, and after the block, the next access to `model` loads them again.
-        """
-        self._free()
-        self.kept = False
+    def sharded(self, shards: PreTrainedModel) -> Iterator[None]:
+        """Inside the block, `model` is these shards of the target instead of the whole, outside of `loaded`."""
+        self._shards = shards
         try:
-            self._model = make() if make is not None else None
             yield
         finally:
-            self.kept = True
-            self._free()
+            self._shards = None
+            self.release()
 
     @contextlib.contextmanager
-    def borrowed(self) -> Iterator[None]:
-        """Inside the block, `model` is the whole target. If it is not in memory, its first use loads it, and the end frees it.
+    def loaded(self) -> Iterator[None]:
+        """Inside the block, `model` is the whole target. If it was not in memory, its first use loads it, and the end releases it.
 
         Raises UserError: it does not fit in memory.
         """
-        if self.kept:
+        if self._model is not None:
             yield
             return
-        other, self._model = self._model, None
+        shards, self._shards = self._shards, None
         try:
             yield
         except torch.OutOfMemoryError as error:
@@ -140,10 +137,11 @@ class Target:
                 f"beside the training state ({str(error).splitlines()[0]}); set judge.live: end"
             ) from error
         finally:
-            self._free()
-            self._model = other
+            self._shards = shards
+            self.release()
 
-    def _free(self) -> None:
+    def release(self) -> None:
+        """Free the weights; the next use of `model` loads them again."""
         self._model = None
         if self.device.type == "cuda":
             torch.cuda.empty_cache()

@@ -94,7 +94,7 @@ def first_student(answers: Answers, trial: bool = False) -> Any:
     if trial and not run.main:
         return None
     wants_weights = config.student.init == "carved" or config.student.embeddings == "target"
-    read = target.host_model if config.target.shard else lambda: target.model
+    read = target.on_host if config.target.shard else lambda: target.model
     source: Any = read() if wants_weights else target.side
     path, folder = run.folder / STUDENT_NOTES, run.folder / FIRST_STUDENT
     texts: list[list[int]] = [list(answers.sets.heldout[0].prompt_ids) * 2]

@@ -166,8 +166,8 @@ def load_state(accelerator: Accelerator, wrapped: Any, optimizers: Sequence[Any]
     accelerator.load_state(str(folder))
 
 
-def sharded_teacher(run: Run, target: Target) -> PreTrainedModel:
-    """The target with each decoder layer sharded over the ranks; every rank has the whole embeddings and head. All ranks call it.
+def shards_of(run: Run, target: Target) -> PreTrainedModel:
+    """The released target with each decoder layer sharded over the ranks; every rank has the whole embeddings and head. All ranks call it.
 
     Only the main process reads the weights, into host memory, and sends each rank its shards, so no device holds the whole target.
     Live judging loads the whole target after the shards are freed. All ranks must run the same number of forwards together.
@@ -176,7 +176,7 @@ def sharded_teacher(run: Run, target: Target) -> PreTrainedModel:
     """
     if quantization_of(target.side.config) is not None:
         raise UserError("target.shard: quantised weights cannot be split; use target.device_map or a stored signal")
-    whole: PreTrainedModel | None = target.host_model() if run.main else None
+    whole: PreTrainedModel | None = target.on_host() if run.main else None
 
     def kind() -> tuple[Any, torch.dtype]:
         assert whole is not None

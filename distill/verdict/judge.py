@@ -109,7 +109,7 @@ class DraftJudge:
 
         # Where ranks share a target, only the main process has memory for all of it.
         alone = self.run.config.target.shard
-        with self.target.borrowed():
+        with self.target.loaded():
             found = self.run.dealt(parts, f"live-{digest}", groups, work, alone)
         check = live_check([LiveSums(**one) for part in found for one in part["sums"]])
         slow = dict.fromkeys(one for part in found for one in part["slow"])
@@ -174,7 +174,6 @@ class DraftJudge:
         )
         if (check := own.live_check) is not None:
             line += f"; live {check.tau:.2f} on {check.prompts} prompts ({agreement_words(check.replay, check.tokens)})"
-            line += "" if self.target.kept else ", target loaded for it"
         if (fresh := own.fresh_check) is not None:
             line += f"; alpha {fresh.alpha:.3f} on {fresh.prompts} prompts that the server answered again (z {fresh.z:+.1f})"
         if check is None and fresh is None:

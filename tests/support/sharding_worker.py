@@ -142,8 +142,9 @@ def teacher_case(folder: Path) -> dict[str, torch.Tensor]:
     seen = {"whole": Teacher(target.model).signal(batch).hidden_RD}
     whole_numbers = sum(weight.numel() for weight in target.model.parameters())
     if not accelerator.is_main_process:
-        target.host_model = None  # type: ignore[method-assign, assignment]
-    with target.arranged(lambda: sharding.sharded_teacher(Run(run_config(folder), accelerator), target)):
+        target.on_host = None  # type: ignore[method-assign, assignment]
+    target.release()
+    with target.sharded(sharding.shards_of(Run(run_config(folder), accelerator), target)):
         teacher = Teacher(target.model)
         seen["sharded"], seen["again"] = (teacher.signal(batch).hidden_RD for _ in range(2))
         local = sum(

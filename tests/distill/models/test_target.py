@@ -167,25 +167,26 @@ def test_what_overflows_and_what_is_no_number_are_told_apart() -> None:
         assert re.search(text, refused(cast_weights, model, torch.float16))
 
 
-def test_a_target_that_is_not_in_memory_is_borrowed(tmp_path: Path) -> None:
+def test_the_whole_target_is_in_memory_inside_a_block(tmp_path: Path) -> None:
     write_target(tmp_path / "target")
     target = Target(TargetConfig(path=str(tmp_path / "target")), CPU)
     whole = target.model
-    with target.borrowed():
-        assert target.model is whole, "it is in memory"
-    with target.arranged():
-        with target.borrowed():
-            assert target._model is None, "nobody has asked for it yet"
-            assert sum(one.numel() for one in target.model.parameters()) == whole.num_parameters()
-        assert target._model is None
-        with pytest.raises(UserError, match=r"set judge\.live: end"), target.borrowed():
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-    share = tiny_model()
-    with target.arranged(lambda: share):
-        with target.borrowed():
-            assert target.model is not share
-        assert target.model is share
-    assert target.model is not whole
+    with target.loaded():
+        assert target.model is whole, "it was in memory before"
+    assert target.model is whole
+    target.release()
+    with target.loaded():
+        assert target._model is None, "the first use loads it"
+        assert target.model is not whole
+    assert target._model is None
+    with pytest.raises(UserError, match=r"set judge\.live: end"), target.loaded():
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+    shards = tiny_model()
+    with target.sharded(shards):
+        with target.loaded():
+            assert target.model is not shards
+        assert target.model is shards
+    assert target.model is not shards
 
 
 def test_a_target_spread_by_accelerate_is_the_same_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,7 +196,7 @@ def test_a_target_spread_by_accelerate_is_the_same_target(tmp_path: Path, monkey
     spread = Target(TargetConfig(path=str(tmp_path / "target"), device_map="auto"), CPU)
     assert spread.facts == facts
     assert spread.model.device == CPU
-    spread._free()
+    spread.release()
     monkeypatch.setitem(PartialState._shared_state, "num_processes", 2)
     with pytest.raises(UserError, match=r"target\.device_map: auto gives one process all GPUs, and 2 were started"):
         _ = spread.model

@@ -30,7 +30,7 @@ def test_a_trial_draft_reads_the_target_on_the_main_process_only(tmp_path: Path)
     answers.run.main = False
     assert first_student(answers, trial=True) is None
     answers.run.main = True
-    with pytest.raises(AttributeError, match="host_model"):
+    with pytest.raises(AttributeError, match="on_host"):
         first_student(answers, trial=True)
 
 
@@ -45,7 +45,7 @@ def test_the_draft_is_saved_as_a_check_until_there_are_checkpoints(
         return real(folder, *more)
 
     monkeypatch.setattr(module, "check_saved", noted)
-    answers = answers_of(tmp_path, host_model=tiny_model)
+    answers = answers_of(tmp_path, on_host=tiny_model)
     folder = answers.run.folder / FIRST_STUDENT
     folder.mkdir()
     (folder / "model-00002-of-00002.safetensors").write_bytes(b"of a killed start")

@@ -39,8 +39,7 @@ def setting() -> Any:
         saved_dtype=torch.float32,
         dtype=torch.float32,
         device=target.device,
-        kept=True,
-        borrowed=contextlib.nullcontext,
+        loaded=contextlib.nullcontext,
     )
     return whole, DraftModule(perturbed(target), Objective({"ce": 1.0})), settings, heldout
 
@@ -183,8 +182,6 @@ def test_the_line_of_a_checkpoint_says_how_each_number_was_obtained(setting: Any
     assert "] at gamma 3 by replay; live" in line
     assert f"live {check['tau']:.2f} on 10 prompts (replay" in line
     assert f"z {check['replay']['z']:+.1f})" in line
-    judge.target = SimpleNamespace(kept=False)  # type: ignore[assignment]
-    assert judge.headline(record) == f"{line}, target loaded for it"
     for live in ("end", "never"):
         judge = judge_of(setting, tmp_path / live, live)
         said = judge.headline(json.loads(json.dumps(judged(judge, setting[1]))))
