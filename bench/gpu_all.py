@@ -67,7 +67,6 @@ COLUMNS = [
     "floor_share",
     "vs_hf_assisted",
     "vs_plain",
-    "mfu",
     "over",
     "microseconds",
     "difference",

@@ -1,10 +1,10 @@
-"""A distillation step at real sizes: tokens/s, MFU, peak memory. Compares ours with full logits, TRL's GKDTrainer and Liger's fused loss.
+"""A distillation step at real sizes: tokens/s, share of the matrix-product rate, peak memory. Compares ours with full logits, TRL's GKDTrainer and Liger's fused loss.
 
 0.5 B learns from 8 B, vocabulary 151,936, 4 x 2,048 tokens of which 512 are prompt, Jensen-Shannon divergence, which all have. The
 target is bfloat16, the draft float32 under bfloat16 autocast, fused AdamW, no gradient checkpointing, for all. Random weights.
 
 FLOPs of a token: 6 per weight of the draft's matrices (2 of the target's), heads where logits are needed, and attention's
-12 (4) x layers x width x length / 2. `mfu` is over the bfloat16 peak by the data sheet, `mfu_of_matmul` over a large product's.
+12 (4) x layers x width x length / 2. `mfu_of_matmul` is over a large product's.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from distill.loss.definitions import Objective
 from distill.loss.objective import chunked_loss
 from distill.models.carving.layers import layer_list
 from distill.models.heads import SplitModel
-from distill.training.profiling import peak_flops
 from distill.training.teacher import Teacher
 from gpu.pairs import QWEN2_500M, QWEN3_8B, Shape, tiny
 from gpu.place import Place, tried
@@ -166,7 +165,6 @@ def trl_step(race: Race) -> Callable[[], None]:
 def cells(place: Place) -> Iterator[dict[str, Any]]:
     """A cell for each contestant; times are medians after two steps that are not counted."""
     race, matmul = Race(place), place.matmul_flops()
-    peak = peak_flops(torch.cuda.get_device_name(place.device), torch.bfloat16) if place.cuda else None
     made: dict[str, tuple[str | None, Callable[[], Callable[[], None]]]] = {
         "floor": (None, lambda: naive_step(race)),
         "ours": (None, lambda: our_step(race, False)),
@@ -192,7 +190,6 @@ def cells(place: Place) -> Iterator[dict[str, Any]]:
             "seconds": seconds,
             "first_step_seconds": warm[0],
             "over": {other: known[other] / seconds for other in known if other != name},
-            "mfu": flops / seconds / peak if peak else None,
             "mfu_of_matmul": flops / seconds / matmul,
             "peak_memory_mb": torch.cuda.max_memory_allocated(place.device) / 1e6 if place.cuda else None,
         }

@@ -7,7 +7,7 @@ from distill.commands.options import CheckExportOptions, ExportOptions, ServeOpt
 from distill.commands.output import check_known
 from distill.commands.serve import convert, require_conversion
 from distill.config.command_line import CheckPairOptions
-from distill.config.layout import ADAPTER, CONFIG, run_of
+from distill.config.layout import ADAPTER
 from distill.config.load import load_trusted
 from distill.export.check import OutsideCheck, outside_check
 from distill.export.engine import known_engines
@@ -17,7 +17,6 @@ from distill.export.hub.dataset import write_responses
 from distill.export.hub.upload import check_repository, upload
 from distill.export.pair import check_pair
 from distill.run.session import open_pair
-from distill.training.tracking import log_draft
 from speculative.errors import UserError
 
 
@@ -62,10 +61,6 @@ def export_run(options: ExportOptions) -> ExportReport:
             f"{adapter.parent}: --adapter: it has no adapter; export a checkpoint of a run with student.lora"
         )
     report = export_draft(facts, options.to, dtype=options.dtype, overwrite=options.overwrite, adapter=adapter)
-    run = run_of(options.run) or options.run
-    config = load_trusted(run / CONFIG, options.trust_remote_code)
-    if "wandb" in config.tracking.trackers:
-        log_draft(run, config, report.path)
     if options.engine:
         words = ["--weights", weights[0], "--draft-weights", weights[-1]] if weights else []
         convert(ServeOptions(options.to, words, engine=options.engine, target=facts.target, port=0))

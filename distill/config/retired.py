@@ -39,6 +39,8 @@ RETIRED: dict[str, str] = {
     "data.synthetic": "collect more prompts of your users, e.g. with `understudy gateway`; generated ones did not help (docs/studies.md)",
     "data.responses": "a draft trains on the target's own responses",
     "optim.ema": "leave it out; averaged weights were no better in the study",
+    "tracking.trackers: mlflow": "use wandb or tensorboard; metrics.jsonl has every number",
+    "tracking.trackers: trackio": "use wandb or tensorboard; metrics.jsonl has every number",
     "judge.temperatures": "use `understudy probe --temperatures`",
     "optim.betas": "AdamW's moments decay by 0.9 and 0.95",
     "optim.embedding_weight_decay": "optim.weight_decay holds for all matrices",

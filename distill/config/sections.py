@@ -342,7 +342,7 @@ class ExportConfig(Section):
 class TrackingConfig(Section):
     """Where metrics go in addition to metrics.jsonl, which is always written."""
 
-    trackers: tuple[Literal["wandb", "tensorboard", "trackio", "mlflow"], ...] = ()
-    """any of wandb, tensorboard, trackio and mlflow; wandb runs offline without a login"""
+    trackers: tuple[Literal["wandb", "tensorboard"], ...] = ()
+    """any of wandb and tensorboard; wandb runs offline without a login"""
     project: str = "understudy"
-    """name of the project in wandb and trackio, of the experiment in MLflow"""
+    """name of the project in wandb"""

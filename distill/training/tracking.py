@@ -1,8 +1,7 @@
-"""Metrics output: metrics.jsonl always, trackers such as wandb through Accelerate if configured."""
+"""Metrics output: metrics.jsonl always, wandb and tensorboard through Accelerate if configured."""
 
 import json
 import os
-import re
 import secrets
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,44 +11,11 @@ from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
 
 from data.files import write_bytes
-from distill.config.layout import METRICS, VERDICT, WANDB_ID, list_steps
-from distill.config.run import RunConfig
+from distill.config.layout import METRICS, WANDB_ID, list_steps
 from speculative.errors import UserError
 
 STEP = "train/step"
-# Tracker names of the values in metrics.jsonl. The part before the slash is the panel's section. Judgements are
-# `judge/...` in both; a key that is not in this table goes to train/.
-TRACKED_NAMES = {
-    "loss": "train/loss",
-    "alpha_train": "train/alpha",
-    "alpha_slack": "train/alpha_slack",
-    "lr": "train/lr",
-    "grad_norm": "train/grad_norm",
-    "skipped": "train/skipped",
-    "tokens": "train/tokens",
-    "tokens_seen": "train/tokens_seen",
-    "tokens_per_second": "speed/tokens_per_second",
-    "mfu": "speed/mfu",
-    "peak_memory_mib": "memory/peak_mib",
-    "judge/judging_seconds": "time/judge",
-}
-# Values whose summary in the table of runs is not the last value.
-SUMMARIES = {
-    "train/loss": "min",
-    "train/alpha": "max",
-    "speed/tokens_per_second": "mean",
-    "speed/mfu": "mean",
-    "memory/peak_mib": "max",
-    "judge/alpha": "max",
-    "judge/tau_replay": "max",
-    "judge/score": "max",
-}
-# Of a verdict, the metadata of the artifact.
-TOLD = ("outcome", "headline", "rule", "gamma", "prompts", "pays", "run", "survival", "gain", "measured")
-LOG_EVERY = 10  # steps between points sent to trackers
-# Characters of a domain that MLflow refuses in a name.
-UNUSUAL = re.compile(r"[^-. \w]")
-SECTIONS = ("train", "survival", "judge", "domains", "dial", "speed", "time", "memory")
+LOG_EVERY = 10  # steps
 
 
 class Metrics:
@@ -103,7 +69,7 @@ def judged_scalars(record: Mapping[str, Any]) -> dict[str, float]:
     numbers |= {f"judge/survival_{place}": share for place, share in enumerate(record.get("survival") or (), start=1)}
     intervals = {f"judge/{key.removesuffix('_ci')}": ends for key, ends in record.items() if key.endswith("_ci")}
     for domain, part in record.get("domains", {}).items():
-        name = f"domains/{UNUSUAL.sub('_', domain)}/alpha"
+        name = f"domains/{domain}/alpha"
         numbers[name], intervals[name] = part["alpha"], part.get("alpha_ci")
     for name, ends in intervals.items():
         if ends:
@@ -112,13 +78,12 @@ def judged_scalars(record: Mapping[str, Any]) -> dict[str, float]:
 
 
 def tracked(step: int, values: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of a line of metrics.jsonl under their tracker names; `seconds` by stage becomes time/STAGE."""
+    """The numbers of a line of metrics.jsonl: `train/KEY`, `time/STAGE` of its seconds, and names that have a slash as they are."""
     numbers: dict[str, float] = {STEP: step}
-    for key, value in values.items():
-        if key == "seconds" and isinstance(value, Mapping):
-            numbers |= {f"time/{stage}": seconds for stage, seconds in value.items()}
-        elif isinstance(value, int | float):
-            numbers[TRACKED_NAMES.get(key, key if "/" in key else f"train/{key}")] = value
+    numbers |= {f"time/{stage}": seconds for stage, seconds in values.get("seconds", {}).items()}
+    numbers |= {
+        key if "/" in key else f"train/{key}": value for key, value in values.items() if isinstance(value, int | float)
+    }
     return numbers
 
 
@@ -134,53 +99,21 @@ def start_trackers(
     for tracker in trackers:
         if tracker not in map(str, get_available_trackers()):
             raise UserError(f"tracking.trackers: {tracker} is not installed; run `pip install {tracker}`, or remove it")
+    options: dict[str, dict[str, Any]] = {}
     with_wandb = "wandb" in trackers and accelerator.is_main_process
-    options: dict[str, dict[str, Any]] = {
-        "trackio": {"name": name, "resume": "allow"},
-        "mlflow": {"run_name": name},
-        "wandb": wandb_options(Path(accelerator.logging_dir), name) | {"notes": notes_of(config)} if with_wandb else {},
-    }
+    if with_wandb:
+        import wandb
+
+        folder = Path(accelerator.logging_dir)
+        options["wandb"] = {"name": name, "dir": str(folder), "resume": "allow", "id": _wandb_id(folder / WANDB_ID)}
+        if not (os.environ.get("WANDB_MODE") or wandb.api.api_key):
+            # WANDB_MODE has no effect here, because wandb has already read its environment.
+            options["wandb"]["mode"] = "offline"
     accelerator.init_trackers(project, config=flat_config(config), init_kwargs=options)
     if with_wandb:
-        # Every section is plotted over the training step.
         run = accelerator.get_tracker("wandb", unwrap=True)
         run.define_metric(STEP, hidden=True)
-        for section in SECTIONS:
-            run.define_metric(f"{section}/*", step_metric=STEP)
-        for metric, summary in SUMMARIES.items():
-            run.define_metric(metric, step_metric=STEP, summary=summary)
-
-
-def wandb_options(folder: Path, name: str) -> dict[str, Any]:
-    """Arguments of `wandb.init` to begin or continue the run of this folder; offline without a login."""
-    import wandb
-
-    options = {"name": name, "dir": str(folder), "resume": "allow", "id": _wandb_id(folder / WANDB_ID)}
-    # WANDB_MODE has no effect here, because wandb has already read its environment.
-    return options | ({} if os.environ.get("WANDB_MODE") or wandb.api.api_key else {"mode": "offline"})
-
-
-def log_draft(folder: Path, config: RunConfig, exported: Path) -> None:
-    """Log an exported draft to the run of a folder, as an artifact of type model. A judged draft gets alias `best` and its verdict.
-
-    Raises UserError: wandb is not installed or cannot be reached. The export is kept.
-    """
-    try:
-        import wandb
-    except ImportError as error:
-        told = "wandb is not installed; run `pip install wandb` and export again, or ignore this"
-        raise UserError(f"{exported}: exported, but not logged to wandb: {told}") from error
-
-    judged = (exported / VERDICT).exists()
-    verdict = json.loads((exported / VERDICT).read_text(encoding="utf-8")) if judged else {}
-    metadata = {key: value for key, value in verdict.items() if key in TOLD}
-    artifact = wandb.Artifact(f"{config.name}-draft", type="model", metadata=metadata)
-    artifact.add_dir(str(exported))
-    try:
-        with wandb.init(project=config.tracking.project, **wandb_options(folder, config.name)) as run:
-            run.log_artifact(artifact, aliases=["best"] if judged else None)
-    except wandb.Error as error:
-        raise UserError(f"{exported}: exported, but not logged to wandb ({error}); set WANDB_MODE=offline") from error
+        run.define_metric("*", step_metric=STEP)
 
 
 def _wandb_id(path: Path) -> str:
@@ -199,13 +132,3 @@ def flat_config(tree: Mapping[str, Any], prefix: str = "") -> dict[str, int | fl
         else:
             flat[f"{prefix}{key}"] = value if isinstance(value, int | float | str | bool) else json.dumps(value)
     return flat
-
-
-def notes_of(config: Mapping[str, Any]) -> str:
-    """One line: target, draft, objective, serving temperature and seed."""
-    target, student, loss, serving = (config.get(name) or {} for name in ("target", "student", "loss", "serving"))
-    objective = loss.get("mix") or loss.get("name") or "by the serving rule"
-    return (
-        f"target {target.get('path')}, draft {student.get('path') or student.get('init')}, objective {objective}, "
-        f"serving temperature {serving.get('temperature')}, seed {config.get('seed')}"
-    )

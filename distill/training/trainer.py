@@ -27,7 +27,6 @@ from distill.training import sharding
 from distill.training.batches import BatchSource
 from distill.training.module import DraftModule
 from distill.training.optim import SpikeGuard, make_optimizers, make_schedules
-from distill.training.profiling import FlopMeter
 from distill.training.teacher import Teacher, TeacherSource
 from distill.training.tracking import Metrics
 from speculative.decoder.responses import StageClock
@@ -97,8 +96,6 @@ class Trainer:
         self.run, self.config, self.accelerator, self.progress = run, config, accelerator, run.progress
         self.teacher, self.reference, self.batches = teacher, reference, batches
         self.tokenizer, self.provenance = tokenizer, provenance
-        precision = sharding.settled_precision(config.train.mixed_precision)[0]
-        self.flops = FlopMeter(accelerator.device, precision, config.train.compile)
         optimizers = make_optimizers(module, config.optim)
         self.wrapped, self.optimizers = sharding.prepare(accelerator, module, optimizers)
         self.schedulers = make_schedules(optimizers, config.optim, config.train.steps)
@@ -193,9 +190,8 @@ class Trainer:
         sums = torch.zeros(4, dtype=torch.float64, device=accelerator.device)
         self.wrapped.train()
         self.clock.mark("data")
-        with self.flops.counted(int(counts[1] + counts[2])):
-            for index, batch in enumerate(window):
-                sums[:3] += self._accumulate(batch, tokens, last=index == len(window) - 1)
+        for index, batch in enumerate(window):
+            sums[:3] += self._accumulate(batch, tokens, last=index == len(window) - 1)
         sums[3] = self.clip_gradients()
         *totals, norms = accelerator.reduce(sums).tolist()
         mean_loss, mean_overlap, mean_slack = (total / max(tokens, 1) for total in totals)
@@ -268,7 +264,7 @@ class Trainer:
 
     def _record(self, result: StepResult, elapsed: float) -> str:
         """Write the metrics of a step; returns the text for the progress line."""
-        device, ranks = self.accelerator.device, self.accelerator.num_processes
+        device = self.accelerator.device
         values: dict[str, Any] = {"loss": result.loss}
         if self.teacher is not None:
             values["alpha_train"] = result.alpha
@@ -283,8 +279,6 @@ class Trainer:
             values["skipped"] = True
         values["seconds"] = {stage: round(seconds, 5) for stage, seconds in result.seconds.items()}
         values["peak_memory_mib"] = round(peak_bytes(device) / 2**20, 1)
-        if (share := self.flops.mfu((result.positions + result.masks) / elapsed, ranks)) is not None:
-            values["mfu"] = round(share, 4)
         self.metrics.write(self.progress.step, values)
         alpha = f" alpha {result.alpha:.3f}" if self.teacher else ""
         return f"loss {result.loss:.3f}{alpha} {result.tokens / elapsed:,.0f} tok/s"

@@ -41,5 +41,5 @@ def test_the_trainers_part_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules["gpu.place"], "gc", SimpleNamespace(collect=lambda: 0))
     cells = {cell["contestant"]: cell for cell in training.cells(here)}
     assert cells["ours"]["tokens_per_second"] > 0
-    assert cells["ours"]["mfu"] > 0
+    assert cells["ours"]["mfu_of_matmul"] > 0
     assert cells["liger"]["skipped"] == "liger_kernel is not installed"

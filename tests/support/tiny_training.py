@@ -228,7 +228,7 @@ def step_of(trainer: Any, step: int = 0) -> tuple[StepResult, dict[str, torch.Te
 def metrics_of(config: RunConfig) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl without what depends on the clock."""
     lines = [json.loads(line) for line in (config.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    clock = ("tokens_per_second", "seconds", "peak_memory_mib", "mfu", "judge/judging_seconds")
+    clock = ("tokens_per_second", "seconds", "peak_memory_mib", "judge/judging_seconds")
     return [{key: value for key, value in line.items() if key not in clock} for line in lines]
 
 
