@@ -47,6 +47,8 @@ RETIRED: dict[str, str] = {
     "optim.final_lr_ratio": "the learning rate falls to a tenth of optim.lr",
     "optim.spike_factor": "an update is skipped if its gradient norm is ten times the recent median",
     "resume": "a run's folder is continued; give another name to start anew",
+    "student.layers: auto": "list the layers to keep, e.g. [0, -1]",
+    "student.depth": "list the layers to keep in student.layers",
     "student.extend_context": "set data.context_length to the draft's own limit, or start from another draft",
     "student.parallel.mask_token": "a token that no text uses is chosen",
     "student.parallel.retain": "it is 0.7",

@@ -80,11 +80,8 @@ class StudentConfig(Section):
     """directory or hub id of the draft to start from (init: pretrained); a peft adapter is merged into its base"""
     revision: str | None = None
     """hub revision of `path`"""
-    layers: tuple[int, ...] | Literal["auto"] = (0, -1)
-    """layers of the target that a carved draft keeps; negative numbers count from the end. auto = the `depth`
-    layers that the target's own alpha needs most (measured)"""
-    depth: int = Field(2, ge=1)
-    """number of layers that `layers: auto` keeps"""
+    layers: tuple[int, ...] = (0, -1)
+    """layers of the target that a carved draft keeps; negative numbers count from the end"""
     intermediate_size: int | None = Field(None, ge=1)
     """carved: number of MLP channels to keep per layer, the most active ones; null = all"""
     embeddings: Literal["random", "target"] = "random"

@@ -3,7 +3,6 @@
 import copy
 import difflib
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 
 from distill.config.sections import LoraConfig, StudentConfig
 from distill.models.carving.channels import channel_scores, trim_mlps
-from distill.models.carving.layers import LayerSets, carve, filled
-from distill.models.carving.search import choose_layers
+from distill.models.carving.layers import carve, filled
 from distill.models.load import GGUF, load_model, load_tokenizer, read_config, refusing
 from distill.models.mask_token import give_mask_token
 from distill.models.quantized import full_weight, quantization_name, quantization_of, without_quantization
@@ -31,7 +29,6 @@ from distill.models.vocabulary import (
 )
 from speculative.engine.models import evaluating, mask_token_of, max_positions
 from speculative.errors import UserError
-from speculative.rules.sampling import SamplingSettings
 
 # Tokens of a sequence if neither a model nor the config sets a limit.
 NO_LIMIT = 1 << 20
@@ -44,7 +41,6 @@ def make_student(
     calibration: Sequence[Sequence[int]] = (),
     *,
     seed: int = 0,
-    temperature: float = 1.0,
     notes: dict[str, Any] | None = None,
     texts: Iterable[Sequence[int]] = (),
 ) -> Any:
@@ -52,10 +48,9 @@ def make_student(
 
     Args:
         tokenizer: the target's.
-        calibration: token ids of texts as the target will see them; `layers: auto` and `intermediate_size` measure on them.
-        seed: of random weights. temperature: the server's, at which layers are compared; at 0 they are compared at 1.
-        notes: receives what was chosen and measured, as plain values for JSON. An existing entry `layers` is used without measuring,
-            so that a resumed run or another rank gets the same layers.
+        calibration: token ids of texts as the target will see them, on which `intermediate_size` measures.
+        seed: of random weights.
+        notes: receives what was chosen and measured, as plain values for JSON.
         texts: token ids that the draft will read, each of which needs a row; may be iterated more than once.
 
     Raises UserError: layers that the target lacks, a vocabulary that cannot agree, or an impossible architecture or pair of keys. Raises
@@ -64,7 +59,7 @@ def make_student(
     notes = {} if notes is None else notes
     refuse_impossible(config)
     if config.init == "carved":
-        student = _carved(config, target, calibration, temperature, notes)
+        student = _carved(config, target, calibration, notes)
     elif config.init == "config":
         rows = vocabulary_rows(target.config)
         student = from_architecture(config.architecture or {}, tokenizer, rows, seed)
@@ -97,7 +92,6 @@ def check_saved(folder: Path, model: PreTrainedModel, tolerance: float = 1e-4, *
 def refuse_impossible(student: StudentConfig, target_config: Any = None) -> None:
     """Raise UserError if a key of `student` has no effect with this `init`, or asks for more than the target has."""
     for set_, key, init in (
-        (student.layers == "auto", "layers: auto", "carved"),
         (student.intermediate_size is not None, f"intermediate_size: {student.intermediate_size}", "carved"),
         (student.embeddings == "target", "embeddings: target", "config"),
         (student.vocabulary == "transplant", "vocabulary: transplant", "pretrained"),
@@ -107,7 +101,6 @@ def refuse_impossible(student: StudentConfig, target_config: Any = None) -> None
     if target_config is not None:
         text = target_config.get_text_config()
         for key, asked, there, wanted in (
-            ("depth", student.depth, getattr(text, "num_hidden_layers", None), student.layers == "auto"),
             ("intermediate_size", student.intermediate_size, getattr(text, "intermediate_size", None), True),
         ):
             if wanted and asked is not None and isinstance(there, int) and asked > there:
@@ -120,15 +113,9 @@ def _carved(
     config: StudentConfig,
     target: PreTrainedModel,
     calibration: Sequence[Sequence[int]],
-    temperature: float,
     notes: dict[str, Any],
 ) -> PreTrainedModel:
-    if config.layers == "auto" and "layers" not in notes:
-        # At temperature 0 compare at 1: the overlap says more than whether the argmax is equal.
-        settings = SamplingSettings(temperature=temperature or 1.0)
-        notes["layers"] = asdict(choose_layers(target, config.depth, calibration, settings=settings))
-    layers: Sequence[int] = notes["layers"]["layers"] if config.layers == "auto" else config.layers
-    student = carve(target, layers)
+    student = carve(target, config.layers)
     if config.intermediate_size is None:
         return student
     scores = channel_scores(student, calibration)
@@ -257,15 +244,3 @@ def add_lora(
     )
     with refusing(f"student.lora.target_modules = {modules}"):
         return get_peft_model(model, lora)
-
-
-def fitting_layers(config: StudentConfig, target: PreTrainedModel) -> dict[str, Any]:
-    """Return notes for `make_student` with layers that fit, if they are to be chosen by measurement. Raises UserError: none fit."""
-    if config.layers != "auto":
-        return {}
-    return {"layers": {"layers": LayerSets(target).closest(range(config.depth))}}
-
-
-def carved_by_measurement(student: StudentConfig) -> bool:
-    """Whether the draft's initial weights are chosen by measuring the target on text."""
-    return student.layers == "auto" or student.intermediate_size is not None

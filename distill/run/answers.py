@@ -1,7 +1,6 @@
 """The target's responses of a run, and the draft's initial weights, which may be chosen with them."""
 
 import functools
-import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from data.responses.rendered import texts_of
 from data.responses.store import StoredRows
 from distill.config.layout import CHECKPOINTS, FIRST_STUDENT, STUDENT_NOTES
 from distill.models.load import tokenizer_fingerprint
-from distill.models.student import carved_by_measurement, check_saved, fitting_layers, make_student, with_adapters
+from distill.models.student import check_saved, make_student, with_adapters
 from distill.models.target import Target
 from distill.run.prompts import PromptSets
 from distill.run.provenance import describe_run
@@ -22,7 +21,7 @@ from distill.run.run import Run
 from speculative.evaluate import HeldoutResponse
 from speculative.rules.rule import Rule
 
-# Number of responses used to choose layers and channels.
+# Number of responses used to choose channels.
 CALIBRATION_TEXTS = 32
 
 
@@ -57,7 +56,7 @@ class Answers:
     @property
     def chosen_by_text(self) -> bool:
         """Whether the draft's first weights depend on the target's responses."""
-        return carved_by_measurement(self.run.config.student)
+        return self.run.config.student.intermediate_size is not None
 
     def provenance(self) -> Mapping[str, Any]:
         """Origin of a checkpoint: code, machine, target, sampling."""
@@ -85,8 +84,8 @@ class _Texts:
 def first_student(answers: Answers, trial: bool = False) -> Any:
     """The draft before training.
 
-    Measured choices are kept in student.json, so that a resumed run and every rank have the same draft. The target answers first
-    only if layers or channels are chosen by measurement; in a ``trial``, never, and the choice is any that fits.
+    What was measured is written to student.json. The target answers first only if channels are chosen by measurement; in a ``trial``,
+    never.
 
     Raises UserError: the draft, saved and loaded again, is not itself; see also `make_student`.
     """
@@ -110,7 +109,6 @@ def first_student(answers: Answers, trial: bool = False) -> Any:
             target.tokenizer,
             texts,
             seed=config.seed,
-            temperature=config.serving.temperature,
             notes=notes,
             texts=_Texts(target.facts.eos_ids, answers.sets),
         )
@@ -123,17 +121,9 @@ def first_student(answers: Answers, trial: bool = False) -> Any:
                 shutil.rmtree(folder, ignore_errors=True)
         return with_adapters(student, config.student.lora)
 
-    def measured(notes: dict[str, Any]) -> dict[str, Any]:
-        return {name: value for name, value in notes.items() if name == "layers"}
-
-    if trial:
-        return made(fitting_layers(config.student, source))
-    student, notes = None, dict[str, Any]()
-    if run.main:
-        notes = measured(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else {}
-        student = made(notes)
-        if notes and not path.exists():
-            write_json(path, notes)
-            run.say(f"student: {path} lists what was measured and chosen")
-    notes = run.seen(lambda: measured(notes))
-    return student if student is not None else made(notes)
+    notes = dict[str, Any]()
+    student = made(notes)
+    if run.main and notes and not trial and not path.exists():
+        write_json(path, notes)
+        run.say(f"student: {path} lists what was measured and chosen")
+    return student

@@ -14,13 +14,14 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from distill.models.carving.layers import filled, layer_list
-from distill.models.carving.search import LONGEST, sample_sequences, text_batches
 from distill.models.quantized import full_weight
 from speculative.errors import UserError
 
 # Config fields of transformers that hold the MLP's width.
 WIDTH_FIELDS = ("intermediate_size", "n_inner", "ffn_hidden_size", "ffn_dim")
 SCORED_TOKENS = 4096  # of all texts that score channels
+LONGEST = 512  # most tokens used per text
+BATCH_TOKENS = 2048  # positions of a forward
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,29 @@ def _mlps(model: PreTrainedModel) -> tuple[str, list[_Mlp]]:
             "leave the key out"
         )
     return name, known
+
+
+def sample_sequences(sequences: Sequence[Sequence[int]], tokens: int, length: int) -> list[list[int]]:
+    """About `tokens` tokens of text: evenly spread sequences, each cut to `length` tokens; ValueError if none has two tokens."""
+    usable = [list(sequence[:length]) for sequence in sequences if len(sequence) > 1]
+    if not usable:
+        raise ValueError("channels are chosen on text; give sequences of at least two tokens")
+    count = round(tokens * len(usable) / sum(map(len, usable)))
+    count = min(max(count, 1), len(usable))
+    return [usable[index * len(usable) // count] for index in range(count)]
+
+
+def text_batches(sequences: Sequence[Sequence[int]], device: torch.device) -> list[tuple[Tensor, Tensor]]:
+    """Return batches of (ids, real positions), both (B, T), padded on the right, which a causal model ignores."""
+    batches, rest = [], sorted(sequences, key=len, reverse=True)
+    while rest:
+        width = len(rest[0])
+        batch, rest = rest[: max(1, BATCH_TOKENS // width)], rest[max(1, BATCH_TOKENS // width) :]
+        # Pad with the sequence's last token, since a pad id makes some models of transformers warn.
+        ids_BT = torch.tensor([[*sequence, *[sequence[-1]] * (width - len(sequence))] for sequence in batch])
+        real_BT = torch.arange(width) < torch.tensor([[len(sequence)] for sequence in batch])
+        batches.append((ids_BT.to(device), real_BT.to(device)))
+    return batches
 
 
 @torch.no_grad()

@@ -162,14 +162,6 @@ class LayerSets:
         sets = itertools.islice(itertools.chain([here], moved, blocks, more), MOST_TRIALS)
         return (tuple(one) for one in sets if self.config_of(one, FEW_TRIALS) is not None)
 
-    def closest(self, kept: Sequence[int]) -> tuple[int, ...]:
-        """Return as many layers that fit, the closest to these. Raises UserError: there are none."""
-        near = next(self.near(kept), ())
-        if len(near) == len(kept):
-            return near
-        remedy = f"set it to {len(near)}" if near else "use student.init: pretrained or config"
-        raise UserError(f"student.depth = {len(kept)}: {self.name} cannot be cut to as few layers; {remedy}")
-
 
 @contextmanager
 def layers_only(model: PreTrainedModel, kept: Sequence[int]) -> Iterator[None]:

@@ -1,27 +1,20 @@
 """Which layers and which MLP channels a carved draft keeps: fast measurements against slow ones, and trimming exactly."""
 
-import itertools
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from refusals import refused
 from tiny_models import logits, prompts_of, tiny_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from data.prompts.stdlib import functions, modules
-from distill.models.carving import search
-from distill.models.carving.channels import channel_scores, kept_channels, trim_mlps
+from distill.models.carving.channels import channel_scores, kept_channels, sample_sequences, trim_mlps
 from distill.models.carving.layers import carve, layer_list, layers_only
-from distill.models.carving.search import LayerScorer, choose_layers, sample_sequences
-from distill.models.load import load_model, load_tokenizer
-from speculative.rules.sampling import SamplingSettings, logits_to_probs
+from distill.models.load import load_model
 
 TEXTS = [ids for _, ids in prompts_of([9, 3, 14, 6, 11], seed=3)]
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -76,83 +69,6 @@ def test_the_target_is_whole_again_after_an_error() -> None:
     assert len(layer_list(target)[1]) == 4
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_alpha_is_that_of_the_carved_draft(kind: str, temperature: float) -> None:
-    """Padded batches and chunks of rows, against one sequence at a time and all its logits."""
-    target, serving = made(kind), SamplingSettings(temperature=temperature)
-    candidates = [(0, 3), (2,), (0, 1, 2, 3), (1, 2, 3)]
-    found = LayerScorer(target, TEXTS, serving, chunk=5).alphas(candidates)
-    for kept, alpha in zip(candidates, found, strict=True):
-        draft = carve(target, kept)
-        overlaps = [
-            torch.minimum(
-                logits_to_probs(logits(target, ids), serving), logits_to_probs(logits(draft, ids), serving)
-            ).sum(-1)
-            for ids in TEXTS
-        ]
-        expected = torch.cat([overlap.flatten() for overlap in overlaps]).double().mean()
-        assert alpha == pytest.approx(float(expected), abs=1e-6)  # float32 sums in another order
-    assert found[2] == pytest.approx(1.0, abs=1e-6)
-
-
-def silence(target: PreTrainedModel, layers: list[int]) -> None:
-    """Makes layers add nothing to the residual stream."""
-    with torch.no_grad():
-        for layer in layers:
-            target.model.layers[layer].self_attn.o_proj.weight.zero_()
-            target.model.layers[layer].mlp.down_proj.weight.zero_()
-
-
-def test_layers_that_do_something_are_kept() -> None:
-    target = tiny_model(num_hidden_layers=5)
-    silence(target, [0, 2, 3])
-    choice = choose_layers(target, 2, TEXTS)
-    assert choice.layers == (1, 4)
-    assert choice.alpha == pytest.approx(1.0, abs=1e-6)
-    assert [round(alpha, 5) == 1.0 for alpha in choice.drop_one] == [True, False, True, True, False]
-    assert {layer for layer, _ in choice.path} == {0, 2, 3}
-    assert choice.exchanges == ()
-    assert choice.tokens == sum(map(len, TEXTS))
-
-
-@settings(max_examples=8, deadline=None)
-@given(seed=st.integers(0, 1000), depth=st.integers(1, 4))
-def test_no_single_exchange_is_better(seed: int, depth: int) -> None:
-    target = tiny_model(seed=seed, num_hidden_layers=4)
-    choice = choose_layers(target, depth, TEXTS)
-    assert len(choice.layers) == depth == len(set(choice.layers))
-    assert list(choice.layers) == sorted(choice.layers)
-    assert len(choice.path) == 4 - depth
-    scorer = LayerScorer(target, TEXTS)
-    assert scorer.alphas([choice.layers]) == [choice.alpha]
-    near = [kept for kept in itertools.combinations(range(4), depth) if len({*kept} - {*choice.layers}) == 1]
-    assert all(alpha < choice.alpha + 1e-4 for alpha in scorer.alphas(near))
-    reached = [alpha for *_, alpha in choice.exchanges]
-    assert reached == sorted(reached)
-    assert choice == choose_layers(target, depth, TEXTS)
-
-
-def test_an_exchange_mends_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layers 0 and 3 are only good together; taken one at a time, 3 goes first."""
-    table = {(1, 2, 3): 0.5, (0, 2, 3): 0.5, (0, 1, 3): 0.5, (0, 1, 2): 0.7, (0, 1): 0.3, (0, 2): 0.4, (1, 2): 0.2}
-
-    class Table:
-        tokens = 1
-
-        def __init__(self, *arguments: Any) -> None:
-            pass
-
-        def alphas(self, candidates: list[tuple[int, ...]]) -> list[float]:
-            return [table.get(kept, 0.6 if kept == (0, 3) else 0.1) for kept in candidates]
-
-    monkeypatch.setattr(search, "LayerScorer", Table)
-    choice = choose_layers(tiny_model(num_hidden_layers=4), 2, TEXTS)
-    assert choice.path == ((3, 0.7), (1, 0.4))
-    assert choice.exchanges == ((2, 3, 0.6),)
-    assert (choice.layers, choice.alpha) == ((0, 3), 0.6)
-
-
 def test_recurrent_layers_alone_are_not_carved() -> None:
     target = tiny_model("lfm2", num_hidden_layers=3, layer_types=["conv", "full_attention", "conv"])
     text = refused(carve, target, (0, -1))
@@ -161,11 +77,8 @@ def test_recurrent_layers_alone_are_not_carved() -> None:
     torch.testing.assert_close(logits(carve(target, (0, 1, 2))), logits(target), rtol=0, atol=0)
 
 
-def test_impossible_choices_are_refused() -> None:
+def test_a_config_that_counts_other_layers_is_refused() -> None:
     target = tiny_model(num_hidden_layers=3)
-    for texts in ([], [[1]]):
-        with pytest.raises(ValueError, match="text"):
-            choose_layers(target, 1, texts)
     target.config.num_hidden_layers = 7
     assert "no list of 7 layers" in refused(layer_list, target)
 
@@ -179,22 +92,6 @@ def test_text_is_taken_from_everywhere() -> None:
     assert chosen[-1][0] > 80
     assert len({sequence[0] for sequence in chosen}) == len(chosen)
     assert sample_sequences(texts[:2], 1000, 100) == texts[:2]
-
-
-def test_chosen_layers_beat_the_usual_ones_on_other_text() -> None:
-    """Every second layer of the embedded target, measured on training modules, judged on held-out ones."""
-    target = carve(load_model("target", "embedded"), range(0, 32, 2))  # a target of its own: those between add little
-    tokenizer = load_tokenizer("embedded")
-
-    def texts(heldout: bool, count: int) -> list[list[int]]:
-        wholes = (whole for _, source in modules(heldout) for _, whole in functions(source))
-        return [tokenizer(whole)["input_ids"][:96] for whole in itertools.islice(wholes, 0, 12 * count, 12)]
-
-    choice = choose_layers(target, 2, texts(False, 8), tokens=64)
-    scorer = LayerScorer(target, texts(True, 6))
-    chosen, first_last, first_two = scorer.alphas([choice.layers, (0, 15), (0, 1)])
-    assert chosen > first_last + 0.02
-    assert chosen >= first_two
 
 
 def down_projection(layer: Any) -> Any:
@@ -329,13 +226,6 @@ def test_layers_that_no_config_describes_are_refused_with_others(kind: str, kept
     text = refused(carve, target, kept)
     assert f"student.layers = {list(kept)}: {type(target).__name__} cannot keep these layers as they are" in text
     carve(target, json.loads(text.partition("; layers ")[2].removesuffix(" would do")))
-
-
-def test_layers_are_chosen_among_those_that_fit() -> None:
-    target = ruled("gemma4_text")
-    for depth in (1, 2, 3):
-        assert choose_layers(target, depth, TEXTS).layers[-1] == 3
-    assert "cannot be cut to as few layers" in refused(choose_layers, ruled("gemma3n_text"), 1, TEXTS)
 
 
 def test_a_layer_that_counts_its_number_is_told_apart() -> None:

@@ -1,7 +1,6 @@
 """The draft before training, from a config: every way to start, and pairs of keys that cannot be."""
 
 import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +12,10 @@ from tiny_training import TOKENS, run_config, tiny_tokenizer, train_tokenizer, w
 from torch import nn
 
 from distill.models.carving.layers import carve
-from distill.models.carving.search import LayerScorer, choose_layers
 from distill.models.load import load_tokenizer
 from distill.models.student import from_architecture, make_student, with_adapters
 from distill.models.transplant import match_tokens
 from distill.models.vocabulary import compare_vocabularies, require_agreement, vocabulary_rows
-from speculative.rules.sampling import SamplingSettings
 
 TEXTS = [ids for _, ids in prompts_of([12, 20, 7, 16], vocab_size=TOKENS)]
 ARCHITECTURE = {
@@ -43,7 +40,6 @@ def student_of(folder: Path, student: dict[str, Any], target: Any = None, **opti
         target_of() if target is None else target,
         tiny_tokenizer(),
         seed=config.seed,
-        temperature=config.serving.temperature,
         **options,
     )
     return with_adapters(student, config.student.lora)
@@ -55,31 +51,6 @@ def same_weights(one: nn.Module, other: nn.Module) -> None:
 
 def test_named_layers_need_no_text(tmp_path: Path) -> None:
     same_weights(student_of(tmp_path, {"layers": [0, -1]}), carve(target_of(), (0, -1)))
-
-
-def test_layers_chosen_on_text(tmp_path: Path) -> None:
-    notes: dict[str, Any] = {}
-    target = target_of()
-    before = logits(target)
-    student = student_of(tmp_path, {"layers": "auto", "depth": 2}, target, calibration=TEXTS, notes=notes)
-    expected = choose_layers(target_of(), 2, TEXTS)
-    assert json.loads(json.dumps(notes))["layers"] == json.loads(json.dumps(asdict(expected)))
-    same_weights(student, carve(target_of(), expected.layers))
-    torch.testing.assert_close(logits(target), before, rtol=0, atol=0)
-    # A resumed run, or another rank, is told and does not measure.
-    again = student_of(tmp_path, {"layers": "auto", "depth": 2}, notes={"layers": notes["layers"]})
-    same_weights(again, student)
-
-
-@pytest.mark.parametrize(("served", "measured"), [(0.5, 0.5), (0.0, 1.0)])
-def test_layers_are_chosen_at_the_servers_temperature(tmp_path: Path, served: float, measured: float) -> None:
-    notes: dict[str, Any] = {}
-    config = run_config(tmp_path, student={"layers": "auto", "depth": 1}, serving={"temperature": served})
-    make_student(
-        config.student, target_of(), tiny_tokenizer(), TEXTS, temperature=config.serving.temperature, notes=notes
-    )
-    scorer = LayerScorer(target_of(), TEXTS, SamplingSettings(temperature=measured))
-    assert notes["layers"]["alpha"] == scorer.alphas([notes["layers"]["layers"]])[0]
 
 
 def test_a_narrow_mlp_keeps_the_channels_that_work(tmp_path: Path) -> None:
@@ -103,10 +74,9 @@ def test_a_narrow_mlp_keeps_the_channels_that_work(tmp_path: Path) -> None:
     json.dumps(notes)
 
 
-@pytest.mark.parametrize("student", [{"layers": "auto"}, {"layers": [0, -1], "intermediate_size": 8}])
-def test_measuring_needs_text(tmp_path: Path, student: dict[str, Any]) -> None:
+def test_measuring_needs_text(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="are chosen on text"):
-        student_of(tmp_path, student)
+        student_of(tmp_path, {"layers": [0, -1], "intermediate_size": 8})
 
 
 def test_random_and_fitted_embeddings(tmp_path: Path) -> None:
@@ -156,7 +126,6 @@ def test_a_donor_of_the_same_family_is_left_as_it_is(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("student", "said"),
     [
-        ({"init": "config", "architecture": ARCHITECTURE, "layers": "auto"}, "layers: auto needs student.init: carved"),
         (
             {"init": "pretrained", "path": "x", "intermediate_size": 9},
             "intermediate_size: 9 needs student.init: carved",
@@ -186,7 +155,7 @@ def test_adapters_by_default_are_on_every_linear_layer_but_the_head(tmp_path: Pa
 
 
 def test_adapters_on_a_trimmed_student(tmp_path: Path) -> None:
-    options = {"layers": "auto", "intermediate_size": 16, "lora": {"rank": 4}, "gradient_checkpointing": True}
+    options = {"layers": [0, -1], "intermediate_size": 16, "lora": {"rank": 4}, "gradient_checkpointing": True}
     adapted = student_of(tmp_path, options, calibration=TEXTS)
     merged = adapted.merge_and_unload()
     assert merged.config.intermediate_size == 16

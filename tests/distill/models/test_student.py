@@ -155,7 +155,7 @@ def test_unknown_adapter_module_is_refused() -> None:
 def test_an_adapter_on_a_head_that_stays_tied_is_refused(kind: str) -> None:
     model = tiny_model(kind, tie_word_embeddings=True)
     assert f"{kind} as tied only; leave the head" in refused(add_lora, model, 4, 8, ["lm_head"])
-    carved = StudentConfig(layers="auto", lora=LoraConfig(target_modules=("lm_head",)))
+    carved = StudentConfig(lora=LoraConfig(target_modules=("lm_head",)))
     assert "as tied only" in refused(refuse_impossible, carved, model.config)  # before the target has answered anything
     add_lora(model, 4, 8, "all-linear")
     assert model.config.tie_word_embeddings

@@ -11,7 +11,6 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from distill.models.carving.layers import carve, layers_only
-from distill.models.carving.search import LayerScorer
 from distill.models.load import load_model
 from distill.models.text_model import auto_class, text_only
 from speculative.decode import decode
@@ -100,13 +99,12 @@ def test_a_multimodal_checkpoint_is_loaded_as_its_text_model(kind: str, tmp_path
     ("kind", "own"),
     [("gemma3", {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}), ("qwen3_vl", {})],
 )
-def test_layers_of_a_text_model_are_measured_as_they_are_carved(kind: str, own: dict[str, Any]) -> None:
+def test_a_text_model_with_some_layers_is_the_carved_draft(kind: str, own: dict[str, Any]) -> None:
     target = text_only(multimodal(kind, num_hidden_layers=3, **own))
     for kept in ((1, 2), (0, 2)):
         with layers_only(target, kept):
             inside = logits(target)
         torch.testing.assert_close(inside, logits(carve(target, kept)), rtol=0, atol=0)
-    assert LayerScorer(target, [list(range(1, 12))]).alphas([(0, 1, 2)]) == [pytest.approx(1.0, abs=1e-6)]
 
 
 def test_a_text_model_that_says_something_else_is_not_taken() -> None:

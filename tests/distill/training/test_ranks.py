@@ -35,7 +35,6 @@ from distill import faults, train
 from distill.config.layout import JUDGEMENT, JUDGING, PROPOSALS, RESULT, step_folder
 from distill.config.load import dump_config, load_config
 from distill.config.run import RunConfig
-from distill.models import student
 from distill.run import run
 from distill.run.checkpoint import judged_scores, last_resumable
 from distill.run.run import Run
@@ -398,11 +397,6 @@ def _on_a_lagging_disk(rank: int, path: Path, overrides: list[str], stop: bool) 
 
         Path.open = open_late  # type: ignore[method-assign]
         Path.exists = lambda self, **options: self.name not in late and exists(self, **options)  # type: ignore[method-assign]
-
-        def measured_again(*_: Any, **__: Any) -> None:
-            raise AssertionError("the main process has chosen")
-
-        student.choose_layers = measured_again
     if stop:
         step = Trainer.step
 
@@ -418,7 +412,7 @@ def _on_a_lagging_disk(rank: int, path: Path, overrides: list[str], stop: bool) 
 @pytest.mark.ranks
 @pytest.mark.usefixtures("without_verdict", "interruptible")
 def test_ranks_stay_together_where_one_sees_files_late(small: Path) -> None:
-    overrides = ["student={layers: auto, depth: 2}", "judge.live=never"]
+    overrides = ["student.layers=[0, 1]", "judge.live=never"]
     asked = ["name=lagging", *overrides]
     assert rank_statuses(_on_a_lagging_disk, small, asked, True) == [130, 130]
     config = load_config(small, asked)

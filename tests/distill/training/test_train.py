@@ -221,4 +221,4 @@ def test_layers_that_no_draft_can_keep_end_the_run_before_the_target_answers(
     left = {path.name for path in (tmp_path / "other").iterdir()}
     assert not left & {"self_checks.json", "responses", "checkpoints"}
     shutil.rmtree(tmp_path / "other")
-    assert_trained(train_other(tiny_config, tmp_path, own[2], "student={layers: auto, depth: 1}"), layers=1)
+    assert_trained(train_other(tiny_config, tmp_path, own[2], "student.layers=[2]"), layers=1)
