@@ -128,7 +128,7 @@ def judge_all(trainer: Trainer, judge: DraftJudge) -> None:
     """Train to the last step or until judge.patience runs out. Checkpoints are judged and kept, evaluations between them recorded."""
     for checkpoint in trainer.fit():
         if checkpoint.folder is None:
-            read_dial(trainer, judge, checkpoint)
+            replay_now(trainer, judge, checkpoint)
         else:
             keep(trainer, judge, checkpoint, checkpoint.folder / JUDGEMENT)
         if 0 < trainer.config.judge.patience <= trainer.progress.judged_without_gain:
@@ -213,15 +213,15 @@ def keep(trainer: Trainer, judge: DraftJudge, checkpoint: Checkpoint, path: Path
         )
 
 
-def read_dial(trainer: Trainer, judge: DraftJudge, checkpoint: Checkpoint) -> None:
+def replay_now(trainer: Trainer, judge: DraftJudge, checkpoint: Checkpoint) -> None:
     """Between checkpoints: write held-out alpha and tau of the current weights, by replay, to the metrics."""
     run, step = trainer.run, checkpoint.step
     with run.progress.timed("judge"):
         draft = checkpoint.draft(everywhere=False)
         if draft is not None:
-            reading = judge.dial(draft)
-            trainer.metrics.write(step, {f"dial/{key}": value for key, value in reading.items()}, always=True)
-            run.say(f"step {step:>5}  dial  alpha {reading['alpha']:.3f}  tau {reading['tau']:.2f} by replay")
+            reading = judge.replay_now(draft)
+            trainer.metrics.write(step, {f"replay/{key}": value for key, value in reading.items()}, always=True)
+            run.say(f"step {step:>5}  replay  alpha {reading['alpha']:.3f}  tau {reading['tau']:.2f} by replay")
         run.wait()
 
 

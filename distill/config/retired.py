@@ -29,6 +29,7 @@ RETIRED: dict[str, str] = {
     "way: early exit": "write early-exit",
     "way: adaptive draft": "write adaptive-draft",
     "way: adaptive lookup + draft": "write adaptive-lookup+draft",
+    "judge.dial_every": "write judge.replay_every",
     "target.others": "train one draft for each target",
     "readback --parameters": "send the parameters that you use to the engine with and without the draft, and compare the texts",
     "student.head_tokens": "for a large vocabulary use init: config with a smaller hidden_size and embeddings: target",

@@ -292,7 +292,7 @@ class JudgeConfig(Section):
     again); end: only for the verdict; never: no decoding and no speeds"""
     live_prompts: int = Field(32, ge=1)
     """prompts that each checkpoint decodes live, other ones each time until all had a turn"""
-    dial_every: int = Field(0, ge=0)
+    replay_every: int = Field(0, ge=0)
     """steps between replays of held-out alpha and tau without a checkpoint; 0 = none"""
     served: str | tuple[str, ...] | None = None
     """draft that is served today, to be judged too: run, checkpoint, directory (also of a peft adapter) or hub id;

@@ -123,7 +123,7 @@ class Trainer:
         Raises NotFinite: before the update; the message has the last good checkpoint. Raises Interrupted: Ctrl-C, after a checkpoint was
         written.
         """
-        interrupt, train, dial = Interrupt(), self.config.train, self.config.judge.dial_every
+        interrupt, train, every = Interrupt(), self.config.train, self.config.judge.replay_every
         word = "distil" if self.teacher else "train"
         try:
             if self._is_due():  # otherwise the run resumes from an interrupt's checkpoint
@@ -135,7 +135,7 @@ class Trainer:
                     if not (stop := self._any_rank(interrupt.requested)) and self._is_due():
                         yield from self._held(self.save())
                         stop = self._any_rank(interrupt.requested)
-                    if dial and self.progress.step % dial == 0 and not self._is_due():
+                    if every and self.progress.step % every == 0 and not self._is_due():
                         yield from self._held(None)
                     if stop:
                         folder = self.save()  # Not judged first: a launcher waits 30 s.

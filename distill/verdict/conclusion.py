@@ -27,10 +27,10 @@ from distill.run.readback_record import plain_loads
 from distill.run.responses import decode_settings
 from distill.run.result import RESULT_FORMAT, Curves, Result, RuleCurves, ServeCommand, TokenView
 from distill.run.verdict_record import Verdict
-from distill.verdict.decoding import Candidate, Decoding
+from distill.verdict.decoding import Decoding, NamedDraft
 from distill.verdict.evidence import Evidence, gather, gather_by_replay, with_speeds
-from distill.verdict.field import line_up
-from distill.verdict.question import Question
+from distill.verdict.judging_setup import JudgingSetup
+from distill.verdict.scored_drafts import score_and_time
 from distill.verdict.token_view import spread_over, token_view
 from distill.verdict.verdict import looks_of, verdict_of
 from speculative.drafters.draft import Draft
@@ -76,7 +76,7 @@ def result_of(answers: Answers, self_checks: dict[str, Any], decoding: Decoding)
     settings = decode_settings(config.serving, config.seed, target).under(config.judge_rule, config.judge.gamma)
     records = load_judgements(run)
     best = max(records, key=lambda record: record.score or 0.0)
-    question = Question(
+    setup = JudgingSetup(
         config.judge,
         settings,
         answers.heldout,
@@ -84,21 +84,21 @@ def result_of(answers: Answers, self_checks: dict[str, Any], decoding: Decoding)
         looks=looks_of(records),
         decoding=decoding,
     )
-    candidates = _candidates(run, config.judge.served_paths, target, records[0], best)
+    drafts = _drafts(run, config.judge.served_paths, target, records[0], best)
     if live:
-        question = replace(question, history=answers.stores.past(config.judge_rule))
+        setup = replace(setup, history=answers.stores.past(config.judge_rule))
         lighter = None
         if (how := config.export.quantize) is not None:
-            quantised = lighter_draft(load_model(DRAFT, candidates[-1].path), how, target)
-            lighter = replace(candidates[-1], name=f"{DRAFT} in {how}", draft=Draft(quantised))
-        field = line_up(question, target.model, candidates, lighter)
-        evidence = gather(question, target, field, log=run / PROPOSALS)
+            quantised = lighter_draft(load_model(DRAFT, drafts[-1].path), how, target)
+            lighter = replace(drafts[-1], name=f"{DRAFT} in {how}", draft=Draft(quantised))
+        scored = score_and_time(setup, target.model, drafts, lighter)
+        evidence = gather(setup, target, scored, log=run / PROPOSALS)
     else:
         if config.student.parallel:
-            candidates[-1] = replace(candidates[-1], draft=Draft(candidates[-1].draft.model, "parallel"))
+            drafts[-1] = replace(drafts[-1], draft=Draft(drafts[-1].draft.model, "parallel"))
         # Checkpoints of a parallel draft are judged block by block, but the undistilled one would be served token by token.
         first = {} if config.student.parallel else {UNDISTILLED: records[0]}
-        evidence = gather_by_replay(question, candidates, first | {DRAFT: best})
+        evidence = gather_by_replay(setup, drafts, first | {DRAFT: best})
     verdict = verdict_of(evidence, checkpoints=records, self_checks=self_checks)
     result = findings_of(
         evidence,
@@ -127,7 +127,7 @@ def write_conclusion(run: Path, result: Result) -> None:
 
 def _token_view(evidence: Evidence, target: Target) -> TokenView:
     """Some responses of the live run, spread over the domains."""
-    of_prompt = {response.prompt: response.domain for response in evidence.question.frozen}
+    of_prompt = {response.prompt: response.domain for response in evidence.setup.frozen}
     responses = evidence.responses or []
     domains = [of_prompt[tuple(response.prompt_ids)] for response in responses]
     chosen = spread_over(responses, domains, SHOWN_RESPONSES)
@@ -137,21 +137,21 @@ def _token_view(evidence: Evidence, target: Target) -> TokenView:
         [responses[index] for index in chosen],
         [domains[index] for index in chosen],
         target.tokenizer,
-        evidence.question.settings,
+        evidence.setup.settings,
         name=evidence.best.name,
     )
 
 
-def _candidates(run: Path, served: Sequence[str], target: Target, first: Judgement, best: Judgement) -> list[Candidate]:
+def _drafts(run: Path, served: Sequence[str], target: Target, first: Judgement, best: Judgement) -> list[NamedDraft]:
     """The undistilled draft, the served ones that the config names and the distilled one."""
     found = []
     for name, record in ((UNDISTILLED, first), (DRAFT, best)):
         path = str(step_folder(run, record.step or 0) / STUDENT)
-        found.append(Candidate(name, path, record.step, Draft(as_exported(load_model(name, path), target))))
+        found.append(NamedDraft(name, path, record.step, Draft(as_exported(load_model(name, path), target))))
     for number, path in enumerate(served, start=1):
         draft = Draft(served_draft(path, target))
         name = SERVED if number == 1 else f"{SERVED} {number}, {Path(path).name}"
-        found.insert(number, Candidate(name, path, None, draft))
+        found.insert(number, NamedDraft(name, path, None, draft))
     return found
 
 
@@ -168,25 +168,25 @@ def findings_of(
     """The result without its provenance. seen: the target of a live run, whose weights are in memory. trained_on: domains of the training
     prompts; None when nothing was trained.
     """
-    question, best = evidence.question, evidence.best.name
-    scores = {one.name: evidence.own_scores(one.name) for one in evidence.candidates}
-    pieces = [token_pieces(tokenizer, response.response_ids) for response in question.frozen]
+    setup, best = evidence.setup, evidence.best.name
+    scores = {one.name: evidence.own_scores(one.name) for one in evidence.drafts}
+    pieces = [token_pieces(tokenizer, response.response_ids) for response in setup.frozen]
     slices = slice_tables(
-        question.frozen,
+        setup.frozen,
         scores,
-        rule=question.rule,
+        rule=setup.rule,
         pieces=pieces,
         best=best,
-        entropies=target_entropies(seen.model, question.frozen) if seen else None,
+        entropies=target_entropies(seen.model, setup.frozen) if seen else None,
     )
     costs = evidence.best_costs
     worst = disagreements(
-        question.frozen,
+        setup.frozen,
         scores[best],
-        rule=question.rule,
-        gamma=question.gamma,
+        rule=setup.rule,
+        gamma=setup.gamma,
         tokenizer=tokenizer,
-        seconds_per_block=costs.step_seconds * costs.block_price(question.gamma) if costs else None,
+        seconds_per_block=costs.step_seconds * costs.block_price(setup.gamma) if costs else None,
     )
     return Result(
         format=RESULT_FORMAT,
@@ -206,12 +206,12 @@ def findings_of(
 
 def curves_of(evidence: Evidence) -> Curves:
     """Curves of every rule that some frozen text can be replayed under; the other rules with the reason."""
-    rules, covered, gamma = [], set(), evidence.question.gamma
-    for text_rule, text in evidence.question.texts.items():
+    rules, covered, gamma = [], set(), evidence.setup.gamma
+    for text_rule, text in evidence.setup.texts.items():
         keys = [response.prompt for response in text]
         sampling = "temperature 0" if text_rule == "greedy" else "the serving settings"
         known = not any(np.isnan(response.log_target_probs).any() for response in text)
-        for rule in rules_of_text(text_rule, known, evidence.question.settings.sampling.truncates):
+        for rule in rules_of_text(text_rule, known, evidence.setup.settings.sampling.truncates):
             if rule in covered:
                 continue
             covered.add(rule)
@@ -220,11 +220,11 @@ def curves_of(evidence: Evidence) -> Curves:
                 for name, scores in evidence.scores[text_rule].items()
             }
             # Steps are timed under the run's own rule; sampling adds a little to each.
-            timed = evidence.costs and rule != evidence.question.rule
-            own = f"; step times are those of rule {evidence.question.rule}" if timed else ""
+            timed = evidence.costs and rule != evidence.setup.rule
+            own = f"; step times are those of rule {evidence.setup.rule}" if timed else ""
             note = f"by replay of text answered at {sampling}{own}"
             rules.append(RuleCurves(rule=rule, ways=of, note=note))
-    rules.sort(key=lambda entry: entry.rule != evidence.question.rule)
+    rules.sort(key=lambda entry: entry.rule != evidence.setup.rule)
     lacking = "needs text that the target sampled, but this run serves at temperature 0"
     if "greedy-draft" in covered:
         lacking = "needs the target's probabilities under the serving settings, but its server returns only the model's unmodified ones"
@@ -237,9 +237,9 @@ def curves_of(evidence: Evidence) -> Curves:
 
 def _timed(evidence: Evidence) -> dict[str, dict[str, float]]:
     rates: dict[str, dict[str, float]] = {}
-    for name, laps in evidence.contest.laps.items() if evidence.contest else ():
-        for key, lap in laps.items():
-            rates.setdefault(key, {})[name] = lap.tokens_per_second
+    for name, samples in evidence.timing.samples.items() if evidence.timing else ():
+        for key, sample in samples.items():
+            rates.setdefault(key, {})[name] = sample.tokens_per_second
     return rates
 
 

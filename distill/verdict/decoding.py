@@ -30,7 +30,7 @@ DECODED_TOGETHER, GROUPS = 8, 8
 
 
 @dataclass(frozen=True)
-class Candidate:
+class NamedDraft:
     """A draft as it would be served, under the name of its way."""
 
     name: str
@@ -61,7 +61,7 @@ class Decoding:
     def __call__(
         self,
         target: PreTrainedModel,
-        one: Candidate | None,
+        one: NamedDraft | None,
         prompts: Sequence[Prompt],
         settings: DecodeSettings,
         batch_size: int,

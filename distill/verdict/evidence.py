@@ -8,10 +8,10 @@ from pathlib import Path
 from transformers import PreTrainedModel
 
 from distill.models.target import Target
-from distill.verdict.contest import Contest, hold, hold_at_load, with_waits
-from distill.verdict.decoding import Candidate
-from distill.verdict.field import (
-    Field,
+from distill.verdict.decoding import NamedDraft
+from distill.verdict.judging_setup import JudgingSetup
+from distill.verdict.scored_drafts import (
+    ScoredDrafts,
     cpu_threads,
     draft_way,
     free_ways,
@@ -19,7 +19,7 @@ from distill.verdict.field import (
     typical_length,
     ways_of,
 )
-from distill.verdict.question import Question
+from distill.verdict.timing import Timing, time_at_load, time_ways, with_waits
 from speculative.decode import context_of
 from speculative.decoder.responses import Response
 from speculative.engine.memory import check_memory
@@ -45,27 +45,27 @@ REPEATS = 2
 class Loads:
     """Contests beyond one request, the curve through the draft's speeds at all of them, and a warning for each load left out."""
 
-    contests: tuple[Contest, ...] = ()
+    timings: tuple[Timing, ...] = ()
     curve: LoadCurve | None = None
     warnings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
-class Evidence(Field):
-    """judged: by candidate, live or by replay alone. responses: of the live run of the last candidate. contest: at one request.
-    loads: at more. Without the target's weights responses, contest, loads and costs are empty.
+class Evidence(ScoredDrafts):
+    """judged: by candidate, live or by replay alone. responses: of the live run of the last candidate. timing: at one request.
+    loads: at more. Without the target's weights responses, timing, loads and costs are empty.
     """
 
-    question: Question
+    setup: JudgingSetup
     judged: Mapping[str, Judgement]
     responses: Sequence[Response] = ()
-    contest: Contest | None = None
+    timing: Timing | None = None
     loads: Loads = field(default_factory=Loads)
 
     @property
-    def best(self) -> Candidate:
-        """The draft in question."""
-        return self.candidates[-1]
+    def best(self) -> NamedDraft:
+        """The draft in setup."""
+        return self.drafts[-1]
 
     @property
     def best_costs(self) -> StepCosts | None:
@@ -73,109 +73,109 @@ class Evidence(Field):
         return self.costs.get(self.best.name)
 
     @property
-    def contests(self) -> list[Contest]:
+    def timings(self) -> list[Timing]:
         """By concurrency, 1 first."""
-        return [] if self.contest is None else [self.contest, *self.loads.contests]
+        return [] if self.timing is None else [self.timing, *self.loads.timings]
 
     def own_scores(self, name: str) -> list[TokenScores]:
         """A candidate's scores on the text of the run's own rule."""
-        return self.scores[self.question.rule][name]
+        return self.scores[self.setup.rule][name]
 
 
-def gather(question: Question, target: Target, field: Field, *, log: Path | None = None) -> Evidence:
-    """Judge every draft of a `line_up` live, and time every way at one request and at each of judge.load.
+def gather(setup: JudgingSetup, target: Target, scored: ScoredDrafts, *, log: Path | None = None) -> Evidence:
+    """Judge every draft of a `score_and_time` live, and time every way at one request and at each of judge.load.
 
     ``log``: for the proposals of the last candidate.
     """
-    own, candidates = field.scores[question.rule], field.candidates
+    own, drafts = scored.scores[setup.rule], scored.drafts
     judged: dict[str, Judgement] = {}
     responses: list[Response] = []
-    for one in candidates:
+    for one in drafts:
         decoded = functools.partial(
-            question.decoding,
+            setup.decoding,
             target.model,
             one,
-            settings=question.settings,
-            batch_size=question.judge.batch_size,
-            log=log if one is candidates[-1] else None,
+            settings=setup.settings,
+            batch_size=setup.judge.batch_size,
+            log=log if one is drafts[-1] else None,
         )
         record, responses = judge(
-            target.model, one.draft, question.frozen, question.settings, scores=own[one.name], decoded=decoded
+            target.model, one.draft, setup.frozen, setup.settings, scores=own[one.name], decoded=decoded
         )
         judged[one.name] = record.model_copy(update={"step": one.step})
-    ways, best = ways_of(question, target.model, field), candidates[-1].name
+    ways, best = ways_of(setup, target.model, scored), drafts[-1].name
     lossy = [one.name for one in ways if "lossy" in one.changes]
-    picked = [best, LOOKUP_DRAFT, *(one.name for one in field.others), *question.judge.ways, *lossy]
-    with cpu_threads(question.judge.speed_threads):
-        contest, unclocked = with_waits(hold(question, target.model, ways, best, picked), target.model, best)
-        loads = held_at_loads(question, target.model, field, contest)
+    picked = [best, LOOKUP_DRAFT, *(one.name for one in scored.others), *setup.judge.ways, *lossy]
+    with cpu_threads(setup.judge.speed_threads):
+        timing, unclocked = with_waits(time_ways(setup, target.model, ways, best, picked), target.model, best)
+        loads = time_at_loads(setup, target.model, scored, timing)
         loads = replace(loads, warnings=(*unclocked, *loads.warnings))
-    return Evidence(**vars(field), question=question, judged=judged, responses=responses, contest=contest, loads=loads)
+    return Evidence(**vars(scored), setup=setup, judged=judged, responses=responses, timing=timing, loads=loads)
 
 
-def gather_by_replay(question: Question, candidates: Sequence[Candidate], known: Mapping[str, Judgement]) -> Evidence:
+def gather_by_replay(setup: JudgingSetup, drafts: Sequence[NamedDraft], known: Mapping[str, Judgement]) -> Evidence:
     """Evidence without the target's weights: nothing is decoded or timed. known: the records that checkpoints have."""
-    scores, judged = score_all(question, candidates), dict(known)
-    for one in candidates:
+    scores, judged = score_all(setup, drafts), dict(known)
+    for one in drafts:
         if one.name not in judged:
-            own = scores[question.rule][one.name]
-            judged[one.name] = judge_frozen(one.draft, question.frozen, question.settings, scores=own)
-    return Evidence(candidates=tuple(candidates), scores=scores, question=question, judged=judged)
+            own = scores[setup.rule][one.name]
+            judged[one.name] = judge_frozen(one.draft, setup.frozen, setup.settings, scores=own)
+    return Evidence(drafts=tuple(drafts), scores=scores, setup=setup, judged=judged)
 
 
-def held_at_loads(question: Question, target: PreTrainedModel, field: Field, first: Contest) -> Loads:
-    """Time the draft in question, the baselines that need no training and lookup before the draft, at each of judge.load.
+def time_at_loads(setup: JudgingSetup, target: PreTrainedModel, scored: ScoredDrafts, first: Timing) -> Loads:
+    """Time the draft in setup, the baselines that need no training and lookup before the draft, at each of judge.load.
 
     Two passes over the loads. The first times the steps of both models: they give the roofline and, with tau by replay on all
     held-out prompts, the best gammas of each load. The second times blocks at those gammas and plain steps in turn, with every row
-    occupied. first: the contest at one request. A load that does not fit memory is left out with a warning.
+    occupied. first: the timing at one request. A load that does not fit memory is left out with a warning.
     """
-    if not question.judge.load:
+    if not setup.judge.load:
         return Loads()
-    best, own = field.candidates[-1], field.scores[question.rule]
+    best, own = scored.drafts[-1], scored.scores[setup.rule]
     context, _ = context_of(target, best.draft.drafter())
     room = SEARCHED_GAMMA if context is None else context // (2 * TIMED_BLOCKS) - 1
     known = scored_gammas(own[best.name], range(SEARCHED_GAMMA + 1))[-1]
-    most = max(question.gamma, min(SEARCHED_GAMMA, room, known))
-    costs, warnings = _costs_at_loads(question, target, best, context, most)
-    costs = [field.costs[best.name], *costs]
+    most = max(setup.gamma, min(SEARCHED_GAMMA, room, known))
+    costs, warnings = _costs_at_loads(setup, target, best, context, most)
+    costs = [scored.costs[best.name], *costs]
     gammas = range(1, most + 1)
-    blocks_G = expected_blocks_of(own[best.name], question.law, gammas).sum(0)
-    taus = dict(zip(gammas, (question.tokens_N.sum() / blocks_G).tolist(), strict=True))
+    blocks_G = expected_blocks_of(own[best.name], setup.law, gammas).sum(0)
+    taus = dict(zip(gammas, (setup.tokens_N.sum() / blocks_G).tolist(), strict=True))
     roofline = fit_roofline(costs)
-    behind = next(one for one in (*field.others, *field.candidates) if one.name == first[LOOKUP_DRAFT].behind)
-    contests = []
+    behind = next(one for one in (*scored.others, *scored.drafts) if one.name == first[LOOKUP_DRAFT].behind)
+    timings = []
     # A server cuts the gamma of every load to that of one request, so no larger one is timed.
     of_one = (first[best.name].gamma if best.name in first else 0) or most
     for at_load in costs[1:]:
         ways = [
-            draft_way(question, best.name, best.draft.drafter, own[best.name], at_load, gammas[:of_one]),
-            *free_ways(question, target, own[behind.name], behind, at_load, gammas),
+            draft_way(setup, best.name, best.draft.drafter, own[best.name], at_load, gammas[:of_one]),
+            *free_ways(setup, target, own[behind.name], behind, at_load, gammas),
             *(one for one in first.ways if one.blocks_N is None),  # a policy goes on with what it has learned
         ]
-        held, left_out = hold_at_load(question, target, ways, at_load.batch_size, first)
+        held, left_out = time_at_load(setup, target, ways, at_load.batch_size, first)
         warnings += left_out
         if held is not None:
             held, unclocked = with_waits(held, target, best.name)
             warnings += unclocked
-            contests.append(held)
+            timings.append(held)
     measured = {
         one.concurrency: one.speed(best.name).speed_up / roofline.speed_up(one.concurrency, gamma, taus[gamma])
-        for one in (first, *contests)
+        for one in (first, *timings)
         if best.name in one and (gamma := one[best.name].gamma) in taus
     }
-    return Loads(tuple(contests), LoadCurve(roofline, taus, measured), tuple(warnings))
+    return Loads(tuple(timings), LoadCurve(roofline, taus, measured), tuple(warnings))
 
 
 def _costs_at_loads(
-    question: Question, target: PreTrainedModel, best: Candidate, context: int | None, most: int
+    setup: JudgingSetup, target: PreTrainedModel, best: NamedDraft, context: int | None, most: int
 ) -> tuple[list[StepCosts], list[str]]:
     """Stage times at every load beyond one request that fits memory, and a warning for each other load."""
     costs: list[StepCosts] = []
     warnings, needed = [], (COST_BLOCKS + 2) * (most + 1)
-    typical = typical_length(question.frozen)
+    typical = typical_length(setup.frozen)
     typical = typical if context is None else max(2, min(typical, context - needed))
-    for load in sorted(set(question.judge.load) - {1}):
+    for load in sorted(set(setup.judge.load) - {1}):
         try:
             check_memory(target, best.draft.model, load, typical + needed, most + 1)
         except UserError as error:
@@ -185,7 +185,7 @@ def _costs_at_loads(
         gammas: Sequence[int] = [gamma for gamma in FITTED_GAMMAS if gamma <= widest]
         costs.append(
             measure_costs(
-                target, best.draft, question.settings, gammas=gammas, batch_size=load, context=typical, repeats=REPEATS
+                target, best.draft, setup.settings, gammas=gammas, batch_size=load, context=typical, repeats=REPEATS
             )
         )
     return costs, warnings

@@ -156,7 +156,7 @@ class DraftJudge:
         warning = f"alpha is {check.alpha:.3f} on new responses of the server and {check.stored_alpha:.3f} on the stored ones to the same prompts"
         return {"fresh_check": check.record(), "warnings": [] if check.agrees else [f"{warning} (z {check.z:+.1f})"]}
 
-    def dial(self, module: DraftModule) -> dict[str, float]:
+    def replay_now(self, module: DraftModule) -> dict[str, float]:
         """{alpha, tau} on the frozen text of the configured rule: one draft pass, no target, on the main process."""
         rule, gamma = self.settings.rule, self.settings.gamma
         draft = self._draft(module)

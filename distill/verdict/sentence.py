@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from distill.run.verdict_record import Outcome
-from distill.verdict.contest import Contest
 from distill.verdict.evidence import Evidence
+from distill.verdict.timing import Timing
 from speculative.drafters.registry import recipes
 from speculative.explain.ceilings import advice
 from speculative.measure.effects import Effects
@@ -42,59 +42,59 @@ def order(way: str) -> str:
 
 def conclude(evidence: Evidence, gain: Effects | None, against_served: Effects | None = None) -> Conclusion:
     """The answer in words. gain: draft minus undistilled draft; None if nothing was distilled."""
-    contest, draft = evidence.contest, evidence.best.name
+    timing, draft = evidence.timing, evidence.best.name
     learned = [_learned(gain)] if gain else []
     served = []
     if against_served is not None:
         words = {"gain": "is certainly higher", "loss": "is certainly lower", "none": "is not certainly different"}
         told = f"alpha {words[against_served.certain]}: {against_served.alpha:+.3f}"
         served = [f"Compared with the served draft, {told}."]
-    if contest is None:
+    if timing is None:
         judged, baseline = evidence.judged[draft], evidence.judged.get(UNDISTILLED)
         before = f" (undistilled {baseline.tau:.2f})" if baseline else ""
-        at = f"at gamma {evidence.question.gamma} by replay{before}"
+        at = f"at gamma {evidence.setup.gamma} by replay{before}"
         headline = f"Not timed: the draft has tau {judged.tau:.2f} {at}."
         return Conclusion(_outcome(gain, None, None, draft), None, headline, [*learned, *served])
-    run, pays = contest.to_run(), contest.beats(draft)
-    outcome = _outcome(gain, contest, run, draft)
-    others = [one.name for one in contest.ways if one.name != draft]
+    run, pays = timing.to_run(), timing.beats(draft)
+    outcome = _outcome(gain, timing, run, draft)
+    others = [one.name for one in timing.ways if one.name != draft]
     facts = [
-        _fast(contest, draft),
+        _fast(timing, draft),
         *learned,
-        *(_beside(contest, name, draft) for name in others),
+        *(_beside(timing, name, draft) for name in others),
         *served,
-        *(told for one in evidence.contests[1:] for told in _at_load(one, draft)),
+        *(told for one in evidence.timings[1:] for told in _at_load(one, draft)),
     ]
     hopeless = advice(evidence.best_costs) if evidence.best_costs and not pays else None
     facts += [f"{capitalised(hopeless[1])}."] if hopeless else []
-    return Conclusion(outcome, pays, headline_of(contest, run), facts)
+    return Conclusion(outcome, pays, headline_of(timing, run), facts)
 
 
-def headline_of(contest: Contest, run: str) -> str:
+def headline_of(timing: Timing, run: str) -> str:
     """What to run at one request, and how fast it is."""
     if run == TARGET:
-        if contest.speed(contest.ways[0].name).interval is None:
+        if timing.speed(timing.ways[0].name).interval is None:
             return "Run the target alone: too few prompts were timed to be certain that anything is faster."
         return "Run the target alone: nothing is certainly faster on these prompts."
-    speed = contest.speed(run)
+    speed = timing.speed(run)
     return f"{capitalised(order(run))}: {speed.speed_up:.2f}x{_ends(speed.interval)} as fast as the target alone."
 
 
-def _outcome(gain: Effects | None, contest: Contest | None, run: str | None, draft: str) -> Outcome:
-    if contest is not None and run in FREE and run is not None and contest.beats(run, draft):
+def _outcome(gain: Effects | None, timing: Timing | None, run: str | None, draft: str) -> Outcome:
+    if timing is not None and run in FREE and run is not None and timing.beats(run, draft):
         return "baseline_better"
     if gain is not None and gain.certain != "gain":
         return "loss" if gain.certain == "loss" else "no_measurable_gain"
-    if contest is None:
+    if timing is None:
         return "not_timed"
     if run == LOOKUP_DRAFT:
         return "best_together"
-    return "pays_off" if contest.beats(draft) else "no_speed"
+    return "pays_off" if timing.beats(draft) else "no_speed"
 
 
-def _fast(contest: Contest, draft: str) -> str:
-    speed = contest.speed(draft)
-    told = f"{speed.speed_up:.2f}x{_ends(speed.interval)} as fast as the target alone at gamma {contest[draft].gamma}"
+def _fast(timing: Timing, draft: str) -> str:
+    speed = timing.speed(draft)
+    told = f"{speed.speed_up:.2f}x{_ends(speed.interval)} as fast as the target alone at gamma {timing[draft].gamma}"
     if speed.interval is None:
         return f"The draft is {told}. Too few prompts were timed to be certain: raise judge.speed_prompts."
     if speed.interval[0] > 1.0:
@@ -104,28 +104,28 @@ def _fast(contest: Contest, draft: str) -> str:
     return f"The draft does not certainly pay off here: {told}. The interval contains 1."
 
 
-def _beside(contest: Contest, name: str, draft: str) -> str:
-    speed, subject = contest.speed(name), capitalised(shown(name))
+def _beside(timing: Timing, name: str, draft: str) -> str:
+    speed, subject = timing.speed(name), capitalised(shown(name))
     gives = f"gives {speed.speed_up:.2f}x{_ends(speed.interval)}."
-    if contest[name].policy is not None:
-        best = contest.best_fixed()
-        ratio, ends = contest.against(name, best)
-        end = "." if contest.beats(name, best) else ": not certainly faster, so not advised."
+    if timing[name].policy is not None:
+        best = timing.best_fixed()
+        ratio, ends = timing.against(name, best)
+        end = "." if timing.beats(name, best) else ": not certainly faster, so not advised."
         return f"{subject} {gives} {ratio:.2f}x{_ends(ends)} as fast as {shown(best)}, the best fixed way{end}"
-    if contest[name].price:
+    if timing[name].price:
         return f"{subject} {gives} Its text is not the target's."
     if name not in FREE:
         return f"{subject} {gives}"
     told = f"{subject} needs no training and {gives}"
-    apart = contest.beats(draft, name) or contest.beats(name, draft)
+    apart = timing.beats(draft, name) or timing.beats(name, draft)
     return told if apart else f"{told} It is not certainly different from the draft."
 
 
-def _at_load(contest: Contest, draft: str) -> list[str]:
-    run, at = contest.to_run(), f"At {contest.concurrency} requests"
-    speed = contest.speed(run)
+def _at_load(timing: Timing, draft: str) -> list[str]:
+    run, at = timing.to_run(), f"At {timing.concurrency} requests"
+    speed = timing.speed(run)
     fast = "" if run == TARGET else f": {speed.speed_up:.2f}x{_ends(speed.interval)}"
-    policies = [_beside(contest, one.name, draft) for one in contest.ways if one.policy is not None]
+    policies = [_beside(timing, one.name, draft) for one in timing.ways if one.policy is not None]
     return [f"{at}, {order(run)}{fast}.", *(f"{at}: {told}" for told in policies)]
 
 

@@ -9,7 +9,7 @@ import torch
 
 from distill.run.verdict_record import WAYS, Costs, DraftOf, Roofline, Verdict
 from distill.verdict.evidence import Evidence
-from distill.verdict.question import Question
+from distill.verdict.judging_setup import JudgingSetup
 from distill.verdict.sentence import conclude, within
 from speculative.evaluate import Judgement, OnText
 from speculative.explain.repetition import repetition
@@ -24,9 +24,9 @@ from speculative.measure.replay import expected_blocks_of
 from speculative.measure.token_scores import TokenScores
 
 
-def describe_costs(costs: StepCosts, question: Question) -> Costs:
+def describe_costs(costs: StepCosts, setup: JudgingSetup) -> Costs:
     """The measured costs as plain numbers."""
-    gamma = question.gamma
+    gamma = setup.gamma
     gammas = sorted(costs.verify_seconds)
     return Costs(
         target_step_seconds=costs.target_seconds,
@@ -37,7 +37,7 @@ def describe_costs(costs: StepCosts, question: Question) -> Costs:
         break_even_alpha=break_even_alpha(gamma, costs.paying_tau(gamma)),
         batch_size=costs.batch_size,
         context=costs.context,
-        threads=question.judge.speed_threads or torch.get_num_threads(),
+        threads=setup.judge.speed_threads or torch.get_num_threads(),
         steps=costs.steps,
     )
 
@@ -52,16 +52,16 @@ def verdict_of(
 
     `seconds` is left empty. checkpoints: every judged one, from which the last candidate was picked.
     """
-    question, best = evidence.question, evidence.judged[evidence.best.name]
+    setup, best = evidence.setup, evidence.judged[evidence.best.name]
     costs = evidence.best_costs
     gain, against_served = (_effects(evidence, name) for name in (UNDISTILLED, SERVED))
     said = conclude(evidence, gain, against_served)
-    repeated = repetition(question.frozen)
+    repeated = repetition(setup.frozen)
     measured = [
         *judged_rows(evidence),
-        *(row for contest in evidence.contests for row in contest.rows(evidence.scores[question.rule])),
+        *(row for timing in evidence.timings for row in timing.rows(evidence.scores[setup.rule])),
     ]
-    limits = {str(name): most for name, most in question.judge.latency_ms.items()} if evidence.contests else {}
+    limits = {str(name): most for name, most in setup.judge.latency_ms.items()} if evidence.timings else {}
     loads = {way: largest_load(measured, way, limits) for way in (TARGET, evidence.best.name) if limits}
     facts = [*said.facts, *_lighter(evidence), *within(limits, loads)]
     curve = evidence.loads.curve
@@ -70,27 +70,26 @@ def verdict_of(
         version=VERSION,
         measured=measured,
         drafts=[
-            DraftOf(way=one.name, path=one.path, step=one.step, drafting=one.draft.drafting)
-            for one in evidence.candidates
+            DraftOf(way=one.name, path=one.path, step=one.step, drafting=one.draft.drafting) for one in evidence.drafts
         ],
-        run={str(one.concurrency): one.to_run() for one in evidence.contests},
+        run={str(one.concurrency): one.to_run() for one in evidence.timings},
         **vars(said) | {"facts": facts},
         gain=gain,
         against_served=against_served,
         survival=best.survival,
         live_tokens=best.live_tokens,
         replay_check=best.replay_check,
-        rule=question.rule,
-        gamma=question.gamma,
+        rule=setup.rule,
+        gamma=setup.gamma,
         prompts=best.prompts or 0,
         tokens=best.tokens or 0,
         replay=best.replay,
         best_gamma_range=near_best_gammas(costs.timed(best.replay), costs) if costs else None,
-        costs=describe_costs(costs, question) if costs is not None else None,
+        costs=describe_costs(costs, setup) if costs is not None else None,
         latency_loads=loads,
         plain_wins_from=curve.plain_wins_from() if curve else None,
         roofline=_roofline(curve) if curve else None,
-        checkpoints=with_gains(checkpoints, question.keys),
+        checkpoints=with_gains(checkpoints, setup.keys),
         self_checks=self_checks,
         repetition=repeated,
         warnings=[*best.warnings, *([repeated.warning] if repeated.warning else []), *evidence.loads.warnings],
@@ -120,10 +119,10 @@ def looks_of(checkpoints: Sequence[Judgement]) -> int:
 def judged_rows(evidence: Evidence) -> list[Measured]:
     """Every draft at the judged gamma, on the held-out text and on its domains."""
     rows = []
-    for one in evidence.candidates:
+    for one in evidence.drafts:
         judged = evidence.judged[one.name]
         own = _row(evidence, one.name, judged, HELD_OUT, judged.live)
-        rows.append(_widened(evidence, own) if one is evidence.best and evidence.question.looks > 1 else own)
+        rows.append(_widened(evidence, own) if one is evidence.best and evidence.setup.looks > 1 else own)
         rows += [
             _row(evidence, one.name, part, domain, judged.live and part.tau is not None)
             for domain, part in judged.domains.items()
@@ -132,10 +131,10 @@ def judged_rows(evidence: Evidence) -> list[Measured]:
 
 
 def _row(evidence: Evidence, way: str, own: OnText, text: str, live: bool) -> Measured:
-    gamma = evidence.question.gamma
+    gamma = evidence.setup.gamma
     return Measured(
         way,
-        evidence.question.rule,
+        evidence.setup.rule,
         text=text,
         prompts=own.prompts,
         tokens=own.tokens,
@@ -151,43 +150,43 @@ def _row(evidence: Evidence, way: str, own: OnText, text: str, live: bool) -> Me
 
 def _widened(evidence: Evidence, row: Measured) -> Measured:
     """Widen the picked draft's intervals as its gain's are: it was picked because it looked good."""
-    question = evidence.question
-    confidence = question.confidence(True)
-    probs = [own.accept_probs(question.law) for own in evidence.own_scores(row.way)]
-    row = replace(row, alpha_ci=alpha_with_interval(probs, question.keys, confidence)[1])
+    setup = evidence.setup
+    confidence = setup.confidence(True)
+    probs = [own.accept_probs(setup.law) for own in evidence.own_scores(row.way)]
+    row = replace(row, alpha_ci=alpha_with_interval(probs, setup.keys, confidence)[1])
     if evidence.responses:
         keys = [one.key for one in evidence.responses]
         said_N = np.array([float(len(one.response_ids)) for one in evidence.responses])
         blocks_N = np.array([float(one.blocks) for one in evidence.responses])
     else:
-        keys, said_N = question.keys, question.tokens_N
-        blocks_N = expected_blocks_of(evidence.own_scores(row.way), question.law, (question.gamma,))[:, 0]
+        keys, said_N = setup.keys, setup.tokens_N
+        blocks_N = expected_blocks_of(evidence.own_scores(row.way), setup.law, (setup.gamma,))[:, 0]
     return replace(row, tau_ci=ratio_with_interval(said_N, blocks_N, keys, confidence)[1])
 
 
 def _effects(evidence: Evidence, against: str) -> Effects | None:
-    if all(one.name != against for one in evidence.candidates):
+    if all(one.name != against for one in evidence.drafts):
         return None
-    question, ours = evidence.question, evidence.own_scores(evidence.best.name)
-    return effects_of(question, ours, evidence.own_scores(against), question.keys, question.looks)
+    setup, ours = evidence.setup, evidence.own_scores(evidence.best.name)
+    return effects_of(setup, ours, evidence.own_scores(against), setup.keys, setup.looks)
 
 
 def _lighter(evidence: Evidence) -> list[str]:
     """A sentence on how quantization changes alpha, if export.quantize is set."""
-    question, ours = evidence.question, evidence.own_scores(evidence.best.name)
+    setup, ours = evidence.setup, evidence.own_scores(evidence.best.name)
     told = []
     for one in evidence.others:
         if one.name not in WAYS.values():
-            change = effects_of(question, evidence.own_scores(one.name), ours, question.keys, 1).alpha
+            change = effects_of(setup, evidence.own_scores(one.name), ours, setup.keys, 1).alpha
             told.append(f"The {one.name} changes alpha by {change:+.4f} compared with the unquantized draft.")
     return told
 
 
 def effects_of(
-    question: Question, ours: Sequence[TokenScores], other: Sequence[TokenScores], keys: Sequence[Any], looks: int
+    setup: JudgingSetup, ours: Sequence[TokenScores], other: Sequence[TokenScores], keys: Sequence[Any], looks: int
 ) -> Effects:
     """The paired gain of one draft over another on the same text, widened for the looks."""
-    return paired_effects(ours, other, keys, rule=question.rule, gamma=question.gamma, looks=looks)
+    return paired_effects(ours, other, keys, rule=setup.rule, gamma=setup.gamma, looks=looks)
 
 
 def _roofline(curve: LoadCurve) -> Roofline:

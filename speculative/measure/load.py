@@ -138,8 +138,8 @@ class LoadCurve:
         return wins + 1 + bisect.bisect_left(beyond, True, key=lambda load: self.speed_up(load) <= 1.0)
 
 
-class LoadStandings:
-    """Measurements at one load: like `race.Standings`, with a full batch and without prefill.
+class LoadEstimates:
+    """Measurements at one load: like `race.SpeedEstimates`, with a full batch and without prefill.
 
     A way's time is rho sum B steps of the target in the same run, from two independent sources: the target calls B
     that replay expects for each prompt's responses (all that is known of tau), and rho, seconds of a block over those of
@@ -183,8 +183,8 @@ class LoadStandings:
         down, up = math.hypot(math.log(calls / low), half), math.hypot(math.log(high / calls), half)
         return ratio, (ratio * math.exp(-down), ratio * math.exp(up))
 
-    def pulls(self, names: Sequence[str], other: str) -> np.ndarray:
-        """(R, K) as `Standings.pulls`. The blocks of every way are timed beside plain steps of their own."""
+    def errors_of(self, names: Sequence[str], other: str) -> np.ndarray:
+        """(R, K) as `SpeedEstimates.errors_of`. The blocks of every way are timed beside plain steps of their own."""
         calls_P, errors = {}, {}
         for name in (*names, other):
             known_P, log_rho_T = np.nan_to_num(self._calls_P[name]), self._log_rho_T[name]

@@ -13,9 +13,9 @@ None), the cost per token of the timed prompts is used instead of the cost per b
 
 Whole responses alternate, not blocks, so that the CPU caches are in the same state as in serving. A process differs from the next
 one by more than one response from the next: by where its memory lies and by what else the machine does at the time. So the race
-has sittings of a few prompts, with a pause and new memory before each, and an interval is at least as wide as the sittings' means say.
+has rounds of a few prompts, with a pause and new memory before each, and an interval is at least as wide as the rounds' means say.
 
-Shapes: N responses, P prompts, M timed prompts, S sittings.
+Shapes: N responses, P prompts, M timed prompts, S rounds.
 """
 
 import itertools
@@ -40,17 +40,17 @@ FAR, NORMAL = 4.0, 1.4826
 # A median deviation below this share of the median is clock rounding; then nothing is cut.
 LEAST_DEVIATION = 0.01
 FEWEST_TO_TELL = 6
-# Prompts of a sitting, and seconds of rest before it.
-SITTING = 3
+# Prompts of a round, and seconds of rest before it.
+ROUND = 3
 REST_SECONDS = 0.5
-# With fewer sittings than this their spread is not known.
-FEWEST_SITTINGS = 3
+# With fewer rounds than this their spread is not known.
+FEWEST_ROUNDS = 3
 # If timing has less than this share of the variance, the texts dominate and more timing does not help.
 SMALL_SHARE = 0.1
 
 
 @dataclass(frozen=True)
-class Lap:
+class Sample:
     """One response of one way. Seconds: of reading the prompt, and of everything after it; blocks that recorded a call count as the
     others' average.
     """
@@ -58,7 +58,7 @@ class Lap:
     prefill_seconds: float
     seconds: float
     response: Response
-    sitting: int = 0
+    round_number: int = 0
 
     @property
     def said(self) -> tuple[int, int]:
@@ -71,7 +71,7 @@ class Lap:
         return len(self.response.response_ids) / (self.prefill_seconds + self.seconds)
 
 
-Laps = dict[str, dict[str, Lap]]  # by way, by key of the prompt
+Samples = dict[str, dict[str, Sample]]  # by way, by key of the prompt
 
 
 def race(
@@ -80,45 +80,45 @@ def race(
     prompts: Iterable[Prompt],
     settings: DecodeSettings,
     *,
-    still: Callable[[Laps], Collection[str]],
+    still: Callable[[Samples], Collection[str]],
     seconds: float,
     least: int,
-) -> Laps:
-    """Time the target alone and the ways on one prompt after the other, each prompt once, in sittings; the first way rotates.
+) -> Samples:
+    """Time the target alone and the ways on one prompt after the other, each prompt once, in rounds; the first way rotates.
 
     still: called after every prompt from the `least`-th on; returns the ways to time further, none ends the race. seconds:
     also ends it, but not before `least` prompts. settings: rule and sampling; gamma is each way's own.
     """
     everybody = (Way(TARGET), *ways)
-    laps: Laps = {way.name: {} for way in everybody}
+    samples: Samples = {way.name: {} for way in everybody}
     running, began = list(everybody), time.perf_counter()
     for number, prompt in enumerate(prompts):
-        sitting, place = divmod(number, SITTING)
+        round_number, place = divmod(number, ROUND)
         if place == 0:
-            if sitting:
+            if round_number:
                 time.sleep(REST_SECONDS)
             release()
             for way in running:
-                _lap(target, way, prompt, settings, sitting)  # warm-up, not counted
+                _sample(target, way, prompt, settings, round_number)  # warm-up, not counted
         start = number % len(running)
         for way in itertools.chain(running[start:], running[:start]):
-            laps[way.name][prompt[0]] = _lap(target, way, prompt, settings, sitting)
+            samples[way.name][prompt[0]] = _sample(target, way, prompt, settings, round_number)
         if number + 1 < least:
             continue
-        wanted = still(laps)
+        wanted = still(samples)
         running = [way for way in everybody if way.name in wanted or way.name == TARGET]
         if len(running) == 1 or time.perf_counter() - began >= seconds:
             break
-    return laps
+    return samples
 
 
-def _lap(target: PreTrainedModel, way: Way, prompt: Prompt, settings: DecodeSettings, sitting: int) -> Lap:
+def _sample(target: PreTrainedModel, way: Way, prompt: Prompt, settings: DecodeSettings, round_number: int) -> Sample:
     drafter = way.drafter() if way.drafter is not None else None
     (response,), timing = decode(target, drafter, [prompt], way.settings(settings), policy=way.policy)
     seconds, timed = timing.total_seconds - timing.prefill_seconds, response.blocks - timing.recording_calls
     if 0 < timed < response.blocks:
         seconds = (seconds - timing.recording_seconds) * response.blocks / timed
-    return Lap(timing.prefill_seconds, seconds, response, sitting)
+    return Sample(timing.prefill_seconds, seconds, response, round_number)
 
 
 @dataclass(frozen=True)
@@ -133,12 +133,12 @@ class Speed:
     timed: int
 
 
-class Standings:
+class SpeedEstimates:
     """Results of a race for all held-out prompts. Raises ValueError: a way was timed on no prompt."""
 
     def __init__(
         self,
-        laps: Laps,
+        samples: Samples,
         prompt_keys: Sequence[Hashable],
         tokens_N: np.ndarray,
         blocks: Mapping[str, np.ndarray | None],
@@ -154,20 +154,22 @@ class Standings:
         self._tokens_P = sum_by_prompt(prompt_keys, self._blocks_N[TARGET])
         self._count_P = sum_by_prompt(prompt_keys, np.ones(len(tokens_N)))
         self._blocks = {name: sum_by_prompt(prompt_keys, own_N) for name, own_N in self._blocks_N.items()}
-        self._laps = laps
-        self._alone = {key: lap.seconds / lap.response.blocks for key, lap in laps[TARGET].items()}  # seconds of a step
-        self._prices = {name: self._priced(name) for name in laps}
+        self._samples = samples
+        self._alone = {
+            key: sample.seconds / sample.response.blocks for key, sample in samples[TARGET].items()
+        }  # seconds of a step
+        self._prices = {name: self._priced(name) for name in samples}
 
     def speed(self, name: str, confidence: float = 0.95) -> Speed:
         mean, interval = self.against(name, TARGET, confidence)
         step_seconds = float(_near(np.array(list(self._alone.values()))).mean())
         tokens = float(self._tokens_P.sum())
         alone = tokens / (step_seconds * self._steps(TARGET))
-        return Speed(alone * mean, mean, interval, len(self._laps[name]))
+        return Speed(alone * mean, mean, interval, len(self._samples[name]))
 
     def against(self, name: str, other: str, confidence: float = 0.95) -> tuple[float, Interval | None]:
         """How many times the tokens per second of `other` a way has, and its interval; paired by prompt, on the scale of logarithms, by
-        linearising (the delta method): the variances over the texts and over the timed prompts or their sittings add up, and Student's t
+        linearising (the delta method): the variances over the texts and over the timed prompts or their rounds add up, and Student's t
         has the degrees of freedom of such a sum (Satterthwaite 1946).
         """
         ratio = self._steps(other) / self._steps(name)
@@ -184,14 +186,14 @@ class Standings:
         reach = float(special.stdtrit(freedom, 0.5 + confidence / 2.0)) * math.sqrt(total)
         return ratio, (ratio * math.exp(-reach), ratio * math.exp(reach))
 
-    def pulls(self, names: Sequence[str], other: str) -> np.ndarray:
+    def errors_of(self, names: Sequence[str], other: str) -> np.ndarray:
         """(R, K) what each text and each timed prompt adds to the error of the logarithm of `against`, for `intervals.lower_share`."""
         columns, prompts = [], len(self._tokens_P)
         for name in names:
             shares_P = self._steps_P(other) / self._steps(other) - self._steps_P(name) / self._steps(name)
             both = [key for key in self._prices[name] if key in self._prices[other]]
-            pulls_M = self._pulls(other, both) - self._pulls(name, both)
-            timed_M = (pulls_M - pulls_M.mean()) / math.sqrt(max(1, len(both) * (len(both) - 1)))
+            errors_M = self._errors_of(other, both) - self._errors_of(name, both)
+            timed_M = (errors_M - errors_M.mean()) / math.sqrt(max(1, len(both) * (len(both) - 1)))
             of_key = dict(zip(both, timed_M, strict=True))
             timed = [of_key.get(key, 0.0) for key in self._prices[other]]
             columns.append([*math.sqrt(prompts / max(1, prompts - 1)) * shares_P, *timed])
@@ -207,22 +209,22 @@ class Standings:
 
     def counted(self, name: str) -> dict[str, tuple[int, int]]:
         """(tokens, blocks) of each timed prompt, as decoded."""
-        return {key: lap.said for key, lap in self._laps[name].items()}
+        return {key: sample.said for key, sample in self._samples[name].items()}
 
     def _priced(self, name: str) -> dict[str, tuple[float, float]]:
         """(rho, prefill in steps of the target alone) of each timed prompt."""
-        both = [key for key in self._laps[name] if key in self._alone]
+        both = [key for key in self._samples[name] if key in self._alone]
         if not both:
             raise ValueError(f"{name} was timed on no prompt")
-        laps, steps_M = [self._laps[name][key] for key in both], np.array([self._alone[key] for key in both])
-        units_M = np.array([max(1, lap.said[0]) if name in self._by_token else lap.said[1] for lap in laps])
-        rho_M = _near(np.array([lap.seconds for lap in laps]) / units_M / steps_M)
+        samples, steps_M = [self._samples[name][key] for key in both], np.array([self._alone[key] for key in both])
+        units_M = np.array([max(1, sample.said[0]) if name in self._by_token else sample.said[1] for sample in samples])
+        rho_M = _near(np.array([sample.seconds for sample in samples]) / units_M / steps_M)
         if name in self._by_token:
             # A ratio of sums over the timed prompts, with more weight on long responses, linearised: its mean is the ratio.
-            weights_M = np.array([lap.said[0] for lap in laps], dtype=np.float64)
+            weights_M = np.array([sample.said[0] for sample in samples], dtype=np.float64)
             pooled = float(rho_M @ weights_M / weights_M.sum())
             rho_M = pooled + (rho_M - pooled) * weights_M / weights_M.mean()
-        prefill_M = _near(np.array([lap.prefill_seconds for lap in laps]) / steps_M)
+        prefill_M = _near(np.array([sample.prefill_seconds for sample in samples]) / steps_M)
         return dict(zip(both, zip(rho_M.tolist(), prefill_M.tolist(), strict=True), strict=True))
 
     def _means(self, name: str) -> tuple[float, float]:
@@ -238,23 +240,23 @@ class Standings:
         return float(self._steps_P(name).sum())
 
     def _variances(self, name: str, other: str, both: Sequence[str]) -> tuple[float, float, int]:
-        """Of the logarithm of `against`: (over the texts, over the timed prompts or their sittings if that is more, degrees of freedom of
+        """Of the logarithm of `against`: (over the texts, over the timed prompts or their rounds if that is more, degrees of freedom of
         the latter).
         """
         prompts = len(self._tokens_P)
-        texts = float((self.pulls([name], other)[:prompts] ** 2).sum())
-        pulls_M = self._pulls(other, both) - self._pulls(name, both)
-        timed, of_timed = float(pulls_M.var(ddof=1) / len(both)), len(both) - 1
-        sittings_M = [self._laps[name][key].sitting for key in both]
-        sums_S = sum_by_prompt(sittings_M, pulls_M - pulls_M.mean())
-        if len(sums_S) >= FEWEST_SITTINGS:
-            # Sums over unequal sittings, as of clusters (Cochran, chapter 9).
+        texts = float((self.errors_of([name], other)[:prompts] ** 2).sum())
+        errors_M = self._errors_of(other, both) - self._errors_of(name, both)
+        timed, of_timed = float(errors_M.var(ddof=1) / len(both)), len(both) - 1
+        rounds_M = [self._samples[name][key].round_number for key in both]
+        sums_S = sum_by_prompt(rounds_M, errors_M - errors_M.mean())
+        if len(sums_S) >= FEWEST_ROUNDS:
+            # Sums over unequal rounds, as of clusters (Cochran, chapter 9).
             between = len(sums_S) / (len(sums_S) - 1) * float((sums_S**2).sum()) / len(both) ** 2
             if between > timed:
                 timed, of_timed = between, len(sums_S) - 1
         return texts, timed, of_timed
 
-    def _pulls(self, name: str, both: Sequence[str]) -> np.ndarray:
+    def _errors_of(self, name: str, both: Sequence[str]) -> np.ndarray:
         """(M,) total steps if each timed prompt's own cost replaced the mean cost, as a share."""
         prices_M2 = np.array([self._prices[name][key] for key in both])
         of_2 = np.array([self._blocks[name].sum(), self._count_P.sum()])

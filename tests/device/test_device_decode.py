@@ -222,8 +222,8 @@ def judged(target: Any, draft: Any) -> None:
 
 def raced(target: Any, draft: Any) -> None:
     ways = [Way("draft", drafter=lambda: ModelDrafter(draft), gamma=3)]
-    laps = race(target, ways, PROMPTS[:2], RULES["sample"], still=lambda laps: ["draft"], seconds=0.0, least=2)
-    assert all(lap.seconds > 0 for of in laps.values() for lap in of.values())
+    samples = race(target, ways, PROMPTS[:2], RULES["sample"], still=lambda samples: ["draft"], seconds=0.0, least=2)
+    assert all(sample.seconds > 0 for of in samples.values() for sample in of.values())
 
 
 def timed(target: Any, draft: Any) -> None:

@@ -38,7 +38,7 @@ from distill.run.frozen_text import FrozenText, load_frozen_text
 from distill.run.responses import decode_settings
 from distill.run.session import context_limit
 from distill.run.verdict_record import load_engine_costs
-from distill.verdict.field import step_costs, typical_length
+from distill.verdict.scored_drafts import step_costs, typical_length
 from speculative.drafters.draft import Draft, Drafting
 from speculative.engine.models import max_positions
 from speculative.errors import UserError

@@ -21,10 +21,10 @@ from distill.run.result import Losslessness, Result
 from distill.run.run import Run
 from distill.run.session import CHECKED_PROMPTS, open_pair
 from distill.verdict.conclusion import findings_of
-from distill.verdict.decoding import Candidate
+from distill.verdict.decoding import NamedDraft
 from distill.verdict.evidence import gather
-from distill.verdict.field import line_up
-from distill.verdict.question import Question
+from distill.verdict.judging_setup import JudgingSetup
+from distill.verdict.scored_drafts import score_and_time
 from distill.verdict.verdict import verdict_of
 from speculative.drafters.draft import DRAFTINGS, Draft
 from speculative.errors import UserError
@@ -131,24 +131,24 @@ def evaluate(config: RunConfig, path: str, gammas: list[int], rule: Rule, log: P
     stores = RunStores(Run(config), target)
     frozen = stores.heldout(pair.prompts, rule)
     widest = pair.settings.under(rule, max(gammas))
-    question = Question(config.judge, widest, {rule: frozen}, pair.context, stores.past(rule))
-    field = line_up(question, target.model, [Candidate(DRAFT, path, None, Draft(pair.draft))])
+    setup = JudgingSetup(config.judge, widest, {rule: frozen}, pair.context, stores.past(rule))
+    scored = score_and_time(setup, target.model, [NamedDraft(DRAFT, path, None, Draft(pair.draft))])
     by_gamma: dict[int, Judgement] = {}
     chosen = gammas[0]
     if len(gammas) > 1:
         for gamma in gammas:
             by_gamma[gamma], _ = judge(
                 target.model,
-                field.candidates[-1].draft,
+                scored.drafts[-1].draft,
                 frozen,
                 pair.settings.under(rule, gamma),
                 batch_size=config.judge.batch_size,
-                scores=field.scores[rule][DRAFT],
+                scores=scored.scores[rule][DRAFT],
             )
-        costs = field.costs[DRAFT]
+        costs = scored.costs[DRAFT]
         best, _ = gamma_to_run(predicted_speed_ups(costs.timed(by_gamma[chosen].replay), costs))
         chosen = min(gammas, key=lambda gamma: abs(gamma - (best or 1)))
-    evidence = gather(replace(question, settings=pair.settings.under(rule, chosen)), target, field, log=log)
+    evidence = gather(replace(setup, settings=pair.settings.under(rule, chosen)), target, scored, log=log)
     by_gamma[chosen] = evidence.judged[DRAFT]
     verdict = verdict_of(evidence, checkpoints=[by_gamma[chosen]], self_checks=dict(checks))
     result = findings_of(evidence, verdict, target.tokenizer, kind="evaluation", name=path, seen=target)

@@ -38,7 +38,7 @@ _WARM = {
 _PROBE = {
     "judge.live": "never",
     "judge.load": [],
-    "judge.dial_every": 0,
+    "judge.replay_every": 0,
     "tracking.trackers": [],
     "export.quantize": None,
 }

@@ -259,10 +259,10 @@ def test_the_scorer_of_an_lm_eval_task_reads_its_document_back(tmp_path, monkeyp
 
     class Task:
         def test_docs(self):
-            return [{"question": "1 + 1", "answer": "2"}]
+            return [{"setup": "1 + 1", "answer": "2"}]
 
         def doc_to_text(self, doc):
-            return f"Question: {doc['question']}"
+            return f"JudgingSetup: {doc['setup']}"
 
         def process_results(self, doc, results):
             return {"exact_match": float(doc["answer"] == results[0])}
@@ -279,8 +279,8 @@ def test_the_scorer_of_an_lm_eval_task_reads_its_document_back(tmp_path, monkeyp
     scorer = load_scorer(f"{file}:score")
     assert capsys.readouterr().out == "", "reading the scorer writes no references"
     found = read_references((), references)
-    assert list(found) == ["Question: 1 + 1"]
-    scores = [scorer("Question: 1 + 1", response, found["Question: 1 + 1"]) for response in ("2", "3")]
+    assert list(found) == ["JudgingSetup: 1 + 1"]
+    scores = [scorer("JudgingSetup: 1 + 1", response, found["JudgingSetup: 1 + 1"]) for response in ("2", "3")]
     assert scores == [1.0, 0.0]
 
 

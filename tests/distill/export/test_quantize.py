@@ -32,10 +32,10 @@ from distill.models.target import Target
 from distill.run.frozen_text import load_frozen_text
 from distill.run.responses import decode_settings
 from distill.run.session import open_pair
-from distill.verdict.decoding import Candidate
+from distill.verdict.decoding import NamedDraft
 from distill.verdict.evidence import gather
-from distill.verdict.field import line_up
-from distill.verdict.question import Question
+from distill.verdict.judging_setup import JudgingSetup
+from distill.verdict.scored_drafts import score_and_time
 from distill.verdict.verdict import verdict_of
 from speculative.drafters.draft import Draft
 from speculative.drafters.drafter import ModelDrafter
@@ -133,14 +133,14 @@ def test_the_lighter_draft_is_a_row_of_the_verdict(tiny_config: Path, tiny_run: 
     """Scored on the same text as the draft itself, timed beside it; the same numbers as of its export, beside which compare puts it."""
     config = load_config(tiny_config)
     target = Target(config.target, torch.device("cpu"))
-    best = Candidate(DRAFT, str(tiny_run), 12, Draft(load_draft(str(tiny_run), target)))
-    lighter = Candidate(
+    best = NamedDraft(DRAFT, str(tiny_run), 12, Draft(load_draft(str(tiny_run), target)))
+    lighter = NamedDraft(
         "draft in int8", "", 12, Draft(lighter_draft(load_draft(str(tiny_run), target), "int8", target))
     )
     frozen = load_frozen_text(tiny_run).responses[:3]
     settings = decode_settings(config.serving, config.seed, target).under("sample", 2)
-    question = Question(config.judge, settings, {"sample": frozen}, 40)
-    evidence = gather(question, target, line_up(question, target.model, [best], lighter))
+    setup = JudgingSetup(config.judge, settings, {"sample": frozen}, 40)
+    evidence = gather(setup, target, score_and_time(setup, target.model, [best], lighter))
     verdict = verdict_of(evidence, checkpoints=[evidence.judged[DRAFT]], self_checks={})
     row = verdict.row("draft in int8")
     alphas = [

@@ -29,8 +29,8 @@ def test_a_baseline_judged_as_untrained_blocks_is_judged_again_token_by_token(
     config = config.model_copy(update={"judge": judge, "student": student})
     seen: dict[str, Any] = {}
 
-    def gather_by_replay(_: Any, candidates: Any, known: Any) -> None:
-        seen.update(known=known, drafting=[one.draft.drafting for one in candidates])
+    def gather_by_replay(_: Any, drafts: Any, known: Any) -> None:
+        seen.update(known=known, drafting=[one.draft.drafting for one in drafts])
         raise _Asked
 
     monkeypatch.setattr(conclusion, "gather_by_replay", gather_by_replay)

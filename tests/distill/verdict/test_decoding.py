@@ -11,13 +11,13 @@ from tiny_training import fresh_accelerator, run_config
 from distill.config.layout import JUDGING, PROPOSALS
 from distill.run.run import Run
 from distill.verdict import decoding as module
-from distill.verdict.decoding import Candidate, Decoding
+from distill.verdict.decoding import Decoding, NamedDraft
 from speculative.decoder.responses import DecodeSettings
 from speculative.drafters.draft import Draft
 from speculative.rules.sampling import SamplingSettings
 
 TARGET = tiny_model()
-BEST = Candidate("draft", "not read here", 2, Draft(perturbed(TARGET)))
+BEST = NamedDraft("draft", "not read here", 2, Draft(perturbed(TARGET)))
 SETTINGS = DecodeSettings(SamplingSettings(1.0), 3, "sample", 12, (), 0)
 PROMPTS = prompts_of([5, 8, 6, 7, 9, 5, 11])
 
@@ -73,7 +73,7 @@ def test_a_killed_verdict_decodes_what_is_left_and_takes_no_other_parts(
     assert (len(seen), seen[-1]) == (8, max(PROMPTS, key=lambda one: len(one[1]))[0]), "the last group has one prompt"
     assert len({row["prompt"] for row in rows_of(tmp_path / PROPOSALS)}) == len(PROMPTS)
     # The target alone, another draft, another gamma, and the same without a log are other jobs.
-    other = Candidate("draft", BEST.path, 2, Draft(perturbed(TARGET, scale=0.5)))
+    other = NamedDraft("draft", BEST.path, 2, Draft(perturbed(TARGET, scale=0.5)))
     for one, gamma in ((None, 0), (other, 3), (BEST, 2), (BEST, 3)):
         before = len(seen)
         dealt(tmp_path)(TARGET, one, PROMPTS, SETTINGS.under("sample", gamma), 16)

@@ -15,10 +15,10 @@ from distill.models.carving.layers import carve
 from distill.models.target import Target
 from distill.run.responses import decode_settings
 from distill.verdict.conclusion import curves_of
-from distill.verdict.decoding import Candidate
+from distill.verdict.decoding import NamedDraft
 from distill.verdict.evidence import Evidence, gather, gather_by_replay
-from distill.verdict.field import line_up
-from distill.verdict.question import Question
+from distill.verdict.judging_setup import JudgingSetup
+from distill.verdict.scored_drafts import score_and_time
 from distill.verdict.verdict import verdict_of
 from speculative.decode import decode
 from speculative.drafters.draft import Draft
@@ -60,35 +60,33 @@ def pair(tiny_config: Path):
     config = load_config(tiny_config)
     target = Target(config.target, torch.device("cpu"))
     drafts = (carve(target.model, (0, -1)), carve(target.model, (0, 1)))
-    candidates = [
-        Candidate(name, name, 0, Draft(draft)) for name, draft in zip((UNDISTILLED, DRAFT), drafts, strict=True)
-    ]
+    drafts = [NamedDraft(name, name, 0, Draft(draft)) for name, draft in zip((UNDISTILLED, DRAFT), drafts, strict=True)]
     prompts = [(f"key{index}", [5 + index, 9, 11 + index]) for index in range(6)]
     responses, _ = decode(target.model, None, prompts, decode_settings(config.serving, config.seed, target))
     frozen = [
         HeldoutResponse(one.key, "code", one.prompt_ids, one.response_ids, one.log_target_probs) for one in responses
     ]
-    return config, target, candidates, frozen
+    return config, target, drafts, frozen
 
 
 def records_are_of_the_scores(evidence: Evidence) -> None:
-    for one in evidence.candidates:
-        scores, tokens = evidence.own_scores(one.name), sum(len(text.response_ids) for text in evidence.question.frozen)
-        alpha = sum(own.accept_probs(evidence.question.rule).sum() for own in scores) / tokens
+    for one in evidence.drafts:
+        scores, tokens = evidence.own_scores(one.name), sum(len(text.response_ids) for text in evidence.setup.frozen)
+        alpha = sum(own.accept_probs(evidence.setup.rule).sum() for own in scores) / tokens
         assert evidence.judged[one.name].alpha == pytest.approx(alpha, rel=1e-12)
 
 
 @pytest.mark.parametrize("live", [True, False])
 def test_each_draft_reads_the_frozen_text_once(pair, monkeypatch: pytest.MonkeyPatch, live: bool) -> None:
-    config, target, candidates, frozen = pair
+    config, target, drafts, frozen = pair
     passes = Passes(monkeypatch)
     settings = decode_settings(config.serving, config.seed, target).under("sample", 2)
-    question = Question(config.judge, settings, {"sample": frozen}, 100)
+    setup = JudgingSetup(config.judge, settings, {"sample": frozen}, 100)
     if live:
-        evidence = gather(question, target, line_up(question, target.model, candidates))
+        evidence = gather(setup, target, score_and_time(setup, target.model, drafts))
     else:
-        evidence = gather_by_replay(question, candidates, {})
-    assert [passes.over(frozen, one.draft.model) for one in candidates] == [{1}, {1}]
+        evidence = gather_by_replay(setup, drafts, {})
+    assert [passes.over(frozen, one.draft.model) for one in drafts] == [{1}, {1}]
     records_are_of_the_scores(evidence)
     assert evidence.judged[DRAFT].live is live
 
@@ -104,7 +102,7 @@ def test_an_evaluation_at_many_gammas_reads_the_frozen_text_once(
         read.append(list(texts))
         return score_tokens(draft, texts, *rest, **options)
 
-    monkeypatch.setattr("distill.verdict.field.score_tokens", scored)
+    monkeypatch.setattr("distill.verdict.scored_drafts.score_tokens", scored)
     result = evaluate(config, str(tiny_run), [1, 2, 3], "sample")
     assert result.gammas is not None
     assert set(result.gammas) == {1, 2, 3}
@@ -114,21 +112,21 @@ def test_an_evaluation_at_many_gammas_reads_the_frozen_text_once(
 
 
 def test_a_draft_that_can_draft_both_ways_is_judged_by_the_faster_and_timed_by_both(pair, monkeypatch) -> None:
-    config, target, candidates, frozen = pair
-    candidates[-1].draft.model.config.pard_token = 0
+    config, target, drafts, frozen = pair
+    drafts[-1].draft.model.config.pard_token = 0
     settings = decode_settings(config.serving, config.seed, target).under("sample", 2)
-    question = Question(config.judge, settings, {"sample": frozen}, 100)
+    setup = JudgingSetup(config.judge, settings, {"sample": frozen}, 100)
     # A draft step that costs as much as a target step: a pass a block is faster whatever it proposes; and one that is free.
     for seconds, chosen, other in ((1.0, "parallel", BY_TOKEN), (1e-6, "autoregressive", BY_BLOCK)):
         monkeypatch.setattr(
-            "distill.verdict.field.step_costs",
+            "distill.verdict.scored_drafts.step_costs",
             lambda *rest, seconds=seconds: given_costs(1.0, seconds, max_gamma=8, parallel=rest[3].parallel),
         )
-        field = line_up(question, target.model, candidates)
-        assert (field.candidates[-1].draft.drafting, field.candidates[0].draft.drafting) == (chosen, "autoregressive")
-        assert [one.name for one in field.others] == [other]
-        assert field.costs[DRAFT].parallel == (chosen == "parallel")
-        evidence = gather(question, target, field)
+        scored = score_and_time(setup, target.model, drafts)
+        assert (scored.drafts[-1].draft.drafting, scored.drafts[0].draft.drafting) == (chosen, "autoregressive")
+        assert [one.name for one in scored.others] == [other]
+        assert scored.costs[DRAFT].parallel == (chosen == "parallel")
+        evidence = gather(setup, target, scored)
         records_are_of_the_scores(evidence)
         assert (evidence.own_scores(DRAFT)[0].by_start is not None) == (chosen == "parallel")
         check = evidence.judged[DRAFT].replay_check
@@ -140,7 +138,7 @@ def test_a_draft_that_can_draft_both_ways_is_judged_by_the_faster_and_timed_by_b
         assert row is not None
         assert (row.tokens_per_second or 0) > 0
         curves = curves_of(evidence)
-        _, served = ways_to_serve(verdict, curves, candidates[-1].draft.model.config)
+        _, served = ways_to_serve(verdict, curves, drafts[-1].draft.model.config)
         single, taus, one_pass = (served.get(key) for key in ("gamma", "taus", "one_pass"))
         assert (one_pass is not None) == (chosen == "parallel" if verdict.to_run() != other else other == BY_BLOCK)
         name = other if chosen == "parallel" else DRAFT
@@ -148,5 +146,5 @@ def test_a_draft_that_can_draft_both_ways_is_judged_by_the_faster_and_timed_by_b
         assert by_token is not None
         assert single == by_token.gamma, "the gamma that was timed as best"
         assert taus == {"sample": pytest.approx(curves.taus_at(single, name)["sample"])} | taus
-    plain = line_up(question, target.model, candidates[:1])
-    assert (plain.others, plain.candidates[-1].draft.drafting) == ((), "autoregressive")
+    plain = score_and_time(setup, target.model, drafts[:1])
+    assert (plain.others, plain.drafts[-1].draft.drafting) == ((), "autoregressive")

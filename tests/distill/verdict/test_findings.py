@@ -181,7 +181,7 @@ def other_run(tiny_config: Path, tiny_run: Path, tmp_path_factory: pytest.TempPa
         {"path": str(old), "prompt_column": "prompt", "domain": "old"},
     ]
     tree["train"] |= {"steps": 4}
-    tree["judge"] |= {"rule": "block", "dial_every": 1, "served": [str(tiny_run), str(folder / "sql")], "live": "end"}
+    tree["judge"] |= {"rule": "block", "replay_every": 1, "served": [str(tiny_run), str(folder / "sql")], "live": "end"}
     base = load_model("base", str(tiny_run / "best" / "student"))
     get_peft_model(base, LoraConfig(r=2, init_lora_weights=False)).save_pretrained(folder / "sql")
     (folder / "other.yaml").write_text(yaml.safe_dump(tree), encoding="utf-8")
@@ -235,11 +235,11 @@ def test_block_verification_is_replayed_against_live_decoding(other_run: Path) -
 
 def test_the_dial_is_read_between_checkpoints(other_run: Path) -> None:
     lines = [json.loads(line) for line in (other_run / "metrics.jsonl").read_text().splitlines()]
-    dialled = {line["step"]: line for line in lines if "dial/alpha" in line}
-    assert sorted(dialled) == [1, 2, 3]  # 4 is a checkpoint
+    replays = {line["step"]: line for line in lines if "replay/alpha" in line}
+    assert sorted(replays) == [1, 2, 3]  # 4 is a checkpoint
     first = next(line for line in lines if line["step"] == 0 and "judge/alpha" in line)
-    assert all(0 < line["dial/alpha"] < 1 and line["dial/tau"] >= 1 for line in dialled.values())
-    assert dialled[1]["dial/alpha"] != first["judge/alpha"]
+    assert all(0 < line["replay/alpha"] < 1 and line["replay/tau"] >= 1 for line in replays.values())
+    assert replays[1]["replay/alpha"] != first["judge/alpha"]
 
 
 def test_a_served_draft_that_cannot_be_judged_is_refused_before_the_work(

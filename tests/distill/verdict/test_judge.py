@@ -70,7 +70,7 @@ def test_replay_judges_the_kind_of_block_that_is_served(
     tau = sum(map(len, scores)) / expected_blocks_of(scores, "sample", (3,)).sum()
     record = judged(judge, module)
     assert record["score"] == record["tau"] == pytest.approx(tau)
-    assert judge.dial(module)["tau"] == pytest.approx(tau)
+    assert judge.replay_now(module)["tau"] == pytest.approx(tau)
     assert "live_check" not in record
 
 

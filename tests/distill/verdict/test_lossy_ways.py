@@ -1,4 +1,4 @@
-"""LOSSY ways in a contest: what they cost is measured, they are not recommended, and the word is wherever they are shown."""
+"""LOSSY ways in a timing: what they cost is measured, they are not recommended, and the word is wherever they are shown."""
 
 import io
 import itertools
@@ -19,11 +19,11 @@ from distill.models.carving.layers import carve
 from distill.models.load import load_model, load_tokenizer
 from distill.report.measured import load_table, ways_tables
 from distill.report.page import write_page
-from distill.verdict.contest import Contest, hold
-from distill.verdict.decoding import Candidate
+from distill.verdict.decoding import NamedDraft
 from distill.verdict.evidence import Evidence, Loads
-from distill.verdict.field import Field, ways_of
-from distill.verdict.question import Question
+from distill.verdict.judging_setup import JudgingSetup
+from distill.verdict.scored_drafts import ScoredDrafts, ways_of
+from distill.verdict.timing import Timing, time_ways
 from distill.verdict.verdict import verdict_of
 from speculative.decode import decode
 from speculative.decoder.responses import DecodeSettings
@@ -60,7 +60,7 @@ class Told:
         ratio = self.speeds[name] / self.speeds[other]
         return ratio, (0.99 * ratio, 1.01 * ratio)
 
-    def pulls(self, names: Sequence[str], other: str) -> np.ndarray:
+    def errors_of(self, names: Sequence[str], other: str) -> np.ndarray:
         return np.eye(len(names))
 
     def speed(self, name: str, confidence: float = 0.95) -> Speed:
@@ -69,33 +69,31 @@ class Told:
 
 @pytest.fixture(scope="module")
 def asked():
-    """(question with two lossy ways, field of one draft)."""
+    """(setup with two lossy ways, scored of one draft)."""
     frozen = frozen_responses(TARGET, prompts_of([6, 9, 5, 7, 8, 6, 4, 5]), SETTINGS, "made up")
     judging = JudgeConfig(speed_seconds=1e-6, speed_prompts=8, lenience=(2.0,), typical=(0.09,))
     scores = {"sample": {BEST: score_tokens(DRAFT, frozen, SETTINGS.sampling)}}
-    field = Field(candidates=(Candidate(BEST, "", 0, Draft(DRAFT)),), scores=scores, costs={BEST: COSTS})
-    return Question(judging, SETTINGS, {"sample": frozen}), field
+    scored = ScoredDrafts(drafts=(NamedDraft(BEST, "", 0, Draft(DRAFT)),), scores=scores, costs={BEST: COSTS})
+    return JudgingSetup(judging, SETTINGS, {"sample": frozen}), scored
 
 
 @pytest.fixture(scope="module")
 def held(asked):
-    question, field = asked
-    return hold(question, TARGET, ways_of(question, TARGET, field), BEST)
+    setup, scored = asked
+    return time_ways(setup, TARGET, ways_of(setup, TARGET, scored), BEST)
 
 
-def with_speeds(contest: Contest, concurrency: int = 1) -> Contest:
-    """The same contest, where the lossy ways are certainly the fastest."""
-    speeds = {one.name: 1.1 for one in contest.ways} | {BEST: 1.5, LENIENT: 1.8, TYPICAL: 1.7}
-    return replace(contest, timed=Told(speeds), concurrency=concurrency)
+def with_speeds(timing: Timing, concurrency: int = 1) -> Timing:
+    """The same timing, where the lossy ways are certainly the fastest."""
+    speeds = {one.name: 1.1 for one in timing.ways} | {BEST: 1.5, LENIENT: 1.8, TYPICAL: 1.7}
+    return replace(timing, timed=Told(speeds), concurrency=concurrency)
 
 
-def verdict_with(asked, contest: Contest):
-    question, field = asked
-    judged = {
-        BEST: judge_frozen(field.candidates[0].draft, question.frozen, SETTINGS, scores=field.scores["sample"][BEST])
-    }
-    loads = Loads((replace(contest, concurrency=4),))
-    evidence = Evidence(**vars(field), question=contest.question, judged=judged, contest=contest, loads=loads)
+def verdict_with(asked, timing: Timing):
+    setup, scored = asked
+    judged = {BEST: judge_frozen(scored.drafts[0].draft, setup.frozen, SETTINGS, scores=scored.scores["sample"][BEST])}
+    loads = Loads((replace(timing, concurrency=4),))
+    evidence = Evidence(**vars(scored), setup=timing.setup, judged=judged, timing=timing, loads=loads)
     return verdict_of(evidence, checkpoints=[judged[BEST]], self_checks={})
 
 

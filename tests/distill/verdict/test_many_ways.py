@@ -7,40 +7,40 @@ import numpy as np
 import pytest
 from simulation import trials
 
-from distill.verdict.contest import CERTAINLY_SLOWER, Contest
+from distill.verdict.timing import CERTAINLY_SLOWER, Timing
 from speculative.decoder.responses import Response
 from speculative.measure.effects import confidence_of
 from speculative.measure.intervals import lower_share
-from speculative.measure.load import LoadStandings
+from speculative.measure.load import LoadEstimates
 from speculative.measure.measured import TARGET, Way
-from speculative.measure.race import SITTING, Lap, Standings, spread_order
+from speculative.measure.race import ROUND, Sample, SpeedEstimates, spread_order
 
 PROMPTS, TIMED, SPREAD = 64, 24, 0.25
 
 
-def question(looks: int = 1) -> Any:
+def setup(looks: int = 1) -> Any:
     return SimpleNamespace(confidence=lambda picked: confidence_of(looks if picked else 1))
 
 
-def contest(truths: dict[str, float], rng: np.random.Generator) -> Contest:
-    """A race at one request. Laps differ by 5 %, sittings by 2 %, the texts' logarithm of tau by `SPREAD`; all ways share the target's laps."""
+def timing(truths: dict[str, float], rng: np.random.Generator) -> Timing:
+    """A race at one request. Samples differ by 5 %, rounds by 2 %, the texts' logarithm of tau by `SPREAD`; all ways share the target's samples."""
     tokens = rng.integers(30, 120, PROMPTS)
     blocks = {name: tokens / np.exp(rng.normal(np.log(2.0), SPREAD, PROMPTS)) for name in truths}
-    laps: dict[str, dict[str, Lap]] = {name: {} for name in (TARGET, *truths)}
+    samples: dict[str, dict[str, Sample]] = {name: {} for name in (TARGET, *truths)}
     for place, index in enumerate(spread_order(PROMPTS)[:TIMED]):
-        if place % SITTING == 0:
-            moved = {name: 1.0 + 0.02 * rng.standard_normal() for name in laps}
+        if place % ROUND == 0:
+            moved = {name: 1.0 + 0.02 * rng.standard_normal() for name in samples}
         said = int(tokens[index])
-        for name, own in laps.items():
+        for name, own in samples.items():
             count = said if name == TARGET else max(1, round(float(blocks[name][index])))
             price = 1.0 if name == TARGET else 2.0 * np.exp(-(SPREAD**2) / 2.0) / truths[name]
             seconds = count * price * moved[name] * (1.0 + 0.05 * rng.standard_normal())
             response = Response(str(index), [1], response_ids=[1] * said, blocks=count)
-            own[str(index)] = Lap(0.0, float(seconds), response, place // SITTING)
-    return Contest(question(), 1, ways(truths), Standings(laps, list(map(str, range(PROMPTS))), tokens, blocks, 6))
+            own[str(index)] = Sample(0.0, float(seconds), response, place // ROUND)
+    return Timing(setup(), 1, ways(truths), SpeedEstimates(samples, list(map(str, range(PROMPTS))), tokens, blocks, 6))
 
 
-def contest_at_load(truths: dict[str, float], rng: np.random.Generator) -> Contest:
+def contest_at_load(truths: dict[str, float], rng: np.random.Generator) -> Timing:
     """The same at 8 requests: six turns that differ by 2 %, in which every way has plain steps of its own."""
     tokens = rng.integers(30, 120, PROMPTS).astype(float)
     blocks = {name: tokens / np.exp(rng.normal(np.log(2.0), SPREAD, PROMPTS)) for name in truths}
@@ -48,7 +48,7 @@ def contest_at_load(truths: dict[str, float], rng: np.random.Generator) -> Conte
     for name, truth in truths.items():
         rho = 2.0 * np.exp(-(SPREAD**2) / 2.0) / truth
         times[name] = np.full(6, 0.01), rho * np.exp(0.02 * rng.standard_normal(6))
-    return Contest(question(), 8, ways(truths), LoadStandings(8, tokens, blocks, times))
+    return Timing(setup(), 8, ways(truths), LoadEstimates(8, tokens, blocks, times))
 
 
 def ways(truths: dict[str, float]) -> tuple[Way, ...]:
@@ -76,7 +76,7 @@ def equal(count: int, speed_up: float) -> dict[str, float]:
 @pytest.mark.parametrize("count", [1, 3, 6, 10])
 def test_nothing_is_certainly_faster_in_more_than_one_run_of_twenty(count: int) -> None:
     runs = trials(15, 2000)
-    claimed, _ = wrong(contest, equal(count, 1.0), runs)
+    claimed, _ = wrong(timing, equal(count, 1.0), runs)
     assert claimed <= trials(0.05 + 3.0 * np.sqrt(0.05 * 0.95 / runs), 0.05)
 
 
@@ -84,7 +84,7 @@ def test_nothing_is_certainly_faster_in_more_than_one_run_of_twenty(count: int) 
 @pytest.mark.parametrize("count", [1, 3, 6, 10])
 def test_the_interval_of_the_way_to_run_knows_that_it_was_chosen(count: int) -> None:
     runs = trials(15, 2000)
-    _, missed = wrong(contest, equal(count, 1.3), runs)
+    _, missed = wrong(timing, equal(count, 1.3), runs)
     assert missed <= trials(0.05 + 3.0 * np.sqrt(0.05 * 0.95 / runs), 0.06)
     assert missed >= trials(0.0, 0.04)
 
@@ -97,7 +97,7 @@ def test_a_way_that_is_certainly_slower_does_not_widen_the_interval_of_the_faste
     speed_ups: tuple[float, ...],
 ) -> None:
     runs = trials(15, 2000)
-    _, missed = wrong(contest, {f"way {number}": own for number, own in enumerate(speed_ups)}, runs)
+    _, missed = wrong(timing, {f"way {number}": own for number, own in enumerate(speed_ups)}, runs)
     assert missed <= trials(0.05 + 3.0 * np.sqrt(0.05 * 0.95 / runs), 0.06)
     assert missed >= trials(0.0, 0.03)
 
@@ -114,19 +114,19 @@ def test_a_contest_at_a_load_has_a_family_of_its_own(count: int) -> None:
 
 def test_looks_and_ways_are_each_counted_once() -> None:
     """The number of ways moves the lower end by a share of the tail that the looks have left."""
-    drawn = contest(equal(6, 1.3), np.random.default_rng(0))
+    drawn = timing(equal(6, 1.3), np.random.default_rng(0))
     names = list(equal(6, 1.3))
-    looked = Contest(question(20), 1, drawn.ways, drawn.timed, frozenset([names[0]]))
+    looked = Timing(setup(20), 1, drawn.ways, drawn.timed, frozenset([names[0]]))
     for name, looks in ((names[0], 20), (names[1], 1)):
         tail, slow = 0.05 / looks, CERTAINLY_SLOWER
         family = [name, *(one for one in names if one != name and drawn.timed.against(name, one, slow)[1][0] <= 1.0)]
-        share = lower_share(drawn.timed.pulls(family, TARGET))
+        share = lower_share(drawn.timed.errors_of(family, TARGET))
         assert 0.0 < share < 0.6
         low = drawn.timed.against(name, TARGET, 1.0 - share * tail)[1][0]
         high = drawn.timed.against(name, TARGET, 1.0 - tail)[1][1]
         assert looked.speed(name).interval == pytest.approx((low, high))
     # Every row shows the interval that decides.
-    alone = Contest(question(), 1, drawn.ways[:1], drawn.timed)
+    alone = Timing(setup(), 1, drawn.ways[:1], drawn.timed)
     assert alone.speed(names[0]).interval == drawn.timed.speed(names[0]).interval
     assert drawn.beats(names[0]) == (drawn.speed(names[0]).interval[0] > 1.0)
 

@@ -11,13 +11,14 @@ from distill.config.load import load_config
 from distill.models.carving.layers import carve
 from distill.models.target import Target
 from distill.run.responses import decode_settings
-from distill.verdict import contest, question
-from distill.verdict import evidence as gathering
-from distill.verdict import field as lining
-from distill.verdict.decoding import Candidate
-from distill.verdict.evidence import Loads, gather, held_at_loads
-from distill.verdict.field import line_up
-from distill.verdict.question import Question
+from distill.verdict import evidence as evidence_module
+from distill.verdict import judging_setup
+from distill.verdict import scored_drafts as drafts_module
+from distill.verdict import timing as timing_module
+from distill.verdict.decoding import NamedDraft
+from distill.verdict.evidence import Loads, gather, time_at_loads
+from distill.verdict.judging_setup import JudgingSetup
+from distill.verdict.scored_drafts import score_and_time
 from distill.verdict.sentence import within
 from distill.verdict.verdict import verdict_of
 from speculative.decode import decode
@@ -49,7 +50,7 @@ LIVE = ["token-tree", "early-exit", "lookahead"]
 
 @pytest.fixture(scope="module")
 def judged(tiny_config: Path):
-    """(target, field, evidence with judge.load 1 and 3 and every way that replay has no law for)."""
+    """(target, scored, evidence with judge.load 1 and 3 and every way that replay has no law for)."""
     limits = "judge.latency_ms={first_token: 100000, per_token: 50000}"
     config = load_config(
         tiny_config,
@@ -62,9 +63,9 @@ def judged(tiny_config: Path):
     frozen = [
         HeldoutResponse(one.key, "code", one.prompt_ids, one.response_ids, one.log_target_probs) for one in responses
     ]
-    asked = Question(config.judge, settings.under("sample", 2), {"sample": frozen}, 100)
-    field = line_up(asked, target.model, [Candidate(DRAFT, DRAFT, 0, Draft(carve(target.model, (0, -1))))])
-    return target, field, gather(asked, target, field)
+    asked = JudgingSetup(config.judge, settings.under("sample", 2), {"sample": frozen}, 100)
+    scored = score_and_time(asked, target.model, [NamedDraft(DRAFT, DRAFT, 0, Draft(carve(target.model, (0, -1))))])
+    return target, scored, gather(asked, target, scored)
 
 
 def test_every_way_has_a_row_at_every_load(judged) -> None:
@@ -109,7 +110,7 @@ def test_every_way_has_a_row_at_every_load(judged) -> None:
 
 def test_what_is_timed_at_a_load_is_what_is_counted(judged, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every speed-up is the tokens of the held-out text over the very blocks of that drafter, at the blocks' time."""
-    target, field, evidence = judged
+    target, scored, evidence = judged
     timed, asked = [], []
 
     def scripted(target, drafter, texts, settings, rows):
@@ -127,18 +128,18 @@ def test_what_is_timed_at_a_load_is_what_is_counted(judged, monkeypatch: pytest.
             asked.append((texts, costs.batch_size))
         return tuned_lookup(texts, costs, gammas, drafted)
 
-    monkeypatch.setattr(contest, "full_batch_seconds", scripted)
-    monkeypatch.setattr(lining, "tuned_lookup", tuned)
-    monkeypatch.setattr(question, "CROSS_FIT_BELOW", 0)
-    frozen = evidence.question.frozen
-    with_history = replace(evidence.question, history=frozen[:2])
-    first = replace(evidence.contest, ways=tuple(one for one in evidence.contest.ways if one.blocks_N is not None))
-    (held,) = held_at_loads(with_history, target.model, field, first).contests
+    monkeypatch.setattr(timing_module, "full_batch_seconds", scripted)
+    monkeypatch.setattr(drafts_module, "tuned_lookup", tuned)
+    monkeypatch.setattr(judging_setup, "CROSS_FIT_BELOW", 0)
+    frozen = evidence.setup.frozen
+    with_history = replace(evidence.setup, history=frozen[:2])
+    first = replace(evidence.timing, ways=tuple(one for one in evidence.timing.ways if one.blocks_N is not None))
+    (held,) = time_at_loads(with_history, target.model, scored, first).timings
     assert asked == [(frozen[:2], 3)]
     assert [(rows, type(drafter)) for rows, _, drafter in timed] == [
         (3, kind) for kind in (ModelDrafter, PromptLookup, PastResponses, LookupDraft)
     ]
-    rows = {one.way: one for one in held.rows(field.scores["sample"])}
+    rows = {one.way: one for one in held.rows(scored.scores["sample"])}
     assert [rows[name].gamma for name in (DRAFT, LOOKUP, PAST, LOOKUP_DRAFT)] == [gamma for _, gamma, _ in timed]
     assert rows[DRAFT].speed_up == pytest.approx(evidence.judged[DRAFT].replay[rows[DRAFT].gamma] / 2.0)
     lookup, past_responses, lookup_draft = (one for _, _, one in timed[1:])
@@ -170,15 +171,15 @@ def test_what_is_timed_at_a_load_is_what_is_counted(judged, monkeypatch: pytest.
 
 def decoded_with(target: Target, evidence, row, drafter) -> tuple[int, int, int]:
     """(tokens, target calls, calls with a proposal) of the held-out responses, decoded once more."""
-    prompts = [(text.key, text.prompt_ids) for text in evidence.question.frozen]
-    settings = evidence.question.settings.under(evidence.question.rule, row.gamma)
+    prompts = [(text.key, text.prompt_ids) for text in evidence.setup.frozen]
+    settings = evidence.setup.settings.under(evidence.setup.rule, row.gamma)
     responses = decode(target.model, drafter, prompts, settings)[0]
     with_proposal = sum(count > 0 for one in responses for count in one.drafted_counts)
     return sum(len(one.response_ids) for one in responses), sum(one.blocks for one in responses), with_proposal
 
 
 def test_a_way_or_a_load_that_does_not_fit_memory_is_a_warning(judged, monkeypatch: pytest.MonkeyPatch) -> None:
-    target, field, evidence = judged
+    target, scored, evidence = judged
 
     def scripted(target, drafter, texts, settings, rows):
         if isinstance(drafter(), LookupDraft):
@@ -189,20 +190,20 @@ def test_a_way_or_a_load_that_does_not_fit_memory_is_a_warning(judged, monkeypat
         raise UserError("needs more")
 
     def policy(*_):
-        return (np.ones(4), np.full(4, 2.0)), evidence.contest.counted["adaptive-lookup+draft"]
+        return (np.ones(4), np.full(4, 2.0)), evidence.timing.counted["adaptive-lookup+draft"]
 
-    monkeypatch.setattr(contest, "full_batch_seconds", scripted)
-    monkeypatch.setattr(contest, "policy_seconds", policy)
-    found = held_at_loads(evidence.question, target.model, field, evidence.contest)
-    assert [one.name for one in found.contests[0].ways] == [DRAFT, LOOKUP, *LIVE, "adaptive-lookup+draft"]
+    monkeypatch.setattr(timing_module, "full_batch_seconds", scripted)
+    monkeypatch.setattr(timing_module, "policy_seconds", policy)
+    found = time_at_loads(evidence.setup, target.model, scored, evidence.timing)
+    assert [one.name for one in found.timings[0].ways] == [DRAFT, LOOKUP, *LIVE, "adaptive-lookup+draft"]
     assert found.warnings == ("lookup+draft at judge.load 3 was not measured: no room",)
-    monkeypatch.setattr(contest, "clock", full)
-    found = held_at_loads(evidence.question, target.model, field, evidence.contest)
-    assert (len(found.contests), found.contests[0].clocked) == (1, {})
+    monkeypatch.setattr(timing_module, "clock", full)
+    found = time_at_loads(evidence.setup, target.model, scored, evidence.timing)
+    assert (len(found.timings), found.timings[0].clocked) == (1, {})
     assert found.warnings[-1] == "latency at 3 concurrent requests was not measured: needs more"
-    monkeypatch.setattr(gathering, "check_memory", full)
-    found = held_at_loads(evidence.question, target.model, field, evidence.contest)
-    assert (found.contests, found.warnings) == ((), ("judge.load 3 was not measured: needs more",))
+    monkeypatch.setattr(evidence_module, "check_memory", full)
+    found = time_at_loads(evidence.setup, target.model, scored, evidence.timing)
+    assert (found.timings, found.warnings) == ((), ("judge.load 3 was not measured: needs more",))
 
 
 def test_the_sentence_on_limits_by_hand() -> None:
@@ -214,7 +215,7 @@ def test_the_sentence_on_limits_by_hand() -> None:
 
 
 def test_nothing_is_timed_that_was_not_asked_for(judged, monkeypatch: pytest.MonkeyPatch) -> None:
-    target, field, evidence = judged
-    monkeypatch.delattr(gathering, "measure_costs")
-    silent = replace(evidence.question, judge=evidence.question.judge.model_copy(update={"load": ()}))
-    assert held_at_loads(silent, target.model, field, evidence.contest) == Loads()
+    target, scored, evidence = judged
+    monkeypatch.delattr(evidence_module, "measure_costs")
+    silent = replace(evidence.setup, judge=evidence.setup.judge.model_copy(update={"load": ()}))
+    assert time_at_loads(silent, target.model, scored, evidence.timing) == Loads()

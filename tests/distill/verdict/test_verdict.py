@@ -20,11 +20,11 @@ from distill.report.sections.run import serve_warning
 from distill.report.view import OUTCOMES, View
 from distill.run.verdict_record import Outcome, Verdict
 from distill.verdict.conclusion import findings_of
-from distill.verdict.contest import Contest
-from distill.verdict.decoding import Candidate
+from distill.verdict.decoding import NamedDraft
 from distill.verdict.evidence import Evidence, Loads
-from distill.verdict.question import Question
+from distill.verdict.judging_setup import JudgingSetup
 from distill.verdict.sentence import headline_of, order, shown
+from distill.verdict.timing import Timing
 from distill.verdict.verdict import verdict_of
 from speculative.decoder.responses import DecodeSettings, Response
 from speculative.drafters.draft import Draft
@@ -34,7 +34,7 @@ from speculative.measure import measured
 from speculative.measure.cost import StepCosts
 from speculative.measure.intervals import ratio_interval
 from speculative.measure.measured import BY_BLOCK, DRAFT, LOOKUP, LOOKUP_DRAFT, PAST, SERVED, TARGET, UNDISTILLED, Way
-from speculative.measure.race import Lap, Standings
+from speculative.measure.race import Sample, SpeedEstimates
 from speculative.measure.token_scores import TokenScores
 
 GAMMA = 4
@@ -61,24 +61,24 @@ def scores_of(alphas_NT):
     ]
 
 
-def contest_of(question, ratios, concurrency=1):
-    """A contest in which every way, half a block a token, decodes as many times as fast as the target on each prompt."""
-    texts = question.frozen
-    tokens, blocks_N = len(texts[0].response_ids), question.tokens_N / 2
-    laps = {TARGET: {}}
+def contest_of(setup, ratios, concurrency=1):
+    """A timing in which every way, half a block a token, decodes as many times as fast as the target on each prompt."""
+    texts = setup.frozen
+    tokens, blocks_N = len(texts[0].response_ids), setup.tokens_N / 2
+    samples = {TARGET: {}}
     for name, of_prompts in ratios.items():
         for index, ratio in enumerate(of_prompts):
             response = Response("", [], response_ids=[1] * tokens, blocks=tokens)
-            laps[TARGET][str(index)] = Lap(0.0, 0.01 * tokens, response)
+            samples[TARGET][str(index)] = Sample(0.0, 0.01 * tokens, response)
             half = Response("", [], response_ids=[1] * tokens, blocks=tokens // 2)
-            laps.setdefault(name, {})[str(index)] = Lap(0.0, 0.01 * tokens / ratio, half)
+            samples.setdefault(name, {})[str(index)] = Sample(0.0, 0.01 * tokens / ratio, half)
     ways = tuple(
         Way(name, None, GAMMA, blocks_N, ngrams=(3, 2) if name in (LOOKUP, LOOKUP_DRAFT) else None, behind=DRAFT)
-        for name in laps
+        for name in samples
         if name != TARGET
     )
-    standings = Standings(laps, question.keys, question.tokens_N, {one.name: one.blocks_N for one in ways}, 6)
-    return Contest(question, concurrency, ways, standings, frozenset({DRAFT, LOOKUP_DRAFT}), laps=laps)
+    estimates = SpeedEstimates(samples, setup.keys, setup.tokens_N, {one.name: one.blocks_N for one in ways}, 6)
+    return Timing(setup, concurrency, ways, estimates, frozenset({DRAFT, LOOKUP_DRAFT}), samples=samples)
 
 
 def evidence_of(
@@ -107,21 +107,21 @@ def evidence_of(
         "domains": {"code": {"alpha": 0.5, "tau": 2.0, "prompts": prompts, "tokens": prompts * tokens}},
         "replay": {gamma: 1.0 + 0.2 * min(gamma, 6) for gamma in range(33)},
     }
-    question = Question(JudgeConfig(), DecodeSettings(rule="sample", gamma=GAMMA), {"sample": texts}, looks=looks)
-    contest = None if ratios is None else contest_of(question, dict.fromkeys(names, ratios) | (free or {}))
+    setup = JudgingSetup(JudgeConfig(), DecodeSettings(rule="sample", gamma=GAMMA), {"sample": texts}, looks=looks)
+    timing = None if ratios is None else contest_of(setup, dict.fromkeys(names, ratios) | (free or {}))
     return Evidence(
-        question=question,
-        candidates=tuple(Candidate(name, name, 0, MODEL) for name in names),
+        setup=setup,
+        drafts=tuple(NamedDraft(name, name, 0, MODEL) for name in names),
         scores={"sample": {name: scores[name] for name in names}},
         judged=dict.fromkeys(names, Judgement.model_validate(tree)),
-        contest=contest,
-        loads=Loads((contest_of(question, load, 8),) if load else ()),
+        timing=timing,
+        loads=Loads((contest_of(setup, load, 8),) if load else ()),
         costs=dict.fromkeys(names, costs) if ratios is not None else {},
     )
 
 
 def verdict(evidence):
-    return verdict_of(evidence, checkpoints=[judgement()] * (evidence.question.looks + 1), self_checks={})
+    return verdict_of(evidence, checkpoints=[judgement()] * (evidence.setup.looks + 1), self_checks={})
 
 
 # In steps of the target: harmonic means of 1.44, .72 and 1.03.
@@ -169,10 +169,10 @@ def headlines():
     for gain, ratios, others in cases:
         found = verdict(evidence_of(gain, ratios, free=others))
         yield found.outcome, found.headline
-    question = evidence_of(0.1, FAST).question
+    setup = evidence_of(0.1, FAST).setup
     others = (measured.BY_TOKEN, "token-tree", "early-exit", "lookahead")
     for way in (UNDISTILLED, SERVED, DRAFT, BY_BLOCK, LOOKUP, PAST, LOOKUP_DRAFT, *others):
-        yield None, headline_of(contest_of(question, {way: FAST}), way)
+        yield None, headline_of(contest_of(setup, {way: FAST}), way)
 
 
 def test_the_headline_of_every_outcome_has_at_most_25_words():
@@ -449,7 +449,7 @@ def test_a_target_that_loops_is_called_looping_and_ordinary_text_is_not():
     rng = np.random.default_rng(0)
     fresh = [
         HeldoutResponse(text.key, text.domain, text.prompt_ids, rng.integers(0, 99, 30).tolist(), [0.0] * 30)
-        for text in evidence.question.frozen
+        for text in evidence.setup.frozen
     ]
-    found = verdict(replace(evidence, question=replace(evidence.question, texts={"sample": fresh})))
+    found = verdict(replace(evidence, setup=replace(evidence.setup, texts={"sample": fresh})))
     assert (found.repetition.looping, found.repetition.warning, found.warnings) == (0.0, None, [])

@@ -28,7 +28,7 @@ from speculative.measure.load import (
     PLAIN,
     FullBatch,
     LoadCurve,
-    LoadStandings,
+    LoadEstimates,
     Roofline,
     StepLine,
     clock,
@@ -113,10 +113,10 @@ def test_what_was_measured_bends_the_curve() -> None:
     assert curve.plain_wins_from() == slow_twin < 24
 
 
-def standings(tokens_P, blocks_P, plain_T, drafted_T, **more) -> LoadStandings:
+def estimates(tokens_P, blocks_P, plain_T, drafted_T, **more) -> LoadEstimates:
     """At a load of 4, of a draft and of whom else."""
     plain_T = np.array(plain_T)
-    return LoadStandings(
+    return LoadEstimates(
         4, tokens_P, {"draft": blocks_P} | more, dict.fromkeys(("draft", *more), (plain_T, drafted_T / plain_T))
     )
 
@@ -124,7 +124,7 @@ def standings(tokens_P, blocks_P, plain_T, drafted_T, **more) -> LoadStandings:
 def test_a_loaded_speed_by_hand() -> None:
     tokens_P, blocks_P = np.full(10, 30.0), np.full(10, 10.0)
     half_P = np.where(np.arange(10) < 7, 20.0, np.nan)  # counted on seven of ten prompts
-    at_load = standings(tokens_P, blocks_P, [0.01, 0.02], [0.02, 0.04], tree=half_P)
+    at_load = estimates(tokens_P, blocks_P, [0.01, 0.02], [0.02, 0.04], tree=half_P)
     found, alone = at_load.speed("draft"), at_load.speed(TARGET)
     assert found.speed_up == pytest.approx(1.5)  # tau 3, rho 2
     assert found.interval == pytest.approx((1.5, 1.5))  # no prompt and no turn differs
@@ -138,10 +138,10 @@ def test_a_loaded_speed_by_hand() -> None:
 
 def test_too_few_prompts_or_turns_have_no_interval() -> None:
     tokens_P, blocks_P = np.full(10, 30.0), np.arange(8.0, 18.0)
-    assert standings(tokens_P, blocks_P, [0.01], [0.02]).speed("draft").interval is None
-    few = standings(tokens_P[:3], blocks_P[:3], [0.01, 0.01], [0.02, 0.02])
+    assert estimates(tokens_P, blocks_P, [0.01], [0.02]).speed("draft").interval is None
+    few = estimates(tokens_P[:3], blocks_P[:3], [0.01, 0.01], [0.02, 0.02])
     assert few.speed("draft").interval is None
-    ten = standings(tokens_P, blocks_P, [0.01, 0.01], [0.02, 0.02])
+    ten = estimates(tokens_P, blocks_P, [0.01, 0.01], [0.02, 0.02])
     assert ten.speed("draft").interval is not None
     assert ten.speed("draft", 1.0 - 0.05 / 100).interval is None, "ten prompts cannot be that certain"
 
@@ -160,7 +160,7 @@ def test_the_joined_interval_covers(noise: float) -> None:
         tokens_P = blocks_P / (1.0 - rate) * own_P
         plain_T = 0.01 * np.exp(rng.normal(0.0, 0.3, 6))
         drafted_T = plain_T * rho * np.exp(rng.normal(0.0, noise, 6))
-        low, high = standings(tokens_P, blocks_P, plain_T, drafted_T).speed("draft").interval
+        low, high = estimates(tokens_P, blocks_P, plain_T, drafted_T).speed("draft").interval
         covered += low <= truth <= high
     share = covered / repeats
     assert 0.95 - 4 * (0.95 * 0.05 / repeats) ** 0.5 - 0.01 <= share <= 0.995

@@ -1,7 +1,7 @@
-"""Prepare a contest: score the drafts on the text, time their steps, and make the ways to decode, each at its best gamma and n-gram
+"""Prepare a timing: score the drafts on the text, time their steps, and make the ways to decode, each at its best gamma and n-gram
 sizes.
 
-Shapes: N held-out responses, K gammas, C candidates.
+Shapes: N held-out responses, K gammas, C drafts.
 """
 
 import contextlib
@@ -17,8 +17,8 @@ from transformers import PreTrainedModel
 
 from distill.config.sections import JudgeConfig
 from distill.run.verdict_record import WAYS
-from distill.verdict.decoding import Candidate
-from distill.verdict.question import Question
+from distill.verdict.decoding import NamedDraft
+from distill.verdict.judging_setup import JudgingSetup
 from speculative.decoder.responses import DecodeSettings
 from speculative.drafters.draft import Draft, drafts_of
 from speculative.drafters.drafter import Drafter
@@ -64,58 +64,58 @@ MOST = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class Field:
-    """The drafts to judge, with scores and step times. The last candidate is the draft in question.
+class ScoredDrafts:
+    """The drafts to judge, with scores and step times. The last candidate is the draft in setup.
 
-    scores: by rule and candidate. costs: by candidate. Both also have the `others`, variants of the draft in question: its other way
+    scores: by rule and candidate. costs: by candidate. Both also have the `others`, variants of the draft in setup: its other way
     of drafting if it has one (the slower one by replay and step times), under a name of `WAYS`, and the quantized draft.
     """
 
-    candidates: tuple[Candidate, ...]
-    others: tuple[Candidate, ...] = ()
+    drafts: tuple[NamedDraft, ...]
+    others: tuple[NamedDraft, ...] = ()
     scores: Mapping[Rule, Mapping[str, list[TokenScores]]]
     costs: Mapping[str, StepCosts] = dataclasses.field(default_factory=dict)
 
 
-def score_all(question: Question, candidates: Sequence[Candidate]) -> dict[Rule, dict[str, list[TokenScores]]]:
+def score_all(setup: JudgingSetup, drafts: Sequence[NamedDraft]) -> dict[Rule, dict[str, list[TokenScores]]]:
     """One pass of every draft over every text."""
     return {
         rule: {
             one.name: score_tokens(
                 one.draft.model,
                 text,
-                question.settings.under(rule, 0).sampling,
-                offsets=one.draft.offsets(question.gamma),
+                setup.settings.under(rule, 0).sampling,
+                offsets=one.draft.offsets(setup.gamma),
             )
-            for one in candidates
+            for one in drafts
         }
-        for rule, text in question.texts.items()
+        for rule, text in setup.texts.items()
     }
 
 
-def line_up(
-    question: Question, target: PreTrainedModel, candidates: Sequence[Candidate], lighter: Candidate | None = None
-) -> Field:
+def score_and_time(
+    setup: JudgingSetup, target: PreTrainedModel, drafts: Sequence[NamedDraft], lighter: NamedDraft | None = None
+) -> ScoredDrafts:
     """Score every draft and time its steps; a last candidate that can draft both ways continues in the faster one.
 
     lighter: the quantized last candidate, which drafts the same way.
     """
-    best = candidates[-1]
+    best = drafts[-1]
     ways = [replace(best, name=WAYS[draft.drafting], draft=draft) for draft in drafts_of(best.draft.model)]
-    everybody = [*candidates[:-1], *ways]
-    scores, costs = score_all(question, everybody), costs_of(question, target, everybody)
-    ways.sort(key=lambda way: _predicted(scores[question.rule][way.name], question.law, costs[way.name]))
+    everybody = [*drafts[:-1], *ways]
+    scores, costs = score_all(setup, everybody), costs_of(setup, target, everybody)
+    ways.sort(key=lambda way: _predicted(scores[setup.rule][way.name], setup.law, costs[way.name]))
     chosen, others = ways.pop(), ways
     if lighter is not None:
         others.append(replace(lighter, draft=Draft(lighter.draft.model, chosen.draft.drafting)))
-        costs |= costs_of(question, target, others[-1:])
-        for rule, found in score_all(question, others[-1:]).items():
+        costs |= costs_of(setup, target, others[-1:])
+        for rule, found in score_all(setup, others[-1:]).items():
             scores[rule] |= found
     costs[best.name] = costs.pop(chosen.name)
     for of_rule in scores.values():
         of_rule[best.name] = of_rule.pop(chosen.name)
     best = replace(chosen, name=best.name)
-    return Field(candidates=(*candidates[:-1], best), others=tuple(others), scores=scores, costs=costs)
+    return ScoredDrafts(drafts=(*drafts[:-1], best), others=tuple(others), scores=scores, costs=costs)
 
 
 def _predicted(scores: Sequence[TokenScores], law: str, costs: StepCosts) -> float:
@@ -125,56 +125,56 @@ def _predicted(scores: Sequence[TokenScores], law: str, costs: StepCosts) -> flo
     return best_gamma(dict(zip(gammas, taus.tolist(), strict=True)), costs)[1]
 
 
-def ways_of(question: Question, target: PreTrainedModel, field: Field) -> list[Way]:
+def ways_of(setup: JudgingSetup, target: PreTrainedModel, scored: ScoredDrafts) -> list[Way]:
     """Every draft, prompt lookup, past responses if there are any, lookup before the draft, the ways listed in judge.ways, and lossy ones.
 
-    The draft after the lookup is the variant of the draft in question that needs the fewest target steps.
+    The draft after the lookup is the variant of the draft in setup that needs the fewest target steps.
     """
-    own, best = field.scores[question.rule], field.candidates[-1]
+    own, best = scored.scores[setup.rule], scored.drafts[-1]
     found = {
-        one.name: draft_way(question, one.name, one.draft.drafter, own[one.name], field.costs[one.name])
-        for one in (*field.candidates, *field.others)
+        one.name: draft_way(setup, one.name, one.draft.drafter, own[one.name], scored.costs[one.name])
+        for one in (*scored.drafts, *scored.others)
     }
 
-    def steps(one: Candidate) -> float:
+    def steps(one: NamedDraft) -> float:
         way = found[one.name]
         assert way.blocks_N is not None
-        return float(way.blocks_N.sum()) * field.costs[one.name].block_price(way.gamma)
+        return float(way.blocks_N.sum()) * scored.costs[one.name].block_price(way.gamma)
 
-    behind = min((best, *field.others), key=steps)
-    free = free_ways(question, target, own[behind.name], behind, field.costs[behind.name])
-    lossy = lossy_ways(question, target, best, own[best.name], field.costs[best.name])
-    return [*found.values(), *free, *live_ways(question.judge.ways, target, best.draft), *lossy]
+    behind = min((best, *scored.others), key=steps)
+    free = free_ways(setup, target, own[behind.name], behind, scored.costs[behind.name])
+    lossy = lossy_ways(setup, target, best, own[best.name], scored.costs[best.name])
+    return [*found.values(), *free, *live_ways(setup.judge.ways, target, best.draft), *lossy]
 
 
 def free_ways(
-    question: Question,
+    setup: JudgingSetup,
     target: PreTrainedModel,
     scores: Sequence[TokenScores],
-    behind: Candidate,
+    behind: NamedDraft,
     costs: StepCosts,
     gammas: Sequence[int] | None = None,
 ) -> list[Way]:
     """Prompt lookup, past responses if there are any, and lookup before a draft."""
     gammas = gammas or timed_gammas(costs)
-    past = past_way(question, target, costs, gammas)
+    past = past_way(setup, target, costs, gammas)
     return [
-        lookup_way(question, target, costs, gammas),
+        lookup_way(setup, target, costs, gammas),
         *([past] if past is not None else []),
-        lookup_draft_way(question, target, behind, scores, costs, gammas),
+        lookup_draft_way(setup, target, behind, scores, costs, gammas),
     ]
 
 
-def costs_of(question: Question, target: PreTrainedModel, candidates: Sequence[Candidate]) -> dict[str, StepCosts]:
+def costs_of(setup: JudgingSetup, target: PreTrainedModel, drafts: Sequence[NamedDraft]) -> dict[str, StepCosts]:
     """Stage times of every candidate at a typical length of the text; drafts of the same shape are measured once."""
     by_shape: dict[Any, StepCosts] = {}
-    costs, typical = {}, typical_length(question.frozen)
-    for one in reversed(candidates):
+    costs, typical = {}, typical_length(setup.frozen)
+    for one in reversed(drafts):
         shape = one.draft.shape
         if shape not in by_shape:
-            context = min(question.context, max_positions(one.draft.model.config) or question.context)
-            timed = step_costs(question.judge, question.settings, target, one.draft, context, typical)
-            by_shape[shape] = timed.of_text(question.frozen)
+            context = min(setup.context, max_positions(one.draft.model.config) or setup.context)
+            timed = step_costs(setup.judge, setup.settings, target, one.draft, context, typical)
+            by_shape[shape] = timed.of_text(setup.frozen)
         costs[one.name] = by_shape[shape]
     return costs
 
@@ -222,7 +222,7 @@ def cpu_threads(count: int | None) -> Iterator[None]:
 
 
 def draft_way(
-    question: Question,
+    setup: JudgingSetup,
     name: str,
     drafter: Callable[[], Drafter],
     scores: Sequence[TokenScores],
@@ -232,22 +232,22 @@ def draft_way(
 ) -> Way:
     """A draft at the smallest gamma, 1 or more, whose predicted speed-up is nearly the highest. texts: its costs by another law."""
     gammas = scored_gammas(scores, gammas or timed_gammas(costs))
-    blocks_NK = expected_blocks(texts or texts_of(scores, question.law), gammas).others_NK
+    blocks_NK = expected_blocks(texts or texts_of(scores, setup.law), gammas).others_NK
     prices_K = np.array([costs.block_price(gamma) for gamma in gammas])
     best = first_near_best(blocks_NK.sum(0) * prices_K)
-    fitted = cross_fitted(blocks_NK * prices_K, question.keys) / prices_K[best] if question.cross_fits else None
+    fitted = cross_fitted(blocks_NK * prices_K, setup.keys) / prices_K[best] if setup.cross_fits else None
     return Way(name, drafter, gammas[best], blocks_NK[:, best], fitted)
 
 
-def lookup_way(question: Question, target: PreTrainedModel, costs: StepCosts, gammas: Sequence[int]) -> Way:
+def lookup_way(setup: JudgingSetup, target: PreTrainedModel, costs: StepCosts, gammas: Sequence[int]) -> Way:
     """Prompt lookup at the sizes and gamma of the highest predicted speed-up on other prompts' responses if there are any."""
-    tuned = tuned_lookup(question.history[:TUNED_ON] or question.frozen, costs, gammas)
+    tuned = tuned_lookup(setup.history[:TUNED_ON] or setup.frozen, costs, gammas)
     sizes, blocks, fitted = tuned.sizes, tuned.blocks, None
-    if question.history:
-        kept = [kept_by_lookup(text, tuned.gamma, *sizes) for text in question.frozen]
+    if setup.history:
+        kept = [kept_by_lookup(text, tuned.gamma, *sizes) for text in setup.frozen]
         blocks = found_blocks(kept, (tuned.gamma,))
     else:
-        fitted = _fitted(question, tuned.tried_NC, blocks)
+        fitted = _fitted(setup, tuned.tried_NC, blocks)
     return Way(
         LOOKUP,
         _maker(LOOKUP, Parts(target, ngrams=sizes)),
@@ -256,26 +256,26 @@ def lookup_way(question: Question, target: PreTrainedModel, costs: StepCosts, ga
         fitted,
         sizes,
         found=_found(blocks),
-        tuned_on="training prompts" if question.history else Way.tuned_on,
+        tuned_on="training prompts" if setup.history else Way.tuned_on,
     )
 
 
 def lookup_draft_way(
-    question: Question,
+    setup: JudgingSetup,
     target: PreTrainedModel,
-    then: Candidate,
+    then: NamedDraft,
     scores: Sequence[TokenScores],
     costs: StepCosts,
     gammas: Sequence[int],
 ) -> Way:
     """Prompt lookup before a draft of these scores, at the sizes and gammas of the highest predicted speed-up."""
-    tuned = tuned_lookup(question.frozen, costs, gammas, texts_of(scores, question.law))
+    tuned = tuned_lookup(setup.frozen, costs, gammas, texts_of(scores, setup.law))
     return Way(
         LOOKUP_DRAFT,
         _maker(LOOKUP_DRAFT, Parts(target, then.draft, ngrams=tuned.sizes, then_gamma=tuned.then_gamma)),
         tuned.gamma,
         tuned.blocks.calls_NK[:, 0],
-        _fitted(question, tuned.tried_NC, tuned.blocks),
+        _fitted(setup, tuned.tried_NC, tuned.blocks),
         tuned.sizes,
         tuned.then_gamma,
         then.name,
@@ -283,13 +283,13 @@ def lookup_draft_way(
     )
 
 
-def past_way(question: Question, target: PreTrainedModel, costs: StepCosts, gammas: Sequence[int]) -> Way | None:
+def past_way(setup: JudgingSetup, target: PreTrainedModel, costs: StepCosts, gammas: Sequence[int]) -> Way | None:
     """Lookup in past responses at the gamma of the highest predicted speed-up; None if there are no past responses."""
-    said = [text.response_ids for text in question.history[:MOST_PAST] if text.response_ids]
+    said = [text.response_ids for text in setup.history[:MOST_PAST] if text.response_ids]
     if not any(len(ids) > 1 for ids in said):
         return None
     index = ResponseIndex.build(said, vocab_rows(target))
-    kept = [kept_by_past_responses(text, max(gammas), index) for text in question.frozen]
+    kept = [kept_by_past_responses(text, max(gammas), index) for text in setup.frozen]
     blocks = found_blocks(kept, gammas)
     steps_NK = found_steps(blocks, gammas, costs)
     best = first_near_best(steps_NK.sum(0))
@@ -299,7 +299,7 @@ def past_way(question: Question, target: PreTrainedModel, costs: StepCosts, gamm
         _maker(PAST, Parts(target, past=index)),
         gammas[best],
         own.calls_NK[:, 0],
-        _fitted(question, steps_NK, own),
+        _fitted(setup, steps_NK, own),
         found=_found(own),
     )
 
@@ -319,28 +319,28 @@ def _maker(name: str, parts: Parts) -> Callable[[], Drafter]:
 
 
 def lossy_ways(
-    question: Question, target: PreTrainedModel, best: Candidate, scores: Sequence[TokenScores], costs: StepCosts
+    setup: JudgingSetup, target: PreTrainedModel, best: NamedDraft, scores: Sequence[TokenScores], costs: StepCosts
 ) -> list[Way]:
     """The ways of judge.lenience and judge.typical. Replay chooses gamma; tau is counted live, in contexts that the way itself writes.
     Price: total variation by replay (of a block's first token); at temperature 0 the share of held-out prompts that are answered otherwise.
     """
-    judging, frozen, ways = question.judge, question.frozen, []
+    judging, frozen, ways = setup.judge, setup.frozen, []
     rules = [*map(Lossy, judging.lenience), *(Lossy(epsilon=own) for own in judging.typical)]
-    greedy, asked = question.settings.under("greedy", 0), [(one.key, one.prompt_ids) for one in one_per_prompt(frozen)]
-    own = question.decoding(target, None, asked, greedy, judging.batch_size) if rules else []
+    greedy, asked = setup.settings.under("greedy", 0), [(one.key, one.prompt_ids) for one in one_per_prompt(frozen)]
+    own = setup.decoding(target, None, asked, greedy, judging.batch_size) if rules else []
     for lossy in dict.fromkeys(rules):
-        changes: dict[str, Any] = {"lossy": lossy, "rule": lossy.rule(question.rule)}
+        changes: dict[str, Any] = {"lossy": lossy, "rule": lossy.rule(setup.rule)}
         if draft_draws(changes["rule"]):
             texts = lossy_texts(scores, lossy, changes["rule"])
             excess = [np.expm1(np.maximum(-np.atleast_2d(one.costs_T.T)[0], 0.0)) for one in texts]
         else:
-            seen = choice_bounds(target, frozen, [one.choice_ids for one in scores], lossy, question.settings.sampling)
+            seen = choice_bounds(target, frozen, [one.choice_ids for one in scores], lossy, setup.settings.sampling)
             texts, excess = texts_kept([own[:, 0] for own in seen]), [own[:, 1] for own in seen]
-        way = draft_way(question, f"{best.name}, LOSSY {lossy}", best.draft.drafter, scores, costs, texts=texts)
+        way = draft_way(setup, f"{best.name}, LOSSY {lossy}", best.draft.drafter, scores, costs, texts=texts)
         excess_N = np.array([own.sum() for own in excess])
-        distance, ends = ratio_with_interval(excess_N, question.tokens_N, question.keys, question.confidence(True))
+        distance, ends = ratio_with_interval(excess_N, setup.tokens_N, setup.keys, setup.confidence(True))
         lenient = replace(greedy, gamma=way.gamma, lossy=lossy)
-        ours = question.decoding(target, best, asked, lenient, judging.batch_size)
+        ours = setup.decoding(target, best, asked, lenient, judging.batch_size)
         differing = np.mean([one.response_ids != two.response_ids for one, two in zip(ours, own, strict=True)])
         price = {"total_variation": distance, "total_variation_ci": ends, "differing": float(differing)}
         ways.append(replace(way, blocks_N=None, fitted_N=None, changes=changes, price=price))
@@ -352,12 +352,12 @@ def timed_gammas(costs: StepCosts) -> range:
     return range(1, max(costs.verify_seconds) + 1)
 
 
-def _fitted(question: Question, tried_NC: np.ndarray, blocks: Blocks) -> np.ndarray | None:
+def _fitted(setup: JudgingSetup, tried_NC: np.ndarray, blocks: Blocks) -> np.ndarray | None:
     """`Way.fitted_N`; None if there are enough prompts. The price of a block is that of the candidate with the fewest steps."""
-    if not question.cross_fits:
+    if not setup.cross_fits:
         return None
     price = float(tried_NC.sum(0).min()) / float(blocks.calls_NK.sum())
-    return cross_fitted(tried_NC, question.keys) / price
+    return cross_fitted(tried_NC, setup.keys) / price
 
 
 def _found(blocks: Blocks) -> float:

@@ -12,15 +12,15 @@ import numpy as np
 from rich.progress import track
 from transformers import PreTrainedModel
 
-from distill.verdict.question import Question
+from distill.verdict.judging_setup import JudgingSetup
 from speculative.decoder.responses import Prompt
 from speculative.errors import UserError
 from speculative.measure.effects import fewest_prompts
 from speculative.measure.intervals import Interval, lower_share, ratio_interval, sum_by_prompt
-from speculative.measure.load import DRAFTED, LoadStandings, clock, full_batch_seconds, kind_shares, policy_seconds
+from speculative.measure.load import DRAFTED, LoadEstimates, clock, full_batch_seconds, kind_shares, policy_seconds
 from speculative.measure.measured import LOOKUP_DRAFT, TARGET, How, Measured, Way
 from speculative.measure.metrics import Waiting, alpha_with_interval
-from speculative.measure.race import FEWEST_SITTINGS, SITTING, Laps, Speed, Standings, race, spread_order
+from speculative.measure.race import FEWEST_ROUNDS, ROUND, Samples, Speed, SpeedEstimates, race, spread_order
 from speculative.measure.token_scores import TokenScores
 
 # A speed-up is precise enough when the upper end of its interval is within this share of it.
@@ -40,23 +40,23 @@ class Timed(Protocol):
 
     def against(self, name: str, other: str, confidence: float = 0.95) -> tuple[float, Interval | None]: ...
 
-    def pulls(self, names: Sequence[str], other: str) -> np.ndarray: ...
+    def errors_of(self, names: Sequence[str], other: str) -> np.ndarray: ...
 
 
 @dataclass(frozen=True)
-class Contest:
-    """The timed ways at one concurrency. picked: names of the ways whose draft was picked among `question.looks` judged ones, so their
+class Timing:
+    """The timed ways at one concurrency. picked: names of the ways whose draft was picked among `setup.looks` judged ones, so their
     intervals are widened here, and only here. counted: (tokens, blocks) by timed prompt of ways that replay
-    cannot predict. laps: the timed responses of one request. clocked: waits by way.
+    cannot predict. samples: the timed responses of one request. clocked: waits by way.
     """
 
-    question: Question
+    setup: JudgingSetup
     concurrency: int
     ways: tuple[Way, ...]
     timed: Timed
     picked: frozenset[str] = frozenset()
     counted: Mapping[str, Mapping[str, tuple[int, int]]] = field(default_factory=dict)
-    laps: Laps = field(default_factory=dict)
+    samples: Samples = field(default_factory=dict)
     clocked: Mapping[str, Waiting] = field(default_factory=dict)
     _intervals: dict[tuple[str, str], Interval | None] = field(default_factory=dict, init=False, repr=False)
 
@@ -68,7 +68,7 @@ class Contest:
 
     def confidence(self, *names: str) -> float:
         """Confidence of an interval that involves these ways."""
-        return self.question.confidence(not self.picked.isdisjoint(names))
+        return self.setup.confidence(not self.picked.isdisjoint(names))
 
     def speed(self, name: str) -> Speed:
         """Speed of a way, or of the target alone."""
@@ -93,7 +93,7 @@ class Contest:
         leads = {one: self.timed.against(name, one, CERTAINLY_SLOWER)[1] for one in rest}
         family = [name, *(one for one, lead in leads.items() if lead is None or lead[0] <= 1.0)]
         # The looks at checkpoints are in the confidence already; the share multiplies what they leave.
-        share = lower_share(self.timed.pulls(family, other))
+        share = lower_share(self.timed.errors_of(family, other))
         lower = self.timed.against(name, other, 1.0 - share * (1.0 - confidence))[1]
         return lower and (lower[0], ends[1])
 
@@ -137,11 +137,11 @@ class Contest:
 
     def rows(self, scores: Mapping[str, Sequence[TokenScores]]) -> list[Measured]:
         """Rows of the target alone and of every way. scores: of the drafts, by way."""
-        tokens_N, keys = self.question.tokens_N, self.question.keys
+        tokens_N, keys = self.setup.tokens_N, self.setup.keys
         tokens_P = sum_by_prompt(keys, tokens_N)
         alone = Measured(
             TARGET,
-            self.question.rule,
+            self.setup.rule,
             self.concurrency,
             prompts=len(tokens_P),
             tokens=int(tokens_N.sum()),
@@ -163,7 +163,7 @@ class Contest:
                 said_P, blocks_P, how["tau"] = tokens_P, sum_by_prompt(keys, way.blocks_N), "replay"
             alpha, alpha_ci = None, None
             if way.name in scores:
-                probs = [own.accept_probs(self.question.law) for own in scores[way.name]]
+                probs = [own.accept_probs(self.setup.law) for own in scores[way.name]]
                 alpha, alpha_ci = alpha_with_interval(probs, keys, confidence)
                 how["alpha"] = "replay"
             found.append(
@@ -194,69 +194,69 @@ class Contest:
         ]
 
 
-def with_waits(contest: Contest, target: PreTrainedModel, about: str) -> tuple[Contest, list[str]]:
-    """The contest with the waits of the target alone, the way `about` and the way to run; a warning where they do not fit memory."""
-    question, names = contest.question, dict.fromkeys((about, contest.to_run()))
-    ways = [Way(TARGET), *(contest[name] for name in names if name in contest)]
-    prompts = [question.frozen[index].prompt_ids for index in spread_order(len(question.frozen))]
-    seconds = CLOCK_SHARE * question.judge.speed_seconds
+def with_waits(timing: Timing, target: PreTrainedModel, about: str) -> tuple[Timing, list[str]]:
+    """The timing with the waits of the target alone, the way `about` and the way to run; a warning where they do not fit memory."""
+    setup, names = timing.setup, dict.fromkeys((about, timing.to_run()))
+    ways = [Way(TARGET), *(timing[name] for name in names if name in timing)]
+    prompts = [setup.frozen[index].prompt_ids for index in spread_order(len(setup.frozen))]
+    seconds = CLOCK_SHARE * setup.judge.speed_seconds
     try:
-        clocked = clock(target, ways, prompts, question.settings, contest.concurrency, seconds)
+        clocked = clock(target, ways, prompts, setup.settings, timing.concurrency, seconds)
     except UserError as error:
-        return contest, [f"latency at {contest.concurrency} concurrent requests was not measured: {error}"]
-    return replace(contest, clocked=clocked), []
+        return timing, [f"latency at {timing.concurrency} concurrent requests was not measured: {error}"]
+    return replace(timing, clocked=clocked), []
 
 
-def hold(
-    question: Question, target: PreTrainedModel, ways: Sequence[Way], about: str, picked: Sequence[str] = ()
-) -> Contest:
+def time_ways(
+    setup: JudgingSetup, target: PreTrainedModel, ways: Sequence[Way], about: str, picked: Sequence[str] = ()
+) -> Timing:
     """Time every way at one request on held-out prompts in turn, until the speed-ups are precise enough or judge.speed_seconds have passed.
 
     about: the way that is timed until its own speed-up is precise enough. Any other way that is certainly slower is not timed any more.
     """
-    judging, chosen = question.judge, _prompts_to_time(question)
+    judging, chosen = setup.judge, _prompts_to_time(setup)
     fewest = fewest_prompts(0.95)
     blocks = {one.name: one.calls_N for one in ways}
 
-    def standings(laps: Laps) -> Standings:
-        return Standings(laps, question.keys, question.tokens_N, blocks, fewest)
+    def estimates(samples: Samples) -> SpeedEstimates:
+        return SpeedEstimates(samples, setup.keys, setup.tokens_N, blocks, fewest)
 
-    def still(laps: Laps) -> list[str]:
-        return worth_timing(standings(laps), [one.name for one in ways], about)
+    def still(samples: Samples) -> list[str]:
+        return worth_timing(estimates(samples), [one.name for one in ways], about)
 
     prompts = track(chosen, "timing", transient=True)
-    seconds, least = judging.speed_seconds, min(max(fewest, FEWEST_SITTINGS * SITTING), len(chosen))
-    laps = race(target, ways, prompts, question.settings, still=still, seconds=seconds, least=least)
-    timed = standings(laps)
+    seconds, least = judging.speed_seconds, min(max(fewest, FEWEST_ROUNDS * ROUND), len(chosen))
+    samples = race(target, ways, prompts, setup.settings, still=still, seconds=seconds, least=least)
+    timed = estimates(samples)
     counted = {one.name: timed.counted(one.name) for one in ways if one.blocks_N is None}
-    return Contest(question, 1, tuple(ways), timed, frozenset(picked), counted, laps)
+    return Timing(setup, 1, tuple(ways), timed, frozenset(picked), counted, samples)
 
 
-def _prompts_to_time(question: Question) -> list[Prompt]:
+def _prompts_to_time(setup: JudgingSetup) -> list[Prompt]:
     """judge.speed_prompts of the held-out prompts, spread over all."""
-    first_of_prompt = list({text.prompt: text for text in reversed(question.frozen)}.values())[::-1]
+    first_of_prompt = list({text.prompt: text for text in reversed(setup.frozen)}.values())[::-1]
     chosen = [first_of_prompt[index] for index in spread_order(len(first_of_prompt))]
-    return [(text.key, text.prompt_ids) for text in chosen[: question.judge.speed_prompts]]
+    return [(text.key, text.prompt_ids) for text in chosen[: setup.judge.speed_prompts]]
 
 
-def worth_timing(standings: Standings, names: Sequence[str], about: str) -> list[str]:
+def worth_timing(estimates: SpeedEstimates, names: Sequence[str], about: str) -> list[str]:
     """Ways whose speed-up is not precise enough yet. Ways that are certainly slower than another are left out, except `about`."""
-    intervals = {name: standings.against(name, TARGET)[1] for name in names}
+    intervals = {name: estimates.against(name, TARGET)[1] for name in names}
     sure = max((interval[0] for interval in intervals.values() if interval is not None), default=0.0)
     wanted = []
     for name, interval in intervals.items():
         beaten = interval is not None and interval[1] < sure and name != about
-        if not beaten and not standings.known(name, PRECISION):
+        if not beaten and not estimates.known(name, PRECISION):
             wanted.append(name)
     return wanted
 
 
-def hold_at_load(
-    question: Question, target: PreTrainedModel, ways: Sequence[Way], load: int, first: Contest
-) -> tuple[Contest | None, list[str]]:
-    """(the contest with `load` rows occupied throughout, a line for each way that does not fit memory). first: the contest at one request."""
-    texts = [(text.prompt_ids, text.response_ids) for text in question.frozen]
-    tokens_P = sum_by_prompt(question.keys, question.tokens_N)
+def time_at_load(
+    setup: JudgingSetup, target: PreTrainedModel, ways: Sequence[Way], load: int, first: Timing
+) -> tuple[Timing | None, list[str]]:
+    """(the timing with `load` rows occupied throughout, a line for each way that does not fit memory). first: the timing at one request."""
+    texts = [(text.prompt_ids, text.response_ids) for text in setup.frozen]
+    tokens_P = sum_by_prompt(setup.keys, setup.tokens_N)
     times: dict[str, tuple[np.ndarray, np.ndarray]] = {}
     calls, left_out, counted = {}, [], dict(first.counted)
     for way in ways:
@@ -265,30 +265,28 @@ def hold_at_load(
         shares = {DRAFTED: 1.0} if way.found is None else kind_shares(way.found, load, drafts=drafts)
         try:
             if way.policy is None:
-                timed = full_batch_seconds(target, way.drafter, texts, way.settings(question.settings), load)
+                timed = full_batch_seconds(target, way.drafter, texts, way.settings(setup.settings), load)
                 times[way.name] = (np.median(timed.plain_TB, axis=1), timed.ratios(shares))
             else:
-                asked, seconds = _prompts_to_time(question), POLICY_SHARE * question.judge.speed_seconds
-                times[way.name], counted[way.name] = policy_seconds(
-                    target, way, asked, question.settings, load, seconds
-                )
+                asked, seconds = _prompts_to_time(setup), POLICY_SHARE * setup.judge.speed_seconds
+                times[way.name], counted[way.name] = policy_seconds(target, way, asked, setup.settings, load, seconds)
         except UserError as error:
             left_out.append(f"{way.name} at judge.load {load} was not measured: {error}")
             continue
-        calls[way.name] = _calls_P(question, way, tokens_P, counted)
+        calls[way.name] = _calls_P(setup, way, tokens_P, counted)
     if not times:
         return None, left_out
     held = tuple(way for way in ways if way.name in times)
-    return Contest(question, load, held, LoadStandings(load, tokens_P, calls, times), first.picked, counted), left_out
+    return Timing(setup, load, held, LoadEstimates(load, tokens_P, calls, times), first.picked, counted), left_out
 
 
 def _calls_P(
-    question: Question, way: Way, tokens_P: np.ndarray, counted: Mapping[str, Mapping[str, tuple[int, int]]]
+    setup: JudgingSetup, way: Way, tokens_P: np.ndarray, counted: Mapping[str, Mapping[str, tuple[int, int]]]
 ) -> np.ndarray:
     """Expected target calls of each prompt. For a way that replay cannot predict: those counted, NaN elsewhere."""
     if way.calls_N is not None:
-        return sum_by_prompt(question.keys, way.calls_N)
-    keys = {text.prompt: text.key for text in reversed(question.frozen)}
+        return sum_by_prompt(setup.keys, way.calls_N)
+    keys = {text.prompt: text.key for text in reversed(setup.frozen)}
     per_token = {key: blocks / max(1, tokens) for key, (tokens, blocks) in counted[way.name].items()}
-    prompts = dict.fromkeys(question.keys)
+    prompts = dict.fromkeys(setup.keys)
     return tokens_P * np.array([per_token.get(keys[prompt], np.nan) for prompt in prompts])

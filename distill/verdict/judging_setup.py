@@ -21,10 +21,10 @@ CROSS_FIT_BELOW = 64
 
 
 @dataclass(frozen=True)
-class Question:
+class JudgingSetup:
     """settings: contain the rule and gamma to judge under. texts: frozen held-out responses by rule, the run's own first. context:
     tokens of prompt and response that fit the pair. history: the target's responses to other prompts under that rule.
-    looks: number of judged drafts of which the one in question is the best; its intervals are widened for them. decoding: decodes what is not timed.
+    looks: number of judged drafts of which the one in setup is the best; its intervals are widened for them. decoding: decodes what is not timed.
     """
 
     judge: JudgeConfig
@@ -69,5 +69,5 @@ class Question:
         return 2 <= len(set(self.keys)) < CROSS_FIT_BELOW
 
     def confidence(self, picked: bool) -> float:
-        """Confidence of one interval, so that the intervals of all looks hold jointly at 95 %. picked: it is about the draft in question."""
+        """Confidence of one interval, so that the intervals of all looks hold jointly at 95 %. picked: it is about the draft in setup."""
         return confidence_of(self.looks if picked else 1)

@@ -7,12 +7,12 @@ import pytest
 from tiny_models import perturbed, prompts_of, tiny_model
 
 from distill.config.sections import JudgeConfig
-from distill.verdict import question as asking
-from distill.verdict.contest import hold, worth_timing
-from distill.verdict.decoding import Candidate
-from distill.verdict.field import Field, ways_of
-from distill.verdict.question import Question
+from distill.verdict import judging_setup
+from distill.verdict.decoding import NamedDraft
+from distill.verdict.judging_setup import JudgingSetup
+from distill.verdict.scored_drafts import ScoredDrafts, ways_of
 from distill.verdict.sentence import _beside
+from distill.verdict.timing import time_ways, worth_timing
 from speculative.decode import decode
 from speculative.decoder.responses import DecodeSettings, Response
 from speculative.drafters.draft import Draft
@@ -23,7 +23,7 @@ from speculative.measure.cost import StepCosts
 from speculative.measure.measured import DRAFT as BEST
 from speculative.measure.measured import LOOKUP, LOOKUP_DRAFT, PAST, Way
 from speculative.measure.measured import TARGET as ALONE
-from speculative.measure.race import Lap, Standings
+from speculative.measure.race import Sample, SpeedEstimates
 from speculative.measure.replay import expected_blocks_of
 from speculative.measure.token_scores import score_tokens
 from speculative.rules.sampling import GREEDY
@@ -43,18 +43,18 @@ def pair():
 
 
 def asked(pair, history=True):
-    """(question, field of one draft)."""
+    """(setup, scored of one draft)."""
     frozen, scores, past = pair
-    question = Question(
+    setup = JudgingSetup(
         JudgeConfig(speed_seconds=1e-6, speed_prompts=8), SETTINGS, {"greedy": frozen}, history=past if history else []
     )
-    best = Candidate(BEST, "", 0, Draft(DRAFT))
-    return question, Field(candidates=(best,), scores={"greedy": {BEST: scores}}, costs={BEST: COSTS})
+    best = NamedDraft(BEST, "", 0, Draft(DRAFT))
+    return setup, ScoredDrafts(drafts=(best,), scores={"greedy": {BEST: scores}}, costs={BEST: COSTS})
 
 
 def ways(pair, history=True):
-    question, field = asked(pair, history)
-    return ways_of(question, TARGET, field)
+    setup, scored = asked(pair, history)
+    return ways_of(setup, TARGET, scored)
 
 
 def test_everybody_has_the_gamma_that_pays_most_and_the_blocks_that_decoding_counts(pair):
@@ -81,44 +81,44 @@ def test_everybody_has_the_gamma_that_pays_most_and_the_blocks_that_decoding_cou
 
 
 def test_a_contest_times_everybody_and_tells_who_is_faster(pair):
-    question, _ = asked(pair)
-    contest = hold(question, TARGET, ways(pair), BEST)
-    assert {name: len(of) for name, of in contest.laps.items()} == dict.fromkeys(
+    setup, _ = asked(pair)
+    timing = time_ways(setup, TARGET, ways(pair), BEST)
+    assert {name: len(of) for name, of in timing.samples.items()} == dict.fromkeys(
         (ALONE, BEST, LOOKUP, PAST, LOOKUP_DRAFT), 8
     )
-    assert BEST in contest
-    assert "served" not in contest
-    assert contest.against(BEST, BEST) == (1.0, (1.0, 1.0))
-    there, back = contest.against(BEST, LOOKUP)[0], contest.against(LOOKUP, BEST)[0]
+    assert BEST in timing
+    assert "served" not in timing
+    assert timing.against(BEST, BEST) == (1.0, (1.0, 1.0))
+    there, back = timing.against(BEST, LOOKUP)[0], timing.against(LOOKUP, BEST)[0]
     assert there * back == pytest.approx(1.0)
-    assert not (contest.beats(BEST, LOOKUP) and contest.beats(LOOKUP, BEST))
+    assert not (timing.beats(BEST, LOOKUP) and timing.beats(LOOKUP, BEST))
 
 
-def standings_of(speed_ups, prompts, noise):
+def estimates_of(speed_ups, prompts, noise):
     """A made-up race of so many timed prompts."""
-    rng, laps = np.random.default_rng(0), {ALONE: {}}
+    rng, samples = np.random.default_rng(0), {ALONE: {}}
     for number in range(prompts):
-        laps[ALONE][str(number)] = Lap(0.0, 1.0, Response("", [], response_ids=[0] * 10, blocks=10))
+        samples[ALONE][str(number)] = Sample(0.0, 1.0, Response("", [], response_ids=[0] * 10, blocks=10))
         for name, speed_up in speed_ups.items():
             seconds = np.exp(rng.normal(0, noise)) / speed_up
-            laps.setdefault(name, {})[str(number)] = Lap(
+            samples.setdefault(name, {})[str(number)] = Sample(
                 0.0, seconds, Response("", [], response_ids=[0] * 10, blocks=5)
             )
-    return Standings(laps, range(50), np.full(50, 10), {name: np.full(50, 5.0) for name in speed_ups}, 6)
+    return SpeedEstimates(samples, range(50), np.full(50, 10), {name: np.full(50, 5.0) for name in speed_ups}, 6)
 
 
 @pytest.mark.parametrize(("speed_up", "wins"), [(1.5, False), (1.8, True)])
 def test_a_policy_is_advised_only_where_it_certainly_beats_every_fixed_way(pair, speed_up, wins):
-    question, _ = asked(pair)
+    setup, _ = asked(pair)
     policy = Way("adaptive-lookup+draft", gamma=8, policy=AdaptiveGamma(8))
-    contest = hold(question, TARGET, ways(pair), BEST)
-    speeds = standings_of(
+    timing = time_ways(setup, TARGET, ways(pair), BEST)
+    speeds = estimates_of(
         {BEST: 1.5, LOOKUP: 0.9, PAST: 0.9, LOOKUP_DRAFT: 1.2, "adaptive-lookup+draft": speed_up}, 40, 0.05
     )
-    contest = replace(contest, ways=(*contest.ways, policy), timed=speeds)
-    assert contest.to_run() == ("adaptive-lookup+draft" if wins else BEST)
-    assert contest.best_fixed() == BEST
-    said = _beside(contest, "adaptive-lookup+draft", BEST)
+    timing = replace(timing, ways=(*timing.ways, policy), timed=speeds)
+    assert timing.to_run() == ("adaptive-lookup+draft" if wins else BEST)
+    assert timing.best_fixed() == BEST
+    said = _beside(timing, "adaptive-lookup+draft", BEST)
     assert said.startswith("Adaptive lookup + draft gives ")
     assert "as fast as the draft, the best fixed way" in said
     assert ("not advised" in said) is not wins
@@ -126,35 +126,33 @@ def test_a_policy_is_advised_only_where_it_certainly_beats_every_fixed_way(pair,
 
 @pytest.mark.parametrize(("adaptive", "run"), [(1.8, LOOKUP_DRAFT), (2.1, "adaptive-lookup+draft")])
 def test_a_policy_that_is_no_faster_does_not_change_what_to_run(pair, adaptive, run):
-    question, _ = asked(pair)
-    contest = hold(question, TARGET, ways(pair), BEST)
-    speeds = standings_of(
+    setup, _ = asked(pair)
+    timing = time_ways(setup, TARGET, ways(pair), BEST)
+    speeds = estimates_of(
         {BEST: 1.5, LOOKUP: 0.9, PAST: 0.9, LOOKUP_DRAFT: 1.8, "adaptive-lookup+draft": adaptive}, 40, 0.05
     )
-    assert replace(contest, timed=speeds).to_run() == LOOKUP_DRAFT
+    assert replace(timing, timed=speeds).to_run() == LOOKUP_DRAFT
     policy = Way("adaptive-lookup+draft", gamma=8, policy=AdaptiveGamma(8))
-    assert replace(contest, ways=(*contest.ways, policy), timed=speeds).to_run() == run
+    assert replace(timing, ways=(*timing.ways, policy), timed=speeds).to_run() == run
 
 
 def test_who_certainly_loses_is_timed_no_further_but_the_question_is_until_it_is_known():
-    rough = standings_of({BEST: 1.5, LOOKUP: 0.8, LOOKUP_DRAFT: 1.6}, 8, 0.2)
+    rough = estimates_of({BEST: 1.5, LOOKUP: 0.8, LOOKUP_DRAFT: 1.6}, 8, 0.2)
     names = [BEST, LOOKUP, LOOKUP_DRAFT]
     assert worth_timing(rough, names, BEST) == [BEST, LOOKUP_DRAFT]
     assert worth_timing(rough, names, LOOKUP) == names
-    assert worth_timing(standings_of({BEST: 1.5, LOOKUP: 1.0, LOOKUP_DRAFT: 1.6}, 60, 0.02), names, BEST) == []
-    assert worth_timing(standings_of({BEST: 1.5, LOOKUP: 1.0, LOOKUP_DRAFT: 1.6}, 4, 0.02), names, BEST) == names
+    assert worth_timing(estimates_of({BEST: 1.5, LOOKUP: 1.0, LOOKUP_DRAFT: 1.6}, 60, 0.02), names, BEST) == []
+    assert worth_timing(estimates_of({BEST: 1.5, LOOKUP: 1.0, LOOKUP_DRAFT: 1.6}, 4, 0.02), names, BEST) == names
 
 
 def test_the_lookup_is_followed_by_the_draft_that_needs_the_fewest_steps(pair):
-    question, field = asked(pair, history=False)
-    (best,), scores = field.candidates, field.scores["greedy"][BEST]
+    setup, scored = asked(pair, history=False)
+    (best,), scores = scored.drafts, scored.scores["greedy"][BEST]
     dear = replace(COSTS, draft_seconds={gamma: 3 * seconds for gamma, seconds in COSTS.draft_seconds.items()})
     both = {"greedy": {BEST: scores, "lighter": scores}}
     for costs, behind in (({"lighter": COSTS, BEST: dear}, "lighter"), ({"lighter": dear, BEST: COSTS}, BEST)):
-        lined = Field(candidates=(best,), others=(replace(best, name="lighter"),), scores=both, costs=costs)
-        assert {one.name: one.behind for one in ways_of(question, TARGET, lined) if one.behind} == {
-            LOOKUP_DRAFT: behind
-        }
+        lined = ScoredDrafts(drafts=(best,), others=(replace(best, name="lighter"),), scores=both, costs=costs)
+        assert {one.name: one.behind for one in ways_of(setup, TARGET, lined) if one.behind} == {LOOKUP_DRAFT: behind}
 
 
 def test_enough_prompts_are_not_cross_fitted(pair, monkeypatch):
@@ -166,7 +164,7 @@ def test_enough_prompts_are_not_cross_fitted(pair, monkeypatch):
         LOOKUP_DRAFT: True,
     }
     assert all(one.fitted_N is not None for one in ways(pair, history=False))
-    monkeypatch.setattr(asking, "CROSS_FIT_BELOW", 8)
+    monkeypatch.setattr(judging_setup, "CROSS_FIT_BELOW", 8)
     assert all(one.fitted_N is None for one in ways(pair, history=False))
 
 
