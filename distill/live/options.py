@@ -9,7 +9,6 @@ import typer
 from distill.config.command_line import Launcher, Overrides, TrustRemoteCode
 
 TargetVersion = Annotated[str, typer.Option(help="version of RUN's target in the log; default: fingerprint or path")]
-AssumeSampling = Annotated[bool, typer.Option("--assume-sampling", help="take unknown sampling settings to be RUN's")]
 Log = Annotated[Path, typer.Argument(help="directory that the gateway logs to")]
 
 
@@ -17,18 +16,15 @@ Log = Annotated[Path, typer.Argument(help="directory that the gateway logs to")]
 class GatewayOptions:
     """Proxy requests and log what was accepted.
 
-    understudy gateway --engine http://127.0.0.1:8001 --log traffic/
+    understudy gateway --engine http://127.0.0.1:8001 --draft-version v0001 --log traffic/ --text
 
-    understudy gateway --engine URL --engine URL2 --share 0.1 --draft-version v0001 --draft-version v0002 --log traffic/ --text
-
-    Streams requests to engines, splits traffic between drafts and logs acceptance. Text is logged as hashes, unless --text
+    Streams requests to an engine, or to two during a rollout, and logs acceptance. Text is logged as hashes, unless --text
     is given.
     """
 
-    engine: Annotated[list[str], typer.Option(help="address of an engine; repeatable, one per draft")]
+    engine: Annotated[str, typer.Option(help="address of the engine")]
     log: Annotated[Path, typer.Option(help="directory of the traffic log; one gateway per directory")]
-    share: Annotated[list[float] | None, typer.Option(help="share of the conversations for each further engine")] = None
-    draft_version: Annotated[list[str] | None, typer.Option(help="draft version per engine in turn, e.g. v0007")] = None
+    draft_version: Annotated[str, typer.Option(help="version of the engine's draft, e.g. v0007")] = "unknown"
     target_version: Annotated[str, typer.Option(help="version of the served target, for each record")] = "unknown"
     plain_engine: Annotated[str, typer.Option(help="address of the same target without a draft, used under load")] = ""
     shed_above: Annotated[int, typer.Option(help="requests in flight above which --plain-engine is used", min=1)] = 64
@@ -36,15 +32,9 @@ class GatewayOptions:
     port: Annotated[int, typer.Option(help="port to listen on; 0 = any free port", min=0, max=65535)] = 8080
     api_key_env: Annotated[str, typer.Option(help="environment variable with the key that clients must send")] = ""
     text: Annotated[bool, typer.Option("--text", help="log token ids of the text, not only hashes")] = False
-    reservoir: Annotated[int, typer.Option(help="with --text: responses per slice whose text is kept", min=0)] = 10_000
     retention_days: Annotated[float, typer.Option(help="with --text: days until text is erased", min=0)] = 30.0
-    trust_clock: Annotated[bool, typer.Option("--trust-clock", help="erase old text even if the clock jumped")] = False
-    exclude_tenant: Annotated[list[str] | None, typer.Option(help="x-understudy-tenant not to log; repeatable")] = None
     usage: Annotated[bool, typer.Option("--usage", help="ask for usage in streams; vLLM sends counts with it")] = False
-    sampling: Annotated[str, typer.Option(help="sampling defaults of the engines, e.g. temperature=0.7,top_p=0.8")] = ""
-    max_body: Annotated[int, typer.Option(help="largest request body in bytes", min=1)] = 16 << 20
-    max_connections: Annotated[int, typer.Option(help="connections served at once; more get 503", min=1)] = 2048
-    idle_seconds: Annotated[float, typer.Option(help="seconds without a byte until a connection closes", min=1)] = 300.0
+    sampling: Annotated[str, typer.Option(help="sampling defaults of the engine, e.g. temperature=0.7,top_p=0.8")] = ""
 
 
 @dataclass(frozen=True)
@@ -58,7 +48,6 @@ class ShowOptions:
 
     log: Log
     draft_version: Annotated[str, typer.Option(help="draft version that the alarm watches; default: the last")] = ""
-    bins: Annotated[int, typer.Option(help="number of time intervals", min=1, max=1000)] = 24
     as_json: Annotated[bool, typer.Option("--json", help="print everything as JSON")] = False
 
 
@@ -75,10 +64,7 @@ class ExportTrafficOptions:
     run: Annotated[Path, typer.Option(help="run whose target wrote the responses, with the run's `serving` settings")]
     to: Annotated[Path, typer.Option(help="folder to write: prompts/ and responses/train/ (docs/traffic.md)")]
     heldout: Annotated[int, typer.Option(help="prompts to hold out, at most the latest fifth", min=2)] = 128
-    alike: Annotated[int, typer.Option(help="most near-equal prompts, and prompts of one conversation", min=1)] = 8
-    quota: Annotated[list[str] | None, typer.Option(help="most training prompts per slice: 5000, or code=2000")] = None
     target_version: TargetVersion = ""
-    assume_sampling: AssumeSampling = False
     trust_remote_code: TrustRemoteCode = False
 
 
@@ -128,7 +114,6 @@ class RefreshOptions:
     )
     payback_days: Annotated[float, typer.Option(help="days within which the training must pay for itself")] = 7.0
     target_version: TargetVersion = ""
-    assume_sampling: AssumeSampling = False
     keep: Annotated[int, typer.Option(help="newest versions to keep; the current one and its parent always stay")] = 5
     launcher: Launcher = ""
     dry_run: Annotated[bool, typer.Option("--dry-run", help="print the reasons and write nothing")] = False

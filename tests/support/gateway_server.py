@@ -16,7 +16,7 @@ from running_app import running_server
 from data.responses.engine_metrics import parse_page
 from distill.live.arms import ARMS, Arm, Arms, write_arms
 from distill.live.gateway.app import Gateway
-from distill.live.gateway.command import configured
+from distill.live.gateway.command import MOST_CLIENTS, configured
 from distill.live.options import GatewayOptions
 from distill.live.traffic.writer import LogWriter
 
@@ -71,13 +71,19 @@ def gateway_process(engine: str, log: Path, **how: Any) -> Iterator[tuple[subpro
 
 @contextmanager
 def running_gateway(
-    log: Path, *urls: str, plain: str = "", share: float = 0.0, key: str | None = None, **options: Any
+    log: Path,
+    *urls: str,
+    plain: str = "",
+    share: float = 0.0,
+    key: str | None = None,
+    clients: int = MOST_CLIENTS,
+    **options: Any,
 ) -> Iterator[str]:
     arms = [Arm("a", urls[0], 1 - share, "v0001", "t")]
     arms += [Arm("b", urls[1], share, "v0002", "t")] if urls[1:] else []
     arms += [Arm("plain", plain, 0.0, "none", "t", drafts=False)] if plain else []
     writer = LogWriter(log, text=options.get("text", False))
     write_arms(log / ARMS, Arms("flags", tuple(arms)))
-    gateway = Gateway(GatewayOptions([], log, **options), key, Arms("flags", tuple(arms)), writer)
-    with running_server(configured(gateway, gateway.options.max_connections)) as url:
+    gateway = Gateway(GatewayOptions(urls[0], log, **options), key, Arms("flags", tuple(arms)), writer)
+    with running_server(configured(gateway, clients)) as url:
         yield url

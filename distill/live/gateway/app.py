@@ -4,14 +4,13 @@ import asyncio
 import contextlib
 import gc
 import hmac
-import math
 import sys
 import time
 import traceback
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
-import h11
+import httpcore2
 from starlette.middleware.errors import ServerErrorMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -20,17 +19,18 @@ from starlette.types import ASGIApp
 
 from distill.live.arms import ARMS, Arms, read_arms
 from distill.live.gateway.exchange import Exchange
-from distill.live.gateway.limits import Bodies, Refused, bounded
+from distill.live.gateway.limits import Bodies, Refused, guarded
 from distill.live.gateway.metrics import Metrics
 from distill.live.gateway.request import PATHS, read_request
 from distill.live.gateway.tap import Tap
-from distill.live.gateway.upstream import Upstream
+from distill.live.gateway.upstream import ask
 from distill.live.options import GatewayOptions
 from distill.live.traffic.writer import LogWriter
 from speculative.errors import UserError
 
 APPEND_SECONDS = 1.0  # that a response's last bytes wait for its record
 WATCH_SECONDS = 0.5
+IDLE_SECONDS = 600.0  # without a byte, until an exchange ends
 _SWITCH_SECONDS = 0.0005
 MOST_SLICES, OTHERS = 64, "others"
 # Headers of one connection, not of the message, and headers for the gateway alone.
@@ -63,7 +63,7 @@ class Gateway:
     def __init__(self, options: GatewayOptions, key: str | None, arms: Arms, writer: LogWriter) -> None:
         """``key``: clients must send it; None: no key is needed."""
         self.options, self.key, self.arms, self.writer = options, key, arms, writer
-        self.metrics, self.upstream, self.bodies = Metrics(), Upstream(), Bodies(options.max_body)
+        self.metrics, self.bodies = Metrics(), Bodies()
         self.exchanges: set[Exchange] = set()
         self._slices: set[str] = set()
         self._faults: set[str] = set()
@@ -74,7 +74,7 @@ class Gateway:
         # No methods: all of them are answered there, and the answer closes the connection.
         routes = [Route("/health", self._health, methods=[]), Route("/metrics", self._page, methods=[])]
         pages = Router(routes, default=self, redirect_slashes=False, lifespan=self._lifespan)
-        return ServerErrorMiddleware(bounded(pages), self._fault)
+        return ServerErrorMiddleware(guarded(pages), self._fault)
 
     @contextlib.asynccontextmanager
     async def _lifespan(self, _: Router) -> AsyncIterator[None]:
@@ -87,7 +87,6 @@ class Gateway:
             yield
         finally:
             watch.cancel()
-            self.upstream.close_idle(math.inf)
             await asyncio.to_thread(self.writer.close)
 
     async def _health(self, _: Request) -> Response:
@@ -109,8 +108,8 @@ class Gateway:
         self.metrics.unhandled.labels(kind).inc()
         if place not in self._faults:
             self._faults.add(place)
-            told = f"a bug in the gateway ended a request: {place}; further ones at this place are only counted in /metrics"
-            print(told, *traceback.format_list(frames), sep="\n", file=sys.stderr, flush=True)
+            message = f"a bug in the gateway ended a request: {place}; further ones at this place are only counted in /metrics"
+            print(message, *traceback.format_list(frames), sep="\n", file=sys.stderr, flush=True)
         return _error(500, "internal error")
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -119,8 +118,6 @@ class Gateway:
         try:
             if not self._may(headers):
                 raise Refused(401, "wrong key; send it as `Authorization: Bearer KEY`")
-            if scope["state"]["connection"].is_one_too_many():
-                raise Refused(503, "too many clients at once")
             if scope["method"] == "CONNECT" or not scope["raw_path"].startswith(b"/"):
                 raise Refused(400, "the request target must begin with /, and CONNECT is not supported")
             body = await self.bodies.read(headers, receive)
@@ -142,20 +139,19 @@ class Gateway:
     async def _exchange(self, scope: Any, headers: dict[bytes, bytes], body: bytes, receive: Any, send: Any) -> None:
         # Not the loop's clock: uvloop's stands still within a turn and ticks in milliseconds.
         arrived, began = time.time(), time.perf_counter()
-        scope["state"]["connection"].allow(None)  # From here on `_watch` ends idle exchanges.
         path = scope["path"] if scope["method"] == "POST" else ""
-        asked = read_request(path, headers, body, self.options, self.writer.salt)
+        request = read_request(path, headers, body, self.options, self.writer.salt)
         shed = len(self.exchanges) >= self.options.shed_above and scope["path"] in PATHS
-        arm = self.arms.choose(asked.conversation, self.writer.salt, shed)
+        arm = self.arms.choose(request.conversation, self.writer.salt, shed)
         self.metrics.shed.inc(shed and not arm.drafts)
         task = asyncio.current_task()
         assert task is not None
-        name = self._slice(asked.slice)
-        exchange = Exchange(asked, arm, name, scope, receive, send, arrived, began, task, moved=began)
-        if asked.why_not:
+        name = self._slice(request.slice)
+        exchange = Exchange(request, arm, name, scope, receive, send, arrived, began, task, moved=began)
+        if request.why_not:
             exchange.recorded = True
             if scope["method"] == "POST":
-                self.metrics.not_logged.labels(asked.why_not).inc()
+                self.metrics.not_logged.labels(request.why_not).inc()
         self.exchanges.add(exchange)
         watch = asyncio.create_task(_watch_client(exchange))
         try:
@@ -163,14 +159,14 @@ class Gateway:
         except asyncio.CancelledError:
             shutting_down = not exchange.why_ended
             exchange.why_ended = exchange.why_ended or "cancelled"
-            await self._fail(exchange, 504, f"the engine was silent for {self.options.idle_seconds:g} s")
+            await self._fail(exchange, 504, f"the engine was silent for {IDLE_SECONDS:g} s")
             if shutting_down:
                 raise
             task.uncancel()
-        except h11.LocalProtocolError as error:  # Caused by the client, so it is not an error of the arm.
+        except httpcore2.LocalProtocolError as error:  # Caused by the client, so it is not an error of the arm.
             exchange.recorded = True
             await self._fail(exchange, 400, str(error))
-        except (OSError, h11.RemoteProtocolError) as error:
+        except (httpcore2.NetworkError, httpcore2.TimeoutException, httpcore2.RemoteProtocolError) as error:
             await self._fail(exchange, 502, f"the engine cannot be reached ({type(error).__name__})")
         finally:
             watch.cancel()
@@ -179,24 +175,24 @@ class Gateway:
 
     async def _relay(self, exchange: Exchange) -> None:
         """Stream the engine's response; read the next piece after the client took the last one."""
-        asked, arm, scope, send = exchange.asked, exchange.arm, exchange.scope, exchange.send
+        request, arm, scope, send = exchange.request, exchange.arm, exchange.scope, exchange.send
         target = scope["raw_path"] + (b"?" + scope["query_string"] if scope["query_string"] else b"")
-        headers = _passed_on(scope["headers"])
-        async with self.upstream.ask(scope["method"], arm.url, target, headers, asked.body) as response:
-            told = dict(response.headers)
-            if b"transfer-encoding" in told:
-                told.pop(b"content-length", None)  # With both headers, the chunks count.
-            left = int(told[b"content-length"]) if b"content-length" in told else None
+        async with ask(scope["method"], arm.url, target, _passed_on(scope["headers"]), request.body) as response:
+            named = [(name.lower(), value) for name, value in response.headers]
+            by_name = dict(named)
+            if b"transfer-encoding" in by_name:
+                by_name.pop(b"content-length", None)  # With both headers, the chunks count.
+            left = int(by_name[b"content-length"]) if b"content-length" in by_name else None
             if not exchange.recorded:
-                self._tap(exchange, response.status, told)
+                self._tap(exchange, response.status, by_name)
             tap = exchange.tap
-            kept = _passed_on(response.headers) + ([(b"content-length", b"%d" % left)] if left is not None else [])
-            kept.append((b"x-understudy-id", asked.id.encode()))
+            headers = [*_passed_on(named), (b"x-understudy-id", request.id.encode())]
+            headers += [(b"content-length", b"%d" % left)] if left is not None else []
             exchange.status = response.status
             exchange.sending = True
-            await send({"type": "http.response.start", "status": response.status, "headers": kept})
+            await send({"type": "http.response.start", "status": response.status, "headers": headers})
             exchange.sending = False
-            async for piece in response.pieces:
+            async for piece in response.aiter_stream():
                 if exchange.first_token_s is None:
                     exchange.first_token_s = round(time.perf_counter() - exchange.began, 6)
                     if tap is not None and tap.stream:
@@ -241,8 +237,8 @@ class Gateway:
             return
         if tap is not None:
             self.metrics.odd_counts.labels(exchange.arm.name).inc(tap.odd_counts)
-            untold = tap.counts is None and exchange.arm.drafts and tap.stream and not finish
-            if untold and not self._hinted:
+            without_counts = tap.counts is None and exchange.arm.drafts and tap.stream and not finish
+            if without_counts and not self._hinted:
                 self._hinted = True
                 print(_HINT, file=sys.stderr, flush=True)
         self.metrics.count(record)
@@ -258,11 +254,11 @@ class Gateway:
             if not on_disk.done():
                 on_disk.set_result(written)
 
-        def told(written: bool) -> None:
+        def done_in_thread(written: bool) -> None:
             with contextlib.suppress(RuntimeError):  # The loop has ended.
                 loop.call_soon_threadsafe(done, written)
 
-        self.writer.append(record, told)
+        self.writer.append(record, done_in_thread)
         if not wait or self._log_is_late:
             return
         try:
@@ -307,10 +303,9 @@ class Gateway:
                         self.arms = read_arms(path)
                     except UserError as error:
                         print(f"{error}; the arms are unchanged", file=sys.stderr, flush=True)
-            late = time.perf_counter() - self.options.idle_seconds
-            for exchange in [one for one in self.exchanges if one.moved < late]:
+            late = time.perf_counter() - IDLE_SECONDS
+            for exchange in [exchange for exchange in self.exchanges if exchange.moved < late]:
                 exchange.end("idle")
-            self.upstream.close_idle()
             await asyncio.sleep(WATCH_SECONDS)
 
 

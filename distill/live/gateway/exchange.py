@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from distill.live.arms import Arm
-from distill.live.gateway.request import Asked
+from distill.live.gateway.request import LoggedRequest
 from distill.live.gateway.tap import Tap
 from distill.live.traffic.record import FINISHES, TrafficRecord, keyed_hash
 
@@ -24,7 +24,7 @@ class Exchange:
     made, or there will be none.
     """
 
-    asked: Asked
+    request: LoggedRequest
     arm: Arm
     slice: str
     scope: Any
@@ -52,25 +52,25 @@ class Exchange:
 
         Raises ValueError: the record is invalid even without counts.
         """
-        asked, arm, tap = self.asked, self.arm, self.tap
-        known: dict[str, Any] = {
-            "id": asked.id,
+        request, arm, tap = self.request, self.arm, self.tap
+        values: dict[str, Any] = {
+            "id": request.id,
             "time": self.arrived,
             "slice": self.slice,
             "arm": arm.name,
             "draft_version": arm.draft_version,
             "target_version": arm.target_version,
-            "sampling": asked.sampling,
-            "constrained": asked.constrained,
-            "prompt_hash": keyed_hash(salt, "prompt", asked.content),
-            "conversation": keyed_hash(salt, "conversation", asked.conversation.decode("latin-1")),
+            "sampling": request.sampling,
+            "constrained": request.constrained,
+            "prompt_hash": keyed_hash(salt, "prompt", request.content),
+            "conversation": keyed_hash(salt, "conversation", request.conversation.decode("latin-1")),
             "first_token_s": self.first_token_s,
             "total_s": round(time.perf_counter() - self.began, 6),
             "finish": finish if finish in FINISHES else "unknown",
         }
         if tap is not None:
-            known |= {key: getattr(tap, key) for key in _TEXT}
+            values |= {key: getattr(tap, key) for key in _TEXT}
             with contextlib.suppress(ValueError):
-                return TrafficRecord(**known, **{key: getattr(tap.counts, key) for key in _COUNTS if tap.counts})
+                return TrafficRecord(**values, **{key: getattr(tap.counts, key) for key in _COUNTS if tap.counts})
             tap.odd_counts = True
-        return TrafficRecord(**known)
+        return TrafficRecord(**values)

@@ -1,7 +1,6 @@
-"""Limits on clients: time, size and number of requests and connections."""
+"""Limits on clients beyond uvicorn's own: time for a request's headers and body, and bytes of a body and of all bodies together."""
 
 import asyncio
-from dataclasses import dataclass, field
 from typing import Any
 
 import h11
@@ -10,8 +9,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 HEADER_SECONDS, BODY_SECONDS = 10.0, 60.0
 HEADER_BYTES = 1 << 16  # h11 holds no more of headers, of a chunk's extensions, or of trailers.
+MOST_BODY_BYTES = 64 << 20
 HELD_BODY_BYTES = 512 << 20  # of all requests together
-_SPARE_CONNECTIONS = 32  # beyond the clients, to answer them with 503
 
 
 class Refused(Exception):
@@ -22,128 +21,101 @@ class Refused(Exception):
         self.status = status
 
 
-@dataclass(frozen=True)
-class Limits:
-    """clients: answered at once. request_bytes: of one request as sent, including everything around its body. waiting: connections without
-    complete request headers, oldest first.
+class TimedProtocol(H11Protocol):
+    """uvicorn's protocol, which aborts a connection without complete headers, and one whose client does not read the end of a response.
+
+    A request finds it as `connection` in its state.
     """
 
-    clients: int
-    request_bytes: int
-    waiting: "dict[BoundedProtocol, None]" = field(default_factory=dict)
-
-
-class BoundedProtocol(H11Protocol):
-    """uvicorn's protocol with limits on connections and on seconds and bytes of each unfinished request, which finds it as `connection` in
-    its state.
-    """
-
-    def __init__(self, limits: Limits, app_state: dict[str, Any], **others: Any) -> None:
+    def __init__(self, app_state: dict[str, Any], **others: Any) -> None:
         """``app_state``, ``others``: from uvicorn."""
         super().__init__(app_state=app_state | {"connection": self}, **others)
-        self.limits, self.request_bytes = limits, 0
-        self.clock: asyncio.TimerHandle | None = None
+        self._clock: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Accept a client; beyond the limit, close the connection that has waited longest."""
+        """Accept a client."""
         super().connection_made(transport)  # type: ignore[arg-type]
-        self.wait(HEADER_SECONDS)
-        if len(self.connections) > self.limits.clients + _SPARE_CONNECTIONS:
-            oldest = next(iter(self.limits.waiting))
-            del self.limits.waiting[oldest]
-            oldest.transport.abort()
+        self._wait(HEADER_SECONDS)
+
+    def data_received(self, data: bytes) -> None:
+        """Take the next bytes."""
+        super().data_received(data)
+        self._wait(HEADER_SECONDS)
+
+    def on_response_complete(self) -> None:
+        """Wait for the client to read the rest and to send its next request."""
+        super().on_response_complete()
+        self._wait(BODY_SECONDS)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The client is gone."""
-        self.allow(None)
-        self.limits.waiting.pop(self, None)
+        self._stop_clock()
         super().connection_lost(exc)
         self.app_state.clear()  # Breaks reference cycles, so that nothing is left to the garbage collector.
 
-    def data_received(self, data: bytes) -> None:
-        """Take the next bytes; the first bytes of a request start its clock."""
-        if not self.request_bytes and self in self.limits.waiting:  # not while another request is being answered
-            self.allow(HEADER_SECONDS)
-        self.request_bytes += len(data)
-        if self.request_bytes > self.limits.request_bytes:
-            self.transport.abort()
-        else:
-            super().data_received(data)
+    def _wait(self, seconds: float) -> None:
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._stop_clock()
+        elif self._clock is None and self in self.connections:
+            self._clock = self.loop.call_later(seconds, self.transport.abort)
 
-    def is_one_too_many(self) -> bool:
-        """Whether more clients are being answered than allowed."""
-        return len(self.connections) - len(self.limits.waiting) > self.limits.clients
-
-    def wait(self, seconds: float) -> None:
-        """Wait this long for the next request, unless the client is gone."""
-        if self in self.connections:
-            self.request_bytes = 0
-            self.limits.waiting[self] = None
-            self.allow(seconds)
-
-    def allow(self, seconds: float | None) -> None:
-        """Abort the connection after this time, unless called again before; None: never."""
-        if self.clock is not None:
-            self.clock.cancel()
-        self.clock = None if seconds is None else self.loop.call_later(seconds, self.transport.abort)
+    def _stop_clock(self) -> None:
+        if self._clock is not None:
+            self._clock.cancel()
+            self._clock = None
 
 
-def bounded(app: ASGIApp) -> ASGIApp:
-    """The application with a time limit on each request, until `allow` changes it, and on reading the end of its response."""
+def guarded(app: ASGIApp) -> ASGIApp:
+    """The application, which aborts a connection on which uvicorn already answered that the rest of the request is not HTTP."""
 
-    async def within(scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await app(scope, receive, send)
-            return
-        connection: BoundedProtocol = scope["state"]["connection"]
-        connection.limits.waiting.pop(connection, None)
-        connection.allow(BODY_SECONDS + HEADER_SECONDS)
+    async def guard(scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await app(scope, receive, send)
-        except h11.LocalProtocolError:  # uvicorn already answered that the rest of the request is not HTTP.
-            connection.transport.abort()
+        except h11.LocalProtocolError:
+            scope["state"]["connection"].transport.abort()
         finally:
-            connection.wait(BODY_SECONDS)
-            del scope["state"]["connection"]
+            if scope["type"] == "http":
+                del scope["state"]["connection"]
 
-    return within
+    return guard
 
 
 class Bodies:
-    """Reads request bodies within two limits: per body and for all bodies together."""
+    """Reads request bodies within the limits."""
 
-    def __init__(self, most: int) -> None:
-        self.most, self.held = most, 0
+    def __init__(self) -> None:
+        self.held = 0
 
     async def read(self, headers: dict[bytes, bytes], receive: Any) -> bytes:
         """Read a whole body; call ``release`` when it is no longer needed.
 
         Raises Refused: too large, too slow, or too many bodies at once. Raises ConnectionError: the client left.
         """
-        told = headers.get(b"content-length", b"0")
-        if not told.isdigit() or int(told) > self.most:
-            raise Refused(413, f"the request's body is larger than {self.most} bytes")
-        parts, size = [], 0
+        length, size = headers.get(b"content-length", b"0"), 0
         try:
+            self._check(int(length) if length.isdigit() else MOST_BODY_BYTES + 1)
+            parts = []
             async with asyncio.timeout(BODY_SECONDS):
-                more = True
-                while more:
+                while True:
                     message = await receive()
                     if message["type"] == "http.disconnect":
                         raise ConnectionError
-                    part, more = message.get("body", b""), message.get("more_body", False)
-                    parts.append(part)
-                    size, self.held = size + len(part), self.held + len(part)
-                    if size > self.most:
-                        raise Refused(413, f"the request's body is larger than {self.most} bytes")
-                    if self.held > HELD_BODY_BYTES:
-                        raise Refused(503, "too many large requests at once")
+                    parts.append(message.get("body", b""))
+                    size, self.held = size + len(parts[-1]), self.held + len(parts[-1])
+                    self._check(size)
+                    if not message.get("more_body", False):
+                        return b"".join(parts)
         except BaseException as error:
             self.held -= size
             if isinstance(error, TimeoutError):
                 raise Refused(408, f"the request's body was incomplete after {BODY_SECONDS:g} s") from None
             raise
-        return b"".join(parts)
+
+    def _check(self, size: int) -> None:
+        if size > MOST_BODY_BYTES:
+            raise Refused(413, f"the request's body is larger than {MOST_BODY_BYTES} bytes")
+        if self.held > HELD_BODY_BYTES:
+            raise Refused(503, "too many large requests at once")
 
     def release(self, body: bytes) -> None:
         """Free the memory of a body."""

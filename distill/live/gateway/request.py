@@ -3,7 +3,7 @@
 import functools
 import json
 import uuid
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,10 +13,9 @@ from speculative.errors import UserError
 
 PATHS = ("/v1/chat/completions", "/v1/completions")
 LOGGED_BODY_BYTES = 1 << 20  # Parsing a body blocks all other requests, so larger ones are forwarded unread.
-SLICE, TENANT = b"x-understudy-slice", b"x-understudy-tenant"
-NO_LOG, CONVERSATION = b"x-understudy-no-log", b"x-understudy-conversation"
+SLICE, NO_LOG, CONVERSATION = b"x-understudy-slice", b"x-understudy-no-log", b"x-understudy-conversation"
 ALL = "all"
-LAW = ("temperature", "top_p", "top_k", "min_p")  # settings of the target's distribution, as in SamplingSettings
+SETTINGS = ("temperature", "top_p", "top_k", "min_p")  # settings of the target's distribution, as in SamplingSettings
 _ID_CHARACTERS = 64
 # With these keys, the response is not a sample of the target at its sampling settings.
 _CONSTRAINTS = (
@@ -53,7 +52,7 @@ _NOT_LOGGED = {
 
 
 @dataclass(frozen=True)
-class Asked:
+class LoggedRequest:
     """A request. why_not: why its response is not logged; empty if it is.
 
     content: messages or prompt; the prompt hash is made of it. conversation: bytes that are the same in every turn. sampling: None if a
@@ -72,17 +71,17 @@ class Asked:
 
 def read_request(
     path: str, headers: Mapping[bytes, bytes], body: bytes, options: GatewayOptions, salt: bytes = b""
-) -> Asked:
+) -> LoggedRequest:
     """Read a POST. ``salt``: the log's secret. With --text or --usage the body sent to the engine asks for more; otherwise it is the
     client's, byte for byte.
     """
     record_id, slice_name = _word(headers, b"x-request-id", _ID_CHARACTERS), _word(headers, SLICE)
-    caller = [headers.get(name, b"").decode("latin-1") for name in (b"authorization", TENANT)]
-    if record_id and any(caller):  # The last record of an id counts, so another caller must not be able to reuse it.
+    caller = headers.get(b"authorization", b"").decode("latin-1")
+    if record_id and caller:  # The last record of an id counts, so another caller must not be able to reuse it.
         record_id += f"-{keyed_hash(salt, 'caller', caller)[:16]}"
     parsed = _parse(body) if path in PATHS else None
     content = None if parsed is None else parsed.get("messages" if path == PATHS[0] else "prompt")
-    why_not = _why_not(path, headers, parsed, content, options.exclude_tenant or ())
+    why_not = _why_not(path, headers, parsed, content)
     why_not = why_not or ("large" if len(body) > LOGGED_BODY_BYTES else "")
     sampling, constrained = None, False
     if parsed is not None and not why_not:
@@ -90,22 +89,22 @@ def read_request(
         body = _asking(parsed, body, options.text, options.usage)
     conversation = headers.get(CONVERSATION) or _conversation(content, body)
     record_id, slice_name = record_id or uuid.uuid4().hex, slice_name or ALL
-    return Asked(record_id, slice_name, why_not, content, conversation, sampling, constrained, body)
+    return LoggedRequest(record_id, slice_name, why_not, content, conversation, sampling, constrained, body)
 
 
 @functools.cache
 def parse_sampling(text: str) -> dict[str, float]:
     """`temperature=0.7,top_p=0.8` as numbers. Raises UserError for an unknown key or a value that is not a number."""
-    found = {}
+    sampling = {}
     for part in filter(None, text.split(",")):
         key, _, value = part.partition("=")
         try:
-            found[key.strip()] = int(value) if key.strip() == "top_k" else float(value)
+            sampling[key.strip()] = int(value) if key.strip() == "top_k" else float(value)
         except ValueError as error:
             raise UserError(f"--sampling {part}: give a number") from error
-        if key.strip() not in LAW:
-            raise UserError(f"--sampling {part}: the known settings are {', '.join(LAW)}")
-    return found
+        if key.strip() not in SETTINGS:
+            raise UserError(f"--sampling {part}: the known settings are {', '.join(SETTINGS)}")
+    return sampling
 
 
 def _word(headers: Mapping[bytes, bytes], name: bytes, most: int = 64) -> str:
@@ -118,21 +117,17 @@ def _parse(body: bytes) -> dict[str, Any] | None:
     if len(body) > LOGGED_BODY_BYTES:
         return None
     try:
-        found = json.loads(body)
+        request = json.loads(body)
     except (ValueError, RecursionError):
         return None
-    return found if isinstance(found, dict) else None
+    return request if isinstance(request, dict) else None
 
 
-def _why_not(
-    path: str, headers: Mapping[bytes, bytes], parsed: dict[str, Any] | None, content: Any, tenants: Collection[str]
-) -> str:
+def _why_not(path: str, headers: Mapping[bytes, bytes], parsed: dict[str, Any] | None, content: Any) -> str:
     if path not in PATHS:
         return "path"
     if headers.get(NO_LOG, b"0") not in (b"0", b"false", b""):
         return "asked"
-    if headers.get(TENANT, b"").decode("latin-1") in tenants:
-        return "tenant"
     if parsed is None:
         return "unreadable"
     for key, reason in _NOT_LOGGED.items():
@@ -161,23 +156,23 @@ def _is_text(content: Any) -> bool:
 
 
 def _is_plain(message: dict[str, Any]) -> bool:
-    said = message.get("content")
-    if isinstance(said, list):
-        return all(isinstance(part, dict) and part.get("type") == "text" for part in said)
-    return isinstance(message.get("role"), str) and (said is None or isinstance(said, str))
+    content = message.get("content")
+    if isinstance(content, list):
+        return all(isinstance(part, dict) and part.get("type") == "text" for part in content)
+    return isinstance(message.get("role"), str) and isinstance(content, str | None)
 
 
 def _sampling(parsed: dict[str, Any], defaults: Mapping[str, float]) -> dict[str, float | int | None] | None:
     """The four sampling settings and max_tokens; None if one of the four is unknown or not a number."""
-    found = {key: defaults.get(key) if parsed.get(key) is None else parsed[key] for key in LAW}
-    if any(value is not None and not is_setting(value) for value in found.values()):
+    settings = {key: defaults.get(key) if parsed.get(key) is None else parsed[key] for key in SETTINGS}
+    if any(value is not None and not is_setting(value) for value in settings.values()):
         return None
-    if found["temperature"] == 0:  # Truncation does not change the first choice.
-        found = {"temperature": 0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
-    if None in found.values():
+    if settings["temperature"] == 0:  # Truncation does not change the first choice.
+        settings = {"temperature": 0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
+    if None in settings.values():
         return None
     most = parsed.get("max_completion_tokens", parsed.get("max_tokens"))
-    return {**found, "max_tokens": most if type(most) is int and is_setting(most) else None}
+    return {**settings, "max_tokens": most if type(most) is int and is_setting(most) else None}
 
 
 def _constrained(parsed: dict[str, Any]) -> bool:

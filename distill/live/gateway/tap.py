@@ -95,8 +95,8 @@ class Tap:
             self._last.append(event)
 
 
-def _ids(found: Any) -> list[int] | None:
-    return found if isinstance(found, list) and all(type(token) is int and token >= 0 for token in found) else None
+def _ids(ids: Any) -> list[int] | None:
+    return ids if isinstance(ids, list) and all(type(token) is int and token >= 0 for token in ids) else None
 
 
 def _count(usage: dict[str, Any], name: str) -> int | None:

@@ -23,7 +23,7 @@ from collections.abc import Set
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import ConfigDict, Field, ValidationError, model_validator
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 from pydantic.dataclasses import dataclass
 
 from data.files import write_bytes, writing
@@ -95,13 +95,12 @@ class TrafficRecord:
         except CountsError as error:
             raise ValueError(f"accepted: {error}") from error
         steps, blocks = len(self.accepted_B), self.blocks
-        laws = [("blocks", not steps or blocks in (None, steps), f"{blocks}, but {steps} steps are listed")]
+        if steps and blocks not in (None, steps):
+            raise ValueError(f"blocks: {blocks}, but {steps} steps are listed")
         for side in ("prompt", "response"):
             ids, count = getattr(self, f"{side}_ids"), getattr(self, f"{side}_tokens")
-            laws.append((f"{side}_ids", ids is None or count in (None, len(ids)), f"not {count} tokens"))
-        for name, holds, why in laws:
-            if not holds:
-                raise ValueError(f"{name}: {why}")
+            if ids is not None and count not in (None, len(ids)):
+                raise ValueError(f"{side}_ids: not {count} tokens")
         return self
 
     def without_text(self) -> Self:
@@ -116,10 +115,12 @@ def is_setting(value: Any) -> bool:
     return type(value) in (int, float) and abs(value) < _MOST
 
 
+_SCHEMA = TypeAdapter(TrafficRecord)
+
+
 def to_line(record: TrafficRecord) -> bytes:
     """The record's line, with its newline."""
-    values = {field.name: getattr(record, field.name) for field in _FIELDS}
-    body = json.dumps(values, ensure_ascii=True, allow_nan=False, separators=(",", ":")).encode()[:-1]
+    body = _SCHEMA.dump_json(record)[:-1]
     return b'%s%s%08x"}\n' % (body, _CHECKSUM, zlib.crc32(body))
 
 
@@ -129,22 +130,13 @@ def from_line(line: bytes) -> TrafficRecord:
     if not mark or rest != b'%08x"}' % zlib.crc32(body):
         raise RecordError("crc32: the checksum is wrong or missing")
     try:
-        values = json.loads(body + b"}")
-    except (ValueError, RecursionError) as error:
-        raise RecordError(f"the line: not JSON ({error})") from error
-    if odd := sorted(set(values) ^ _NAMES):
-        raise RecordError(f"{odd[0]}: {'missing' if odd[0] in _NAMES else 'not a field of a record'}")
-    try:
-        return TrafficRecord(**values)
+        return _SCHEMA.validate_json(body + b"}")
     except ValidationError as error:
         first = error.errors()[0]
         parts = first["loc"][: 2 if first["loc"][:1] == ("sampling",) else 1]
-        words = first["msg"].removeprefix("Value error, ") + (f" (not {str(first['input'])[:100]!r})" if parts else "")
-        raise RecordError(": ".join(filter(None, (".".join(map(str, parts)), words)))) from error
-
-
-_FIELDS = dataclasses.fields(TrafficRecord)  # type: ignore[arg-type]
-_NAMES = {field.name for field in _FIELDS}
+        message = first["msg"].removeprefix("Value error, ")
+        value = f" (not {str(first['input'])[:100]!r})" if parts else ""
+        raise RecordError(": ".join(filter(None, (".".join(map(str, parts)), message + value)))) from error
 
 
 def log_files(directory: Path) -> list[Path]:

@@ -5,7 +5,6 @@ takes.
 import contextlib
 import fcntl
 import heapq
-import math
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -26,6 +25,7 @@ from distill.live.traffic.record import (
 from speculative.errors import UserError
 
 DAY, HOUR = 86400.0, 3600.0
+MOST_TEXTS = 10_000  # of a slice
 _WITHOUT_TEXT = b'"prompt_ids":null,"response_ids":null'
 
 
@@ -37,29 +37,21 @@ def write_lock(directory: Path) -> Iterator[None]:
         yield
 
 
-def sweep(
-    directory: Path, retention_days: float, reservoir: int | None, now: float, trust_clock: bool = False
-) -> tuple[int, dict[str, list[str]]]:
-    """Remove the text of records that are too old or not in their slice's sample: (their number, priorities that are left, by slice).
+def sweep(directory: Path, retention_days: float, now: float, most_texts: int = MOST_TEXTS) -> tuple[int, int]:
+    """Remove the text of records that are too old or not in their slice's sample: (number of these records, of texts that are left).
 
-    A slice keeps the text of the ``reservoir`` records (None: all) with the smallest keyed hashes, a reproducible random sample. ``now``:
-    Unix seconds. ``trust_clock``: sweep even if the clock jumped.
+    A slice keeps the text of the ``most_texts`` records with the smallest keyed hashes, a reproducible random sample. ``now``: Unix seconds.
 
     Raises UserError: the clock has jumped, or the directory cannot be read or written.
     """
-    salt, oldest, newest = read_salt(directory), now - retention_days * DAY, -math.inf
-    seen: dict[str, set[str]] = defaultdict(set)
+    _check_clock(directory, retention_days, now)
+    salt, oldest = read_salt(directory), now - retention_days * DAY
+    recent: dict[str, set[str]] = defaultdict(set)
     for path in log_files(directory):
-        for line in path.read_bytes().splitlines(keepends=True):
-            if (record := _with_text(line)) is not None:
-                newest = max(newest, record.time)
-                if record.time >= oldest:
-                    seen[record.slice].add(priority(salt, record.id))
-    if newest > -math.inf and not trust_clock:
-        _check_clock(directory, newest, retention_days, now)
-    most = max(map(len, seen.values()), default=0) if reservoir is None else reservoir
-    kept = {name: heapq.nsmallest(most, places) for name, places in seen.items()}
-    dropped = {name: places.difference(kept[name]) for name, places in seen.items()}
+        for record in filter(None, map(_with_text, path.read_bytes().splitlines(keepends=True))):
+            if record.time >= oldest:
+                recent[record.slice].add(priority(salt, record.id))
+    dropped = {name: ranks.difference(heapq.nsmallest(most_texts, ranks)) for name, ranks in recent.items()}
 
     def scrubbed(line: bytes) -> bytes:
         record = _with_text(line)
@@ -71,21 +63,20 @@ def sweep(
     changed = rewrite(directory, scrubbed)
     with writing(directory / SWEPT):
         write_bytes(directory / SWEPT, b"%d\n" % now, 0o600)
-    return changed, kept
+    return changed, sum(map(len, recent.values())) - sum(map(len, dropped.values()))
 
 
-def _check_clock(directory: Path, newest: float, retention_days: float, now: float) -> None:
-    """Raises UserError if the clock stepped back, or so far forward that all text would be erased at once, since the last sweep, or since
-    the newest text before the first sweep: a wrong clock also writes wrong times into records.
+def _check_clock(directory: Path, retention_days: float, now: float) -> None:
+    """Raises UserError if the clock stepped back since the last sweep, or so far forward that all text would be erased at once: a wrong
+    clock also writes wrong times into records.
     """
-    last = newest
     with contextlib.suppress(OSError, ValueError):
-        last = float((directory / SWEPT).read_text(encoding="ascii"))
-    if not -HOUR <= now - last <= DAY * max(1.0, retention_days):
-        raise UserError(
-            f"{directory}: the clock says that {(now - last) / DAY:+,.1f} days have passed since text was last erased or written. Nothing is "
-            "erased, because the clock may be wrong: set it, or start the gateway with --trust-clock"
-        )
+        passed = now - float((directory / SWEPT).read_text(encoding="ascii"))
+        if not -HOUR <= passed <= DAY * max(1.0, retention_days):
+            raise UserError(
+                f"{directory}: the clock says that {passed / DAY:+,.1f} days have passed since old text was last erased. Nothing is erased, "
+                f"because the clock may be wrong: set it, or delete {directory / SWEPT} if it is right"
+            )
 
 
 def _with_text(line: bytes) -> TrafficRecord | None:

@@ -4,7 +4,7 @@ Shapes: N records in order of time. A *group* is a number shared by requests tha
 prompts (see `data/prompts/split.py`), one conversation, and prompts that continue another request's response.
 """
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -13,20 +13,18 @@ from data.prompts.split import normalised_hash
 from distill.live.traffic.record import TrafficRecord
 
 CONTINUED = 8  # tokens of a response that a prompt must contain to continue it
+MOST_ALIKE = 8  # near-equal prompts, and prompts of one conversation
 LATEST = 5  # held-out requests come from the last fifth at most
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """Conditions for a response that a run may train on. sampling: the run's temperature, top_k, top_p and min_p; assume_sampling: also
-    where unknown.
-    """
+    """Conditions for a response that a run may train on. sampling: the run's temperature, top_k, top_p and min_p."""
 
     sampling: Mapping[str, float | int]
     target_versions: Collection[str]
     most_prompt_tokens: int
     vocab_rows: int
-    assume_sampling: bool = False
 
 
 def fault_of(record: TrafficRecord, wanted: Wanted) -> str:
@@ -40,9 +38,9 @@ def fault_of(record: TrafficRecord, wanted: Wanted) -> str:
         return "a constraint on the text"
     if record.finish not in ("stop", "length", "tool_calls"):
         return f"finish {record.finish}"
-    if record.sampling is None and not wanted.assume_sampling:
+    if record.sampling is None:
         return "unknown sampling settings"
-    if record.sampling is not None and _settings(record.sampling) != _settings(wanted.sampling):
+    if _settings(record.sampling) != _settings(wanted.sampling):
         return "other sampling settings"
     if not prompt_ids or not response_ids:
         return "empty"
@@ -113,28 +111,11 @@ def split_by_time(groups_N: Sequence[int], heldout: int, trained: Collection[int
     return [number for number in range(border) if groups_N[number] not in chosen], sorted(chosen.values())
 
 
-def capped(
-    numbers: Sequence[int],
-    groups_N: Sequence[int],
-    slices_N: Sequence[str],
-    order_N: Sequence[str],
-    alike: int,
-    quotas: Mapping[str, int],
-) -> tuple[list[int], Counter[str]]:
-    """(numbers that stay, in order; counts of the others by reason): at most ``alike`` per group, and each slice's quota.
-
-    ``order_N``: smaller values are kept first. ``quotas``: by slice; the empty key is the quota of all other slices.
-    """
-    kept, left_out = list[int](), Counter[str]()
-    of_group, of_slice = Counter[int](), defaultdict[str, int](int)
+def capped(numbers: Sequence[int], groups_N: Sequence[int], order_N: Sequence[str]) -> list[int]:
+    """The numbers that stay, in order: at most MOST_ALIKE per group, those with the smallest ``order_N``."""
+    sizes, chosen = Counter[int](), list[int]()
     for number in sorted(numbers, key=order_N.__getitem__):
-        quota = quotas.get(slices_N[number], quotas.get(""))
-        if of_group[groups_N[number]] >= alike:
-            left_out["asked too often"] += 1
-        elif quota is not None and of_slice[slices_N[number]] >= quota:
-            left_out[f"beyond the quota of {slices_N[number]}"] += 1
-        else:
-            of_group[groups_N[number]] += 1
-            of_slice[slices_N[number]] += 1
-            kept.append(number)
-    return sorted(kept), left_out
+        if sizes[groups_N[number]] < MOST_ALIKE:
+            sizes[groups_N[number]] += 1
+            chosen.append(number)
+    return sorted(chosen)

@@ -2,13 +2,12 @@
 
 import contextlib
 import fcntl
-import heapq
 import os
 import queue
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from io import FileIO
 from pathlib import Path
 
@@ -25,7 +24,6 @@ from distill.live.traffic.record import (
     log_files,
     make_directory,
     prepare_directory,
-    priority,
     remembered,
     to_line,
 )
@@ -38,29 +36,6 @@ SWEEP_SECONDS = 3600.0
 Done = Callable[[bool], None]
 
 
-class Samples:
-    """Bottom-k samples, one per slice: which records keep their text. size None: all do."""
-
-    def __init__(self, size: int | None) -> None:
-        self.size = size
-        self._largest_first: dict[str, list[int]] = {}
-
-    def take(self, slice_name: str, place: str) -> bool:
-        """Add a record with this priority; True if it is among the smallest of its slice so far."""
-        if self.size is None:
-            return True
-        heap, entry = self._largest_first.setdefault(slice_name, []), -int(place, 16)
-        if len(heap) < self.size:
-            heapq.heappush(heap, entry)
-            return True
-        return heapq.heappushpop(heap, entry) != entry if heap else False
-
-    def reset(self, kept: Mapping[str, Sequence[str]]) -> None:
-        """Start again from the priorities that a sweep kept."""
-        size = self.size or 0
-        self._largest_first = {name: sorted(-int(one, 16) for one in places)[-size:] for name, places in kept.items()}
-
-
 class LogWriter:
     """The only writer of a log directory; any thread may `append`. dropped: records lost because the queue was full. writing: the last
     write succeeded.
@@ -70,17 +45,13 @@ class LogWriter:
         self,
         directory: Path,
         text: bool = False,
-        sample_size: int | None = None,
         retention_days: float = 30.0,
         file_bytes: int = 64 << 20,
-        trust_clock: bool = False,
     ) -> None:
-        """``sample_size``: texts kept per slice; None: all. Sweeps run at the start, after each ``file_bytes`` and every hour, the first
-        one with ``trust_clock`` also if the clock jumped. Raises UserError: another gateway writes here, the directory is another user's
-        and readable by others, or it cannot be written.
+        """``text``: keep token ids. Sweeps run at the start, after each ``file_bytes`` and every hour. Raises UserError: another gateway
+        writes here, the directory is another user's and readable by others, or it cannot be written.
         """
         self.directory, self.text, self.file_bytes, self.retention_days = directory, text, file_bytes, retention_days
-        self.samples = Samples(sample_size)
         self.dropped = 0
         self.writing = True
         make_directory(directory)
@@ -101,7 +72,7 @@ class LogWriter:
         self._file: FileIO | None = None
         self._forgotten: tuple[tuple[int, int], set[str]] = ((0, 0), set())
         self._sweep_now, self._closed = threading.Event(), False
-        self._trust_clock, self._began = trust_clock, (time.time(), time.monotonic())
+        self._began = time.time(), time.monotonic()
         self._queue: queue.Queue[tuple[TrafficRecord, Done] | None] = queue.Queue(QUEUE_RECORDS)
         self._thread = threading.Thread(target=self._run, name="traffic log", daemon=True)
         self._thread.start()
@@ -132,10 +103,8 @@ class LogWriter:
         while not ended:
             try:
                 now = min(time.time(), self._began[0] + time.monotonic() - self._began[1])
-                _, kept = sweep(self.directory, self.retention_days, self.samples.size, now, self._trust_clock)
-                self._trust_clock = False
-                self.samples.reset(kept)
-                if not self.text and not any(kept.values()):
+                _, texts = sweep(self.directory, self.retention_days, now)
+                if not self.text and not texts:
                     return  # No text is here, and none will be written.
             except (UserError, OSError, ValueError) as error:
                 print(f"{error}; old text is kept until the next sweep", file=sys.stderr, flush=True)
@@ -185,7 +154,7 @@ class LogWriter:
             if not talks <= forgotten:
                 forgotten = add_forgotten(self.directory, talks)
             kept = (remembered(record, self.salt, forgotten) for record in records)
-            lines = b"".join(to_line(self._with_or_without_text(record)) for record in kept if record is not None)
+            lines = b"".join(to_line(record if self.text else record.without_text()) for record in kept if record)
             file = self._open(path).fileno()
             size = os.fstat(file).st_size
             try:
@@ -211,12 +180,6 @@ class LogWriter:
         self._file = FileIO(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "a")
         sync_directory(self.directory)
         return self._file
-
-    def _with_or_without_text(self, record: TrafficRecord) -> TrafficRecord:
-        bare = record.without_text()
-        if bare is record or (self.text and self.samples.take(record.slice, priority(self.salt, record.id))):
-            return record
-        return bare
 
     def _read_forgotten(self) -> set[str]:
         """The forgotten hashes; read again if the file changed."""

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distill.live.gateway.request import Asked, read_request
+from distill.live.gateway.request import LoggedRequest, read_request
 from distill.live.gateway.tap import Tap
 from distill.live.options import GatewayOptions
 
@@ -66,9 +66,9 @@ def test_other_engines_counts_and_what_is_no_answer() -> None:
     assert (hidden.response_tokens, hidden.response_ids) == (3, None)
 
 
-def read(more: dict[str, Any], path: str = "/v1/completions", **settings: Any) -> Asked:
+def read(more: dict[str, Any], path: str = "/v1/completions", **settings: Any) -> LoggedRequest:
     body = json.dumps({"prompt": "p", **more}).encode()
-    return read_request(path, {}, body, GatewayOptions([], Path(), **settings))
+    return read_request(path, {}, body, GatewayOptions("", Path(), **settings))
 
 
 def test_sampling_is_known_only_where_nothing_is_the_engines_own_default() -> None:
