@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from distill.live.alarm.alarm import Alarm
+from distill.live.alarm import Alarm
 from distill.live.traffic.reader import accepts, read_traffic
 from distill.live.traffic.record import TrafficRecord, from_line, log_files
 from loop.clients import Clients
@@ -29,10 +29,9 @@ class LoopResult:
 
 
 def alarm_behind(found: Alarm, traffic: Path, shifted_at: float) -> int | None:
-    """Requests from the shift to the alarm; None if it has not rung. There is one slice and one draft version."""
-    before = sum(record.time < shifted_at for record in counted(read_traffic(traffic).records, "v0001"))
-    rung = [alarm.at - before for part in found.slices for alarm in part.alarms if alarm.at > before]
-    return min(rung, default=None)
+    """Requests since the shift if the alarm rings now, else None. There is one slice and one draft version."""
+    records = counted(read_traffic(traffic).records, "v0001")
+    return sum(record.time >= shifted_at for record in records) if found.holds else None
 
 
 def counted(records: Sequence[TrafficRecord], version: str) -> list[TrafficRecord]:

@@ -30,7 +30,7 @@ from distill.config.command_line import Overrides
 from distill.config.layout import VERDICT, list_steps
 from distill.config.load import load_config
 from distill.config.run import RunConfig
-from distill.live.alarm.alarm import Alarm, alarm
+from distill.live.alarm import Alarm, alarm
 from distill.live.rollout.rollout import TAKEN_BACK
 from distill.live.traffic.reader import read_traffic
 from distill.live.versions import remove_read_only
@@ -209,7 +209,7 @@ class LoopDemo:
         clients.at_once = plan.at_once
         clients.wait(plan.before // 4, self._check)
         clients.pause(self._check)
-        return any(part.alarms for part in self._alarm().slices)
+        return self._alarm().holds
 
     def _shift(self) -> None:
         """Traffic of another domain until the alarm rings; it is checked repeatedly."""
@@ -348,8 +348,6 @@ class LoopDemo:
             str(share),
             "--watch",
             watch,
-            "--start-timeout",
-            str(START_SECONDS),
             "--slower",
             "1",
         )

@@ -47,7 +47,6 @@ class ShowOptions:
     """
 
     log: Log
-    draft_version: Annotated[str, typer.Option(help="draft version that the alarm watches; default: the last")] = ""
     as_json: Annotated[bool, typer.Option("--json", help="print everything as JSON")] = False
 
 
@@ -103,18 +102,9 @@ class RefreshOptions:
     traffic: Annotated[Path | None, typer.Option(help="the gateway's --log; without it, v0001 is published")] = None
     drafts: Annotated[Path | None, typer.Option(help="folder of the draft's versions; default: drafts/NAME")] = None
     share: Annotated[float, typer.Option(help="share of the training prompts that comes from traffic")] = 0.5
-    probe_steps: Annotated[int, typer.Option(help="trial steps on fresh traffic that measure the headroom")] = 30
     margin: Annotated[float, typer.Option(help="largest allowed loss of alpha on an old slice")] = 0.01
-    false_alarms: Annotated[float, typer.Option(help="chance of a false alarm in 1,000 requests after the first")] = (
-        0.01
-    )
-    drop: Annotated[float, typer.Option(help="a smaller measured fall in accepted/drafted does not ring")] = 0.03
-    burn_in: Annotated[int, typer.Option(help="first requests per slice, before which it cannot ring; 30 or more")] = (
-        150
-    )
     payback_days: Annotated[float, typer.Option(help="days within which the training must pay for itself")] = 7.0
     target_version: TargetVersion = ""
-    keep: Annotated[int, typer.Option(help="newest versions to keep; the current one and its parent always stay")] = 5
     launcher: Launcher = ""
     dry_run: Annotated[bool, typer.Option("--dry-run", help="print the reasons and write nothing")] = False
     force: Annotated[
@@ -143,15 +133,11 @@ class RolloutOptions:
         typer.Option(help="command that starts the new engine, run without a shell; {draft} and {port} are filled in"),
     ] = ""
     engine_url: Annotated[str, typer.Option(help="instead: address of a running engine that has the new version")] = ""
-    port: Annotated[int, typer.Option(help="port of the new engine; default: a free one", min=0, max=65535)] = 0
     share: Annotated[float, typer.Option(help="the new version's share of conversations during the comparison")] = 0.1
     margin: Annotated[float, typer.Option(help="allowed fall in acceptance; 0 = a certain gain is required")] = 0.0
     slower: Annotated[
         float, typer.Option(help="take it back when certainly slower per token by this share, 0.05 = 5 %")
     ] = 0.05
-    false_alarms: Annotated[float, typer.Option(help="probability that an equally good version is called worse")] = 0.05
     requests: Annotated[int, typer.Option(help="most requests of both; if undecided, it is taken back", min=1)] = 20_000
     watch: Annotated[int, typer.Option(help="requests to watch after all traffic goes to the new engine", min=0)] = 500
-    start_timeout: Annotated[float, typer.Option(help="seconds within which the new engine must answer")] = 900.0
-    drain: Annotated[float, typer.Option(help="seconds that the last requests of an engine may take")] = 30.0
     back: Annotated[bool, typer.Option("--back", help="take back an unfinished rollout")] = False

@@ -45,7 +45,7 @@ from distill.config.run import RunConfig
 from distill.export.facts import EngineFacts
 from distill.live.arms import Arm, Arms, read_arms, write_arms
 from distill.live.gateway.exchange import Exchange
-from distill.live.gateway.request import PATHS, Asked, read_request
+from distill.live.gateway.request import PATHS, LoggedRequest, read_request
 from distill.live.gateway.tap import Tap
 from distill.live.options import GatewayOptions
 from distill.live.traffic.record import RecordError, TrafficRecord, from_line, to_line
@@ -113,7 +113,7 @@ def _requests(_: Path) -> Made:
 def _ask(name: str, content: bytes, _: Path) -> TrafficRecord:
     """Read, answer and record a request as the gateway does."""
     options = GatewayOptions(
-        engine=[],
+        engine="",
         log=Path(),
         text=name != "text",
         usage=name != "ids",
@@ -123,9 +123,9 @@ def _ask(name: str, content: bytes, _: Path) -> TrafficRecord:
     return _recorded(asked, "stop", None)
 
 
-def _recorded(asked: Asked, finish: str, tap: Tap | None) -> TrafficRecord:
+def _recorded(asked: LoggedRequest, finish: str, tap: Tap | None) -> TrafficRecord:
     exchange = Exchange(
-        asked=asked,
+        request=asked,
         arm=Arm("a", "http://a", 1.0),
         slice="all",
         scope=None,
@@ -169,7 +169,7 @@ def _answers(_: Path) -> Made:
     return {name: json.dumps(whole | said).encode() for name, said in engines.items()} | streams
 
 
-ASKED = read_request(PATHS[1], {}, b'{"prompt": "a", "temperature": 0}', GatewayOptions(engine=[], log=Path()), b"salt")
+ASKED = read_request(PATHS[1], {}, b'{"prompt": "a", "temperature": 0}', GatewayOptions(engine="", log=Path()), b"salt")
 
 
 def _answer(name: str, content: bytes, _: Path) -> TrafficRecord:

@@ -27,8 +27,7 @@ from stub_engine import Pages, StubEngine
 from traffic_log import record_of, write_log
 
 from distill.config.target import TargetConfig
-from distill.live.alarm.alarm import Alarm, SliceAlarm
-from distill.live.alarm.scan import Crossing
+from distill.live.alarm import Alarm
 from distill.live.versions import read_version
 from distill.models.draft import load_draft
 from distill.models.target import Target
@@ -187,10 +186,8 @@ def test_lost_doubled_and_acceptance_by_hand(tmp_path: Path) -> None:
     told = " ".join(found["failures"])
     assert "2 complete responses without a matching record" in told
     assert "not taken back" in told
-    # Two counted requests came before the shift, so the alarm at the third is the first after it.
-    for at, behind in (((2, 3), 1), ((2,), None)):
-        part = SliceAlarm.model_construct(alarms=[Crossing(1, one, None) for one in at])
-        assert alarm_behind(Alarm.model_construct(slices=[part]), tmp_path / "log", 15.0) == behind
+    for holds, behind in ((True, 1), (False, None)):
+        assert alarm_behind(Alarm.model_construct(holds=holds), tmp_path / "log", 15.0) == behind
 
 
 def test_the_picture_shows_each_version_and_each_event(tmp_path: Path) -> None:

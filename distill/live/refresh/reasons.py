@@ -12,7 +12,7 @@ import torch
 from data.responses.store import Store
 from distill.config.layout import CONFIG, RESPONSES, TRAINING
 from distill.config.load import load_config
-from distill.live.alarm.alarm import Reason
+from distill.live.alarm import Reason
 from distill.live.traffic.record import TrafficRecord
 from distill.models.target import Target
 from distill.run.responses import frozen_responses_of

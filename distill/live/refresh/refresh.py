@@ -23,7 +23,7 @@ from data.responses.store import Store
 from distill.commands.training_process import TrainingFailed, running_twin, terminated_as_interrupted, train_apart
 from distill.config.layout import CHECKPOINTS, PROMPTS, RESPONSES, TRAINING, VERDICT
 from distill.config.load import load_config
-from distill.live.alarm.alarm import Reason, alarm
+from distill.live.alarm import Reason, alarm
 from distill.live.arms import ARMS, read_arms
 from distill.live.options import ExportTrafficOptions, RefreshOptions
 from distill.live.refresh.gate import judge_gate
@@ -32,7 +32,7 @@ from distill.live.refresh.reasons import Headroom, Payback, headroom, own_words,
 from distill.live.refresh.state import STATE, UNTRAINED, Decision, Outcome, Reasons, State, read_state, refresh_folder
 from distill.live.rollout.state import read_state as read_rollout
 from distill.live.traffic.export import export_traffic
-from distill.live.traffic.reader import TrafficLog, acceptance_of, read_traffic
+from distill.live.traffic.reader import TrafficLog, read_traffic, served_by
 from distill.live.versions import Version, current_version, make_current, prune, publish, waiting_version
 from distill.run.checkpoint import judged_scores
 from distill.run.prompts import HELDOUT_FILE, TRAIN_FILE
@@ -41,6 +41,8 @@ from speculative.errors import UserError
 from speculative.measure.intervals import interval
 
 TRAFFIC, PROBE = "traffic", "probe"
+PROBE_STEPS = 30  # trial steps on fresh traffic that measure the headroom
+KEPT_VERSIONS = 5  # the newest; the current one and its parent always stay
 FEWEST_PROMPTS = 24  # to train on; a probe on fewer is not meaningful
 OWN_KEYS = (
     "name",
@@ -54,17 +56,7 @@ OWN_KEYS = (
 )
 R = TypeVar("R", bound=Reason)
 # Options that must be the same when a refresh resumes.
-ASKED = (
-    "share",
-    "probe_steps",
-    "margin",
-    "false_alarms",
-    "drop",
-    "burn_in",
-    "payback_days",
-    "target_version",
-    "assume_sampling",
-)
+ASKED = ("share", "margin", "payback_days", "target_version")
 
 
 def refresh_command(options: RefreshOptions, console: Console) -> int:
@@ -94,7 +86,7 @@ def refresh_command(options: RefreshOptions, console: Console) -> int:
     version = served.name if served else "v0001"
     if served is not None and served.parent is not None and home == options.run:
         _say(console, f"note: {served.provenance['run']} is missing, so {version} is compared with the text of {home}")
-    acceptance_of(log, version)  # refused here, before a folder is made
+    served_by(log, version)  # refused here, before a folder is made
     with refresh_folder(options, options.run.parent / f"{name}-refresh-", drafts, version, console) as folder:
         if folder is None:
             return 0
@@ -110,8 +102,8 @@ def _check(options: RefreshOptions) -> None:
     for name, value, most in (("share", options.share, 1.0), ("margin", options.margin, 1.0)):
         if not 0 < value <= most:
             raise UserError(f"--{name} {value:g}: give a number above 0 and at most 1")
-    if options.probe_steps < 1 or options.keep < 1 or options.payback_days <= 0:
-        raise UserError("--probe-steps, --keep and --payback-days: give numbers above 0")
+    if options.payback_days <= 0:
+        raise UserError(f"--payback-days {options.payback_days:g}: give a number above 0")
     for word in options.overrides or ():
         if word.startswith(OWN_KEYS):
             raise UserError(f"{word}: a refresh sets this key itself; remove the override")
@@ -244,8 +236,7 @@ class _Refresh:
         """Whether to train; print the reasons. Without an alarm, the others are computed only with --force or --dry-run."""
         options = self.options
         if self.state.decision is None:
-            asked = self.log, self.version, options.false_alarms, options.drop, options.burn_in
-            needed = self._reason("alarm", lambda: alarm(*asked)).holds
+            needed = self._reason("alarm", lambda: alarm(self.log, self.version)).holds
             if needed or options.force or options.dry_run:
                 needed = self._worth_it() and needed
             missing = self.state.reasons.missing()
@@ -270,12 +261,12 @@ class _Refresh:
                 shutil.rmtree(self.folder / TRAFFIC, ignore_errors=True)
 
     def _headroom(self) -> Headroom:
-        export, steps, probe = self._export(), self.options.probe_steps, self.folder / PROBE
+        export, probe = self._export(), self.folder / PROBE
         student, overrides = student_of(self.served, self.home), self.options.overrides or []
-        path = write_probe(self.home, student, export, probe, steps, overrides)
+        path = write_probe(self.home, student, export, probe, PROBE_STEPS, overrides)
         adopt_stores(probe, [export])
         self._apart(path)
-        return headroom(load_verdict(probe), steps)
+        return headroom(load_verdict(probe), PROBE_STEPS)
 
     def _export(self) -> Path:
         """Export the traffic once; later requests belong to the next refresh."""
@@ -287,7 +278,6 @@ class _Refresh:
                 self.home,
                 export,
                 target_version=self.options.target_version,
-                assume_sampling=self.options.assume_sampling,
             )
             made = export_traffic(asked)
             if made.train < FEWEST_PROMPTS:
@@ -367,7 +357,7 @@ class _Refresh:
         _say(self.console, f"{version.folder}: published")
         if options.approve:
             make_current(self.drafts, state.version, options.approve)
-        prune_unused(self.drafts, options.keep, options.traffic, state.version, self.console)
+        prune_unused(self.drafts, KEPT_VERSIONS, options.traffic, state.version, self.console)
 
 
 def prune_unused(drafts: Path, keep: int, traffic: Path | None, name: str, console: Console) -> None:

@@ -12,7 +12,7 @@ from pydantic import Field
 from rich.console import Console
 
 from data.files import locked, write_json, writing
-from distill.live.alarm.alarm import Alarm, Reason
+from distill.live.alarm import Alarm, Reason
 from distill.live.options import RefreshOptions
 from distill.live.refresh.gate import Gate
 from distill.live.refresh.reasons import Headroom, OwnText, Payback

@@ -23,7 +23,7 @@ MARK = "UNDERSTUDY_ROLLOUT"
 GRACE_SECONDS = 15.0  # for an engine to exit after SIGTERM
 POLL_SECONDS = 0.5
 _TOKEN_TIMEOUT = 30.0
-_TOLD = 200  # characters of a last line
+_LINE = 200  # characters of a last line
 
 
 @dataclass
@@ -62,7 +62,7 @@ def last_line(log: Path) -> str:
     """The last line of a log; empty if there is none."""
     with contextlib.suppress(OSError):
         lines = log.read_text(encoding="utf-8", errors="replace").split("\n")
-        return next((line.strip()[-_TOLD:] for line in reversed(lines) if line.strip()), "")
+        return next((line.strip()[-_LINE:] for line in reversed(lines) if line.strip()), "")
     return ""
 
 
@@ -80,13 +80,10 @@ def engine_words(command: str, draft: Path, port: int) -> list[str]:
     return [word.replace("{draft}", str(draft)).replace("{port}", str(port)) for word in words]
 
 
-def free_port(port: int) -> int:
-    """This port, or a free one for 0. Raises UserError if it is in use."""
-    try:
-        with socket.create_server(("127.0.0.1", port)) as free:
-            return int(free.getsockname()[1])
-    except OSError as error:
-        raise UserError(f"--port {port}: cannot listen there ({error.strerror}); choose another port") from error
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return int(free.getsockname()[1])
 
 
 def start_engine(engine: Engine, words: list[str], log: Path) -> psutil.Process:

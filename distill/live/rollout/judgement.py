@@ -13,7 +13,7 @@ from typing import Literal
 import numpy as np
 from scipy import special
 
-from distill.live.rollout.anytime import (
+from distill.live.anytime import (
     FEWEST_REQUESTS,
     Sums,
     anytime_interval,
@@ -27,8 +27,10 @@ from distill.live.traffic.reader import accepts
 from distill.live.traffic.record import TrafficRecord
 from speculative.measure.intervals import Interval
 
+FALSE_ALARMS = 0.05  # probability that an equally good version is called worse, in each of the two phases
 WAYS_BACK = 4
-UNTOLD_CONVERSATIONS = 50  # without a drafted token: the engine has no draft or does not report counts
+LEVEL = 2 * FALSE_ALARMS / WAYS_BACK  # of a two-sided interval with one side that goes back
+SILENT_CONVERSATIONS = 50  # without a drafted token: the engine has no draft or does not report counts
 # in log seconds: expected differences, and the residual of one extra request
 LATENCY_SCALE, LATENCY_DOUBT = 0.2, 1.0
 WATCHED_SLOWER = 1.0  # twice as slow, because after the move one engine has the load of two
@@ -74,21 +76,15 @@ class GateGain:
 
 
 @dataclass(frozen=True)
-class Law:
+class Criteria:
     """The criteria for the new draft; see `RolloutOptions`. gate: the gate's interval, None if unknown."""
 
     share: float
     margin: float
     slower: float
-    false_alarms: float
     requests: int
     watch: int
-    gate: "GateGain | None" = None
-
-    @property
-    def level(self) -> float:
-        """Level of a two-sided interval with one side that goes back."""
-        return 2 * self.false_alarms / WAYS_BACK
+    gate: GateGain | None = None
 
 
 class Tally:
@@ -132,64 +128,64 @@ class Tally:
         return Served(requests, len(sums_NK), errors, gamma, acceptance, latency, self._left)
 
 
-def compare(new: Served, old: Served, law: Law) -> Decision:
+def compare(new: Served, old: Served, criteria: Criteria) -> Decision:
     """Decide while both engines serve."""
-    interval, to_see, told = _seen(new, old, law)
+    interval, to_see, words = _seen(new, old, criteria)
     (low, high), total = interval, new.requests + old.requests
     back = (
-        _more_errors(evidence_of_more(new.errors, new.errors + old.errors, law.share), new, old, law)
-        or _untold(new, old)
-        or _below_gate(high, new, law, told)
-        or _slower(new, old, law, law.slower)
+        _more_errors(evidence_of_more(new.errors, new.errors + old.errors, criteria.share), new, old)
+        or _silent(new, old)
+        or _below_gate(high, new, criteria, words)
+        or _slower(new, old, criteria, criteria.slower)
     )
     if back:
         return Decision("back", back, interval, to_see)
-    if low > -law.margin:
-        what = "more is accepted" if law.margin == 0 else f"the loss is less than {law.margin:g}"
-        return Decision("on", f"certainly {what}: {told}", interval, to_see)
+    if low > -criteria.margin:
+        what = "more is accepted" if criteria.margin == 0 else f"the loss is less than {criteria.margin:g}"
+        return Decision("on", f"certainly {what}: {words}", interval, to_see)
     if high < 0:
-        return Decision("back", f"certainly less is accepted: {told}", interval, to_see)
-    if total >= law.requests:
-        return Decision("back", f"undecided after {total:,} requests: {told}", interval, to_see)
-    return Decision("wait", told, interval, to_see)
+        return Decision("back", f"certainly less is accepted: {words}", interval, to_see)
+    if total >= criteria.requests:
+        return Decision("back", f"undecided after {total:,} requests: {words}", interval, to_see)
+    return Decision("wait", words, interval, to_see)
 
 
-def watch(new: Served, old: Served, law: Law) -> Decision:
+def watch(new: Served, old: Served, criteria: Criteria) -> Decision:
     """Decide while the new engine serves all traffic. old: what the old engine served during the comparison."""
-    interval, to_see, told = _seen(new, old, law)
+    interval, to_see, words = _seen(new, old, criteria)
     # Clopper-Pearson: upper bound of the old engine's error rate.
-    doubt = law.false_alarms / WAYS_BACK / 2  # half of this reason's level for the bound, half for the evidence
+    doubt = FALSE_ALARMS / WAYS_BACK / 2  # half of this reason's level for the bound, half for the evidence
     usual = float(special.betaincinv(old.errors + 1, max(1, old.conversations - old.errors), 1 - doubt))
     back = (
-        _more_errors(evidence_of_more(new.errors, new.conversations, min(usual, 0.999)) / 2, new, old, law)
-        or _untold(new, old)
-        or _below_gate(interval[1], new, law, told)
-        or _slower(new, old, law, WATCHED_SLOWER)
-        or (f"certainly less is accepted than before: {told}" if interval[1] < -law.margin else "")
+        _more_errors(evidence_of_more(new.errors, new.conversations, min(usual, 0.999)) / 2, new, old)
+        or _silent(new, old)
+        or _below_gate(interval[1], new, criteria, words)
+        or _slower(new, old, criteria, WATCHED_SLOWER)
+        or (f"certainly less is accepted than before: {words}" if interval[1] < -criteria.margin else "")
     )
     if back:
         return Decision("back", back, interval, to_see)
-    return Decision("on" if new.requests >= law.watch else "wait", told, interval, to_see)
+    return Decision("on" if new.requests >= criteria.watch else "wait", words, interval, to_see)
 
 
-def _seen(new: Served, old: Served, law: Law) -> tuple[Interval, int | None, str]:
+def _seen(new: Served, old: Served, criteria: Criteria) -> tuple[Interval, int | None, str]:
     """(interval of the difference in accepted / drafted, requests needed to see `SEEN`, both rates and the difference in words)."""
     usual = estimate_of(old.acceptance)
     difference, to_see = difference_of(estimate_of(new.acceptance), usual), None
     if (count := old.acceptance.requests) >= FEWEST_REQUESTS:
-        to_see = requests_to_see(SEEN, math.sqrt(float(usual.variance) * count), law.share, law.level)
-    low, high = anytime_interval(difference, law.level)
+        to_see = requests_to_see(SEEN, math.sqrt(float(usual.variance) * count), criteria.share, LEVEL)
+    low, high = anytime_interval(difference, LEVEL)
     low, high = max(-1.0, float(low)), min(1.0, float(high))
-    told = f"accepted / drafted {_rate(new.acceptance)} of {new.requests:,} requests, "
-    told += f"{_rate(old.acceptance)} of the old draft's {old.requests:,}"
+    words = f"accepted / drafted {_rate(new.acceptance)} of {new.requests:,} requests, "
+    words += f"{_rate(old.acceptance)} of the old draft's {old.requests:,}"
     if math.isfinite(difference.variance):
-        told += f"; difference {float(difference.value):+.3f} [{low:+.3f}, {high:+.3f}]"
-    told += f"; clients cancelled {new.left:,} more before the first byte" if new.left else ""
-    return (low, high), to_see, told
+        words += f"; difference {float(difference.value):+.3f} [{low:+.3f}, {high:+.3f}]"
+    words += f"; clients cancelled {new.left:,} more before the first byte" if new.left else ""
+    return (low, high), to_see, words
 
 
-def _more_errors(evidence: float, new: Served, old: Served, law: Law) -> str:
-    if evidence < WAYS_BACK / law.false_alarms:
+def _more_errors(evidence: float, new: Served, old: Served) -> str:
+    if evidence < WAYS_BACK / FALSE_ALARMS:
         return ""
     return (
         f"more errors: {new.errors:,} of {new.conversations:,} conversations, against {old.errors:,} of {old.conversations:,} with the old "
@@ -197,29 +193,29 @@ def _more_errors(evidence: float, new: Served, old: Served, law: Law) -> str:
     )
 
 
-def _below_gate(most_gained: float, new: Served, law: Law, told: str) -> str:
+def _below_gate(most_gained: float, new: Served, criteria: Criteria, words: str) -> str:
     """Compare with the gate's gain over the old draft: traffic and counting change it less than acceptance itself."""
-    gate = law.gate
+    gate = criteria.gate
     # tau = 1 + gamma x accepted / drafted; at another gamma the gain differs.
     if gate is None or new.gamma is None or round(new.gamma) != gate.gamma:
         return ""
     low, high = gate.tau_low / gate.gamma, gate.tau_high / gate.gamma
     if most_gained >= low:
         return ""
-    return f"the gain in accepted / drafted is below the gate's interval [{low:+.3f}, {high:+.3f}]: {told}"
+    return f"the gain in accepted / drafted is below the gate's interval [{low:+.3f}, {high:+.3f}]: {words}"
 
 
-def _slower(new: Served, old: Served, law: Law, slower: float) -> str:
+def _slower(new: Served, old: Served, criteria: Criteria, slower: float) -> str:
     times = difference_of(estimate_of(new.latency, LATENCY_DOUBT), estimate_of(old.latency, LATENCY_DOUBT))
-    low, high = anytime_interval(times, law.level, LATENCY_SCALE)
+    low, high = anytime_interval(times, LEVEL, LATENCY_SCALE)
     if low <= math.log1p(slower):
         return ""
     return f"certainly slower: {math.exp(times.value):.2f} [{math.exp(low):.2f}, {math.exp(high):.2f}] times the old engine's seconds per token"
 
 
-def _untold(new: Served, old: Served) -> str:
+def _silent(new: Served, old: Served) -> str:
     for served, which in ((new, "new"), (old, "old")):
-        if served.conversations - served.errors >= UNTOLD_CONVERSATIONS and not served.acceptance.requests:
+        if served.conversations - served.errors >= SILENT_CONVERSATIONS and not served.acceptance.requests:
             return (
                 f"the {which} engine reports no drafted tokens in {served.requests:,} requests: it has no draft, or "
                 "does not report counts (vLLM: --per-request-spec-decode-metrics detailed)"

@@ -18,15 +18,17 @@ from distill.live.arms import ARMS, Arm, Arms, read_arms, write_arms
 from distill.live.options import RolloutOptions
 from distill.live.rollout import engine as engines
 from distill.live.rollout import state as states
-from distill.live.rollout.judgement import SEEN, Decision, GateGain, Law, Served, Tally, compare, watch
+from distill.live.rollout.judgement import SEEN, Criteria, Decision, GateGain, Served, Tally, compare, watch
 from distill.live.rollout.state import ENDS, Event, Stage, State, arms_before, gateway_runs
 from distill.live.traffic.reader import LogTail, end_of
 from distill.live.versions import Version, current_version, make_current, reject
 from speculative.errors import UserError
 
 TAKEN_BACK = 3  # exit status
+START_SECONDS = 900.0  # within which the new engine must answer
+DRAIN_SECONDS = 30.0  # that the last requests of an engine may take
 SILENT_POLLS = 3  # an engine that fails this number of checks in a row is treated as dead
-TOLD_SECONDS = 10.0
+REPORT_SECONDS = 10.0
 HEED_SECONDS = 5.0  # within which a gateway must have read arms.json
 # If chance is less likely than this to keep every conversation from the new engine, the gateway ignores arms.json.
 _UNHEEDED = 1e-6
@@ -59,7 +61,7 @@ class Rollout:
     def __init__(self, options: RolloutOptions, version: Version, state: State) -> None:
         self.options, self.version, self.state = options, version, state
         self.arms_file = Path(state.log) / ARMS
-        self._told = -math.inf
+        self._reported = -math.inf
 
     def run(self) -> int:
         """Run all remaining stages; return the exit status."""
@@ -98,8 +100,7 @@ class Rollout:
         state = self.state
         if state.engine.mark:
             if (process := engines.find_engine(state.engine)) is None:
-                port = engines.free_port(state.engine.port)
-                words = engines.engine_words(self.options.engine_command, self.version.folder, port)
+                words = engines.engine_words(self.options.engine_command, self.version.folder, state.engine.port)
                 process = engines.start_engine(state.engine, words, self._engine_log())
             state.engine.pid, state.engine.created = process.pid, process.create_time()
             state.write(self.options.drafts)
@@ -107,8 +108,8 @@ class Rollout:
         # The gateway may have been restarted meanwhile with other flags.
         state.before = arms_before(self.arms_file.parent)
         self._check_models()
-        told = f"answers after {seconds:.0f} s and gets {state.share:.0%} of the conversations"
-        self._enter("comparing", f"{state.engine.url} {told}")
+        share = f"{state.share:.0%} of the conversations"
+        self._enter("comparing", f"{state.engine.url} answers after {seconds:.0f} s and gets {share}")
 
     def _wait(self) -> float:
         """Wait for the engine; return the seconds that it took."""
@@ -117,21 +118,20 @@ class Rollout:
             if self._has_died():
                 log = self._engine_log()
                 raise UserError(f"--engine-command: exited before it answered: {engines.last_line(log)} (log: {log})")
-            if time.monotonic() - start > self.options.start_timeout:
-                within = f"--start-timeout {self.options.start_timeout:g} s"
-                raise UserError(f"{self.state.engine.url} does not answer within {within}")
+            if time.monotonic() - start > START_SECONDS:
+                raise UserError(f"{self.state.engine.url} does not answer within {START_SECONDS:g} s")
             time.sleep(engines.POLL_SECONDS)
         return time.monotonic() - start
 
     def _check_models(self) -> None:
         """Raises UserError if the new engine would refuse requests for the old engine's model."""
-        known = engines.models(self.state.engine.url)
-        asked = [arm.url for arm in self.state.before.arms if arm.drafts and arm.share]
-        missing = {name for url in asked for name in engines.models(url)} - known
-        if known and missing:
+        names = engines.models(self.state.engine.url)
+        urls = [arm.url for arm in self.state.before.arms if arm.drafts and arm.share]
+        missing = {name for url in urls for name in engines.models(url)} - names
+        if names and missing:
             raise UserError(
-                f"{self.state.engine.url}: serves {', '.join(sorted(known))}, and requests are for {', '.join(sorted(missing))}: start it with "
-                "the same target under the same name (--served-model-name)"
+                f"{self.state.engine.url}: serves {', '.join(sorted(names))}, and requests are for {', '.join(sorted(missing))}: start it "
+                "with the same target under the same name (--served-model-name)"
             )
 
     def _compare(self) -> None:
@@ -139,7 +139,7 @@ class Rollout:
             # A run killed before this stored a start that did not happen.
             self.state.place = end_of(Path(self.state.log))
             self.state.write(self.options.drafts)
-        law, heeds, unheeded = self._law(), time.monotonic() + HEED_SECONDS, 0
+        criteria, heeds, unheeded = self._criteria(), time.monotonic() + HEED_SECONDS, 0
 
         def judge(new: Served, old: Served) -> Decision:
             nonlocal unheeded
@@ -153,14 +153,14 @@ class Rollout:
                         f"{self.arms_file}: the gateway ignores it: none of {missed:,} conversations reached the new engine. "
                         "Is `understudy gateway` running with this --log?"
                     )
-            return compare(new, old, law)
+            return compare(new, old, criteria)
 
         self._look(judge, "watching")
 
     def _watch(self) -> None:
         self._direct(1.0)
-        law = self._law()
-        self._look(lambda new, _: watch(new, self.state.old, law), "finishing")
+        criteria = self._criteria()
+        self._look(lambda new, _: watch(new, self.state.old, criteria), "finishing")
 
     def _look(self, judge: Callable[[Served, Served], Decision], following: Stage) -> None:
         """Poll what the new engine served since the stage began, until there is a decision or it died."""
@@ -179,8 +179,8 @@ class Rollout:
             else:
                 silent += 1
             if self._has_died():
-                said = engines.last_line(self._engine_log()) or "nothing"
-                return self._enter("returning", f"the engine died; its last output: {said}")
+                output = engines.last_line(self._engine_log()) or "nothing"
+                return self._enter("returning", f"the engine died; its last output: {output}")
             if silent >= SILENT_POLLS:
                 return self._enter("returning", f"{url} does not answer")
             decision = judge(new, others.served())
@@ -195,7 +195,7 @@ class Rollout:
         make_current(self.options.drafts, self.state.version, "rollout")
         old, urls = self.state.before_engine, [arm.url for arm in self.state.before.arms if arm.drafts]
         if old is not None and old.url in urls:
-            engines.stop_engine(old, self.options.drain)
+            engines.stop_engine(old, DRAIN_SECONDS)
             urls.remove(old.url)
         for url in urls:
             print(f"{url} gets no more traffic. The rollout did not start it: stop it yourself", flush=True)
@@ -209,7 +209,7 @@ class Rollout:
         for arm in self.state.before.arms:
             if arm.share and not answers(arm.url):
                 print(f"arms.{arm.name}: {arm.url} does not answer, but gets its traffic back", flush=True)
-        engines.stop_engine(self.state.engine, self.options.drain)
+        engines.stop_engine(self.state.engine, DRAIN_SECONDS)
         if self.state.blames:
             reject(self.options.drafts, self.state.version, f"rollout: {reason}")
             self._point_back()
@@ -250,23 +250,16 @@ class Rollout:
     def _engine_log(self) -> Path:
         return self.options.drafts / f"engine-{self.state.version}.log"
 
-    def _law(self) -> Law:
-        options = self.options
-        return Law(
-            self.state.share,
-            options.margin,
-            options.slower,
-            options.false_alarms,
-            options.requests,
-            options.watch,
-            gate_of(self.version, {arm.draft_version for arm in self.state.before.arms if arm.drafts and arm.share}),
-        )
+    def _criteria(self) -> Criteria:
+        options, arms = self.options, self.state.before.arms
+        gate = gate_of(self.version, {arm.draft_version for arm in arms if arm.drafts and arm.share})
+        return Criteria(self.state.share, options.margin, options.slower, options.requests, options.watch, gate)
 
     def _tell(self, decision: Decision) -> None:
-        """Print the progress every TOLD_SECONDS."""
-        if time.monotonic() - self._told < TOLD_SECONDS:
+        """Print the progress every REPORT_SECONDS."""
+        if time.monotonic() - self._reported < REPORT_SECONDS:
             return
-        self._told = time.monotonic()
+        self._reported = time.monotonic()
         more, to_see = "", decision.to_see
         if to_see is not None and self.state.stage == "comparing":
             more = f"; a difference of {SEEN:g} shows in about {to_see:,} requests"

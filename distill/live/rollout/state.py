@@ -75,9 +75,6 @@ def check_options(options: RolloutOptions) -> None:
         ("share", options.share, 0 < options.share < 1, "0.1"),
         ("margin", options.margin, 0 <= options.margin < 1, "0.01"),
         ("slower", options.slower, 0 <= options.slower < math.inf, "0.05"),
-        ("false-alarms", options.false_alarms, 0 < options.false_alarms <= 0.5, "0.05"),
-        ("start-timeout", options.start_timeout, 0 < options.start_timeout < math.inf, "900"),
-        ("drain", options.drain, 0 <= options.drain < math.inf, "30"),
     ):
         if not right:
             raise UserError(f"--{name} {value:g}: out of range; give e.g. {example}")
@@ -139,7 +136,7 @@ def opened(options: RolloutOptions, version: Version) -> State:
     before = arms_before(log)
     if any(version.name in (arm.name, arm.draft_version) and arm.share for arm in before.arms):
         raise UserError(f"{log / ARMS}: {version.name} is already served")
-    port = 0 if options.engine_url else free_port(options.port)
+    port = 0 if options.engine_url else free_port()
     mark = "" if options.engine_url else uuid.uuid4().hex
     engine = Engine(url=root_of(options.engine_url) or f"http://127.0.0.1:{port}", port=port, mark=mark)
     earlier = None

@@ -51,7 +51,7 @@ class _Run:
         return {near_hash(self.tokenizer.decode(prompt.prompt_ids)) for prompt in stored}
 
 
-class _Found(NamedTuple):
+class _Request(NamedTuple):
     """A request that may be exported: its decoded prompt, the prompt's hash, and its group (`groups_of`)."""
 
     record: TrafficRecord
@@ -86,24 +86,15 @@ class Exported(Record):
 
 def export_command(options: ExportTrafficOptions, console: Console) -> None:
     """Export, and print what was left out and why."""
-    made = export_traffic(options)
-    lines = [f"note: {warning}" for warning in made.warnings]
-    train = f"{made.train:,} to train on ({made.train_tokens:,} tokens)"
-    lines += [f"{made.requests:,} requests: {train}, {made.heldout:,} held out"]
-    lines += [f"  {own:,} and {held:,} of slice {name}" for name, (own, held) in made.slices.items()]
-    lines += [f"  {count:,} left out: {why}" for why, count in made.left_out.items()]
-    for line in [*lines, f"{made.folder}: prompts/ and responses/train/ (docs/traffic.md says how to train from them)"]:
+    summary = export_traffic(options)
+    lines = [f"note: {warning}" for warning in summary.warnings]
+    train = f"{summary.train:,} to train on ({summary.train_tokens:,} tokens)"
+    lines += [f"{summary.requests:,} requests: {train}, {summary.heldout:,} held out"]
+    lines += [f"  {train:,} and {heldout:,} of slice {name}" for name, (train, heldout) in summary.slices.items()]
+    lines += [f"  {count:,} left out: {why}" for why, count in summary.left_out.items()]
+    lines += [f"{summary.folder}: prompts/ and responses/train/ (docs/traffic.md says how to train from them)"]
+    for line in lines:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
-
-
-def _quotas(words: list[str] | None) -> dict[str, int]:
-    found = {}
-    for word in words or ():
-        name, _, count = word.rpartition("=")
-        if not count.isdecimal() or not int(count):
-            raise UserError(f"--quota {word}: give a number of requests, 5000 or SLICE=5000")
-        found[name] = int(count)
-    return found
 
 
 def export_traffic(options: ExportTrafficOptions) -> Exported:
@@ -111,58 +102,64 @@ def export_traffic(options: ExportTrafficOptions) -> Exported:
 
     Raises UserError: no log, a forged line, an unusable run, nothing left to train on or hold out, or an existing folder.
     """
-    log, to, quotas = options.log, options.to, _quotas(options.quota)
-    salt, known, forgotten = read_salt(log), _read_run(options.run, options.trust_remote_code), forgotten_hashes(log)
+    log, to = options.log, options.to
+    salt, run, forgotten = read_salt(log), _read_run(options.run, options.trust_remote_code), forgotten_hashes(log)
     if to.exists():
         raise UserError(f"--to {to}: already exists; give a new folder, or delete this one first")
-    traffic, serving = read_traffic(log), known.config.serving
-    own = {known.manifest["target"], known.config.target.path}
-    versions = {options.target_version} if options.target_version else own
-    most = known.config.data.max_prompt_tokens or 1 << 30
-    longest = min(known.made_with["context_length"] - serving.max_tokens, most)
-    wanted = Wanted(known.manifest["sampling"], versions, longest, known.vocab_rows, options.assume_sampling)
-    faults = [fault_of(record, wanted) for record in traffic.records]
-    left_out = Counter(fault for fault in faults if fault)
-    usable = [record for record, fault in zip(traffic.records, faults, strict=True) if not fault]
-    texts = [known.tokenizer.decode(record.prompt_ids) for record in usable]
-    found = [_Found(*one) for one in zip(usable, texts, map(near_hash, texts), groups_of(usable, texts), strict=True)]
-    held, learnt = known.texts(HELDOUT_FILE), known.texts(TRAIN_FILE)
-    judged = {one.group for one in found if one.near in held}
-    mine = [one for one in found if one.group not in judged]
-    left_out["held out by the run"] += len(found) - len(mine)
-    groups, slices = [one.group for one in mine], [one.record.slice for one in mine]
-    past, latest = split_by_time(groups, options.heldout, {one.group for one in mine if one.near in learnt})
-    left_out["as new as what is held out, or of its prompts"] += len(mine) - len(past) - len(latest)
-    order = [priority(salt, one.record.id) for one in mine]
-    kept, more = capped(past, groups, slices, order, options.alike, quotas)
-    left_out = +(left_out + more)
-    if not kept or len(latest) < 2:
-        reasons = "; ".join(f"{count:,} {why}" for why, count in left_out.most_common())
+    traffic = read_traffic(log)
+    requests, left_out = _usable(traffic.records, run, options.target_version)
+    heldout_texts, train_texts = run.texts(HELDOUT_FILE), run.texts(TRAIN_FILE)
+    judged = {request.group for request in requests if request.near in heldout_texts}
+    free = [request for request in requests if request.group not in judged]
+    left_out["held out by the run"] += len(requests) - len(free)
+    groups = [request.group for request in free]
+    past, latest = split_by_time(
+        groups, options.heldout, {request.group for request in free if request.near in train_texts}
+    )
+    left_out["as new as what is held out, or of its prompts"] += len(free) - len(past) - len(latest)
+    chosen = capped(past, groups, [priority(salt, request.record.id) for request in free])
+    left_out["asked too often"] += len(past) - len(chosen)
+    if not chosen or len(latest) < 2:
+        reasons = "; ".join(f"{count:,} {why}" for why, count in (+left_out).most_common())
         raise UserError(
-            f"{log}: too few requests: of {len(traffic.records):,}, {len(kept)} are left to train on and {len(latest)} to hold out (from the "
-            f"latest fifth at most). Left out: {reasons or 'none'}; log more with --text, or see --target-version and --assume-sampling"
+            f"{log}: too few requests: of {len(traffic.records):,}, {len(chosen)} are left to train on and {len(latest)} to hold out (from "
+            f"the latest fifth at most). Left out: {reasons or 'none'}; log more with --text, or see --target-version"
         )
-    train, heldout = ([mine[number] for number in numbers] for numbers in (kept, latest))
-    made = Exported(
+    train, heldout = ([free[number] for number in numbers] for numbers in (chosen, latest))
+    longest = run.config.serving.max_tokens
+    summary = Exported(
         log=str(log.resolve()),
         run=str(options.run),
         folder=str(to),
         requests=len(traffic.records),
         train=len(train),
         heldout=len(heldout),
-        train_tokens=sum(min(len(one.record.response_ids or ()), serving.max_tokens) for one in train),
+        train_tokens=sum(min(len(request.record.response_ids or ()), longest) for request in train),
         slices={
-            name: [sum(one.record.slice == name for one in side) for side in (train, heldout)]
-            for name in sorted({one.record.slice for one in (*train, *heldout)})
+            name: [sum(request.record.slice == name for request in side) for side in (train, heldout)]
+            for name in sorted({request.record.slice for request in (*train, *heldout)})
         },
         since=train[0].record.time,
         border=heldout[0].record.time,
         until=heldout[-1].record.time,
-        left_out=dict(left_out.most_common()),
+        left_out=dict((+left_out).most_common()),
         warnings=traffic.warnings,
     )
-    _write(to, known, salt, (train, heldout), made, forgotten)
-    return made
+    _write(to, run, salt, (train, heldout), summary, forgotten)
+    return summary
+
+
+def _usable(records: Sequence[TrafficRecord], run: _Run, version: str) -> tuple[list[_Request], Counter[str]]:
+    """(requests that the run may train on, counts of the others by reason). ``version``: the target's; empty: the run's own."""
+    versions = {version} if version else {run.manifest["target"], run.config.target.path}
+    most = run.config.data.max_prompt_tokens or 1 << 30
+    longest = min(run.made_with["context_length"] - run.config.serving.max_tokens, most)
+    wanted = Wanted(run.manifest["sampling"], versions, longest, run.vocab_rows)
+    faults = [fault_of(record, wanted) for record in records]
+    usable = [record for record, fault in zip(records, faults, strict=True) if not fault]
+    texts = [run.tokenizer.decode(record.prompt_ids) for record in usable]
+    rows = zip(usable, texts, map(near_hash, texts), groups_of(usable, texts), strict=True)
+    return [_Request(*row) for row in rows], Counter(filter(None, faults))
 
 
 def _read_run(run: Path, trusted: bool) -> _Run:
@@ -181,10 +178,10 @@ def _read_run(run: Path, trusted: bool) -> _Run:
 
 def _write(
     to: Path,
-    known: _Run,
+    run: _Run,
     salt: bytes,
-    sides: tuple[list[_Found], list[_Found]],
-    made: Exported,
+    sides: tuple[list[_Request], list[_Request]],
+    summary: Exported,
     forgotten: set[str],
 ) -> None:
     """Write the folder atomically, readable only by its owner. ``forgotten``: the hashes before the log was read."""
@@ -195,27 +192,23 @@ def _write(
         with writing(to):
             partial.mkdir(parents=True)
             for name, side in zip(PROMPT_FILES, sides, strict=True):
-                write_prompts(partial / name, (one.prompt(salt) for one in side))
-            write_rows(Store(partial / RESPONSES), known.manifest, [_row(salt, one.record, known) for one in sides[0]])
-            write_manifest(partial / PROMPTS, {"made_with": known.made_with, "traffic": made.record()})
-            if forgotten_hashes(Path(made.log)) == forgotten:
-                partial.rename(to)
-    except UserError:
-        if forgotten_hashes(Path(made.log)) == forgotten:  # else `forget` removed what was written so far
-            raise
+                write_prompts(partial / name, (request.prompt(salt) for request in side))
+            write_rows(Store(partial / RESPONSES), run.manifest, [_row(salt, one.record, run) for one in sides[0]])
+            write_manifest(partial / PROMPTS, {"made_with": run.made_with, "traffic": summary.record()})
+            if forgotten_hashes(Path(summary.log)) != forgotten:
+                raise UserError(f"{summary.log}: requests were forgotten during the export; run the command again")
+            partial.rename(to)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
         os.umask(before)
-    if not to.exists():
-        raise UserError(f"{made.log}: requests were forgotten during the export; run the command again")
 
 
-def _row(salt: bytes, record: TrafficRecord, known: _Run) -> Row:
+def _row(salt: bytes, record: TrafficRecord, run: _Run) -> Row:
     """A row without probabilities, which no log has. Responses are cut at the run's serving.max_tokens."""
-    response = (record.response_ids or ())[: known.config.serving.max_tokens]
+    response = (record.response_ids or ())[: run.config.serving.max_tokens]
     ids = [*(record.prompt_ids or ()), *response]
     mask = loss_mask(len(ids) - len(response), len(ids))
-    return Row(row_id(salt, record.id), 0, record.slice, ids, mask, (), response[-1] in known.manifest["eos_ids"])
+    return Row(row_id(salt, record.id), 0, record.slice, ids, mask, (), response[-1] in run.manifest["eos_ids"])
 
 
 def row_id(salt: bytes, record_id: str) -> str:

@@ -29,9 +29,9 @@ _FEWEST_IDS = 2  # shorter prompts are not searched for, because every text may 
 
 def forget_command(options: ForgetOptions, console: Console) -> int:
     """Forget, and print what stays and where copies may be; exit status 1 if an id was not found. Raises UserError as `forget`."""
-    said, unknown = forget(options.log, options.ids)
-    said += [f"{one}: no request with this id in the log" for one in unknown]
-    for line in said:
+    lines, unknown = forget(options.log, options.ids)
+    lines += [f"{name}: no request with this id in the log" for name in unknown]
+    for line in lines:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     return int(bool(unknown))
 
@@ -62,19 +62,20 @@ def forget(directory: Path, ids: Sequence[str]) -> tuple[list[str], list[str]]:
         record = record_in(line)
         if record is None or record.id in ids:
             return line
-        known = record.prompt_ids or ()
-        repeats = record.conversation in talks or any(known[: len(one)] == one for one in prompts if one)
+        ids_before = record.prompt_ids or ()
+        repeats = record.conversation in talks or any(ids_before[: len(part)] == part for part in prompts if part)
         return to_line(record.without_text()) if repeats else line
 
     # In this order, so that a killed call finds the same conversations when it is repeated.
     scrubbed, removed = rewrite(directory, without_text), rewrite(directory, without)
-    said = [
+    lines = [
         f"{directory}: {removed:,} lines removed; text removed from {scrubbed:,} other requests of the same conversation or with the same "
         "first tokens",
-        "kept: counts, times and keyed hashes of those other requests, and a keyed hash of each id and conversation, so that they stay forgotten",
+        "what stays: counts, times and keyed hashes of those other requests, and a keyed hash of each id and conversation, so that they stay "
+        "forgotten",
         "exports of this log, and runs that were trained on them, may hold copies: delete those and export again",
     ]
-    return said, sorted(set(ids) - {record.id for record in first})
+    return lines, sorted(set(ids) - {record.id for record in first})
 
 
 def _records(directory: Path) -> Iterator[TrafficRecord]:

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from data.responses.acceptance_log import AcceptanceLog, AcceptanceRecord
 from distill.live.traffic.record import (
     RecordError,
     TrafficRecord,
@@ -117,34 +116,27 @@ def accepts(record: TrafficRecord) -> bool:
     return bool(record.drafted) and record.accepted is not None and not record.constrained
 
 
-def acceptance_of(log: TrafficLog, version: str) -> AcceptanceLog:
-    """Acceptance of the requests that one draft version served. Raises UserError if there are none."""
-    told = [record for record in log.records if accepts(record)]
-    records = [
-        AcceptanceRecord(
-            order,
-            record.drafted or 0,
-            record.accepted or 0,
-            record.blocks,
-            record.slice,
-            datetime.datetime.fromtimestamp(record.time, datetime.UTC).isoformat(timespec="seconds"),
-        )
-        for order, record in enumerate(one for one in told if one.draft_version == version)
-    ]
-    versions = Counter(record.draft_version for record in told)
+def served_by(log: TrafficLog, version: str) -> tuple[list[TrafficRecord], list[str]]:
+    """(requests of one draft version that count for acceptance, warnings). Raises UserError if there are none."""
+    counted = [record for record in log.records if accepts(record)]
+    records = [record for record in counted if record.draft_version == version]
+    versions = Counter(record.draft_version for record in counted)
     if not records:
-        known = ", ".join(f"{name} ({count:,})" for name, count in versions.items()) or "none"
-        raise UserError(f"{log.directory}: no requests with draft counts for version {version}; found: {known}")
-    warnings = list(log.warnings)
-    if len(log.records) > len(told):
-        warnings.append(
-            f"{len(log.records) - len(told):,} of {len(log.records):,} requests are left out: nothing drafted, no counts, or constrained "
-            "text"
-        )
-    targets = {record.target_version for record in told if record.draft_version == version}
+        names = ", ".join(f"{name} ({count:,})" for name, count in versions.items()) or "none"
+        raise UserError(f"{log.directory}: no requests with draft counts for version {version}; found: {names}")
+    warnings, all_count, uncounted = list(log.warnings), len(log.records), len(log.records) - len(counted)
+    if uncounted:
+        why = "nothing drafted, no counts, or constrained text"
+        warnings.append(f"{uncounted:,} of {all_count:,} requests are left out: {why}")
+    targets = {record.target_version for record in records}
     if len(targets) > 1:
         warnings.append(f"more than one target was served: {', '.join(sorted(targets))}; a change may be the target's")
     if len(versions) > 1:
         others = ", ".join(f"{name} ({count:,})" for name, count in versions.items() if name != version)
         warnings.append(f"only requests of version {version} count; left out: {others}")
-    return AcceptanceLog(records, "traffic", False, warnings)
+    return records, warnings
+
+
+def moment_of(record: TrafficRecord) -> str:
+    """When a request arrived, UTC."""
+    return datetime.datetime.fromtimestamp(record.time, datetime.UTC).isoformat(timespec="seconds")

@@ -70,13 +70,15 @@ def _check_clock(directory: Path, retention_days: float, now: float) -> None:
     """Raises UserError if the clock stepped back since the last sweep, or so far forward that all text would be erased at once: a wrong
     clock also writes wrong times into records.
     """
-    with contextlib.suppress(OSError, ValueError):
+    try:
         passed = now - float((directory / SWEPT).read_text(encoding="ascii"))
-        if not -HOUR <= passed <= DAY * max(1.0, retention_days):
-            raise UserError(
-                f"{directory}: the clock says that {passed / DAY:+,.1f} days have passed since old text was last erased. Nothing is erased, "
-                f"because the clock may be wrong: set it, or delete {directory / SWEPT} if it is right"
-            )
+    except (OSError, ValueError):
+        return
+    if not -HOUR <= passed <= DAY * max(1.0, retention_days):
+        raise UserError(
+            f"{directory}: the clock says that {passed / DAY:+,.1f} days have passed since old text was last erased. Nothing is erased, "
+            f"because the clock may be wrong: set it, or delete {directory / SWEPT} if it is right"
+        )
 
 
 def _with_text(line: bytes) -> TrafficRecord | None:

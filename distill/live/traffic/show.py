@@ -1,12 +1,13 @@
 """`understudy traffic show`: requests and acceptance by slice, by draft version and over time."""
 
 import datetime
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
 from rich.console import Console
 
-from distill.live.alarm.alarm import Alarm, alarm
+from distill.live.alarm import Alarm, alarm
 from distill.live.options import ShowOptions
 from distill.live.traffic.reader import TrafficLog, accepts, read_traffic
 from distill.live.traffic.record import TrafficRecord
@@ -14,6 +15,8 @@ from distill.report.table import Cell, Column, Table
 from speculative.measure.intervals import Interval
 from speculative.measure.metrics import ratio_with_interval
 from speculative.measure.record import Record
+
+BINS = 24  # intervals of the time shown
 
 
 class Traffic(Record):
@@ -38,7 +41,7 @@ class Traffic(Record):
 
 
 class Shown(Record):
-    """Summary of a log. Times are Unix seconds. finishes: requests by finish reason. alarm: of the last version, or of --draft-version."""
+    """Summary of a log. Times are Unix seconds. finishes: requests by finish reason. alarm: of the last version."""
 
     log: str
     requests: int
@@ -55,16 +58,14 @@ class Shown(Record):
 def show_traffic(options: ShowOptions, console: Console) -> Shown:
     """Print tables or JSON. Raises UserError: no log, or a forged line."""
     log = read_traffic(options.log)
-    told = [record.draft_version for record in log.records if accepts(record)]
-    version = options.draft_version or (told or [""])[-1]
-    found = alarm(log, version) if version else None
-    shown = _summary(log, options.bins).model_copy(update={"alarm": found})
+    versions = [record.draft_version for record in log.records if accepts(record)]
+    shown = _summary(log, alarm(log, versions[-1]) if versions else None)
     if options.as_json:
         console.print_json(data=shown.model_dump())
         return shown
     lines = [f"{options.log}: {shown.requests:,} requests, {_moment(shown.since)} to {_moment(shown.until)} UTC"]
-    notes = dict.fromkeys([*shown.warnings, *(found.notes if found is not None else ())])
-    lines += [f"note: {note}" for note in notes] + ([found.sentence] if found is not None else [])
+    notes = dict.fromkeys([*shown.warnings, *(shown.alarm.notes if shown.alarm else ())])
+    lines += [f"note: {note}" for note in notes] + ([shown.alarm.sentence] if shown.alarm else [])
     rate = Column("accepted/drafted", ".3f")
     counts = [Column(name, ",") for name in ("requests", "tokens", "text")]
     columns: list[Column | str] = ["slice", "draft", *counts, rate, Column("first token", ",.0f", " ms")]
@@ -83,21 +84,22 @@ def show_traffic(options: ShowOptions, console: Console) -> Shown:
     return shown
 
 
-def _summary(log: TrafficLog, bins: int) -> Shown:
+def _summary(log: TrafficLog, found: Alarm | None) -> Shown:
     records = log.records
-    times = np.array([record.time for record in records])
-    since, until = (float(times[0]), float(times[-1])) if len(times) else (0.0, 0.0)
-    edges = np.linspace(since, until, bins + 1)
-    bin_N = np.clip(np.searchsorted(edges, times, side="right") - 1, 0, bins - 1)
-    versions = list(dict.fromkeys(record.draft_version for record in records))  # in order of first use
-    over_time = []
-    for number in np.unique(bin_N).tolist():
-        here = [records[place] for place in np.flatnonzero(bin_N == number)]
-        span = float(edges[number]), float(edges[number + 1])
-        for version in versions:
-            if own := [record for record in here if record.draft_version == version]:
-                over_time.append(_row(own, "", version, span))
-    finishes, whole = [record.finish for record in records], (since, until)
+    since, until = (records[0].time, records[-1].time) if records else (0.0, 0.0)
+    width = (until - since) / BINS or 1.0
+    parts: dict[tuple[int, str], list[TrafficRecord]] = {}  # by interval and draft
+    slices: dict[str, list[TrafficRecord]] = {}
+    versions: dict[str, list[TrafficRecord]] = {}  # in order of first use
+    for record in records:
+        number = min(BINS - 1, int((record.time - since) / width))
+        parts.setdefault((number, record.draft_version), []).append(record)
+        slices.setdefault(record.slice, []).append(record)
+        versions.setdefault(record.draft_version, []).append(record)
+    over_time = [
+        _row(part, "", version, (since + number * width, since + (number + 1) * width))
+        for (number, version), part in sorted(parts.items(), key=lambda item: item[0][0])
+    ]
     return Shown(
         log=str(log.directory),
         requests=len(records),
@@ -105,19 +107,17 @@ def _summary(log: TrafficLog, bins: int) -> Shown:
         until=until,
         warnings=log.warnings,
         over_time=over_time,
-        finishes={name: finishes.count(name) for name in sorted(set(finishes))},
-        slices=[
-            _row([one for one in records if one.slice == name], name, "", whole)
-            for name in sorted({one.slice for one in records})
-        ],
-        versions=[_row([one for one in records if one.draft_version == name], "", name, whole) for name in versions],
+        finishes=dict(sorted(Counter(record.finish for record in records).items())),
+        slices=[_row(part, name, "", (since, until)) for name, part in sorted(slices.items())],
+        versions=[_row(part, "", name, (since, until)) for name, part in versions.items()],
+        alarm=found,
     )
 
 
 def _row(records: Sequence[TrafficRecord], name: str, version: str, span: tuple[float, float]) -> Traffic:
     counted = [record for record in records if accepts(record)]
-    accepted = np.array([one.accepted for one in counted], dtype=np.float64)
-    drafted = np.array([one.drafted for one in counted], dtype=np.float64)
+    accepted_N, drafted_N = (np.array([getattr(record, key) for record in counted]) for key in ("accepted", "drafted"))
+    prompts = [record.prompt_hash for record in counted]
     waits = [record.first_token_s for record in records if record.first_token_s is not None]
     return Traffic(
         slice=name,
@@ -129,12 +129,10 @@ def _row(records: Sequence[TrafficRecord], name: str, version: str, span: tuple[
         response_tokens=sum(record.response_tokens or 0 for record in records),
         text=sum(record.response_ids is not None for record in records),
         counted=len(counted),
-        drafted=int(drafted.sum()),
-        accepted=int(accepted.sum()),
-        rate=float(accepted.sum() / drafted.sum()) if counted else None,
-        ci=ratio_with_interval(accepted, drafted, [one.prompt_hash for one in counted])[1]
-        if len(counted) > 1
-        else None,
+        drafted=int(drafted_N.sum()),
+        accepted=int(accepted_N.sum()),
+        rate=float(accepted_N.sum() / drafted_N.sum()) if counted else None,
+        ci=ratio_with_interval(accepted_N, drafted_N, prompts)[1] if len(counted) > 1 else None,
         first_token_s=float(np.median(waits)) if waits else None,
     )
 

@@ -7,7 +7,7 @@ import pytest
 from scipy import integrate, stats
 from simulation import trials
 
-from distill.live.rollout.anytime import (
+from distill.live.anytime import (
     FEWEST_REQUESTS,
     Sums,
     anytime_interval,
@@ -59,15 +59,6 @@ def test_an_estimate_is_the_ratio_and_its_linearised_variance() -> None:
     assert mean.variance == pytest.approx(drafted.var(ddof=1) / 40)
 
 
-def test_running_sums_are_those_of_each_beginning() -> None:
-    accepted, drafted = requests(np.random.default_rng(0), (2, 30))
-    running = estimate_of(sums_of(accepted, drafted, running=True))
-    for count in (FEWEST_REQUESTS, 30):
-        alone = estimate_of(sums_of(accepted[1, :count], drafted[1, :count]))
-        assert running.value[1, count - 1] == pytest.approx(alone.value)
-        assert running.variance[1, count - 1] == pytest.approx(alone.variance)
-
-
 @pytest.mark.parametrize(("variance", "level", "scale"), [(1e-4, 0.05, 0.05), (0.02, 0.01, 0.05), (3e-6, 0.2, 0.3)])
 def test_at_the_boundary_the_mixture_is_one_over_the_level(variance: float, level: float, scale: float) -> None:
     away = boundary(variance, level, scale)
@@ -106,16 +97,6 @@ def test_rates_at_the_edge_and_nothing_drafted_do_not_break_it(accepted: list[in
     else:
         assert low < accepted[0] / 4 - other.value < high
         assert high - low < 0.4
-
-
-def test_where_all_were_accepted_the_interval_still_allows_for_some_that_are_not() -> None:
-    low, high = anytime_interval(estimate_of(sums_of(np.full(20, 80.0), np.full(20, 80.0))), 0.05)
-    assert low < 0.95 ** (1 / 20) < high, "20 of 20 are often seen of a draft that accepts a little less than all"
-
-
-def test_a_level_is_a_probability() -> None:
-    with pytest.raises(ValueError, match="level 0"):
-        boundary(0.1, 0)
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from distill.live.gateway import limits
 from distill.live.gateway.command import _begin_with, arms_of
 from distill.live.gateway.request import parse_sampling
 from distill.live.options import GatewayOptions
-from distill.live.rollout.judgement import Law, compare, watch
+from distill.live.rollout.judgement import Criteria, compare, watch
 from distill.live.traffic.reader import read_traffic
 from distill.live.traffic.record import TrafficRecord, keyed_hash, read_salt
 from speculative.errors import UserError
@@ -211,7 +211,7 @@ def foretold(conversation: str, shares: dict[str, float]) -> str:
 def test_clients_that_leave_take_no_version_back(engine: ScriptedEngine, direct: str, tmp_path: Path) -> None:
     """Three requests of conversations on the new arm, each cancelled before its first byte."""
     aimed = (word for word in map(str, itertools.count()) if foretold(word, {"a": 0.9, "b": 0.1}) == "b")
-    law = Law(0.1, 0.0, 0.05, 0.05, 20_000, 500)
+    criteria = Criteria(0.1, 0.0, 0.05, 20_000, 500)
     with running_gateway(tmp_path, direct, direct, share=0.1) as url:
         for _ in range(60):
             post(url, PROMPT, **{"x-understudy-conversation": next(aimed)})
@@ -228,7 +228,7 @@ def test_clients_that_leave_take_no_version_back(engine: ScriptedEngine, direct:
     new, old = (served_of(one for one in [*found[:60], *left] if one.arm == arm) for arm in "ba")
     assert (new.left, new.errors) == (3, 0)
     for judge in (compare, watch):
-        assert "errors" not in judge(new, old, law).reason
+        assert "errors" not in judge(new, old, criteria).reason
 
 
 def test_streams_without_counts_are_said_once(

@@ -8,6 +8,7 @@ import json
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from traffic_log import SAMPLING, record_of, write_log
 from distill.commands.training_process import TrainingFailed
 from distill.config.load import dump_config, load_config
 from distill.config.run import RunConfig
+from distill.live.alarm import alarm
 from distill.live.options import RefreshOptions
 from distill.live.refresh import refresh
 from distill.live.refresh.plan import write_probe
@@ -37,14 +39,13 @@ QUICK = [
     "train.micro_batch_size=16",
 ]
 FIRST, HEALTHY = 90, 40  # requests before the first refresh, and before acceptance falls
-LONG_PATIENCE = {
-    "payback_days": 1e12,
-    "margin": 0.1,
-    "probe_steps": 16,
-    "false_alarms": 0.2,
-    "drop": 0.15,
-    "burn_in": 30,
-}
+LONG_PATIENCE = {"payback_days": 1e12, "margin": 0.1}
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(refresh, "PROBE_STEPS", 16)
+    monkeypatch.setattr(refresh, "alarm", partial(alarm, false_alarms=0.2, burn_in=30))
 
 
 @pytest.fixture(scope="module")
@@ -243,7 +244,7 @@ def test_killed_after_any_stage_it_continues(place: Path, trained: list[str], mo
         except Killed:
             if kept == ["reasons"]:  # an earlier version did not know this option
                 state = state_of(place)
-                del state["asked"]["burn_in"]
+                del state["asked"]["margin"]
                 (place / "runs" / "tiny-refresh-v0002" / "refresh.json").write_text(json.dumps(state))
     assert (status, state_of(place)["outcome"]) == (0, "published")
     assert trained == ["probe", "tiny-refresh-v0002"]

@@ -12,14 +12,14 @@ from live_arms import Traffic, gateway_directory, served_of, steady
 from simulation import trials
 from traffic_log import record_of
 
+from distill.live.anytime import Sums, sums_of
 from distill.live.arms import ARMS, read_arms
-from distill.live.rollout.anytime import Sums, sums_of
-from distill.live.rollout.judgement import GateGain, Law, Served, Tally, compare, watch
+from distill.live.rollout.judgement import Criteria, GateGain, Served, Tally, compare, watch
 from distill.live.traffic.reader import LogTail, end_of
 from distill.live.traffic.record import TrafficRecord, to_line
 from speculative.errors import UserError
 
-LAW = Law(share=0.2, margin=0.0, slower=0.05, false_alarms=0.05, requests=10_000, watch=300)
+CRITERIA = Criteria(share=0.2, margin=0.0, slower=0.05, requests=10_000, watch=300)
 
 
 def engine(
@@ -33,7 +33,7 @@ def engine(
 
 
 @pytest.mark.parametrize(
-    ("new", "law", "action", "says"),
+    ("new", "criteria", "action", "says"),
     [
         ({"rate": 0.7}, {}, "on", "certainly more is accepted: accepted / drafted 0.694 of 150"),
         ({"rate": 0.5}, {}, "back", "certainly less is accepted"),
@@ -59,16 +59,16 @@ def engine(
         ({"rate": 0.7, "gamma": 2.0}, {"gate": GateGain(4, 1.0, 1.2)}, "on", "more"),
     ],
 )
-def test_a_comparison(new: dict[str, Any], law: dict[str, Any], action: str, says: str) -> None:
+def test_a_comparison(new: dict[str, Any], criteria: dict[str, Any], action: str, says: str) -> None:
     rng = np.random.default_rng(0)
     old, found = engine(rng, 600, 0.6), engine(rng, 150, **new)
-    decision = compare(found, old, replace(LAW, **law))
+    decision = compare(found, old, replace(CRITERIA, **criteria))
     assert decision.action == action
     assert says in decision.reason
 
 
 @pytest.mark.parametrize(
-    ("new", "law", "action", "says"),
+    ("new", "criteria", "action", "says"),
     [
         ({"rate": 0.6}, {}, "on", "difference"),
         ({"rate": 0.6}, {"watch": 1000}, "wait", "difference"),
@@ -80,9 +80,9 @@ def test_a_comparison(new: dict[str, Any], law: dict[str, Any], action: str, say
         ({"rate": 0.6, "errors": 1}, {}, "on", "difference"),
     ],
 )
-def test_what_is_watched(new: dict[str, Any], law: dict[str, Any], action: str, says: str) -> None:
+def test_what_is_watched(new: dict[str, Any], criteria: dict[str, Any], action: str, says: str) -> None:
     rng = np.random.default_rng(1)
-    decision = watch(engine(rng, 300, **new), engine(rng, 900, 0.6), replace(LAW, **law))
+    decision = watch(engine(rng, 300, **new), engine(rng, 900, 0.6), replace(CRITERIA, **criteria))
     assert decision.action == action
     assert says in decision.reason
 
@@ -91,7 +91,7 @@ def test_what_is_watched(new: dict[str, Any], law: dict[str, Any], action: str, 
 def test_an_engine_that_tells_of_no_drafts_is_no_draft(judge: Any, silent: str) -> None:
     told = engine(np.random.default_rng(0), 60, 0.6)
     untold = Served(requests=60, conversations=60, latency=sums_of(np.full(60, -4.0)))
-    decision = judge(*((untold, told) if silent == "new" else (told, untold)), LAW)
+    decision = judge(*((untold, told) if silent == "new" else (told, untold)), CRITERIA)
     assert decision.action == "back"
     assert f"the {silent} engine reports no drafted tokens in 60 requests" in decision.reason
 
@@ -103,16 +103,16 @@ def test_silence_is_an_error_and_a_client_that_left_is_none() -> None:
     old = engine(np.random.default_rng(0), 600, 0.6)
     silent = served_of(replace(record, id=str(number), finish="error") for number in range(60))
     for judge in (compare, watch):
-        waits = judge(left, old, LAW)
+        waits = judge(left, old, CRITERIA)
         assert (waits.action, "clients cancelled 600 more before the first byte" in waits.reason) == ("wait", True)
-        decision = judge(silent, old, LAW)
+        decision = judge(silent, old, CRITERIA)
         assert (decision.action, "more errors: 60 of 60" in decision.reason) == ("back", True)
     assert served_of([replace(record, first_token_s=0.1)]).requests == 1
 
 
 @pytest.mark.parametrize("judge", [compare, watch])
 def test_of_nothing_nothing_is_said(judge: Any) -> None:
-    decision = judge(Served(), Served(), LAW)
+    decision = judge(Served(), Served(), CRITERIA)
     assert decision.action == "wait"
     assert decision.interval == (-1.0, 1.0)
 
@@ -159,7 +159,7 @@ def test_a_draft_as_good_as_the_old_one_is_seldom_taken_back_or_on() -> None:
     rng, streams, ends = np.random.default_rng(5), trials(60, 1000), {"on": 0, "back": 0, "wait": 0}
     for _ in range(streams):
         accepted, drafted = rng.beta(7, 4, 800), rng.integers(8, 160, 800)
-        mine, failed = rng.random(800) < LAW.share, rng.random(800) < 0.02
+        mine, failed = rng.random(800) < CRITERIA.share, rng.random(800) < 0.02
         seconds = rng.normal(0, 0.5, 800)
         action = "wait"
         for seen in range(100, 801, 25):
@@ -177,7 +177,7 @@ def test_a_draft_as_good_as_the_old_one_is_seldom_taken_back_or_on() -> None:
                         sums_of(seconds[:seen][here]),
                     )
                 )
-            action = compare(parts[0], parts[1], LAW).action
+            action = compare(parts[0], parts[1], CRITERIA).action
             if action != "wait":
                 break
         ends[action] += 1

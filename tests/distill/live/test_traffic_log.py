@@ -12,7 +12,7 @@ from refusals import refused
 from traffic_log import record_of, write_log
 
 from distill.live.traffic.forget import forget
-from distill.live.traffic.reader import acceptance_of, read_traffic
+from distill.live.traffic.reader import read_traffic, served_by
 from distill.live.traffic.record import WRITE_LOCK, from_line, priority, read_salt, to_line
 from distill.live.traffic.retention import DAY, sweep
 
@@ -51,24 +51,19 @@ def test_only_the_very_last_line_may_be_torn(tmp_path: Path) -> None:
     assert "no traffic log" in refused(lambda: read_traffic(tmp_path / "nowhere"))
 
 
-def test_acceptance_is_of_one_draft_and_of_free_text(tmp_path: Path) -> None:
-    told = [record_of(number, draft_version="v0001" if number < 3 else "v0002") for number in range(6)]
-    told[3] = record_of(3, draft_version="v0002", target_version="newer")
-    untold, unused = {"accepted": None, "drafted": None}, {"accepted": 0, "drafted": 0}
-    silent = [record_of(6, **untold), record_of(7, constrained=True), record_of(8, **unused)]
-    log = read_traffic(write_log(tmp_path, [*told, *silent]))
-    found = acceptance_of(log, "v0002")
-    assert [(one.order, one.accepted, one.drafted, one.slice) for one in found.records] == [
-        (0, 3, 9, "code"),
-        (1, 0, 9, "code"),
-        (2, 1, 9, "code"),
+def test_requests_that_count_are_of_one_draft_and_of_free_text(tmp_path: Path) -> None:
+    counted = [record_of(number, draft_version="v0001" if number < 3 else "v0002") for number in range(6)]
+    counted[3] = record_of(3, draft_version="v0002", target_version="newer")
+    silent, unused = {"accepted": None, "drafted": None}, {"accepted": 0, "drafted": 0}
+    others = [record_of(6, **silent), record_of(7, constrained=True), record_of(8, **unused)]
+    log = read_traffic(write_log(tmp_path, [*counted, *others]))
+    records, warnings = served_by(log, "v0002")
+    assert records == counted[3:]
+    assert served_by(log, "v0001")[0] == counted[:3]
+    assert warnings[:2] == [
+        "3 of 9 requests are left out: nothing drafted, no counts, or constrained text",
+        "more than one target was served: newer, target; a change may be the target's",
     ]
-    assert found.records[0].time == "1970-01-01T00:00:03+00:00"
-    assert [record.accepted for record in acceptance_of(log, "v0001").records] == [0, 1, 2]
-    assert any("3 of 9 requests are left out" in one for one in found.warnings)
-    assert any("more than one target was served: newer, target" in one for one in found.warnings)
-    assert any("left out: v0001 (3)" in one for one in found.warnings)
-    assert "found: v0001 (3), v0002 (3)" in refused(lambda: acceptance_of(log, "v0009"))
 
 
 def test_a_sweep_keeps_the_text_of_a_recent_sample(tmp_path: Path) -> None:
@@ -77,39 +72,33 @@ def test_a_sweep_keeps_the_text_of_a_recent_sample(tmp_path: Path) -> None:
     old, damaged = [record_of(50, time=80 * DAY)], b"damaged\n"
     log = write_log(tmp_path / "log", [*old, *recent[:10], damaged], [*recent[10:], *rare])
     salt = read_salt(log)
-    scrubbed, left = sweep(log, 7, 4, now)
-    assert scrubbed == 1 + 16
+    assert sweep(log, 7, now, 4) == (1 + 16, 5)
     lines = [line for path in sorted(log.glob("log-*")) for line in path.read_bytes().splitlines(keepends=True)]
     assert lines.pop(11) == damaged
-    kept = {record.id for record in map(from_line, lines) if record.prompt_ids is not None}
+    with_text = {record.id for record in map(from_line, lines) if record.prompt_ids is not None}
     smallest = sorted(recent, key=lambda record: priority(salt, record.id))[:4]
-    assert kept == {record.id for record in (*smallest, *rare)}
-    assert left == {"code": [priority(salt, one.id) for one in smallest], "rare": [priority(salt, rare[0].id)]}
+    assert with_text == {record.id for record in (*smallest, *rare)}
     texts = {record.id: record for record in (*old, *recent, *rare)}
     for record in map(from_line, lines):
         text = {"prompt_ids": record.prompt_ids, "response_ids": record.response_ids}
         assert dataclasses.replace(texts[record.id], **text) == record, "nothing else has changed"
     assert all(stat.S_IMODE(path.stat().st_mode) == 0o600 for path in log.iterdir())
-    assert sweep(log, 7, None, now)[0] == 0
-    assert sweep(log, 7, 0, now + 1)[0] == 5
+    assert sweep(log, 7, now) == (0, 5)
+    assert sweep(log, 7, now + 1, 0) == (5, 0)
 
 
-@pytest.mark.parametrize(("days", "swept"), [(400.0, False), (400.0, True), (-2.0, False), (-2.0, True)])
-def test_a_clock_that_jumped_erases_nothing_unless_it_is_trusted(tmp_path: Path, days: float, swept: bool) -> None:
+@pytest.mark.parametrize("days", [400.0, -2.0])
+def test_a_clock_that_jumped_erases_nothing_until_the_user_agrees(tmp_path: Path, days: float) -> None:
     now, records = 1000 * DAY, [record_of(number, time=(990 + number) * DAY) for number in range(10)]
     log = write_log(tmp_path, records)
-    if swept:
-        assert sweep(log, 30, None, now)[0] == 0
-        with (log / "log-00001.jsonl").open("ab") as file:  # as a gateway writes with this clock
-            file.write(to_line(record_of(99, time=now + days * DAY)))
+    assert sweep(log, 30, now) == (0, 10)
     before = (log / "log-00001.jsonl").read_bytes()
-    said = refused(sweep, log, 30, None, now + days * DAY)
-    assert f"the clock says that {days if swept else days + 1:+,.1f} days have passed" in said
+    said = refused(sweep, log, 30, now + days * DAY)
+    assert f"the clock says that {days:+,.1f} days have passed" in said
+    assert f"delete {log}/swept" in said
     assert (log / "log-00001.jsonl").read_bytes() == before
-    if swept:
-        assert sweep(log, 30, None, now + 29 * DAY)[0] == 9 + (days < 0)
-    else:
-        assert sweep(log, 30, None, now + days * DAY, trust_clock=True)[0] == (10 if days > 0 else 0)
+    (log / "swept").unlink()
+    assert sweep(log, 30, now + days * DAY)[0] == (10 if days > 0 else 0)
 
 
 def test_of_a_forgotten_request_not_a_byte_is_left(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-from collections import Counter
 from typing import Any
 
 import pytest
@@ -38,8 +37,7 @@ def test_why_a_response_is_not_trained_on(changes: dict[str, Any], fault: str) -
     assert fault_of(record_of(1, **changes), WANTED) == fault
 
 
-def test_unknown_settings_may_be_taken_for_the_runs_own_and_greedy_has_one_only() -> None:
-    assert fault_of(record_of(1, sampling=None), dataclasses.replace(WANTED, assume_sampling=True)) == ""
+def test_greedy_has_one_setting_only() -> None:
     greedy = dataclasses.replace(WANTED, sampling={**WANTED.sampling, "temperature": 0})
     assert fault_of(record_of(1, sampling={**SAMPLING, "temperature": 0.0, "top_p": 0.5}), greedy) == ""
 
@@ -104,9 +102,6 @@ def test_new_questions_are_held_out_before_old_ones() -> None:
     assert train == [number for number in range(17) if groups[number] != 0]
 
 
-def test_caps_take_the_first_in_order() -> None:
-    slices, order = ["code", "code", "chat", "chat", "code", "code"], list("fedcba")
-    kept, left_out = capped(range(6), [0, 0, 0, 1, 2, 3], slices, order, 2, {"": 5, "code": 2})
-    assert kept == [2, 3, 4, 5]
-    assert left_out == Counter({"beyond the quota of code": 2})
-    assert capped(range(3), [0, 0, 0], slices, order, 2, {}) == ([1, 2], Counter({"asked too often": 1}))
+def test_a_cap_takes_the_first_in_order() -> None:
+    order = [f"{number:02d}" for number in range(20, 0, -1)]
+    assert capped(range(20), [0] * 10 + [1] * 10, order) == [*range(2, 10), *range(12, 20)]

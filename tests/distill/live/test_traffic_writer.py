@@ -10,17 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from test_traffic_record import RECORD
 
 from distill.live.traffic import retention
 from distill.live.traffic import writer as module
 from distill.live.traffic.forget import forget
 from distill.live.traffic.reader import read_traffic
-from distill.live.traffic.record import FORGOTTEN, from_line, log_files, priority
+from distill.live.traffic.record import FORGOTTEN, from_line, log_files
 from distill.live.traffic.retention import write_lock
-from distill.live.traffic.writer import LogWriter, Samples
+from distill.live.traffic.writer import LogWriter
 from speculative.errors import UserError
 
 NOW = 1.7e9
@@ -88,39 +86,24 @@ def test_a_record_is_on_the_disk_itself_before_its_response_ends(
 def test_a_clock_that_is_set_ahead_while_the_gateway_runs_is_not_followed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wall, offset, asked = time.time, [0.0], queue.Queue[float]()
+    wall, offset, moments = time.time, [0.0], queue.Queue[float]()
 
-    def sweep(directory: Path, days: float, size: int | None, now: float, trust_clock: bool) -> Any:
-        asked.put(now)
-        return retention.sweep(directory, days, size, now, trust_clock)
+    def sweep(directory: Path, days: float, now: float) -> Any:
+        moments.put(now)
+        return retention.sweep(directory, days, now)
 
     monkeypatch.setattr(time, "time", lambda: wall() + offset[0])
     monkeypatch.setattr(module, "sweep", sweep)
     writer = LogWriter(tmp_path, text=True, file_bytes=1)
-    began = asked.get(timeout=20)
+    began = moments.get(timeout=20)
     offset[0] = 400 * retention.DAY
     write(writer, dataclasses.replace(RECORD, time=began))
-    assert asked.get(timeout=20) - began < retention.DAY
+    assert moments.get(timeout=20) - began < retention.DAY
     offset[0] = -400 * retention.DAY
     write(writer, dataclasses.replace(RECORD, id="r2", time=began))
-    assert asked.get(timeout=20) < began
+    assert moments.get(timeout=20) < began
     writer.close()
     assert all(record.response_ids for record in read_traffic(tmp_path).records)
-
-
-def test_text_that_is_all_too_old_at_the_start_is_erased_when_the_clock_is_trusted(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    LogWriter(tmp_path).close()
-    (tmp_path / retention.SWEPT).unlink()
-    (tmp_path / "log-00001.jsonl").write_bytes(module.to_line(RECORD))
-    for trusted in (False, True):
-        LogWriter(tmp_path, text=True, trust_clock=trusted).close()
-        assert (read_traffic(tmp_path).records[0].response_ids is None) is trusted
-    said = capfd.readouterr().err.splitlines()
-    assert [line.startswith(f"{tmp_path}: the clock says that +") and "--trust-clock" in line for line in said] == [
-        True
-    ]
 
 
 def test_a_second_writer_is_refused_until_the_first_is_done(tmp_path: Path) -> None:
@@ -129,32 +112,6 @@ def test_a_second_writer_is_refused_until_the_first_is_done(tmp_path: Path) -> N
         LogWriter(tmp_path)
     writer.close()
     LogWriter(tmp_path).close()
-
-
-@given(st.lists(st.integers(0, 10**6), unique=True, max_size=40), st.integers(0, 6))
-def test_a_sample_is_the_k_smallest(places: list[int], size: int) -> None:
-    samples, kept = Samples(size), []
-    for place in places:
-        # Later records displaced some of these; the sweep removes their text.
-        if samples.take("all", f"{place:x}"):
-            kept.append(place)
-    assert sorted(kept)[:size] == sorted(places)[:size]
-    assert all(sum(other < place for other in places[: places.index(place)]) < size for place in kept)
-
-
-def test_text_is_kept_of_a_sample_of_each_slice_alone(tmp_path: Path) -> None:
-    names = [f"r{number}" for number in range(30)]
-    writer = LogWriter(tmp_path, text=True, sample_size=3, retention_days=1e9)
-    write(writer, *(named(name, "x") for name in names))
-    write(writer, named("only", "y"))
-    writer.close()
-    LogWriter(tmp_path, text=True, sample_size=3, retention_days=1e9).close()  # its sweep
-    texts = {record.id for record in read_traffic(tmp_path).records if record.response_ids}
-    assert texts == {*sorted(names, key=lambda name: priority(writer.salt, name))[:3], "only"}
-    writer = LogWriter(tmp_path / "without")
-    write(writer, named("r1"))
-    writer.close()
-    assert read_traffic(tmp_path / "without").records[0].response_ids is None
 
 
 def test_a_disk_that_hangs_fills_a_bounded_queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,1 +1,0 @@
-"""The alarm: has the acceptance of the served draft fallen?"""
