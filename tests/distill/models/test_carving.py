@@ -73,7 +73,6 @@ def test_recurrent_layers_alone_are_not_carved() -> None:
     target = tiny_model("lfm2", num_hidden_layers=3, layer_types=["conv", "full_attention", "conv"])
     text = refused(carve, target, (0, -1))
     assert "needs an attention layer to decode" in text
-    assert "layers [1, 2] would do" in text
     torch.testing.assert_close(logits(carve(target, (0, 1, 2))), logits(target), rtol=0, atol=0)
 
 
@@ -183,27 +182,53 @@ def test_an_mlp_that_cannot_be_trimmed_is_refused(make: Any, size: int, said: st
 
 
 # Kind -> (options, layers that a config can describe, layers that none can).
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+SLIDING, FULL = "sliding_attention", "full_attention"
 RULES: dict[str, tuple[dict[str, Any], list[tuple[int, ...]], list[tuple[int, ...]]]] = {
-    "gemma4_text": ({"layer_types": ["sliding_attention"] * 3 + ["full_attention"], "sliding_window": 4, "global_head_dim": 16,
-                     "hidden_size_per_layer_input": 0}, [(0, 3), (1, 2, 3), (3,)], [(0, 1), (0,)]),
-    "gemma3n_text": ({"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 4, "num_kv_shared_layers": 2,
-                      "vocab_size_per_layer_input": 50, "hidden_size_per_layer_input": 8, "laurel_rank": 4, "altup_num_inputs": 2,
-                      "activation_sparsity_pattern": [0.0] * 4, "intermediate_size": [64, 32, 64, 32]}, [(1, 3), (0, 2)], [(0, 3), (3,)]),
-    "qwen3_moe": ({"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "mlp_only_layers": [0, 3]},
-                  [(1, 3), (0, 1), (1, 2), (0, 3)], []),
-    "qwen2_moe": ({"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16,
-                   "decoder_sparse_step": 2}, [(1, 3), (0, 3), (1, 2), (0, 2)], []),
-    "glm4_moe": ({"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 1, "topk_group": 1,
-                  "first_k_dense_replace": 2}, [(2, 3), (0, 3), (0, 1)], [(3, 0)]),
-    "ernie4_5_moe": ({"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16, "moe_layer_interval": 2}, [(1, 3), (0, 3)], []),
-    "jamba": ({"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1, "num_experts": 2,
-               "num_experts_per_tok": 1, "mamba_d_state": 8, "use_mamba_kernels": False}, [(1, 3), (1, 2), (0, 1)], [(0, 2)]),
-    "bamba": ({"attn_layer_indices": [1, 3], "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1},
-              [(1, 2), (1, 3), (0, 1)], []),
-    "gpt_neo": ({"hidden_size": 32, "num_heads": 4, "intermediate_size": 64, "window_size": 4,
-                 "attention_types": [[["global", "local"], 2]]}, [(1, 3), (0, 1), (1, 2)], []),
+    "gemma4_text": (
+        {
+            "layer_types": [SLIDING, SLIDING, SLIDING, FULL],
+            "sliding_window": 4,
+            "global_head_dim": 16,
+            "hidden_size_per_layer_input": 0,
+        },
+        [(0, 3), (3,)],
+        [(0, 1)],
+    ),
+    "gemma3n_text": (
+        {
+            "layer_types": [SLIDING, FULL] * 2,
+            "sliding_window": 4,
+            "num_kv_shared_layers": 2,
+            "vocab_size_per_layer_input": 50,
+            "hidden_size_per_layer_input": 8,
+            "laurel_rank": 4,
+            "altup_num_inputs": 2,
+            "activation_sparsity_pattern": [0.0] * 4,
+            "intermediate_size": [64, 32, 64, 32],
+        },
+        [(1, 3)],
+        [(0, 3)],
+    ),
+    "qwen3_moe": (EXPERTS | {"num_experts": 4, "mlp_only_layers": [0, 3]}, [(1, 3), (0, 3)], []),
+    "glm4_moe": (
+        EXPERTS | {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 2},
+        [(2, 3), (0, 3)],
+        [(3, 0)],
+    ),
+    "bamba": (
+        {
+            "attn_layer_indices": [1, 3],
+            "mamba_n_heads": 8,
+            "mamba_d_head": 8,
+            "mamba_d_state": 8,
+            "mamba_n_groups": 1,
+        },
+        [(1, 2)],
+        [],
+    ),
     "diffllama": ({}, [(0, 1)], [(1, 3)]),  # each layer computes with a constant of its number
-}  # fmt: skip
+}
 
 
 def ruled(kind: str) -> PreTrainedModel:
@@ -221,11 +246,10 @@ def test_layers_that_differ_by_rule_are_carved_as_they_are(kind: str, kept: tupl
 
 
 @pytest.mark.parametrize(("kind", "kept"), [(kind, kept) for kind, (*_, unfit) in RULES.items() for kept in unfit])
-def test_layers_that_no_config_describes_are_refused_with_others(kind: str, kept: tuple[int, ...]) -> None:
-    target = ruled(kind)
-    text = refused(carve, target, kept)
-    assert f"student.layers = {list(kept)}: {type(target).__name__} cannot keep these layers as they are" in text
-    carve(target, json.loads(text.partition("; layers ")[2].removesuffix(" would do")))
+def test_layers_that_no_config_describes_are_refused(kind: str, kept: tuple[int, ...]) -> None:
+    text = refused(carve, ruled(kind), kept)
+    assert f"student.layers = {list(kept)}: " in text
+    assert "cannot keep these layers as they are (" in text
 
 
 def test_a_layer_that_counts_its_number_is_told_apart() -> None:
