@@ -29,6 +29,7 @@ from speculative.decoder.responses import DecodeSettings, Response
 from speculative.errors import UserError
 from speculative.rules.sampling import SamplingSettings
 
+_WRITTEN_AT_ONCE = 64  # Examples in a file of top-k probabilities.
 _ENTRY_BYTES = 200  # Maximum size of an entry of `prompt_logprobs`: an id, its log-probability, rank and text.
 _RETRY_SECONDS = 60.0  # The longest time that openai waits before a retry.
 _PROBE_TEXT = 'def f(x):\n    return "na\u00efve \u6771\u4eac" + str(12345)  # ok'
@@ -172,10 +173,18 @@ class EndpointTarget:
             return self.score(rows[index].prompt_ids, rows[index].response_ids, k)
 
         with ProgressBar("teacher signal", mine, mine - len(missing), show and rank == 0) as progress:
-            for index, signal in self.each(work, missing):
-                store.write({index: signal})
-                progress.count(len(signal.log_tail_R))
-                progress.store(1)
+            scored: dict[int, TopKSignal] = {}
+            try:
+                for index, signal in self.each(work, missing):
+                    scored[index] = signal
+                    if len(scored) == _WRITTEN_AT_ONCE:
+                        store.write(scored)
+                        scored = {}
+                    progress.count(len(signal.log_tail_R))
+                    progress.store(1)
+            finally:
+                if scored:
+                    store.write(scored)
 
     def answer(self, prompt_ids: Sequence[int], settings: DecodeSettings, key: str) -> Response:
         """One response to a prompt, sampled by the server with a seed made from the settings' seed and ``key``.

@@ -1,7 +1,6 @@
 """Store the target's responses to prompts: in batches, shared between ranks, and continued after an interruption."""
 
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
 import numpy as np
 import pyarrow as pa
@@ -68,12 +67,10 @@ def respond(
     batch_size: int,
     show: bool = True,
     drafter: Drafter | None = None,
-    companion: Callable[[Path, Sequence[Response]], None] | None = None,
 ) -> None:
     """Make the responses of this rank that an opened store lacks; with a drafter, by speculative decoding.
 
     A response depends only on (settings.seed, prompt id, sample number), so a killed and resumed run gives the same ones.
-    ``companion`` gets the path of a shard and its responses before the shard is written.
 
     Raises UserError: a prompt that does not fit; disk full.
     """
@@ -86,8 +83,6 @@ def respond(
             responses, _ = decode(
                 target, drafter, keyed, settings, batch_size=batch_size, on_commit=lambda _, ids: bar.count(len(ids))
             )
-            if companion is not None:
-                companion(store.shard_path(shard), responses)
             pairs = zip(jobs, responses, strict=True)
             store.write_shard(shard, [row_of(prompt, sample, response) for (prompt, sample), response in pairs])
             bar.store(len(responses))
@@ -95,10 +90,26 @@ def respond(
 
 
 def row_of(prompt: RenderedPrompt, sample: int, response: Response) -> Row:
+    """The row of a response. Of one decoded with a draft, it marks the target's corrections."""
+    rejected = rejected_tokens(response) if any(response.drafted_counts) else []
     input_ids = [*prompt.prompt_ids, *response.response_ids]
     mask = loss_mask(len(prompt.prompt_ids), len(input_ids))
     log_probs = list(response.log_target_probs)
-    return Row(prompt.prompt_id, sample, prompt.domain, input_ids, mask, log_probs, response.finished)
+    return Row(prompt.prompt_id, sample, prompt.domain, input_ids, mask, log_probs, response.finished, rejected)
+
+
+def rejected_tokens(response: Response) -> list[bool]:
+    """Which response tokens are the target's correction of a rejected draft token.
+
+    A block emits its accepted tokens and one more: a correction if a draft token was rejected, else a bonus token.
+    Positions beyond the end of a cut response are left out.
+    """
+    rejected, start = [False] * len(response.response_ids), 0
+    for drafted, accepted in zip(response.drafted_counts, response.accepted_counts, strict=True):
+        if accepted < drafted and start + accepted < len(rejected):
+            rejected[start + accepted] = True
+        start += accepted + 1
+    return rejected
 
 
 class ProgressBar(Progress):

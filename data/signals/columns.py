@@ -8,7 +8,7 @@ down to e^-32 (1.3e-14). A smaller probability is read as e^-32, so that it stay
 With k = 64 and 151,936 tokens this is 276 bytes per token.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 import pyarrow as pa
@@ -22,12 +22,6 @@ RELATIVE_ERROR = 2.5e-4  # half a step, 16/65534 = 2.442e-4, and float32's round
 _LOG_OF_CODE = np.append(np.arange(ZERO_CODE) * (LOG_FLOOR / (ZERO_CODE - 1)), -np.inf).astype(np.float32)
 # Columns of a row, which holds one example; each value is a list.
 COLUMNS = {"ids": pa.uint16(), "ids_above": pa.uint8(), "log_probs": pa.uint16(), "log_tail": pa.float32()}
-
-
-def lists_of(values: Sequence[np.ndarray]) -> pa.ListArray:
-    """An Arrow column with one array per row."""
-    offsets = np.cumsum([0, *map(len, values)]).astype(np.int32)
-    return pa.ListArray.from_arrays(offsets, pa.array(np.concatenate(values)))
 
 
 def encode_log_probs(log_probs: np.ndarray) -> np.ndarray:

@@ -1,25 +1,20 @@
 """Sequences generated during training: the draft's own responses, and responses of the target decoded with the current draft.
 
-run/rollouts/NAME-g00003/   a token store like the target's responses; each speculative shard has a small file that lists
-                            which draft tokens were rejected
+run/rollouts/NAME-g00003/   a token store like the target's responses; speculative rows say which draft tokens were rejected
 
 A *generation* is used for `data.rollouts.every` steps. The draft at the first of these steps makes it. A resumed run reads it from
 disk, so it sees the same sequences.
 """
 
-import io
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Literal
-from zipfile import BadZipFile
 
 import numpy as np
 from transformers import PreTrainedModel
 
 from data.batches.collate import Example
-from data.files import write_bytes, writing
 from data.responses.rendered import RenderedPrompt, prompt_lengths, prompts_fingerprint
 from data.responses.respond import ResponsePlan, respond
 from data.responses.store import Row, Store
@@ -28,32 +23,18 @@ from distill.models.draft import cast_copy
 from distill.models.load import model_fingerprint, tokenizer_fingerprint
 from distill.run import checkpoint
 from distill.run.run import Run
-from speculative.decoder.responses import DecodeSettings, Response
+from speculative.decoder.responses import DecodeSettings
 from speculative.drafters.drafter import ModelDrafter
 from speculative.engine.models import end_token_ids
 from speculative.errors import UserError
 from speculative.rules.rule import Rule
 from speculative.rules.sampling import SamplingSettings
 
-ROLLOUT_FORMAT = 1
+ROLLOUT_FORMAT = 2
 GAMMA, REJECTED_WEIGHT = 4, 2.0  # drafted tokens per block; loss weight where a drafted token was rejected
 Kind = Literal["student", "speculative"]
 # Returns an ordinary causal LM with the current weights of the trained module.
 Draft = Callable[[], PreTrainedModel]
-
-
-def rejected_positions(response: Response) -> list[int]:
-    """Positions of the response where a draft token was rejected; the token there is the target's correction.
-
-    A block emits its accepted tokens and one more: a correction if a draft token was rejected, else a bonus token.
-    Positions beyond the end of a cut response are left out.
-    """
-    found, start = [], 0
-    for drafted, accepted in zip(response.drafted_counts, response.accepted_counts, strict=True):
-        if accepted < drafted and start + accepted < len(response.response_ids):
-            found.append(start + accepted)
-        start += accepted + 1
-    return found
 
 
 def chosen_prompts(
@@ -84,19 +65,14 @@ class Rollouts:
 
         Raises UserError: disk full; a store of other settings; a damaged shard.
         """
-        rows, _ = self._generation("student", generation, draft)
-        return [row.example() for row in rows]
+        return [row.example() for row in self._generation("student", generation, draft)]
 
     def speculative(self, generation: int, draft: Draft) -> list[Example]:
         """The target's responses decoded with the draft at the serving settings; their text has the distribution of the target alone.
 
         Positions where a draft token was rejected have weight `REJECTED_WEIGHT`, all others 1. UserError: as `student`.
         """
-        rows, store = self._generation("speculative", generation, draft)
-        rejected = [mask for path in store.shards() for mask in read_rejected(path)]
-        if [len(mask) for mask in rejected] != [len(row.response_ids) for row in rows]:
-            raise UserError(f"{store.folder}: shards and their .rejected.npz files do not match; delete the folder")
-        return [_weighted(row.example(), mask) for row, mask in zip(rows, rejected, strict=True)]
+        return [_weighted(row) for row in self._generation("speculative", generation, draft)]
 
     def _settings(self, kind: Kind, generation: int) -> DecodeSettings:
         serving = self.config.serving
@@ -110,8 +86,8 @@ class Rollouts:
         rule: Rule = "greedy" if sampling.greedy else "greedy-draft" if drafts_greedily else "sample"
         return replace(settings, sampling=sampling, rule=rule, gamma=GAMMA)
 
-    def _generation(self, kind: Kind, generation: int, draft: Draft) -> tuple[list[Row], Store]:
-        """Rows and store of a generation; this rank generates its share of the missing shards."""
+    def _generation(self, kind: Kind, generation: int, draft: Draft) -> list[Row]:
+        """Rows of a generation; this rank generates its share of the missing shards."""
         settings, serving = self._settings(kind, generation), self.config.serving
         prompts = chosen_prompts(self.prompts, self.config.data.rollouts.prompts, self.config.seed, generation)
         manifest = self.identity | {
@@ -142,7 +118,7 @@ class Rollouts:
         self.run.await_seen(lambda: bool(store.present(keys).all()), store.folder)
         if lost := int((~store.present(keys)).sum()):
             raise UserError(f"{store.folder}: {lost} of {len(keys)} responses missing; the same command generates them")
-        return store.read(), store
+        return store.read()
 
     def _make(
         self, kind: Kind, store: Store, plan: ResponsePlan, settings: DecodeSettings, draft: PreTrainedModel
@@ -153,7 +129,7 @@ class Rollouts:
             draft = cast_copy(draft, (target.dtype,), target.device)
         if kind == "student":
             return respond(store, plan, draft, settings, **how)
-        respond(store, plan, target, settings, drafter=ModelDrafter(draft), companion=write_rejected, **how)
+        respond(store, plan, target, settings, drafter=ModelDrafter(draft), **how)
 
     def _delete_old(self, kind: Kind, generation: int) -> None:
         """Delete generations older than the previous one that a resume from the last checkpoint cannot need."""
@@ -166,32 +142,8 @@ class Rollouts:
                 shutil.rmtree(path, ignore_errors=True)
 
 
-def rejected_path(shard: Path) -> Path:
-    """Path of the file that holds a shard's rejections."""
-    return shard.with_suffix(".rejected.npz")
-
-
-def write_rejected(shard: Path, responses: Sequence[Response]) -> None:
-    """Write, atomically, which response tokens of a shard replaced a rejected draft token; UserError if the disk is full."""
-    masks = [np.isin(np.arange(len(r.response_ids)), rejected_positions(r)) for r in responses]
-    path = rejected_path(shard)
-    content = io.BytesIO()
-    np.savez_compressed(content, lengths=[len(mask) for mask in masks], rejected=np.concatenate(masks))
-    with writing(path):
-        write_bytes(path, content.getvalue())
-
-
-def read_rejected(shard: Path) -> list[np.ndarray]:
-    """One boolean array per response of a shard; UserError if they are missing or damaged."""
-    path = rejected_path(shard)
-    try:
-        with np.load(path, allow_pickle=False) as arrays:
-            return np.split(arrays["rejected"], np.cumsum(arrays["lengths"])[:-1])
-    except (OSError, ValueError, KeyError, EOFError, BadZipFile) as error:
-        raise UserError(f"{path}: missing or damaged ({error}); delete it and its shard, and run again") from error
-
-
-def _weighted(example: Example, rejected: np.ndarray) -> Example:
+def _weighted(row: Row) -> Example:
+    example = row.example()
     weights = np.ones(len(example.input_ids), dtype=np.float32)
-    weights[np.flatnonzero(example.loss_mask)[rejected]] = REJECTED_WEIGHT
+    weights[np.flatnonzero(example.loss_mask)[np.flatnonzero(row.rejected)]] = REJECTED_WEIGHT
     return replace(example, weights=weights)

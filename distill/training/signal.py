@@ -35,10 +35,9 @@ def open_signal_store(
     config = run.config
     store, examples = SignalStore(run.folder / RESPONSES / TRAINING), as_examples(examples)
     examples = examples.with_prompts(config.loss.prompt_weight)
-    store.open(signal_manifest_of(run, facts), examples.predicted_N, examples.keys_N, rank=run.rank, repair=repair)
+    store.open(signal_manifest_of(run, facts), examples.predicted_N, examples.keys_N, repair=repair)
     if not repair and (missing := store.missing()):
-        old = [f"{config.folder / 'signal'} was written by version 0.1"] if (config.folder / "signal").exists() else []
-        found = "".join(f" ({said})" for said in [*store.faults(), *old])
+        found = "".join(f" ({said})" for said in store.faults())
         raise UserError(
             f"{store.folder}: signal.source is {config.signal.source}, but the signal of {len(missing)} of {len(examples)} examples is "
             f"missing{found}; run {store.again} first"
@@ -55,7 +54,7 @@ def fill(run: Run, store: SignalStore, target: Target, examples: Examples) -> No
     examples = examples.with_prompts(config.loss.prompt_weight)
     show, rank, ranks = run.main, run.rank, run.ranks
     if store.present().any():
-        store.verify(rank=rank, ranks=ranks, show=show)
+        store.verify(rank=rank, ranks=ranks)
     run.wait()
     # One list for all ranks, so that the shares fit together.
     missing = np.array(run.seen(store.missing), dtype=np.int64)

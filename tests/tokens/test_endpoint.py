@@ -223,8 +223,7 @@ def test_a_server_that_dies_leaves_whole_shards_and_the_same_call_goes_on(server
     behaviour.dead_after = 5 + 6  # what is asked before the first response, then six responses: one shard of four
     text = refused(made, target_at(url, retries=0, concurrency=1), tmp_path / "killed", SAMPLED)
     assert "the same command continues" in text
-    shards = [path.name for path in sorted((tmp_path / "killed").glob("shard-*.arrow"))]
-    assert shards == ["shard-00000.arrow"]
+    assert len(list((tmp_path / "killed").glob("shard-00000-*.arrow"))) == 1
     behaviour.dead_after = None
     behaviour.requests.clear()
     assert made(target_at(url), tmp_path / "killed", SAMPLED) == good

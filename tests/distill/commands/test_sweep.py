@@ -266,7 +266,7 @@ def test_what_is_shared_depends_on_what_made_it(tmp_path: Path, override: str, s
     there, here = donor.config.folder, taker.config.folder
     for store in ("responses/train", "responses/heldout"):
         (there / store).mkdir(parents=True)
-        for file in ("signal-000-000.arrows", ".half.tmp"):
+        for file in ("topk-0.arrow", ".half.tmp"):
             (there / store / file).write_text(file)
     assert share_stores(taker, [donor]) == [], "a store without its manifest is not whole"
     for store in ("responses/train", "responses/heldout"):
@@ -276,8 +276,8 @@ def test_what_is_shared_depends_on_what_made_it(tmp_path: Path, override: str, s
     assert share_stores(taker, [donor]) == shared
     for file in ("day.txt", "server_identity.json"):
         assert (here / "responses" / file).exists() == ("responses" in shared)
-    found = sorted(path.relative_to(here).as_posix() for path in here.rglob("signal-*"))
-    assert found == [f"responses/{store}/signal-000-000.arrows" for store in ("heldout", "train") if shared]
+    found = sorted(path.relative_to(here).as_posix() for path in here.rglob("topk-*"))
+    assert found == [f"responses/{store}/topk-0.arrow" for store in ("heldout", "train") if shared]
     assert not list(here.rglob(".half.tmp"))
     assert share_stores(taker, [donor]) == [], "what is there stays"
 

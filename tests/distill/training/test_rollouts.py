@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from data.batches.collate import Example
 from data.responses.rendered import RenderedPrompt
+from data.responses.respond import rejected_tokens
 from distill.config.run import RunConfig
 from distill.loss.definitions import Objective
 from distill.models.draft import cast_copy
@@ -28,9 +29,6 @@ from distill.training.module import DraftModule
 from distill.training.rollouts import (
     Rollouts,
     chosen_prompts,
-    read_rejected,
-    rejected_path,
-    rejected_positions,
 )
 from speculative.decode import decode
 from speculative.decoder.responses import DecodeSettings, Response
@@ -195,9 +193,9 @@ def test_a_draft_like_the_target_has_no_rejections_and_another_has_some(tmp_path
 
 def test_rejections_of_blocks_by_hand() -> None:
     def rejections(tokens: int, drafted: list[int], accepted: list[int]) -> list[int]:
-        return rejected_positions(
-            Response("key", [1], response_ids=list(range(tokens)), drafted_counts=drafted, accepted_counts=accepted)
-        )
+        counts = {"drafted_counts": drafted, "accepted_counts": accepted}
+        rejected = rejected_tokens(Response("key", [1], response_ids=list(range(tokens)), **counts))
+        return np.flatnonzero(rejected).tolist()
 
     # 0 1 | 2 corrects, 3 4 5 | 6 is a bonus, 7 corrects, 8 is plain decoding
     assert rejections(9, [3, 3, 3, 0], [2, 3, 0, 0]) == [2, 7]
@@ -347,35 +345,6 @@ def test_a_draft_is_asked_in_the_dtype_that_it_is_served_in(tmp_path: Path) -> N
     assert all(parameter.requires_grad for parameter in draft.parameters())
 
 
-@pytest.mark.parametrize(
-    ("harm", "said"),
-    [
-        ("cut", r"shard-00001\.rejected\.npz: missing or damaged"),
-        ("empty", r"shard-00001\.rejected\.npz: missing or damaged"),
-        ("gone", r"shard-00001\.rejected\.npz: missing or damaged"),
-        ("another", r"speculative-g00000: shards and their \.rejected\.npz files do not match"),
-    ],
-)
-def test_a_damaged_companion_is_refused_by_name(tmp_path: Path, harm: str, said: str) -> None:
-    config, draft = config_of(tmp_path), Draft(draft_model())
-    rollouts_of(config).speculative(0, draft)
-    shard = config.folder / "rollouts" / "speculative-g00000" / "shard-00001.arrow"
-    path = rejected_path(shard)
-    if harm == "gone":
-        path.unlink()
-    elif harm == "another":
-        np.savez(path, lengths=[1], rejected=read_rejected(shard)[0][:1])
-    else:
-        path.write_bytes(path.read_bytes()[:40] if harm == "cut" else b"")
-    with pytest.raises(UserError, match=said):
-        rollouts_of(config).speculative(0, draft)
-    # The way out that the message names.
-    path.unlink(missing_ok=True)
-    shard.unlink()
-    rollouts_of(config).speculative(0, draft)
-    assert len(read_rejected(shard)) == 2
-
-
 def test_rollouts_of_other_settings_are_refused(tmp_path: Path) -> None:
     rollouts_of(config_of(tmp_path)).speculative(0, Draft(draft_model()))
     changed = config_of(tmp_path, temperature=0.5)
@@ -394,7 +363,7 @@ def test_rollouts_of_another_target_are_refused_before_any_rank_writes(
     config = config_of(tmp_path)
     rollouts_of(config).student(0, Draft(draft_model()))
     folder = config.folder / "rollouts" / "student-g00000"
-    (folder / "shard-00001.arrow").unlink()  # the second rank's share
+    next(folder.glob("shard-00001-*")).unlink()  # the second rank's share
     before = sorted(folder.iterdir())
     first, second = rank_statuses(_asked_of_another_target, config)
     assert first == 1
@@ -404,7 +373,7 @@ def test_rollouts_of_another_target_are_refused_before_any_rank_writes(
 
 
 def test_a_full_disk_is_told_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("distill.training.rollouts.write_bytes", full_disk)
+    monkeypatch.setattr("data.responses.shards.write_bytes", full_disk)
     config = config_of(tmp_path)
     with pytest.raises(UserError, match="No space left"):
         rollouts_of(config).speculative(0, Draft(draft_model()))

@@ -91,7 +91,7 @@ class TestStoredSignals:
     ) -> None:
         assert train.main([str(tiny_config), "name=none-there", "signal.source=store"]) == 2
         assert "understudy respond" in capsys.readouterr().err
-        shard = next((stored / "responses" / "train").glob("signal-*"))
+        shard = next((stored / "responses" / "train").glob("topk-*"))
         shard.write_bytes(shard.read_bytes()[:-1])
         assert train.main([str(tiny_config), "name=stored", "signal.source=store", *STORED]) == 2
         said = capsys.readouterr().err
