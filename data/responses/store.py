@@ -1,7 +1,7 @@
 """The token store: responses in Arrow shards, with a manifest of the target, tokenizer and settings that made them.
 
     manifest.json          what all rows were made with
-    shard-NNNNN-H.arrow    rows (prompt, sample number); see `data/responses/shards.py`
+    shard-NNNNN-H.arrow    rows (prompt, sample number); see `data/shards.py`
     index.arrow            the rows in use and their order
     topk-H.arrow           stored probabilities of the target, if wanted; see `data/signals/store.py`
 
@@ -25,7 +25,7 @@ import pyarrow.compute as pc
 from data.batches.collate import Example
 from data.batches.examples import Examples, example_key
 from data.files import MANIFEST, Manifest, read_manifest, require_manifest, write_bytes, write_manifest, writing
-from data.responses.shards import Shards, lists_of
+from data.shards import Shards, lists_of
 from speculative.errors import UserError
 
 INDEX = "index.arrow"

@@ -1,6 +1,6 @@
 """The teacher's top-k probabilities for the examples of a token store, in shards next to the responses, written by any number of ranks.
 
-    topk-H.arrow    rows, and in the schema the settings of the signal; see `data/responses/shards.py`
+    topk-H.arrow    rows, and in the schema the settings of the signal; see `data/shards.py`
 
 A row is identified by its example's key, so a store can grow: existing rows stay, and signals with other settings can share the
 folder. Examples without a row, because a writer was killed or a file was deleted, are computed again.
@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 
 from data.files import other_key
-from data.responses.shards import DamagedShard, Shards, lists_of
+from data.shards import DamagedShard, Shards, lists_of
 from data.signals.columns import COLUMNS, decode, encode
 from data.signals.signal import TopKSignal, joined
 from speculative.errors import UserError

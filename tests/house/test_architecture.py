@@ -16,7 +16,7 @@ LAYERS = {
         ("cli",), ("live",), ("commands", "train"), ("verdict",), ("export", "respond"), ("report", "training"), ("run",), ("models",), ("config",), ("loss",),
         ("faults",),
     ),
-    "data": (("responses",), ("signals",), ("batches",), ("prompts",), ("files", "hub")),
+    "data": (("responses",), ("signals",), ("batches",), ("prompts",), ("shards",), ("files", "hub")),
     "speculative": (
         ("evaluate",), ("explain",), ("measure",), ("decode",), ("decoder",), ("drafters",), ("engine",), ("rules",), ("errors",),
     ),

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from processes import run_child
 from refusals import refused
 
+from data import shards
 from data.files import MANIFEST
-from data.responses import shards
 from data.responses import store as token_store
 from data.responses.store import INDEX, Row, Store, row_keys
 from speculative.errors import UserError

@@ -373,7 +373,7 @@ def test_rollouts_of_another_target_are_refused_before_any_rank_writes(
 
 
 def test_a_full_disk_is_told_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("data.responses.shards.write_bytes", full_disk)
+    monkeypatch.setattr("data.shards.write_bytes", full_disk)
     config = config_of(tmp_path)
     with pytest.raises(UserError, match="No space left"):
         rollouts_of(config).speculative(0, Draft(draft_model()))
