@@ -34,7 +34,6 @@ COMMANDS = (
     ("compare", JUDGE, of.CompareOptions, "distill.commands.compare.compare:compare"),
     ("show", JUDGE, of.ShowRunOptions, "distill.commands.show:show"),
     ("export", SERVE, of.ExportOptions, "distill.commands.export:export"),
-    ("check-export", SERVE, of.CheckExportOptions, "distill.commands.export:check_export"),
     ("check-pair", SERVE, CheckPairOptions, "distill.commands.export:check_pair_command"),
     ("serve", SERVE, of.ServeOptions, "distill.commands.serve:serve"),
     ("time", SERVE, TimeOptions, "distill.commands.readback.clock:time_command"),

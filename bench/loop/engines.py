@@ -42,12 +42,11 @@ def engine_of(asked: str) -> str:
     return "vllm" if installed and asked != "stub" else "stub"
 
 
-def engine_words(engine: str, config: RunConfig, draft: str, port: str, log: str, exported: str) -> list[str]:
+def engine_words(engine: str, config: RunConfig, draft: str, port: str, exported: str) -> list[str]:
     """The command that starts an engine with the gamma, rule and drafting of the run's judgement.
 
     Args:
         draft: a version's folder, or `none`.
-        log: vLLM's own log file.
         exported: any version's folder; it describes how the target is served.
     """
     verdict, gamma = load_verdict(config.folder), str(config.judge.gamma)
@@ -66,8 +65,6 @@ def engine_words(engine: str, config: RunConfig, draft: str, port: str, log: str
         config.target.path,
         "--port",
         port,
-        "--log",
-        log,
     ]
     if draft == "none":
         return [*serve, exported, "--alone", "--", *_VLLM]

@@ -307,12 +307,11 @@ class LoopDemo:
 
     def _start_engine(self, name: str) -> subprocess.Popen[bytes]:
         draft = str((self.drafts / FIRST).resolve()) if name == "engine" else "none"
-        words = self._engine_words(draft, str(self.ports[name]), name)
+        words = self._engine_words(draft, str(self.ports[name]))
         return self.family.start(name, words, **ENVIRONMENT)
 
-    def _engine_words(self, draft: str, port: str, name: str) -> list[str]:
-        log, exported = str(self.to / f"vllm-{name}.log"), str((self.drafts / FIRST).resolve())
-        return engine_words(self.engine, self.config, draft, port, log, exported)
+    def _engine_words(self, draft: str, port: str) -> list[str]:
+        return engine_words(self.engine, self.config, draft, port, str((self.drafts / FIRST).resolve()))
 
     def _start_gateway(self, drafting: bool = True) -> None:
         words = [
@@ -334,7 +333,7 @@ class LoopDemo:
         self._answering("gateway")
 
     def _rollout_words(self, version: str, share: float) -> tuple[str, ...]:
-        command = shlex.join(self._engine_words("{draft}", "{port}", version))
+        command = shlex.join(self._engine_words("{draft}", "{port}"))
         watch = str(self.plan.after // 2)
         return (
             "rollout",

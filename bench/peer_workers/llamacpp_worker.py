@@ -17,7 +17,7 @@ from typing import Any
 
 from worker import Setting, die_with_parent, serve
 
-from distill.export.engines.servers.llamacpp_server import BUILT, gguf_of
+from distill.engines.llama_cpp import BUILT, gguf_of
 
 SERVER = BUILT / "bin/llama-server"
 START_SECONDS, SLACK = 120.0, 32

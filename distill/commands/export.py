@@ -1,16 +1,17 @@
-"""`understudy export` and `understudy check-export`: write the best draft for engines, and check it in transformers."""
+"""`understudy export`: write the best draft for engines, or check an export in transformers. And `understudy check-pair`."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from distill.commands.options import CheckExportOptions, ExportOptions, ServeOptions
+from distill.commands.options import ExportOptions
 from distill.commands.output import check_known
-from distill.commands.serve import convert, require_conversion
+from distill.commands.serve import read_export
 from distill.config.command_line import CheckPairOptions
-from distill.config.layout import ADAPTER
+from distill.config.layout import ADAPTER, CONFIG, run_of
 from distill.config.load import load_trusted
+from distill.engines.protocol.engine import known_engines
 from distill.export.check import OutsideCheck, outside_check
-from distill.export.engine import known_engines
 from distill.export.export import ExportReport, export_draft
 from distill.export.facts import read_run
 from distill.export.hub.dataset import write_responses
@@ -19,38 +20,36 @@ from distill.export.pair import check_pair
 from distill.run.session import open_pair
 from speculative.errors import UserError
 
+CHECKED_PROMPTS = 20  # held-out prompts that --check decodes
 
-def export(options: ExportOptions) -> None:
-    """Export, print which engines support the pair, and upload what was asked for.
 
-    Raises UserError: a repository's name, the login or the hub; see also `export_run`.
+def export(options: ExportOptions) -> int:
+    """Export, print which engines support the pair, and upload what was requested; or check an export. Return the exit status.
+
+    Raises UserError: a repository's name, the login or the hub; see also `export_run` and `check_export`.
     """
-    asked = {"--push": options.push, "--push-dataset": options.push_dataset}
-    asked = {option: repository for option, repository in asked.items() if repository}
-    if options.dry_run and not asked:
-        raise UserError("--dry-run: it is for --push and --push-dataset, and the export would be written; remove it")
-    for option, repository in asked.items():
-        check_repository(option, repository, login=not options.dry_run)
+    if options.check is not None:
+        return check_export(options, options.check)
+    repositories = {"--push": options.push, "--push-dataset": options.push_dataset}
+    repositories = {option: repository for option, repository in repositories.items() if repository}
+    for option, repository in repositories.items():
+        check_repository(option, repository)
     report = export_run(options)
     print("\n".join(export_lines(report)))
-    for option, repository in asked.items():
+    for option, repository in repositories.items():
         kind: Any = "model" if option == "--push" else "dataset"
         folder = report.path if option == "--push" else write_responses(options.run)
-        print(*upload(option, repository, folder, kind, dry_run=options.dry_run), sep="\n")
+        print(upload(option, repository, folder, kind))
+    return 0
 
 
 def export_run(options: ExportOptions) -> ExportReport:
     """Export a run's best draft, or one checkpoint, with the run's measurements.
 
-    Raises UserError: there is no such run; see also `export_draft`.
+    Raises UserError: no --to; there is no such run; see also `export_draft`.
     """
-    if options.weights and not options.engine:
-        raise UserError(f"--weights {options.weights}: they are of an engine's own format; name it with --engine")
-    weights = [one.strip() for one in options.weights.split(",")] if options.weights else []
-    if len(weights) > 2 or not all(weights):
-        raise UserError(f"--weights {options.weights}: give one, or the target's and the draft's, e.g. q8_0,q4_k_m")
-    if options.engine:
-        require_conversion(options.engine)
+    if options.to is None:
+        raise UserError("export: give --to DIR to write an export, or --check DIR to check one")
     facts = read_run(options.run, options.trust_remote_code)
     if options.quantize:
         quantize: Any = None if options.quantize == "none" else options.quantize
@@ -61,18 +60,22 @@ def export_run(options: ExportOptions) -> ExportReport:
             f"{adapter.parent}: --adapter: it has no adapter; export a checkpoint of a run with student.lora"
         )
     report = export_draft(facts, options.to, dtype=options.dtype, overwrite=options.overwrite, adapter=adapter)
-    if options.engine:
-        words = ["--weights", weights[0], "--draft-weights", weights[-1]] if weights else []
-        convert(ServeOptions(options.to, words, engine=options.engine, target=facts.target, port=0))
     return report
 
 
-def check_export(options: CheckExportOptions) -> int:
-    """Print the comparison with transformers' assisted generation; return 1 if it disagrees, else 0."""
-    config = load_trusted(options.config, options.trust_remote_code, options.overrides or [])
-    found = outside_check(open_pair(config, str(options.exported), options.prompts), options.exported, options.gamma)
-    broken, notes = check_pair(config.target.path, str(options.exported), trusted=config.target.trust_remote_code)
-    print(*outside_check_lines(found, options.gamma), *broken, *notes, sep="\n")
+def check_export(options: ExportOptions, exported: Path) -> int:
+    """Print the comparison with transformers' assisted generation, at the exported gamma; return 1 if it disagrees, else 0.
+
+    Raises UserError: no run, or no export in ``exported``.
+    """
+    run = run_of(options.run)
+    if run is None:
+        raise UserError(f"{options.run}: no run (a directory with config.yaml); --check needs its held-out prompts")
+    config = load_trusted(run / CONFIG, options.trust_remote_code)
+    gamma = read_export(exported)[1].gamma
+    found = outside_check(open_pair(config, str(exported), CHECKED_PROMPTS), exported, gamma)
+    broken, notes = check_pair(config.target.path, str(exported), trusted=config.target.trust_remote_code)
+    print(*outside_check_lines(found, gamma), *broken, *notes, sep="\n")
     return 0 if found.agrees else 1
 
 

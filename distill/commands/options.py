@@ -77,39 +77,23 @@ class ExportOptions:
 
     understudy export runs/demo --to runs/demo/export --quantize int8
 
-    Writes the best checkpoint and SERVING.md, which has the commands to serve it with each engine.
+    understudy export runs/demo --check runs/demo/export
+
+    Writes the best checkpoint and SERVING.md, which has the commands to serve it with each engine. With --check it runs an export in
+    transformers' own assisted generation instead, and compares the greedy tokens and tau with Understudy's.
+
+    Exit status: 0 done, 1 the check found a difference, 2 a mistake in the command or its files.
     """
 
     run: Annotated[Path, argument("run folder (its best checkpoint is used) or checkpoint folder")]
-    to: Annotated[Path, option("directory to write")]
+    to: Annotated[Path | None, option("directory to write")] = None
+    check: Annotated[Path | None, option("instead: directory of an export to check with transformers")] = None
     dtype: shared.Dtype = "auto"
     overwrite: Annotated[bool, option("replace an earlier export in that directory")] = False
     adapter: Annotated[bool, option("also write the LoRA adapter, for peft, to DIR/adapter", "--adapter")] = False
     quantize: Annotated[str, option("8-bit layers: int8, int8-dynamic (for CPUs), fp8, none; default: the run's")] = ""
     push: Annotated[str, option("upload the export as hub model ORG/NAME, private if it is new")] = ""
     push_dataset: Annotated[str, option("upload prompts and responses as hub dataset ORG/NAME")] = ""
-    dry_run: Annotated[bool, option("write and list what would be uploaded, but upload nothing", "--dry-run")] = False
-    engine: Annotated[str, option("also convert target and draft for this engine: openvino or llama.cpp")] = ""
-    weights: Annotated[str, option("with --engine: weights of target and draft there, e.g. int8 or q8_0,q4_k_m")] = ""
-    trust_remote_code: shared.TrustRemoteCode = False
-
-
-@dataclass(frozen=True)
-class CheckExportOptions:
-    """Check an export with transformers.
-
-    understudy check-export runs/demo/export --config configs/demo.yaml
-
-    Runs the draft in transformers' own assisted generation and compares the greedy tokens and tau with Understudy's.
-
-    Exit status: 0 they agree, 1 they do not, 2 a mistake in the command or its files.
-    """
-
-    exported: Annotated[Path, argument("directory that `understudy export` wrote")]
-    config: Annotated[str, option("config with the target and the held-out prompts")]
-    prompts: Annotated[int, option("held-out prompts to decode", min=1)] = 20
-    gamma: Annotated[int, option("drafted tokens per block", min=1, max=32)] = 4
-    overrides: shared.Overrides = None
     trust_remote_code: shared.TrustRemoteCode = False
 
 
@@ -119,18 +103,16 @@ class ServeOptions:
 
     understudy serve runs/demo --port 8000 -- --enforce-eager --dtype float32
 
-    Runs vLLM or llama.cpp by SERVING.md's command, or OpenVINO GenAI behind our server, in the foreground; it must be installed.
-    Ctrl-C ends it.
+    Runs it by SERVING.md's command in the foreground; it must be installed. Ctrl-C ends it.
     """
 
     run: Annotated[Path, argument("run folder that has an export, or an exported directory")]
     words: Annotated[list[str] | None, argument("more flags for the engine, given after --")] = None
-    engine: Annotated[str, option("engine to start: vllm, openvino or llama.cpp")] = "vllm"
+    engine: Annotated[str, option("engine to start: vllm or llama.cpp")] = "vllm"
     target: Annotated[str, option("target: directory or hub id; default: the run's, or the hub id in the export")] = ""
     host: Annotated[str, option("address to listen on")] = "127.0.0.1"
     port: Annotated[int, option("port to listen on", min=1024, max=65535)] = 8000
     alone: Annotated[bool, option("serve the target without the draft, to compare", "--alone")] = False
-    log: Annotated[Path | None, option("file for the engine's output; default: ENGINE.log next to the export")] = None
 
 
 @dataclass(frozen=True)
@@ -174,31 +156,23 @@ class DriftOptions:
 
     understudy drift runs/demo --metrics-url http://127.0.0.1:8000/metrics
 
-    Compares a server's acceptance log, its counters or fresh prompts with the run's own held-out text.
+    Compares a server's counters, or the answers of a readback, with the run's own held-out text.
 
     Exit status: 0 no drift seen, 3 refresh advised, 2 a mistake in the command or its files.
     """
 
     run: Annotated[Path, argument("run folder whose best draft is served")]
-    log: Annotated[
-        Path | None, option("log of vLLM or llama.cpp, JSON lines, csv or proposals; may be .gz, .bz2, .xz, .zst")
-    ] = None
-    prompts: Annotated[str, option(f"or fresh prompts, decoded here: {PROMPT_SOURCE}")] = ""
     metrics_url: Annotated[
-        str,
-        option("or the metrics page of a running engine, scraped several times, e.g. http://127.0.0.1:8000/metrics"),
+        str, option("metrics page of a running engine, scraped several times, e.g. http://127.0.0.1:8000/metrics")
     ] = ""
+    log: Annotated[
+        Path | None, option("or answers as JSON lines, such as a readback's: responses of an engine, or counts")
+    ] = None
     interval: Annotated[float, option("with --metrics-url: seconds between scrapes")] = 60.0
     scrapes: Annotated[int, option("with --metrics-url: number of scrapes, at least 2")] = 2
     api_key_env: KeyVariable = ""
-    prompt_column: shared.PromptColumn = ""
-    messages_column: shared.MessagesColumn = ""
-    chat: shared.Chat = False
-    format: Annotated[str, option("format of --log: auto, jsonl, csv, vllm, llama.cpp, proposals")] = "auto"
     gamma: Annotated[int | None, option("the server's drafted tokens per block, if not logged", min=1, max=128)] = None
     rule: shared.RuleName = ""
-    drafting: shared.DraftingName = ""
-    confidence: Annotated[float, option("confidence of the interval that decides whether acceptance fell")] = 0.95
     trust_remote_code: shared.TrustRemoteCode = False
     out: shared.Out = None
 

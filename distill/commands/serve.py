@@ -25,8 +25,9 @@ from data.responses.engine_http import answers, listening
 from distill.commands.options import ServeOptions
 from distill.config.layout import CONFIG, EXPORT, SERVING_FILE, SERVING_FORMAT, run_of
 from distill.config.load import load_config
-from distill.export.engine import Engine, Service, check, check_directory_name, known_engines, server_command
-from distill.export.facts import EngineFacts
+from distill.engines.protocol.engine import Engine, Service, known_engines
+from distill.engines.protocol.facts import EngineFacts
+from distill.engines.protocol.verdict import check, check_directory_name, server_command
 from distill.export.pair import check_pair
 from distill.faults import Interrupted
 from distill.models.load import resolve
@@ -53,22 +54,24 @@ def serve(options: ServeOptions) -> int:
     Raises UserError: no export, the engine refuses the pair, no engine installed, port in use, or the engine exited on its own.
     Interrupted: a signal arrived while the engine was starting.
     """
-    directory, facts = _read_export(options.run)
-    name, words = engine_words(options, directory, facts)
+    directory, facts = read_export(options.run)
+    target = _target(options, directory, facts.target)
+    engine, words = engine_words(options, directory, facts, target)
+    name = engine.name
     if not options.alone:
-        _check_files(name, words, directory)
+        _check_files(name, words, directory, target)
     keyed = _known(options.engine)[1].key_variable in os.environ or any(word.startswith("--api-key") for word in words)
     listening(options.host, options.port, keyed).close()  # fail now and not after minutes of loading
-    log = options.log or directory.parent / f"{options.engine}.log"
+    log = log_of(options, directory)
     console = Console(stderr=True)
     answered = False
     try:
-        with _running(words, log) as engine:
-            seconds = _wait(engine, name, options, log, console)
+        with _running(words, log) as process:
+            seconds = _wait(process, name, options, log, console)
             answered = True
-            print("\n".join(_told(options, name, words[2], facts.request, seconds, log)), flush=True)
-            engine.wait()
-            _died(engine, name, log)
+            print("\n".join(_lines(options, name, target, facts.request, seconds, log)), flush=True)
+            process.wait()
+            _died(process, name, log)
     except _Ended:
         if not answered:
             raise Interrupted(f"{name} was stopped while it was starting; its log is {log}") from None
@@ -82,36 +85,45 @@ def started(options: ServeOptions, gamma: int, requests: int, tokens: int) -> It
 
     requests, tokens: how many it gets at a time, and how many tokens each has. Every answer has counts, and only the draft proposes.
     """
-    directory, facts = _read_export(options.run)
+    directory, facts = read_export(options.run)
     one_pass = facts.one_pass and facts.one_pass._replace(gamma=gamma)
     facts = replace(facts, gamma=gamma, gamma_by_load=(), one_pass=one_pass, timed_in=None, together=None)
     service = _known(options.engine)[1]
     room = service.room.format(requests=requests, tokens=requests * tokens).split()
     counts = () if options.alone else service.counts
     options = replace(options, words=[*counts, *room, *(options.words or ())])
-    name, words = engine_words(options, directory, facts)
-    log = directory.parent / f"{options.engine}.log"
+    engine, words = engine_words(options, directory, facts, _target(options, directory, facts.target))
+    log = log_of(options, directory)
     listening(options.host, options.port, True).close()
-    with _running(words, log) as engine:
-        _wait(engine, name, options, log, Console(stderr=True))
+    with _running(words, log) as process:
+        _wait(process, engine.name, options, log, Console(stderr=True))
         yield _url(options.host, options.port)
 
 
-def engine_words(options: ServeOptions, directory: Path, facts: EngineFacts) -> tuple[str, list[str]]:
-    """Return (engine name, words of its command): SERVING.md's command, then host, port and the user's flags.
+def log_of(options: ServeOptions, directory: Path) -> Path:
+    """The log of an engine, beside the export: ENGINE.log for a run's own; the target alone has one of its own."""
+    parts = (
+        options.engine,
+        *([directory.name] if directory.name != EXPORT else []),
+        *(["alone"] if options.alone else []),
+    )
+    return directory.parent / f"{'-'.join(parts)}.log"
 
-    The words are built from the numbers in serving.json, since an export may come from somebody else.
 
-    Raises UserError: the engine is unknown, refuses the pair or is not installed, or the target is not found.
+def engine_words(options: ServeOptions, directory: Path, facts: EngineFacts, target: str) -> tuple[Engine, list[str]]:
+    """Return the engine and the words of its command: SERVING.md's command, then host, port and the user's flags.
+
+    The words are built from the numbers in serving.json, since an export may come from somebody else. target: its place.
+
+    Raises UserError: the engine is unknown, refuses the pair or is not installed.
     """
     engine, service = _known(options.engine)
     check_directory_name(directory)
     verdict = check(engine.name, facts)
     if not verdict.ok and not options.alone:
         raise UserError(f"{directory / SERVING_FILE}: {engine.name} refuses this pair: {'; '.join(verdict.reasons)}")
-    target, program = _target(options, directory, facts.target), program_of(engine, service)
-    places = {"$DRAFT": str(directory), "$TARGET": target, "$SERVER": str(service.script)}
-    places |= {"$PROGRAM": str(program), "$PYTHON": sys.executable}
+    program = program_of(engine, service)
+    places = {"$DRAFT": str(directory), "$TARGET": target, "$PROGRAM": str(program), "$PYTHON": sys.executable}
     words = shlex.split(server_command(engine, facts))
     for variable, place in places.items():
         words = [word.replace(variable, place) for word in words]
@@ -119,43 +131,12 @@ def engine_words(options: ServeOptions, directory: Path, facts: EngineFacts) -> 
         at = words.index(option)
         del words[at : at + 2]
     words[0] = str(program.parent / words[0])
-    return engine.name, [*words, "--host", options.host, "--port", str(options.port), *(options.words or [])]
-
-
-def convert(options: ServeOptions) -> None:
-    """Convert target and draft for an engine with its own model format: its server does that, and without a port nothing else.
-
-    Raises UserError: as `engine_words` and `require_conversion`; the conversion failed.
-    """
-    require_conversion(options.engine)
-    name, words = engine_words(options, *_read_export(options.run))
-    if status := subprocess.run(words, check=False, preexec_fn=_die_with_us).returncode:
-        raise UserError(f"{name}: the conversion ended with status {status}; why is said above")
-
-
-def dequantised(place: str) -> str:
-    """Return the place of a model; one in OpenVINO's format gets, beside it, the weights that it computes with.
-
-    Raises UserError: OpenVINO GenAI is not installed, or does not give the weights.
-    """
-    if (Path(place) / "openvino_model.xml").is_file() and not (Path(place) / "model.safetensors").is_file():
-        engine, service = _known("openvino")
-        assert service.script is not None
-        program = program_of(engine, service).with_name("python"), service.script.with_name("openvino_weights.py")
-        if subprocess.run([*program, place], check=False, preexec_fn=_die_with_us).returncode:
-            raise UserError(f"{place}: its weights cannot be read; why is said above")
-    return place
-
-
-def require_conversion(option: str) -> None:
-    """Raise UserError unless --engine names an engine with its own model format."""
-    if _known(option)[1].script is None:
-        raise UserError(f"--engine {option}: this engine reads the export itself; leave --engine out")
+    return engine, [*words, "--host", options.host, "--port", str(options.port), *(options.words or [])]
 
 
 def _known(option: str) -> tuple[Engine, Service]:
     """Return the engine that --engine names, and how it is started."""
-    found = {one.service.option: (one, one.service) for one in known_engines().values() if one.service is not None}
+    found = {one.key: (one, one.service) for one in known_engines().values() if one.service is not None}
     if option not in found:
         raise UserError(f"--engine {option}: this engine cannot be started; known: {', '.join(found)}")
     return found[option]
@@ -184,18 +165,18 @@ def _target(options: ServeOptions, directory: Path, name: str) -> str:
     return str(Path(place).resolve()) if Path(place).is_dir() else place
 
 
-def _check_files(name: str, words: list[str], directory: Path) -> None:
+def _check_files(name: str, words: list[str], directory: Path, target: str) -> None:
     """Raise UserError if the engine would not serve the files of today right; print notes. A target on the hub is not downloaded."""
-    if Path(words[2]).is_dir() and (directory / "config.json").is_file():
+    if Path(target).is_dir() and (directory / "config.json").is_file():
         parts = re.search(r"(?:--tensor-parallel-size|-tp)[ =](\d+)", " ".join(words))
         parallel, trusted = int(parts[1]) if parts else 1, "--trust-remote-code" in words
-        broken, notes = check_pair(words[2], str(directory), engines=[name], tensor_parallel=parallel, trusted=trusted)
+        broken, notes = check_pair(target, str(directory), engines=[name], tensor_parallel=parallel, trusted=trusted)
         if broken:
             raise UserError(f"{directory}: {'; '.join(broken)}")
         print(*notes, sep="\n", end="\n" * bool(notes), file=sys.stderr)
 
 
-def _read_export(path: Path) -> tuple[Path, EngineFacts]:
+def read_export(path: Path) -> tuple[Path, EngineFacts]:
     """Return (the export that `path` is or contains, the facts that its commands are built from)."""
     directory = (path if (path / SERVING_FILE).exists() else path / EXPORT).resolve()
     try:
@@ -268,15 +249,15 @@ def _end(engine: subprocess.Popen[bytes], number: int) -> None:
     engine.wait()
 
 
-def _wait(engine: subprocess.Popen[bytes], name: str, options: ServeOptions, log: Path, console: Console) -> float:
+def _wait(process: subprocess.Popen[bytes], name: str, options: ServeOptions, log: Path, console: Console) -> float:
     """Wait until the engine answers /health; return the seconds it took."""
     start = time.monotonic()
     if not console.is_terminal:
         print(f"{name} is starting; its log is {log}", file=sys.stderr, flush=True)
     with console.status(f"{name} is starting") as status:
         while not answers(_url(options.host, options.port)):
-            if engine.poll() is not None:
-                _died(engine, name, log)
+            if process.poll() is not None:
+                _died(process, name, log)
             line = (_last_lines(log, 1) or [""])[0][: max(20, console.width - 30)]
             status.update(f"{name} is starting, {time.monotonic() - start:.0f} s: [dim]{line.replace('[', '(')}[/dim]")
             time.sleep(POLL_SECONDS)
@@ -289,10 +270,10 @@ def _url(host: str, port: int) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
-def _died(engine: subprocess.Popen[bytes], name: str, log: Path) -> NoReturn:
+def _died(process: subprocess.Popen[bytes], name: str, log: Path) -> NoReturn:
     for line in _last_lines(log, TOLD_LINES):
         print(f"  {line}", file=sys.stderr)
-    raise UserError(f"{name} exited with status {engine.returncode}; its last lines are above, the full log is {log}")
+    raise UserError(f"{name} exited with status {process.returncode}; its last lines are above, the full log is {log}")
 
 
 def _last_lines(log: Path, count: int) -> list[str]:
@@ -300,7 +281,7 @@ def _last_lines(log: Path, count: int) -> list[str]:
         return [line.rstrip() for line in deque(file, maxlen=count)]
 
 
-def _told(
+def _lines(
     options: ServeOptions, name: str, target: str, sampling: dict[str, Any], seconds: float, log: Path
 ) -> list[str]:
     """Return the lines that say which server answers and how to call it."""

@@ -127,21 +127,20 @@ class TimeOptions:
 
     understudy time runs/demo --load 1,4,16 -- --enforce-eager --dtype float32
 
-    Starts an engine without the draft and with each --gamma, or asks running ones. Prints and writes c, v and the predicted speed-ups.
+    Starts an engine without the draft and with each --gamma, or asks running ones. Prints and writes c, v and the predicted
+    speed-ups to engine_costs.json in the run.
     """
 
     run: Annotated[Path, argument("run folder; to start an engine it needs an export")]
     words: Annotated[list[str] | None, argument("more flags for the engine, given after --")] = None
-    engine: Annotated[str, option("engine to start: vllm, openvino or llama.cpp")] = "vllm"
+    engine: Annotated[str, option("engine to start: vllm or llama.cpp")] = "vllm"
     plain: Annotated[str, option("URL of a running engine without the draft")] = ""
     url: Annotated[list[str] | None, option("URL of one with the draft; repeatable, with other gammas")] = None
     load: Annotated[str, option("concurrent requests, two numbers or more")] = "1,4,16"
     gamma: Annotated[str, option("drafted tokens per block of an engine that is started, two numbers or more")] = (
         "1,3,6"
     )
-    repeats: Annotated[int, option("turns of requests at each load and gamma", min=2)] = 5
     port: Annotated[int, option("port for the engine", min=1024, max=65535)] = 8000
-    out: Annotated[Path | None, option("file to write; default: engine_costs.json in the run")] = None
 
 
 def command_of(program: Callable[[Any], int | None]) -> Callable[..., None]:

@@ -5,16 +5,18 @@
 
 import json
 import shlex
+from pathlib import Path
 from typing import Any
 
 from huggingface_hub import ModelCardData
 
-from distill.export.engine import environment, places
-from distill.export.load_table import load_words
+from distill.engines.protocol.facts import EngineFacts
+from distill.engines.protocol.verdict import environment, places
 from distill.models.load import EMBEDDED, without_folders
 from distill.report.measured import ways_tables
 from distill.run.verdict_record import Verdict
 
+TEMPLATES = Path(__file__).with_name("templates")
 LONGEST_SHOWN = 500  # characters of one provenance entry
 NO_GAIN = (
     "No certain gain: on the run's machine, decoding with the draft by itself was not certainly faster than the target alone. "
@@ -37,7 +39,7 @@ def model_card(serving: dict[str, Any], verdict: Verdict | None, provenance: dic
     long = [key for key, value in recorded.items() if isinstance(value, str) and len(value) > LONGEST_SHOWN]
     recorded |= dict.fromkeys(long, "see provenance.json")
     told = without_folders(json.dumps(recorded, indent=2, default=str, ensure_ascii=False)) if recorded else ""
-    page = environment().get_template("README.md.j2")
+    page = environment(TEMPLATES).get_template("README.md.j2")
     return page.render(
         serving=serving,
         verdict=verdict,
@@ -55,12 +57,12 @@ def model_card(serving: dict[str, Any], verdict: Verdict | None, provenance: dic
 def serving_page(serving: dict[str, Any]) -> str:
     """Return SERVING.md: for each engine whether it supports the pair, its acceptance rule, and the command."""
     own = serving["facts"].get("timed_in")
-    page = environment().get_template("SERVING.md.j2")
+    page = environment(TEMPLATES).get_template("SERVING.md.j2")
     return page.render(
         serving=serving,
         places=places('"$PWD"', _place(serving["target"]["name"])),
-        by_load=load_words(serving["gamma_by_load"]),
-        own_by_load=load_words(own.by_load) if own else "",
+        by_load=EngineFacts.load_words(serving["gamma_by_load"]),
+        own_by_load=EngineFacts.load_words(own.by_load) if own else "",
     )
 
 

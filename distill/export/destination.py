@@ -10,7 +10,7 @@ from pathlib import Path
 
 from data.files import open_modes
 from distill.config.layout import SERVING_FILE, SERVING_FORMAT
-from distill.export.engine import check_directory_name
+from distill.engines.protocol.verdict import check_directory_name
 from distill.run.lock import held_for
 from speculative.errors import UserError
 

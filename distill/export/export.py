@@ -15,10 +15,11 @@ from safetensors import SafetensorError
 from transformers import AutoTokenizer, GenerationConfig
 
 from distill.config.layout import ADAPTER, PROVENANCE, SERVING_FILE, SERVING_FORMAT, VERDICT
+from distill.engines.protocol.facts import gather_facts
+from distill.engines.protocol.verdict import EngineVerdict, check_all, others
 from distill.export.card import NO_GAIN, NOT_MEASURED, model_card, serving_page
 from distill.export.destination import appearing_directory, check_destination
-from distill.export.engine import EngineVerdict, check_all, others
-from distill.export.facts import RunFacts, gather_facts, ways_to_serve
+from distill.export.facts import RunFacts, ways_to_serve
 from distill.export.merge import load_merged_student
 from distill.export.model_files import add_older_keys, copy_tokenizer, rewrite
 from distill.export.pair import MERGE, pair_notes

@@ -1,15 +1,14 @@
 """The one table of gammas by number of concurrent requests, and the gamma of every command, from a verdict's timings. Pure."""
 
 import math
-from collections.abc import Sequence
 from typing import NamedTuple
 
+from distill.engines.protocol.engine import engine_in
+from distill.engines.protocol.facts import LoadRange
 from distill.run.verdict_record import WAYS, Drafting, Verdict
 from speculative.measure.load import MOST_LOAD
 from speculative.measure.measured import DRAFT, TARGET
 
-# First and last number of concurrent requests, and gamma there; 0 means plain decoding.
-LoadRange = tuple[int, int, int]
 GAMMA_WITHOUT_VERDICT = 4
 
 
@@ -33,14 +32,14 @@ class GammaPlan(NamedTuple):
 def gamma_plan(verdict: Verdict | None, way: str = DRAFT, engine: str = "") -> GammaPlan:
     """Return the gammas to serve a way of drafting with; the judged draft's if the way was not timed.
 
-    engine: the engine to serve with. If engine_costs.json is about it, its step times decide (`EngineCosts.rows`).
+    engine: name of the engine to serve with. If engine_costs.json is about it, its step times decide (`EngineCosts.rows`).
 
     A measured load's gamma is 0 where the verdict runs the target alone or the draft was slower. Engines cut every load's gamma to the
     command's, so a larger one at a higher load (a near-tie: the best gamma falls with the load) is cut here too.
     """
     if verdict is None:
         return GammaPlan(GAMMA_WITHOUT_VERDICT, "the default; not measured", None)
-    if verdict.engine is not None and verdict.engine.engine.split()[0] == engine:
+    if engine and verdict.engine is not None and engine_in(verdict.engine.engine).name == engine:
         # The last at each load is the one to run.
         runs = {row.concurrency: row.gamma or 0 for row in verdict.engine_rows}
         most = next((gamma for gamma in runs.values() if gamma), 0)
@@ -84,12 +83,3 @@ def _ranges(gammas: dict[int, int], wins: int) -> tuple[LoadRange, ...]:
     distinct = [one for number, one in enumerate(starts) if number == 0 or one[1] != starts[number - 1][1]]
     ends = [start - 1 for start, _ in distinct[1:]] + [MOST_LOAD]
     return tuple((start, end, gamma) for (start, gamma), end in zip(distinct, ends, strict=True))
-
-
-def load_words(ranges: Sequence[LoadRange]) -> str:
-    """Return the ranges as text, such as `1: gamma 5; 2 to 11: gamma 3; from 12: plain decoding`."""
-    parts = []
-    for first, last, gamma in ranges:
-        where = f"from {first}" if last == MOST_LOAD else f"{first} to {last}" if last > first else f"{first}"
-        parts.append(f"{where}: {f'gamma {gamma}' if gamma else 'plain decoding'}")
-    return "; ".join(parts)

@@ -12,8 +12,9 @@ from safetensors import SafetensorError, safe_open
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 
 from distill.config.layout import SERVING_FILE
-from distill.export.engine import check, known_engines
-from distill.export.facts import EngineFacts, gather_facts
+from distill.engines.protocol.engine import known_engines
+from distill.engines.protocol.facts import EngineFacts, gather_facts
+from distill.engines.protocol.verdict import check
 from distill.models.files.gguf import read_gguf, tokens_of
 from distill.models.load import base_of_adapter, resolve
 from distill.models.target import TargetSide, load_target_side

@@ -57,9 +57,9 @@ class ReadbackRecord(Record):
     its token ids are known, and by replay of the run's held-out text. With --plain there is also a row for the target alone.
     """
 
-    FORMAT: ClassVar[int | None] = 2
-    format: Literal[2] = Field(2, description="format of this file")
-    engine: str = Field(description="name of the engine: vllm, sglang, llama.cpp, tensorrt-llm or unknown")
+    FORMAT: ClassVar[int | None] = 3
+    format: Literal[3] = Field(3, description="format of this file")
+    engine: str = Field(description="name of the engine")
     version: str = Field("", description="version that the server reports")
     url: Text = Field(description="URL of the server")
     made: str = Field(description="time of writing, UTC")
@@ -106,27 +106,23 @@ class ReadbackRecord(Record):
     @property
     def where(self) -> str:
         """`vLLM 0.32.0`."""
-        names = {
-            "vllm": "vLLM",
-            "sglang": "SGLang",
-            "tensorrt-llm": "TensorRT-LLM",
-            "openvino": "OpenVINO GenAI",
-            "unknown": "an unknown engine",
-        }
-        return f"{names.get(self.engine, self.engine)} {self.version}".strip()
+        return f"{self.engine} {self.version}".strip()
 
 
-def plain_loads(run: Path, where: str) -> tuple[int, ...]:
-    """Return the `plain_loads` of a run's readback.json; none of another engine than `where`, or of a damaged file."""
+def plain_loads(run: Path) -> dict[str, tuple[int, ...]]:
+    """Return the `plain_loads` of a run's readback.json by name of the engine; empty without one, or for a damaged file."""
     with contextlib.suppress(UserError):
-        if (record := load_readback(run)) is not None and record.where.startswith(where):
-            return tuple(record.plain_loads)
-    return ()
+        if (record := load_readback(run)) is not None:
+            return {record.engine: tuple(record.plain_loads)}
+    return {}
 
 
 def with_plain_loads(record: ReadbackRecord, run: Path) -> ReadbackRecord:
     """Return a new record with its `plain_loads`, those of an earlier readback of the same engine and version among them."""
-    loads, own = {*plain_loads(run, record.where)}, record.served
+    loads, own = set[int](), record.served
+    with contextlib.suppress(UserError):
+        if (earlier := load_readback(run)) is not None and earlier.where == record.where:
+            loads = set(earlier.plain_loads)
     if own.gamma == 0 and own.speed_up is not None and own.speed_up_ci is not None:
         fine = own.speed_up_ci[1] >= 1.0 and own.speed_up >= 1.0 - SLOWER
         loads = loads | {own.concurrency} if fine else loads - {own.concurrency}

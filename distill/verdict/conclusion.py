@@ -13,8 +13,9 @@ import numpy as np
 from data.files import write_json
 from distill.config.layout import EXPORT, PROPOSALS, PROVENANCE, RESULT, STUDENT, VERDICT, best_student, step_folder
 from distill.config.load import dump_config
-from distill.export.engine import check_all, with_places
-from distill.export.facts import gather_facts, ways_to_serve
+from distill.engines.protocol.facts import gather_facts
+from distill.engines.protocol.verdict import check_all, with_places
+from distill.export.facts import ways_to_serve
 from distill.export.quantize import lighter_draft
 from distill.models.draft import as_exported, served_draft
 from distill.models.load import load_model
@@ -250,7 +251,7 @@ def serve_commands(
     student = load_target_side(str(best_student(run)), False)
     draft = str((run / EXPORT).resolve())
     _, served = ways_to_serve(verdict, curves, student.config)
-    loads = plain_loads(run, "vLLM")
+    loads = plain_loads(run)
     facts = gather_facts(target.side, student, draft, sampling=sampling, plain_loads=loads, **served)
     return [
         ServeCommand(

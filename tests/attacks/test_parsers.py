@@ -34,15 +34,16 @@ from data.files import read_manifest, write_manifest
 from data.prompts.prompt import PromptRow, PromptSource, Template
 from data.prompts.sources import load_source
 from data.prompts.template import render_prompt
-from data.responses.acceptance_log import AcceptanceLog, read_acceptance_log
-from data.responses.engine_counts import CountsError, RequestCounts
-from data.responses.engine_metrics import ServerCounts, counts_of, mean_length, parse_page
 from data.responses.prompt_logprobs import read_topk
-from distill.commands.serve import _read_export as read_export
+from distill.commands.drift.sources import read_answers
+from distill.commands.serve import read_export
 from distill.config.layout import SERVING_FORMAT
 from distill.config.load import load_config
 from distill.config.run import RunConfig
-from distill.export.facts import EngineFacts
+from distill.engines.protocol.counters import ServerCounts, parse_page
+from distill.engines.protocol.counts import AcceptanceLog, CountsError, RequestCounts
+from distill.engines.protocol.engine import counts_of
+from distill.engines.protocol.facts import EngineFacts
 from distill.live.arms import Arm, Arms, read_arms, write_arms
 from distill.live.gateway.exchange import Exchange
 from distill.live.gateway.request import PATHS, LoggedRequest, read_request
@@ -157,7 +158,6 @@ def _answers(_: Path) -> Made:
         "sglang": {"meta_info": {"spec_verify_ct": 3, "spec_accept_token_num": 4, "spec_draft_token_num": 9, "spec_accept_histogram": [1, 0, 2]}},
         "llama": {"timings": {"draft_n": 9, "draft_n_accepted": 4}},
         "tensorrt": {"request_perf_metrics": {"speculative_decoding": {"total_accepted_draft_tokens": 4, "total_draft_tokens": 9}}},
-        "openvino": {"extended_perf_metrics": {"num_accepted_tokens": 4, "main_model_metrics": {"raw_metrics": {"m_durations": [1, 2]}}}},
     }  # fmt: skip
     streams = {
         f"stream {name}": b"".join(
@@ -198,27 +198,12 @@ def _sealed(name: str, content: bytes, _: Path) -> TrafficRecord:
 # Logs and metrics
 
 
-def _logs(folder: Path) -> Made:
+def _logs(_: Path) -> Made:
     rows = [{"accepted": 3, "drafted": 9, "blocks": 3, "domain": "a", "time": "t"}, {"accepted": 0, "drafted": 4}]
     engine = [
         {"response": {"choices": [], "timings": {"draft_n": 9, "draft_n_accepted": 4}}, "domain": "b"},
-        {"spec_decode_acceptance": COUNTS},
     ]
-    vllm = "INFO 11-20 10:11:12 [metrics.py:100] SpecDecoding metrics: Mean acceptance length: 2.31, Accepted throughput: 13.10 tokens/s, "
-    vllm += "Drafted throughput: 30.0 tokens/s, Accepted: 131 tokens, Drafted: 300 tokens, Per-position acceptance rate: 0.6, 0.4, 0.31, Avg Draft acceptance rate: 43.7%\n"
-    llama = "0.12.345.678 I slot print_timing: id 0 | draft acceptance = 0.57576 (  171 accepted /   297 generated), mean len =  2.92\n"
-    pq.write_table(
-        pa.table({"prompt": ["a", "a", "b"], "block": [0, 0, 1], "accepted": [True, False, True]}),
-        folder / "log.parquet",
-    )
-    return {
-        "log.jsonl": _lines(*rows, *engine),
-        "log.csv": b"accepted,drafted,blocks,domain\n3,9,3,a\n1,4,,\n",
-        "vllm.log": b"hello\n" + 3 * vllm.encode(),
-        "llama.log": 3 * llama.encode(),
-        "log.jsonl.gz": gzip.compress(_lines(*rows), mtime=0),
-        "log.parquet": (folder / "log.parquet").read_bytes(),
-    }
+    return {"log.jsonl": _lines(*rows, *engine)}
 
 
 PAGE = b"""# HELP vllm:spec_decode_num_drafts_total Number of drafts.
@@ -235,19 +220,8 @@ SGLANG = b'sglang:spec_verify_calls_total{tp="0"} 9\nsglang:generation_tokens_to
 TENSORRT = b'trtllm_spec_decode_drafted_tokens_total{token_position="0"} 9\ntrtllm_spec_decode_accepted_tokens_total{token_position="0"} 4\n'
 
 
-def _json_in(content: bytes) -> Any:
-    try:
-        return json.loads(content)
-    except (ValueError, RecursionError):
-        return None
-
-
-def _metrics(name: str, content: bytes, _: Path) -> ServerCounts | float | None:
-    if name == "info":
-        return mean_length({}, _json_in(content))
-    page = parse_page(content.decode(errors="replace"))
-    mean_length(page, None)
-    return counts_of(page)
+def _metrics(_: str, content: bytes, __: Path) -> ServerCounts | None:
+    return counts_of(parse_page(content.decode(errors="replace")))
 
 
 # Prompts
@@ -441,10 +415,10 @@ PARSERS = {
     "gateway request": Parser(3000, _requests, _ask, TrafficRecord),
     "gateway answer": Parser(3500, _answers, _answer, TrafficRecord),
     "traffic log": Parser(1700, _records, _sealed, TrafficRecord, (RecordError,)),
-    "acceptance log": Parser(2500, _logs, lambda name, content, folder: read_acceptance_log(_written(content, folder / name)), AcceptanceLog),
+    "acceptance log": Parser(2500, _logs, lambda name, content, folder: read_answers(_written(content, folder / name)), AcceptanceLog),
     "metrics page": Parser(
-        1500, lambda _: {"vllm": PAGE, "sglang": SGLANG, "tensorrt": TENSORRT, "info": b'{"internal_states": [{"avg_spec_accept_length": 2.5}]}'},
-        _metrics, ServerCounts | float | None, (UserError, CountsError),
+        1500, lambda _: {"vllm": PAGE, "sglang": SGLANG, "tensorrt": TENSORRT},
+        _metrics, ServerCounts | None, (UserError, CountsError),
     ),
     "prompts file": Parser(2500, _prompts, _load_prompts, list),
     "top-k answer": Parser(700, _topk, lambda _, content, __: read_topk(content, 1, 3, 2, 10), tuple, (ValueError,)),
@@ -513,16 +487,13 @@ TALK = b'{"messages": [{"role": "user", "content": "q"}], "tools": [%s]}\n'
 DEEP, DIGITS, HUGE = b"[" * 100_000, b"9" * 5000, b"9" * 400
 ONE_NAME = b'{"model.norm.weight":{"dtype":"F32","shape":[8],"data_offsets":[0,32]}}'
 ONE_WEIGHT = struct.pack("<Q", len(ONE_NAME)) + ONE_NAME + bytes(32)
-VLLM_LINE = b"SpecDecoding metrics: Mean acceptance length: %s, Accepted: %s tokens, Drafted: %s tokens, Per-position acceptance rate: 0.6\n"
 # name: parser, file, content. Each was a bug: a traceback, a crash, unbounded memory, or a value of the wrong type.
 FOUND = {
     "a log of lists in lists": ("acceptance log", "log.jsonl", b'{"accepted": 1, "drafted": ' + DEEP + b"\n"),
-    "a log of too many digits": ("acceptance log", "vllm.log", VLLM_LINE % (b"2.31", DIGITS, DIGITS)),
-    "a log of more tokens than a float holds": ("acceptance log", "vllm.log", VLLM_LINE % (b"2.31", HUGE, HUGE)),
+    "a log of too many digits": ("acceptance log", "log.jsonl", b'{"accepted": 1, "drafted": %s}\n' % DIGITS),
     "a log of more tokens than anybody drafts": ("acceptance log", "log.jsonl", b'{"accepted": 1, "drafted": %s}\n' % HUGE),
     "a template that speaks to the terminal": ("tokenizer", "chat_template.jinja", b'{{ raise_exception("\x1b]0;a\x07") }}'),
     "a place of too many digits": ("metrics page", "vllm", PAGE.replace(b'position="1"', b'position="%s"' % DIGITS)),
-    "a mean beyond a float": ("metrics page", "info", b'{"internal_states": [{"avg_spec_accept_length": %s}]}' % HUGE),
     "rendered ids that are words": ("prompts file", "rows.jsonl", b'{"prompt_id": "p", "prompt_ids": ["a"], "text": "a", "turns": "", "domain": "d"}\n'),
     "rendered turns that are numbers": (
         "prompts file", "rows.jsonl", b'{"prompt_id": "p", "prompt_ids": [1], "text": "", "turns": "{\\"messages\\": [5]}", "domain": "d"}\n',

@@ -13,9 +13,9 @@ from processes import until
 from running_app import running_app
 from stub_engine import Pages, StubEngine
 
-from data.responses.engine_client import counters_of
-from data.responses.engine_counts import read_counts
 from distill.config.target import TargetConfig
+from distill.engines.protocol.client import counters_of
+from distill.engines.protocol.engine import read_counts
 from distill.live.traffic.reader import read_traffic
 from distill.models.draft import load_draft
 from distill.models.target import Target

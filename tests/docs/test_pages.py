@@ -18,7 +18,7 @@ from data.prompts.sources import load_source
 from data.prompts.template import render_prompt
 from distill.cli import app
 from distill.config.load import load_config
-from distill.export.engine import known_engines
+from distill.engines.protocol.engine import known_engines
 from distill.models.load import EMBEDDED, load_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -71,7 +71,7 @@ def test_the_parser_sees_options_and_commands_that_do_not_exist() -> None:
     for words in (
         ["train", "a.yaml", "--no-such-option", "1"],
         ["train"],
-        ["check-export", "a", "--config", "b", "--gamma", "x"],
+        ["serve", "a", "--port", "x"],
     ):
         with pytest.raises(Exception, match=r"option|parameter|argument|range|integer"):
             parse(words)

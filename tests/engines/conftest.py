@@ -48,10 +48,10 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def greedy(pair: Path) -> Path:
-    """The pair, served at temperature 0 and converted for OpenVINO by its export."""
+    """The pair, served at temperature 0."""
     run = pair.parent / "greedy"
     shutil.copytree(pair, run, symlinks=True)
     config = (run / layout.CONFIG).read_text()
     (run / layout.CONFIG).write_text(re.sub("temperature: 0.8", "temperature: 0", config))
-    export_run(ExportOptions(run, run / EXPORT, overwrite=True, engine="openvino"))
+    export_run(ExportOptions(run, run / EXPORT, overwrite=True))
     return run

@@ -23,18 +23,15 @@ from processes import free_port
 from timed_run import write_verdict
 
 from data.responses.engine_http import answers
-from distill.commands.export import export_run
-from distill.commands.options import ExportOptions, ReadbackOptions, ServeOptions
+from distill.commands.options import ReadbackOptions
 from distill.commands.readback.clock import time_command
 from distill.commands.readback.readback import readback_command
 from distill.commands.readback.speed import seen_in
-from distill.commands.serve import convert
 from distill.config.command_line import TimeOptions
 from distill.config.layout import ENGINE_COSTS, EXPORT
 from distill.export.pair import check_pair
 from distill.models.load import EMBEDDED_FOLDER, load_model
 from distill.run.readback_record import ReadbackRecord
-from speculative.errors import UserError
 from speculative.measure.engine_costs import EngineCosts
 
 BUILT = ROOT / ".venv-llamacpp" / "ready"
@@ -49,21 +46,17 @@ BIN, SOURCE = BUILT.parent / "bin", BUILT.parent / "source/vendor/llama.cpp"
 
 @pytest.fixture(scope="module")
 def run(pair: Path) -> Path:
-    """The pair, converted by its export."""
-    found = pair.parent / "gguf"
-    shutil.copytree(pair, found, symlinks=True)
-    export_run(ExportOptions(found, found / EXPORT, overwrite=True, engine="llama.cpp", weights="auto,q4_k_m"))
-    return found
+    return shutil.copytree(pair, pair.parent / "gguf", symlinks=True)
 
 
-def served(run: Path, name: str, *words: str) -> Any:
+def served(run: Path, *words: str) -> Any:
     words = ("--spec-draft-n-max", str(GAMMA), *LLAMA_ALONE, *words)
-    return serving(run, ["--log", str(run / f"{name}.log"), "--engine", "llama.cpp", "--", *words], "llama.cpp", {})
+    return serving(run, ["--engine", "llama.cpp", "--", *words], "llama.cpp", {})
 
 
 @pytest.fixture(scope="module")
 def exact(run: Path) -> Iterator[Server]:
-    with served(run, "exact", *LLAMA_EXACT) as server:
+    with served(run, *LLAMA_EXACT) as server:
         yield server
 
 
@@ -78,12 +71,6 @@ def check_agreement(found: ReadbackRecord, rule: str) -> None:
     assert found.greedy.same
     assert found.served.tau == pytest.approx(found.replay.tau, rel=0.02)
     assert 1 < found.served.tau < GAMMA + 1
-
-
-def test_the_pair_is_converted(run: Path) -> None:
-    files = [run / f"{EXPORT}-gguf" / name for name in ("target-auto.gguf", "draft-auto.gguf", "draft-q4_k_m.gguf")]
-    broken, _ = check_pair(str(EMBEDDED_FOLDER), str(run / EXPORT), files, engines=["llama.cpp"])
-    assert broken == []
 
 
 @pytest.mark.parametrize("concurrency", [1, 4])
@@ -109,13 +96,15 @@ def test_its_counters_are_those_of_its_answers(exact: Server, run: Path) -> None
 
 def test_a_quantised_pair_is_replayed_as_it_is_served(run: Path) -> None:
     """The products of llama.cpp round activations too, so texts part after near-ties; the acceptance is that of the GGUF files."""
-    with served(run, "quantised", "--weights", "q8_0", "--draft-weights", "q4_k_m") as server:
+    with served(run, "--weights", "q8_0", "--draft-weights", "q4_k_m") as server:
         files = {
             role: run / f"{EXPORT}-gguf" / f"{role}-{kind}.gguf"
             for role, kind in (("target", "q8_0"), ("draft", "q4_k_m"))
         }
         found = read_back(server, run, count=24, **{role: str(path) for role, path in files.items()})
     whole = run / f"{EXPORT}-gguf" / "draft-auto.gguf"
+    broken, _ = check_pair(str(EMBEDDED_FOLDER), str(run / EXPORT), [*files.values()], engines=["llama.cpp"])
+    assert broken == []
     assert files["draft"].stat().st_size < 0.8 * whole.stat().st_size
     assert found.served.tau == pytest.approx(found.replay.tau, rel=0.05)
     assert found.text_law is not None
@@ -134,7 +123,7 @@ def test_lookup_is_tried_before_the_draft(run: Path) -> None:
         "--spec-ngram-simple-size-m",
         "8",
     ]
-    with served(run, "chained", *LLAMA_EXACT, *chained, "-lv", "4") as server:
+    with served(run, *LLAMA_EXACT, *chained, "-lv", "4") as server:
         found = read_back(server, run, count=12)
     assert found.greedy is not None
     assert found.greedy.same
@@ -143,16 +132,6 @@ def test_lookup_is_tried_before_the_draft(run: Path) -> None:
     log = server.log.read_text()
     for name in ("ngram-simple", "draft-simple"):
         assert re.search(rf"statistics +{name}:.*#gen drafts = +[1-9]", log), name
-
-
-def test_a_tokenizer_that_it_does_not_know_and_has_no_name_is_refused(run: Path, tmp_path: Path) -> None:
-    other = tmp_path / "other"
-    shutil.copytree(EMBEDDED_FOLDER, other)
-    tokenizer = json.loads((other / "tokenizer.json").read_text())
-    tokenizer["normalizer"] = {"type": "Lowercase"}
-    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
-    with pytest.raises(UserError, match="status 1"):
-        convert(ServeOptions(run / EXPORT, engine="llama.cpp", target=str(other), port=0))
 
 
 def test_the_command_of_the_page_runs(run: Path, tmp_path: Path) -> None:
@@ -188,7 +167,7 @@ def test_it_is_timed_and_the_served_speed_stands_beside_the_prediction(run: Path
     shutil.copytree(run, timed, symlinks=True)
     write_verdict(timed, "greedy-draft")
     flags = [*LLAMA_EXACT, *LLAMA_ALONE[:8]]
-    options = TimeOptions(timed, flags, engine="llama.cpp", load="1,5", gamma="1,3", repeats=2, port=free_port())
+    options = TimeOptions(timed, flags, engine="llama.cpp", load="1,5", gamma="1,3", port=free_port())
     assert time_command(options) == 0
     costs = EngineCosts.read(timed / ENGINE_COSTS, "")
     assert costs.engine.startswith("llama.cpp ")
@@ -198,8 +177,8 @@ def test_it_is_timed_and_the_served_speed_stands_beside_the_prediction(run: Path
         assert 0 < one.target_seconds < one.block_price(3) * one.target_seconds
     words = ["--engine", "llama.cpp", "--alone", "--", *flags]
     with (
-        served(timed, "llama.cpp", *LLAMA_EXACT) as server,
-        serving(timed, ["--log", str(tmp_path / "plain.log"), *words], "llama.cpp", {}) as plain,
+        served(timed, *LLAMA_EXACT) as server,
+        serving(timed, words, "llama.cpp", {}) as plain,
     ):
         found = read_back(server, timed, plain=plain.url, speed=True, count=8)
     assert [one.served.concurrency for one in found.speed] == [1, 5]

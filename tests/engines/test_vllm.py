@@ -20,12 +20,12 @@ import pytest
 from engine_process import ROOT, Server, serving
 from tiny_training import tiny_tokenizer
 
-from data.responses.engine_client import EngineClient
 from distill.commands.drift.drift import drift_command
 from distill.commands.export import export_run
 from distill.commands.options import DriftOptions, ExportOptions, ReadbackOptions
 from distill.commands.readback.readback import readback_command
 from distill.config.layout import ANSWERS, BEST_LINK, EXPORT, HELDOUT_GREEDY, RESPONSES, STUDENT
+from distill.engines.protocol.client import EngineClient
 from distill.export.load_table import GAMMA_WITHOUT_VERDICT
 from distill.models.load import EMBEDDED_FOLDER, load_tokenizer
 from distill.run.readback_record import ReadbackRecord
@@ -48,7 +48,7 @@ def served(run: Path, as_exported: bool = False, **speculative: str) -> Abstract
     """The engine under `understudy serve`, gone at the end; as_exported: by the printed command, untouched."""
     method = {"method": "draft_model", "model": str(run / EXPORT), "num_speculative_tokens": GAMMA}
     flags = FLAGS if as_exported else [*FLAGS, "--speculative-config", json.dumps(method | speculative)]
-    return serving(run, ["--log", str(run / f"vllm-{len(speculative)}.log"), "--", *flags], "vLLM", ENVIRONMENT)
+    return serving(run, ["--", *flags], "vLLM", ENVIRONMENT)
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,8 @@ from engine_process import ROOT
 from tiny_models import tiny_model
 from tiny_training import tiny_tokenizer
 
-from distill.export.engine import check
-from distill.export.facts import gather_facts
+from distill.engines.protocol.facts import gather_facts
+from distill.engines.protocol.verdict import check
 from distill.models.target import load_target_side
 
 BUILT = ROOT / ".venv-vllm" / "ready"

@@ -16,7 +16,6 @@ MAY_SKIP = {
     "engines/test_openvino.py",
     "engines/test_llamacpp.py",
     "engines/test_transformers4.py",
-    "engines/test_two_engines.py",
     "engines/test_windowed_draft_vllm.py",
     "speculative/engine/test_products.py",
 }

@@ -31,8 +31,9 @@ class Server:
 
 @contextlib.contextmanager
 def serving(run: Path, words: Sequence[str], name: str, environment: Mapping[str, str]) -> Iterator[Server]:
-    """The engine under `understudy serve`; it and its children are gone at the end. words: begin with --log FILE. name: as it is told."""
-    port, log = free_port(), Path(words[1])
+    """The engine under `understudy serve`; it and its children are gone at the end. words: options. name: as it is told."""
+    port, key = free_port(), words[words.index("--engine") + 1] if "--engine" in words else "vllm"
+    log = run / f"{key}{'-alone' if '--alone' in words else ''}.log"
     command = [sys.executable, "-P", "-m", "distill.cli", "serve", str(run), "--port", str(port), *words]
     process = subprocess.Popen(command, cwd=ROOT, env=os.environ | environment, stdout=subprocess.PIPE, text=True)
     try:

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 from running_app import running_server
 
-from data.responses.engine_metrics import parse_page
+from distill.engines.protocol.counters import parse_page
 from distill.live.arms import ARMS, Arm, Arms, write_arms
 from distill.live.gateway.app import Gateway
 from distill.live.gateway.command import MOST_CLIENTS, configured

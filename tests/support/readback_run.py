@@ -12,12 +12,12 @@ from engine_server import Engine, running_engine
 from tiny_models import perturbed
 from tiny_training import fresh_accelerator
 
-from data.responses import engine_client
 from data.responses.rendered import RenderedPrompt
 from distill.commands.options import ReadbackOptions
 from distill.commands.readback import source
 from distill.commands.readback.readback import readback_command
 from distill.config.load import dump_config, load_config
+from distill.engines.protocol import client as engine_client
 from distill.models.target import Target
 from distill.run.frozen_text import FrozenText, load_frozen_text
 from distill.run.readback_record import ReadbackRecord

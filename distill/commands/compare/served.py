@@ -10,13 +10,13 @@ from typing import Any, Literal
 import numpy as np
 from rich.console import Console
 
-from data.responses.engine_client import EngineClient
 from distill.commands.compare.comparison import draft_of, drafting_of, looks_up
 from distill.commands.options import CompareOptions, ReadbackOptions
 from distill.commands.output import write_asked
 from distill.commands.readback.asking import AnswerFile, ask
 from distill.commands.readback.comparison import served_row
 from distill.commands.readback.source import Source, counted_alone, of_run
+from distill.engines.protocol.client import EngineClient
 from distill.report.table import Cell, Column, Table
 from distill.run.frozen_text import FrozenText
 from distill.run.lock import held_for

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from data.responses.acceptance_log import AcceptanceLog, AcceptanceRecord
 from distill.commands.options import DriftOptions
 from distill.config.layout import VERDICT
+from distill.engines.protocol.counts import AcceptanceLog, AcceptanceRecord
 from distill.run.frozen_text import load_frozen_text
 from distill.run.verdict_record import drafting_to_serve, load_verdict
 from speculative.drafters.draft import Draft, Drafting
@@ -22,12 +22,11 @@ from speculative.explain.rate_change import FEWEST_REQUESTS
 from speculative.measure.engine_blocks import after_prefill
 from speculative.measure.replay import texts_of
 from speculative.measure.token_scores import TokenScores, score_tokens
-from speculative.rules.rule import Rule, draft_draws
+from speculative.rules.rule import Rule
 
 ALL = "all"  # The slice of requests without a label, and the name of all held-out prompts together.
 OTHERS = "others"
 MOST_SLICES = 20
-_ARGMAX_ENGINES = ("vllm", "sglang", "llama.cpp")
 _VARYING = 0.05  # A mean draft length this far from a whole number is no fixed gamma.
 
 
@@ -54,7 +53,7 @@ class Slice:
 
 
 def baseline_of(options: DriftOptions, gamma: int | None = None) -> Baseline:
-    """The run's best draft on its frozen text. gamma, rule and way of drafting are by default the verdict's, or the config's if there is none.
+    """The run's best draft on its frozen text. gamma and rule are by default the verdict's, or the config's if there is none.
 
     Raises UserError: no run, a rule that cannot be replayed, or too few held-out prompts.
     """
@@ -63,10 +62,10 @@ def baseline_of(options: DriftOptions, gamma: int | None = None) -> Baseline:
     asked: Any = options.rule or (verdict.rule if verdict else None)
     frozen = load_frozen_text(run, asked, options.trust_remote_code)
     draft, gamma = frozen.draft(str(run)), gamma or (verdict.gamma if verdict else frozen.config.judge.gamma)
-    way: Any = options.drafting or drafting_to_serve(verdict, mask_token_of(draft.config) is not None)
+    way = drafting_to_serve(verdict, mask_token_of(draft.config) is not None)
     offsets = Draft(draft, way).offsets(gamma, least=gamma)
-    # A server takes the first token of a response from the prefill; our own decoder, which decodes --prompts, drafts it too.
-    texts = frozen.responses if options.prompts else [after_prefill(response) for response in frozen.responses]
+    # A server takes the first token of a response from the prefill.
+    texts = [after_prefill(response) for response in frozen.responses]
     scores = score_tokens(draft, texts, frozen.sampling, offsets=offsets)
     prompts = drawn_prompts([response.domain for response in frozen.responses], scores, frozen.rule, gamma)
     if len(prompts) < FEWEST_REQUESTS:
@@ -128,16 +127,6 @@ def gamma_of(log: AcceptanceLog, asked: int | None) -> tuple[int | None, list[st
     return gamma, [
         f"the server drafts {mean:.2f} tokens per block on average but is compared with a fixed gamma of {gamma}; this alone "
         "makes a difference (does it use a confidence stop?)"
-    ]
-
-
-def engine_notes(log: AcceptanceLog, baseline: Baseline) -> list[str]:
-    """A warning if the engine's default rule is probably not the baseline's."""
-    if log.format not in _ARGMAX_ENGINES or not draft_draws(baseline.rule):
-        return []
-    return [
-        f"{log.format} drafts the argmax by default, but the baseline is under rule {baseline.rule}; if the server uses "
-        "its default, add --rule greedy-draft"
     ]
 
 

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from data.files import write_bytes
-from data.responses.engine_client import Answer, EngineClient
-from data.responses.engine_counts import CountsError
-from data.responses.engine_metrics import ServerCounts, as_counts, difference
 from data.responses.respond import ProgressBar
+from distill.engines.protocol.client import Answer, EngineClient
+from distill.engines.protocol.counters import ServerCounts, as_counts, difference
+from distill.engines.protocol.counts import CountsError
+from distill.engines.protocol.engine import UNKNOWN, Engine
 from distill.faults import Interrupted
 from speculative.decoder.responses import DecodeSettings
 from speculative.errors import UserError
@@ -40,6 +41,7 @@ class Asked:
     server: ServerCounts | None = None
     reset: str = ""
     left_out: int = 0
+    engine: Engine = UNKNOWN
 
     @property
     def prompts(self) -> list[Hashable]:
@@ -166,4 +168,6 @@ def ask(
     known = [row for row, answer in enumerate(of_server[0]) if answer.ids is not None] or [*range(len(texts))]
     drafted, *plain = ([of[row] for row in known] for of in of_server)
     kept = [texts[row] for row in known]
-    return Asked(settings, kept, drafted, plain[0] if plain else [], server, reset, len(texts) - len(known))
+    return Asked(
+        settings, kept, drafted, plain[0] if plain else [], server, reset, len(texts) - len(known), client.engine
+    )

@@ -13,13 +13,13 @@ from rich.console import Console
 
 from data.files import write_json
 from data.responses.endpoint_keys import root_of
-from data.responses.engine_client import EngineClient
 from data.responses.respond import ProgressBar
 from distill.commands.options import ServeOptions
 from distill.commands.output import check_writable, numbers_of
 from distill.commands.serve import started
 from distill.config.command_line import TimeOptions
 from distill.config.layout import ENGINE_COSTS
+from distill.engines.protocol.client import EngineClient
 from distill.report.measured import engine_parts
 from distill.run.frozen_text import load_frozen_text
 from distill.run.responses import decode_settings
@@ -29,6 +29,7 @@ from speculative.errors import UserError
 from speculative.evaluate import HeldoutResponse
 from speculative.measure.engine_costs import EngineCosts, Stream, busiest, ratios_of, served_seconds, step_costs
 
+REPEATS = 5  # turns of requests at each load and gamma
 TURN, FEWEST = 2, 6  # timed requests of each place in a turn, and in all
 FEWEST_TOKENS = 4  # of a timed response
 SPARE_TOKENS = 64  # in the context of each request, beyond prompt, response and drafted tokens
@@ -44,8 +45,8 @@ def time_command(options: TimeOptions) -> int:
     if bool(options.plain) != bool(options.url):
         raise UserError("--plain, --url: give an engine without the draft and two or more with it, or neither")
     verdict, frozen = load_verdict(options.run), load_frozen_text(options.run)
-    out = options.out or options.run / ENGINE_COSTS
-    check_writable("--out", out)
+    out = options.run / ENGINE_COSTS
+    check_writable("RUN", out)
     settings = decode_settings(frozen.config.serving, 0, frozen.target)
     blocks, reads, name = (*(defaultdict[tuple[int, int], list[float]](list) for _ in range(2)), "")
     tokens = (
@@ -59,7 +60,7 @@ def time_command(options: TimeOptions) -> int:
             clients = [EngineClient(url, frozen.target.tokenizer, frozen.target.facts.vocab_rows) for url in urls]
             for client in clients:
                 client.identify()
-                name = f"{client.engine} {client.version}".strip()
+                name = f"{client.engine.name} {client.version}".strip()
             texts = {
                 client: ((turn, one) for turn in itertools.count() for one in frozen.responses) for client in clients
             }
@@ -68,7 +69,7 @@ def time_command(options: TimeOptions) -> int:
                 *_, peak = _turn(client, texts[client], load, settings, settings.max_tokens)
                 if peak < load:
                     raise UserError(f"--load {load}: the engine decoded {peak} requests at a time; lower it")
-            turns = [*itertools.product(range(options.repeats), loads, clients)]
+            turns = [*itertools.product(range(REPEATS), loads, clients)]
             with ProgressBar("timing", len(turns), 0, True) as bar:
                 for _, load, client in turns:
                     bar.update(bar.task, facts=f"{client.endpoint.url}, {load} at a time")
@@ -83,10 +84,10 @@ def time_command(options: TimeOptions) -> int:
                     blocks[load, gamma].append(block)
                     reads[load, gamma].append(read)
                     bar.store(1)
-    if len({gamma for _, gamma in blocks}) < 3 or any(len(of) != options.repeats for of in blocks.values()):
+    if len({gamma for _, gamma in blocks}) < 3 or any(len(of) != REPEATS for of in blocks.values()):
         raise UserError("--url: give two or more engines that draft different numbers of tokens, each always the same")
     one_pass = verdict.drafts[-1].drafting == "parallel"
-    each = [step_costs({cell: of[row] for cell, of in blocks.items()}, one_pass) for row in range(options.repeats)]
+    each = [step_costs({cell: of[row] for cell, of in blocks.items()}, one_pass) for row in range(REPEATS)]
     costs = step_costs({cell: median(of) for cell, of in blocks.items()}, one_pass)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
     result = EngineCosts(
@@ -104,7 +105,7 @@ def time_command(options: TimeOptions) -> int:
         console.print(part)
     for load in result.unsteady:
         console.print(
-            f"load {load}: repeats differ by more than a block takes; time again on a quiet machine, or with more --repeats",
+            f"load {load}: repeats differ by more than a block takes; time again on a quiet machine",
             style="yellow",
         )
     return 0

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from data.responses.engine_client import Answer
 from distill.commands.readback.asking import Asked
+from distill.engines.protocol.client import Answer
 from distill.run.readback_record import SERVED_TEXT
 from speculative.decoder.responses import Response
 from speculative.drafters.draft import Draft, drafts_of
@@ -29,8 +29,6 @@ from speculative.measure.metrics import Waiting, ratio_with_interval, waits_of
 from speculative.measure.replay import GREEDY_BLOCK_TOLERANCE, WORRYING_Z
 from speculative.measure.token_scores import TokenScores, score_tokens
 from speculative.rules.rule import Rule, draft_draws, rules_of_text
-
-_SPARING = ("llama.cpp",)  # Engines that leave room for the target's own token at the end of a response.
 
 
 @dataclass(frozen=True)
@@ -170,10 +168,10 @@ def count(asked: Asked, gamma: int) -> Counted:
                 "reports no draft counts but 0; if gamma is 0 at this load, give --plain URL to compare the speed"
             )
         return Counted("responses" if drafted else "metrics", None, tokens, tokens, 0, None, None)
-    gamma = _llama_cpp_gamma(asked.answers) or gamma
+    gamma = _gamma_without_blocks(asked.answers) or gamma
     rows = [_row(answer, gamma) for answer in asked.answers]
-    if any(one.counts is not None and one.counts.engine == "llama.cpp" for one in asked.answers):
-        # It leaves its counts out where nothing was drafted: then each token is a call.
+    if asked.engine.dialect.silent and any(one.counts is not None for one in asked.answers):
+        # Without counts nothing was drafted: then each token is a call.
         whole = [max(0, one.tokens - 1) for one in asked.answers]
         rows = [row or ServedBlocks(tokens, tokens) for row, tokens in zip(rows, whole, strict=True)]
     if all(row is not None for row in rows) and any(row.blocks for row in rows if row is not None):
@@ -199,7 +197,7 @@ def count(asked: Asked, gamma: int) -> Counted:
     return Counted("metrics", None, server.blocks, tokens, max(1, round(mean)), survival, rate, notes=notes)
 
 
-def _llama_cpp_gamma(answers: Sequence[Answer]) -> int:
+def _gamma_without_blocks(answers: Sequence[Answer]) -> int:
     """Return gamma of an engine that does not report blocks, from responses cut at max_tokens, whose calls are known; 0 if there is none."""
     longest = 0
     for one in answers:
@@ -264,7 +262,7 @@ def _by_response(rows: list[ServedBlocks], asked: Asked) -> Counted:
     if survival is None and server is not None and server.blocks and server.drafted == drafted:
         survival = [accepted / server.blocks for accepted in server.accepted_G] or None
     notes.append("the server reports sums per response, so survival includes tokens drafted after its end")
-    spared = int(counts[0].engine in _SPARING)
+    spared = int(asked.engine.dialect.leaves_room)
     rate = accepted / drafted if drafted else 0.0
     return Counted("responses", rows, blocks, tokens, gamma, survival, rate, spared, "", ends, notes, asked.prompts)
 

@@ -15,7 +15,6 @@ from rich.console import Console
 
 from data.files import write_json
 from data.responses.endpoint_keys import key_in
-from data.responses.engine_client import EngineClient
 from distill.commands.options import ReadbackOptions
 from distill.commands.output import check_known, check_writable, write_asked
 from distill.commands.readback.asking import AnswerFile, Asked, ask
@@ -23,6 +22,8 @@ from distill.commands.readback.causes import end_note, text_causes
 from distill.commands.readback.comparison import served_row, waits
 from distill.commands.readback.source import Judged, Source, of_prompts, of_run
 from distill.config.layout import ANSWERS, GREEDY_ANSWERS, PLAIN_ANSWERS, READBACK
+from distill.engines.protocol.client import EngineClient
+from distill.engines.protocol.engine import engine_in
 from distill.models.target import Target
 from distill.report.sections.readback import readback_lines, readback_tables
 from distill.run.lock import held_for
@@ -65,7 +66,7 @@ def readback_command(options: ReadbackOptions, console: Console | None = None) -
         earlier = load_readback(source.folder) if whole else None
         if earlier is not None and earlier.url == options.url and greedy_file.has(aside, greedily):
             # Nothing more is asked of it, so it may be gone, or the engine without the draft may have its address.
-            clients[0].engine, clients[0].version = earlier.engine, earlier.version
+            clients[0].engine, clients[0].version = engine_in(earlier.engine), earlier.version
         else:
             if len({client.root for client in clients}) < len(clients):
                 raise UserError(
@@ -136,7 +137,7 @@ def _record(
 ) -> ReadbackRecord:
     law, notes = _law(main, source) if not main.settings.sampling.greedy else (None, [])
     try:
-        judged = source.judge(main, law, client.engine)
+        judged = source.judge(main, law, client.engine.name)
     except UserError as error:
         raise UserError(f"{client.endpoint.url}: {error}") from error
     counted = judged.counted
@@ -146,8 +147,8 @@ def _record(
     texts, more = _greedy_texts(greedy, source.target)
     causes += judged.causes + more + ([f"counters: {main.reset}"] if main.reset else [])
     return ReadbackRecord(
-        format=2,
-        engine=client.engine,
+        format=3,
+        engine=client.engine.name,
         version=client.version,
         url=options.url,
         drafting=judged.drafting,
@@ -161,7 +162,7 @@ def _record(
         greedy=texts,
         text_law=None if law is None else TextLawRecord.model_validate(law, from_attributes=True),
         causes=causes,
-        notes=notes + judged.notes + end_note(counted, client.engine),
+        notes=notes + judged.notes + end_note(counted, client.engine.name),
     )
 
 

@@ -13,7 +13,6 @@ from distill.commands.readback.asking import Asked
 from distill.commands.readback.causes import acceptance_causes, few_note, foreign
 from distill.commands.readback.comparison import Counted, Predicted, Replayer, count, own_interval, tau_interval
 from distill.commands.readback.speed import speed_checks
-from distill.commands.serve import dequantised
 from distill.commands.target import check_room, open_target
 from distill.config.layout import EXPORT, HELDOUT_GREEDY, RESPONSES, VERDICT
 from distill.export.load_table import drafts_by, gamma_plan
@@ -84,7 +83,7 @@ def of_prompts(options: ReadbackOptions) -> Source:
     if not 0 < options.top_p <= 1:
         raise UserError(f"--top-p {options.top_p:g}: set it above 0 and to at most 1")
     rows, _ = asked_rows(options.prompts, options.prompt_column, options.messages_column)
-    target = open_target(dequantised(options.target), options.dtype, options.device)
+    target = open_target(options.target, options.dtype, options.device)
     prompts = render_rows(rows[: options.count], target.tokenizer, options.chat)
     check_room(prompts, options.max_tokens, target.facts.context_length)
     # The content is in the key, so that --resume never takes an answer to another prompt.
@@ -141,7 +140,6 @@ def of_run(options: ReadbackOptions, run: Path) -> Source:
         raise UserError(
             f"--prompts {options.prompts}: --run {run} has its own; remove one of the two (--count N sends N of the run's prompts)"
         )
-    options = replace(options, target=dequantised(options.target), draft=dequantised(options.draft))
     frozen, greedy = _frozen(options, run)
     verdict = load_verdict(run) if (run / VERDICT).is_file() else None
     settings = decode_settings(frozen.config.serving, frozen.config.seed + _SEED + options.seed, frozen.target)

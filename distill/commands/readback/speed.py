@@ -7,6 +7,7 @@ from pathlib import Path
 
 from distill.commands.readback.asking import AnswerFile, Asked, ask
 from distill.commands.readback.comparison import count, served_row, tau_interval
+from distill.engines.protocol.engine import engine_in
 from distill.run.readback_record import SpeedCheck
 from distill.run.verdict_record import Verdict
 from speculative.decoder.responses import DecodeSettings
@@ -14,33 +15,16 @@ from speculative.errors import UserError
 from speculative.evaluate import HeldoutResponse
 
 MARK = 0.10  # of the predicted speed-up
-# What each engine writes in its log (`understudy serve`: ENGINE.log in the run), and what it says of slow steps. `most`: requests at a
-# time; it explains steps at higher loads only. Read in vLLM 0.32, llama.cpp v0.5.0; the last is our server's for OpenVINO GenAI.
-SEEN = {
-    "vllm": {
-        r"enforce_eager=True": "graphs are not engaged: the steps of target and draft are eager (--enforce-eager)",
-        r"Using V2 Model Runner": "the draft is eager: model runner V2 captures no graphs of its steps",
-        r"Async scheduling (not supported|is not compatible|will be disabled|is disabled)": "asynchronous scheduling is off",
-    },
-    "llama.cpp": {
-        r"n_slots = (?P<most>\d+)": "it decodes {most} requests at a time and the others wait (--parallel)",
-        r"kv_unified = 'true'": "attention reads the cache of all requests (give --parallel N, which turns --kv-unified off)",
-        r"init, n_threads = ([2-9]|\d\d)": "its threads wait in a loop, so other work on the machine stops them (-t, -tb, -td, -tbd)",
-    },
-    "openvino": {
-        r"decodes up to (?P<most>\d+) requests at a time": "it decodes {most} requests at a time and the others wait"
-    },
-}
 
 
-def seen_in(run: Path, engine: str, load: int) -> list[str]:
-    """What the engine's log in the run says of slow steps at a load. engine: name and version, which each line begins with."""
-    name = engine.split()[0]
-    log = run / f"{name}.log"
-    said = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
-    found = [(re.search(line, said), told) for line, told in SEEN.get(name, {}).items()]
-    known = [(match.groupdict(), told) for match, told in found if match]
-    return [f"{engine}: {told.format(**of)} ({log.name})" for of, told in known if load > int(of.get("most", 0))]
+def seen_in(run: Path, label: str, load: int) -> list[str]:
+    """What the engine's log in the run says of slow steps at a load. label: name and version, which each line begins with."""
+    engine = engine_in(label)
+    log = run / f"{engine.key}.log"
+    text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
+    matches = [(re.search(line, text), meaning) for line, meaning in engine.dialect.log_lines.items()]
+    values = [(match.groupdict(), meaning) for match, meaning in matches if match]
+    return [f"{label}: {text.format(**of)} ({log.name})" for of, text in values if load > int(of.get("most", 0))]
 
 
 def speed_checks(

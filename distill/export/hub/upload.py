@@ -14,34 +14,26 @@ from distill.models.load import reason_of
 from speculative.errors import UserError
 
 
-def check_repository(option: str, repository: str, *, login: bool = True) -> None:
-    """Check the name of a repository, and with ``login`` that the hub knows who asks.
+def check_repository(option: str, repository: str) -> None:
+    """Check the name of a repository, and that the hub knows who asks.
 
     Raises UserError: no ORG/NAME, nobody is logged in, or the hub cannot be reached.
     """
     with _explained(option, repository, "nothing is written"):
         validate_repo_id(repository if "/" in repository else "/")
-        if login:
-            huggingface_hub.HfApi().whoami()
+        huggingface_hub.HfApi().whoami()
 
 
-def upload(
-    option: str, repository: str, folder: Path, kind: Literal["model", "dataset"], *, dry_run: bool
-) -> list[str]:
-    """Upload a folder to a repository, private if it is new, and say so in a line. ``dry_run``: list its files, upload nothing.
+def upload(option: str, repository: str, folder: Path, kind: Literal["model", "dataset"]) -> str:
+    """Upload a folder to a repository, private if it is new; return a line that says so.
 
     Raises UserError: the hub refuses or cannot be reached.
     """
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    sizes = [path.stat().st_size for path in files]
-    told = f"{len(files)} files, {sum(sizes):,} bytes: {folder} as {kind} {repository}"
-    if dry_run:
-        listed = [f"{size:>16,}  {path.relative_to(folder)}" for path, size in zip(files, sizes, strict=True)]
-        return [*listed, f"written, not uploaded: {told}"]
+    sizes = [path.stat().st_size for path in folder.rglob("*") if path.is_file()]
     with _explained(option, repository, f"{folder} is written, but not uploaded"):
         huggingface_hub.HfApi().create_repo(repository, repo_type=kind, private=True, exist_ok=True)
         huggingface_hub.HfApi().upload_folder(repo_id=repository, repo_type=kind, folder_path=folder)
-    return [f"uploaded: {told}"]
+    return f"uploaded: {len(sizes)} files, {sum(sizes):,} bytes: {folder} as {kind} {repository}"
 
 
 @contextmanager

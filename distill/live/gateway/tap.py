@@ -4,7 +4,8 @@ import json
 from collections import deque
 from typing import Any
 
-from data.responses.engine_counts import RequestCounts, read_counts
+from distill.engines.protocol.counts import RequestCounts
+from distill.engines.protocol.engine import read_counts
 
 MOST_BYTES = 8 << 20  # of a JSON response, or of one line of a stream; larger ones are not read
 # Quotes inside text are escaped, so this is the key. Such an event has only text and ids.

@@ -27,7 +27,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, model_vali
 from pydantic.dataclasses import dataclass
 
 from data.files import write_bytes, writing
-from data.responses.engine_counts import CountsError, RequestCounts
+from distill.engines.protocol.counts import CountsError, RequestCounts
 from speculative.errors import UserError
 
 SALT, LOCK, WRITE_LOCK, SWEPT, FORGOTTEN = "salt", "lock", "write.lock", "swept", "forgotten"

@@ -16,14 +16,15 @@ from readback_run import GAMMA
 from rich.console import Console
 from tiny_training import tiny_tokenizer
 
-from data.responses.engine_client import Answer
-from data.responses.engine_counts import RequestCounts, read_counts
-from data.responses.engine_metrics import ServerCounts, as_counts
 from distill.commands.compare.compare import compare
 from distill.commands.options import CompareOptions, ReadbackOptions
 from distill.commands.readback.asking import Asked
 from distill.commands.readback.readback import readback_command
 from distill.commands.readback.source import counted_alone
+from distill.engines.protocol.client import Answer
+from distill.engines.protocol.counters import ServerCounts, as_counts
+from distill.engines.protocol.counts import RequestCounts
+from distill.engines.protocol.engine import read_counts
 from distill.run.frozen_text import FrozenText
 from distill.run.readback_record import ReadbackRecord, load_readback
 from speculative.decoder.responses import DecodeSettings
@@ -116,7 +117,7 @@ def test_the_engine_without_the_draft_may_come_later_at_the_same_address(
     assert engine.requests == 1 + 6
     assert (first.served.tau, first.served.speed_up) == (both.served.tau, None)
     assert both.served.speed_up is not None
-    assert (both.engine, both.version, both.measured[-1].way) == ("vllm", "0.32.0", TARGET)
+    assert (both.engine, both.version, both.measured[-1].way) == ("vLLM", "0.32.0", TARGET)
 
 
 def test_mistakes_are_one_line(served: Callable[..., Engine], asked: dict[str, Any], run: Path) -> None:

@@ -173,15 +173,15 @@ def test_evaluate_json_is_json_alone(
     assert result["measured"][0]["alpha"] > 0
 
 
-def test_export_show_and_the_outside_check(tiny_run: Path, tiny_config: Path, tmp_path: Path) -> None:
+def test_export_show_and_the_outside_check(tiny_run: Path, tmp_path: Path) -> None:
     to = tmp_path / "draft"
     text = run("export", str(tiny_run), "--to", str(to))
     for engine in ("vLLM", "SGLang", "llama.cpp", "transformers", "TensorRT-LLM"):
         assert engine in text
     for name in ("model.safetensors", "config.json", "tokenizer.json", "serving.json", "SERVING.md", "README.md"):
         assert (to / name).exists(), name
-    checked = run("check-export", str(to), "--config", str(tiny_config), "--prompts", "4", "--gamma", "3")
-    assert "same greedy tokens as the target alone on 4 of 4 prompts" in checked
+    checked = run("export", str(tiny_run), "--check", str(to))
+    assert "same greedy tokens as the target alone on 10 of 10 prompts" in checked
     shown = run("show", str(tiny_run))
     for words in ("target alone", "undistilled", "speed", "cost ratio", "understudy train", "accepted from the draft"):
         assert words in shown, words

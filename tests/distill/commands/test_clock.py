@@ -17,6 +17,7 @@ from distill.commands.options import ServeOptions
 from distill.commands.readback import clock
 from distill.commands.readback.clock import time_command
 from distill.config.command_line import TimeOptions
+from distill.config.layout import ENGINE_COSTS
 from distill.run.frozen_text import load_frozen_text
 from distill.run.verdict_record import load_verdict
 from speculative.measure.engine_costs import EngineCosts
@@ -28,6 +29,13 @@ QUICK = {"fixed": 0.002, "per_token": 0.0, "draft": 0.0}  # costs that no test l
 def few_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clock, "TURN", 1)
     monkeypatch.setattr(clock, "FEWEST", 3)
+    monkeypatch.setattr(clock, "REPEATS", 2)
+
+
+@pytest.fixture
+def timed(tiny_run: Path, tmp_path: Path) -> Path:
+    """A copy of the run, to write in."""
+    return shutil.copytree(tiny_run, tmp_path / "timed", symlinks=True)
 
 
 @contextlib.contextmanager
@@ -35,17 +43,16 @@ def asking(run: Path, *engines: TimedEngine) -> object:
     """Options for running engines, the first without a draft."""
     with contextlib.ExitStack() as running:
         plain, *urls = (running.enter_context(running_app(engine.app())) for engine in engines)
-        yield TimeOptions(run, plain=plain, url=urls, load="1,3", repeats=2)
+        yield TimeOptions(run, plain=plain, url=urls, load="1,3")
 
 
 def test_running_engines_are_timed_and_the_file_is_what_is_printed(
-    tiny_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    timed: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out = tmp_path / "made" / "costs.json"
-    with asking(tiny_run, TimedEngine(0), TimedEngine(2, 1), TimedEngine(4, 3)) as options:
-        assert time_command(TimeOptions(**{**vars(options), "out": out})) == 0
-    made = EngineCosts.read(out, "")
-    assert made.engine == "vllm 0.32.0"
+    with asking(timed, TimedEngine(0), TimedEngine(2, 1), TimedEngine(4, 3)) as options:
+        assert time_command(options) == 0
+    made = EngineCosts.read(timed / ENGINE_COSTS, "")
+    assert made.engine == "vLLM 0.32.0"
     assert made.device.startswith("http://127.0.0.1:")
     assert [one.batch_size for one in made.costs] == [1, 3]
     for one in made.costs:
@@ -55,20 +62,18 @@ def test_running_engines_are_timed_and_the_file_is_what_is_printed(
         value, low, high = made.ratios[one.batch_size]["block 4"]
         assert value == one.block_price(4)
         assert low <= value <= high
-    printed, verdict = capsys.readouterr().out, load_verdict(tiny_run)
+    printed, verdict = capsys.readouterr().out, load_verdict(timed)
     for row in verdict.model_copy(update={"engine": made}).engine_rows:
         assert f"{row.speed_up:.2f}x" in printed or row.gamma not in (2, 4)
     assert "plain decoding is faster" in printed
-    assert not (tiny_run / "engine_costs.json").exists()
 
 
-def test_llama_cpp_is_timed_by_the_counts_so_far_in_its_parts(tiny_run: Path, tmp_path: Path) -> None:
+def test_llama_cpp_is_timed_by_the_counts_so_far_in_its_parts(timed: Path) -> None:
     """The last blocks of a response draft less, and not every token has a part: neither changes gamma or the blocks."""
-    out = tmp_path / "costs.json"
     engines = [TimedEngine(gamma, accepted, llama=True) for gamma, accepted in ((0, 0), (2, 1), (7, 2))]
-    with asking(tiny_run, *engines) as options:
-        assert time_command(TimeOptions(**{**vars(options), "out": out})) == 0
-    made = EngineCosts.read(out, "")
+    with asking(timed, *engines) as options:
+        assert time_command(options) == 0
+    made = EngineCosts.read(timed / ENGINE_COSTS, "")
     assert made.engine == "llama.cpp 0.32.0"
     for one in made.costs:
         assert set(one.verify_seconds) == {2, 7}
@@ -96,21 +101,20 @@ def test_an_engine_whose_gamma_varies_is_refused(tiny_run: Path, monkeypatch: py
         assert "different numbers of tokens, each always the same" in refused(time_command, options)
 
 
-def test_an_engine_is_started_with_room_and_counts(tiny_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_is_started_with_room_and_counts(timed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the draft first. The user's words come last, so they count."""
     asked = list[tuple[Any, ...]]()
 
     @contextlib.contextmanager
     def started(options: ServeOptions, gamma: int, requests: int, tokens: int) -> Any:
         asked.append((options.engine, options.alone, gamma, requests))
-        longest = max(len(one.prompt_ids) for one in load_frozen_text(tiny_run).responses)
+        longest = max(len(one.prompt_ids) for one in load_frozen_text(timed).responses)
         assert longest + 4 < tokens < longest + 400
         with running_app(TimedEngine(0 if options.alone else gamma, 1, llama=True).app()) as url:
             yield url
 
     monkeypatch.setattr(clock, "started", started)
-    out = tiny_run.parent / "started.json"
-    assert time_command(TimeOptions(tiny_run, engine="llama.cpp", load="1,3", gamma="2,4", repeats=2, out=out)) == 0
+    assert time_command(TimeOptions(timed, engine="llama.cpp", load="1,3", gamma="2,4")) == 0
     assert asked == [("llama.cpp", True, 1, 3), ("llama.cpp", False, 2, 3), ("llama.cpp", False, 4, 3)]
 
 

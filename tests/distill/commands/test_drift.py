@@ -1,8 +1,7 @@
-"""`understudy drift`: the baseline of a run by replay, and what the command says of logs and fresh prompts."""
+"""`understudy drift`: the baseline of a run by replay, and what the command says of answers."""
 
 import io
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +9,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 from tiny_models import perturbed, prompts_of, tiny_model
-from tiny_training import write_prompts
 
-from data.responses.acceptance_log import AcceptanceLog, AcceptanceRecord
 from distill.commands.drift import drift
 from distill.commands.drift.baseline import (
     ALL,
@@ -22,12 +19,12 @@ from distill.commands.drift.baseline import (
     baseline_of,
     by_label,
     drawn_prompts,
-    engine_notes,
     gamma_of,
     slices_of,
 )
 from distill.commands.drift.drift import Drift, drift_command
 from distill.commands.options import DriftOptions
+from distill.engines.protocol.counts import AcceptanceLog, AcceptanceRecord
 from distill.run.frozen_text import load_frozen_text
 from speculative.decode import decode
 from speculative.decoder.responses import DecodeSettings
@@ -105,36 +102,13 @@ def test_a_fall_advises_a_refresh(judged: None, tmp_path: Path) -> None:
     found = drifted(tmp_path, log)
     assert found.refresh is True
     assert found.sentence.startswith("Refresh the draft: accepted/drafted is 0.")
-    wider = drifted(tmp_path, log, confidence=0.999).ci
-    assert wider[0] < found.ci[0] < found.ci[1] < wider[1]
-
-
-def test_an_engines_log_is_read_as_sums_and_its_rule_is_questioned(judged: None, tmp_path: Path) -> None:
-    rng, lines = np.random.default_rng(7), []
-    for _ in range(40):
-        rows = requests(rng, 4, "code") + requests(rng, 4, "chat")
-        accepted, drafted, blocks = (sum(row[key] for row in rows) for key in ("accepted", "drafted", "blocks"))
-        lines.append(
-            f"INFO 11-20 10:00:00 [metrics.py:120] SpecDecoding metrics: Mean acceptance length: {1 + accepted / blocks:.2f}, "
-            f"Accepted throughput: 1.00 tokens/s, Drafted throughput: 1.00 tokens/s, Accepted: {accepted} tokens, Drafted: "
-            f"{drafted} tokens, Per-position acceptance rate: 0.8, 0.6, 0.5, 0.4, Avg Draft acceptance rate: 1.0%\n"
-        )
-    log = tmp_path / "vllm.log"
-    log.write_text("".join(lines))
-    found = drifted(tmp_path, log)
-    assert (found.refresh, found.source, found.log, found.now.prompts) == (False, str(log), "vllm", 40)
-    assert "over 40 log lines" in found.sentence
-    assert any("--rule greedy-draft" in note for note in found.notes)
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({}, "one of --log FILE"),
-        ({"log": Path("a"), "prompts": "b"}, "one of --log FILE"),
-        ({"log": Path("a"), "chat": True}, "--chat is for --prompts"),
-        ({"log": Path("a"), "prompt_column": "text"}, "--prompt-column is for --prompts"),
-        ({"log": Path("a"), "confidence": 1.0}, "--confidence 1.0"),
+        ({}, "give --metrics-url URL"),
+        ({"log": Path("a"), "metrics_url": "b"}, "give --metrics-url URL"),
         ({"log": Path("a"), "rule": "best"}, "--rule best: choose one of sample"),
         ({"log": Path("nowhere.jsonl")}, r"--log nowhere\.jsonl: no such file"),
         ({"log": Path()}, "understudy traffic show"),
@@ -151,12 +125,12 @@ def test_a_place_that_cannot_be_written_is_refused_before_any_work(
     def work(*_: Any) -> None:
         raise AssertionError("work was begun")
 
-    for name in ("read_acceptance_log", "baseline_of", "_decoded"):
+    for name in ("read_answers", "baseline_of"):
         monkeypatch.setattr(drift, name, work)
     (tmp_path / "file").write_text("")
     for place in (tmp_path / "file" / "x.json", tmp_path):
         with pytest.raises(UserError, match=r"--out .*(cannot be written|not a regular file)"):
-            drift_command(DriftOptions(tmp_path, prompts="fresh.jsonl", out=place), silent())
+            drift_command(DriftOptions(tmp_path, log=tmp_path / "log.jsonl", out=place), silent())
 
 
 # Slices and gamma.
@@ -213,8 +187,8 @@ def test_a_growing_log_never_moves_a_label_back_among_the_combined_ones() -> Non
 
 
 def test_gamma_is_the_logs_where_it_tells() -> None:
-    def log(*pairs: tuple[int, int | None], format: str = "jsonl") -> AcceptanceLog:
-        return AcceptanceLog([AcceptanceRecord(0, drafted, 1, blocks) for drafted, blocks in pairs], format, False)
+    def log(*pairs: tuple[int, int | None]) -> AcceptanceLog:
+        return AcceptanceLog([AcceptanceRecord(0, drafted, 1, blocks) for drafted, blocks in pairs])
 
     assert gamma_of(log((30, 10), (29, 10)), None) == (3, [])
     assert gamma_of(log((30, None)), 5) == (5, [])
@@ -224,9 +198,6 @@ def test_gamma_is_the_logs_where_it_tells() -> None:
     assert gamma in (2, 3)
     assert "2.50 tokens per block" in notes[0]
     assert "fixed gamma of 5" in gamma_of(log((30, 10)), 5)[1][0]
-    assert engine_notes(log((4, 1)), Baseline(4, "sample", [])) == []
-    assert engine_notes(log((4, 1), format="llama.cpp"), Baseline(4, "sample", [])) != []
-    assert engine_notes(log((4, 1), format="vllm"), Baseline(4, "greedy-draft", [])) == []
 
 
 # The baseline by replay.
@@ -282,52 +253,15 @@ def test_another_gamma_and_rule_are_drawn_from_the_runs_frozen_text(tiny_run: Pa
     assert (other.judged.gamma, other.judged.rule) == (3, "sample")
 
 
-@pytest.mark.parametrize(("prompts", "first"), [("", 1), ("fresh.jsonl", 0)])
-def test_a_server_takes_the_first_token_from_the_prefill(tiny_run: Path, prompts: str, first: int) -> None:
-    """Under an argmax rule the text alone says its blocks; --prompts are decoded by our decoder, which drafts the first token too."""
-    found = baseline_of(DriftOptions(tiny_run, prompts=prompts, rule="greedy-draft"), 2)
+def test_a_server_takes_the_first_token_from_the_prefill(tiny_run: Path) -> None:
+    """Under an argmax rule the text alone says its blocks."""
+    found = baseline_of(DriftOptions(tiny_run, rule="greedy-draft"), 2)
     frozen = load_frozen_text(tiny_run, "greedy-draft")
     texts = [
-        HeldoutResponse(
-            r.key, "d", [*r.prompt_ids, *r.response_ids[:first]], r.response_ids[first:], r.log_target_probs[first:]
-        )
+        HeldoutResponse(r.key, "d", [*r.prompt_ids, *r.response_ids[:1]], r.response_ids[1:], r.log_target_probs[1:])
         for r in frozen.responses
     ]
     scores = score_tokens(frozen.draft(str(tiny_run)), texts, frozen.sampling)
     assert [row.blocks for row in found.prompts] == expected_blocks_of(scores, "greedy-draft", (2,))[
         :, 0
     ].round().tolist()
-
-
-def test_fresh_prompts_are_decoded_and_compared(tiny_run: Path, tmp_path: Path) -> None:
-    plain = write_prompts(tmp_path / "fresh.jsonl", 12)
-    found = drift_command(DriftOptions(tiny_run, prompts=str(plain)), silent())
-    assert (found.source, found.log, found.now.prompts) == (str(plain), "prompts", 12)
-    assert any("no column `domain`" in note for note in found.notes)
-    labelled = tmp_path / "labelled.jsonl"
-    rows = [json.loads(line) for line in plain.read_text().splitlines()]
-    labelled.write_text("".join(json.dumps(row | {"domain": row["kind"]}) + "\n" for row in rows))
-    parts = drift_command(DriftOptions(tiny_run, prompts=str(labelled)), silent())
-    assert parts.now.accepted_per_drafted == found.now.accepted_per_drafted  # labels change nothing of what is decoded
-    with pytest.raises(UserError, match="no such file"):
-        drift_command(DriftOptions(tiny_run, prompts=str(tmp_path / "no.jsonl")), silent())
-    with pytest.raises(UserError, match="chat"):
-        drift_command(DriftOptions(tiny_run, prompts=str(plain), chat=True), silent())
-
-
-def test_fresh_conversations_are_read_by_the_template_though_the_run_is_plain(
-    tiny_run: Path, tiny_target: Path, chat_target: Path, tmp_path: Path
-) -> None:
-    run = tmp_path / "run"
-    shutil.copytree(tiny_run, run, symlinks=True)
-    config = run / "config.yaml"
-    config.write_text(config.read_text().replace(str(tiny_target), str(chat_target)))
-    texts = [f"def part_{number}(a, b):" for number in range(10)]
-    chats, plain = tmp_path / "chats.jsonl", tmp_path / "plain.jsonl"
-    chats.write_text("".join(json.dumps({"talk": [{"role": "user", "content": text}]}) + "\n" for text in texts))
-    plain.write_text("".join(json.dumps({"prompt": f"user: {text};assistant:"}) + "\n" for text in texts))
-    talked = drift_command(DriftOptions(run, prompts=str(chats), messages_column="talk"), silent())
-    written = drift_command(DriftOptions(run, prompts=str(plain)), silent())
-    assert talked.now.prompts == 10
-    for result in (talked, written):
-        assert any("no column `domain`" in note for note in result.notes)

@@ -52,16 +52,23 @@ def foreign(tmp_path: Path, tiny_run: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 LOG = '{"id": 1, "drafted": 10, "accepted": 5}\n' * 30
+
+
+def _written(path: Path) -> Path:
+    path.write_text(LOG)
+    return path
+
+
 COMMANDS: dict[str, Callable[[Path, Path], Any]] = {
     "readback": lambda run, to: readback(ReadbackOptions("http://127.0.0.1:9", run)),
     "export": lambda run, to: export(of.ExportOptions(run, to / "out")),
     "evaluate": lambda run, to: evaluate_command(
         of.EvaluateOptions(str(run), str(run / "config.yaml"), out=to / "r.json")
     ),
-    "check-export": lambda run, to: check_export(of.CheckExportOptions(run, str(run / "config.yaml"))),
+    "export --check": lambda run, to: check_export(of.ExportOptions(run), run),
     "show": lambda run, to: show(of.ShowRunOptions(run)),
     "compare": lambda run, to: compare(of.CompareOptions([str(run), "lookup"]), Console(quiet=True)),
-    "drift": lambda run, to: drift(of.DriftOptions(run, prompts="stdlib")),
+    "drift": lambda run, to: drift(of.DriftOptions(run, log=_written(to / "log.jsonl"))),
     "refresh": lambda run, to: refresh_command(RefreshOptions(run), Console(quiet=True)),
     "traffic export": lambda run, to: export_command(
         ExportTrafficOptions(to / "log", run, to / "out"), Console(quiet=True)

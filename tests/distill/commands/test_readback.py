@@ -18,14 +18,14 @@ from tiny_models import perturbed
 from typer.testing import CliRunner
 
 from data.files import write_json
-from data.responses.acceptance_log import read_acceptance_log
-from data.responses.engine_client import Answer
 from distill.cli import app
+from distill.commands.drift.sources import read_answers
 from distill.commands.options import ReadbackOptions
 from distill.commands.readback import source
 from distill.commands.readback.asking import Asked
 from distill.commands.readback.comparison import Counted, Predicted, pace, served_texts, waits
 from distill.commands.readback.readback import readback_command
+from distill.engines.protocol.client import Answer
 from distill.report.page import write_page
 from distill.report.sections.readback import readback_lines, readback_tables
 from distill.run.frozen_text import FrozenText
@@ -52,7 +52,7 @@ def test_an_engine_that_does_as_it_should_agrees(make: Callable[..., Engine], ru
     engine = make(rule="greedy-draft" if rule == "greedy" else rule)
     found = read(engine, run, rule="greedy" if rule == "greedy" else "auto")
     assert (found.agrees, found.causes, found.served.rule, found.greedy.same) == (True, [], rule, True)
-    assert (found.engine, found.version, found.served.gamma, found.served.prompts) == ("vllm", "0.32.0", GAMMA, 10)
+    assert (found.engine, found.version, found.served.gamma, found.served.prompts) == ("vLLM", "0.32.0", GAMMA, 10)
     # The server's own sums: tokens behind the prefill's over calls. Greedy blocks are known exactly, with sampled and argmax drafts.
     assert found.served.tau == pytest.approx((found.served.tokens - 10) / (engine.made_blocks(rule == "greedy")))
     if rule == "sample":
@@ -194,7 +194,7 @@ def test_a_killed_server_is_one_line_and_what_was_answered_is_not_lost(make: Cal
     assert "no server answers" in str(done.exception)
     # One of each mode warms up and is not kept, and the 10 greedy ones have their own file.
     assert f"4 answers are kept in {run / 'readback.jsonl'}" in str(done.exception)
-    assert sum(record.drafted for record in read_acceptance_log(run / "readback.jsonl").records) > 0
+    assert sum(record.drafted for record in read_answers(run / "readback.jsonl").records) > 0
     engine = make()
     found = read(engine, run, resume=True)
     assert found.agrees
@@ -294,7 +294,7 @@ def test_loads_at_which_plain_steps_are_fine_are_kept(
 
     def at(load: int, version: str = "0.32.0", gamma: int = 0) -> ReadbackRecord:
         row = replace(record.served, concurrency=load, gamma=gamma, speed_up=speed, speed_up_ci=ends)
-        new = record.model_copy(update={"measured": [row], "version": version, "engine": "vllm"})
+        new = record.model_copy(update={"measured": [row], "version": version, "engine": "vLLM"})
         new = with_plain_loads(new, tmp_path)
         write_json(tmp_path / "readback.json", new.record())
         return new
@@ -302,11 +302,10 @@ def test_loads_at_which_plain_steps_are_fine_are_kept(
     assert at(16).plain_loads == [16] * fine
     assert at(32).plain_loads == [16, 32] * fine
     assert at(1, gamma=3).plain_loads == [16, 32] * fine, "a readback of drafts says nothing of plain steps"
-    assert plain_loads(tmp_path, "vLLM") == (16, 32) * fine
-    assert plain_loads(tmp_path, "SGLang") == ()
+    assert plain_loads(tmp_path) == {"vLLM": (16, 32) * fine}
     assert at(8, "0.33.0").plain_loads == [8] * fine, "of another version nothing is known"
     (tmp_path / "readback.json").write_text("{")
-    assert plain_loads(tmp_path, "vLLM") == ()
+    assert plain_loads(tmp_path) == {}
 
 
 def test_speeds_are_pooled_over_prompts() -> None:
@@ -366,7 +365,7 @@ def test_the_command_for_ci_and_the_report(make: Callable[..., Engine], run: Pat
         assert done.exit_code == 0
         tree = json.loads(done.stdout)
         assert tree == json.loads((tmp_path / "out.json").read_text())
-        assert (tree["format"], tree["engine"], tree["agrees"]) == (2, "vllm", True)
+        assert (tree["format"], tree["engine"], tree["agrees"]) == (3, "vLLM", True)
         assert [(row["text"], row["prompts"], row["how"]["tau"]) for row in tree["measured"]] == [
             ("served", 6, "served"),
             ("served", 6, "replay"),

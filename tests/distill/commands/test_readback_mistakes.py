@@ -17,15 +17,16 @@ from page_server import page_server
 from readback_run import GAMMA, read
 from refusals import refused
 
-from data.responses import engine_client
-from data.responses.engine_client import Answer
-from data.responses.engine_counts import RequestCounts
 from distill.commands.options import ReadbackOptions
 from distill.commands.readback import source
 from distill.commands.readback.asking import AnswerFile, Asked
 from distill.commands.readback.causes import acceptance_causes
 from distill.commands.readback.comparison import Counted, Replayer, count
 from distill.commands.readback.readback import readback_command
+from distill.engines.protocol import client as engine_client
+from distill.engines.protocol.client import Answer
+from distill.engines.protocol.counts import RequestCounts
+from distill.engines.protocol.engine import engine_in
 from distill.export.load_table import GAMMA_WITHOUT_VERDICT
 from distill.faults import Interrupted
 from distill.run.frozen_text import FrozenText
@@ -138,7 +139,7 @@ def test_ctrl_c_says_what_goes_on(make: Callable[..., Engine], run: Path, monkey
         return ask(own, prompt_ids, settings, key)
 
     monkeypatch.setattr(engine_client.EngineClient, "ask", stopped)
-    with pytest.raises(Interrupted, match=r"3 answers are kept in .*served\.jsonl .*--resume"):
+    with pytest.raises(Interrupted, match=r"3 answers are kept in .*readback\.jsonl .*--resume"):
         read(make(), run)
 
 
@@ -178,7 +179,8 @@ def counted_of(accepted: list[list[int]], drafted: list[list[int]], tokens: int,
         counts = RequestCounts(engine, sum(kept), sum(tried), *blocks)
         answers.append(Answer("", [5] * tokens, "", False, 1.0, counts, tokens, {}))
     texts = [HeldoutResponse("", "", [1], [5] * tokens, [0.0] * tokens) for _ in answers]
-    return count(Asked(DecodeSettings(), texts, answers), GAMMA)
+    named = engine_in("vLLM" if engine == "vllm" else engine)
+    return count(Asked(DecodeSettings(), texts, answers, engine=named), GAMMA)
 
 
 def test_a_gamma_that_varies_is_the_cause_and_no_other_draft() -> None:
@@ -206,7 +208,7 @@ def test_llama_cpps_answer_without_counts_was_not_drafted() -> None:
     counts = RequestCounts("llama.cpp", 10, 30, None, None)
     answers = [Answer("", [5] * 21, "", False, 1.0, counts, 21, {}), Answer("", [5] * 3, "", True, 1.0, None, 3, {})]
     texts = [HeldoutResponse("", "", [1], [5] * one.tokens, [0.0] * one.tokens) for one in answers]
-    counted = count(Asked(DecodeSettings(), texts, answers), GAMMA)
+    counted = count(Asked(DecodeSettings(), texts, answers, engine=engine_in("llama.cpp")), GAMMA)
     assert (counted.tokens, counted.blocks) == (22, 12)
 
 

@@ -23,14 +23,12 @@ from safetensors.torch import save_file
 
 from data.responses.engine_http import listening
 from distill.commands import serve as module
-from distill.commands.export import export_run
-from distill.commands.options import ExportOptions, ServeOptions
-from distill.commands.serve import _read_export as read_export
-from distill.commands.serve import convert, dequantised, engine_words, serve, started
+from distill.commands.options import ServeOptions
+from distill.commands.serve import engine_words, read_export, serve, started
 from distill.config.layout import SERVING_FORMAT
-from distill.export.engines.servers import llamacpp_server
-from distill.export.engines.servers.llamacpp_server import gguf_of
-from distill.export.facts import EngineFacts
+from distill.engines import llama_cpp
+from distill.engines.llama_cpp import gguf_of
+from distill.engines.protocol.facts import EngineFacts
 from distill.faults import INTERRUPTED, MISTAKE, exit_status
 from distill.models.load import EMBEDDED_FOLDER
 from speculative.errors import UserError
@@ -106,7 +104,8 @@ def start(options: ServeOptions, out: Path) -> None:
 
 
 def words_of(options: ServeOptions) -> list[str]:
-    return engine_words(options, *read_export(options.run))[1]
+    directory, facts = read_export(options.run)
+    return engine_words(options, directory, facts, module._target(options, directory, facts.target))[1]
 
 
 def test_the_command_is_made_from_the_facts_and_not_read(options: ServeOptions) -> None:
@@ -127,32 +126,6 @@ def test_the_command_is_made_from_the_facts_and_not_read(options: ServeOptions) 
     assert alone[2:] == ["some/target", *end]
 
 
-def test_openvino_runs_behind_our_server_in_its_own_environment(tmp_path: Path, options: ServeOptions) -> None:
-    converter = tmp_path / "bin" / "optimum-cli"
-    converter.write_text("#!/bin/sh\n")
-    converter.chmod(0o755)
-    sampled = replace(options, engine="openvino")
-    directory = write_export(tmp_path / "greedy", sampling={"temperature": 0.0})
-    words = words_of(replace(sampled, run=directory, words=["--draft-weights", "int8"]))
-    assert (words[0], Path(words[1]).name, words[2]) == (
-        str(converter.with_name("python")),
-        "openvino_server.py",
-        "some/target",
-    )
-    assert words[3:5] == ["--store", f"{directory}-openvino"]
-    # It drafts token by token: the gamma of that way.
-    assert words[5:9] == ["--draft", str(directory), "--gamma", "5"]
-    assert words[9:] == ["--host", "127.0.0.1", "--port", str(options.port), "--draft-weights", "int8"]
-    assert words_of(replace(sampled, run=directory, alone=True))[5] == "--host"
-    # What the engine refuses of the pair does not concern the target alone.
-    assert words_of(replace(sampled, alone=True))[2] == "some/target"
-    (directory / "serving.json").write_text(
-        json.dumps({"format": SERVING_FORMAT, "facts": FACTS | {"sampling": {"temperature": 0.7}}})
-    )
-    with pytest.raises(UserError, match="OpenVINO GenAI refuses this pair: at temperature > 0"):
-        words_of(replace(sampled, run=directory))
-
-
 def test_llama_cpp_is_converted_in_our_environment_and_takes_its_own_flags(
     tmp_path: Path, options: ServeOptions
 ) -> None:
@@ -162,12 +135,12 @@ def test_llama_cpp_is_converted_in_our_environment_and_takes_its_own_flags(
     directory = write_export(tmp_path / "gguf", sampling={"temperature": 0.7})
     asked = replace(options, run=directory, engine="llama.cpp", words=["--draft-weights", "q4_k_m"])
     words = words_of(asked)
-    assert (words[0], Path(words[1]).name, words[2]) == (sys.executable, "llamacpp_server.py", "some/target")
-    assert words[3:7] == ["--store", f"{directory}-gguf", "--program", str(program)]
+    assert words[:5] == [sys.executable, "-P", "-m", "distill.engines.llama_cpp", "some/target"]
+    assert words[5:9] == ["--store", f"{directory}-gguf", "--program", str(program)]
     # It drafts token by token: the gamma of that way.
     draft = ["--draft", str(directory), "--spec-type", "draft-simple", "--spec-draft-n-max", "5"]
-    assert words[7:13] == draft
-    assert words[13:17] == ["-c", "64", "--temp", "0.7"]
+    assert words[9:15] == draft
+    assert words[15:19] == ["-c", "64", "--temp", "0.7"]
     assert words[-2:] == ["--draft-weights", "q4_k_m"]
     alone = words_of(replace(asked, alone=True))
     assert alone == [word for word in words if word not in draft]
@@ -182,9 +155,9 @@ def test_a_gguf_file_that_is_gone_is_made_again_and_a_failed_one_leaves_nothing(
         made.append(weights)
         return ["sh", "-c", f"echo x > {shlex.quote(str(to))}; exit {int(fails)}"]
 
-    monkeypatch.setattr(llamacpp_server, "_source", lambda: tmp_path)
-    monkeypatch.setattr(llamacpp_server, "_converter", words)
-    monkeypatch.setattr(llamacpp_server, "_quantizer", lambda _, base, to, weights: words("", weights, to))
+    monkeypatch.setattr(llama_cpp, "_source", lambda: tmp_path)
+    monkeypatch.setattr(llama_cpp, "_converter", words)
+    monkeypatch.setattr(llama_cpp, "_quantizer", lambda _, base, to, weights: words("", weights, to))
     store = tmp_path / "store"
     file = gguf_of("model", store / "target", "q8_0", tmp_path)
     gguf_of("model", store / "target", "q8_0", tmp_path)
@@ -195,7 +168,7 @@ def test_a_gguf_file_that_is_gone_is_made_again_and_a_failed_one_leaves_nothing(
     assert [one.name for one in files] == [
         f"target-{kind}.{end}" for kind in ("auto", "q8_0") for end in ("gguf", "json")
     ]
-    monkeypatch.setattr(llamacpp_server, "_converter", functools.partial(words, fails=True))
+    monkeypatch.setattr(llama_cpp, "_converter", functools.partial(words, fails=True))
     assert "does not convert it to f16" in refused(gguf_of, "model", store / "target", "f16", tmp_path)
     assert sorted(store.iterdir()) == files
 
@@ -206,54 +179,10 @@ def test_a_target_that_the_hub_does_not_deliver_is_one_line(tmp_path: Path, monk
 
     (tmp_path / "convert_hf_to_gguf.py").touch()
     monkeypatch.setenv("LLAMA_CPP", str(tmp_path))
-    monkeypatch.setattr(llamacpp_server, "load_tokenizer", lambda _: None)
-    monkeypatch.setattr(llamacpp_server, "snapshot_download", gone)
+    monkeypatch.setattr("distill.models.load.load_tokenizer", lambda _: None)
+    monkeypatch.setattr("distill.models.files.gguf.pre_tokenizer_name", lambda _: None)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", gone)
     assert "did not deliver it (no network)" in refused(gguf_of, "some/target", tmp_path / "target", "auto", tmp_path)
-
-
-def test_what_no_engine_converts_is_refused_before_the_export_is_written(tmp_path: Path) -> None:
-    for engine, weights, told in (
-        ("vllm", "q8_0", "this engine reads the export itself"),
-        *(("llama.cpp", wrong, f"--weights {wrong}: give") for wrong in (",q4_k_m", "q8_0,", " ", "q8_0,,q4", "a,b,c")),
-    ):
-        assert told in refused(export_run, ExportOptions(tmp_path, tmp_path / "to", engine=engine, weights=weights))
-
-
-def test_only_an_engine_with_a_format_of_its_own_converts(options: ServeOptions) -> None:
-    with pytest.raises(UserError, match="--engine vllm: this engine reads the export itself"):
-        convert(options)
-    with pytest.raises(UserError, match=r"--engine ollama.*known: vllm, llama.cpp, openvino"):
-        convert(replace(options, engine="ollama"))
-
-
-def test_a_conversion_that_fails_is_told(tmp_path: Path, options: ServeOptions) -> None:
-    for name, text in (("optimum-cli", ""), ("python", "#!/bin/sh\nexit 3\n")):
-        (tmp_path / "bin" / name).write_text(text)
-        (tmp_path / "bin" / name).chmod(0o755)
-    directory = write_export(tmp_path / "greedy", sampling={"temperature": 0.0})
-    with pytest.raises(UserError, match="OpenVINO GenAI: the conversion ended with status 3"):
-        convert(replace(options, run=directory, engine="openvino", port=0))
-
-
-def test_weights_in_openvinos_format_are_multiplied_out_once(
-    options: ServeOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By a program of its environment; any other model is left alone."""
-    place = tmp_path / "draft-int8"
-    place.mkdir()
-    assert dequantised(str(place)) == str(place), "no model in that format"
-    (place / "openvino_model.xml").touch()
-    monkeypatch.setattr(module, "BUILT", tmp_path)
-    assert "OpenVINO GenAI is not installed" in refused(dequantised, str(place))
-    for name, text in (("optimum-cli", ""), ("python", '#!/bin/sh\nbasename "$1" >> "$2/asked"\n[ ! -e "$2/bad" ]\n')):
-        (tmp_path / "bin" / name).write_text(text)
-        (tmp_path / "bin" / name).chmod(0o755)
-    assert dequantised(str(place)) == str(place)
-    (place / "bad").touch()
-    assert "its weights cannot be read" in refused(dequantised, str(place))
-    (place / "model.safetensors").touch()
-    dequantised(str(place))
-    assert (place / "asked").read_text().split() == ["openvino_weights.py"] * 2
 
 
 def test_an_engine_is_started_at_another_gamma_and_ends_with_the_block(options: ServeOptions) -> None:
@@ -275,14 +204,14 @@ def test_llama_cpp_gets_room_for_all_requests_and_only_the_draft_proposes(
 ) -> None:
     found = list[tuple[ServeOptions, EngineFacts]]()
 
-    def words(options: ServeOptions, directory: Path, facts: EngineFacts) -> tuple[str, list[str]]:
+    def words(options: ServeOptions, directory: Path, facts: EngineFacts, target: str) -> tuple[str, list[str]]:
         found.append((options, facts))
         raise UserError("seen")
 
     monkeypatch.setattr(module, "engine_words", words)
     lookup = Measured("draft + lookup", "greedy", gamma=4, then_gamma=2)
     _, facts = read_export(options.run)
-    monkeypatch.setattr(module, "_read_export", lambda path: (path, replace(facts, together=lookup)))
+    monkeypatch.setattr(module, "read_export", lambda path: (path, replace(facts, together=lookup)))
     for alone in (False, True):
         with (
             pytest.raises(UserError, match="seen"),
@@ -449,13 +378,13 @@ def test_the_actual_files_are_checked_before_the_engine_starts(
         shutil.copy(EMBEDDED_FOLDER / name, directory)
     save_file({}, directory / "model.safetensors")
     words = words_of(replace(options, target="embedded"))
-    module._check_files("vLLM", words, directory)
+    module._check_files("vLLM", words, directory, words[2])
     assert capsys.readouterr().err == ""
     with pytest.raises(UserError, match=r"embedded|export: breaks vLLM 0\.32: .*--tensor-parallel-size 3"):
-        module._check_files("vLLM", [*words, "-tp", "3"], directory)
+        module._check_files("vLLM", [*words, "-tp", "3"], directory, words[2])
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 64}))
-    module._check_files("vLLM", words, directory)
+    module._check_files("vLLM", words, directory, words[2])
     assert "note for every engine: the draft's context is 64 tokens" in capsys.readouterr().err
     (directory / "config.json").write_text(json.dumps(config | {"vocab_size": 4000}))
     with pytest.raises(UserError, match=r"breaks vLLM 0\.32: .*vocab_size 4000 in the draft"):

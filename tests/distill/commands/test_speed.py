@@ -18,8 +18,6 @@ from readback_run import GAMMA
 from refusals import refused
 from rich.console import Console
 
-from data.responses.engine_client import Answer, EngineClient
-from data.responses.engine_counts import RequestCounts
 from distill.commands.compare.compare import compare_command
 from distill.commands.compare.screen import engine_table
 from distill.commands.options import CompareOptions, ProbeOptions, ReadbackOptions
@@ -30,6 +28,8 @@ from distill.commands.readback.readback import readback_command
 from distill.commands.readback.source import _gammas
 from distill.commands.readback.speed import check_speed, seen_in
 from distill.config.layout import ENGINE_COSTS, VERDICT
+from distill.engines.protocol.client import Answer, EngineClient
+from distill.engines.protocol.counts import RequestCounts
 from distill.export.load_table import gamma_plan
 from distill.report.measured import engine_parts
 from distill.report.page import write_page
@@ -45,7 +45,7 @@ LOADS = (1, 4)
 
 
 def costs_of(
-    step: float = 0.01, draft: float = 0.001, engine: str = "vllm 0.32.0", prefill: float = 0.0
+    step: float = 0.01, draft: float = 0.001, engine: str = "vLLM 0.32.0", prefill: float = 0.0
 ) -> EngineCosts:
     """An engine whose step takes `step` and 10 % more for each request, and a draft call `draft`."""
     seconds = {
@@ -100,7 +100,7 @@ def test_every_view_shows_the_one_prediction(timed_run: Path, capsys: pytest.Cap
         assert shown in screen
         assert shown in page
     for text in (screen, page):
-        assert "predicted (engine vllm 0.32.0)" in text
+        assert "predicted (engine vLLM 0.32.0)" in text
         assert "plain decoding is faster" in text
     (timed_run / ENGINE_COSTS).unlink()
     assert "predicted (engine" not in write_page(timed_run).read_text()
@@ -114,7 +114,7 @@ def test_compare_predicts_in_the_engine_without_the_targets_weights(timed_run: P
     names = [str(timed_run), str(other), f"lookup+{timed_run}"]
     result, _ = compare_command(CompareOptions(names, timing=False))
     first, without, lookup = result.ways
-    assert first.engine == "predicted (engine vllm 0.32.0)"
+    assert first.engine == "predicted (engine vLLM 0.32.0)"
     assert (without.engine, list(without.in_engine), list(lookup.in_engine)) == (None, [], [])
     taus, row = dict(zip(first.gammas, first.taus, strict=True)), result.row(first.way)
     expected = costs_of().rows(taus, result.rule, row.tokens / row.prompts)
@@ -130,7 +130,7 @@ def test_probe_plans_with_the_engines_times(timed_run: Path, tmp_path: Path) -> 
     for options in (ProbeOptions("embedded", ["x"], engine_costs=file), ProbeOptions("embedded", [str(timed_run)])):
         plan = read_plan(options)
         assert (plan.batch_sizes, plan.gammas) == ([1, 4], [1, 3])
-        assert "times are those of vllm 0.32.0" in assumptions(plan, "")[0]
+        assert "times are those of vLLM 0.32.0" in assumptions(plan, "")[0]
         assert "--gammas and --batch-sizes are not used" in assumptions(plan, "")[0]
         assert plan.costs_of(None, 4).target_seconds == pytest.approx(0.014)
         assert plan.costs_of(SimpleNamespace(parallel=False), 4) == plan.costs_of(None, 4)
@@ -163,20 +163,20 @@ def verdict_of(**more: Any) -> Verdict:
 def test_only_the_engine_that_was_timed_gets_its_gammas() -> None:
     verdict = verdict_of(engine=costs_of())
     runs = {row.concurrency: row.gamma for row in verdict.engine_rows}
-    plan = gamma_plan(verdict, engine="vllm")
+    plan = gamma_plan(verdict, engine="vLLM")
     assert plan.gamma == runs[1] > 0
     assert plan.by_load[0][2] == runs[1]
-    assert plan.source == "predicted (engine vllm 0.32.0)"
-    assert gamma_plan(verdict, engine="openvino") == gamma_plan(verdict) == gamma_plan(verdict_of())
-    never = gamma_plan(verdict_of(engine=costs_of(draft=0.1)), engine="vllm")
+    assert plan.source == "predicted (engine vLLM 0.32.0)"
+    assert gamma_plan(verdict, engine="SGLang") == gamma_plan(verdict) == gamma_plan(verdict_of())
+    never = gamma_plan(verdict_of(engine=costs_of(draft=0.1)), engine="vLLM")
     assert (never.gamma, never.gain, never.by_load) == (3, False, ((1, 4096, 0),))
 
 
 def test_readback_expects_the_gammas_of_the_engine_first(run: Path, frozen: FrozenText, draft: Any) -> None:
     verdict = verdict_of(engine=costs_of(draft=0.004))
-    best = gamma_plan(verdict, engine="vllm").gamma
+    best = gamma_plan(verdict, engine="vLLM").gamma
     assert best != 3
-    found = _gammas(ReadbackOptions("", run), frozen, verdict, Draft(draft), "vllm")
+    found = _gammas(ReadbackOptions("", run), frozen, verdict, Draft(draft), "vLLM")
     assert (found[0], 3 in found) == (best, True)
 
 
@@ -199,7 +199,7 @@ def asked(seconds: float, blocks: int, tokens: int = 11, load: int = 4) -> Asked
 )
 def test_the_difference_is_split_into_acceptance_and_steps(seconds: float, blocks: int, holds: bool, told: str) -> None:
     verdict = verdict_of(engine=costs_of())
-    found = check_speed(verdict, 4, asked(seconds, blocks), ["vllm 0.32.0: seen"], "sample")
+    found = check_speed(verdict, 4, asked(seconds, blocks), ["vLLM 0.32.0: seen"], "sample")
     predicted = 2.5 * 0.014 / 0.029
     assert found.predicted.speed_up == pytest.approx(predicted)
     assert found.served.speed_up == pytest.approx(0.14 / seconds)
@@ -208,27 +208,25 @@ def test_the_difference_is_split_into_acceptance_and_steps(seconds: float, block
     assert (1 + found.of_tau) * (1 + found.of_costs) == pytest.approx(1 + found.difference)
     assert found.holds == holds
     assert told in "; ".join(found.causes)
-    assert ("vllm 0.32.0: seen" in found.causes) == ("blocks" in told), (
+    assert ("vLLM 0.32.0: seen" in found.causes) == ("blocks" in told), (
         "slow steps are a cause only where steps are slow"
     )
 
 
 def test_the_log_of_each_engine_is_read(tmp_path: Path) -> None:
     """Waiting requests explain slow steps only where there are more requests than the engine decodes at a time."""
-    assert seen_in(tmp_path, "vllm 0.32.0", 4) == []
+    assert seen_in(tmp_path, "vLLM 0.32.0", 4) == []
     (tmp_path / "vllm.log").write_text("x enforce_eager=True, y\n")
     (tmp_path / "llama.cpp.log").write_text(
         "cmn init: llama threadpool init, n_threads = 1\nsrv load_model: initializing, n_slots = 4, n_ctx_slot = 384, kv_unified = 'true'\n"
     )
-    (tmp_path / "openvino.log").write_text("OpenVINO GenAI 1: gamma 31, decodes up to 8 requests at a time, {}\n")
-    (told,) = seen_in(tmp_path, "vllm 0.32.0", 4)
-    assert told.startswith("vllm 0.32.0: graphs are not engaged")
+    (told,) = seen_in(tmp_path, "vLLM 0.32.0", 4)
+    assert told.startswith("vLLM 0.32.0: graphs are not engaged")
     assert told.endswith("(vllm.log)")
     (shared,) = seen_in(tmp_path, "llama.cpp b1-0c1e570", 4)
     assert "cache of all requests" in shared
     waiting, _ = seen_in(tmp_path, "llama.cpp b1-0c1e570", 5)
     assert "it decodes 4 requests at a time and the others wait" in waiting
-    assert [len(seen_in(tmp_path, "openvino 1", load)) for load in (8, 9)] == [0, 1]
 
 
 def test_gamma_by_load_is_refused() -> None:

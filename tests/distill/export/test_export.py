@@ -19,11 +19,12 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 from transformers.generation.utils import GenerationMixin
 
+from distill.engines.protocol.facts import EngineFacts
+from distill.engines.protocol.verdict import check
 from distill.export import export as export_module
 from distill.export.card import model_card
-from distill.export.engine import check
 from distill.export.export import export_draft
-from distill.export.facts import EngineFacts, RunFacts, read_run
+from distill.export.facts import RunFacts, read_run
 from distill.export.load_table import gamma_plan
 from distill.models.load import base_of_adapter
 from distill.models.vocabulary import repair_rows

@@ -9,7 +9,7 @@ from test_engines import GOOD, calls
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from distill.export.engine import check
+from distill.engines.protocol.verdict import check
 from distill.models.files.gguf import LLAMA3, QWEN2, pre_tokenizer_name
 from distill.models.load import load_tokenizer
 

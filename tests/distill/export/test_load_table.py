@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from test_engines import GOOD, options, tensorrt_file
 
-from distill.export.engine import check, check_all
-from distill.export.facts import EngineFacts
-from distill.export.load_table import drafts_by, gamma_plan, load_words
+from distill.engines.protocol.facts import EngineFacts
+from distill.engines.protocol.verdict import check, check_all
+from distill.export.load_table import drafts_by, gamma_plan
 from distill.run.verdict_record import DraftOf, Verdict
 from speculative.measure.measured import DRAFT, TARGET, Measured
 
@@ -76,7 +76,10 @@ def test_nothing_measured_under_load_has_no_table_and_no_note() -> None:
 
 
 def test_ranges_in_words() -> None:
-    assert load_words([(1, 1, 5), (2, 11, 3), (12, 4096, 0)]) == "1: gamma 5; 2 to 11: gamma 3; from 12: plain decoding"
+    assert (
+        EngineFacts.load_words([(1, 1, 5), (2, 11, 3), (12, 4096, 0)])
+        == "1: gamma 5; 2 to 11: gamma 3; from 12: plain decoding"
+    )
 
 
 LOADED = replace(GOOD, gamma=6, gamma_by_load=((1, 1, 6), (2, 11, 3), (12, 4096, 0)))
@@ -98,9 +101,9 @@ def test_a_row_of_gamma_0_waits_for_a_readback_at_its_load() -> None:
     (warning,) = check("vLLM", LOADED).warnings
     for word in ("from 12: plain decoding", "vllm#49548", "0.27.1", "2026-08-24", "drafts 1 token", "--concurrency N"):
         assert word in warning
-    elsewhere = replace(LOADED, plain_loads=(1, 8))
+    elsewhere = replace(LOADED, plain_loads={"vLLM": (1, 8), "SGLang": (16,)})
     assert schedule_of(elsewhere) == schedule_of(LOADED)
-    fine = replace(LOADED, plain_loads=(16,))
+    fine = replace(LOADED, plain_loads={"vLLM": (16,)})
     assert schedule_of(fine) == [[1, 1, 6], [2, 11, 3], [12, 4096, 0]]
     assert check("vLLM", fine).warnings == []
     first = replace(GOOD, gamma=2, gamma_by_load=((1, 1, 0), (2, 4096, 2)))

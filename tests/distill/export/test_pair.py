@@ -14,7 +14,7 @@ from transformers import Gemma3nTextConfig, LlamaConfig
 from typer.testing import CliRunner
 
 from distill import cli
-from distill.export.facts import _shape
+from distill.engines.protocol.facts import _shape
 from distill.export.pair import check_pair
 from distill.models.files.gguf import read_gguf
 from distill.models.load import load_model
@@ -188,7 +188,7 @@ def test_what_may_not_start_in_an_engine_is_said_with_its_thread(target, tmp_pat
     assert [one.engines for one in found(mixed, mixed) if one.breaks] == [(VLLM,)]
 
 
-@pytest.mark.parametrize("plain_loads", [[], [64]])
+@pytest.mark.parametrize("plain_loads", [{}, {"vLLM": [64]}])
 def test_a_row_of_gamma_0_of_an_export_is_said(target, draft, plain_loads):
     facts = {
         "target": "t",

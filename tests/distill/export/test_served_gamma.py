@@ -11,12 +11,11 @@ from test_export import PADDED_ROWS, export, make_llama, make_tokenizer, make_ve
 
 from distill.commands.options import ReadbackOptions, ServeOptions
 from distill.commands.readback.source import _gammas
-from distill.commands.serve import _read_export as read_export
-from distill.commands.serve import engine_words
+from distill.commands.serve import engine_words, read_export
 from distill.config.layout import best_student
-from distill.export.engine import check
-from distill.export.facts import EngineFacts
-from distill.export.load_table import gamma_plan, load_words
+from distill.engines.protocol.facts import EngineFacts
+from distill.engines.protocol.verdict import check
+from distill.export.load_table import gamma_plan
 from distill.models.target import load_target_side
 from distill.verdict.conclusion import serve_commands
 from speculative.measure.engine_costs import EngineCosts, ratios_of, step_costs
@@ -56,7 +55,7 @@ def test_one_table_of_gammas_everywhere(tmp_path, pair, monkeypatch, measured, g
     assert serving["gamma_by_load"] == serving["facts"]["gamma_by_load"] == table
     page = (report.path / "SERVING.md").read_text()
     assert f"draft gamma = {gamma} tokens" in page
-    assert f"measured on the run's machine): {load_words(table)}." in page
+    assert f"measured on the run's machine): {EngineFacts.load_words(table)}." in page
     assert f"use gamma {gamma} (" in (report.path / "README.md").read_text()
     assert json.loads((report.path / "generation_config.json").read_text())["num_assistant_tokens"] == gamma
 
@@ -64,7 +63,9 @@ def test_one_table_of_gammas_everywhere(tmp_path, pair, monkeypatch, measured, g
     program.write_text("")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    words = engine_words(ServeOptions(report.path, target=str(pair / "target")), *read_export(report.path))[1]
+    words = engine_words(
+        ServeOptions(report.path, target=str(pair / "target")), *read_export(report.path), str(pair / "target")
+    )[1]
     started = json.loads(words[words.index("--speculative-config") + 1])
     written = [[first, last, at or 1] for first, last, at in table]  # a row of 0 waits for a readback
     assert (started["num_speculative_tokens"], started["num_speculative_tokens_per_batch_size"]) == (gamma, written)
@@ -93,11 +94,11 @@ def test_the_engine_that_was_timed_has_its_own_gammas_on_every_page(tmp_path, pa
     seconds = {(n, gamma): 0.01 * (1 + 0.05 * n * (gamma + 1)) + 0.002 * gamma for n in (1, 16) for gamma in (0, 1, 4)}
     costs = step_costs(seconds, parallel=False)
     ratios = {one.batch_size: ratios_of(one, [one, one]) for one in costs}
-    engine = EngineCosts(format=1, engine="vllm 0.32.0", device="d", flags=["/home/me"], costs=costs, ratios=ratios)
+    engine = EngineCosts(format=1, engine="vLLM 0.32.0", device="d", flags=["/home/me"], costs=costs, ratios=ratios)
     verdict = make_verdict([timed(DRAFT, 3), timed(DRAFT, 3, concurrency=4)]).model_copy(
         update={"engine": engine, "replay": {gamma: 1 + 0.55 * gamma for gamma in range(5)}}
     )
-    plan = gamma_plan(verdict, engine="vllm")
+    plan = gamma_plan(verdict, engine="vLLM")
     assert plan.gamma != gamma_plan(verdict).gamma == 3
     report = export(best_student(pair), pair / "target", tmp_path / "out", verdict=verdict)
     serving, page = json.loads((report.path / "serving.json").read_text()), (report.path / "SERVING.md").read_text()
@@ -106,9 +107,9 @@ def test_the_engine_that_was_timed_has_its_own_gammas_on_every_page(tmp_path, pa
     written = [(first, last, gamma or 1) for first, last, gamma in plan.by_load]
     assert json.dumps(written, separators=(",", ":")) in commands["vLLM"]
     assert "--speculative-num-steps 3" in commands["SGLang"]
-    assert f"The vllm command uses these gammas: {load_words(plan.by_load)}." in page
+    assert f"The vLLM command uses these gammas: {EngineFacts.load_words(plan.by_load)}." in page
     for row in verdict.engine_rows:
         assert row.gamma not in (1, 4) or f"{row.speed_up:.2f}x" in page
-    assert "predicted (engine vllm 0.32.0)" in page
+    assert "predicted (engine vLLM 0.32.0)" in page
     _, facts = read_export(report.path)
     assert check("vLLM", facts).command == commands["vLLM"], "what serve starts"

@@ -9,7 +9,7 @@ from gateway_server import HTTP, running_gateway
 from running_app import running_app
 from scripted_engine import ScriptedEngine
 
-from data.responses.engine_metrics import Page, parse_page
+from distill.engines.protocol.counters import Page, parse_page
 
 DASHBOARD = json.loads((Path(__file__).parents[3] / "configs" / "grafana.json").read_text(encoding="utf-8"))
 QUERIES = [target["expr"] for panel in DASHBOARD["panels"] for target in panel["targets"]]

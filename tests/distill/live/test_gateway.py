@@ -19,7 +19,8 @@ from processes import until
 from running_app import running_app
 from scripted_engine import ACCEPTED, DRAFTED, IDS, ScriptedEngine
 
-from data.responses.engine_metrics import counts_of, parse_page
+from distill.engines.protocol.counters import parse_page
+from distill.engines.protocol.engine import counts_of
 from distill.live.arms import ARMS, Arm, Arms, write_arms
 from distill.live.gateway import app as gateway_app
 from distill.live.gateway import limits

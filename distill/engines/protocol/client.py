@@ -14,44 +14,14 @@ import httpx2
 
 from data.responses.endpoint import Choice, EndpointTarget, request_of
 from data.responses.endpoint_keys import Endpoint, is_address, root_of
-from data.responses.engine_counts import CountsError, RequestCounts, read_counts
 from data.responses.engine_http import engine_http, page_at, within
-from data.responses.engine_metrics import PAGES, ServerCounts, counts_of, mean_length, parse_page
+from distill.engines.protocol.counters import PAGES, ServerCounts, parse_page
+from distill.engines.protocol.counts import CountsError, RequestCounts
+from distill.engines.protocol.engine import STREAM, UNKNOWN, Engine, counts_of, known_engines, read_counts
 from speculative.decoder.responses import DecodeSettings
 from speculative.errors import UserError
 from speculative.measure.engine_costs import Stream
 
-ENGINES = {
-    "vllm": "vllm",
-    "sglang": "sglang",
-    "llamacpp": "llama.cpp",
-    "llama.cpp": "llama.cpp",
-    "tensorrt_llm": "tensorrt-llm",
-    "openvino": "openvino",
-}
-# Where an engine states its version: path, key, and the engine that has this path.
-_VERSIONS = (
-    ("/version", "version", ""),
-    ("/server_info", "version", "sglang"),
-    ("/get_server_info", "version", "sglang"),
-    ("/props", "build_info", "llama.cpp"),
-)
-# Request options that return counts or token ids, and to stream them: only vLLM's streams are known to have both.
-_STREAM: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
-_EXTRAS: dict[str, dict[str, Any]] = {
-    "vllm": _STREAM,
-    "sglang": {"return_spec_tokens_details": True},
-    "llama.cpp": {"return_tokens": True, "logprobs": 1},
-}
-# What a timed request has instead: it is streamed, as users ask, and no turn finds its prompts in a cache (vLLM's by `cache_salt`).
-# llama-server tells the tokens of each part; its ids need probabilities, computed only for tokens that were not drafted, so
-# they would slow plain decoding alone.
-_TIMED: dict[str, dict[str, Any]] = {
-    "vllm": _STREAM | {"cache_salt": str(time.time_ns())},
-    "openvino": _STREAM,
-    "llama.cpp": _STREAM | {"cache_prompt": False, "timings_per_token": True},
-}
-# llama-server closes a connection after every stream without announcing it, and a request at that moment would get no answer.
 _LAST = {"connection": "close"}
 _SETTLED_SECONDS, _LONGEST_SETTLING = 0.1, 5.0
 
@@ -89,7 +59,8 @@ class EngineClient(EndpointTarget):
             raise UserError(f"{url or 'no address'}: give the address of the API, e.g. http://127.0.0.1:8000/v1")
         self.root = root_of(url)  # the server itself, where its counters are
         super().__init__(Endpoint(url=f"{self.root}/v1", retries=0, **how), tokenizer, vocab_rows)
-        self.engine, self.version = "unknown", ""
+        self.engine: Engine = UNKNOWN
+        self.version = ""
         self.timed = False  # whether only time and counts matter, not token ids
         self._as_text = False
 
@@ -100,12 +71,14 @@ class EngineClient(EndpointTarget):
         """
         self.check()
         owners = self._ask(lambda: [str(getattr(model, "owned_by", "")).lower() for model in self.client.models.list()])
-        self.engine = next((ENGINES[owner] for owner in owners if owner in ENGINES), "unknown")
-        for path, key, engine in _VERSIONS:
+        known = known_engines().values()
+        self.engine = next((one for one in known if {*owners} & {*one.dialect.owners}), UNKNOWN)
+        pages = [(path, key, one) for one in known for path, key in one.dialect.version_pages]
+        for path, key, engine in (("/version", "version", UNKNOWN), *pages):
             value = _json(_page(self.root + path, self.key)).get(key)
             if isinstance(value, str) and value:
                 self.version = value
-                self.engine = engine if engine and self.engine == "unknown" else self.engine
+                self.engine = engine if self.engine is UNKNOWN else self.engine
                 return
 
     def ask(self, prompt_ids: Sequence[int], settings: DecodeSettings, key: str) -> Answer:
@@ -113,15 +86,16 @@ class EngineClient(EndpointTarget):
 
         Raises UserError: the server is gone or cannot answer, tokens are outside the vocabulary, or counts contradict themselves.
         """
-        extras = self._timed(settings) if self.timed else {}
-        options = request_of(settings, key) | (extras or _EXTRAS.get(self.engine, {}))
+        dialect = self.engine.dialect
+        extras = dialect.timed(settings.seed) if self.timed else {}
+        options = request_of(settings, key) | dict(extras or dialect.asks)
         if self._as_text:  # The text already contains the special tokens.
             options |= {"add_special_tokens": False}
         import openai
 
         start = time.perf_counter()
         try:
-            headers = _LAST if self.engine == "llama.cpp" and options.get("stream") else None
+            headers = _LAST if dialect.closes_streams and options.get("stream") else None
             response = self._response(self._prompt(prompt_ids), headers, **options)
         except UserError as error:
             if self._as_text or not isinstance(error.__cause__, openai.BadRequestError):
@@ -140,7 +114,7 @@ class EngineClient(EndpointTarget):
         """
         url, counts, seconds, tokens, drafted = self.endpoint.url, None, list[float](), list[int](), list[int]()
         body = request_of(settings, "time") | {"model": self.model, "prompt": list(prompt_ids), "ignore_eos": True}
-        body |= {"stop_token_ids": []} | _STREAM | self._timed(settings)
+        body |= {"stop_token_ids": []} | STREAM | dict(self.engine.dialect.timed(settings.seed))
         http, sent, parts = self._streaming, time.perf_counter(), list[tuple[float, str]]()
         try:
             ended = within(self.endpoint.timeout, url, http.close)
@@ -152,13 +126,13 @@ class EngineClient(EndpointTarget):
             for second, line in parts:
                 part = json.loads(line.removeprefix("data: "))
                 counts = read_counts(part) or counts
-                timings = part.get("timings") or {}  # llama-server's, from the start of the response
                 ids = _ids_in((part.get("choices") or [{}])[0]) or ()
-                if (new := timings.get("predicted_n", sum(tokens) + len(ids)) - sum(tokens)) > 0:
+                made, tried = self.engine.dialect.progress(part) or (sum(tokens) + len(ids), 0)
+                if made > sum(tokens):
                     seconds.append(second)
-                    tokens.append(new)
-                if (said := timings.get("draft_n", 0)) > sum(drafted):
-                    drafted.append(said - sum(drafted))
+                    tokens.append(made - sum(tokens))
+                if tried > sum(drafted):
+                    drafted.append(tried - sum(drafted))
             if sum(tokens) != settings.max_tokens:
                 raise ValueError(f"{sum(tokens)} tokens are counted in a stream of {settings.max_tokens} tokens")
         except (httpx2.HTTPError, RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
@@ -179,7 +153,7 @@ class EngineClient(EndpointTarget):
         if (ids := _ids_in(choice)) is not None:
             ids = self._ended(ids, choice, settings.eos_ids)
         said = (body.get("usage") or {}).get("completion_tokens")
-        # llama-server lists only the last token of a character that takes several.
+        # Some engines list only the last token of a character that takes several.
         ids = None if ids is not None and isinstance(said, int) and len(ids) < said else ids
         tokens = len(ids) if ids is not None else int(body["usage"]["completion_tokens"])
         if not tokens:
@@ -201,11 +175,6 @@ class EngineClient(EndpointTarget):
         super().close()
         if (http := self.__dict__.pop("_streaming", None)) is not None:
             http.close()
-
-    def _timed(self, settings: DecodeSettings) -> dict[str, Any]:
-        """Options of a timed request to this engine; with another seed the cache is another."""
-        found = _TIMED.get(self.engine, {})
-        return {name: f"{value}-{settings.seed}" if name == "cache_salt" else value for name, value in found.items()}
 
     def scrape(self, settle: bool = False) -> ServerCounts | None:
         """Read the server's counters; None if it has none for drafts; UserError if they contradict themselves.
@@ -249,7 +218,7 @@ def _joined(stream: bytes) -> dict[str, Any]:
 
 
 def _ids_in(choice: Choice) -> list[int] | None:
-    """Return the token ids of a response from the keys of vLLM, SGLang or llama.cpp; None if there is only text."""
+    """Return the token ids of a response by any of the known keys; None if there is only text."""
     content = (choice.get("logprobs") or {}).get("content") or []
     for ids in (choice.get("token_ids"), choice.get("tokens"), [part.get("id") for part in content] or None):
         if isinstance(ids, list) and all(type(token) is int for token in ids):
@@ -268,12 +237,6 @@ def counters_of(root: str, key: str = "") -> ServerCounts | None:
         if found is not None:
             return found
     return None
-
-
-def mean_length_of(root: str, key: str = "") -> float | None:
-    """Return tokens per block since the server's start, for an SGLang that reports only this mean."""
-    page, info = (_page(root + path, key) for path in ("/metrics", "/server_info"))
-    return mean_length(parse_page(page or ""), _json(info))
 
 
 def _page(url: str, key: str) -> str | None:

@@ -10,17 +10,11 @@ import pytest
 import yaml
 from transformers import CONFIG_MAPPING
 
-from distill.export.engine import (
-    check,
-    check_all,
-    check_directory_name,
-    known_engines,
-    others,
-    places,
-    rerouted_word,
-    with_places,
-)
-from distill.export.facts import FULL, STATE, EngineFacts, OnePass, _layer_kinds, _lookups_of, gather_facts
+from distill.engines.protocol.engine import known_engines
+from distill.engines.protocol.facts import EngineFacts, OnePass, _layer_kinds, gather_facts
+from distill.engines.protocol.verdict import check, check_all, check_directory_name, others, places, with_places
+from distill.engines.vllm import rerouted_word
+from distill.export.facts import _lookups_of
 from distill.models.target import TargetSide
 from distill.run.verdict_record import DraftOf, Verdict
 from speculative.errors import UserError
@@ -28,6 +22,7 @@ from speculative.measure.measured import BY_BLOCK, BY_TOKEN, LOOKUP, LOOKUP_DRAF
 from speculative.measure.measured import DRAFT as JUDGED
 from speculative.rules.sampling import GREEDY, SamplingSettings
 
+FULL, STATE = EngineFacts.FULL, EngineFacts.STATE
 DRAFT, TARGET = "/models/my draft's $HOME", "org/target-8b"
 SERVED = SamplingSettings(temperature=0.8, top_p=0.95)
 # Sampled drafts are accepted more often than argmax drafts.

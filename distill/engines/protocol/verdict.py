@@ -1,17 +1,7 @@
-"""Whether each serving engine supports an independent draft, and the command that starts it. Pure functions from facts to verdicts.
+"""Whether each engine supports an independent draft, and the command that starts it. Pure functions from facts to verdicts."""
 
-Each engine has a file in distill/export/engines, which registers it, and a template in distill/export/templates with two macros.
-`command` uses `$DRAFT` and `$TARGET`, so it stays valid when the directory moves. `notes` is a list with a dash per entry.
-
-Rules at temperature > 0: with `sample` the draft samples, and a token is accepted with probability min(1, target/draft). With
-`greedy-draft` the draft proposes its argmax and the target samples. At temperature 0 every engine uses `greedy`.
-"""
-
-import importlib
 import json
-import pkgutil
 import shlex
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -19,13 +9,11 @@ from typing import Any
 
 import jinja2
 
-from distill.export import engines
-from distill.export.facts import EngineFacts
+from distill.engines.protocol.engine import Engine, known_engines
+from distill.engines.protocol.facts import EngineFacts
 from speculative.errors import UserError
 
-TEMPLATES = Path(__file__).parent / "templates"
-# If the draft's path contains one of these words, vLLM selects another speculation method and ignores the configuration.
-REROUTED_WORDS = ("eagle-", "eagle3", "dflash", "dspark")
+TEMPLATES = Path(__file__).parents[1] / "templates"
 # A quoted shell word can hold these characters, but the JSON and YAML around the path in the commands cannot.
 UNQUOTABLE = ('"', "\\", "\n")
 
@@ -46,66 +34,15 @@ class EngineVerdict:
     warnings: list[str]  # what it serves, but not as measured, or may not start
 
 
-@dataclass(frozen=True)
-class Service:
-    """How `understudy serve` starts an engine. The words are those of the template's macro `server`, or of `command` without one.
-
-    The first is looked for beside the program; $PROGRAM is the program itself, $PYTHON our own.
-    """
-
-    option: str  # value of --engine
-    program: str  # looked for in PATH, in our own environment and in `built`
-    built: str  # the environment that `make engines` makes
-    draft_options: tuple[str, ...]  # options with a value that `--alone` leaves out
-    script: Path | None = None  # $SERVER in the words
-    key_variable: str = ""  # environment variable of the engine's API key
-    counts: tuple[str, ...] = ()  # words with which it reports the drafts of each answer
-    room: str = ""  # words for many requests at a time, with places for their number and the tokens of all
-
-
-@dataclass(frozen=True)
-class Engine:
-    """An engine: its template, refusals and acceptance rule. `version`: the version whose source was read."""
-
-    name: str
-    version: str
-    template: str
-    order: int
-    rule: Callable[[EngineFacts], str]
-    refusals: Callable[[EngineFacts], list[str]] = lambda facts: []
-    row_slack: int = 0  # allowed difference in embedding rows
-    first_compared_id: int = 0  # strings of lower token ids may differ
-    equal_strings: bool = False  # the engine itself compares token strings
-    language: str = "bash"
-    one_pass: bool = False  # serves drafts that propose a block in one forward pass
-    reads_gguf: bool = False
-    warnings: Callable[[EngineFacts], list[str]] = lambda facts: []  # see `EngineVerdict`
-    service: Service | None = None  # None: `understudy serve` cannot start it
-
-
-_REGISTERED: dict[str, Engine] = {}
-
-
-def register(engine: Engine) -> None:
-    _REGISTERED[engine.name] = engine
-
-
-@cache
-def known_engines() -> dict[str, Engine]:
-    """Return every engine by name, in the order of SERVING.md."""
-    for module in pkgutil.iter_modules(engines.__path__):
-        importlib.import_module(f"{engines.__name__}.{module.name}")
-    return {one.name: one for one in sorted(_REGISTERED.values(), key=lambda one: one.order)}
-
-
 def check(name: str, facts: EngineFacts) -> EngineVerdict:
     """Judge one engine. A refused pair gets a command too, since the reasons say what to fix first."""
     assert facts.gamma >= 1
     engine = known_engines()[name]
     facts = _facts_of(engine, facts)
-    rule = "greedy" if facts.sampling is not None and facts.sampling.greedy else engine.rule(facts)
+    rule = engine.default_rule if engine.rule is None else engine.rule(facts)
+    rule = "greedy" if facts.sampling is not None and facts.sampling.greedy else rule
     reasons = [*_vocabulary_reasons(engine, facts), *engine.refusals(facts)]
-    page: Any = environment().get_template(engine.template).make_module({"facts": facts})
+    page = _page(engine, facts)
     return EngineVerdict(
         engine=engine.name,
         version=engine.version,
@@ -122,13 +59,19 @@ def check(name: str, facts: EngineFacts) -> EngineVerdict:
 
 def server_command(engine: Engine, facts: EngineFacts) -> str:
     """Return the shell text that `understudy serve` starts; it uses $DRAFT, $TARGET and the places of a `Service`."""
-    page: Any = environment().get_template(engine.template).make_module({"facts": _facts_of(engine, facts)})
+    page = _page(engine, _facts_of(engine, facts))
     return str(getattr(page, "server", page.command)()).strip()
+
+
+def _page(engine: Engine, facts: EngineFacts) -> Any:
+    """The macros of an engine's template: the file is named for the module that registers the engine."""
+    name = engine.key.replace(".", "_").replace("-", "_")
+    return environment(TEMPLATES).get_template(f"{name}.j2").make_module({"facts": facts, **engine.words(facts)})
 
 
 def _facts_of(engine: Engine, facts: EngineFacts) -> EngineFacts:
     """Return the facts for the way of drafting that the engine has, with its own gammas if it was timed."""
-    if facts.timed_in is not None and facts.timed_in.engine == engine.name.lower().split()[0]:
+    if facts.timed_in is not None and facts.timed_in.engine == engine.name:
         _, gamma, taus, by_load = facts.timed_in
         one_pass = facts.one_pass and facts.one_pass._replace(gamma=gamma, taus=taus)
         facts = replace(facts, gamma=gamma, taus=taus, gamma_by_load=by_load, one_pass=one_pass)
@@ -145,7 +88,7 @@ def check_all(facts: EngineFacts) -> list[EngineVerdict]:
 
 def others(facts: EngineFacts) -> list[str]:
     """Return a line for each engine that is listed without a verdict."""
-    return lines_of(environment().get_template("others.j2").render(facts=facts))
+    return lines_of(environment(TEMPLATES).get_template("others.j2").render(facts=facts))
 
 
 def places(draft: str, target: str) -> str:
@@ -161,10 +104,10 @@ def with_places(command: str, language: str, draft: str, target: str) -> str:
 
 
 @cache
-def environment() -> jinja2.Environment:
-    """Return the template environment. It escapes nothing: values are numbers or quoted words."""
+def environment(folder: Path) -> jinja2.Environment:
+    """Return the environment of the templates in a folder. It escapes nothing: values are numbers or quoted words."""
     made = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(TEMPLATES),
+        loader=jinja2.FileSystemLoader(folder),
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -178,23 +121,14 @@ def lines_of(text: str) -> list[str]:
     return [" ".join(entry.split()) for entry in f"\n{text}".split("\n- ")[1:]]
 
 
-def rerouted_word(path: str | Path) -> str | None:
-    """Return the word in `path` that makes vLLM select another speculation method, or None."""
-    lowered = str(path).lower()
-    return next((word for word in REROUTED_WORDS if word in lowered), None)
-
-
 def check_directory_name(path: str | Path) -> None:
-    """Refuse an export path that vLLM would not load as an independent draft, or that a command cannot hold.
+    """Refuse an export path that an engine would not load as an independent draft, or that a command cannot hold.
 
     Raises UserError: with the path and the word or character in it.
     """
-    word = rerouted_word(path)
-    if word is not None:
-        raise UserError(
-            f"export directory {path}: vLLM selects another speculation method for a path with {word!r} in it; "
-            "choose a path without it"
-        )
+    for engine in known_engines().values():
+        if fault := engine.path_fault(str(path)):
+            raise UserError(f"export directory {path}: {fault}; choose a path without it")
     unquotable = next((letter for letter in UNQUOTABLE if letter in str(path)), None)
     if unquotable is not None:
         raise UserError(f"export directory {path}: JSON cannot hold {unquotable!r} unescaped; choose a path without it")

@@ -19,14 +19,16 @@ from raw_engine import raw_engine
 from refusals import refused
 from tiny_training import TOKENS, tiny_tokenizer
 
-from data.responses import engine_client, engine_http
+from data.responses import engine_http
 from data.responses.endpoint import EndpointTarget
 from data.responses.endpoint_keys import Endpoint
-from data.responses.engine_client import EngineClient, counters_of
 from data.responses.engine_http import answers, page_at
-from distill.commands.drift.counters import scrape
+from distill.commands.drift.sources import scrape
 from distill.commands.options import ReadbackOptions
 from distill.commands.readback.readback import readback_command
+from distill.engines.protocol import client as engine_client
+from distill.engines.protocol.client import EngineClient, counters_of
+from distill.engines.protocol.engine import known_engines
 from distill.live.rollout.engine import models
 from speculative.decoder.responses import DecodeSettings
 from speculative.errors import UserError
@@ -191,7 +193,7 @@ def test_no_request_follows_a_stream_of_llama_server_on_its_connection() -> None
     answer = OK + b"content-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(body) + body
     with raw_engine(answer, once=True) as (url, heads):
         client = engine_at(url, model="tiny")
-        client.engine, client.timed = "llama.cpp", True
+        client.engine, client.timed = known_engines()["llama.cpp"], True
         settings = DecodeSettings(GREEDY, 0, "greedy", 1, eos_ids=(2,))
         found = [client.ask([1, 2], settings, key).ids for key in "abc"]
     assert found == [[5]] * 3

@@ -1,20 +1,13 @@
-"""A server's draft counters: Prometheus pages, and the difference of two of them.
-
-Formats: vLLM 0.32 `vllm:spec_decode_num_*` (with `_total`; in its Python API and old versions without);
-llama.cpp's `llamacpp:spec_decode_num_*`, the same schema (pull request 26389); TensorRT-LLM's
-`trtllm_spec_decode_{drafted,accepted}_tokens{token_position}` and `..._num_{draft,accepted}_tokens` under
-/prometheus/metrics (pull requests 12545, 12636); SGLang's counter `sglang:spec_verify_calls`, its gauges
-`sglang:spec_accept_length` and `..._rate`, and `avg_spec_accept_length` of /server_info. Gauges give no difference of two pages.
-"""
+"""A server's draft counters: Prometheus pages, and the difference of two of them. Gauges give no difference."""
 
 import contextlib
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from data.responses.engine_counts import CountsError
+from distill.engines.protocol.counts import CountsError
 
 PAGES = ("/metrics", "/prometheus/metrics")
 
@@ -55,7 +48,7 @@ def parse_page(text: str) -> Page:
     return page
 
 
-class _Format(NamedTuple):
+class CounterNames(NamedTuple):
     """Metric names of an engine. blocks: the same as `drafted` if its first position counts blocks. label: of positions."""
 
     engine: str
@@ -67,63 +60,38 @@ class _Format(NamedTuple):
     tokens: str
 
 
-def _like_vllm(engine: str, prefix: str, tokens: str) -> _Format:
+def names_like_vllm(engine: str, prefix: str, tokens: str) -> CounterNames:
+    """The names of an engine with vLLM's schema under a prefix of its own."""
     name = f"{prefix}spec_decode_num_"
     words = name + "draft_tokens", name + "accepted_tokens", name + "drafts", name + "accepted_tokens_per_pos"
-    return _Format(engine, *words, "position", prefix + tokens)
+    return CounterNames(engine, *words, "position", prefix + tokens)
 
 
-_TENSORRT, _POSITION, _MADE = "trtllm_spec_decode_", "token_position", "trtllm_generation_tokens"
-_FORMATS = (
-    _like_vllm("vllm", "vllm:", "generation_tokens"),
-    _like_vllm("llama.cpp", "llamacpp:", "tokens_predicted"),
-    _Format(
-        "tensorrt-llm",
-        _TENSORRT + "drafted_tokens",
-        _TENSORRT + "accepted_tokens",
-        _TENSORRT + "drafted_tokens",
-        _TENSORRT + "accepted_tokens",
-        _POSITION,
-        _MADE,
-    ),
-    _Format(
-        "tensorrt-llm", _TENSORRT + "num_draft_tokens", _TENSORRT + "num_accepted_tokens", "", "", _POSITION, _MADE
-    ),
-)
+def named_counters(*known: CounterNames) -> Callable[[Page], ServerCounts | None]:
+    """Return the reader of a page with the first of these names that are on it.
 
-
-def counts_of(page: Page) -> ServerCounts | None:
-    """Return the counters of the first engine whose names are on the page; None if it has no draft counters.
-
-    Raises CountsError: a counter is not a whole number, or more tokens were accepted than drafted.
+    It raises CountsError: a counter is not a whole number, or more tokens were accepted than drafted.
     """
-    form = next((form for form in _FORMATS if form.drafted in page), None)
-    if form is None:
-        return _sglang(page)
-    if form.blocks == form.drafted:  # Every block drafts a first token, so the first position counts blocks.
-        blocks: int | None = (*_by_position(page, form.drafted, form.label), 0)[0]
-    else:
-        blocks = _sum(page, form.blocks)
-    return ServerCounts(
-        form.engine,
-        _sum(page, form.accepted),
-        _sum(page, form.drafted),
-        blocks,
-        _by_position(page, form.accepted_G, form.label),
-        _sum(page, form.tokens),
-        _started(page),
-    )
 
+    def read(page: Page) -> ServerCounts | None:
+        names = next((names for names in known if names.drafted in page), None)
+        if names is None:
+            return None
+        if names.blocks == names.drafted:  # Every block drafts a first token, so the first position counts blocks.
+            blocks: int | None = (*_by_position(page, names.drafted, names.label), 0)[0]
+        else:
+            blocks = sum_of(page, names.blocks)
+        return ServerCounts(
+            names.engine,
+            sum_of(page, names.accepted),
+            sum_of(page, names.drafted),
+            blocks,
+            _by_position(page, names.accepted_G, names.label),
+            sum_of(page, names.tokens),
+            started(page),
+        )
 
-def _sglang(page: Page) -> ServerCounts | None:
-    blocks, tokens, requests = (
-        _sum(page, f"sglang:{name}") for name in ("spec_verify_calls", "generation_tokens", "num_requests")
-    )
-    if blocks is None:
-        return None
-    # The first token of a response comes from the prefill; each block emits one token more than it accepts.
-    accepted = None if tokens is None or requests is None else max(0, tokens - requests - blocks)
-    return ServerCounts("sglang", accepted, None, blocks, (), tokens, _started(page))
+    return read
 
 
 def difference(before: ServerCounts, after: ServerCounts) -> ServerCounts:
@@ -146,33 +114,22 @@ def difference(before: ServerCounts, after: ServerCounts) -> ServerCounts:
 
 
 def as_counts(alone: ServerCounts) -> dict[str, Any]:
-    """Counts of the one request between two scrapes, in the format that `read_counts` reads (AIPerf's); empty if they are sums only."""
+    """Counts of the one request between two scrapes, in vLLM's format of an answer; empty if they are sums only."""
     if alone.blocks is None or alone.accepted is None or alone.drafted is None:
         return {}
     at_least_G = (alone.blocks, *alone.accepted_G, 0)
-    found: dict[str, Any] = {
-        "engine": alone.engine,
+    counts: dict[str, Any] = {
         "num_accepted_draft_tokens": alone.accepted,
         "num_draft_tokens": alone.drafted,
         "num_spec_steps": alone.blocks,
     }
     if alone.accepted_G:
         histogram = [one - more for one, more in itertools.pairwise(at_least_G)]
-        found |= {"num_spec_tokens": len(alone.accepted_G), "acceptance_histogram": histogram}
-    return {"spec_decode_acceptance": found}
+        counts |= {"num_spec_tokens": len(alone.accepted_G), "acceptance_histogram": histogram}
+    return {"metrics": {"speculative_decoding": counts}}
 
 
-def mean_length(page: Page, server_info: Any) -> float | None:
-    """Return tokens per block since the start of an SGLang: the gauge's mean over ranks, or /server_info; None if not reported."""
-    values: list[Any] = [value for _, value in page.get("sglang:spec_accept_length", [])]
-    states = server_info.get("internal_states") if isinstance(server_info, Mapping) else None
-    if not values and isinstance(states, list) and states and isinstance(states[0], Mapping):
-        values = [states[0].get("avg_spec_accept_length")]
-    told = [float(value) for value in values if isinstance(value, int | float) and 1 <= value < 2**31]
-    return sum(told) / len(told) if told else None
-
-
-def _sum(page: Page, name: str) -> int | None:
+def sum_of(page: Page, name: str) -> int | None:
     """Sum a counter over its labels (models, engines, workers); None if it is not on the page."""
     return sum(_whole(name, value) for _, value in page[name]) if name in page else None
 
@@ -193,7 +150,7 @@ def _whole(name: str, value: float) -> int:
     return int(value)
 
 
-def _started(page: Page) -> tuple[float, ...]:
+def started(page: Page) -> tuple[float, ...]:
     """Return the start times of draft counters (`_created`) and of the process, if the page has them."""
     names = [name for name in page if name == "process_start_time_seconds" or name.endswith("drafts_created")]
     return tuple(sorted(value for name in names for _, value in page[name]))

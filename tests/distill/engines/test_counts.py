@@ -2,14 +2,14 @@
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from data.responses.acceptance_log import AcceptanceRecord, read_acceptance_log
-from data.responses.engine_counts import CountsError, RequestCounts, read_counts
-from data.responses.engine_metrics import counts_of, difference, mean_length, parse_page
+from distill.commands.drift.sources import read_answers
+from distill.engines.protocol.counters import difference, parse_page
+from distill.engines.protocol.counts import AcceptanceRecord, CountsError, RequestCounts
+from distill.engines.protocol.engine import counts_of, read_counts
 from speculative.errors import UserError
 
 USAGE = {"usage": {"completion_tokens": 9}}
@@ -21,19 +21,6 @@ HISTOGRAM = {"spec_correct_drafts_histogram": [2, 0, 1, 1]}
 PERF = {"total_accepted_draft_tokens": 5, "total_draft_tokens": 12, "acceptance_rate": 5 / 12}
 
 
-def getters(**values: Any) -> Any:
-    return SimpleNamespace(**{f"get_{name}": (lambda value=value: value) for name, value in values.items()})
-
-
-OPENVINO = SimpleNamespace(
-    extended_perf_metrics=SimpleNamespace(
-        **vars(getters(num_accepted_tokens=5)),
-        draft_model_metrics=getters(num_generated_tokens=12),
-        main_model_metrics=SimpleNamespace(
-            **vars(getters(num_generated_tokens=9)), raw_metrics=SimpleNamespace(m_durations=[1.0] * 5)
-        ),
-    )
-)
 ANSWERS: dict[str, tuple[Any, RequestCounts]] = {
     "vllm-summary": (
         {"metrics": {"speculative_decoding": STATS}, **USAGE},
@@ -42,14 +29,6 @@ ANSWERS: dict[str, tuple[Any, RequestCounts]] = {
     "vllm-detailed": (
         {"metrics": {"speculative_decoding": STATS | DETAILS}, **USAGE},
         RequestCounts("vllm", 5, 12, 4, 3, (3, 0, 2, 0), (3, 3, 3, 3), (2, 0, 1, 1)),
-    ),
-    "aiperf": (
-        {
-            "metadata": {},
-            "spec_decode_acceptance": STATS
-            | {"engine": "vllm", "acceptance_histogram": {"0": 2, "2": 1, "3": 1}, "completion_tokens": 9},
-        },
-        RequestCounts("vllm", 5, 12, 4, 3, histogram=(2, 0, 1, 1)),
     ),
     "sglang-first-names": ({"text": "", "meta_info": FIRST}, RequestCounts("sglang", 5, 12, 4)),
     "sglang-between": (
@@ -61,7 +40,6 @@ ANSWERS: dict[str, tuple[Any, RequestCounts]] = {
         RequestCounts("sglang", 5, 12, 4, histogram=(2, 0, 1, 1)),
     ),
     "sglang-sglext": ({"sglext": {"spec_tokens_details": LAST}, **USAGE}, RequestCounts("sglang", 5, 12, 4)),
-    "sglang-request-file": ({"request_parameters": "{}", **LAST}, RequestCounts("sglang", 5, 12, 4)),
     "sglang-verify-calls-alone": ({"meta_info": {"spec_verify_ct": 4}}, RequestCounts("sglang", None, None, 4)),
     "llama.cpp": (
         {"choices": [{}], "timings": {"draft_n": 12, "draft_n_accepted": 5, "predicted_n": 9}},
@@ -70,12 +48,6 @@ ANSWERS: dict[str, tuple[Any, RequestCounts]] = {
     "tensorrt-llm": (
         {"choices": [{"request_perf_metrics": {"speculative_decoding": PERF}}], **USAGE},
         RequestCounts("tensorrt-llm", 5, 12, None),
-    ),
-    "tensorrt-llm-file": ({"perf_metrics": {"speculative_decoding": PERF}}, RequestCounts("tensorrt-llm", 5, 12, None)),
-    "openvino": (OPENVINO, RequestCounts("openvino", 5, 12, 4)),
-    "openvino-json": (
-        {"extended_perf_metrics": {"num_accepted_tokens": 5, "num_draft_tokens": 12, "num_generated_tokens": 9}},
-        RequestCounts("openvino", 5, 12, None),
     ),
 }
 
@@ -125,30 +97,26 @@ def test_counts_that_cannot_be_are_refused_by_name(change: dict[str, Any], named
         read_counts({"metrics": {"speculative_decoding": STATS | DETAILS | change}})
 
 
-def test_drift_reads_responses_with_slices_and_engines_files(tmp_path: Path) -> None:
+def test_drift_reads_responses_with_slices(tmp_path: Path) -> None:
     path = tmp_path / "responses.jsonl"
     rows = [
         {"domain": "code", "response": ANSWERS["vllm-detailed"][0]},
         ANSWERS["llama.cpp"][0] | {"created": 17},
         {"domain": "chat", "response": {"choices": [{"text": "no draft"}]}},
-        ANSWERS["aiperf"][0],
-        ANSWERS["sglang-request-file"][0],
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    log = read_acceptance_log(path)
+    log = read_answers(path)
     assert log.records == [
         AcceptanceRecord(0, 12, 5, 4, "code"),
         AcceptanceRecord(1, 12, 5, None, None, "17"),
-        AcceptanceRecord(2, 12, 5, 4),
-        AcceptanceRecord(3, 12, 5, 4),
     ]
-    assert log.warnings == ["1 of 5 records have no drafted tokens and are skipped"]
+    assert log.warnings == ["1 of 3 records have no drafted tokens and are skipped"]
     path.write_text(json.dumps({"timings": {"draft_n": 3, "draft_n_accepted": 4}}) + "\n" + json.dumps(rows[0]) + "\n")
     with pytest.raises(UserError, match=r"responses\.jsonl:1: 4 tokens accepted, but only 3 drafted"):
-        read_acceptance_log(path)
+        read_answers(path)
     path.write_text('{"hello": 1}\n{}\n')
     with pytest.raises(UserError, match='"accepted" is missing'):
-        read_acceptance_log(path)
+        read_answers(path)
 
 
 def counted(page: str) -> Any:
@@ -227,7 +195,4 @@ def test_the_counters_of_other_engines() -> None:
     sglang = 'sglang:spec_verify_calls_total{tp_rank="0"} 4\nsglang:generation_tokens_total 11\nsglang:num_requests_total 2\nsglang:spec_accept_length 2.25\n'
     found = counted(sglang)
     assert (found.engine, found.blocks, found.drafted, found.accepted) == ("sglang", 4, None, 5)
-    assert mean_length(parse_page(sglang), None) == 2.25
-    assert mean_length({}, {"internal_states": [{"avg_spec_accept_length": 2.5}]}) == 2.5
-    assert mean_length({}, {"internal_states": []}) is None
     assert counted("up 1\n") is None

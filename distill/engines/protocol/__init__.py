@@ -1,0 +1,1 @@
+"""What every engine is asked: whether it supports a pair, its command, its answers and its counters."""

@@ -1,0 +1,131 @@
+"""An engine as a value, and the registry of all. Imports no torch: the gateway reads counts with it.
+
+Each file in distill/engines registers one, and has a template in distill/engines/templates with two macros. `command` uses `$DRAFT` and
+`$TARGET`, so it stays valid when the directory moves. `notes` is a list with a dash per entry.
+
+Rules at temperature > 0: with `sample` the draft samples, and a token is accepted with probability min(1, target/draft). With
+`greedy-draft` the draft proposes its argmax and the target samples. At temperature 0 every engine uses `greedy`.
+"""
+
+import importlib
+import pkgutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from distill import engines
+from distill.engines.protocol.counters import Page, ServerCounts
+from distill.engines.protocol.counts import CountsFormat, RequestCounts, read_format
+
+if TYPE_CHECKING:
+    from distill.engines.protocol.facts import EngineFacts
+
+# Request options with which a server streams, and ends a stream with its counts.
+STREAM: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
+
+
+@dataclass(frozen=True)
+class Service:
+    """How `understudy serve` starts an engine. The words are those of the template's macro `server`, or of `command` without one.
+
+    The first is looked for beside the program; $PROGRAM is the program itself, $PYTHON our own.
+    """
+
+    program: str  # looked for in PATH, in our own environment and in `built`
+    built: str  # the environment that `make engines` makes
+    draft_options: tuple[str, ...]  # options with a value that `--alone` leaves out
+    key_variable: str = ""  # environment variable of the engine's API key
+    counts: tuple[str, ...] = ()  # words with which it reports the drafts of each answer
+    room: str = ""  # words for many requests at a time, with places for their number and the tokens of all
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """How a running engine is recognised, asked and read.
+
+    owners: `owned_by` in its list of models. version_pages: (path, key) of pages that only this engine has. asks: options of a request
+    that return counts and token ids. timed: of a timed request with a seed instead, whose prompt no cache has. closes_streams: it closes a
+    connection after every stream without announcing it, and a request at that moment would get no answer. progress: (tokens, drafted
+    tokens) since the start of a response in a part of a stream. silent: it leaves its counts out where nothing was drafted.
+    leaves_room: for the target's own token at the end of a response. log_lines: what it writes in its log, and what that says of slow
+    steps; `most` in a pattern: requests at a time, which explains steps at higher loads only.
+    """
+
+    owners: tuple[str, ...] = ()
+    version_pages: tuple[tuple[str, str], ...] = ()
+    asks: Mapping[str, Any] = field(default_factory=dict)
+    timed: Callable[[int], Mapping[str, Any]] = lambda seed: {}
+    closes_streams: bool = False
+    progress: Callable[[Mapping[str, Any]], tuple[int, int] | None] = lambda part: None
+    counts: CountsFormat | None = None
+    counters: Callable[[Page], ServerCounts | None] = lambda page: None
+    silent: bool = False
+    leaves_room: bool = False
+    log_lines: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Engine:
+    """An engine: its template, refusals and acceptance rule. `version`: the version whose source was read."""
+
+    key: str  # value of --engine, and name of its log
+    name: str
+    version: str
+    order: int
+    default_rule: str  # at temperature > 0
+    rule: "Callable[[EngineFacts], str] | None" = None  # of the command, if it is not always the default
+    refusals: "Callable[[EngineFacts], list[str]]" = lambda facts: []
+    warnings: "Callable[[EngineFacts], list[str]]" = lambda facts: []  # see `EngineVerdict`
+    words: "Callable[[EngineFacts], Mapping[str, Any]]" = lambda facts: {}  # more names for the template
+    path_fault: Callable[[str], str] = lambda path: ""  # why a path of an export is not served; empty: it is
+    row_slack: int = 0  # allowed difference in embedding rows
+    first_compared_id: int = 0  # strings of lower token ids may differ
+    equal_strings: bool = False  # the engine itself compares token strings
+    language: str = "bash"
+    one_pass: bool = False  # serves drafts that propose a block in one forward pass
+    reads_gguf: bool = False
+    service: Service | None = None  # None: `understudy serve` cannot start it
+    dialect: Dialect = Dialect()
+
+
+UNKNOWN = Engine("unknown", "an unknown engine", "", 0, "")
+_REGISTERED: dict[str, Engine] = {}
+
+
+def register(engine: Engine) -> None:
+    _REGISTERED[engine.name] = engine
+
+
+@cache
+def known_engines() -> dict[str, Engine]:
+    """Return every engine by name, in the order of SERVING.md."""
+    for module in pkgutil.iter_modules(engines.__path__):
+        if not module.ispkg:
+            importlib.import_module(f"{engines.__name__}.{module.name}")
+    return {one.name: one for one in sorted(_REGISTERED.values(), key=lambda one: one.order)}
+
+
+def engine_in(label: str) -> Engine:
+    """Return the engine that a label such as `vLLM 0.32.0` names; `UNKNOWN` if none."""
+    return next((one for name, one in known_engines().items() if f"{label} ".startswith(f"{name} ")), UNKNOWN)
+
+
+def read_counts(answer: Any) -> RequestCounts | None:
+    """The counts of an answer (JSON of a response); None without drafts; CountsError if they contradict each other."""
+    choices = answer.get("choices") if isinstance(answer, Mapping) else None
+    tops = (answer, choices[0] if isinstance(choices, list) and choices else None)
+    for engine in known_engines().values():
+        form = engine.dialect.counts
+        if form is not None and (found := read_format(form, engine.key, tops)) is not None:
+            return found
+    return None
+
+
+def counts_of(page: Page) -> ServerCounts | None:
+    """Return the counters of the first engine whose names are on the page; None if it has no draft counters.
+
+    Raises CountsError: a counter is not a whole number, or more tokens were accepted than drafted.
+    """
+    found = (engine.dialect.counters(page) for engine in known_engines().values())
+    return next((counts for counts in found if counts is not None), None)

@@ -1,1 +1,0 @@
-"""The engines that an export is written for. Each file registers one."""
