@@ -130,40 +130,22 @@ def gamma_of(log: AcceptanceLog, asked: int | None) -> tuple[int | None, list[st
     ]
 
 
-def by_label(
-    records: Sequence[AcceptanceRecord], settled: int | None = None
-) -> tuple[dict[str, list[AcceptanceRecord]], list[str]]:
-    """(the records of each label in their order, notes for the reader). Beyond MOST_SLICES labels the rarest are combined.
-
-    settled: instead those that are not among the first to have so many records. As such a log grows, a label then leaves the combined ones
-    once at most and never joins them after that.
-    """
-    counts, first = Counter[str](), list[str]()
-    for record in records:
-        label = record.slice or ALL
-        counts[label] += 1
-        first += [label] if counts[label] == settled else []
-    ranked, most = [name for name, _ in counts.most_common()], MOST_SLICES
-    if settled is not None:
-        ranked, most = first, MOST_SLICES - 1  # a further label must not push a settled one out
-    kept = set(counts if len(counts) <= most else ranked[: MOST_SLICES - 1])
-    found: dict[str, list[AcceptanceRecord]] = {}
-    for record in records:
-        label = record.slice or ALL
-        found.setdefault(label if label in kept else OTHERS, []).append(record)
-    rare = len(counts) - len(kept)
-    return found, [f"{rare} rare labels are combined as `{OTHERS}`"] if rare else []
-
-
 def slices_of(
     records: Sequence[AcceptanceRecord], prompts: Sequence[AcceptanceRecord]
 ) -> tuple[list[Slice], list[str]]:
-    """(the records `by_label` with the prompts of each, notes for the reader).
+    """(the records of each label with the prompts of each, notes for the reader). Beyond MOST_SLICES labels the rarest are combined.
 
     A label with fewer than FEWEST_REQUESTS held-out prompts is compared with all of them.
     """
-    by_name, notes = by_label(records)
-    slices = []
+    counts = Counter(record.slice or ALL for record in records)
+    few_labels = len(counts) <= MOST_SLICES
+    alone = set(counts) if few_labels else {name for name, _ in counts.most_common(MOST_SLICES - 1)}
+    by_name: dict[str, list[AcceptanceRecord]] = {}
+    for record in records:
+        label = record.slice or ALL
+        by_name.setdefault(label if label in alone else OTHERS, []).append(record)
+    rare = len(counts) - len(alone)
+    notes, slices = [f"{rare} rare labels are combined as `{OTHERS}`"] if rare else [], []
     for name, records_here in by_name.items():
         own = [index for index, prompt in enumerate(prompts) if prompt.slice == name]
         few = len(own) < FEWEST_REQUESTS

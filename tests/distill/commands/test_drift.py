@@ -17,7 +17,6 @@ from distill.commands.drift.baseline import (
     OTHERS,
     Baseline,
     baseline_of,
-    by_label,
     drawn_prompts,
     gamma_of,
     slices_of,
@@ -167,23 +166,6 @@ def test_rare_labels_go_together_where_there_are_too_many() -> None:
     assert len(slices) == MOST_SLICES
     assert (slices[-1].name, len(slices[-1].records)) == (OTHERS, 6)
     assert notes[0] == "6 rare labels are combined as `others`"
-
-
-def test_a_growing_log_never_moves_a_label_back_among_the_combined_ones() -> None:
-    rng = np.random.default_rng(0)
-    names = [f"n{number}" for number in rng.integers(0, 60, 1500) // rng.integers(1, 4, 1500)]  # some far more often
-    records = [AcceptanceRecord(order, 4, 1, 1, name) for order, name in enumerate(names)]
-    alone: set[str] = set()
-    for count in range(1, len(records) + 1, 7):
-        found, _ = by_label(records[:count], 15)
-        if OTHERS in found:
-            assert alone <= found.keys()
-            alone = found.keys() - {OTHERS}
-            assert all(len(found[name]) >= 15 for name in alone)
-    assert len(alone) == MOST_SLICES - 1 < len(set(names))
-    full = [AcceptanceRecord(order, 4, 1, 1, f"n{order % MOST_SLICES}") for order in range(20 * MOST_SLICES)]
-    before, after = (set(by_label(one, 15)[0]) for one in (full, [*full, AcceptanceRecord(0, 4, 1, 1, "new")]))
-    assert before == after
 
 
 def test_gamma_is_the_logs_where_it_tells() -> None:
