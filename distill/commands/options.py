@@ -249,31 +249,19 @@ class ReadbackOptions:
     target: Annotated[str, option("target as served: directory, hub id, GGUF or `embedded`; default: the run's")] = ""
     draft: Annotated[str, option("with --run: the draft as it is served, e.g. a GGUF file; default: the run's")] = ""
     prompts: Annotated[str, option(f"with --target: {PROMPT_SOURCE}")] = ""
-    prompt_column: shared.PromptColumn = ""
-    messages_column: shared.MessagesColumn = ""
     chat: shared.Chat = False
     temperature: Annotated[float, option("with --target: sampling temperature; 0 = greedy text only", min=0)] = 1.0
-    top_p: Annotated[float, option("with --target: nucleus sampling; 1 = off")] = 1.0
-    top_k: Annotated[int, option("with --target: keep the k most probable tokens; 0 = off", min=0)] = 0
     max_tokens: Annotated[int, option("with --target: maximum tokens per response", min=2)] = 128
     to: Annotated[Path, option("with --target: folder for readback.json and the answers")] = Path("readback")
-    dtype: shared.Dtype = "auto"
-    device: shared.Device = ""
     plain: Annotated[str, option("URL of the same engine without the draft, to measure the speed-up")] = ""
     speed: Annotated[bool, option("with --run and --plain: compare speeds with `understudy time`", "--speed")] = False
     rule: Annotated[str, option("auto or the engine's: greedy (temperature 0), greedy-draft, sample or block")] = "auto"
     gamma: Annotated[int | None, option("drafted tokens per block; default: as exported", min=1, max=128)] = None
-    drafting: shared.DraftingName = ""
     count: Annotated[int | None, option("prompts to send; default: all", min=1)] = None
     concurrency: Annotated[int, option("requests sent at once", min=1, max=1024)] = 1
-    model: Annotated[str, option("name of the model at the server; default: the only one")] = ""
-    timeout: Annotated[float, option("timeout of one request in seconds")] = 600.0
     api_key_env: KeyVariable = ""
-    seed: Annotated[int, option("seed of the requests, added to the run's seed")] = 0
     resume: Annotated[bool, option("keep the answers of an interrupted or earlier readback", "--resume")] = False
     trust_remote_code: shared.TrustRemoteCode = False
-    json: shared.Json = False
-    out: shared.Out = None
 
 
 @dataclass(frozen=True)

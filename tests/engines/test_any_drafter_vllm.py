@@ -79,7 +79,7 @@ def head(folder: Path) -> Iterator[Server]:
 def judged(server: Server, folder: Path, **more: Any) -> ReadbackRecord:
     asked = {"target": "embedded", "dtype": "float32", "prompts": str(folder / "prompts.jsonl"), "max_tokens": TOKENS}
     to = folder / server.log.stem
-    return readback_command(ReadbackOptions(server.url, **{"to": to, "temperature": 0.8, "top_p": 0.95} | asked | more))
+    return readback_command(ReadbackOptions(server.url, **{"to": to, "temperature": 0.8} | asked | more))
 
 
 def check_text(found: ReadbackRecord) -> None:

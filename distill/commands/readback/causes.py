@@ -88,7 +88,7 @@ def _drafting(counted: Counted, replayer: Replayer, found: Predicted) -> str:
     wanted, theirs = str(replayer.draft.parallel).lower(), way.draft.drafting
     return (
         f"drafting: the counts match `{WAYS[theirs]}` (rule {rule}, tau {way.predict(counted, rule, counted.gamma).tau:.2f}), "
-        f'not `{WAYS[replayer.draft.drafting]}`; start it with "parallel_drafting": {wanted}, or give --drafting {theirs}'
+        f'not `{WAYS[replayer.draft.drafting]}`; start it with "parallel_drafting": {wanted}'
     )
 
 

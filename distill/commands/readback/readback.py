@@ -4,8 +4,6 @@ With `--run RUN` what is expected is replay of that run's draft. With `--target 
 expected.
 """
 
-import json
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -16,7 +14,7 @@ from rich.console import Console
 from data.files import write_json
 from data.responses.endpoint_keys import key_in
 from distill.commands.options import ReadbackOptions
-from distill.commands.output import check_known, check_writable, write_asked
+from distill.commands.output import check_known, check_writable
 from distill.commands.readback.asking import AnswerFile, Asked, ask
 from distill.commands.readback.causes import end_note, text_causes
 from distill.commands.readback.comparison import served_row, waits
@@ -30,7 +28,6 @@ from distill.run.lock import held_for
 from distill.run.readback_record import GreedyTexts, ReadbackRecord, TextLawRecord, load_readback, with_plain_loads
 from distill.run.verdict_record import WAYS
 from speculative.decoder.responses import Response
-from speculative.drafters.draft import DRAFTINGS
 from speculative.errors import UserError
 from speculative.explain.text_law import TextLaw, text_law
 from speculative.measure.engine_blocks import Decoded
@@ -84,19 +81,12 @@ def readback_command(options: ReadbackOptions, console: Console | None = None) -
             checks = source.speed(files, (source.texts, main.settings), record.served.rule)
             record = record.model_copy(update={"speed": checks})
         write_json(source.folder / READBACK, record.record())
-    write_asked("--out", options.out, record.record())
-    if options.json:
-        print(json.dumps(record.record(), indent=2))
-    else:
-        _print(console or Console(), record, source.name)
+    _print(console or Console(), record, source.name)
     return record
 
 
 def _check(options: ReadbackOptions) -> None:
     check_known("--rule", options.rule, ("auto", *RULES))
-    check_known("--drafting", options.drafting, ("", *DRAFTINGS))
-    if not 0 < options.timeout < math.inf:
-        raise UserError(f"--timeout {options.timeout:g}: give a positive number of seconds")
     if options.run is None and not (options.target and options.prompts):
         raise UserError("readback: give --run RUN, or --target TARGET and --prompts FILE to judge any drafter")
     if options.draft and options.run is None:
@@ -106,13 +96,11 @@ def _check(options: ReadbackOptions) -> None:
     if options.speed and not options.plain:
         raise UserError("--speed: give the same engine without the draft with --plain")
     key_in(options.api_key_env)
-    check_writable("--out", options.out)
 
 
 def _clients(options: ReadbackOptions, source: Source) -> list[EngineClient]:
     """Return clients of the server with the draft and, with --plain, of the one without; none is asked yet."""
-    names = ("timeout", "concurrency", "api_key_env")
-    how = {"model": options.model or None} | {name: getattr(options, name) for name in names}
+    how: dict[str, Any] = {"concurrency": options.concurrency, "api_key_env": options.api_key_env}
     urls = [options.url, *([options.plain] if options.plain else [])]
     clients = [EngineClient(url, source.target.tokenizer, source.target.facts.vocab_rows, **how) for url in urls]
     for client in clients:

@@ -80,17 +80,15 @@ def of_prompts(options: ReadbackOptions) -> Source:
 
     Raises UserError: no target, prompts or settings, or a prompt that is too long.
     """
-    if not 0 < options.top_p <= 1:
-        raise UserError(f"--top-p {options.top_p:g}: set it above 0 and to at most 1")
-    rows, _ = asked_rows(options.prompts, options.prompt_column, options.messages_column)
-    target = open_target(options.target, options.dtype, options.device)
+    rows, _ = asked_rows(options.prompts, "", "")
+    target = open_target(options.target, "auto", "")
     prompts = render_rows(rows[: options.count], target.tokenizer, options.chat)
     check_room(prompts, options.max_tokens, target.facts.context_length)
     # The content is in the key, so that --resume never takes an answer to another prompt.
     keyed = [(f"{key} {zlib.crc32(repr(ids).encode()):08x}", ids) for key, ids in prompts]
-    sampling = SamplingSettings(options.temperature, options.top_k, options.top_p)
+    sampling = SamplingSettings(options.temperature)
     rule = "greedy" if sampling.greedy else "sample"
-    settings = DecodeSettings(sampling, 0, rule, options.max_tokens, target.facts.eos_ids, options.seed)  # type: ignore[arg-type]
+    settings = DecodeSettings(sampling, 0, rule, options.max_tokens, target.facts.eos_ids, 0)  # type: ignore[arg-type]
     greedy = frozen_responses(target.model, keyed, settings.under("greedy", 0), "")
     texts = greedy if sampling.greedy else [replace(text, response_ids=[], log_target_probs=[]) for text in greedy]
 
@@ -142,7 +140,7 @@ def of_run(options: ReadbackOptions, run: Path) -> Source:
         )
     frozen, greedy = _frozen(options, run)
     verdict = load_verdict(run) if (run / VERDICT).is_file() else None
-    settings = decode_settings(frozen.config.serving, frozen.config.seed + _SEED + options.seed, frozen.target)
+    settings = decode_settings(frozen.config.serving, frozen.config.seed + _SEED, frozen.target)
     settings = replace(settings, max_tokens=frozen.manifest["max_tokens"])
     settings = settings if frozen.rule != "greedy" else settings.under("greedy", 0)
 
@@ -156,7 +154,7 @@ def of_run(options: ReadbackOptions, run: Path) -> Source:
         speed = functools.partial(speed_checks, verdict, run)
     target, texts = frozen.target, frozen.responses
     if options.target:
-        target = open_target(options.target, options.dtype, options.device)
+        target = open_target(options.target, "auto", "")
         target.tokenizer = frozen.target.tokenizer
         prompts = [(text.key, text.prompt_ids) for text in texts]
         greedy = frozen_responses(target.model, prompts, settings.under("greedy", 0), "")
@@ -168,7 +166,7 @@ def _judge(
     options: ReadbackOptions, frozen: FrozenText, verdict: Verdict | None, main: Asked, law: TextLaw | None, engine: str
 ) -> Judged:
     sampled, model = frozen.rule != "greedy", frozen.draft(options.draft or _served(frozen.run))
-    way: Any = options.drafting or drafting_to_serve(verdict, mask_token_of(model.config) is not None)
+    way = drafting_to_serve(verdict, mask_token_of(model.config) is not None)
     draft = Draft(model, way)
     gammas = _gammas(options, frozen, verdict, draft, engine)
     counted = count(main, gammas[0])

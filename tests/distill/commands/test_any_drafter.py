@@ -47,7 +47,6 @@ def asked(tmp_path: Path, frozen: FrozenText) -> dict[str, Any]:
         "prompts": str(file),
         "max_tokens": 16,
         "to": tmp_path / "out",
-        "dtype": "float32",
     }
 
 
@@ -126,7 +125,6 @@ def test_mistakes_are_one_line(served: Callable[..., Engine], asked: dict[str, A
         ({"target": ""}, "--run RUN, or --target"),
         ({"run": run}, "--count N"),
         ({"max_tokens": 4096}, "lower --max-tokens"),
-        ({"top_p": 0.0}, "--top-p"),
         ({"to": Path(__file__)}, "--to .*File exists"),
     ):
         with pytest.raises(UserError, match=said):

@@ -45,11 +45,6 @@ def test_an_address_that_is_none_is_one_line(run: Path, url: str) -> None:
     refused(lambda: readback_command(ReadbackOptions(url, run)))
 
 
-@pytest.mark.parametrize("timeout", [float("nan"), float("inf"), -1.0])
-def test_a_timeout_that_is_none_is_one_line(run: Path, timeout: float) -> None:
-    assert "--timeout" in refused(lambda: readback_command(ReadbackOptions("http://x:9", run, timeout=timeout)))
-
-
 def test_a_draft_without_a_run_is_not_ignored() -> None:
     options = ReadbackOptions("http://x:9", target="embedded", prompts="p.jsonl", draft="d.gguf")
     assert "--draft d.gguf: " in refused(readback_command, options)
