@@ -219,8 +219,3 @@ def test_a_block_in_one_pass_is_accepted_as_replay_says(one_pass: Server, masked
     assert found.greedy.same
     assert found.survival["served"] == pytest.approx(found.survival["replay"], abs=0.02)
     assert 0 < found.survival["served"][1] < 0.5 * found.survival["served"][0], "the mask is not learnt"
-    # What the same answers say to someone who thinks that it drafts token by token.
-    other = read_back(
-        one_pass, masked, rule="greedy", count=12, gamma=GAMMA_WITHOUT_VERDICT, drafting="autoregressive", resume=True
-    )
-    assert other.causes[0].startswith("drafting: the counts match `draft, one pass a block` (rule greedy, tau 1.")
