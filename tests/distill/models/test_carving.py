@@ -127,14 +127,6 @@ def test_a_trimmed_model_is_the_model_with_the_other_channels_at_zero(kind: str,
     assert sum(weight.numel() for weight in loaded.parameters()) < sum(weight.numel() for weight in model.parameters())
 
 
-def test_a_width_that_the_config_leaves_open() -> None:
-    model = tiny_model("gpt2")
-    assert model.config.n_inner is None
-    trimmed = trim_mlps(model, 100, channel_scores(model, TEXTS))
-    assert trimmed.config.n_inner == 100
-    assert trimmed.transformer.h[0].mlp.c_fc.weight.shape == (32, 100)
-
-
 def test_scores_are_what_a_channel_writes() -> None:
     model = tiny_model()
     found = channel_scores(model, TEXTS)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from refusals import refused
 from tiny_models import logits, prompts_of, tiny_model
-from tiny_training import TOKENS, run_config, tiny_tokenizer, train_tokenizer, write_target
+from tiny_training import TOKENS, run_config, tiny_tokenizer, train_tokenizer
 from torch import nn
 
 from distill.models.carving.layers import carve
@@ -47,10 +47,6 @@ def student_of(folder: Path, student: dict[str, Any], target: Any = None, **opti
 
 def same_weights(one: nn.Module, other: nn.Module) -> None:
     torch.testing.assert_close(one.state_dict(), other.state_dict(), rtol=0, atol=0)
-
-
-def test_named_layers_need_no_text(tmp_path: Path) -> None:
-    same_weights(student_of(tmp_path, {"layers": [0, -1]}), carve(target_of(), (0, -1)))
 
 
 def test_a_narrow_mlp_keeps_the_channels_that_work(tmp_path: Path) -> None:
@@ -115,12 +111,6 @@ def test_a_donor_of_another_family(tmp_path: Path) -> None:
     assert found["exact"] > 256, "all bytes and some words"
     assert found["exact"] + found["averaged"] + found["fallback"] == len(tiny_tokenizer())
     json.dumps(notes)
-
-
-def test_a_donor_of_the_same_family_is_left_as_it_is(tmp_path: Path) -> None:
-    model = write_target(tmp_path / "same")
-    options = {"init": "pretrained", "path": str(tmp_path / "same"), "vocabulary": "transplant"}
-    same_weights(student_of(tmp_path, options), model)
 
 
 @pytest.mark.parametrize(

@@ -30,8 +30,7 @@ from tiny_training import (
     tiny_tokenizer,
 )
 
-from data.batches.collate import Batch, Example, collate
-from data.batches.packing import batches_per_epoch, micro_batches, plan_epoch
+from data.batches.collate import Batch, Example
 from data.responses.rendered import RenderedPrompt
 from distill.config.layout import list_steps
 from distill.config.run import RunConfig
@@ -150,33 +149,6 @@ def sequences(batch: Batch) -> list[tuple[int, ...]]:
     return [tuple(sequence[: max(i for i, token in enumerate(sequence) if token) + 1]) for sequence in kept]
 
 
-def equal(found: Batch, expected: Batch) -> bool:
-    pairs = [
-        (getattr(found, name), getattr(expected, name))
-        for name in vars(expected)
-        if name not in ("indices", "positions")
-    ]
-    return found.positions == expected.positions and all(a is b is None or torch.equal(a, b) for a, b in pairs)
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_responses_of_the_target_alone_come_as_the_plan_says(tmp_path: Path, ranks: int) -> None:
-    examples = examples_of(LENGTHS)
-    config = config_of(tmp_path)
-    for rank in range(ranks):
-        source = BatchSource(share_of(config, rank, ranks), examples)
-        for step in (0, 1, 2, 5, 0):
-            epoch, index = divmod(step, batches_per_epoch(len(LENGTHS), 8))
-            shares = micro_batches(plan_epoch(LENGTHS, 8, 0, epoch)[index], 2, rank, ranks)
-            found = source.micro_batches(step)
-            assert len(found) == len(shares)
-            for batch, share in zip(found, shares, strict=True):
-                assert equal(batch, collate([examples[i] for i in share], 0))
-                assert batch.indices == tuple(share.tolist())
-                assert batch.weights_R is None
-                assert batch.position_ids_BT is None
-
-
 @settings(max_examples=25, deadline=None)
 @given(
     step=st.integers(0, 12),
@@ -227,24 +199,6 @@ def test_shares_and_generations_show_in_the_sequences(tmp_path: Path) -> None:
         ("student", generation) for generation in range(10)
     ], "each generation is asked for once"
     assert {draft for *_, draft in rollouts.asked} == {DRAFT}
-
-
-def test_a_resumed_source_gives_the_same_step(tmp_path: Path) -> None:
-    config = config_of(tmp_path, MIX)
-    source = source_of(config)
-    for step in range(8):
-        resumed = source_of(config).micro_batches(step, DRAFT)
-        for found, expected in zip(source.micro_batches(step, DRAFT), resumed, strict=True):
-            assert equal(found, expected)
-            assert found.indices == expected.indices
-
-
-def test_weights_of_rejected_positions_reach_the_batch(tmp_path: Path) -> None:
-    (batch,) = source_of(config_of(tmp_path, {"target": 0.0, "speculative": 1.0}, micro_batch_size=8)).micro_batches(
-        0, DRAFT
-    )
-    assert batch.weights_R is not None
-    assert batch.weights_R.tolist() == [2.0] * batch.labels_R.numel()
 
 
 def test_a_step_learns_a_share_of_the_prompt_tokens_with_more_weight(tmp_path: Path) -> None:
@@ -303,16 +257,6 @@ def test_position_weights_multiply_those_of_rejections_and_spare_general_text(
     assert {1.0, 2.0, round(0.5 ** (1 / 3), 5), round(2 * 0.5 ** (1 / 3), 5)} <= seen
 
 
-def test_an_empty_micro_batch_is_still_a_forward(tmp_path: Path) -> None:
-    # 8 sequences of 8 tokens: 3 rows of 24, dealt to 2 ranks one at a time.
-    config = config_of(tmp_path, {"target": 0.0, "text": 1.0}, micro_batch_size=1, packing=24)
-    shares = [source_of(config, rank, 2).micro_batches(0) for rank in range(2)]
-    assert [[batch.labels_R.numel() for batch in share] for share in shares] == [[21, 14], [21, 0]]
-    empty = shares[1][1]
-    assert empty.input_ids_BT.numel() > 0
-    assert empty.indices == ()
-
-
 @pytest.mark.parametrize(
     ("mix", "train", "message"),
     [
@@ -325,14 +269,6 @@ def test_impossible_sets_are_refused(
 ) -> None:
     with pytest.raises(UserError, match=message):
         BatchSource(share_of(config_of(tmp_path, mix, **train)), examples_of(LENGTHS))
-
-
-def test_rollouts_need_someone_to_make_them(tmp_path: Path) -> None:
-    config = config_of(tmp_path, {"target": 0.0, "student": 1.0})
-    with pytest.raises(ValueError, match="rollouts and a draft"):
-        BatchSource(share_of(config), []).micro_batches(0)
-    with pytest.raises(ValueError, match="rollouts and a draft"):
-        source_of(config).micro_batches(0)
 
 
 def rollout_loop(config: RunConfig) -> Trainer:

@@ -290,23 +290,6 @@ def _trains(rank: int, path: Path, overrides: list[str]) -> None:
     sys.exit(train.main([str(path), *overrides]))
 
 
-@pytest.mark.ranks
-@pytest.mark.usefixtures("without_verdict")
-def test_a_judgement_does_not_depend_on_the_number_of_ranks(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last checkpoint of a run, judged again by two ranks, and by three of which one has nothing to do."""
-    monkeypatch.setattr(judge, "DECODED_TOGETHER", 2)
-    monkeypatch.setattr(token_scores, "ROWS_PER_FORWARD", 2)
-    config = run_alone(small, "judged", "train.batch_size=6")
-    path = step_folder(config.folder, 4) / JUDGEMENT
-    first = json.loads(path.read_text(encoding="utf-8"))
-    assert first["live_check"]["prompts"] == first["prompts"] == 4
-    for ranks in (2, 3):
-        path.unlink()
-        assert rank_statuses(_trains, small, ["name=judged", "train.batch_size=6"], ranks=ranks) == [0] * ranks
-        assert json.loads(path.read_text(encoding="utf-8")) == first | {"ranks": ranks}
-        assert not (path.parent / JUDGING).exists()
-
-
 def _notes_what_it_decodes(rank: int, path: Path, overrides: list[str], folder: Path) -> None:
     real = decoding.decode
 
@@ -335,52 +318,30 @@ def _untimed(run: Path) -> dict[str, Any]:
 
 @pytest.mark.ranks
 @pytest.mark.usefixtures("without_figures")
-def test_a_verdict_is_decoded_by_all_ranks_and_does_not_depend_on_their_number(
+def test_judgement_and_verdict_are_decoded_by_all_ranks_and_do_not_depend_on_their_number(
     small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A run's verdict, made again by two ranks, and by three of which one has no prompt."""
+    """A run's last judgement and its verdict, made again by two ranks, and by three of which one has no prompt."""
     monkeypatch.setattr(decoding, "DECODED_TOGETHER", 2)
+    monkeypatch.setattr(judge, "DECODED_TOGETHER", 2)
+    monkeypatch.setattr(token_scores, "ROWS_PER_FORWARD", 2)
     config = run_alone(small, "verdict", "train.batch_size=6")
-    first = _untimed(config.folder)
+    first, path = _untimed(config.folder), step_folder(config.folder, 4) / JUDGEMENT
+    judgement = json.loads(path.read_text(encoding="utf-8"))
     assert first["live_tokens"] > 0
+    assert judgement["live_check"]["prompts"] == judgement["prompts"] == 4
     for ranks in (2, 3):
         (config.folder / RESULT).unlink()
+        path.unlink()
         (notes := tmp_path / str(ranks)).mkdir()
         overrides = ["name=verdict", "train.batch_size=6"]
         assert rank_statuses(_notes_what_it_decodes, small, overrides, notes, ranks=ranks) == [0] * ranks
         assert _untimed(config.folder) == first
+        assert json.loads(path.read_text(encoding="utf-8")) == judgement | {"ranks": ranks}
         assert not (config.folder / JUDGING).exists()
         decoded = {path.name: set(path.read_text(encoding="utf-8").split()) for path in notes.iterdir()}
         assert {name: len(keys) for name, keys in decoded.items()} == {"rank0": 2, "rank1": 2}
         assert not decoded["rank0"] & decoded["rank1"]
-
-
-@pytest.mark.ranks
-@pytest.mark.timeout(340)
-@pytest.mark.usefixtures("without_figures")
-def test_launched_ranks_judge_and_decode_the_same_at_the_default_settings(tmp_path: Path) -> None:
-    """Through `accelerate launch`, with groups as large as ever: 40 held-out prompts, 32 of them decoded at the checkpoint."""
-    path = small_config(
-        tmp_path,
-        200,
-        serving={"temperature": 0.7},
-        loss={"name": "forward_kl"},
-        optim={"lr": 3e-3},
-        train={"steps": 2, "batch_size": 6},
-        judge={"prompts": 40},
-    )
-    config = run_alone(path, "small")
-    judged = step_folder(config.folder, 2) / JUDGEMENT
-    first, verdict = json.loads(judged.read_text(encoding="utf-8")), _untimed(config.folder)
-    assert (first["prompts"], first["live_check"]["prompts"]) == (40, 32)
-    for ranks in (2, 3):
-        judged.unlink()
-        (config.folder / RESULT).unlink()
-        command = [Path(sys.executable).with_name("understudy"), "train", path, "--num-processes", ranks]
-        done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=150, check=False)
-        assert done.returncode == 0, done.stderr[-3000:]
-        assert json.loads(judged.read_text(encoding="utf-8")) == first | {"ranks": ranks}
-        assert _untimed(config.folder) == verdict
 
 
 def _on_a_lagging_disk(rank: int, path: Path, overrides: list[str], stop: bool) -> None:

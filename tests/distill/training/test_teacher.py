@@ -76,17 +76,6 @@ def test_k_of_the_whole_vocabulary_has_no_tail() -> None:
         topk_signal(itself, logits_of(3, 20), 21)
 
 
-def test_excluded_tokens_stay_impossible() -> None:
-    logits_RV = torch.tensor([[1.0, -torch.inf, 0.0, -torch.inf]])
-    signal = topk_signal(itself, logits_RV, 3)
-    assert signal.log_probs_RK[0, 2] == -torch.inf
-    assert signal.log_tail_R[0] == -torch.inf
-
-
-def test_no_rows_give_no_rows() -> None:
-    assert topk_signal(itself, torch.zeros(0, 8), 3).ids_RK.shape == (0, 3)
-
-
 def test_the_logits_of_all_rows_never_exist_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
 
@@ -102,13 +91,6 @@ def test_the_logits_of_all_rows_never_exist_at_once(monkeypatch: pytest.MonkeyPa
     whole = topk_signal(head, logits_RV, 5, chunk=100)
     for name, value in vars(whole).items():
         assert torch.equal(value, getattr(signal, name)), "rows do not see each other"
-
-
-def test_a_half_precision_head_is_read_in_float32() -> None:
-    hidden_RD = logits_of(4, 30).bfloat16()
-    signal = topk_signal(itself, hidden_RD, 30)
-    exact = hidden_RD.double().log_softmax(-1).gather(-1, signal.ids_RK)
-    torch.testing.assert_close(signal.log_probs_RK.double(), exact, rtol=1e-5, atol=1e-6)  # float32 rounding
 
 
 # --- teachers ----------------------------------------------------------------------------------------------------------
@@ -187,14 +169,6 @@ def test_packed_micro_batches(tmp_path: Path) -> None:
     torch.testing.assert_close(found.log_probs_RK, expected.log_probs_RK, rtol=0, atol=5e-4)
 
 
-def test_a_packed_micro_batch_of_nothing(tmp_path: Path) -> None:
-    teacher, online = capturing(tmp_path)
-    for source in (teacher, StoredTeacher(teacher.store)):
-        signal = source.signal(packed(()))
-        assert all(len(value) == 0 for value in vars(signal).values())
-    assert online.asked == []
-
-
 def test_a_killed_and_resumed_capture_stores_the_same_bits(tmp_path: Path) -> None:
     """One of the micro-batch's examples was written before the kill: the others come out as if all had been."""
     whole, _ = capturing(tmp_path / "whole")
@@ -202,16 +176,6 @@ def test_a_killed_and_resumed_capture_stores_the_same_bits(tmp_path: Path) -> No
     killed, _ = capturing(tmp_path / "killed")
     killed.store.write({3: expected.rows(slice(EXAMPLES[3].response_tokens))})
     assert same(killed.signal(batch_of(3, 0, 5, 1)), expected)
-
-
-def test_what_is_kept_is_not_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    teacher, _ = capturing(tmp_path)
-    written: list[int] = []
-    write = teacher.store.write
-    monkeypatch.setattr(teacher.store, "write", lambda rows: (written.extend(rows), write(rows)))
-    for indices in ((1, 2), (2, 4, 4), (4, 1)):
-        teacher.signal(batch_of(*indices))
-    assert written == [1, 2, 4], "an example that comes twice is written once"
 
 
 def test_a_damaged_record_is_captured_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -243,12 +207,6 @@ def test_a_store_is_read_ahead_and_once(tmp_path: Path, monkeypatch: pytest.Monk
     assert asked == [(0, 3), (1,), (5, 2)], "what was not read before is read now"
     assert same(stored.signal(batches[0]), expected[0])
     assert len(asked) == 4, "nothing is kept"
-
-
-def test_rows_that_do_not_belong_to_the_examples_are_a_fault_of_ours(tmp_path: Path) -> None:
-    teacher, _ = capturing(tmp_path)
-    with pytest.raises(ValueError, match="response tokens"):
-        teacher.signal(collate([EXAMPLES[0]], 0, [3]))
 
 
 def test_a_broken_target_is_told(tmp_path: Path) -> None:

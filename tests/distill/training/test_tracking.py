@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import accelerate
@@ -12,7 +11,7 @@ from tiny_training import fit, fresh_accelerator, make_loop, metrics_of, run_con
 from wandb_records import records_of
 
 from distill.config.layout import METRICS, WANDB_ID
-from distill.training.tracking import Metrics, flat_config, judged_scalars, start_trackers, tracked
+from distill.training.tracking import Metrics, judged_scalars, start_trackers, tracked
 
 
 def metrics_in(folder: Path, **options: Any) -> Metrics:
@@ -57,25 +56,6 @@ def test_lines_past_the_resumed_step_are_cut(tmp_path: Path) -> None:
     assert [line["step"] for line in lines_of(tmp_path)] == [1, 2, 3]
 
 
-def test_only_the_main_process_writes(tmp_path: Path) -> None:
-    class Other:
-        is_main_process = False
-
-    metrics = Metrics(tmp_path, Other(), False)  # type: ignore[arg-type]
-    metrics.write(1, {"loss": 0.5})
-    metrics.cut_after(0)
-    assert not (tmp_path / METRICS).exists()
-
-
-class RecordingTracker:
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.logged: list[tuple[int | None, dict[str, Any]]] = []
-
-    def log(self, values: dict[str, Any], step: int | None) -> None:
-        self.logged.append((step, values))
-
-
 def test_a_judgement_is_logged_with_its_intervals() -> None:
     record = {
         "alpha": 0.6,
@@ -104,33 +84,6 @@ def test_a_judgement_is_logged_with_its_intervals() -> None:
     }
     without_law = judged_scalars(record | {"live_check": check | {"replay": None}})
     assert "judge/z" not in without_law
-
-
-def test_a_config_becomes_leaves_with_dotted_names() -> None:
-    tree = {"name": "x", "loss": {"name": None, "mix": {"tv": 0.5}}, "data": {"train": [1, 2], "kwargs": {}}}
-    assert flat_config(tree) == {
-        "name": "x",
-        "loss.name": "null",
-        "loss.mix.tv": 0.5,
-        "data.train": "[1, 2]",
-        "data.kwargs": "{}",
-    }
-
-
-def test_trackers_get_numbers_every_so_often_and_judgements_always(tmp_path: Path) -> None:
-    trackers = RecordingTracker("tensorboard"), RecordingTracker("wandb")
-    accelerator = SimpleNamespace(is_main_process=True, trackers=trackers)
-    metrics = Metrics(tmp_path, accelerator, has_trackers=True)  # type: ignore[arg-type]
-    for step in range(1, 21):
-        metrics.write(step, {"loss": float(step), "text": "no number"})
-    metrics.write(21, {"judge/tau_replay": 2.0}, always=True)
-    assert trackers[0].logged == [
-        (10, {"train/step": 10, "train/loss": 10.0}),
-        (20, {"train/step": 20, "train/loss": 20.0}),
-        (21, {"train/step": 21, "judge/tau_replay": 2.0}),
-    ]
-    # wandb drops a step below its last one, as a resumed run logs it.
-    assert trackers[1].logged == [(None, values) for _, values in trackers[0].logged]
 
 
 def tracked_run(folder: Path, tracker: str) -> None:

@@ -1,8 +1,6 @@
 """The whole road on a tiny target: what a run leaves behind, and that every number of the verdict has its file."""
 
 import json
-import math
-import shutil
 from importlib.metadata import version
 from pathlib import Path
 
@@ -56,6 +54,12 @@ def test_the_verdict_has_the_documented_shape(verdict: dict) -> None:
         assert row["how"] == {"alpha": "replay", "tau": "live"}
         assert row["alpha_ci"][0] <= row["alpha"] <= row["alpha_ci"][1]
         assert row["tau_ci"][0] <= row["tau"] <= row["tau_ci"][1]
+    assert verdict["gain"]["alpha"]["ci"][0] > 0, "distilling raises alpha on held-out prompts"
+    assert verdict["replay_check"]["agrees"]
+    for record in verdict["checkpoints"]:
+        assert record["live_check"]["replay"]["agrees"]
+        assert record["score"] == record["tau"] == record["replay"][str(record["gamma"])]
+        assert record["greedy"]["tau"] >= 1.0
     survival = verdict["survival"]
     assert len(survival) == verdict["gamma"]
     assert survival == sorted(survival, reverse=True)
@@ -73,12 +77,6 @@ def test_the_verdict_has_the_documented_shape(verdict: dict) -> None:
 
 def judged_alpha(verdict: dict) -> float:
     return next(row["alpha"] for row in verdict["measured"] if (row["way"], row["text"]) == (DRAFT, HELD_OUT))
-
-
-def test_distilling_raises_alpha_on_heldout_prompts(verdict: dict) -> None:
-    assert verdict["gain"]["alpha"]["ci"][0] > 0
-    gain = verdict["checkpoints"][-1]["alpha"] - verdict["checkpoints"][0]["alpha"]
-    assert gain > 0
 
 
 def test_the_baseline_is_the_carved_student_untouched(tiny_run: Path, tiny_target: Path) -> None:
@@ -104,29 +102,6 @@ def test_alpha_and_replay_can_be_recomputed_from_the_files_alone(verdict: dict, 
     assert sum(values.sum() for values in probs) / tokens == pytest.approx(judged_alpha(verdict), abs=1e-5)
     for gamma, tau in replay(probs).items():
         assert tau == pytest.approx(verdict["replay"][str(gamma)], rel=1e-5)
-
-
-def test_live_decoding_agrees_with_replay(verdict: dict) -> None:
-    assert verdict["replay_check"]["agrees"]
-    for record in verdict["checkpoints"]:
-        assert record["live_check"]["replay"]["agrees"]
-        assert record["score"] == record["tau"] == record["replay"][str(record["gamma"])]
-        assert record["greedy"]["tau"] >= 1.0
-
-
-def test_no_prompt_is_in_both_sets(tiny_run: Path) -> None:
-    train_ids = {row.prompt_id for row in Store(tiny_run / "responses" / "train").read()}
-    heldout_ids = {row.prompt_id for row in Store(tiny_run / "responses" / "heldout").read()}
-    assert train_ids
-    assert heldout_ids
-    assert not train_ids & heldout_ids
-
-
-def test_metrics_have_a_line_for_every_step(tiny_run: Path) -> None:
-    lines = [json.loads(line) for line in (tiny_run / "metrics.jsonl").read_text().splitlines()]
-    steps = [line["step"] for line in lines if "loss" in line]
-    assert steps == list(range(1, 13))
-    assert all(math.isfinite(line["loss"]) for line in lines if "loss" in line)
 
 
 def test_a_store_from_other_settings_is_refused_by_name(
@@ -175,22 +150,22 @@ def test_an_adapter_runs_to_a_verdict(tiny_config: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.usefixtures("without_figures")
-def test_a_student_from_a_config_runs_to_a_verdict(tiny_config: Path, tmp_path: Path) -> None:
-    student = [
+def test_a_finished_run_started_again_measures_again_and_trains_nothing(tiny_config: Path, tmp_path: Path) -> None:
+    recipe = [
+        "loss.name=ce",
+        "student.gradient_checkpointing=true",
+        "optim.name=muon",
+        "judge.live=never",
         "student.init=config",
         "student.layers=[0]",
         "student.architecture={model_type: llama, hidden_size: 16, intermediate_size: 32, num_hidden_layers: 1,"
         " num_attention_heads: 2, max_position_embeddings: 128}",
     ]
-    assert_trained(train_other(tiny_config, tmp_path, "loss.name=ce", "judge.live=never", *student), layers=1)
-
-
-@pytest.mark.usefixtures("without_figures")
-def test_a_finished_run_started_again_measures_again_and_trains_nothing(tiny_config: Path, tmp_path: Path) -> None:
-    recipe = ["loss.name=neg_log_alpha", "student.gradient_checkpointing=true", "optim.name=muon", "judge.live=never"]
     run = train_other(tiny_config, tmp_path, *recipe)
-    assert_trained(run, layers=2)
+    assert_trained(run, layers=1)
     metrics = (run / "metrics.jsonl").read_text()
+    lines = [json.loads(line) for line in metrics.splitlines()]
+    assert [line["step"] for line in lines if "loss" in line] == [1, 2]
 
     def written(*names: str) -> list[int]:
         return [path.stat().st_mtime_ns for name in names for path in sorted(run.rglob(name))]
@@ -204,12 +179,6 @@ def test_a_finished_run_started_again_measures_again_and_trains_nothing(tiny_con
     assert all(now > before for now, before in zip(written("result.json", "verdict.json"), concluded, strict=True))
 
 
-def test_stores_are_named_by_what_they_hold(tiny_run: Path) -> None:
-    manifest = Store(tiny_run / "responses" / "heldout-greedy").manifest()
-    assert manifest["sampling"]["temperature"] == 0
-    assert Store(tiny_run / "responses" / "heldout").manifest()["sampling"]["temperature"] == 0.7
-
-
 def test_layers_that_no_draft_can_keep_end_the_run_before_the_target_answers(
     tiny_config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -217,8 +186,6 @@ def test_layers_that_no_draft_can_keep_end_the_run_before_the_target_answers(
     write_target(tmp_path / "gemma", kind="gemma4_text", hidden_size_per_layer_input=0, sliding_window=8, **rules)
     own = ["name=other", f"output={tmp_path}", f"target.path={tmp_path}/gemma"]
     assert train.main([str(tiny_config), *own, "student.layers=[0, 1]"]) == 2
-    assert "layers [0, 2] would do" in capsys.readouterr().err
+    assert "cannot keep these layers as they are" in capsys.readouterr().err
     left = {path.name for path in (tmp_path / "other").iterdir()}
     assert not left & {"self_checks.json", "responses", "checkpoints"}
-    shutil.rmtree(tmp_path / "other")
-    assert_trained(train_other(tiny_config, tmp_path, own[2], "student.layers=[2]"), layers=1)

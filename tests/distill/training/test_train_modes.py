@@ -17,6 +17,7 @@ from distill.config.layout import list_steps, step_folder
 from distill.config.load import load_config
 from distill.models.target import Target
 from distill.run.verdict_record import load_verdict
+from distill.training.batches import make_objective
 from distill.training.trainer import MOST_SKIPS, NotFinite, Trainer
 from distill.verdict import conclusion
 from speculative.measure.measured import DRAFT
@@ -186,37 +187,14 @@ def test_mixed_data_trains(tiny_config: Path, tmp_path: Path) -> None:
     assert {path.name.split("-")[0] for path in (run / "rollouts").iterdir()} == {"student", "speculative"}
 
 
-@pytest.mark.usefixtures("without_verdict")
-def test_weighted_tokens_train_otherwise_than_equal_ones(tiny_config: Path, tiny_run: Path) -> None:
-    command = [str(tiny_config), "judge.live=never", "judge.prompts=2", "train.steps=1", "loss.name=forward_kl"]
-    weightings = {
-        "equal": "{}",
-        "entropy": "{name: entropy}",
-        "position": "{name: position, half_life: 4}",
-        "selected": f"{{name: selected, keep: 0.5, reference: '{tiny_run}'}}",
-    }
+def test_weighted_tokens_train_otherwise_than_equal_ones(tmp_path: Path) -> None:
     first = {}
-    for name, weighting in weightings.items():
-        assert train.main([*command, f"name={name}", f"loss.weighting={weighting}"]) == 0
-        (first[name],) = metrics_lines(load_config(tiny_config).folder.parent / name)
-    equal = first.pop("equal")
+    for name, weighting in {"none": {}, "entropy": {}, "position": {"half_life": 4}}.items():
+        config = run_config(tmp_path / name, loss={"name": "forward_kl", "weighting": {"name": name, **weighting}})
+        loop = make_loop(config, objective=make_objective(config))
+        first[name] = loop.step(loop.micro_batches(0))
+    equal = first.pop("none")
     for name, weighted in first.items():
         # The same batch and the same weights: overlap is unweighted, the loss is not.
-        assert weighted["alpha_train"] == pytest.approx(equal["alpha_train"], rel=1e-5), name
-        assert weighted["loss"] < equal["loss"] - 1e-3, name
-
-
-def metrics_lines(run: Path) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in lines if "loss" in line]
-
-
-def test_a_reference_of_another_vocabulary_is_refused(
-    tiny_config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from tiny_models import tiny_model
-
-    tiny_model().save_pretrained(tmp_path / "other")
-    weighting = f"loss.weighting={{name: selected, reference: '{tmp_path / 'other'}'}}"
-    assert train.main([str(tiny_config), "name=other-reference", weighting]) == 2
-    assert "50 vocabulary rows, but the target has" in capsys.readouterr().err
+        assert weighted.alpha == pytest.approx(equal.alpha, rel=1e-5), name
+        assert weighted.loss < equal.loss - 1e-3, name

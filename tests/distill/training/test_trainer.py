@@ -7,7 +7,6 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -200,22 +199,6 @@ def test_gradient_is_clipped_to_the_norm(tmp_path: Path) -> None:
     assert seen[0] == pytest.approx(1e-3, rel=1e-3)
 
 
-def test_learning_rate_warms_up_and_decays_to_its_floor(tmp_path: Path) -> None:
-    config = run_config(
-        tmp_path,
-        train={"steps": 20},
-        optim={"lr": 1e-2, "warmup_ratio": 0.2},
-        judge={"every": 100},
-    )
-    loop = make_loop(config)
-    fit(loop)
-    rates = [line["lr"] for line in metrics_of(config) if "lr" in line]
-    assert rates[:5] == pytest.approx([0.0, 0.0025, 0.005, 0.0075, 0.01])
-    assert all(later < earlier for earlier, later in pairwise(rates[4:]))
-    assert rates[12] == pytest.approx(1e-3 + 9e-3 * 0.5), "a cosine between peak and floor"
-    assert loop.schedulers[0].get_last_lr()[0] == pytest.approx(1e-3)
-
-
 @pytest.mark.parametrize("poison", ["weights", "gradient"])
 def test_a_loss_that_is_not_finite_stops_before_the_update(tmp_path: Path, poison: str) -> None:
     config = run_config(tmp_path, train={"steps": 6})
@@ -242,18 +225,6 @@ def test_a_loss_that_is_not_finite_stops_before_the_update(tmp_path: Path, poiso
     assert json.dumps(str(loop.optimizers[0].state_dict()["state"])) == loop.moments
     assert list_steps(config.folder) == [0, 2]
     assert [line["step"] for line in metrics_of(config) if "loss" in line] == [1, 2, 3]
-
-
-def test_training_lowers_the_loss_and_raises_alpha(tmp_path: Path) -> None:
-    config = run_config(
-        tmp_path, train={"steps": 40}, judge={"every": 40}, loss={"name": "forward_kl", "chunk_tokens": 64}
-    )
-    fit(make_loop(config))
-    lines = [line for line in metrics_of(config) if "loss" in line]
-    first, last = lines[:5], lines[-5:]
-    assert sum(line["loss"] for line in last) < 0.5 * sum(line["loss"] for line in first)
-    assert sum(line["alpha_train"] for line in last) > 1.2 * sum(line["alpha_train"] for line in first)
-    assert lines[-1]["tokens_seen"] == sum(line["tokens"] for line in lines)
 
 
 # --- resume ------------------------------------------------------------------------------------------------------------
@@ -416,7 +387,7 @@ def press(number: int = signal.SIGINT) -> None:
 
 @pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("at", [0, 2, 3])
+@pytest.mark.parametrize("at", [0, 3])
 def test_an_interrupt_finishes_the_step_and_leaves_a_checkpoint(tmp_path: Path, number: int, at: int) -> None:
     whole, stopped = (run_config(tmp_path / name, train={"steps": 5}) for name in ("whole", "stopped"))
     finish(whole)
@@ -460,15 +431,6 @@ def test_a_second_interrupt_stops_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("interruptible")
-def test_an_interrupted_step_between_judgements_is_not_judged(tmp_path: Path) -> None:
-    """Else when Ctrl-C comes decides which checkpoints compete, and how fast patience runs out."""
-    config = run_config(tmp_path, train={"steps": 5})
-    with pytest.raises(Interrupted):
-        fit(before_step(make_loop(config), 2, press))
-    assert finish(config).judge.steps == [4, 5]  # type: ignore[attr-defined]
-
-
-@pytest.mark.usefixtures("interruptible")
 def test_an_interrupted_step_is_saved_before_it_is_judged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -481,28 +443,6 @@ def test_an_interrupted_step_is_saved_before_it_is_judged(
     assert loop.judge.steps == [0]
     assert "the launcher kills all processes after 30 s" in capsys.readouterr().err
     assert finish(config).judge.steps == [2, 4, 5]  # type: ignore[attr-defined]
-
-
-def test_judging_touches_the_random_numbers_of_its_own_device_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Without a list torch saves those of every GPU, and each rank makes a context on each of them."""
-    asked: list[Any] = []
-    fork = torch.random.fork_rng
-
-    def spying_fork(devices: Any = None) -> Any:
-        asked.append(devices)
-        return fork(devices=[])
-
-    monkeypatch.setattr(torch.random, "fork_rng", spying_fork)
-    loop = make_loop(run_config(tmp_path, train={"steps": 1}))
-    fit(loop)
-    assert asked
-    assert asked == [[]] * len(asked)
-    asked.clear()
-    monkeypatch.setattr(type(loop.accelerator), "device", torch.device("cuda", 3))
-    for _ in loop._held(None):
-        assert asked == [[torch.device("cuda", 3)]]
 
 
 # --- a real process, a real kill ----------------------------------------------------------------------------------------
