@@ -2,7 +2,6 @@
 
 import gc
 import json
-import pkgutil
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
@@ -37,14 +36,13 @@ from distill.training.signal import make_reference, make_teacher
 from distill.training.teacher import CapturingTeacher, Teacher
 from distill.training.tracking import judged_scalars, start_trackers
 from distill.training.trainer import Checkpoint, Trainer
+from distill.verdict.conclusion import conclude_run
 from distill.verdict.judge import DraftJudge, require_served
 from speculative.decoder.responses import DecodeSettings
 from speculative.drafters.draft import Drafting
 from speculative.engine.models import mask_token_of
 from speculative.measure.self_checks import SelfCheckError
 
-# The last stage of a run, by name, because training must not import verdicts, reports and exports.
-CONCLUSION = "distill.verdict.conclusion:conclude_run"
 # Checkpoints at which live decoding and replay may differ before the run stops.
 MOST_MISSES = 3
 
@@ -90,7 +88,6 @@ def distil(run: Run) -> None:
     context, tokenizer, sets = run_prompts(run, target)
     run.say(sets.report)
     # Report config and student errors before the long work of generating responses.
-    pkgutil.resolve_name(CONCLUSION)
     require_served(
         config.judge.served_paths,
         target,
@@ -109,7 +106,7 @@ def distil(run: Run) -> None:
     # Free the training state, which is in the checkpoints, to make room for the target.
     run.accelerator.free_memory()
     gc.collect()
-    conclude(answers, dict(checks))
+    conclude_run(answers, dict(checks))
     run.wait()
 
 
@@ -223,11 +220,6 @@ def replay_now(trainer: Trainer, judge: DraftJudge, checkpoint: Checkpoint) -> N
             trainer.metrics.write(step, {f"replay/{key}": value for key, value in reading.items()}, always=True)
             run.say(f"step {step:>5}  replay  alpha {reading['alpha']:.3f}  tau {reading['tau']:.2f} by replay")
         run.wait()
-
-
-def conclude(answers: Answers, checks: dict[str, Any]) -> None:
-    """Write verdict, report and plot. All ranks must call it."""
-    pkgutil.resolve_name(CONCLUSION)(answers, checks)
 
 
 def command(options: TrainOptions) -> int:

@@ -232,7 +232,7 @@ def without_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs end behind their last checkpoint: verdict, report and plot are what takes longest in a tiny run."""
     from distill import train
 
-    monkeypatch.setattr(train, "conclude", lambda *_: None)
+    monkeypatch.setattr(train, "conclude_run", lambda *_: None)
 
 
 @pytest.fixture
