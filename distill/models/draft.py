@@ -91,10 +91,10 @@ def cast_weights(model: Any, dtype: torch.dtype) -> None:
             continue
         wide, parameter.data = parameter.data, parameter.data.to(dtype)
         if ((parameter.data != wide) & ~parameter.data.isfinite()).any():
-            said = str(dtype).removeprefix("torch.")
+            name_of = str(dtype).removeprefix("torch.")
             raise UserError(
                 f"weight {name} is not a number; the draft is damaged, so train it again with a lower optim.lr"
                 if wide.isnan().any()
-                else f"weight {name} has values up to {wide[wide.isfinite()].abs().max():.3g}, too large for {said}; choose bfloat16"
+                else f"weight {name} has values up to {wide[wide.isfinite()].abs().max():.3g}, too large for {name_of}; choose bfloat16"
             )
     model.config.dtype = dtype

@@ -3,34 +3,16 @@
 The trainer needs logits of response positions only, one chunk at a time; transformers' forward computes all of them.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel, masking_utils
+from transformers import PreTrainedModel
 
 from distill.loss.chunk_heads import OutputHead
+from distill.models.library_state import packing_known
 from speculative.engine.models import in_eval_mode
 from speculative.errors import UserError
-
-
-def _packed_rows(position_ids: Tensor) -> Tensor | None:
-    """Return (B, T): for each position the index of its sequence within the row."""
-    before_B1 = position_ids[:, :1] - 1
-    return (torch.diff(position_ids, prepend=before_B1) != 1).cumsum(-1)
-
-
-@contextmanager
-def _rows_known(packed: bool) -> Iterator[None]:
-    """Tell transformers whether rows hold several sequences; it would otherwise wait for the device in every forward pass."""
-    asked = masking_utils.find_packed_sequence_indices
-    masking_utils.find_packed_sequence_indices = _packed_rows if packed else lambda position_ids: None
-    try:
-        yield
-    finally:
-        masking_utils.find_packed_sequence_indices = asked
 
 
 class SplitModel:
@@ -57,7 +39,7 @@ class SplitModel:
         """
         options = {"position_ids": position_ids_BT, "attention_mask": attention}
         options = {name: value for name, value in options.items() if value is not None}
-        with _rows_known(packed=position_ids_BT is not None and attention is None):
+        with packing_known(position_ids_BT is not None and attention is None):
             hidden_BTD = self.body(input_ids=input_ids_BT, use_cache=False, **options).last_hidden_state
         return hidden_BTD.to(input_ids_BT.device)
 
@@ -68,5 +50,5 @@ class SplitModel:
             expected, split = self.model(input_ids=probe_BT, use_cache=False).logits, self.head(self.hidden(probe_BT))
         if expected.shape != split.shape or not torch.allclose(expected.float(), split.float(), rtol=1e-2, atol=1e-2):
             raise UserError(
-                f"{type(self.model).__name__}: body and head do not give the model's logits; its final step is unknown here, so use another architecture"
+                f"{type(self.model).__name__}: body and head do not give the model's logits; use another architecture"
             )

@@ -173,7 +173,8 @@ def load_model(
 ) -> PreTrainedModel:
     """Load a causal LM from a directory, hub id, GGUF file or `embedded`, in eval mode; of a multimodal model the text model.
 
-    A peft adapter is merged into its base. Quantised weights stay as saved, whatever the ``dtype``; those of a GGUF file are dequantised. ``what``: the model's name in errors.
+    A peft adapter is merged into its base. Quantised weights stay as saved, whatever the ``dtype``; those of a GGUF file are
+    dequantised. ``what``: the model's name in errors.
     ``device``: None means the CPU. ``device_map``: spread its layers over all devices instead, by this map of accelerate.
 
     Raises UserError: not found, not loadable (such as a quantisation without its library), weights that are missing or not used, hub not
@@ -312,7 +313,7 @@ def saved_dtype(config: Any) -> torch.dtype:
 
 
 def model_files(path: str, revision: str | None = None) -> list[Path]:
-    """Return every file that `from_pretrained` may read: of a directory, or of a hub's snapshot on this machine, and of an adapter's base."""
+    """Return every file that `from_pretrained` may read, of a directory or a hub's snapshot, and of an adapter's base."""
     base, place = base_of_adapter(path, revision), Path(resolve(path))
     if not place.exists():
         name = place.name if path.endswith(GGUF) else ""

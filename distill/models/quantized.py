@@ -102,19 +102,19 @@ def as_served(model: Any, device: torch.device) -> Any:
     On other devices, or if activations are rounded too, compressed-tensors computes with dequantised values. Any other model is
     returned unchanged. device: where it will compute.
     """
-    layers = [(name, one) for name, one in model.named_modules() if hasattr(one, "quantization_scheme")]
+    layers = [(name, layer) for name, layer in model.named_modules() if hasattr(layer, "quantization_scheme")]
     if not layers:
         return model
     from compressed_tensors.compressors import ModelCompressor
     from compressed_tensors.compressors.base import decompress_module
 
-    for name, one in layers:
-        decompress_module(one)
-        scheme = one.quantization_scheme
+    for name, layer in layers:
+        decompress_module(layer)
+        scheme = layer.quantization_scheme
         weight_only = scheme.input_activations is None and (scheme.weights.type, scheme.weights.num_bits) == ("int", 8)
-        if weight_only and one.weight_scale.shape[1:] == (1,) and device.type == "cpu":
-            values = (one.weight.float() / one.weight_scale.float()).round().to(torch.int8)
+        if weight_only and layer.weight_scale.shape[1:] == (1,) and device.type == "cpu":
+            values = (layer.weight.float() / layer.weight_scale.float()).round().to(torch.int8)
             parent, _, own = name.rpartition(".")
-            setattr(model.get_submodule(parent), own, Int8Linear(values, one.weight_scale[:, 0], one.bias))
+            setattr(model.get_submodule(parent), own, Int8Linear(values, layer.weight_scale[:, 0], layer.bias))
     ModelCompressor().remove_decompression_hook(model)  # otherwise the first call would decompress again
     return model

@@ -75,7 +75,7 @@ def make_student(
 
 
 def check_saved(folder: Path, model: PreTrainedModel, tolerance: float = 1e-4, **options: Any) -> PreTrainedModel:
-    """Load what `save_pretrained` wrote to a folder, and return it. UserError: it cannot be loaded, or computes other logits than the model.
+    """Load what `save_pretrained` wrote to a folder, and return it. UserError: not loadable, or it computes other logits.
 
     options: of `load_model`.
     """
@@ -100,11 +100,11 @@ def refuse_impossible(student: StudentConfig, target_config: Any = None) -> None
             raise UserError(f"student.{key} needs student.init: {init}, but this run has init: {student.init}")
     if target_config is not None:
         text = target_config.get_text_config()
-        for key, asked, there, wanted in (
+        for key, size, there, wanted in (
             ("intermediate_size", student.intermediate_size, getattr(text, "intermediate_size", None), True),
         ):
-            if wanted and asked is not None and isinstance(there, int) and asked > there:
-                raise UserError(f"student.{key} = {asked}: the target has {there}")
+            if wanted and size is not None and isinstance(there, int) and size > there:
+                raise UserError(f"student.{key} = {size}: the target has {there}")
         if student.init == "carved" and student.lora is not None and "lm_head" in student.lora.target_modules:
             refuse_tied(text, student.lora.target_modules)
 
@@ -180,17 +180,17 @@ def run_context(student: StudentConfig, asked: int | None, target_context: int |
     Raises UserError: the draft has a shorter context; see also `context_of`.
     """
     limits = [limit for limit in (target_context, asked) if limit is not None]
-    own = context_of(student)
-    if own is None or not limits or own >= min(limits):
-        return min(limits, default=own or NO_LIMIT)
+    context = context_of(student)
+    if context is None or not limits or context >= min(limits):
+        return min(limits, default=context or NO_LIMIT)
     which, remedy = (
         (f"student.path {student.path!r}", "start from another draft")
         if student.init == "pretrained"
         else ("student.architecture", f"set its max_position_embeddings to {min(limits)}")
     )
     raise UserError(
-        f"{which} is made for {own} tokens, but the run needs {min(limits)}, so an engine would serve the pair up to {own} only; {remedy}, "
-        f"or set data.context_length: {own} if you serve no longer texts"
+        f"{which} is made for {context} tokens, but the run needs {min(limits)}, so an engine would serve the pair up to {context} only; "
+        f"{remedy}, or set data.context_length: {context} if you serve no longer texts"
     )
 
 

@@ -54,7 +54,7 @@ class TargetFacts:
 
 
 class Target:
-    """The target model: the tokenizer is loaded at once, weights on first use. Facts are stored in the run, so a later start can skip the weights."""
+    """The target model: the tokenizer is loaded at once, weights on first use. Its facts are stored in the run."""
 
     def __init__(
         self, config: TargetConfig, device: torch.device, run: Path | None = None, what: str = "target.path"
@@ -77,7 +77,7 @@ class Target:
         """The target on its device, loaded if it is not in memory and kept until `release`; UserError if it cannot be loaded."""
         if self.config.endpoint is not None:
             raise UserError(
-                f"target.endpoint: the weights of {self.config.path} are on a server, but this step needs them here; leave target.endpoint out"
+                f"target.endpoint: the weights of {self.config.path} are on a server, but this step needs them; leave target.endpoint out"
             )
         if self._shards is not None:
             return self._shards
@@ -86,8 +86,8 @@ class Target:
             spread = self.config.device_map
             if spread is not None and PartialState().num_processes > 1:
                 raise UserError(
-                    f"target.device_map: {spread} gives one process all GPUs, and {PartialState().num_processes} were started; start one process "
-                    "(`understudy respond`), then train on several from signal.source: store with judge.live: never"
+                    f"target.device_map: {spread} gives one process all GPUs, and {PartialState().num_processes} were started; start "
+                    "one process (`understudy respond`), then train on several from signal.source: store with judge.live: never"
                 )
             model = load_model(
                 self._what, self.config.path, dtype=dtype, device=self.device, device_map=spread, **self._how
@@ -165,7 +165,7 @@ class Target:
         return getattr(torch, self.facts.saved_dtype)
 
     def remember(self) -> None:
-        """Write the facts into the run, unless it has responses of another target: those keep the facts of theirs. Call it on one rank only."""
+        """Write the facts into the run, unless it has responses of another target. Call it on one rank only."""
         if self._run is None:
             return
         others = self._stored().get("fingerprint", self.facts.fingerprint) != self.facts.fingerprint
@@ -195,8 +195,8 @@ class Target:
         logits_BTV = model(input_ids=ids_BT).logits
         if not (logits_BTV < torch.inf).all() or (logits_BTV == -torch.inf).all(-1).any():
             raise UserError(
-                f"{self._what} {self.config.path!r}: its logits in {_name(model.dtype)} are not numbers; its weights are damaged, or too large "
-                "for that dtype (target.dtype: float32 is the widest)"
+                f"{self._what} {self.config.path!r}: its logits in {_name(model.dtype)} are not numbers; its weights are damaged, "
+                "or too large for that dtype (target.dtype: float32 is the widest)"
             )
 
     def _fingerprint(self, model: PreTrainedModel) -> str:
@@ -206,12 +206,12 @@ class Target:
         """Return the facts of a target behind a server, from its config, tokenizer and generation config."""
         side = self.side
         saved = saved_dtype(side.config)
-        asked = dtype_of(self.config.dtype, self.device)
+        dtype = dtype_of(self.config.dtype, self.device)
         return TargetFacts(
             self.config.path,
             self.config.revision,
             f"endpoint {self.endpoint.model}",
-            _name(saved if isinstance(asked, str) else asked),
+            _name(saved if isinstance(dtype, str) else dtype),
             _name(saved),
             end_token_ids(side, side.tokenizer),
             max_positions(side.config),
@@ -249,11 +249,11 @@ class Target:
         """Return the facts of an earlier start; None if they are damaged or do not match, since the weights give them again."""
         values = self._stored()
         try:
-            asked = values.pop("asked")
+            wanted = values.pop("asked")
             facts = TargetFacts(**{**values, "eos_ids": tuple(values["eos_ids"])})
         except (KeyError, TypeError):
             return None
-        return facts if asked == self._asked() else None
+        return facts if wanted == self._asked() else None
 
     def _stored(self) -> dict[str, Any]:
         """Return what an earlier start wrote; empty if nothing can be read."""
@@ -314,11 +314,11 @@ def target_notes(side: TargetSide, sampling: SamplingSettings | None, template: 
 
     notes = []
     if set(ids) != set(end_token_ids(side)):
-        told = "its config.json, generation_config.json and tokenizer differ on that"
-        notes.append(f"responses end at {words(*ids)}; {told}")
+        advice = "its config.json, generation_config.json and tokenizer differ on that"
+        notes.append(f"responses end at {words(*ids)}; {advice}")
     if closing is not None and closing not in ids:
-        told = "responses do not end there, and can run on; add it to eos_token_id in generation_config.json"
-        notes.append(f"the chat template ends a turn with {words(closing)}, but {told}")
+        advice = "responses do not end there, and can run on; add it to eos_token_id in generation_config.json"
+        notes.append(f"the chat template ends a turn with {words(closing)}, but {advice}")
     ours = NEUTRAL | sampling.as_dict() if sampling else {}
     compared = ("temperature", "repetition_penalty") if sampling and sampling.greedy else tuple(ours)
     theirs = [(name, getattr(side.generation_config, name, None)) for name in compared]
@@ -326,6 +326,6 @@ def target_notes(side: TargetSide, sampling: SamplingSettings | None, template: 
         f"{name} {value:g} (here {ours[name]:g})" for name, value in theirs if value not in (None, -1, ours[name])
     ]
     if differing:
-        told = "servers apply it by default; measure with the same settings, or serve with the exported commands, which do not read it"
-        notes.append(f"generation_config.json sets {', '.join(differing)}; {told}")
+        advice = "servers apply it by default; measure with the same settings, or serve with the exported commands, which do not read it"
+        notes.append(f"generation_config.json sets {', '.join(differing)}; {advice}")
     return [f"{side.name}: {note}" for note in notes]

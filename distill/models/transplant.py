@@ -122,14 +122,14 @@ def _special_pieces(target_tokenizer: Any, donor_tokenizer: Any) -> dict[int, tu
 
 def _longest(text: bytes, donor_ids: dict[bytes, int]) -> tuple[int, ...]:
     """Return donor tokens that spell the bytes, longest first; empty if a byte has no token."""
-    found: list[int] = []
+    tokens: list[int] = []
     while text:
         size = next((size for size in range(len(text), 0, -1) if text[:size] in donor_ids), None)
         if size is None:
             return ()
-        found.append(donor_ids[text[:size]])
+        tokens.append(donor_ids[text[:size]])
         text = text[size:]
-    return tuple(found)
+    return tuple(tokens)
 
 
 def spread_rows(
@@ -144,11 +144,11 @@ def spread_rows(
     owners = torch.tensor([token_id for token_id, donors in owned for _ in donors], dtype=torch.long)
     sources = torch.tensor([donor for _, donors in owned for donor in donors], dtype=torch.long)
     counts = torch.zeros(rows).index_add_(0, owners, torch.ones(len(owners)))
-    made = torch.zeros((rows, *wide.shape[1:]), dtype=wide.dtype).index_add_(0, owners, wide[sources])
+    means = torch.zeros((rows, *wide.shape[1:]), dtype=wide.dtype).index_add_(0, owners, wide[sources])
     shape = (rows,) + (1,) * (wide.dim() - 1)
-    made = made / counts.clamp_min(1.0).view(shape).to(wide.dtype)
+    means = means / counts.clamp_min(1.0).view(shape).to(wide.dtype)
     mean = wide[torch.tensor(sorted(donor_tokens))].mean(0)
-    return torch.where((counts > 0).view(shape), made, mean)
+    return torch.where((counts > 0).view(shape), means, mean)
 
 
 @torch.no_grad()
@@ -227,9 +227,9 @@ def fit_embeddings(student: PreTrainedModel, target: PreTrainedModel, seed: int)
     one_table = source_in is source_out or own_in is own_out
     source_in, source_out = full_weight(source_in).cpu(), full_weight(source_out).cpu()
     tables = [source_out] if one_table else [source_in, source_out]
-    kept = 1.0
+    variance_kept = 1.0
     if own_width < width:
-        axes, kept = principal_basis(tables, own_width)
+        axes, variance_kept = principal_basis(tables, own_width)
         basis = axes @ orthogonal_basis(own_width, own_width, seed)
     else:
         basis = orthogonal_basis(width, own_width, seed)
@@ -238,7 +238,7 @@ def fit_embeddings(student: PreTrainedModel, target: PreTrainedModel, seed: int)
         spread = source.double().square().mean().sqrt()
         fitted = source.double() @ basis
         own.copy_(fitted * (spread / fitted.square().mean().sqrt()))
-    return {"variance_kept": kept, "width": own_width, "target_width": width}
+    return {"variance_kept": variance_kept, "width": own_width, "target_width": width}
 
 
 def _tables(model: PreTrainedModel) -> tuple[Tensor, Tensor]:

@@ -101,14 +101,14 @@ _SETTINGS: dict[str, tuple[str, Callable[[Any], Any]]] = {
 
 def tokenizer_differences(target: Any, draft: Any) -> dict[str, str]:
     """Return every setting of two tokenizers that differs, by name, as text: file, key and both values (of mappings, what differs)."""
-    found = {}
+    differences = {}
     for name, (place, read) in _SETTINGS.items():
         ours, theirs = read(target), read(draft)
         if isinstance(ours, dict):
             ours, theirs = ({k: v for k, v in a.items() if b.get(k) != v} for a, b in ((ours, theirs), (theirs, ours)))
         if ours != theirs:
-            found[name] = f"{place}: {shown(ours)} in the target, {shown(theirs)} in the draft"
-    return found
+            differences[name] = f"{place}: {shown(ours)} in the target, {shown(theirs)} in the draft"
+    return differences
 
 
 def shown(value: Any) -> str:
@@ -146,25 +146,25 @@ def compare_vocabularies(
     return agreement("repair", f"all {compared} token strings are the same; " + "; ".join(repairs))
 
 
-def require_agreement(found: VocabularyAgreement) -> VocabularyAgreement:
+def require_agreement(agreement: VocabularyAgreement) -> VocabularyAgreement:
     """Raise `UserError` with the first differing id and both strings if `compare_vocabularies` refuses."""
-    if found.verdict == "refuse":
+    if agreement.verdict == "refuse":
         raise UserError(
-            f"draft and target do not share a vocabulary: {found.detail}; choose a draft of the target's family, "
+            f"draft and target do not share a vocabulary: {agreement.detail}; choose a draft of the target's family, "
             "or carve one from the target"
         )
-    return found
+    return agreement
 
 
-def refuse_rowless(found: VocabularyAgreement, tokenizer: Any, texts: Iterable[Sequence[int]]) -> None:
+def refuse_rowless(agreement: VocabularyAgreement, tokenizer: Any, texts: Iterable[Sequence[int]]) -> None:
     """Raise `UserError` if a text (token ids) uses a special token that has no row of its own in the draft."""
-    rowless = set(found.rowless)
+    rowless = set(agreement.rowless)
     for ids in texts if rowless else ():
         if used := rowless.intersection(ids):
             token = _quoted(tokens_by_id(tokenizer).get(min(used)))
             raise UserError(
                 f"draft and target do not share a vocabulary: a prompt (or its end) uses {token}, and the draft has only "
-                f"{found.draft_rows} rows; leave such prompts out, or carve a draft from the target"
+                f"{agreement.draft_rows} rows; leave such prompts out, or carve a draft from the target"
             )
 
 
@@ -264,16 +264,16 @@ def row_tensors(model: Any) -> list[torch.Tensor]:
 
 def _role_differences(target_tokenizer: Any, draft_tokenizer: Any, target_tokens: dict[int, str]) -> list[str]:
     """Return phrases: roles (bos, eos, pad, unk) with different tokens, then the lowest id whose `special` flag differs."""
-    found = []
+    phrases = []
     for role in ROLES:
         ids = [getattr(one, f"{role}_token_id", None) for one in (target_tokenizer, draft_tokenizer)]
         if ids[0] != ids[1]:
             strings = (None if i is None else target_tokens.get(i) for i in ids)
-            found.append(f"{role} is {_sides(*strings)}: the target's is used")
+            phrases.append(f"{role} is {_sides(*strings)}: the target's is used")
     if differing := special_ids(target_tokenizer) ^ special_ids(draft_tokenizer):
         string = _quoted(target_tokens.get(min(differing)))
-        found.append(f"{string} is special in one tokenizer only: the target's flag is used")
-    return found
+        phrases.append(f"{string} is special in one tokenizer only: the target's flag is used")
+    return phrases
 
 
 def _sides(target: str | None, draft: str | None) -> str:

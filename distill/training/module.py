@@ -58,7 +58,7 @@ class DraftModule(nn.Module):
     def forward(
         self, batch: Batch, signal: Signal | None = None, reference: DenseSignal | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(summed loss, summed acceptance, its possible error) of a micro-batch. The loss covers all R tokens, the others response tokens only.
+        """(summed loss, summed acceptance, its possible error) of a micro-batch: the loss of all R tokens, the others of responses.
 
         The acceptance is at the serving settings. With `depths_BT`
         each position starts a block of that many tokens (`distill/loss/offsets.py`), and the acceptance is that of the first.

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from accelerate import Accelerator, PartialState, init_empty_weights
-from accelerate.checkpointing import load_custom_state
+from accelerate import Accelerator, init_empty_weights
 from accelerate.utils import (
     DistributedType,
     FullyShardedDataParallelPlugin,
@@ -26,6 +25,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from distill.config.sections import OptimConfig
 from distill.models.carving.layers import layer_list
+from distill.models.library_state import load_registered, turn_on_fsdp
 from distill.models.quantized import quantization_of
 from distill.models.target import Target
 from distill.run.run import Run
@@ -42,13 +42,13 @@ def settled_precision(wanted: str) -> tuple[str, str | None]:
     auto: bf16 on a GPU that supports it, or if the launcher asks for it. native: also on a CPU with bf16 instructions; without
     them bfloat16 products take several times as long as float32 ones.
     """
-    asked = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
+    launcher = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
     has_bf16 = torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
     if wanted == "native":
         has_bf16 |= torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    precision = wanted if wanted in ("no", "bf16") else "bf16" if has_bf16 or asked == "bf16" else "no"
-    said = f"the launcher asks for mixed_precision {asked}, but train.mixed_precision is {wanted}; using {precision}"
-    return precision, None if asked in ("no", precision) else said
+    precision = wanted if wanted in ("no", "bf16") else "bf16" if has_bf16 or launcher == "bf16" else "no"
+    said = f"the launcher asks for mixed_precision {launcher}, but train.mixed_precision is {wanted}; using {precision}"
+    return precision, None if launcher in ("no", precision) else said
 
 
 def launched_plugin() -> FullyShardedDataParallelPlugin | None:
@@ -59,11 +59,11 @@ def launched_plugin() -> FullyShardedDataParallelPlugin | None:
     if plugin.fsdp_version != 2:
         raise UserError("the launcher asks for FSDP 1; set fsdp_version: 2 (configs/accelerate/fsdp2.yaml)")
     if plugin.cpu_ram_efficient_loading:
-        said = "leaves the target without weights on all ranks but one; set it to false"
-        raise UserError(f"fsdp_cpu_ram_efficient_loading: true {said}")
+        fix = "leaves the target without weights on all ranks but one; set it to false"
+        raise UserError(f"fsdp_cpu_ram_efficient_loading: true {fix}")
     if plugin.activation_checkpointing:
-        said = "set it to false and student.gradient_checkpointing: true in the run's config"
-        raise UserError(f"fsdp_activation_checkpointing: {said}")
+        fix = "set it to false and student.gradient_checkpointing: true in the run's config"
+        raise UserError(f"fsdp_activation_checkpointing: {fix}")
     # Accelerate's own policy rounds the loss and the reduced gradients to bfloat16. Here weights and sums stay float32 and
     # autocast sets the precision of products, so a sharded step gives the same result.
     plugin.mixed_precision_policy = MixedPrecisionPolicy()
@@ -73,10 +73,7 @@ def launched_plugin() -> FullyShardedDataParallelPlugin | None:
 def settle_launcher(
     accelerator: Accelerator, optim: OptimConfig, plugin: FullyShardedDataParallelPlugin | None
 ) -> None:
-    """Check the launcher's settings; UserError for a launch or optimizer that does not work. ``plugin``: from `launched_plugin`.
-
-    Accelerate silently ignores FSDP on CPU ranks. FSDP runs there too, so it is turned on here.
-    """
+    """Check the launcher's settings; UserError for a launch or optimizer that does not work. ``plugin``: from `launched_plugin`."""
     kind = accelerator.distributed_type
     if kind not in (*PLAIN, DistributedType.FSDP):
         raise UserError(f"the launcher asks for {kind.value}; use one of the files in configs/accelerate/")
@@ -86,9 +83,7 @@ def settle_launcher(
         raise UserError(
             f"optim.name: {optim.name} needs whole matrices, which FSDP splits; use adamw, or configs/accelerate/ddp.yaml"
         )
-    accelerator.state.fsdp_plugin = plugin
-    # Set both: a later AcceleratorState() copies the process's type over its own.
-    accelerator.state.distributed_type = PartialState().distributed_type = DistributedType.FSDP
+    turn_on_fsdp(accelerator, plugin)
 
 
 def prepare(
@@ -158,9 +153,7 @@ def load_state(accelerator: Accelerator, wrapped: Any, optimizers: Sequence[Any]
         load_fsdp_model(plugin, accelerator, wrapped, str(folder))
         for index, optimizer in enumerate(optimizers):
             load_fsdp_optimizer(plugin, accelerator, optimizer, wrapped, str(folder), index)
-        for index, custom in enumerate(accelerator._custom_objects):
-            load_custom_state(custom, str(folder), index)
-        return
+        return load_registered(accelerator, folder)
     if accelerator.is_fsdp2 and not sharded:
         raise UserError(f"{folder}: written without FSDP2; continue with those launcher settings (any number of ranks)")
     accelerator.load_state(str(folder))

@@ -120,13 +120,13 @@ class CapturingTeacher(StoredTeacher):
             )
         settings, dense = self.store.manifest, self.teacher.signal(batch)
         temperature = float(settings["temperature"])  # the loss's
-        made = topk_signal(dense.head, dense.hidden_RD, int(settings["k"]), temperature, self.chunk).to(
+        signal = topk_signal(dense.head, dense.hidden_RD, int(settings["k"]), temperature, self.chunk).to(
             torch.device("cpu")
         )
         ends = np.cumsum(lengths).tolist()
         # An example that occurs twice is written once.
         rows = {
-            index: made.rows(slice(end - length, end))
+            index: signal.rows(slice(end - length, end))
             for index, length, end in zip(batch.indices, lengths, ends, strict=True)
             if index in lacking
         }

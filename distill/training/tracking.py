@@ -29,7 +29,7 @@ class Metrics:
         """Remove the lines that will be written again: those of later steps and the judgement of this one."""
         if not self.accelerator.is_main_process or not self.path.exists():
             return
-        kept = []
+        lines = []
         for line in self.path.read_text(encoding="utf-8").splitlines():
             # A process killed while writing leaves an incomplete last line.
             try:
@@ -37,8 +37,8 @@ class Metrics:
             except ValueError:
                 continue
             if values["step"] < step or (values["step"] == step and "judge/score" not in values):
-                kept.append(line)
-        write_bytes(self.path, "".join(line + "\n" for line in kept).encode())
+                lines.append(line)
+        write_bytes(self.path, "".join(line + "\n" for line in lines).encode())
 
     def write(self, step: int, values: Mapping[str, Any], *, always: bool = False) -> None:
         """Write one line. Numbers also go to the trackers, every `LOG_EVERY` steps or if ``always``."""

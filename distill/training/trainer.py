@@ -199,8 +199,9 @@ class Trainer:
         if not (math.isfinite(mean_loss) and math.isfinite(grad_norm)):
             self.wrapped.zero_grad(set_to_none=True)
             raise NotFinite(
-                f"step {self.progress.step + 1}: loss {mean_loss:g}, gradient norm {grad_norm:g}; stopped before the update; {checkpoint.last_good(self.run.folder)}; "
-                f"start another run (set name) with a lower optim.lr (now {float(self.schedulers[0].base_lrs[0]):g})"
+                f"step {self.progress.step + 1}: loss {mean_loss:g}, gradient norm {grad_norm:g}; stopped before the update; "
+                f"{checkpoint.last_good(self.run.folder)}; start another run (set name) with a lower optim.lr "
+                f"(now {float(self.schedulers[0].base_lrs[0]):g})"
             )
         # Some optimizers keep their learning rate as a tensor.
         lr, skipped = float(self.schedulers[0].get_last_lr()[0]), self.spikes.is_spike(grad_norm)

@@ -44,7 +44,7 @@ def _find_mlp(layer: nn.Module, width: int) -> _Mlp | None:
 
     Attention does not match: it has three matrices before its output, or one of another width.
     """
-    found = []
+    candidates = []
     for prefix, module in layer.named_modules():
         linear = {
             f"{prefix}.{name}".lstrip("."): child
@@ -64,20 +64,20 @@ def _find_mlp(layer: nn.Module, width: int) -> _Mlp | None:
             )
             fits = all(_sizes(linear[name]) == (width, channels) for name in ups)
             if fits and outputs == width != channels and not mixed:
-                found.append(_Mlp(ups, down, channels))
-    return found[0] if len(found) == 1 else None
+                candidates.append(_Mlp(ups, down, channels))
+    return candidates[0] if len(candidates) == 1 else None
 
 
 def _mlps(model: PreTrainedModel) -> tuple[str, list[_Mlp]]:
     name, layers = layer_list(model)
     mlps = [_find_mlp(layer, model.config.get_text_config().hidden_size) for layer in layers]
-    known = [mlp for mlp in mlps if mlp is not None]
-    if len(known) < len(mlps) or len({mlp.channels for mlp in known}) > 1:
+    plain = [mlp for mlp in mlps if mlp is not None]
+    if len(plain) < len(mlps) or len({mlp.channels for mlp in plain}) > 1:
         raise UserError(
             f"student.intermediate_size: {type(model).__name__} does not have a plain or gated MLP of one width in every layer; "
             "leave the key out"
         )
-    return name, known
+    return name, plain
 
 
 def sample_sequences(sequences: Sequence[Sequence[int]], tokens: int, length: int) -> list[list[int]]:
@@ -159,14 +159,14 @@ def trim_mlps(model: PreTrainedModel, size: int, scores: Sequence[Tensor]) -> Pr
     layers = model.get_submodule(prefix)
     state = {key: value.detach().float().cpu() for key, value in model.state_dict().items()}
     for index, (mlp, scores_F) in enumerate(zip(mlps, scores, strict=True)):
-        kept = kept_channels(scores_F, size)
+        channels = kept_channels(scores_F, size)
         for name in (*mlp.ups, mlp.down):
             key, module = f"{prefix}.{index}.{name}", layers.get_submodule(f"{index}.{name}")
             # Linear holds (outputs, inputs), Conv1D the transpose; the channels are the outputs of an up.
             axis = int((name == mlp.down) != isinstance(module, Conv1D))
-            state[f"{key}.weight"] = state[f"{key}.weight"].index_select(axis, kept)
+            state[f"{key}.weight"] = state[f"{key}.weight"].index_select(axis, channels)
             if name != mlp.down and f"{key}.bias" in state:
-                state[f"{key}.bias"] = state[f"{key}.bias"][kept]
+                state[f"{key}.bias"] = state[f"{key}.bias"][channels]
     for field in WIDTH_FIELDS:
         # None means four times the hidden width in transformers.
         if getattr(text_config, field, 0) in (mlps[0].channels, None):

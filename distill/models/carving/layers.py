@@ -32,17 +32,17 @@ def layer_list(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
     raise UserError(f"{type(model).__name__}: no list of {depth} layers to carve or shard; use student.init: config")
 
 
-def field_value(name: str, value: Any, depth: int, kept: Sequence[int]) -> Any:
+def field_value(name: str, value: Any, depth: int, chosen: Sequence[int]) -> Any:
     """Return what a config field of a model of `depth` layers is for the kept ones.
 
     Such a field has an entry per layer, layer numbers in a list or as keys, or a number of first or last layers. Others are unchanged.
     """
-    place = {layer: position for position, layer in enumerate(kept)}
+    place = {layer: position for position, layer in enumerate(chosen)}
     named = bool(NUMBERS.search(name))
     if type(value) is int and named and re.search("first|num_dense", name):
-        return sum(layer < value for layer in kept)
+        return sum(layer < value for layer in chosen)
     if type(value) is int and named and "shared_layers" in name:
-        return sum(layer >= depth - value for layer in kept)
+        return sum(layer >= depth - value for layer in chosen)
     if isinstance(value, dict) and named and value and all(str(key).isdigit() for key in value):
         return {place[int(key)]: entry for key, entry in value.items() if int(key) in place}
     if not isinstance(value, list | tuple) or name.endswith(("_id", "_ids")) or name == "architectures":
@@ -50,11 +50,11 @@ def field_value(name: str, value: Any, depth: int, kept: Sequence[int]) -> Any:
     numbers = named and all(type(entry) is int and 0 <= entry < depth for entry in value)
     if numbers and list(value) == sorted(set(value)):
         return [place[entry] for entry in value if entry in place]
-    return [value[layer] for layer in kept] if len(value) == depth else value
+    return [value[layer] for layer in chosen] if len(value) == depth else value
 
 
 def layer_parts(layer: nn.Module, place: dict[int, int]) -> dict[str, Any]:
-    """Return classes, plain attributes and shapes of weights of a layer, by name. A layer number is given as its `place`; -1 without one."""
+    """Return classes, plain attributes and shapes of weights of a layer, by name; a layer number as its `place`, or -1."""
     parts: dict[str, Any] = {}
     for name, module in layer.named_modules():
         parts[name] = type(module).__name__
@@ -94,14 +94,14 @@ class Layers:
         weights = model.state_dict().items()
         return {name: tuple(value.shape) for name, value in weights if not name.startswith(f"{self.prefix}.")}
 
-    def config_of(self, kept: Sequence[int]) -> tuple[PretrainedConfig | None, str]:
+    def config_of(self, chosen: Sequence[int]) -> tuple[PretrainedConfig | None, str]:
         """(a config under which each kept layer is what it is in the target, ""); (None, why) if there is none."""
         kinds = getattr(self.config, "layer_types", None) or []
         attention = {at for at, kind in enumerate(kinds) if "attention" in kind and kind != "linear_attention"}
-        if attention and attention.isdisjoint(kept):
+        if attention and attention.isdisjoint(chosen):
             return None, "a draft needs an attention layer to decode"
-        fields = {name: field_value(name, value, self.depth, kept) for name, value in self.config.to_dict().items()}
-        fields[self.config.attribute_map.get("num_hidden_layers", "num_hidden_layers")] = len(kept)
+        fields = {name: field_value(name, value, self.depth, chosen) for name, value in self.config.to_dict().items()}
+        fields[self.config.attribute_map.get("num_hidden_layers", "num_hidden_layers")] = len(chosen)
         logging.disable(logging.WARNING)
         try:
             config = type(self.config).from_dict(fields)
@@ -112,8 +112,8 @@ class Layers:
             return None, reason_of(error)
         finally:
             logging.disable(logging.NOTSET)
-        place, drafts = {layer: position for position, layer in enumerate(kept)}, dict(enumerate(range(len(kept))))
-        for layer, draft in zip(kept, layers, strict=True):
+        place, drafts = {layer: position for position, layer in enumerate(chosen)}, dict(enumerate(range(len(chosen))))
+        for layer, draft in zip(chosen, layers, strict=True):
             was, now = layer_parts(self.layers[layer], place), layer_parts(draft, drafts)
             for name in was.keys() | now.keys():
                 if was.get(name, "") != now.get(name, ""):
@@ -163,14 +163,14 @@ def carve(target: PreTrainedModel, layers: Sequence[int]) -> PreTrainedModel:
     """
     source = Layers(target)
     depth = source.depth
-    kept = [layer + depth if layer < 0 else layer for layer in layers]
-    if not kept or any(not 0 <= layer < depth for layer in kept):
+    chosen = [layer + depth if layer < 0 else layer for layer in layers]
+    if not chosen or any(not 0 <= layer < depth for layer in chosen):
         raise UserError(f"student.layers = {list(layers)}: the target has layers 0 to {depth - 1} (or -{depth} to -1)")
-    if len(set(kept)) != len(kept):
+    if len(set(chosen)) != len(chosen):
         raise UserError(f"student.layers = {list(layers)}: a layer of the target appears twice; list each layer once")
-    config, reason = source.config_of(kept)
+    config, reason = source.config_of(chosen)
     if config is not None:
-        state, packed = _weights(target, source, config, kept), quantization_of(target.config) is not None
+        state, packed = _weights(target, source, config, chosen), quantization_of(target.config) is not None
         refusal = f"student.init: carved: {source.name} cannot be carved"
         if packed:
             refusal = (
@@ -179,12 +179,12 @@ def carve(target: PreTrainedModel, layers: Sequence[int]) -> PreTrainedModel:
             )
         draft = filled(config, {name: value.float() for name, value in state.items()}, target, refusal)
         # The target runs its layers in their order, and in other arithmetic if it is packed.
-        if packed or kept != sorted(kept):
+        if packed or chosen != sorted(chosen):
             return draft
         twin = copy.deepcopy(draft).to(target.device)  # type: ignore[arg-type]
         for name, weight in twin.named_parameters():
             weight.data = weight.data.to(state[name].dtype)
-        reason = _difference(target, twin, kept)
+        reason = _difference(target, twin, chosen)
         if not reason:
             return draft
     raise UserError(
@@ -194,10 +194,10 @@ def carve(target: PreTrainedModel, layers: Sequence[int]) -> PreTrainedModel:
 
 
 def _weights(
-    target: PreTrainedModel, source: Layers, config: PretrainedConfig, kept: Sequence[int]
+    target: PreTrainedModel, source: Layers, config: PretrainedConfig, chosen: Sequence[int]
 ) -> dict[str, Tensor]:
     """The target's weights by their names in the draft."""
-    place = {f"{source.prefix}.{layer}": f"{source.prefix}.{position}" for position, layer in enumerate(kept)}
+    place = {f"{source.prefix}.{layer}": f"{source.prefix}.{position}" for position, layer in enumerate(chosen)}
     state = {}
     for name, value in target.state_dict().items():
         layer = re.match(rf"{re.escape(source.prefix)}\.\d+", name)
@@ -207,7 +207,7 @@ def _weights(
         axis = layer_axis(state[name].shape, value.shape, source.depth) if name in state else None
         if axis is not None and name in source.outer:
             parts = state[name].unflatten(axis, (source.depth, -1))
-            state[name] = parts.index_select(axis, torch.tensor(kept, device=parts.device)).flatten(axis, axis + 1)
+            state[name] = parts.index_select(axis, torch.tensor(chosen, device=parts.device)).flatten(axis, axis + 1)
     return state
 
 
@@ -225,15 +225,15 @@ def filled(config: Any, state: dict[str, Tensor], source: PreTrainedModel, refus
 
     Raises UserError: the config needs other weights; the message is `refusal` and the first of them.
     """
-    made = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    expected = {(key, value.shape) for key, value in made.state_dict().items()}
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    expected = {(key, value.shape) for key, value in model.state_dict().items()}
     if other := sorted(key for key, _ in expected ^ {(key, value.shape) for key, value in state.items()}):
         raise UserError(f"{refusal} ({other[0]} does not fit)")
-    made.load_state_dict(state)
-    weights = made.state_dict().items()
+    model.load_state_dict(state)
+    weights = model.state_dict().items()
     if lost := [key for key, value in weights if not torch.allclose(value, state[key].to(value), 0, 0, equal_nan=True)]:
         raise UserError(
             f"{refusal} ({lost[0]} is tied to another weight that differs; set tie_word_embeddings to false)"
         )
-    made.generation_config = copy.deepcopy(source.generation_config)
-    return made.eval()
+    model.generation_config = copy.deepcopy(source.generation_config)
+    return model.eval()

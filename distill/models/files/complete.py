@@ -48,7 +48,7 @@ for _name in ("transformers.modeling_utils", "transformers.quantizers.auto"):
 
 
 def refuse_incomplete(what: str, path: str, name: str, config: Any, loading: Mapping[str, Any]) -> None:
-    """Raise UserError if a weight of the files is not used, or one of the model is not in them: transformers makes it up and only logs this."""
+    """Raise UserError if a weight of the files is not used, or one of the model is not in them; transformers only logs this."""
     unused = sorted(weight for weight in loading["unexpected_keys"] if not _is_harmless(weight, config))
     problems = {
         weight: f"has shape {list(has)} in the files, {list(wants)} by config.json"

@@ -1,4 +1,4 @@
-"""GGUF files: their metadata, and llama.cpp's name for a pre-tokenizer (`tokenizer.ggml.pre`), for tokenizers that its converter does not know.
+"""GGUF files: their metadata, and llama.cpp's name for a pre-tokenizer that its converter does not know (`tokenizer.ggml.pre`).
 
 The converter recognises a tokenizer by a hash of some ids and refuses all others. If the rules in tokenizer.json equal those of a
 name in llama.cpp (v0.5.0, src/llama-vocab.cpp), that name gives the same ids.
