@@ -101,20 +101,20 @@ def explain(error: BaseException) -> tuple[str, int] | None:
         return f"understudy: self-check failed: {error}", FAILED_CHECK
     first = next(iter(str(error).splitlines()), "")
     if isinstance(error, torch.OutOfMemoryError):
-        said = (
+        message = (
             f"out of memory ({first}); lower train.micro_batch_size, loss.chunk_tokens, "
             "serving.batch_size or judge.batch_size and give the same command again (finished responses are kept)"
         )
     elif _is_dead_rank(error):
-        said = (
+        message = (
             "another rank failed or cannot be reached, so this one stops; see the error of that rank or the system log "
             f"(out of memory?); the same command continues from the last checkpoint, also with another number of ranks ({first[:160]})"
         )
     elif isinstance(error, OSError) and error.errno in _DISK:
-        said = f"{error.filename or 'what was being written'}: cannot be written ({error.strerror})"
+        message = f"{error.filename or 'what was being written'}: cannot be written ({error.strerror})"
     else:
         return None
-    return f"understudy: {said}", MISTAKE
+    return f"understudy: {message}", MISTAKE
 
 
 def _is_dead_rank(error: BaseException) -> bool:
@@ -156,9 +156,9 @@ def _end_rank(text: str, status: int, trackers: Iterable[Any], witness: bool) ->
         report = os.environ.get("TORCHELASTIC_ERROR_FILE")
         if report and not witness:
             # torchrun prints a table at the end. It calls the earliest failure, in whole seconds, the root cause.
-            told = json.dumps({"message": text, "timestamp": int(time.time()) - 1})
+            record = json.dumps({"message": text, "timestamp": int(time.time()) - 1})
             with contextlib.suppress(OSError):  # The disk may be full.
-                Path(report).write_text(told, encoding="utf-8")
+                Path(report).write_text(record, encoding="utf-8")
         # Trackers talk to a server, so they get a time limit.
         finishing = threading.Thread(target=_finish, args=(trackers,), daemon=True)
         finishing.start()

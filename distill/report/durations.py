@@ -15,11 +15,11 @@ def parse_seconds(text: str, option: str) -> float:
 
     Raises UserError, with the option in the message, for anything else and for a time that is not above 0 or not finite.
     """
-    found = _DURATION.fullmatch(text)
-    unit = found.group(2).lower() if found else ""
-    if found is None or unit not in SECONDS_OF:
+    match = _DURATION.fullmatch(text)
+    unit = match.group(2).lower() if match else ""
+    if match is None or unit not in SECONDS_OF:
         raise UserError(f"{option} {text}: give a time such as 25ms, 0.025s or 300us (a plain number is milliseconds)")
-    seconds = float(found.group(1)) * SECONDS_OF[unit]
+    seconds = float(match.group(1)) * SECONDS_OF[unit]
     if not (seconds > 0 and math.isfinite(seconds)):
         raise UserError(f"{option} {text}: a time must be above 0 and finite")
     return seconds

@@ -99,13 +99,13 @@ def engine_parts(verdict: Verdict) -> list[str | Table]:
     heads = Column("load", "d"), Column("step", ".2f", " ms"), Column("c", ".3f")
     ends = Column("run gamma", "d"), Column("tokens/s", ",.0f"), Column("our loop", ".2f", "x")
     table, runs = Table([*heads, *each]), Table([heads[0], *ends])
-    for one, (load, ratios) in zip(costs.costs, costs.ratios.items(), strict=True):
+    for steps, (load, ratios) in zip(costs.costs, costs.ratios.items(), strict=True):
         *measured, run = (row for row in rows if row.concurrency == load)
         speeds = {row.gamma: Cell(row.speed_up, row.speed_up_ci) for row in measured}
-        own = verdict.row(DRAFT, load)
-        loop = Cell(own.speed_up, own.speed_up_ci, f"gamma {own.gamma}") if own and own.speed_up else None
-        v = (one.verify_ratio(gamma) for gamma in gammas)
-        step, c = one.target_seconds * 1e3, Cell(ratios["c"][0], ratios["c"][1:])
+        timed = verdict.row(DRAFT, load)
+        loop = Cell(timed.speed_up, timed.speed_up_ci, f"gamma {timed.gamma}") if timed and timed.speed_up else None
+        v = (steps.verify_ratio(gamma) for gamma in gammas)
+        step, c = steps.target_seconds * 1e3, Cell(ratios["c"][0], ratios["c"][1:])
         table.add(load, step, c, *v, *map(speeds.get, gammas))  # none at a gamma beyond those of replay
         runs.add(load, run.gamma, run.tokens_per_second, loop)
     wins = costs.plain_wins_from(verdict.replay, verdict.response_tokens)

@@ -22,7 +22,7 @@ def readback(view: View) -> Made:
 
 def readback_tables(record: ReadbackRecord) -> list[Table]:
     """Served figures, replay of the served text and replay of the run's own text, then survival by position."""
-    own, replay, expected = record.served, record.replay, record.expected
+    served, replay, expected = record.served, record.replay, record.expected
     figures = Table(
         [
             "",
@@ -35,11 +35,11 @@ def readback_tables(record: ReadbackRecord) -> list[Table]:
     )
     figures.add(
         "served",
-        Cell(own.tau, own.tau_ci),
-        own.accepted_per_drafted,
-        Cell(own.tokens_per_second, record.tokens_per_second_ci),
+        Cell(served.tau, served.tau_ci),
+        served.accepted_per_drafted,
+        Cell(served.tokens_per_second, record.tokens_per_second_ci),
         Cell(record.latency, record.latency_ci),
-        Cell(own.speed_up, own.speed_up_ci),
+        Cell(served.speed_up, served.speed_up_ci),
     )
     if replay is not None and expected is not None:
         figures.add("replay", replay.tau, replay.accepted_per_drafted, "", "", "")
@@ -48,9 +48,9 @@ def readback_tables(record: ReadbackRecord) -> list[Table]:
     survival = Table(["survival of the first", *(Column(str(place + 1), ".3f") for place in range(places))])
     ends = {"served": record.survival_ci or []}
     for name in ("served", "replay"):
-        if known := record.survival.get(name, [])[:places]:
-            cells = itertools.zip_longest(known, ends.get(name, []))
-            survival.add(name, *(Cell(*cell) for cell in cells), *[None] * (places - len(known)))
+        if shares := record.survival.get(name, [])[:places]:
+            cells = itertools.zip_longest(shares, ends.get(name, []))
+            survival.add(name, *(Cell(*cell) for cell in cells), *[None] * (places - len(shares)))
     tables = [figures, survival, waits_table(record.measured), speed_table(record)]
     return [table for table in tables if table.cells]
 
@@ -60,17 +60,15 @@ def speed_table(record: ReadbackRecord) -> Table:
     shares = [Column(name, "+.0%") for name in ("difference", "of tau", "of steps")]
     speeds = Column("predicted", ".2f", "x"), Column("served", ".2f", "x")
     table = Table([Column("load", "d"), Column("gamma", "d"), *speeds, *shares, "within 10 %"])
-    for one in record.speed:
-        own, served = one.predicted, one.served
+    for row in record.speed:
         table.add(
-            own.concurrency,
-            own.gamma,
-            Cell(own.speed_up, own.speed_up_ci),
-            Cell(served.speed_up, served.speed_up_ci),
-            one.difference,
-            one.of_tau,
-            one.of_costs,
-            Cell("yes" if one.holds else "no", note="; ".join(one.causes)),
+            row.predicted.concurrency,
+            row.predicted.gamma,
+            *(Cell(timed.speed_up, timed.speed_up_ci) for timed in (row.predicted, row.served)),
+            row.difference,
+            row.of_tau,
+            row.of_costs,
+            Cell("yes" if row.holds else "no", note="; ".join(row.causes)),
         )
     return table
 

@@ -31,16 +31,22 @@ GLOSSARY = {
     "[a, b]": "95 % interval, from resampling the held-out prompts.",
 }
 
+CHECKS = (
+    "Before measuring, the target as its own draft must have alpha 1, and speculative greedy text must equal plain greedy text. "
+    "Without live decoding nothing was checked."
+)
+
 
 @section("run", "What was run", order=98, nav="What was run")
 def run(view: View) -> Made:
-    """Provenance, the config and the checks made before measuring."""
+    """Provenance, the config and the checks."""
     result = view.result
     parts: list[Part] = [Piece("facts", run_facts(view))]
     if name := result.files.get("proposals"):
         parts.append(Piece("fine", f"Every proposed token with its probabilities is in {name}, next to result.json."))
     parts += [Piece("config", result.config)] if result.config else []
-    return [*parts, Piece("heading", "Checks before measuring"), Piece("list", check_lines(result))]
+    parts += [Piece("heading", "Checks"), CHECKS, Piece("facts", check_facts(result))]
+    return [*parts, *agreement_lines(result)]
 
 
 @section("serve", "Serve it", order=99, nav="Serve it")
@@ -80,56 +86,41 @@ def serve_warning(view: View) -> str:
     return ""
 
 
-def check_lines(result: Result) -> list[str]:
-    """The checks made before measuring, as sentences; other checks as key and value."""
-    checks = dict(result.verdict.self_checks)
-    lines = []
-    if "alpha_replay" in checks:
-        size = [f"{checks.pop(key)} {key}" for key in ("prompts", "tokens") if key in checks]
-        size += [str(checks.pop("dtype"))] if checks.get("dtype") else []
-        lines.append(
-            f"The target as its own draft has alpha {checks.pop('alpha_replay'):.4f} by replay and "
-            f"{checks.pop('alpha_live', float('nan')):.4f} live. The expected value is 1, within {checks.pop('alpha_tolerance', 0):g} "
-            f"({', '.join(size)})."
-        )
-        for key in ("gamma", "batch_size", "alpha_noise"):
-            checks.pop(key, None)
-        lines += checks.pop("warnings", [])
-    if "greedy_equal" in checks:
-        ties, equal = checks.pop("near_ties", None) or [], checks.pop("greedy_equal")
-        checks.pop("near_tie_tolerance", None)
-        parted = f"; {len(ties)} differ after a near-tie of two logits." if ties else "."
-        lines.append(
-            f"Speculative greedy text equals plain greedy text on {equal} of {equal + len(ties)} prompts{parted}"
-        )
-    lines += [
-        f"{key.replace('_', ' ')}: {value}" for key, value in checks.items() if isinstance(value, str | int | float)
+def check_facts(result: Result) -> list[tuple[str, str]]:
+    """(name, value) of the checks that ran before anything was measured; a list is counted."""
+    checks = {
+        name: len(value) if isinstance(value, list) else value for name, value in result.verdict.self_checks.items()
+    }
+    return [
+        (name.replace("_", " "), f"{value:.6g}" if isinstance(value, float) else str(value))
+        for name, value in checks.items()
+        if isinstance(value, str | int | float)
     ]
-    return [*(lines or ["No self-check was run here (nothing was decoded)."]), _agreement_line(result)]
 
 
-def _agreement_line(result: Result) -> str:
-    """Compare live decoding with replay of its own text, at checkpoints and in the verdict."""
-    verdict, said = result.verdict, []
-    if anew := [one.fresh_check for one in verdict.checkpoints if one.fresh_check]:
-        said.append(
-            f"At {len(anew)} checkpoints the target's server answered up to {max(check.prompts for check in anew)} prompts again, "
-            f"|z| of alpha at most {max(abs(check.z) for check in anew):.1f}; {sum(not check.agrees for check in anew) or 'none'} "
-            "disagreed with the stored responses."
+def agreement_lines(result: Result) -> list[str]:
+    """Live decoding compared with replay of its own text, at checkpoints and in the verdict."""
+    verdict, lines = result.verdict, list[str]()
+    if fresh := [step.fresh_check for step in verdict.checkpoints if step.fresh_check]:
+        lines.append(
+            f"At {len(fresh)} checkpoints the target's server answered up to {max(check.prompts for check in fresh)} prompts "
+            f"again, |z| of alpha at most {max(abs(check.z) for check in fresh):.1f}; "
+            f"{sum(not check.agrees for check in fresh) or 'none'} disagreed with the stored responses."
         )
-    checks = [one.live_check for one in verdict.checkpoints if one.live_check and one.live_check.replay]
-    scores = [abs(check.replay.z) for check in checks if check.replay and check.replay.z is not None]
-    if checks:
-        largest = f", |z| at most {max(scores):.1f}" if scores else ""
-        missed = sum(not check.replay.agrees for check in checks if check.replay)
-        said.append(
-            f"Each of {len(checks)} checkpoints decoded up to {max(check.prompts for check in checks)} prompts live{largest}; "
-            f"{missed or 'none'} disagreed with replay."
+    if live := [step.live_check for step in verdict.checkpoints if step.live_check and step.live_check.replay]:
+        replays = [check.replay for check in live if check.replay]
+        scores = [abs(replay.z) for replay in replays if replay.z is not None]
+        lines.append(
+            f"Each of {len(live)} checkpoints decoded up to {max(check.prompts for check in live)} prompts live"
+            f"{f', |z| at most {max(scores):.1f}' if scores else ''}; "
+            f"{sum(not replay.agrees for replay in replays) or 'none'} disagreed with replay."
         )
     if verdict.replay_check and (tokens := verdict.live_tokens):
         tau = tokens / verdict.replay_check.live_blocks
-        said.append(f"The verdict decoded all prompts: tau {tau:.2f}, {agreement_words(verdict.replay_check, tokens)}.")
-    return " ".join(said or ["Live decoding was not compared with replay, because nothing was decoded live."])
+        lines.append(
+            f"The verdict decoded all prompts: tau {tau:.2f}, {agreement_words(verdict.replay_check, tokens)}."
+        )
+    return lines or ["Live decoding was not compared with replay, because nothing was decoded live."]
 
 
 def run_facts(view: View) -> list[tuple[str, str]]:

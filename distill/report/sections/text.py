@@ -27,22 +27,22 @@ def repetition(view: View) -> Made:
 @section("proofs", "Is the text still the target's?", order=78)
 def proofs(view: View) -> Made:
     """Losslessness and task scores, if `understudy evaluate` added them."""
-    found, scores = view.result.losslessness, view.result.scores
-    if found is None and not scores:
+    test, scores = view.result.losslessness, view.result.scores
+    if test is None and not scores:
         return None
-    lines = [f"{one.scorer}: {one.sentence}" for one in scores]
-    if found is not None:
-        passed = "Passed" if found.passed else "FAILED"
-        lines.insert(0, f"{passed} (rule {found.rule}, gamma {found.gamma}): {found.sentence}")
+    passed = "" if test is None else "Passed" if test.passed else "FAILED"
+    lines = [f"{passed} (rule {test.rule}, gamma {test.gamma}): {test.sentence}"] if test is not None else []
+    lines += [f"{score.scorer}: {score.sentence}" for score in scores]
     table = Table(
         ["scorer", Column("with the draft", ".3f"), Column("target alone", ".3f"), Column("difference", "+.3f")],
         title="Task scores",
     )
-    for one in scores:
+    for score in scores:
+        note = f"{prompts_of(score.prompts)} x {score.samples}"
         table.add(
-            Cell(one.scorer, note=f"{prompts_of(one.prompts)} x {one.samples}", mark="" if one.passed else "differs"),
-            Cell(one.speculative.score, one.speculative.ci),
-            Cell(one.alone.score, one.alone.ci),
-            Cell(one.difference.value, one.difference.ci),
+            Cell(score.scorer, note=note, mark="" if score.passed else "differs"),
+            Cell(score.speculative.score, score.speculative.ci),
+            Cell(score.alone.score, score.alone.ci),
+            Cell(score.difference.value, score.difference.ci),
         )
     return [*lines, *([table] if scores else [])]

@@ -18,19 +18,21 @@ def token_text(text: str) -> str:
 @section("tokens", "Who wrote each token", order=90, nav="Tokens")
 def tokens(view: View) -> Made:
     """The token view. Both models' most probable tokens are in the page's data."""
-    found = view.result.token_view
-    if found is None:
+    shown = view.result.token_view
+    if shown is None:
         return "There is no token view: nothing was decoded live."
-    written = [Counter(token.by for token in response.tokens) for response in found.responses]
+    written = [Counter(token.by for token in response.tokens) for response in shown.responses]
     intro = (
-        f"Held-out responses, decoded with the {found.way} under rule {found.rule} at "
-        f"gamma {found.gamma}. Point at a token, tap it, or use Tab and the arrow keys to see both models' most probable tokens "
-        "there (↵ is a new line, ∅ a token that completes no character)."
+        f"Held-out responses, decoded with the {shown.way} under rule {shown.rule} at gamma {shown.gamma}. Point at a token, tap "
+        "it, or use Tab and the arrow keys to see both models' most probable tokens there (↵ is a new line, ∅ a token that "
+        "completes no character)."
     )
     values = {
         "written": sum(written, Counter()),
-        "responses": list(zip(found.responses, written, strict=True)),
+        "responses": list(zip(shown.responses, written, strict=True)),
         "open": OPEN_RESPONSES,
-        "data": [[token.model_dump(include=SHOWN_OF_TOKEN) for token in one.tokens] for one in found.responses],
+        "data": [
+            [token.model_dump(include=SHOWN_OF_TOKEN) for token in response.tokens] for response in shown.responses
+        ],
     }
     return [intro, Piece("tokens", values)]

@@ -23,7 +23,7 @@ from distill.report.screen import last_screen
 from distill.report.section import Piece
 from distill.report.sections.curves import rules_table, speed_line, times_table
 from distill.report.sections.money import money_lines
-from distill.report.sections.run import check_lines, run_facts, serve_warning
+from distill.report.sections.run import agreement_lines, run_facts, serve_warning
 from distill.report.sections.slices import visible
 from distill.report.sections.tokens import token_text
 from distill.report.table import NOTHING, Table
@@ -133,23 +133,21 @@ def test_live_and_replay_are_of_one_run_and_always_told(result: dict[str, Any]) 
     tau, replayed = (
         best["live_tokens"] / best["replay_check"][blocks] for blocks in ("live_blocks", "predicted_blocks")
     )
-    line = check_lines(typed(result))[-1]
-    assert line.endswith(f"tau {tau:.2f}, replay {replayed:.2f}, z -0.2.")
-    assert line.startswith(
-        "Each of 1 checkpoints decoded up to 4 prompts live, |z| at most 0.6; none disagreed with replay."
-    )
+    first, last = agreement_lines(typed(result))
+    assert last.endswith(f"tau {tau:.2f}, replay {replayed:.2f}, z -0.2.")
+    assert first == "Each of 1 checkpoints decoded up to 4 prompts live, |z| at most 0.6; none disagreed with replay."
     old = copy.deepcopy(result)
     del old["verdict"]["replay_check"]
-    assert check_lines(typed(old))[-1].endswith("none disagreed with replay.")
+    assert agreement_lines(typed(old))[-1].endswith("none disagreed with replay.")
     old["verdict"]["checkpoints"][-1]["live_check"]["replay"]["agrees"] = False
-    assert check_lines(typed(old))[-1].endswith("; 1 disagreed with replay.")
-    assert "nothing was decoded live" in check_lines(typed(not_timed(result)))[-1]
+    assert agreement_lines(typed(old))[-1].endswith("; 1 disagreed with replay.")
+    assert "nothing was decoded live" in agreement_lines(typed(not_timed(result)))[-1]
     fresh = {"prompts": 20, "tokens": 600, "alpha": 0.71, "stored_alpha": 0.72, "z": -0.4, "agrees": True}
     old["verdict"]["checkpoints"][-1]["fresh_check"] = fresh
     told = (
         "At 1 checkpoints the target's server answered up to 20 prompts again, |z| of alpha at most 0.4; none disagreed"
     )
-    assert told in check_lines(typed(old))[-1]
+    assert told in agreement_lines(typed(old))[0]
 
 
 @pytest.mark.parametrize(
