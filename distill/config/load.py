@@ -22,7 +22,7 @@ SHIPPED = Path(__file__).parent / "shipped"
 
 
 class YamlLoader(yaml.SafeLoader):
-    """Reads YAML 1.2 floats (PyYAML takes `1e-4` for a string), no key twice, few aliases: nested ones can expand to more than memory holds."""
+    """Reads YAML 1.2 floats (PyYAML takes `1e-4` for a string), no key twice, few aliases: nested ones can fill the memory."""
 
     _aliases = 0
 
@@ -163,7 +163,8 @@ def load_trusted(path: str | Path, trusted: bool, overrides: Sequence[str] = ())
     said = trusted or any(one.startswith("target.trust_remote_code=") for one in overrides)
     if config.target.trust_remote_code and not said:
         raise UserError(
-            f"{path}: target.trust_remote_code is true, so code that comes with the model would run; if you trust it, add --trust-remote-code (target.trust_remote_code=true)"
+            f"{path}: target.trust_remote_code is true, so code that comes with the model would run; if you trust it, add "
+            "--trust-remote-code (target.trust_remote_code=true)"
         )
     return config
 

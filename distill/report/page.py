@@ -67,7 +67,7 @@ def render_page(result: Result, prices: Prices | None = None) -> str:
     environment = jinja2.Environment(
         loader=loader, autoescape=True, undefined=strict, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters["token_text"] = token_text
+    environment.filters |= {"token_text": token_text, "percent": lambda share: f"{100 * min(1, max(0, share)):.1f}%"}
     script, style = ((TEMPLATES / name).read_text(encoding="utf-8") for name in ("report.js", "report.css"))
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     shown, verdict = made_sections(view), result.verdict

@@ -1,4 +1,4 @@
-"""A result as the report uses it: the judged draft, ways, curves, step times. Pure: figures are read from the result, not computed again."""
+"""A result as the report uses it: the judged draft, ways, curves, step times. Pure: its figures are those of the result."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

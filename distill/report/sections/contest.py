@@ -23,8 +23,9 @@ def effect_lines(verdict: Verdict) -> list[str]:
     return [
         f"Gain over the undistilled draft, paired by prompt: {words(gain)}.",
         *served,
-        f"Both drafts are compared on the same {gain.prompts:,} prompts ({gain.tokens:,} tokens), with tau and speed-up by replay, so a gain can "
-        f"differ from the difference of two live runs. {gain.method[0].upper()}{gain.method[1:]}; {_confidence(gain)}.",
+        f"Both drafts are compared on the same {gain.prompts:,} prompts ({gain.tokens:,} tokens), with tau and speed-up by "
+        "replay, so a gain can differ from the difference of two live runs. "
+        f"{gain.method[0].upper()}{gain.method[1:]}; {_confidence(gain)}.",
     ]
 
 
@@ -58,8 +59,8 @@ def load_lines(verdict: Verdict) -> list[str]:
     free = verdict.roofline.free_tokens if verdict.roofline else None
     if free is not None:
         lines.append(
-            f"A target call with {free:,.0f} tokens takes twice its fixed time, so verification is not free there. A block feeds the target "
-            "gamma + 1 tokens of every request."
+            f"A target call with {free:,.0f} tokens takes twice its fixed time, so verification is not free there. A block feeds "
+            "the target gamma + 1 tokens of every request."
         )
     return lines
 
@@ -77,7 +78,8 @@ def latency(view: View) -> Made:
     if not any(row.first_token_ms for row in rows):
         return None
     line = (
-        "Each client asks again when its response ends. The first token waits for the target to read the prompt and for requests that "
-        "arrive together; the draft reads the prompt after it (on CUDA before it). Per token: (last - first) / (tokens - 1). 99 of 100 are at most p99."
+        "Each client asks again when its response ends. The first token waits for the target to read the prompt and for "
+        "requests that arrive together; the draft reads the prompt after it (on CUDA before it). Per token: (last - first) / "
+        "(tokens - 1). 99 of 100 are at most p99."
     )
     return [line, waits_table(rows), stages_table(rows)]

@@ -11,23 +11,18 @@ from speculative.measure.replay import agreement_words
 GLOSSARY = {
     "target": "The large model that is served. Speculative decoding changes its speed, not its text.",
     "draft": "The small model that proposes the next tokens. The target checks them all in one call.",
-    "block": "One round: the draft proposes gamma tokens, the target verifies them in one call and adds one token of its own.",
-    "gamma": "How many tokens the draft proposes in a block.",
-    "alpha, acceptance rate": "How often a proposed token is accepted, averaged over every position of the target's text. At 1 the draft and the "
-    "target always agree.",
-    "accepted / drafted": "Accepted tokens over proposed tokens. Tokens after the first rejected one are wasted, so it is below alpha and falls "
-    "as gamma grows.",
-    "tau, block efficiency": "Tokens generated per target call: from 1 (every proposal is rejected) to gamma + 1.",
+    "block": "One round: the draft proposes gamma tokens, the target verifies them in one call and adds one of its own.",
+    "alpha, acceptance rate": "Share of proposed tokens that are accepted, over all positions of the target's text.",
+    "accepted / drafted": "As alpha, but tokens after the first rejected one count too, so it falls as gamma grows.",
+    "tau, block efficiency": "Tokens per target call: from 1 (every proposal is rejected) to gamma + 1.",
     "survival": "How often the first j tokens of a block are all accepted.",
-    "correction, bonus": "The target's own token: in place of the first rejected one (correction), or after a fully accepted block (bonus).",
-    "c, cost ratio": "Time of one draft call over time of one target step. A draft call drafts one token, or a whole block if the draft works "
-    "in one pass.",
+    "correction, bonus": "The target's own token: in place of the first rejected one, or after a fully accepted block.",
+    "c, cost ratio": "Time of one draft call (for a token, or a block in one pass) over time of one target step.",
     "v": "Time of the target call that verifies a block over time of a call for one token.",
-    "speed-up": "Tokens per second over those of the target alone. Timed, or predicted as tau / (gamma c + v) (tau / (c + v) if a block is drafted "
-    "in one pass), with the time of the host and of reading prompts on both sides.",
+    "speed-up": "Tokens per second over those of the target alone: timed, or predicted as tau / (gamma c + v).",
     "replay": "tau computed from both models' probabilities on stored text of the target, for every gamma at once.",
-    "rule": "How the server accepts tokens. sample: the draft samples. greedy-draft: the draft takes its most probable token. greedy: both do "
-    "(temperature 0). block: whole blocks are judged jointly.",
+    "rule": "How the server accepts. sample: the draft samples. greedy-draft: it takes its most probable token. "
+    "greedy: temperature 0. block: whole blocks are judged jointly.",
     "[a, b]": "95 % interval, from resampling the held-out prompts.",
 }
 

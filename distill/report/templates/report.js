@@ -11,7 +11,9 @@
   // Token view: one tooltip, filled from the data island; text goes in as text, never as markup.
   const tokens = read("token-data");
   const tooltip = document.getElementById("tooltip");
-  const WRITERS = { draft: "written by the draft, accepted", target: "written by the target, a correction", bonus: "written by the target, a bonus" };
+  const WRITERS = {
+    draft: "written by the draft, accepted", target: "written by the target, a correction", bonus: "written by the target, a bonus",
+  };
   const shown = (text) =>
     text === "" ? "∅" : text.replace(/^ +| +$/g, (run) => "␣".repeat(run.length)).replace(/\n/g, "↵").replace(/\t/g, "⇥")
       .replace(/[\u0000-\u001f]/g, (sign) => String.fromCharCode(0x2400 + sign.charCodeAt(0)));
@@ -95,7 +97,8 @@
   };
   // A parallel draft takes one call a block.
   const calls = (series, gamma) => (series.parallel ? Math.min(gamma, 1) : gamma);
-  const speeds = (series, c, extra) => series.tau.map((tau, index) => tau / (calls(series, series.gammas[index]) * c + 1 + series.gammas[index] * extra));
+  const speed = (series, tau, gamma, c, extra) => tau / (calls(series, gamma) * c + 1 + gamma * extra);
+  const speeds = (series, c, extra) => series.tau.map((tau, index) => speed(series, tau, series.gammas[index], c, extra));
   const peak = (values) => values.indexOf(Math.max(...values));
   const recompute = () => {
     const [target, draft, verify] = ["t-target", "t-draft", "t-verify"].map(field);
@@ -120,7 +123,8 @@
     }
     const words = lines.map((line) => {
       const at = peak(line.values);
-      return line.values[at] > 1 && line.gammas[at] > 0 ? `${line.name}: ${line.values[at].toFixed(2)}x at gamma ${line.gammas[at]}` : `${line.name}: no gamma pays off`;
+      const pays = line.values[at] > 1 && line.gammas[at] > 0;
+      return `${line.name}: ${pays ? `${line.values[at].toFixed(2)}x at gamma ${line.gammas[at]}` : "no gamma pays off"}`;
     });
     best.textContent = `c = ${(draft / target).toFixed(3)}. Best, ${words.join("; ")}.`;
   };
