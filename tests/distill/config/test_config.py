@@ -76,7 +76,6 @@ def test_text_that_looks_like_a_number_stays_text_in_a_name(tmp_path: Path) -> N
         (b"a: [1", "not YAML"),
         (b"name: x\n\tlr: 3\n", "line 2"),
         (b"name: !!python/object:os.system 1\n", "not YAML"),
-        (b"name: \x00\n", "not YAML"),
         (b"name: \xff\xfe\n", "UTF-8"),
         (
             b"serving: {top_k: 1}\r\nname: x\r\nserving:\r\n  top_k: 2\r\n",
@@ -88,7 +87,6 @@ def test_text_that_looks_like_a_number_stays_text_in_a_name(tmp_path: Path) -> N
         ),
         (b"data: {train: [{path: x}, {path: y, limit: 1, path: z}]}\n", "the key `path` is also in line 1"),
         (b"", "key: value"),
-        (b"- 1\n- 2\n", "list"),
         (b"just words\n", "str"),
     ],
 )
@@ -127,17 +125,13 @@ def test_a_missing_file_names_the_shipped_ones(tmp_path: Path, monkeypatch: pyte
     [
         ({"optm": {}}, "optm", "optim"),
         ({"optim": {"learning_rate": 1.0}}, "optim.learning_rate", None),
-        ({"optim": {"warmup": 0.1}}, "optim.warmup", "warmup_ratio"),
         ({"loss": {"tempreature": 1.0}}, "loss.tempreature", "temperature"),
         ({"student": {"lora": {"rnk": 4}}}, "student.lora.rnk", "rank"),
-        ({"target": {"pth": "x"}}, "target.pth", "path"),
         (
             {"data": {"train": [{"path": "x"}, {"path": "y", "prompt_colum": "q"}]}},
             "data.train.1.prompt_colum",
             "prompt_column",
         ),
-        ({"data": {"train": [{"path": "x"}], "template": {"mod": "chat"}}}, "data.template.mod", "mode"),
-        ({"judge": {"gama": 3}}, "judge.gama", "gamma"),
     ],
 )
 def test_unknown_keys_name_the_nearest(section: dict[str, Any], key: str, near: str | None) -> None:
@@ -152,12 +146,10 @@ def test_unknown_keys_name_the_nearest(section: dict[str, Any], key: str, near: 
         ({"train": {"steps": "10"}}, '`train.steps` = "10"'),
         ({"train": {"steps": 10.0}}, "integer"),
         ({"train": {"steps": 0}}, "greater than or equal to 1"),
-        ({"train": {"steps": True}}, "integer"),
         ({"optim": None}, "`optim` = null"),
         ({"optim": "adamw"}, "key: value"),
         ({"optim": {"warmup_ratio": 1.0}}, "less than 1"),
         ({"student": {"layers": 3}}, "list"),
-        ({"student": {"layers": [0, "last"]}}, "`student.layers.1`"),
         ({"student": {"init": "carvd"}}, '`student.init` = "carvd": did you mean `carved`?'),
         (
             {"judge": {"ways": ["x"]}},
@@ -171,13 +163,8 @@ def test_unknown_keys_name_the_nearest(section: dict[str, Any], key: str, near: 
         ({"loss": {"mix": {"lk": 1.0}}}, "`loss.mix.lk`"),
         ({"loss": {"warmup": {"name": "x"}}}, "known here: accepted_length, ce,"),
         ({"loss": {"beta": 1.0}}, "less than 1"),
-        ({"serving": {"top_p": 0}}, "greater than 0"),
         ({"judge": {"gamma": 33}}, f"less than or equal to {CURVE_GAMMAS[-1]}"),
-        ({"judge": {"load": [4, 0]}}, "greater than or equal to 1"),
-        ({"seed": -1}, "`seed` = -1"),
-        ({"name": 5}, "string"),
         ({"data": {"train": {"path": "x"}}}, "`data.train`"),
-        ({"data": {"train": ["x"]}}, "`data.train.0`"),
         ({3: 4}, "keys should be strings"),
         ({"data": {"train": [{}]}}, "`data.train.0.path` is missing"),
         ({"target": {"device_map": "all"}}, "`target.device_map`"),
@@ -202,7 +189,6 @@ def test_a_missing_key_is_named(missing: str) -> None:
     [
         ({"name": "../x"}, "it becomes a folder"),
         ({"name": ".x"}, "it becomes a folder"),
-        ({"name": ""}, "it becomes a folder"),
         ({"data": {"train": []}}, "data.train"),
         ({"student": {"init": "pretrained"}}, "student.path"),
         ({"student": {"path": "x"}}, "student.path"),
@@ -211,16 +197,13 @@ def test_a_missing_key_is_named(missing: str) -> None:
         ({"train": {"batch_size": 10, "micro_batch_size": 4}}, "multiple of train.micro_batch_size"),
         ({"target": None}, "`target` = null"),
         ({"loss": {"mix": {}}}, "loss.mix"),
-        ({"loss": {"mix": {"tv": 0}}}, "loss.mix"),
         ({"loss": {"mix": {"tv": -1.0, "ce": 1.0}}}, "loss.mix"),
         ({"judge": {"rule": "greedy"}}, "serving.temperature"),
         ({"judge": {"load": [1, 4, 4]}}, "judge.load: each number"),
         ({"judge": {"load": [1], "live": "never"}}, "judge.live: checkpoint or end"),
         ({"judge": {"latency_ms": {"per_token": 30}, "live": "never"}}, "judge.latency_ms are timed by decoding"),
         ({"judge": {"latency_ms": {"first_token": 0}}}, "judge.latency_ms.first_token"),
-        ({"judge": {"latency_ms": {"first_token": "fast"}}}, "judge.latency_ms.first_token"),
         ({"judge": {"latency_ms": {"total": 9}}}, "judge.latency_ms.total"),
-        ({"judge": {"latency_ms": 300}}, "judge.latency_ms"),
         ({"student": {"parallel": {"tokens": 4}}}, "judge.gamma = 5 above student.parallel.tokens = 4"),
         ({"student": {"parallel": {}}, "train": {"packing": 64}}, "set train.packing to null"),
         (
@@ -243,21 +226,6 @@ def test_a_missing_key_is_named(missing: str) -> None:
 )
 def test_impossible_pairs(section: dict[str, Any], said: str) -> None:
     assert said in refused(lambda: parse_config(tree_of() | section, "file.yaml"))
-
-
-@pytest.mark.parametrize(
-    "section",
-    [
-        {"judge": {"rule": "greedy"}, "serving": {"temperature": 0}},
-        {"judge": {"rule": "greedy-draft"}},
-        {"student": {"init": "pretrained", "path": "x"}},
-        {"student": {"init": "config", "architecture": {"model_type": "llama"}}},
-        {"loss": {"name": "ce"}, "student": {"init": "pretrained", "path": "x"}},
-        {"loss": {"mix": {"tv": 1, "ce": 0.5}}},
-    ],
-)
-def test_possible_pairs(section: dict[str, Any]) -> None:
-    assert parse_config(tree_of() | section, "file.yaml").name == "x"
 
 
 # --- overrides ---------------------------------------------------------------------------------------------------------
@@ -303,11 +271,9 @@ def test_an_override_replaces_a_list_item_or_the_whole_list(tmp_path: Path) -> N
         ("optim.lrr=3", "did you mean `lr`"),
         ("optim.lr=[1", "not YAML"),
         ("train.steps=", "null"),
-        ("optim.lr.deep=3", "optim.lr"),
         ("name.deep=3", "no keys below"),
         ("data.train.5.limit=3", "data.train"),
         ("data.train.-1.limit=3", "data.train"),
-        ("data.train.7=3", "data.train"),
     ],
 )
 def test_overrides_that_cannot_be_meant(tmp_path: Path, override: str, said: str) -> None:
