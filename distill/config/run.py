@@ -1,7 +1,8 @@
 """The config of a run: all sections, which combinations of values are refused, and values derived from them."""
 
+import itertools
 import re
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 
 from pydantic import Field, model_validator
@@ -30,92 +31,146 @@ DEFAULT_OBJECTIVE: dict[Rule, str] = {
     "greedy": "lk_hybrid",
     "block": "lk_hybrid",
 }
-# A condition that is refused, and the message, which is formatted with the config: `{0.judge.gamma}`.
-Impossible = tuple[Callable[["RunConfig"], object], str]
+NEED_EACH_OTHER = "{} and {} need each other; set both or neither"
 
 
-# fmt: off
-IMPOSSIBLE: tuple[Impossible, ...] = (  # Checked in this order; the first match is reported.
-    (lambda c: not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", c.name),
-     "name: it becomes a folder: use letters, digits, '.', '_' and '-' only, and start with a letter or digit"),
-    (lambda c: not c.data.train,
-     "data.train: is empty; add at least one source"),
-    (lambda c: (c.student.init == "pretrained") != (c.student.path is not None),
-     "student.path and student.init: pretrained need each other; set both or neither"),
-    (lambda c: (c.student.init == "config") != (c.student.architecture is not None),
-     "student.architecture and student.init: config need each other; set both or neither"),
-    (lambda c: c.train.packing is None and c.train.batch_size % (c.train.micro_batch_size or 1),
-     "train.batch_size must be a multiple of train.micro_batch_size"),
-    (lambda c: c.selects and c.train.micro_batch_size is None,
-     "loss.weighting.name: selected chooses tokens within a micro-batch; set train.micro_batch_size"),
-    (lambda c: c.loss.mix is not None and (not c.loss.mix or min(c.loss.mix.values()) <= 0),
-     "loss.mix: needs at least one objective, and all weights above zero"),
-    (lambda c: (c.judge_rule == "greedy") != (c.serving.temperature == 0),
-     "judge.rule: greedy and serving.temperature: 0 need each other; set both or neither"),
-    (lambda c: len(set(c.judge.load)) < len(c.judge.load),
-     "judge.load: each number of concurrent requests may be listed once"),
-    (lambda c: (c.judge.load or c.judge.latency_ms) and not c.decodes,
-     "judge.load and judge.latency_ms are timed by decoding; set judge.live: checkpoint or end, without target.endpoint"),
-    (lambda c: (c.judge.lenience or c.judge.typical) and (c.serving.temperature == 0 or not c.decodes),
-     "judge.lenience and judge.typical time sampled text; set serving.temperature above 0 and judge.live: checkpoint or end, without "
-     "target.endpoint"),
-    (lambda c: c.serving.batch_size > c.serving.shard_size,
-     "serving.batch_size is above serving.shard_size, but each shard is decoded on its own; raise shard_size too"),
-    (lambda c: c.serving.temperature == 0 and c.serving.samples_per_prompt > 1,
-     "serving.samples_per_prompt above 1 repeats one greedy response at serving.temperature: 0; set it to 1"),
-    # A draft that proposes whole blocks.
-    (lambda c: c.student.parallel and c.judge.gamma > c.student.parallel.tokens,
-     "judge.gamma = {0.judge.gamma} above student.parallel.tokens = {0.student.parallel.tokens}: later offsets are not trained; lower judge.gamma"),
-    (lambda c: c.student.parallel and c.train.packing is not None,
-     "student.parallel masks attention block by block and cannot pack; set train.packing to null"),
-    (lambda c: c.student.parallel and c.selects,
-     "loss.weighting.name: selected cannot be used with student.parallel, which trains each response token several times; set it to none"),
-    (lambda c: c.student.parallel and c.own_words,
-     "data.mix.student and .speculative draft token by token, which is not how student.parallel is served; set them to 0"),
+def _of_training(c: "RunConfig") -> Iterator[str]:
+    """The rules between keys of any run: yields the message of each rule that the config breaks."""
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", c.name):
+        yield "name: it becomes a folder: use letters, digits, '.', '_' and '-' only, and start with a letter or digit"
+    if not c.data.train:
+        yield "data.train: is empty; add at least one source"
+    if (c.student.init == "pretrained") != (c.student.path is not None):
+        yield NEED_EACH_OTHER.format("student.path", "student.init: pretrained")
+    if (c.student.init == "config") != (c.student.architecture is not None):
+        yield NEED_EACH_OTHER.format("student.architecture", "student.init: config")
+    if c.train.packing is None and c.train.batch_size % (c.train.micro_batch_size or 1):
+        yield "train.batch_size must be a multiple of train.micro_batch_size"
+    if c.selects and c.train.micro_batch_size is None:
+        yield "loss.weighting.name: selected chooses tokens within a micro-batch; set train.micro_batch_size"
+    if c.loss.mix is not None and (not c.loss.mix or min(c.loss.mix.values()) <= 0):
+        yield "loss.mix: needs at least one objective, and all weights above zero"
+    if (c.judge_rule == "greedy") != (c.serving.temperature == 0):
+        yield NEED_EACH_OTHER.format("judge.rule: greedy", "serving.temperature: 0")
+    if len(set(c.judge.load)) < len(c.judge.load):
+        yield "judge.load: each number of concurrent requests may be listed once"
+    if (c.judge.load or c.judge.latency_ms) and not c.decodes:
+        yield (
+            "judge.load and judge.latency_ms are timed by decoding; set judge.live: checkpoint or end, without "
+            "target.endpoint"
+        )
+    if (c.judge.lenience or c.judge.typical) and (c.serving.temperature == 0 or not c.decodes):
+        yield (
+            "judge.lenience and judge.typical time sampled text; set serving.temperature above 0 and "
+            "judge.live: checkpoint or end, without target.endpoint"
+        )
+    if c.serving.batch_size > c.serving.shard_size:
+        yield (
+            "serving.batch_size is above serving.shard_size, but each shard is decoded on its own; raise shard_size too"
+        )
+    if c.serving.temperature == 0 and c.serving.samples_per_prompt > 1:
+        yield "serving.samples_per_prompt above 1 repeats one greedy response at serving.temperature: 0; set it to 1"
+
+
+def _of_blocks(c: "RunConfig") -> Iterator[str]:
+    """The same for a draft that proposes whole blocks, and for the texts to learn."""
+    if c.student.parallel and c.judge.gamma > c.student.parallel.tokens:
+        yield (
+            f"judge.gamma = {c.judge.gamma} above student.parallel.tokens = {c.student.parallel.tokens}: later "
+            "offsets are not trained; lower judge.gamma"
+        )
+    if c.student.parallel and c.train.packing is not None:
+        yield "student.parallel masks attention block by block and cannot pack; set train.packing to null"
+    if c.student.parallel and c.selects:
+        yield (
+            "loss.weighting.name: selected cannot be used with student.parallel, which trains each response "
+            "token several times; set it to none"
+        )
+    if c.student.parallel and c.own_words:
+        yield (
+            "data.mix.student and .speculative draft token by token, which is not how student.parallel is "
+            "served; set them to 0"
+        )
     # The target's probabilities, and the texts they belong to.
-    (lambda c: not (c.data.mix.target or c.own_words or c.data.mix.text),
-     "data.mix: set at least one share above zero"),
-    (lambda c: c.data.mix.student and c.only_ce,
-     "data.mix.student: loss ce alone would train the draft on its own text; set another loss.name, e.g. forward_kl"),
-    (lambda c: (c.data.mix.text > 0) != bool(c.data.text),
-     "data.mix.text and data.text need each other; set both or neither"),
-    (lambda c: (c.own_words or c.data.mix.text) and c.signal.source != "online",
-     "signal.source: {0.signal.source} has only the target's responses; for other shares of data.mix set signal.source: online"),
+    if not (c.data.mix.target or c.own_words or c.data.mix.text):
+        yield "data.mix: set at least one share above zero"
+    if c.data.mix.student and c.only_ce:
+        yield (
+            "data.mix.student: loss ce alone would train the draft on its own text; set another loss.name, "
+            "e.g. forward_kl"
+        )
+    if (c.data.mix.text > 0) != bool(c.data.text):
+        yield NEED_EACH_OTHER.format("data.mix.text", "data.text")
+    if (c.own_words or c.data.mix.text) and c.signal.source != "online":
+        yield (
+            f"signal.source: {c.signal.source} has only the target's responses; for other shares of data.mix "
+            "set signal.source: online"
+        )
+
+
+def _of_targets(c: "RunConfig") -> Iterator[str]:
+    """The same for targets that are not whole in this process, and for weights of the loss."""
     # A target at a server.
-    (lambda c: c.behind() and c.judge.live == "end",
-     "target.endpoint: without the target's weights nothing can be decoded for the verdict; set judge.live: checkpoint (new responses of the "
-     "server prove the stored ones) or never"),
-    (lambda c: c.behind() and c.student.init == "carved",
-     "target.endpoint: a draft cannot be carved without the target's weights; set student.init: pretrained or config"),
-    (lambda c: c.behind() and c.asks_more_than_server_gives,
-     "target.endpoint only supports signal.source: store and loss.temperature: 1"),
+    if c.behind() and c.judge.live == "end":
+        yield (
+            "target.endpoint: without the target's weights nothing can be decoded for the verdict; set "
+            "judge.live: checkpoint (new responses of the server prove the stored ones) or never"
+        )
+    if c.behind() and c.student.init == "carved":
+        yield (
+            "target.endpoint: a draft cannot be carved without the target's weights; set student.init: "
+            "pretrained or config"
+        )
+    if c.behind() and c.asks_more_than_server_gives:
+        yield "target.endpoint only supports signal.source: store and loss.temperature: 1"
     # A target on several devices.
-    (lambda c: c.target.shard and c.target.device_map,
-     "target.device_map spreads the target over the GPUs of one process, target.shard over processes; set only one of the two"),
-    (lambda c: c.target.shard and (c.own_words or c.signal.source == "capture"),
-     "target.shard: rollouts and signal.source: capture call the target on one rank, which a sharded target cannot do; "
-     "set data.mix.student and .speculative to 0 and another signal.source"),
+    if c.target.shard and c.target.device_map:
+        yield (
+            "target.device_map spreads the target over the GPUs of one process, target.shard over processes; "
+            "set only one of the two"
+        )
+    if c.target.shard and (c.own_words or c.signal.source == "capture"):
+        yield (
+            "target.shard: rollouts and signal.source: capture call the target on one rank, which a sharded "
+            "target cannot do; set data.mix.student and .speculative to 0 and another signal.source"
+        )
     # Loss weights.
-    (lambda c: c.selects != (c.loss.weighting.reference is not None),
-     "loss.weighting.reference and loss.weighting.name: selected need each other; set both or neither"),
-    (lambda c: c.loss.prompt_weight and c.selects,
-     "loss.prompt_weight: loss.weighting.name: selected chooses only among response tokens; set loss.prompt_weight: 0"),
-    (lambda c: c.loss.prompt_weight and c.behind(),
-     "loss.prompt_weight: a server returns probabilities of response tokens only; set it to 0"),
-    (lambda c: c.loss.weighting.name in ("entropy", "selected") and c.only_ce,
-     "loss.weighting.name: {0.loss.weighting.name} needs the target's probabilities, which loss ce does not use; set another loss.name"),
-    (lambda c: c.loss.warmup and c.loss.warmup.name == "accepted_length",
-     "loss.warmup.name: accepted_length has no useful gradient on an untrained draft; set another, e.g. forward_kl"),
-    (lambda c: c.loss.mix and "accepted_length" in c.loss.mix,
-     "loss.mix: accepted_length sets its own token weights; remove it here or use loss.name: accepted_length instead"),
-    (lambda c: c.credits_blocks and (c.own_words or c.data.mix.text),
-     "loss.name: accepted_length is only valid on the target's own text; set data.mix: {{target: 1}}"),
-    (lambda c: c.credits_blocks and c.student.parallel,
-     "loss.name: accepted_length is for drafts that propose token by token; with student.parallel set another loss.name"),
-    (lambda c: c.credits_blocks and (c.loss.prompt_weight or c.loss.weighting.name != "none"),
-     "loss.name: accepted_length sets its own token weights; set loss.prompt_weight: 0 and loss.weighting.name: none"),
-)
-# fmt: on
+    if c.selects != (c.loss.weighting.reference is not None):
+        yield NEED_EACH_OTHER.format("loss.weighting.reference", "loss.weighting.name: selected")
+    if c.loss.prompt_weight and c.selects:
+        yield (
+            "loss.prompt_weight: loss.weighting.name: selected chooses only among response tokens; set "
+            "loss.prompt_weight: 0"
+        )
+    if c.loss.prompt_weight and c.behind():
+        yield "loss.prompt_weight: a server returns probabilities of response tokens only; set it to 0"
+    if c.loss.weighting.name in ("entropy", "selected") and c.only_ce:
+        yield (
+            f"loss.weighting.name: {c.loss.weighting.name} needs the target's probabilities, which loss ce does "
+            "not use; set another loss.name"
+        )
+    if c.loss.warmup and c.loss.warmup.name == "accepted_length":
+        yield (
+            "loss.warmup.name: accepted_length has no useful gradient on an untrained draft; set another, e.g. "
+            "forward_kl"
+        )
+    if c.loss.mix and "accepted_length" in c.loss.mix:
+        yield (
+            "loss.mix: accepted_length sets its own token weights; remove it here or use loss.name: "
+            "accepted_length instead"
+        )
+    if c.credits_blocks and (c.own_words or c.data.mix.text):
+        yield "loss.name: accepted_length is only valid on the target's own text; set data.mix: {target: 1}"
+    if c.credits_blocks and c.student.parallel:
+        yield (
+            "loss.name: accepted_length is for drafts that propose token by token; with student.parallel set "
+            "another loss.name"
+        )
+    if c.credits_blocks and (c.loss.prompt_weight or c.loss.weighting.name != "none"):
+        yield (
+            "loss.name: accepted_length sets its own token weights; set loss.prompt_weight: 0 and "
+            "loss.weighting.name: none"
+        )
 
 
 class RunConfig(Section):
@@ -141,9 +196,8 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _possible(self) -> "RunConfig":
-        for refused, words in IMPOSSIBLE:
-            if refused(self):
-                raise ValueError(words.format(self))
+        if message := next(itertools.chain(_of_training(self), _of_blocks(self), _of_targets(self)), None):
+            raise ValueError(message)
         return self
 
     @property
