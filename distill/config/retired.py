@@ -79,6 +79,7 @@ RETIRED: dict[str, str] = {
     "student.extend_context": "set data.context_length to the draft's own limit, or start from another draft",
     "student.parallel.mask_token": "a token that no text uses is chosen",
     "student.parallel.retain": "it is 0.7",
+    "loss.beta": "jsd weighs target and draft alike",
     "data.rollouts.max_tokens": "set serving.max_tokens",
     "data.rollouts.temperature": "the draft's responses are sampled at temperature 1",
     "data.rollouts.gamma": "rollouts draft 4 tokens per block",

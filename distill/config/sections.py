@@ -222,8 +222,6 @@ class LossConfig(Section):
     """weighted sum of objectives instead of `name`, e.g. {forward_kl: 1, tv: 0.5}"""
     temperature: float = Field(1.0, gt=0)
     """temperature of both distributions inside the loss (not the sampling temperature)"""
-    beta: float = Field(0.5, gt=0, lt=1)
-    """jsd: weight of the target in the mixture"""
     eta: float = Field(3.0, ge=0)
     """lk_hybrid: how fast it moves from KL to TV as alpha rises"""
     chunk_tokens: int | None = Field(None, ge=1)

@@ -162,7 +162,7 @@ def test_unknown_keys_name_the_nearest(section: dict[str, Any], key: str, near: 
         ),
         ({"loss": {"mix": {"lk": 1.0}}}, "`loss.mix.lk`"),
         ({"loss": {"warmup": {"name": "x"}}}, "known here: accepted_length, ce,"),
-        ({"loss": {"beta": 1.0}}, "less than 1"),
+        ({"loss": {"warmup": {"ratio": 1.0}}}, "less than 1"),
         ({"judge": {"gamma": 33}}, f"less than or equal to {CURVE_GAMMAS[-1]}"),
         ({"data": {"train": {"path": "x"}}}, "`data.train`"),
         ({3: 4}, "keys should be strings"),
