@@ -1,6 +1,5 @@
 """What the columns of a table become: a prompt's text or turns, the dataset's answer, the domain."""
 
-import ast
 import contextlib
 import difflib
 import functools
@@ -55,7 +54,7 @@ class Columns:
         source, named = self.source, self.source.reference_column
         reference = _answer(values.get(named), named, origin) if named else None
         label = _domain_of(values, source.domain_column, domain, origin)
-        value = first_question(values.get(self.content), origin) if self.questions else values.get(self.content)
+        value = first_question(values.get(self.content)) if self.questions else values.get(self.content)
         turns = turns_in(value, self.chat or self.content in MESSAGES_NAMES)
         if self.chat or turns:
             asked = conversation_prompts(turns or value, self.content, origin, source.system, source.turns == "all")
@@ -131,7 +130,7 @@ def _joined(template: str, values: Mapping[str, Any], origin: str) -> str:
 
 
 def turns_in(value: Any, chat: bool = False) -> list[Turn] | None:
-    """The turns of a conversation: a list, a struct of lists, or either as text in JSON or Python; None for anything else.
+    """The turns of a conversation: a list, a struct of lists, or either as JSON text; None for anything else.
 
     Text may be a prompt about JSON: unless the column is a ``chat``, an object with further keys or unknown roles is no conversation.
     """
@@ -150,15 +149,10 @@ def turns_in(value: Any, chat: bool = False) -> list[Turn] | None:
 
 
 def _parsed(value: Any) -> Any:
-    """The value of a text in JSON, or as Python (and so pandas in a CSV file) writes turns; anything else unchanged."""
+    """The value of a text in JSON; anything else unchanged."""
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{", '"'):
-        try:
+        with contextlib.suppress(ValueError, RecursionError):
             return json.loads(value)
-        except (ValueError, RecursionError):
-            pass
-        if re.search(r"'(role|from)'\s*:", value):
-            with contextlib.suppress(ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-                return ast.literal_eval(value.strip())
     return value
 
 

@@ -20,20 +20,12 @@ TEXT_PARTS = ("text", "input_text", "output_text")
 _named_keys = {"role", "from", "content", "value", *OPTIONAL_TURN_KEYS}  # that are read, or were named in a warning
 # Columns of a benchmark's questions: Spec-Bench's question.jsonl, and SPEED-Bench, which has more of them.
 QUESTION_COLUMNS = {"question_id", "category", "turns"}
-UNFILLED = (
-    "SPECDEC_BENCH"  # in the first line of a SPEED-Bench question whose text its licence keeps out of the dataset
-)
 
 
-def first_question(value: Any, origin: str) -> Any:
-    """The first of a list of a user's turns; any other value unchanged. Later turns follow answers that the target has yet to write.
-
-    Raises UserError: a question of SPEED-Bench that was not filled in.
-    """
-    asked = value[0] if isinstance(value, list) and value and all(isinstance(turn, str) for turn in value) else value
-    if asked is not value and UNFILLED in asked.partition("\n")[0]:
-        raise UserError(f"{origin}: a placeholder; fill it with prepare_data.py of Model-Optimizer's specdec_bench")
-    return asked
+def first_question(value: Any) -> Any:
+    """The first of a list of a user's turns; any other value unchanged. Later turns follow answers that the target has yet to write."""
+    texts = isinstance(value, list) and value and all(isinstance(turn, str) for turn in value)
+    return value[0] if texts else value
 
 
 def conversation_prompts(

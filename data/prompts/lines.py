@@ -1,15 +1,10 @@
 """Lines of text, CSV and JSON files, read lazily, also compressed ones; an error gives file and line."""
 
-import bz2
 import csv
-import gzip
 import io
 import json
-import lzma
-import re
 import sys
-import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -20,21 +15,7 @@ from speculative.errors import UserError
 Rows = Iterable[tuple[int, dict[str, Any]]]
 
 
-SUFFIXES = (".gz", ".bz2", ".xz", ".zst")
-# By the first bytes of a file, because names are often wrong. An empty bzip2 file begins differently.
-_OPEN: dict[bytes, Callable[[Path], Any]] = {
-    rb"\x1f\x8b": gzip.open,
-    rb"BZh[1-9](1AY&SY|\x17rE8P\x90)": bz2.open,
-    rb"\xfd7zXZ\x00": lzma.open,
-    rb"\x28\xb5\x2f\xfd": lambda path: io.BufferedReader(pa.input_stream(str(path), compression="zstd")),
-}
-_REFUSED = {
-    rb"PK[\x03\x05]": "zip",
-    rb"7z\xbc\xaf": "7z",
-    rb"Rar!": "rar",
-    rb"\x04\x22\x4d\x18": "lz4",
-    rb"(?s).{257}ustar": "tar",
-}
+SUFFIXES = (".gz", ".bz2", ".zst")  # of compressed files
 
 
 def bare_name(path: Path) -> str:
@@ -43,15 +24,8 @@ def bare_name(path: Path) -> str:
 
 
 def opened(path: Path) -> BinaryIO:
-    """A file that may be compressed by gzip, bzip2, xz or zstd; UserError for archives and other compressions."""
-    with path.open("rb") as raw:
-        head = raw.read(262)
-    kind = next((name for first, name in _REFUSED.items() if re.match(first, head)), "")
-    if kind or ".tar" in path.suffixes:
-        raise UserError(
-            f"{path}: {kind or 'tar'} files are not read; unpack it, or compress it as {', '.join(SUFFIXES)}"
-        )
-    return next((how(path) for first, how in _OPEN.items() if re.match(first, head)), None) or path.open("rb")
+    """A file, decompressed if its suffix is that of gzip, bzip2 or zstd."""
+    return io.BufferedReader(pa.input_stream(str(path), compression="detect"))
 
 
 def _lines(path: Path, ends: bool = False) -> Iterator[tuple[int, str]]:
@@ -64,7 +38,7 @@ def _lines(path: Path, ends: bool = False) -> Iterator[tuple[int, str]]:
     except UnicodeDecodeError as error:
         byte = f"byte {error.object[error.start]:#04x}"
         raise UserError(f"{path}:{number}: not UTF-8 ({byte}); save the file as UTF-8") from error
-    except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
+    except (OSError, pa.ArrowException) as error:
         if getattr(error, "errno", None):
             raise
         raise UserError(f"{path}: damaged file ({error}); copy or compress it again") from error
@@ -89,7 +63,7 @@ def csv_rows(path: Path) -> Rows:
 
 
 def json_rows(path: Path) -> Rows:
-    """(number of its first line, object) of each object. If the file is one list, the numbers are places in the list."""
+    """(line, object) of each line, or (place, object) of each item if the file is one list."""
     values: Iterable[tuple[int, Any]]
     if next(_filled_lines(path), (1, ""))[1].lstrip().startswith("["):
         listed = _parsed("\n".join(line for _, line in _lines(path)), path, 1)
@@ -97,35 +71,12 @@ def json_rows(path: Path) -> Rows:
             listed = [{"text": value} for value in listed]
         values = enumerate(listed, start=1)
     else:
-        values = ((number, _parsed(text, path, number)) for number, text in _json_texts(path))
+        values = ((number, _parsed(text, path, number)) for number, text in _filled_lines(path))
     for number, value in values:
         if not isinstance(value, dict):
             kind = type(value).__name__
             raise UserError(f"{path}:{number}: a line must be a JSON object with named columns, not a {kind}")
         yield number, value
-
-
-def _json_texts(path: Path) -> Iterable[tuple[int, str]]:
-    """(number of its first line, text) of each value: one per line, unless the first object spans several lines."""
-    first, line = next(_filled_lines(path), (1, ""))
-    try:
-        json.loads(line)
-        return _filled_lines(path)
-    except (ValueError, RecursionError):
-        if not line.lstrip().startswith("{"):
-            return _filled_lines(path)
-    text = "\n".join(line for _, line in _lines(path))
-    found, number, start = [], first, text.index("{")
-    try:
-        while start < len(text):
-            _, end = json.JSONDecoder().raw_decode(text, start)
-            found.append((number, text[start:end]))
-            while end < len(text) and text[end].isspace():
-                end += 1
-            number, start = number + text.count("\n", start, end), end
-    except (ValueError, RecursionError):
-        return [*found, (number, text[start:])] if number > first else _filled_lines(path)
-    return found
 
 
 def _named_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 # Tests are not library code. The rest are generated tables or vendored copies, from which a model learns only numbers.
 EXCLUDED_FOLDERS = frozenset(
-    {
+    [
         "test",
         "tests",
         "idle_test",
@@ -25,16 +25,16 @@ EXCLUDED_FOLDERS = frozenset(
         "encodings",
         "pydoc_data",
         "_bundled",
-    }
+    ]
 )
 EXCLUDED_MODULES = frozenset(
-    {"html/entities.py", "msilib/schema.py", "msilib/sequence.py", "msilib/text.py", "stringprep.py"}
+    ["html/entities.py", "msilib/schema.py", "msilib/sequence.py", "msilib/text.py", "stringprep.py"]
 )
 EXCLUDED_PREFIXES = ("config-", "_sysconfigdata", "lib2to3/pgen2/", "turtledemo/")
 
 # Never trained on, and present in every supported Python. A name stands for a module or a package.
 HELDOUT_MODULES = frozenset(
-    {
+    [
         "calendar",
         "configparser",
         "csv",
@@ -48,7 +48,7 @@ HELDOUT_MODULES = frozenset(
         "statistics",
         "textwrap",
         "zipfile",
-    }
+    ]
 )
 
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 # Arguments of apply_chat_template that Understudy sets; the user may not.
 RESERVED_KWARGS = frozenset(
-    {
+    [
         "add_generation_prompt",
         "chat_template",
         "continue_final_message",
@@ -40,7 +40,7 @@ RESERVED_KWARGS = frozenset(
         "tokenize",
         "tokenizer_kwargs",
         "truncation",
-    }
+    ]
 )
 WORD = "understudy"  # Placeholder for a user turn; templates must leave it unchanged.
 # How a template, such as that of Llama 3, writes the date.

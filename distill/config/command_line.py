@@ -24,7 +24,7 @@ def argument(text: str) -> Any:
 
 
 # Options that several commands share. The column options have the names that a config uses.
-PROMPT_SOURCE = "file (jsonl, json, csv, parquet, txt; may be .gz, .bz2, .xz, .zst), directory or hub id"
+PROMPT_SOURCE = "file (jsonl, json, csv, parquet, txt; may be .gz, .bz2, .zst), directory or hub id"
 PromptColumn = Annotated[
     str, option("column of --prompts, or a template as in a config; default: a common name like `prompt`")
 ]

@@ -80,10 +80,6 @@ def test_an_empty_column_leaves_out_the_text_before_it(tmp_path):
     )
 
 
-def test_a_column_with_a_name_like_a_template_is_a_column(tmp_path):
-    assert load(path=write(tmp_path / "p.jsonl", [{"{a}": "x", "a": "y"}]), prompt_column="{a}")[0].text == "x"
-
-
 @pytest.mark.parametrize("name", ["system", "system_prompt"])
 def test_a_system_message_that_is_not_read_is_said(tmp_path, caplog, name):
     for row in ({"question": "Why?"}, {"messages": TURNS}):
@@ -102,7 +98,6 @@ def conversations() -> dict[str, object]:
         "list": TURNS,
         "JSON": json.dumps(TURNS),
         "JSON twice": json.dumps(json.dumps(TURNS)),
-        "Python": str(TURNS),
         "JSON of each": [json.dumps(turn) for turn in TURNS],
         "object": {"messages": TURNS},
         "JSON of an object": json.dumps({"conversations": sharegpt}),
@@ -135,7 +130,6 @@ def test_a_conversation_is_read_however_it_is_stored(tmp_path, stored):
         ('[{"role": "user", "content"', "a str; give a list of turns with role and content, or its JSON"),
         ('{"a": 1}', "a str; give a list of turns with role and content, or its JSON"),
         ("[" * 100_000, "a str; give a list of turns with role and content, or its JSON"),
-        ("[{'role': 'user'" + "(" * 10_000, "a str; give a list of turns with role and content, or its JSON"),
         ('[{"role": "usr", "content": "a"}]', "turn 1 of 'messages' has the role 'usr'"),
     ],
 )

@@ -2,14 +2,9 @@
 
 import bz2
 import gzip
-import io
 import json
 import logging
-import lzma
-import tarfile
-import tempfile
 import tracemalloc
-import zipfile
 from pathlib import Path
 
 import datasets
@@ -18,7 +13,6 @@ import pyarrow.parquet as pq
 import pytest
 from refusals import refused
 
-from data.prompts import stdlib
 from data.prompts.prompt import PromptRow, PromptSource, Template
 from data.prompts.sources import load_source
 from data.prompts.split import content_hash, deduplicate
@@ -33,14 +27,7 @@ ROWS = [
 ]
 
 
-def zstd(content: bytes) -> bytes:
-    sink = pa.BufferOutputStream()
-    with pa.CompressedOutputStream(sink, "zstd") as stream:
-        stream.write(content)
-    return sink.getvalue().to_pybytes()
-
-
-COMPRESS = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress, ".zst": zstd}
+COMPRESS = {".gz": gzip.compress, ".bz2": bz2.compress}
 
 
 def write(path: Path, content: str | bytes | list) -> str:
@@ -70,6 +57,10 @@ def test_every_format_gives_the_same_rows(tmp_path):
     packed = [f"f{number}.jsonl{suffix}" for number, suffix in enumerate(COMPRESS)]
     for name in packed:
         write(tmp_path / name, ROWS)
+    assert refusal(path=write(tmp_path / "prompts.data", ROWS)).endswith(
+        "set format to jsonl, json, parquet, txt, csv, arrow"
+    )
+    assert len(load(path=str(tmp_path / "prompts.data"), format="jsonl")) == 3
     for name in ("a.jsonl", "b.jsonl.gz", "c.json", "d.parquet", "e.csv", *packed):
         path = str(tmp_path / name)
         expected = [
@@ -96,8 +87,6 @@ def test_turns_of_unequal_keys_come_as_they_were_written(tmp_path, monkeypatch):
     ("name", "content", "prompts"),
     [
         ("strings.json", '["a", "b"]', {1: "a", 2: "b"}),
-        ("spread.json", '\n{\n  "text": "a"\n}\n\n{\n  "text": "b"\n}\n{"text": "c"}', {2: "a", 6: "b", 9: "c"}),
-        ("one.json", '{\n  "text":\n  "a"}', {1: "a"}),
         ("long.csv", f"text,n\n{'a' * 200_000},1\n", {1: "a" * 200_000}),
         ("old.csv", 'text,n\ra,1\r"b\rc\r\nd",2\r', {1: "a", 2: "b\rc\r\nd"}),
         ("old.txt", "a\rb\u2028b\r\n\rc\x0b\n", {1: "a", 2: "b\u2028b", 4: "c\x0b"}),
@@ -108,60 +97,12 @@ def test_odd_files_are_read(tmp_path, name, content, prompts):
     assert {int(row.origin.rpartition(":")[2]): row.text for row in rows} == prompts
 
 
-@pytest.mark.parametrize("suffix", COMPRESS)
-def test_a_compressed_file_is_read_in_parts_in_folders_and_under_another_name(tmp_path, suffix):
-    content = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
-    twice = COMPRESS[suffix](content[:50]) + COMPRESS[suffix](content[50:])
-    for name in (f"p.jsonl{suffix}", "renamed.jsonl", f"set/train.jsonl{suffix}"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_bytes(twice)
-    texts = [row["question"] for row in ROWS]
-    for path in (f"p.jsonl{suffix}", "renamed.jsonl", "set", f"p*{suffix}"):
-        assert [row.text for row in load(path=str(tmp_path / path))] == texts, path
-    assert load(path=str(tmp_path / f"p.jsonl{suffix}"))[0].domain == "p"
-    cut = tmp_path / f"cut.jsonl{suffix}"
-    cut.write_bytes(twice[:-9])
-    assert refusal(path=str(cut)).startswith(f"{cut}: damaged file")
-    assert "the source is empty" in refusal(path=write(tmp_path / f"empty.jsonl{suffix}", b""))
-
-
-def test_an_archive_is_refused_by_name(tmp_path):
-    packed, tarred = io.BytesIO(), io.BytesIO()
-    with zipfile.ZipFile(packed, "w") as file:
-        file.writestr("p.jsonl", json.dumps(ROWS[0]))
-    with tarfile.open(fileobj=tarred, mode="w") as file:
-        file.addfile(tarfile.TarInfo("p.jsonl"), io.BytesIO())
-    contents = {
-        "a.zip": packed,
-        "b.jsonl": packed,
-        "c.tar": tarred,
-        "d.tar.xz": tarred,
-        "set/train.zip": packed,
-    }
-    for name, content in contents.items():
-        path = write(tmp_path / name, content.getvalue())
-        kind = "zip" if content is packed else "tar"
-        assert f"{path}: {kind} files are not read; unpack it" in refusal(path=path, format="jsonl"), name
-    assert "zip" in refusal(path=str(tmp_path / "set"))
-
-
-def test_format_overrides_the_suffix(tmp_path):
-    path = write(tmp_path / "prompts.data", ROWS)
-    assert "suffix gives no format" in refusal(path=path)
-    assert len(load(path=path, format="jsonl")) == 3
-
-
 def test_text_is_one_prompt_a_line_without_blank_lines(tmp_path):
     path = write(tmp_path / "p.txt", "\ufefffirst\n\n  \nsecond\u2028still second\r\nthird")
     rows = load(path=path)
     assert [row.text for row in rows] == ["first", "second\u2028still second", "third"]
     assert [row.origin for row in rows] == [f"{path}:{n}" for n in (1, 4, 5)]
     assert rows[0].domain == "p"
-
-
-def test_origin_counts_the_lines_of_the_file_blank_ones_too(tmp_path):
-    path = write(tmp_path / "p.jsonl", '{"prompt": "a"}\n\n{"prompt": "b"}\n')
-    assert [row.origin for row in load(path=path)] == [f"{path}:1", f"{path}:3"]
 
 
 def test_glob_directory_and_limit(tmp_path):
@@ -189,11 +130,6 @@ def test_directory_of_a_downloaded_hub_dataset(tmp_path):
     assert "no split 'tests' (near: test); it has test" in refusal(path=str(tmp_path), subset="two", split="tests")
     (tmp_path / "void").mkdir()
     assert "doesn't contain any data files" in refusal(path=str(tmp_path / "void"))
-
-
-def test_an_unused_split_is_said(tmp_path, caplog):
-    load(path=write(tmp_path / "p.jsonl", ROWS), split="test")
-    assert "split 'test' is ignored" in caplog.text
 
 
 def test_usual_column_is_taken_and_said_only_when_it_is_the_only_one(tmp_path, caplog):
@@ -238,21 +174,6 @@ def test_malformed_line_is_named(tmp_path, name, bad_line, complaint):
     assert refusal(path=path).startswith(f"{path}:3: {complaint}")
 
 
-def test_malformed_whole_files_are_named(tmp_path):
-    array = write(tmp_path / "a.json", '[\n{"prompt": "a"},\n{"prompt": \n]')
-    assert refusal(path=array).startswith(f"{array}:4: not valid JSON")
-    for content, line in (('{"prompt": \n{"prompt": "b"}', 1), ('{\n"prompt": "a"\n}\n{\n"prompt" "b"\n}', 5)):
-        spread = write(tmp_path / "s.json", content)
-        assert refusal(path=spread).startswith(f"{spread}:{line}: not valid JSON")
-    assert "cannot be read as parquet" in refusal(path=write(tmp_path / "b.parquet", "no parquet"))
-    assert "specified twice" in refusal(path=write(tmp_path / "c.jsonl", '{"prompt": "a", "prompt": "b"}\n'))
-    broken = tmp_path / "d.jsonl.gz"
-    broken.write_bytes(gzip.compress(b'{"prompt": "a"}\n' * 99)[:-9])
-    assert "damaged file" in refusal(path=str(broken))
-    text = write(tmp_path / "e.txt", b"a\ncaf\xe9\n")
-    assert refusal(path=text).startswith(f"{text}:2: not UTF-8")
-
-
 def test_empty_sources(tmp_path):
     for name in ("a.jsonl", "b.txt", "c.jsonl.gz"):
         for content in ("", " \n\n"):
@@ -293,30 +214,6 @@ def test_system_message_makes_a_conversation_and_keeps_an_existing_one(tmp_path)
     path = write(tmp_path / "m.jsonl", [{"messages": own}, {"messages": own[1:]}])
     first, second = load(path=path, system="Be kind.")
     assert [first.messages[0]["content"], second.messages[0]["content"]] == ["Be terse.", "Be kind."]
-
-
-def test_conversation_is_cut_before_the_turn_to_be_written(tmp_path):
-    user, assistant = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
-    more = [{"role": "user", "content": "Go on"}, {"role": "assistant", "content": "On"}]
-    path = write(
-        tmp_path / "m.jsonl",
-        [
-            {"messages": [user]},
-            {"messages": [user, assistant]},
-            {"messages": [user, assistant, *more, {"role": "assistant", "content": "and on"}]},
-        ],
-    )
-    rows = load(path=path)
-    assert [row.text for row in rows] == [None] * 3
-    assert [row.reference for row in rows] == [None, "Hello", "On"]
-    assert [row.messages for row in rows] == [(user,), (user,), (user, assistant, more[0])]
-
-
-def test_sharegpt_conversation(tmp_path):
-    turns = [{"from": "system", "value": "S"}, {"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]
-    row = load(path=write(tmp_path / "s.jsonl", [{"conversations": turns}]))[0]
-    assert row.messages == ({"role": "system", "content": "S"}, {"role": "user", "content": "Hi"})
-    assert row.reference == "Hello"
 
 
 def test_tool_turns_keep_what_templates_read(tmp_path):
@@ -422,21 +319,6 @@ def test_tools_come_as_they_were_written(tmp_path, as_json):
     assert [row.tools for row in load(path=str(path))] == [(search,), (add, search), None]
 
 
-def test_stdlib_domain(monkeypatch):
-    heads = {
-        False: [("ast.py", "def parse(source):\n"), ("cmd.py", "def run():\n")],
-        True: [("csv.py", "def sniff():\n")],
-    }
-    monkeypatch.setattr(stdlib, "function_head_rows", lambda heldout: heads[heldout])
-    rows = load(path="stdlib")
-    assert rows[0] == PromptRow("def parse(source):\n", None, None, "stdlib", "stdlib/ast.py:1")
-    assert len(rows) == 2
-    assert len(load(path="stdlib", limit=1)) == 1
-    assert load(path="stdlib", split="heldout", domain="py")[0].domain == "py"
-    assert "train and heldout" in refusal(path="stdlib", split="test")
-    assert "no columns" in refusal(path="stdlib", prompt_column="x")
-
-
 def test_hub_id_goes_to_the_hub_with_everything_said(monkeypatch):
     asked = {}
 
@@ -470,18 +352,6 @@ def test_hub_failures_say_what_to_do(monkeypatch, tmp_path, error, advice):
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: pytest.fail("the hub was asked"))
     assert "some/set: no such file in" in refusal(path="some/set")
     assert "(near: sett)" in refusal(path="some/set")
-
-
-def test_nothing_is_left_behind(tmp_path, monkeypatch):
-    scratch = tmp_path / "scratch"
-    scratch.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
-    home_cache = Path(datasets.config.HF_DATASETS_CACHE)
-    before = sorted(home_cache.rglob("*")) if home_cache.exists() else None
-    write(tmp_path / "set" / "p.csv.gz", "prompt\na\n")
-    assert [row.text for row in load(path=str(tmp_path / "set"))] == ["a"]
-    assert list(scratch.iterdir()) == []
-    assert (sorted(home_cache.rglob("*")) if home_cache.exists() else None) == before
 
 
 def test_prompts_that_were_rendered_before_keep_ids_and_tokens(tmp_path):
@@ -554,41 +424,16 @@ def test_a_limited_source_keeps_only_its_sample_in_memory(tmp_path, name):
     assert peak < 2_000_000, "all rows have 4 MB of text alone"
 
 
-def test_a_parquet_file_damaged_behind_its_first_rows_is_one_line(tmp_path):
-    path = tmp_path / "p.parquet"
-    pq.write_table(pa.Table.from_pylist([{"prompt": f"q{n}"} for n in range(5000)]), path, row_group_size=1000)
-    content = bytearray(path.read_bytes())
-    middle = len(content) // 2
-    content[middle - 2000 : middle + 2000] = bytes(4000)
-    path.write_bytes(content)
-    assert "cannot be read" in refusal(path=str(path))
-
-
-# Questions of our own in the columns of the two benchmarks.
+# Questions of our own in the columns of the benchmark.
 SPEC_BENCH = [
     {"question_id": 1, "category": "writing", "turns": ["Write a haiku about rain.", "Now about snow."]},
     {"question_id": 2, "category": "math_reasoning", "turns": ["What is 6 * 7?"], "reference": ["42"]},
-]
-SPEED_BENCH = [
-    {
-        "question_id": f"q{row['question_id']}",
-        "category": row["category"],
-        "sub_category": "x",
-        "turns": row["turns"],
-        "source": "own",
-        "src_id": "0",
-        "difficulty": "easy",
-        "multiturn": len(row["turns"]) > 1,
-    }
-    for row in SPEC_BENCH
 ]
 
 
 def test_questions_of_benchmarks_are_prompts_and_their_categories_domains(tmp_path):
     spec = write(tmp_path / "question.jsonl", SPEC_BENCH)
-    datasets.Dataset.from_list(SPEED_BENCH).to_parquet(str(tmp_path / "qualitative" / "test.parquet"))
-    speed = {"path": str(tmp_path / "qualitative"), "split": "test"}
-    for keys in ({"path": spec}, speed, {"path": spec, "prompt_column": "turns", "domain_column": "category"}):
+    for keys in ({"path": spec}, {"path": spec, "prompt_column": "turns", "domain_column": "category"}):
         found = load(**keys)
         # The second turn of a question follows an answer that only the target can write.
         assert [row.text for row in found] == [row["turns"][0] for row in SPEC_BENCH]
@@ -601,11 +446,18 @@ def test_questions_of_benchmarks_are_prompts_and_their_categories_domains(tmp_pa
     assert "contains a list, not a string" in refusal(path=lists, prompt_column="turns")
 
 
-def test_a_question_that_was_not_filled_in_is_refused(tmp_path):
-    row = {**SPEED_BENCH[0], "turns": ["THE REST IS FETCHED BY SPECDEC_BENCH\n\nSummarise: {article}"]}
-    path = write(tmp_path / "test.jsonl", [row, *SPEED_BENCH[1:]])
-    assert "test.jsonl:1: a placeholder; fill it with prepare_data.py" in refusal(path=path)
-    bad: list[UserError] = []
-    assert len(load_source(PromptSource(path=path), bad_rows=bad)) == len(bad) == 1
-    empty = write(tmp_path / "empty.jsonl", [{**SPEC_BENCH[0], "turns": []}])
-    assert "empty.jsonl:1: column 'turns' contains a list" in refusal(path=empty)
+@pytest.mark.parametrize(
+    ("name", "content", "complaint"),
+    [
+        ("a.json", b'[\n{"prompt": "a"},\n{"prompt": \n]', ":4: not valid JSON"),
+        ("b.parquet", b"no parquet", ": cannot be read as parquet"),
+        ("c.jsonl", b'{"prompt": "a", "prompt": "b"}\n', ":1: not valid JSON ('prompt' is specified twice)"),
+        ("d.jsonl.gz", gzip.compress(b'{"prompt": "a"}\n' * 99)[:-9], ": damaged file"),
+        ("e.txt", b"a\ncaf\xe9\n", ":2: not UTF-8"),
+        ("f.jsonl", gzip.compress(b'{"prompt": "a"}\n'), ":1: not UTF-8"),
+    ],
+)
+def test_a_malformed_file_is_named(tmp_path, name, content, complaint):
+    path = tmp_path / name
+    path.write_bytes(content)
+    assert refusal(path=str(path)).startswith(f"{path}{complaint}")

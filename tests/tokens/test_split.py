@@ -1,7 +1,5 @@
 """Splits: laws that hold for any rows (partition, stability, no overlap), and what is refused."""
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -77,21 +75,6 @@ def test_normalised_hash_keeps_meaning_apart(one, other):
     assert normalised_hash(text_row(one)) != normalised_hash(text_row(other))
 
 
-def test_normalised_hash_of_conversations_keeps_roles_and_turns():
-    assert normalised_hash(chat_row(("user", "A"), ("assistant", "B."))) == normalised_hash(
-        chat_row(("user", "a!"), ("assistant", "b"))
-    )
-    assert normalised_hash(chat_row(("system", "a"), ("user", "b"))) != normalised_hash(text_row("b"))
-    assert normalised_hash(chat_row(("user", "a"), ("user", "b"))) != normalised_hash(text_row("a b"))
-
-
-def test_deduplicate_keeps_the_first_and_counts():
-    rows = [text_row(text, f"f:{n}") for n, text in enumerate(["a", "b", "a", "A.", "b", "c"], start=1)]
-    kept, repeats = deduplicate(rows)
-    assert [row.origin for row in kept] == ["f:1", "f:2", "f:6"]
-    assert repeats == 3
-
-
 def test_one_prompt_repeated_is_refused():
     message = refused(deduplicate, [text_row("a", "f:3"), text_row("a"), text_row("A!")])
     assert "3 rows, 1 unique (first at f:3)" in message
@@ -112,32 +95,6 @@ def test_deduplicate_is_idempotent_and_leaves_no_twins(rows):
 
 
 IDS = st.lists(st.text(min_size=1, max_size=4), min_size=2, max_size=30, unique=True)
-
-
-@quick
-@given(IDS, st.integers(1, 29), st.randoms(use_true_random=False))
-def test_who_is_held_out_is_stable_under_order(ids, count, random):
-    count = min(count, len(ids) - 1)
-    numbers = held_out(ids, heldout_count=count)
-    assert len(set(numbers)) == len(numbers) == count
-    shuffled = random.sample(ids, len(ids))
-    assert [shuffled[number] for number in held_out(shuffled, count)] == [ids[number] for number in numbers]
-
-
-@quick
-@given(IDS, st.data())
-def test_a_larger_count_holds_out_more_never_others(ids, data):
-    one, other = sorted(data.draw(st.tuples(*[st.integers(1, len(ids) - 1)] * 2)))
-    assert held_out(ids, other)[:one] == held_out(ids, one)
-
-
-@quick
-@given(IDS, st.text(min_size=5, max_size=6), st.data())
-def test_a_new_prompt_takes_the_place_of_one_at_most(ids, new, data):
-    count = data.draw(st.integers(1, len(ids) - 1))
-    before = [ids[number] for number in held_out(ids, count)]
-    after = [[*ids, new][number] for number in held_out([*ids, new], count)]
-    assert after == before or [one for one in after if one != new] == before[:-1]
 
 
 def test_who_is_held_out_never_changes():
@@ -231,10 +188,3 @@ def test_a_group_is_on_one_side_and_a_larger_count_holds_out_more(ids, data):
     assert len(numbers) >= count
     smaller = held_out(ids, data.draw(st.integers(1, count)), groups)
     assert numbers[: len(smaller)] == smaller
-
-
-def test_tools_are_part_of_a_prompt():
-    plain, with_tools = text_row("a"), replace(text_row("a"), tools=({"name": "f"},))
-    assert content_hash(plain) != content_hash(with_tools)
-    assert normalised_hash(plain) != normalised_hash(with_tools)
-    assert split_groups([plain, with_tools])[0] == split_groups([plain, with_tools])[1]
