@@ -37,7 +37,7 @@ from distill.config.run import RunConfig
 from distill.models.target import Target
 from distill.run.prompts import PromptSets, load_prompts
 from distill.run.provenance import describe_run
-from distill.run.responses import RunStores
+from distill.run.responses import RunData
 from distill.run.run import Run, new_accelerator
 from distill.training.batches import make_batches
 from result_file import write_result
@@ -63,16 +63,14 @@ def config_of(folder: Path) -> RunConfig:
 
 def prompts_of(config: RunConfig, target: Target) -> PromptSets:
     """The run's prompts, as training loads them."""
-    return load_prompts(
-        config.data, target.tokenizer, CONTEXT, RESPONSE_TOKENS, config.judge.prompts, folder=config.folder
-    )
+    return load_prompts(config.data, target.tokenizer, CONTEXT, RESPONSE_TOKENS, config.judge.prompts, run=Run(config))
 
 
 def answer(config: RunConfig, target: Target, prompts: Sequence[RenderedPrompt]) -> None:
     """Synthetic responses to the prompts that have none yet."""
-    stores, generator = RunStores(Run(config), target), np.random.default_rng(len(prompts))
+    data, generator = RunData(Run(config), target), np.random.default_rng(len(prompts))
     store, plan = Store(config.folder / RESPONSES / TRAINING), ResponsePlan(prompts, 1, config.serving.shard_size)
-    store.open(stores.manifest(stores.settings))
+    store.open(data.manifest(data.settings))
     for shard, numbers in track(plan.share(store)[0], "responses", console=Console(stderr=True)):
         rows = []
         for prompt, sample in map(plan.job, numbers):
@@ -91,7 +89,9 @@ def first_batch(folder: Path, target: Target) -> StoredRows:
     config = config_of(folder)
     run = Run(config)
     sets = prompts_of(config, target)
-    rows = RunStores(run, target).training(sets.train)
+    data = RunData(run, target)
+    data.prompts = sets
+    rows = data.training
     batches = make_batches(run, target, sets.train, rows.examples, CONTEXT)
     batches.micro_batch_size = 32
     window = batches.micro_batches(0)

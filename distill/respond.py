@@ -15,10 +15,10 @@ from distill.config.load import load_config
 from distill.config.run import RunConfig
 from distill.faults import exit_status
 from distill.models.target import Target
-from distill.run.answers import Answers
 from distill.run.launcher import launch_if_asked
+from distill.run.responses import RunData
 from distill.run.run import Run, new_accelerator
-from distill.run.session import preflight, run_prompts
+from distill.run.session import preflight
 from distill.training.signal import fill, open_signal_store, signal_line
 from speculative.errors import UserError
 
@@ -47,11 +47,10 @@ def run(config_path: str | Path, overrides: Sequence[str] = (), signal: str | No
     ranks.claim()
     target = Target(config.target, ranks.device, ranks.folder)
     preflight(ranks, target)
-    context, tokenizer, sets = run_prompts(ranks, target)
-    ranks.say(sets.report)
-    answers = Answers(ranks, target, tokenizer, sets, context)
-    rows = answers.training
-    assert answers.heldout
+    data = RunData(ranks, target)
+    ranks.say(data.prompts.report)
+    rows = data.training
+    assert data.heldout
     ranks.say(f"{len(rows)} responses of {rows.response_tokens_N.sum():,} tokens")
     facts = _signal(ranks, rows, target) if wanted else None
     ranks.end()

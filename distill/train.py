@@ -22,12 +22,12 @@ from distill.faults import Interrupted, exit_status
 from distill.models.heads import SplitModel
 from distill.models.quantized import require_quantizer
 from distill.models.target import Target
-from distill.run.answers import Answers, first_student
 from distill.run.checkpoint import keep_judgement, missed_checks, resume_point
+from distill.run.first_student import first_student
 from distill.run.launcher import launch_if_asked
-from distill.run.responses import decode_settings
+from distill.run.responses import RunData, decode_settings
 from distill.run.run import Run, new_accelerator
-from distill.run.session import check_instrument, preflight, run_prompts
+from distill.run.session import check_instrument, preflight
 from distill.training.batches import check_packing, make_batches, make_objective, make_survival
 from distill.training.micro_batch import check_batches, chosen_micro_batch
 from distill.training.module import DraftModule
@@ -85,40 +85,39 @@ def distil(run: Run) -> None:
     config = run.config
     target = Target(config.target, run.device, run.folder)
     preflight(run, target)
-    context, tokenizer, sets = run_prompts(run, target)
-    run.say(sets.report)
+    data = RunData(run, target)
+    run.say(data.prompts.report)
     # Report config and student errors before the long work of generating responses.
     require_served(
         config.judge.served_paths,
         target,
-        max(len(prompt.prompt_ids) for prompt in sets.heldout) + config.serving.max_tokens,
+        max(len(prompt.prompt_ids) for prompt in data.prompts.heldout) + config.serving.max_tokens,
     )
     settings = decode_settings(config.serving, config.seed, target).under(config.judge_rule, config.judge.gamma)
-    answers = Answers(run, target, tokenizer, sets, context)
-    student = first_student(answers, trial=answers.chosen_by_text)
+    student = first_student(data, trial=data.chosen_by_text)
     checks: Mapping[str, Any] = {}
     if config.decodes:  # otherwise replay alone judges, and there is nothing to check
         with run.progress.timed("self_checks"):
-            checks = check_instrument(run, target, sets.heldout, settings)
-    if answers.chosen_by_text:
-        student = first_student(answers)
-    learn(answers, student, settings)
+            checks = check_instrument(run, target, data.prompts.heldout, settings)
+    if data.chosen_by_text:
+        student = first_student(data)
+    learn(data, student, settings)
     # Free the training state, which is in the checkpoints, to make room for the target.
     run.accelerator.free_memory()
     gc.collect()
-    conclude_run(answers, dict(checks))
+    conclude_run(data, dict(checks))
     run.wait()
 
 
-def learn(answers: Answers, student: Any, settings: DecodeSettings) -> None:
+def learn(data: RunData, student: Any, settings: DecodeSettings) -> None:
     """Train the student on the target's responses. Each checkpoint is judged and the best is kept."""
-    run, target, config = answers.run, answers.target, answers.run.config
+    run, target, config = data.run, data.target, data.run.config
     # Generated while the target is in memory. Purely on-policy training does not use them.
-    rows = answers.training if config.data.mix.target else None
+    rows = data.training if config.data.mix.target else None
     drafting: Drafting = "autoregressive" if config.student.parallel is None else "parallel"
-    judge = DraftJudge(run, settings, target, answers.heldout, drafting)
+    judge = DraftJudge(run, settings, target, data.heldout, drafting)
     with during_training(run, target):
-        judge_all(new_trainer(answers, student, rows), judge)
+        judge_all(new_trainer(data, student, rows), judge)
 
 
 def judge_all(trainer: Trainer, judge: DraftJudge) -> None:
@@ -143,9 +142,9 @@ def during_training(run: Run, target: Target) -> AbstractContextManager[None]:
     return nullcontext()
 
 
-def new_trainer(answers: Answers, student: Any, rows: StoredRows | None) -> Trainer:
+def new_trainer(data: RunData, student: Any, rows: StoredRows | None) -> Trainer:
     """Make the trainer of a student: objective, teacher, batches."""
-    run, target, config = answers.run, answers.target, answers.run.config
+    run, target, config = data.run, data.target, data.run.config
     module = DraftModule(student, make_objective(config), make_survival(config.student.parallel))
     if config.train.compile:
         module.inner.base_model.compile(dynamic=True)  # batch widths vary
@@ -165,14 +164,14 @@ def new_trainer(answers: Answers, student: Any, rows: StoredRows | None) -> Trai
         for split in (SplitModel(module.inner), *asked):
             check_packing(split)
     mask_token = mask_token_of(module.inner.config) if module.survival is not None else None
-    batches = make_batches(run, target, answers.sets.train, examples, answers.context, teacher, mask_token)
+    batches = make_batches(run, target, data.prompts.train, examples, data.context, teacher, mask_token)
     # A sharded target needs all ranks together, but each rank runs its own number of trial steps.
     alone = None if config.target.shard else online
     run.wait()  # Trial steps need all ranks, and ranks load their models at different speeds.
     batches.micro_batch_size = chosen_micro_batch(
         config.train, config.optim, run.accelerator, module, alone, batches.longest
     )
-    return Trainer(run, module, teacher, batches, target.tokenizer, answers.provenance(), reference)
+    return Trainer(run, module, teacher, batches, target.tokenizer, data.provenance(), reference)
 
 
 def keep(trainer: Trainer, judge: DraftJudge, checkpoint: Checkpoint, path: Path) -> None:

@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import pyarrow as pa
 
@@ -23,16 +23,11 @@ def bare_name(path: Path) -> str:
     return path.stem if path.suffix.lower() in SUFFIXES else path.name
 
 
-def opened(path: Path) -> BinaryIO:
-    """A file, decompressed if its suffix is that of gzip, bzip2 or zstd."""
-    return io.BufferedReader(pa.input_stream(str(path), compression="detect"))
-
-
 def _lines(path: Path, ends: bool = False) -> Iterator[tuple[int, str]]:
     """(number from 1, text) of each line, with or without its line end: a line feed, a carriage return or both."""
     number = 0
     try:
-        with opened(path) as file:
+        with io.BufferedReader(pa.input_stream(str(path), compression="detect")) as file:
             for number, line in enumerate((one for some in file for one in some.splitlines(ends)), start=1):
                 yield number, line.decode("utf-8-sig")
     except UnicodeDecodeError as error:

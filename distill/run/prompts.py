@@ -54,10 +54,9 @@ def load_prompts(
     tokenizer: Any,
     context_length: int,
     max_tokens: int,
-    heldout_prompts: int,
+    judged: int,
     *,
-    heldout_only: bool = False,
-    folder: Path | Run | None = None,
+    run: Run | None = None,
     vocab_rows: int | None = None,
 ) -> PromptSets:
     """All prompts of a run, rendered with the target's tokenizer.
@@ -67,46 +66,52 @@ def load_prompts(
 
     Args:
         context_length: maximum tokens of prompt + response.
-        heldout_prompts: number of held-out prompts to keep, the first ones by hash, so that a larger number contains a smaller one.
-        heldout_only: leave `train` empty, for evaluation; the run's folder is read, never written.
-        folder: the run's folder, or the run if all its ranks call this together; None = keep nothing.
+        judged: number of held-out prompts to keep, the first ones by hash, so that a larger number contains a smaller one.
+        run: all its ranks call this together; None = keep nothing.
         vocab_rows: vocabulary rows of the target; None = any id will do.
 
     Raises UserError: sources missing, empty or all duplicates; a prompt too long (`data.too_long: error`) or with a token that has no row; no
     template; the prompts of a run with checkpoints have changed.
     """
     made_with = _made_with(data, tokenizer, context_length, max_tokens)
-    ranks, folder = (None, folder) if folder is None or isinstance(folder, Path) else (folder, folder.folder)
-    if folder is not None:
-        made_with = spelled(made_with, folder)
-        own, kept = folder / PROMPTS, folder / PROMPTS / MANIFEST
+    if run is None:
+        with tempfile.TemporaryDirectory(prefix="understudy-prompts-") as passing:
+            _make(data, tokenizer, Path(passing), made_with, judged, vocab_rows)
+            return _read(Path(passing), judged)
+    folder, made_with = run.folder / PROMPTS, spelled(made_with, run.folder)
 
-        def make() -> None:
-            if not _is_kept(own, made_with, heldout_prompts):
-                _refuse_untold(own.parent)
-                _make(data, tokenizer, own, made_with, heldout_prompts, vocab_rows)
+    def make() -> None:
+        if not _is_stored(folder, made_with, judged):
+            _refuse_untold(folder.parent)
+            _make(data, tokenizer, folder, made_with, judged, vocab_rows)
 
-        if not heldout_only:
-            if ranks is None:
-                make()
-            else:
-                ranks.once(kept, make)
-                ranks.await_seen(lambda: all((own / name).exists() for name in (TRAIN_FILE, HELDOUT_FILE)), own)
-            return _read(own, heldout_prompts)
-        if _is_kept(own, made_with, heldout_prompts):
-            return _read(own, heldout_prompts)
-        if not data.heldout:
-            _refuse_untold(folder)
-        # The limits differ from the run's.
-        if drawn := _own_heldout(own, made_with, heldout_prompts):
-            return PromptSets([], drawn, "")
-    if heldout_only and data.heldout:
-        render = _Renderer(data, tokenizer, made_with, vocab_rows)
-        rows = rows_of(data.heldout, render.bad_rows)[0]
-        return PromptSets([], _asked_heldout(rows, render, heldout_prompts), "")
-    with tempfile.TemporaryDirectory(prefix="understudy-prompts-") as passing:
-        _make(data, tokenizer, Path(passing), made_with, heldout_prompts, vocab_rows)
-        return _read(Path(passing), heldout_prompts)
+    run.once(folder / MANIFEST, make)
+    run.await_seen(lambda: all((folder / name).exists() for name in (TRAIN_FILE, HELDOUT_FILE)), folder)
+    return _read(folder, judged)
+
+
+def load_heldout(
+    data: DataConfig,
+    tokenizer: Any,
+    context_length: int,
+    max_tokens: int,
+    count: int,
+    *,
+    folder: Path,
+    vocab_rows: int | None = None,
+) -> list[RenderedPrompt]:
+    """The first held-out prompts of a run by hash: from its folder if they are there, else from the sources. Nothing is written.
+
+    Arguments and errors as in `load_prompts`; ``folder``: the run's.
+    """
+    made_with = spelled(_made_with(data, tokenizer, context_length, max_tokens), folder)
+    if stored := _stored_heldout(folder / PROMPTS, made_with, count):
+        return stored
+    if not data.heldout:
+        _refuse_untold(folder)
+        return load_prompts(data, tokenizer, context_length, max_tokens, count, vocab_rows=vocab_rows).heldout
+    render = _Renderer(data, tokenizer, made_with, vocab_rows)
+    return _first_heldout(rows_of(data.heldout, render.bad_rows)[0], render, count)
 
 
 def rows_of(sources: Sequence[PromptSource], bad_rows: list[UserError] | None = None) -> tuple[list[PromptRow], int]:
@@ -116,7 +121,7 @@ def rows_of(sources: Sequence[PromptSource], bad_rows: list[UserError] | None = 
 
 def _made_with(data: DataConfig, tokenizer: Any, context_length: int, max_tokens: int) -> Manifest:
     """Everything that affects the prompts of a run, except the number that is judged, as plain JSON values."""
-    known = {
+    facts = {
         "format": [CACHE_FORMAT, *SCHEMA.names],
         "context_length": context_length,
         "max_tokens": max_tokens,
@@ -125,28 +130,28 @@ def _made_with(data: DataConfig, tokenizer: Any, context_length: int, max_tokens
         "data": data.model_dump(mode="json", exclude={"mix", "rollouts", "text"}),
         "sources": [source_state(source) for source in (*data.train, *data.heldout)],
     }
-    return json.loads(json.dumps(known))
+    return json.loads(json.dumps(facts))
 
 
-def _is_kept(folder: Path, made_with: Manifest, heldout_prompts: int) -> bool:
+def _is_stored(folder: Path, made_with: Manifest, judged: int) -> bool:
     """Whether these prompts are stored and undamaged."""
-    if not (folder / MANIFEST).exists():
-        return False
-    with contextlib.suppress(UserError, OSError, KeyError):  # Damaged prompts are rendered again.
-        kept = read_manifest(folder)
-        enough = kept["heldout"] >= heldout_prompts or kept["heldout_whole"]
-        return kept["made_with"] == made_with and enough and kept["files"] == _digests(folder)
+    with contextlib.suppress(UserError, OSError, KeyError):  # Missing or damaged prompts are rendered again.
+        stored = read_manifest(folder)
+        enough = stored["heldout"] >= judged or stored["heldout_whole"]
+        return stored["made_with"] == made_with and enough and stored["files"] == _digests(folder)
     return False
 
 
-def _own_heldout(folder: Path, made_with: Manifest, count: int) -> list[RenderedPrompt]:
-    """The run's held-out prompts that fit other limits; none if they are unknown or too few.
+def _stored_heldout(folder: Path, made_with: Manifest, count: int) -> list[RenderedPrompt]:
+    """The run's held-out prompts that fit these limits; none if they are unknown, too few or their source was changed.
 
-    A new split under those limits could judge prompts that the run was trained on.
+    A new split under other limits could judge prompts that the run was trained on. A source that is gone is not needed.
     """
     with contextlib.suppress(UserError, OSError, KeyError):  # Missing or damaged.
-        kept = read_manifest(folder)
-        if _drawn_from(kept["made_with"]) == _drawn_from(made_with) and kept["files"] == _digests(folder):
+        stored = read_manifest(folder)
+        if _drawn_from(stored["made_with"], made_with) == _drawn_from(made_with, made_with):
+            if stored["files"] != _digests(folder):
+                return []
             heldout = StoredPrompts(folder / HELDOUT_FILE)[:]
             longest = made_with["context_length"] - made_with["max_tokens"]
             longest = min(longest, made_with["data"]["max_prompt_tokens"] or longest)
@@ -154,16 +159,17 @@ def _own_heldout(folder: Path, made_with: Manifest, count: int) -> list[Rendered
             if len(fitting) < len(heldout):
                 longer = f"{len(heldout) - len(fitting)} of {len(heldout)} held-out prompts"
                 print(f"understudy: {longer} have more than {longest} tokens and are not judged", file=sys.stderr)
-            return fitting[:count] if len(fitting) >= count or kept["heldout_whole"] else []
+            return fitting[:count] if len(fitting) >= count or stored["heldout_whole"] else []
     return []
 
 
-def _drawn_from(made_with: Manifest) -> Manifest:
+def _drawn_from(made_with: Manifest, now: Manifest) -> Manifest:
     """What decides which prompts a run may hold out and their ids. The state of the training sources is not part of it."""
-    data = made_with["data"]
-    told = {name: made_with[name] for name in ("format", "tokenizer", "template")}
-    files = made_with["sources"][len(data["train"]) :]
-    return told | {"train": data["train"], "heldout": data["heldout"], "files": files}
+    sides = {side: made_with["data"][side] for side in ("train", "heldout")}
+    identity = {name: made_with[name] for name in ("format", "tokenizer", "template")}
+    first = len(now["data"]["train"])
+    there = [state for state, found in zip(made_with["sources"][first:], now["sources"][first:], strict=True) if found]
+    return identity | sides | {"files": there}
 
 
 def _digests(folder: Path) -> dict[str, str]:
@@ -174,21 +180,19 @@ def _digests(folder: Path) -> dict[str, str]:
     return found
 
 
-def _read(folder: Path, heldout_prompts: int) -> PromptSets:
-    train, kept = StoredPrompts(folder / TRAIN_FILE), read_manifest(folder)
-    heldout = StoredPrompts(folder / HELDOUT_FILE)[:heldout_prompts]
+def _read(folder: Path, judged: int) -> PromptSets:
+    train, manifest = StoredPrompts(folder / TRAIN_FILE), read_manifest(folder)
+    heldout = StoredPrompts(folder / HELDOUT_FILE)[:judged]
     parts = [f"{len(train)} training and {len(heldout)} held-out prompts"]
-    parts += [f"{count} left out ({what})" for what, count in kept["left_out"].items() if count]
-    if len(heldout) < heldout_prompts:
-        parts.append(
-            f"judge.prompts = {heldout_prompts}, but no more are held out; raise data.heldout_count or add sources"
-        )
-    notes = (f"\nwarning: {origin}: {what}" for what, origin in kept["notes"].items())
+    parts += [f"{count} left out ({what})" for what, count in manifest["left_out"].items() if count]
+    if len(heldout) < judged:
+        parts.append(f"judge.prompts = {judged}, but no more are held out; raise data.heldout_count or add sources")
+    notes = (f"\nwarning: {origin}: {what}" for what, origin in manifest["notes"].items())
     return PromptSets(train, heldout, "".join([", ".join(parts), *notes]))
 
 
 def _make(
-    data: DataConfig, tokenizer: Any, folder: Path, made_with: Manifest, heldout_prompts: int, vocab_rows: int | None
+    data: DataConfig, tokenizer: Any, folder: Path, made_with: Manifest, judged: int, vocab_rows: int | None
 ) -> None:
     """Read, de-duplicate, render and split into a folder; the manifest is written last."""
     render, overlapping = _Renderer(data, tokenizer, made_with, vocab_rows), 0
@@ -196,8 +200,8 @@ def _make(
     making = folder / ".making"
     shutil.rmtree(making, ignore_errors=True)
     if data.heldout:
-        wanted, heldout_rows = max(heldout_prompts, HELD_OUT), rows_of(data.heldout, render.bad_rows)[0]
-        heldout = _asked_heldout(heldout_rows, render, wanted)
+        wanted, heldout_rows = max(judged, HELD_OUT), rows_of(data.heldout, render.bad_rows)[0]
+        heldout = _first_heldout(heldout_rows, render, wanted)
         whole, fingerprints = len(heldout) < wanted, [write_prompts(making / HELDOUT_FILE, heldout)]
         train_rows, overlapping = remove_overlap(train_rows, heldout_rows)
         fingerprints.append(write_prompts(making / TRAIN_FILE, filter(None, map(render, train_rows))))
@@ -232,7 +236,7 @@ def _make(
     write_manifest(folder, manifest)
 
 
-def _asked_heldout(rows: Sequence[PromptRow], render: "_Renderer", count: int) -> list[RenderedPrompt]:
+def _first_heldout(rows: Sequence[PromptRow], render: "_Renderer", count: int) -> list[RenderedPrompt]:
     """The first held-out prompts by hash that fit. Rows after the last one needed are not rendered."""
     rendered = (render(row) for row in sorted(rows, key=content_hash))
     found = list(itertools.islice(filter(None, rendered), count))
@@ -262,8 +266,8 @@ def _refuse_untold(run: Path) -> None:
 
 def _refuse_others(folder: Path, fingerprints: list[str]) -> None:
     """Raise UserError if a run with checkpoints has other prompts than at its start."""
-    run, known = folder.parent, (folder / MANIFEST).exists()
-    if (run / CHECKPOINTS).exists() and known and read_manifest(folder)["fingerprints"] != fingerprints:
+    run, stored = folder.parent, (folder / MANIFEST).exists()
+    if (run / CHECKPOINTS).exists() and stored and read_manifest(folder)["fingerprints"] != fingerprints:
         raise UserError(
             f"{run}: the prompts differ from those that its checkpoints were trained and judged on; choose another name=... "
             "(copy responses/ there to make only missing ones), or delete its checkpoints/"
@@ -346,7 +350,11 @@ class _Renderer:
         ):
             self.dropped += 1
             return None
-        return as_rendered(row, prompt_ids, group)
+        messages = row.messages or ({"role": "user", "content": row.text},)
+        turns = {"messages": messages} | ({"tools": row.tools} if row.tools else {})
+        as_turns = json.dumps(turns) if row.messages or row.tools else ""
+        text = row.text if row.text is not None else str(messages[-1].get("content") or "")
+        return RenderedPrompt(content_hash(row), row.domain, tuple(prompt_ids), text, as_turns, group)
 
     def _require_own_ids(self, folder: Path) -> None:
         """Raise UserError unless the manifest of rendered prompts has this tokenizer."""
@@ -358,12 +366,3 @@ class _Renderer:
                     "use the original source of the prompts, or export the traffic of this target"
                 )
             self.known_folders.add(folder)
-
-
-def as_rendered(row: PromptRow, prompt_ids: Sequence[int], group: str = "") -> RenderedPrompt:
-    """A row with its rendered token ids."""
-    said = row.messages or ({"role": "user", "content": row.text},)
-    turns = {"messages": said} | ({"tools": row.tools} if row.tools else {})
-    as_turns = json.dumps(turns) if row.messages or row.tools else ""
-    text, ids = row.text if row.text is not None else str(said[-1].get("content") or ""), tuple(prompt_ids)
-    return RenderedPrompt(content_hash(row), row.domain, ids, text, as_turns, group)

@@ -1,24 +1,25 @@
-"""The stores of a run: training responses, held-out responses at the serving settings, greedy held-out responses."""
+"""Prompts and responses of a run: training responses, held-out responses at the serving settings, greedy held-out responses."""
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from datetime import date
+from pathlib import Path
+from typing import Any
 
-from data.files import MANIFEST, Manifest
-from data.prompts.template import check_learnable, template_fingerprint
-from data.responses.rendered import RenderedPrompt
+from data.files import MANIFEST, Manifest, write_bytes
+from data.prompts.template import check_learnable, on_day, template_fingerprint
+from data.responses.rendered import RenderedPrompt, texts_of
 from data.responses.respond import ResponsePlan, respond
 from data.responses.store import INDEX, Row, Store, StoredRows
 from data.signals.store import SignalManifest, signal_manifest
-from distill.config.layout import (
-    HELDOUT,
-    HELDOUT_GREEDY,
-    RESPONSES,
-    TARGET_FACTS,
-    TRAINING,
-)
+from distill.config.layout import DAY, HELDOUT, HELDOUT_GREEDY, RESPONSES, TARGET_FACTS, TRAINING
 from distill.config.sections import ServingConfig
 from distill.models.load import tokenizer_fingerprint
-from distill.models.target import Target, TargetFacts
+from distill.models.student import run_context
+from distill.models.target import Target, TargetFacts, target_notes
+from distill.run.prompts import PromptSets, load_prompts
+from distill.run.provenance import describe_run
 from distill.run.run import Run
 from speculative.decoder.responses import DecodeSettings
 from speculative.evaluate import HeldoutResponse
@@ -47,31 +48,90 @@ def signal_manifest_of(run: Run, facts: TargetFacts) -> SignalManifest:
     )
 
 
-class RunStores:
-    """Make and read the stores of a run; every rank makes its share."""
+def dated_tokenizer(target: Target, folder: Path, run: Run | None = None) -> Any:
+    """The target's tokenizer for a run's prompts. A template that writes the date writes the day of the run's first start.
+
+    ``run``: given when responses are made; all ranks must call it, and the day is stored in its ``folder``.
+    """
+    path = folder / RESPONSES / DAY
+
+    def day() -> date:
+        today = date.today()
+        if path.exists():
+            return date.fromisoformat(path.read_text(encoding="utf-8").strip())
+        if run is not None and on_day(target.tokenizer, today) is not target.tokenizer:
+            path.parent.mkdir(exist_ok=True)
+            write_bytes(path, f"{today}\n".encode())
+        return today
+
+    return on_day(target.tokenizer, day() if run is None else run.seen(day))
+
+
+class RunData:
+    """Prompts and responses of a run, made by all ranks together on first use and kept in its folder."""
 
     def __init__(self, run: Run, target: Target) -> None:
-        """Fingerprint target and tokenizer and write facts about the target; makes no responses."""
-        config = run.config
-        self.folder, self.serving = run.folder / RESPONSES, config.serving
-        self.run, self.target = run, target
-        self.judge_rule = config.judge_rule
-        self.settings = decode_settings(config.serving, config.seed, target)
-        self.identity = {
-            "format": STORE_FORMAT,
-            "target": target.facts.fingerprint,
-            "target_dtype": target.facts.dtype,
-            "tokenizer": tokenizer_fingerprint(target.tokenizer),
-            "template": template_fingerprint(target.tokenizer, config.data.template)[:16],
-        }
-        run.once(run.folder / TARGET_FACTS, target.remember)
+        """Nothing is read or made yet."""
+        self.run, self.target, self.folder = run, target, run.folder / RESPONSES
+        self.settings = decode_settings(run.config.serving, run.config.seed, target)
 
-    def training(self, prompts: Sequence[RenderedPrompt]) -> StoredRows:
+    @functools.cached_property
+    def context(self) -> int:
+        """Maximum tokens of prompt and response; UserError: see `run_context`."""
+        config = self.run.config
+        return run_context(config.student, config.data.context_length, self.target.facts.context_length)
+
+    @functools.cached_property
+    def tokenizer(self) -> Any:
+        """The tokenizer that renders the run's prompts."""
+        return dated_tokenizer(self.target, self.run.folder, self.run)
+
+    @functools.cached_property
+    def prompts(self) -> PromptSets:
+        """Training and held-out prompts; UserError: see `load_prompts`."""
+        config, rows = self.run.config, self.target.facts.vocab_rows
+        for note in target_notes(self.target.side, config.serving.sampling, config.data.template):
+            self.run.say(f"warning: {note}")
+        limits = self.context, config.serving.max_tokens, config.judge.prompts
+        return load_prompts(config.data, self.tokenizer, *limits, run=self.run, vocab_rows=rows)
+
+    @functools.cached_property
+    def training(self) -> StoredRows:
         """The target's responses to train on."""
-        return self._make(TRAINING, prompts, self.settings, self.serving.samples_per_prompt)
+        prompts, samples = self.prompts.train, self.run.config.serving.samples_per_prompt
+        with self.run.progress.timed("respond"):
+            return self._make(TRAINING, prompts, self.settings, samples)
 
-    def heldout(self, prompts: Sequence[RenderedPrompt], rule: Rule, *, select: bool = False) -> list[HeldoutResponse]:
-        """Frozen held-out responses for a rule: greedy ones for `greedy`, else at the serving settings.
+    @functools.cached_property
+    def heldout(self) -> dict[Rule, list[HeldoutResponse]]:
+        """The run's own held-out responses, by acceptance rule, the configured rule first."""
+        prompts = self.prompts.heldout
+        with self.run.progress.timed("respond"):
+            return self.heldout_by_rule(prompts)
+
+    @property
+    def chosen_by_text(self) -> bool:
+        """Whether the draft's first weights depend on the target's responses."""
+        return self.run.config.student.intermediate_size is not None
+
+    @property
+    def domains(self) -> list[str]:
+        """Domains of the training prompts, sorted."""
+        return sorted(set(texts_of(self.prompts.train, "domain").unique().to_pylist()))
+
+    def provenance(self) -> Mapping[str, Any]:
+        """Origin of a checkpoint: code, machine, target, sampling."""
+        return describe_run(self.run.config.seed) | {
+            "target": self.run.config.target.path,
+            "target_fingerprint": self.target.facts.fingerprint,
+            "tokenizer_fingerprint": self._identity["tokenizer"],
+            "sampling": self.settings.sampling.as_dict(),
+        }
+
+    def heldout_of(
+        self, prompts: Sequence[RenderedPrompt], rule: Rule, *, select: bool = False
+    ) -> list[HeldoutResponse]:
+        """Held-out responses for a rule: greedy ones for `greedy`, else at the serving settings.
 
         ``select``: make them the run's own held-out text. Otherwise that stays unchanged, and nothing is written if no response is
         missing.
@@ -82,22 +142,35 @@ class RunStores:
         return frozen_responses_of(self._make(name, prompts, replace(settings, seed=settings.seed + 1), 1, select))
 
     def heldout_by_rule(self, prompts: Sequence[RenderedPrompt]) -> dict[Rule, list[HeldoutResponse]]:
-        """The run's own held-out responses for the configured rule, then greedy ones when that is another rule."""
-        rules: tuple[Rule, ...] = (self.judge_rule, "greedy")
-        return {rule: self.heldout(prompts, rule, select=True) for rule in dict.fromkeys(rules)}
+        """Make the run's own held-out responses for the configured rule, then greedy ones when that is another rule."""
+        rules: tuple[Rule, ...] = (self.run.config.judge_rule, "greedy")
+        return {rule: self.heldout_of(prompts, rule, select=True) for rule in dict.fromkeys(rules)}
 
     def past(self, rule: Rule) -> Sequence[Row]:
         """Stored responses to the training prompts; none if the rule needs other settings than theirs; UserError if damaged."""
         store, settings = Store(self.folder / TRAINING), self.settings
         if not (store.folder / MANIFEST).exists() or (rule == "greedy") != settings.sampling.greedy:
             return []
-        known, own = store.manifest(), self.manifest(settings)
-        same = all(known.get(key) == own[key] for key in ("target", "sampling"))
-        return store.rows() if same else []
+        stored, wanted = store.manifest(), self.manifest(settings)
+        return store.rows() if all(stored.get(key) == wanted[key] for key in ("target", "sampling")) else []
+
+    @functools.cached_property
+    def _identity(self) -> Manifest:
+        """What all responses are made with. All ranks must call it first."""
+        facts, tokenizer = self.target.facts, self.target.tokenizer
+        self.run.once(self.run.folder / TARGET_FACTS, self.target.remember)
+        return {
+            "format": STORE_FORMAT,
+            "target": facts.fingerprint,
+            "target_dtype": facts.dtype,
+            "tokenizer": tokenizer_fingerprint(tokenizer),
+            "template": template_fingerprint(tokenizer, self.run.config.data.template)[:16],
+        }
 
     def manifest(self, settings: DecodeSettings) -> Manifest:
         """Manifest of a store of responses at these settings."""
-        return self.identity | {
+        return {
+            **self._identity,
             "sampling": settings.sampling.as_dict(),
             "max_tokens": settings.max_tokens,
             "eos_ids": list(settings.eos_ids),
@@ -108,7 +181,7 @@ class RunStores:
         self, name: str, prompts: Sequence[RenderedPrompt], settings: DecodeSettings, samples: int, select: bool = True
     ) -> StoredRows:
         store, manifest, run = Store(self.folder / name), self.manifest(settings), self.run
-        plan = ResponsePlan(prompts, samples, self.serving.shard_size, run.rank, run.ranks)
+        plan = ResponsePlan(prompts, samples, self.run.config.serving.shard_size, run.rank, run.ranks)
 
         def whole() -> bool:
             store.open(manifest)
@@ -116,7 +189,7 @@ class RunStores:
 
         if not run.seen(whole):  # The folder must exist before another rank writes into it.
             if self.target.config.endpoint is None:
-                respond(store, plan, self.target.model, settings, batch_size=self.serving.batch_size)
+                respond(store, plan, self.target.model, settings, batch_size=self.run.config.serving.batch_size)
             else:
                 self.target.endpoint.respond(store, plan, settings)
             run.wait()

@@ -3,25 +3,21 @@
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import date
-from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel
 
 from data.batches.windows import TEXT_WINDOW, text_examples
-from data.files import write_bytes
-from data.prompts.template import on_day
 from data.responses.rendered import RenderedPrompt
-from distill.config.layout import CHECKPOINTS, DAY, RESPONSES, SELF_CHECKS
+from distill.config.layout import CHECKPOINTS, SELF_CHECKS
 from distill.config.run import RunConfig
 from distill.models.draft import served_draft
 from distill.models.load import load_tokenizer, refusing
 from distill.models.student import NO_LIMIT, refuse_impossible, run_context
-from distill.models.target import Target, target_notes
+from distill.models.target import Target
 from distill.models.vocabulary import tokens_without_row
-from distill.run.prompts import PromptSets, load_prompts
-from distill.run.responses import decode_settings, signal_manifest_of
+from distill.run.prompts import load_heldout
+from distill.run.responses import dated_tokenizer, decode_settings, signal_manifest_of
 from distill.run.run import Run, new_accelerator
 from speculative.decoder.responses import DecodeSettings
 from speculative.engine.models import max_positions
@@ -31,47 +27,6 @@ from speculative.rules.rule import Rule
 
 # Number of held-out prompts that the self-checks decode.
 CHECKED_PROMPTS = 8
-
-
-def dated_tokenizer(target: Target, folder: Path, run: Run | None = None) -> Any:
-    """The target's tokenizer for a run's prompts. A template that writes the date writes the day of the run's first start.
-
-    ``run``: given when responses are made; all ranks must call it, and the day is stored in its ``folder``.
-    """
-    path = folder / RESPONSES / DAY
-
-    def day() -> date:
-        today = date.today()
-        if path.exists():
-            return date.fromisoformat(path.read_text(encoding="utf-8").strip())
-        if run is not None and on_day(target.tokenizer, today) is not target.tokenizer:
-            path.parent.mkdir(exist_ok=True)
-            write_bytes(path, f"{today}\n".encode())
-        return today
-
-    return on_day(target.tokenizer, day() if run is None else run.seen(day))
-
-
-def run_prompts(run: Run, target: Target, heldout: int | None = None) -> tuple[int, Any, PromptSets]:
-    """(most tokens of prompt and response, the tokenizer that renders prompts, the prompts) of a run. All ranks must call it.
-
-    ``heldout``: number of held-out prompts; None = judge.prompts. UserError: see `run_context` and `load_prompts`.
-    """
-    config = run.config
-    for note in target_notes(target.side, config.serving.sampling, config.data.template):
-        run.say(f"warning: {note}")
-    context = run_context(config.student, config.data.context_length, target.facts.context_length)
-    tokenizer = dated_tokenizer(target, run.folder, run)
-    sets = load_prompts(
-        config.data,
-        tokenizer,
-        context,
-        config.serving.max_tokens,
-        heldout or config.judge.prompts,
-        folder=run,
-        vocab_rows=target.facts.vocab_rows,
-    )
-    return context, tokenizer, sets
 
 
 def preflight(run: Run, target: Target) -> None:
@@ -149,17 +104,9 @@ def open_pair(config: RunConfig, path: str, prompts: int, rule: Rule = "greedy")
     positions = (max_positions(model.config) for model in (target.model, draft))
     context = context_limit(*positions, config.data.context_length)
     tokenizer = dated_tokenizer(target, config.folder)
-    sets = load_prompts(
-        config.data,
-        tokenizer,
-        context,
-        config.serving.max_tokens,
-        prompts,
-        heldout_only=True,
-        folder=config.folder,
-        vocab_rows=target.facts.vocab_rows,
-    )
-    return Pair(target, draft, context, sets.heldout, decode_settings(config.serving, config.seed, target))
+    limits, rows = (context, config.serving.max_tokens, prompts), target.facts.vocab_rows
+    heldout = load_heldout(config.data, tokenizer, *limits, folder=config.folder, vocab_rows=rows)
+    return Pair(target, draft, context, heldout, decode_settings(config.serving, config.seed, target))
 
 
 def check_instrument(

@@ -22,10 +22,9 @@ from distill.models.load import load_model
 from distill.models.target import Target, load_target_side
 from distill.report.page import write_page
 from distill.report.plot import plot_run
-from distill.run.answers import Answers
 from distill.run.checkpoint import load_judgements
 from distill.run.readback_record import plain_loads
-from distill.run.responses import decode_settings
+from distill.run.responses import RunData, decode_settings
 from distill.run.result import RESULT_FORMAT, Curves, Result, RuleCurves, ServeCommand, TokenView
 from distill.run.verdict_record import Verdict
 from distill.verdict.decoding import Decoding, NamedDraft
@@ -49,16 +48,16 @@ from speculative.rules.sampling import SamplingSettings
 SHOWN_RESPONSES = 8
 
 
-def conclude_run(answers: Answers, self_checks: dict[str, Any]) -> None:
+def conclude_run(data: RunData, self_checks: dict[str, Any]) -> None:
     """End a run whose last checkpoint is judged: write plot, verdict and report, and log them to trackers. All ranks must call it: the
     others decode what the main process asks for, and wait while it times.
     """
-    run, started = answers.run, time.perf_counter()
-    decoding = Decoding(run, answers.target)
+    run, started = data.run, time.perf_counter()
+    decoding = Decoding(run, data.target)
     if not run.main:
         return decoding.take_part()
     plot_run(run.folder)
-    result = result_of(answers, self_checks, decoding)
+    result = result_of(data, self_checks, decoding)
     run.progress.spend("verdict", time.perf_counter() - started)
     spent = {stage: round(value, 2) for stage, value in run.progress.seconds.items()}
     result = result.model_copy(update={"verdict": result.verdict.model_copy(update={"seconds": spent})})
@@ -67,12 +66,12 @@ def conclude_run(answers: Answers, self_checks: dict[str, Any]) -> None:
     run.say(result.verdict.headline)
 
 
-def result_of(answers: Answers, self_checks: dict[str, Any], decoding: Decoding) -> Result:
+def result_of(data: RunData, self_checks: dict[str, Any], decoding: Decoding) -> Result:
     """Verdict and findings, without the seconds that they took.
 
     With judge.live: never or a target at a server, nothing is decoded or timed, and every figure that needs it is null.
     """
-    config, target, run = answers.run.config, answers.target, answers.run.folder
+    config, target, run = data.run.config, data.target, data.run.folder
     live = config.decodes
     settings = decode_settings(config.serving, config.seed, target).under(config.judge_rule, config.judge.gamma)
     records = load_judgements(run)
@@ -80,14 +79,14 @@ def result_of(answers: Answers, self_checks: dict[str, Any], decoding: Decoding)
     setup = JudgingSetup(
         config.judge,
         settings,
-        answers.heldout,
-        answers.context,
+        data.heldout,
+        data.context,
         looks=looks_of(records),
         decoding=decoding,
     )
     drafts = _drafts(run, config.judge.served_paths, target, records[0], best)
     if live:
-        setup = replace(setup, history=answers.stores.past(config.judge_rule))
+        setup = replace(setup, history=data.past(config.judge_rule))
         lighter = None
         if (how := config.export.quantize) is not None:
             quantised = lighter_draft(load_model(DRAFT, drafts[-1].path), how, target)
@@ -108,7 +107,7 @@ def result_of(answers: Answers, self_checks: dict[str, Any], decoding: Decoding)
         kind="run",
         name=config.name,
         seen=target if live else None,
-        trained_on=answers.domains,
+        trained_on=data.domains,
     )
     about = {
         "provenance": json.loads((step_folder(run, best.step or 0) / PROVENANCE).read_text(encoding="utf-8")),

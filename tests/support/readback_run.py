@@ -21,7 +21,7 @@ from distill.engines.protocol import client as engine_client
 from distill.models.target import Target
 from distill.run.frozen_text import FrozenText, load_frozen_text
 from distill.run.readback_record import ReadbackRecord
-from distill.run.responses import RunStores
+from distill.run.responses import RunData
 from distill.run.run import Run
 
 GAMMA = 3
@@ -40,7 +40,7 @@ def frozen(tiny_run: Path, tmp_path_factory: pytest.TempPathFactory) -> FrozenTe
     prompts = [
         RenderedPrompt(one.key, one.domain, tuple(one.prompt_ids)) for one in load_frozen_text(tiny_run).responses
     ]
-    RunStores(Run(config, accelerator), target).heldout_by_rule(prompts)
+    RunData(Run(config, accelerator), target).heldout_by_rule(prompts)
     return load_frozen_text(config.folder)
 
 

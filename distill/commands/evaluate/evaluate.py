@@ -16,7 +16,7 @@ from distill.config.run import RunConfig
 from distill.report.measured import ways_tables
 from distill.report.screen import judgement_table
 from distill.run.provenance import describe_run
-from distill.run.responses import RunStores
+from distill.run.responses import RunData
 from distill.run.result import Losslessness, Result
 from distill.run.run import Run
 from distill.run.session import CHECKED_PROMPTS, open_pair
@@ -128,10 +128,10 @@ def evaluate(config: RunConfig, path: str, gammas: list[int], rule: Rule, log: P
     target = pair.target
     checked = pair.settings.under(rule, gammas[0])
     checks = self_checks(target.model, pair.keyed[:CHECKED_PROMPTS], checked, batch_size=config.judge.batch_size)
-    stores = RunStores(Run(config), target)
-    frozen = stores.heldout(pair.prompts, rule)
+    data = RunData(Run(config), target)
+    frozen = data.heldout_of(pair.prompts, rule)
     widest = pair.settings.under(rule, max(gammas))
-    setup = JudgingSetup(config.judge, widest, {rule: frozen}, pair.context, stores.past(rule))
+    setup = JudgingSetup(config.judge, widest, {rule: frozen}, pair.context, data.past(rule))
     scored = score_and_time(setup, target.model, [NamedDraft(DRAFT, path, None, Draft(pair.draft))])
     by_gamma: dict[int, Judgement] = {}
     chosen = gammas[0]

@@ -23,9 +23,9 @@ from distill.config.run import RunConfig
 from distill.config.target import TargetConfig
 from distill.models.target import Target, TargetFacts
 from distill.respond import main, run
-from distill.run import session as session_module
-from distill.run.prompts import load_prompts
-from distill.run.responses import RunStores
+from distill.run import responses as responses_module
+from distill.run.prompts import load_heldout
+from distill.run.responses import RunData
 from distill.run.run import Run
 from distill.training import signal as signal_module
 from distill.training.signal import open_signal_store, signal_line
@@ -77,15 +77,15 @@ def topk_run(config_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
 def test_judging_other_prompts_leaves_the_run_s_held_out_text_as_it_is(topk_run: Path, config_path: Path) -> None:
     config = load_config(config_path, [f"output={topk_run}"])
     target, folder = Target(config.target, torch.device("cpu")), config.folder / "responses" / "heldout"
-    prompts = load_prompts(config.data, target.tokenizer, 128, 10, 4, heldout_only=True, folder=config.folder).heldout
+    prompts = load_heldout(config.data, target.tokenizer, 128, 10, 4, folder=config.folder)
 
     def files() -> dict[str, tuple[bytes, int]]:
         return {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in folder.iterdir()}
 
     before, own = files(), [row.prompt_id for row in Store(folder).read()]
-    stores = RunStores(Run(config, fresh_accelerator(topk_run)), target)
+    data = RunData(Run(config, fresh_accelerator(topk_run)), target)
     asked = prompts[2:0:-1]
-    assert [one.key for one in stores.heldout(asked, "sample")] == [prompt.prompt_id for prompt in asked]
+    assert [one.key for one in data.heldout_of(asked, "sample")] == [prompt.prompt_id for prompt in asked]
     assert files() == before, "a folder that may not be written is as good"
     assert [row.prompt_id for row in Store(folder).read()] == own
     assert set(own) > {prompt.prompt_id for prompt in asked}
@@ -95,7 +95,7 @@ def _set_clock(monkeypatch: pytest.MonkeyPatch, day: str) -> None:
     """What chat templates and runs take for now."""
     moment = datetime.fromisoformat(day)
     monkeypatch.setattr(chat_template_utils, "datetime", SimpleNamespace(now=lambda: moment))
-    monkeypatch.setattr(session_module, "date", SimpleNamespace(today=moment.date, fromisoformat=date.fromisoformat))
+    monkeypatch.setattr(responses_module, "date", SimpleNamespace(today=moment.date, fromisoformat=date.fromisoformat))
 
 
 def test_a_template_that_writes_the_date_crosses_midnight(
@@ -156,8 +156,6 @@ def test_without_a_signal_only_responses_are_made(config_path: Path, tmp_path: P
     text = refused(lambda: stored(config_path, tmp_path))
     assert f"understudy respond {tmp_path}/tiny/config.yaml --signal topk" in text
     assert not list(tmp_path.rglob("topk-*")), "asking creates nothing"
-    (tmp_path / "tiny" / "signal").mkdir()
-    assert "/tiny/signal was written by version 0.1" in refused(lambda: stored(config_path, tmp_path))
 
 
 def test_the_configs_own_signal_is_made_unasked(config_path: Path, tmp_path: Path) -> None:

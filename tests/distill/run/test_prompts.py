@@ -16,7 +16,7 @@ from data.responses.rendered import RenderedPrompt
 from distill.config.layout import CHECKPOINTS, PROMPTS
 from distill.config.sections import DataConfig
 from distill.run import prompts as run_prompts
-from distill.run.prompts import PromptSets, load_prompts
+from distill.run.prompts import PromptSets, load_heldout, load_prompts
 from speculative.errors import UserError
 
 TOKENIZER = tiny_tokenizer()
@@ -27,10 +27,18 @@ def data_of(folder: Path, count: int = 40, **keys: Any) -> DataConfig:
     return DataConfig.model_validate({"train": ({"path": str(path)},), "template": {"mode": "plain"}, **keys})
 
 
-def loaded(
-    data: DataConfig, judged: int = 4, run: Path | None = None, context: int = 100, **options: Any
-) -> PromptSets:
-    return load_prompts(data, TOKENIZER, context, 10, judged, folder=run, **options)
+def of_folder(run: Path) -> Any:
+    """A run as its main process sees it."""
+    run.mkdir(exist_ok=True)
+    return SimpleNamespace(folder=run, once=lambda _, make: make(), await_seen=lambda *_: None)
+
+
+def loaded(data: DataConfig, judged: int = 4, run: Path | None = None, context: int = 100) -> PromptSets:
+    return load_prompts(data, TOKENIZER, context, 10, judged, run=run and of_folder(run))
+
+
+def held_out(data: DataConfig, count: int, run: Path, context: int = 100) -> list[RenderedPrompt]:
+    return load_heldout(data, TOKENIZER, context, 10, count, folder=run)
 
 
 def ids(prompts: Any) -> list[str]:
@@ -69,11 +77,15 @@ def test_prompts_are_rendered_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert (list(first.train), first.heldout) == (list(twin.train), twin.heldout)
     with monkeypatch.context() as patched:
         no_reading(patched)
-        for sets in (loaded(data, run=run), loaded(data, 4, run=run, heldout_only=True)):
-            assert (list(sets.train), sets.heldout, sets.report) == (list(first.train), first.heldout, first.report)
+        sets = loaded(data, run=run)
+        assert (list(sets.train), sets.heldout, sets.report) == (list(first.train), first.heldout, first.report)
+        (tmp_path / "prompts.jsonl").unlink()
+        assert held_out(data, 4, run) == first.heldout, "the sources are not needed"
+        data_of(tmp_path)
+        assert held_out(data, 4, run) == first.heldout
         assert loaded(data, 8, run=run).heldout[:4] == first.heldout, "another number to judge"
         other: Any = SimpleNamespace(folder=run, once=lambda *_: None, await_seen=lambda *_: None)
-        assert list(loaded(data, run=other).train) == list(first.train)
+        assert list(load_prompts(data, TOKENIZER, 100, 10, 4, run=other).train) == list(first.train)
     assert {path.name for path in (run / PROMPTS).iterdir()} == {"train.arrow", "heldout.arrow", "manifest.json"}
 
 
@@ -122,15 +134,15 @@ def test_checkpoints_of_unknown_prompts_go_no_further(tmp_path: Path) -> None:
     """As an earlier version left them: a new split could judge what they were trained on."""
     run, data = tmp_path / "run", data_of(tmp_path)
     (run / CHECKPOINTS).mkdir(parents=True)
-    for only in (False, True):
-        said = refused(loaded, data, run=run, heldout_only=only)
+    for load in (lambda: loaded(data, run=run), lambda: held_out(data, 4, run)):
+        said = refused(load)
         assert re.search(r"prompts/manifest\.json: is missing.*another name=", said)
     assert not (run / PROMPTS).exists()
     path = write_prompts(tmp_path / "heldout.jsonl", 30)
     own = data.model_copy(
         update={"heldout": tuple(source.model_copy(update={"path": str(path)}) for source in data.train)}
     )
-    assert len(loaded(own, run=run, heldout_only=True).heldout) == 4
+    assert len(held_out(own, 4, run)) == 4
 
 
 def test_heldout_alone_looks_at_no_more_than_is_needed(tmp_path: Path) -> None:
@@ -139,9 +151,8 @@ def test_heldout_alone_looks_at_no_more_than_is_needed(tmp_path: Path) -> None:
     data = DataConfig.model_validate(
         {"train": ({"path": "nowhere.jsonl"},), "heldout": ({"path": str(path)},), "template": {"mode": "plain"}}
     )
-    sets = loaded(data, 5, run=tmp_path / "run", heldout_only=True)
-    assert ids(sets.heldout) == sorted(ids(loaded(data, 30, heldout_only=True).heldout))[:5]
-    assert len(sets.train) == 0
+    run = tmp_path / "run"
+    assert ids(held_out(data, 5, run)) == sorted(ids(held_out(data, 30, run)))[:5]
     assert not (tmp_path / "run").exists()
 
 
@@ -157,8 +168,7 @@ def test_other_limits_than_the_run_s_judge_nothing_that_it_trained_on(
     fitting = [prompt for prompt in first.heldout if len(prompt.prompt_ids) <= longest]
     assert any(len(prompt.prompt_ids) > longest for prompt in first.train)
     data_of(tmp_path, 41)  # a row that came later changes nothing of what the run holds out
-    sets = loaded(data, 8, run=run, context=longest + 10, heldout_only=True)
-    assert sets.heldout == fitting
+    assert held_out(data, 8, run, context=longest + 10) == fitting
     assert f"{8 - len(fitting)} of 8 held-out prompts have more than {longest} tokens" in capsys.readouterr().err
 
 

@@ -9,29 +9,29 @@ from tiny_models import tiny_model
 from tiny_training import fresh_accelerator, run_config, tiny_tokenizer
 
 from distill.config.layout import CHECKPOINTS, FIRST_STUDENT
-from distill.run import answers as module
-from distill.run.answers import first_student
+from distill.run import first_student as module
+from distill.run.first_student import first_student
 from distill.run.run import Run
 
 
-def answers_of(folder: Path, **target: Any) -> Any:
-    """Answers with a held-out prompt; the target has only what is given."""
+def data_of(folder: Path, **target: Any) -> Any:
+    """A run's data with a held-out prompt; the target has only what is given."""
     config = run_config(folder, student={"init": "carved", "layers": [0]}, target={"path": "embedded", "shard": True})
     run = Run(config, fresh_accelerator(folder))
     run.folder.mkdir(parents=True, exist_ok=True)
     heldout = [SimpleNamespace(prompt_ids=[1, 2, 3])]
     there = SimpleNamespace(tokenizer=tiny_tokenizer(), facts=SimpleNamespace(eos_ids=(0,)), **target)
     sets = SimpleNamespace(train=[], heldout=heldout)
-    return SimpleNamespace(run=run, target=there, sets=sets, chosen_by_text=False)
+    return SimpleNamespace(run=run, target=there, prompts=sets, chosen_by_text=False)
 
 
 def test_a_trial_draft_reads_the_target_on_the_main_process_only(tmp_path: Path) -> None:
-    answers = answers_of(tmp_path)
-    answers.run.main = False
-    assert first_student(answers, trial=True) is None
-    answers.run.main = True
+    data = data_of(tmp_path)
+    data.run.main = False
+    assert first_student(data, trial=True) is None
+    data.run.main = True
     with pytest.raises(AttributeError, match="on_host"):
-        first_student(answers, trial=True)
+        first_student(data, trial=True)
 
 
 def test_the_draft_is_saved_as_a_check_until_there_are_checkpoints(
@@ -45,13 +45,13 @@ def test_the_draft_is_saved_as_a_check_until_there_are_checkpoints(
         return real(folder, *more)
 
     monkeypatch.setattr(module, "check_saved", noted)
-    answers = answers_of(tmp_path, on_host=tiny_model)
-    folder = answers.run.folder / FIRST_STUDENT
+    data = data_of(tmp_path, on_host=tiny_model)
+    folder = data.run.folder / FIRST_STUDENT
     folder.mkdir()
     (folder / "model-00002-of-00002.safetensors").write_bytes(b"of a killed start")
-    first_student(answers)
+    first_student(data)
     assert checked == [folder]
     assert not folder.exists()
-    (answers.run.folder / CHECKPOINTS).mkdir()
-    first_student(answers)
+    (data.run.folder / CHECKPOINTS).mkdir()
+    first_student(data)
     assert checked == [folder]
