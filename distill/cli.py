@@ -6,7 +6,11 @@ import sys
 import typer
 
 from distill.commands import options as of
+from distill.commands.compare.options import CompareOptions
+from distill.commands.evaluate.options import EvaluateOptions
 from distill.commands.generate.options import GenerateOptions
+from distill.commands.probe.options import ProbeOptions
+from distill.commands.sweep.options import SweepOptions
 from distill.config.command_line import CheckPairOptions, RespondOptions, TimeOptions, TrainOptions, lazy_command
 from distill.config.retired import retired
 from distill.faults import exit_status
@@ -27,11 +31,11 @@ COMMANDS = (
     ("demo", TRAIN, of.DemoOptions, "distill.cli:demo"),
     ("train", TRAIN, TrainOptions, "distill.train:command"),
     ("respond", TRAIN, RespondOptions, "distill.respond:command"),
-    ("sweep", TRAIN, of.SweepOptions, "distill.commands.sweep.sweep:run_sweep"),
+    ("sweep", TRAIN, SweepOptions, "distill.commands.sweep.sweep:run_sweep"),
     ("config", TRAIN, of.ConfigOptions, "distill.config.table:print_table"),
-    ("probe", JUDGE, of.ProbeOptions, "distill.commands.probe.probe:probe_command"),
-    ("evaluate", JUDGE, of.EvaluateOptions, "distill.commands.evaluate.evaluate:evaluate_command"),
-    ("compare", JUDGE, of.CompareOptions, "distill.commands.compare.compare:compare"),
+    ("probe", JUDGE, ProbeOptions, "distill.commands.probe.probe:probe_command"),
+    ("evaluate", JUDGE, EvaluateOptions, "distill.commands.evaluate.evaluate:evaluate_command"),
+    ("compare", JUDGE, CompareOptions, "distill.commands.compare.compare:compare"),
     ("show", JUDGE, of.ShowRunOptions, "distill.commands.show:show"),
     ("export", SERVE, of.ExportOptions, "distill.commands.export:export"),
     ("check-pair", SERVE, CheckPairOptions, "distill.commands.export:check_pair_command"),

@@ -10,7 +10,6 @@ from typing import Annotated
 from distill.config import command_line as shared
 from distill.config.command_line import PROMPT_SOURCE, argument, option
 
-STDLIB = "stdlib"
 RunFolder = Annotated[Path, argument("run folder")]
 KeyVariable = Annotated[str, option("environment variable with the engine's API key; default: no key is sent")]
 
@@ -58,20 +57,6 @@ class DemoOptions:
 
 
 @dataclass(frozen=True)
-class SweepOptions:
-    """Train every combination of a grid.
-
-    understudy sweep configs/sweeps/grid.yaml
-
-    Ends with one table of all runs with confidence intervals. The same command continues an interrupted sweep.
-    """
-
-    file: Annotated[Path, argument("sweep file, e.g. configs/sweeps/grid.yaml")]
-    launcher: shared.Launcher = ""
-    dry_run: Annotated[bool, option("print the list of runs and exit", "--dry-run")] = False
-
-
-@dataclass(frozen=True)
 class ExportOptions:
     """Export the draft as a Hugging Face model.
 
@@ -116,41 +101,6 @@ class ServeOptions:
 
 
 @dataclass(frozen=True)
-class CompareOptions:
-    """Compare drafts on the same held-out text.
-
-    understudy compare runs/new runs/old --fail-below tau=2.1 --fail-if-worse
-
-    understudy compare http://127.0.0.1:8000/v1 http://127.0.0.1:8001/v1 runs/mine
-
-    Prints one table with the paired differences between the drafts of one target. A URL is a running engine with any drafter: it
-    is sent the run's held-out prompts.
-
-    Exit status: 0 done, 1 a --fail-... condition holds, 2 a mistake in the command or its files.
-    """
-
-    drafts: Annotated[
-        list[str],
-        argument(
-            "two or more: run, checkpoint, model directory, hub id, URL of an engine, `lookup` or `lookup+DRAFT`; "
-            "`parallel+DRAFT` and `lookup+parallel+DRAFT` draft a block in one pass"
-        ),
-    ]
-    on: Annotated[Path | None, option("run whose held-out text is used for all; default: the first run given")] = None
-    rule: shared.RuleName = ""
-    gamma: Annotated[int, option("drafted tokens per block; default: the URLs', else the run's", min=0, max=32)] = 0
-    timing: Annotated[bool, option("measure step times, predict speed-ups; --no-timing never loads the target")] = True
-    fail_below: Annotated[
-        list[str] | None,
-        option("exit 1 when the first is below a limit: tau=2.1, alpha=0.6, speed_up=1.2, tau.ci_low=2; repeatable"),
-    ] = None
-    fail_if_worse: Annotated[bool, option("exit 1 when another draft is certainly better", "--fail-if-worse")] = False
-    plot: shared.Plot = None
-    trust_remote_code: shared.TrustRemoteCode = False
-    out: shared.Out = None
-
-
-@dataclass(frozen=True)
 class DriftOptions:
     """Check whether acceptance has fallen.
 
@@ -175,51 +125,6 @@ class DriftOptions:
     rule: shared.RuleName = ""
     trust_remote_code: shared.TrustRemoteCode = False
     out: shared.Out = None
-
-
-@dataclass(frozen=True)
-class EvaluateOptions:
-    """Judge a draft on held-out prompts.
-
-    understudy evaluate runs/demo --config configs/demo.yaml
-
-    understudy evaluate runs/demo --config configs/demo.yaml --gamma 1:8 --out result.json
-
-    understudy evaluate runs/demo --config configs/demo.yaml --losslessness
-
-    Decodes them speculatively, prints a table and writes result.json; `understudy show result.json --page FILE` makes a page of it.
-
-    Exit status: 0 done, 1 --losslessness found another text distribution, 2 a mistake in the command or its files.
-    """
-
-    draft: Annotated[str, argument("run folder, checkpoint folder, model directory or hub id")]
-    config: Annotated[str, option("config with the target, held-out prompts and serving settings")]
-    gamma: Annotated[str, option("drafted tokens per block: a number such as 5, or a range such as 1:8")] = ""
-    rule: shared.RuleName = ""
-    as_json: shared.Json = False
-    out: Annotated[
-        Path,
-        option(
-            "file for the result; every drafted token goes to .proposals.parquet next to it. --losslessness and --scorer "
-            "add to a result of the same draft that is already there, also to a run's own"
-        ),
-    ] = Path("result.json")
-    losslessness: Annotated[
-        bool, option("instead: test the text; exit 1 if it is not the target's", "--losslessness")
-    ] = False
-    scorer: Annotated[
-        str,
-        option(
-            "instead: task scores with and without the draft: exact-match, exact-match-number, module:function or file.py:function"
-        ),
-    ] = ""
-    references: Annotated[Path | None, option('answers for --scorer: JSON lines with "prompt" and "reference"')] = None
-    drafting: shared.DraftingName = ""
-    prompts: Annotated[int, option("held-out prompts for --losslessness and --scorer", min=1)] = 32
-    samples: Annotated[int, option("responses per prompt for --losslessness (0 = 16) and --scorer (0 = 1)", min=0)] = 0
-    control: Annotated[bool, option("with --losslessness: also test that 1.1 times the temperature is detected")] = True
-    overrides: shared.Overrides = None
-    trust_remote_code: shared.TrustRemoteCode = False
 
 
 @dataclass(frozen=True)
@@ -262,42 +167,4 @@ class ReadbackOptions:
     api_key_env: KeyVariable = ""
     resume: Annotated[bool, option("keep the answers of an interrupted or earlier readback", "--resume")] = False
     trust_remote_code: shared.TrustRemoteCode = False
-
-
-@dataclass(frozen=True)
-class ProbeOptions:
-    """Check whether a draft can pay off.
-
-    understudy probe TARGET DRAFT --prompts prompts.jsonl --chat
-
-    understudy probe TARGET DRAFT --t-target 25ms --t-draft 3ms
-
-    Takes minutes and trains nothing: measures acceptance and step times of candidate drafts and says go or no-go. With
-    --t-target and --t-draft it plans for hardware that is not here.
-    """
-
-    target: shared.TargetModel
-    drafts: Annotated[
-        list[str] | None,
-        argument("candidate drafts: directories, hub ids or runs; without any, only prompt lookup and upper bounds"),
-    ] = None
-    prompts: Annotated[str, option(f"{PROMPT_SOURCE}, or stdlib (built-in Python prompts)")] = STDLIB
-    prompt_column: shared.PromptColumn = ""
-    messages_column: shared.MessagesColumn = ""
-    chat: shared.Chat = False
-    count: Annotated[int, option("number of prompts to use, spread over the file", min=1)] = 32
-    max_tokens: Annotated[int, option("maximum tokens per response", min=1)] = 96
-    temperatures: Annotated[str, option("sampling temperatures; 0 = greedy")] = "0,1"
-    gammas: Annotated[str, option("numbers of drafted tokens per block to time")] = "1,3,5,8"
-    batch_sizes: Annotated[str, option("batch sizes to time; the first one decides go or no-go")] = "1,4,16"
-    t_target: shared.TargetSeconds = ""
-    t_draft: shared.DraftSeconds = ""
-    t_verify: Annotated[str, option("time of one verify call of a block; default: as long as a target step")] = ""
-    engine_costs: Annotated[Path | None, option("step times of `understudy time`; default: in the draft's run")] = None
-    device_memory: Annotated[str, option("device memory, e.g. 80GB or 80GiB: does it fit? (with the next two)")] = ""
-    concurrency: Annotated[int, option("with --device-memory: requests served at once", min=0)] = 0
-    context: Annotated[str, option("with --device-memory: tokens of prompt and response, e.g. 8192 or 8k")] = ""
-    dtype: shared.Dtype = "auto"
-    device: shared.Device = ""
-    seed: shared.Seed = 0
     out: shared.Out = None

@@ -9,8 +9,6 @@ from data.files import write_json, writing
 from distill.run.lock import held_for
 from speculative.errors import UserError
 
-PICTURES = (".svg", ".png")
-
 
 def check_known(option: str, value: str, known: Collection[str]) -> None:
     """Raise UserError if an option has an unknown value."""
@@ -51,10 +49,3 @@ def check_writable(option: str, path: Path | None) -> None:
         trial = path.with_name(f".{path.name}.trial")
         trial.touch()
         trial.unlink()
-
-
-def check_plot(path: Path | None) -> None:
-    """Like `check_writable`, for --plot, whose suffix selects the format. Raises UserError."""
-    if path is not None and path.suffix.lower() not in PICTURES:
-        raise UserError(f"--plot {path}: its name must end in {' or '.join(PICTURES)}")
-    check_writable("--plot", path)

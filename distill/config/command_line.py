@@ -38,10 +38,6 @@ Device = Annotated[str, option("cpu, cuda or cuda:N; default: cuda if there is a
 Seed = Annotated[int, option("seed of all sampling")]
 Overrides = Annotated[list[str] | None, argument("config overrides as key=value, e.g. optim.lr=3e-4")]
 Launcher = Annotated[str, option('command put before `-m distill.train`, e.g. "accelerate launch --num_processes 2"')]
-TargetSeconds = Annotated[str, option("time of one target step instead of measuring it, e.g. 25ms (with --t-draft)")]
-DraftSeconds = Annotated[
-    str, option("with --t-target: time of a draft call (a token, or a block in one pass), e.g. 3ms")
-]
 TrustRemoteCode = Annotated[bool, option("run the weights' own code if the config asks for it", "--trust-remote-code")]
 Out = Annotated[Path | None, option("file for all results, as JSON")]
 Plot = Annotated[Path | None, option("file for a plot, .png or .svg")]

@@ -127,7 +127,7 @@ def _draft(parts: Parts) -> Drafter:
     return parts.drafter()
 
 
-@way("parallel", needs=("draft",))
+@way("parallel", needs=("draft",), parallel=True)
 def _parallel(parts: Parts) -> Drafter:
     assert parts.draft is not None
     return Draft(parts.draft.model, "parallel").drafter()

@@ -145,7 +145,7 @@ class RowIndex:
         return []
 
 
-@way("prompt-lookup")
+@way("prompt-lookup", looks_up=True)
 def _prompt_lookup(parts: Parts) -> Drafter:
     return PromptLookup(*(parts.ngrams or ()))
 

@@ -3,9 +3,12 @@
 Shapes: R rows, G drafted tokens (at most gamma), G1 = G + 1, V vocabulary, C columns of the token buffer, K rows taken.
 """
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 
+from speculative.drafters.draft import Draft
 from speculative.drafters.drafter import Ask, Drafter, ModelDrafter, Plan, Proposal, Seats
 from speculative.drafters.gamma import AdaptiveGamma
 from speculative.drafters.lookup import PromptLookup
@@ -132,7 +135,13 @@ def _mixed(early: Proposal, late: Proposal, taken_K: torch.Tensor) -> tuple[torc
     return ids_RG, probs_RGV
 
 
-@way("lookup+draft", needs=("draft",))
-@way("adaptive-lookup+draft", needs=("draft",), policy=AdaptiveGamma, served=False, replayed=False)
+@way("lookup+draft", needs=("draft",), looks_up=True)
+@way("adaptive-lookup+draft", needs=("draft",), policy=AdaptiveGamma, served=False, replayed=False, looks_up=True)
 def _lookup_draft(parts: Parts) -> Drafter:
     return LookupDraft(PromptLookup(*(parts.ngrams or (3, 2))), parts.drafter(), then_gamma=parts.then_gamma)
+
+
+@way("lookup+parallel", needs=("draft",), looks_up=True, parallel=True)
+def _lookup_parallel(parts: Parts) -> Drafter:
+    assert parts.draft is not None
+    return _lookup_draft(replace(parts, draft=Draft(parts.draft.model, "parallel")))

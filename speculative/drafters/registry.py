@@ -48,7 +48,7 @@ class Parts:
 @dataclass(frozen=True)
 class Recipe:
     """How a way to decode is built. needs: "draft" (a draft model), "past" (past responses). served: whether an engine can run it.
-    replayed: whether replay predicts it. tree: what it drafts, if not chains. policy: makes its policy for a largest gamma, if not every
+    replayed: whether replay predicts it. looks_up: prompt lookup comes first. parallel: the draft proposes a block in one call. tree: what it drafts, if not chains. policy: makes its policy for a largest gamma, if not every
     block has the same.
     """
 
@@ -57,6 +57,8 @@ class Recipe:
     needs: tuple[str, ...] = ()
     served: bool = True
     replayed: bool = True
+    looks_up: bool = False
+    parallel: bool = False
     tree: TokenTree | None = None
     policy: Callable[[int], GammaPolicy] | None = None
 

@@ -1,8 +1,7 @@
 """`understudy compare A B ...`: drafts side by side on one frozen held-out text, paired prompt by prompt; a gate for CI.
 
-`lookup` and `lookup+DRAFT` are ways too: prompt lookup alone and before a draft, at the n-gram sizes that replay of
-the text finds best at the gamma compared at; they have no alpha. `parallel+DRAFT` and `lookup+parallel+DRAFT` draft a block in one
-pass, which needs a draft trained for it (student.parallel).
+`prompt-lookup` and `lookup+draft:DRAFT` are ways too, at the n-gram sizes that replay of the text finds best at the gamma compared at;
+they have no alpha. `parallel:DRAFT` and `lookup+parallel:DRAFT` draft a block in one pass, which needs a draft trained for it.
 Alpha and tau come from replay, so the target's weights are needed only to time the drafts, and drafts that were never
 trained here are judged like any other. Differences are against the first draft, their intervals widened for the number
 of drafts (Bonferroni); those by domain also for the number of domains.
@@ -24,15 +23,13 @@ from distill.commands.compare.comparison import (
     JudgedGate,
     Scored,
     comparison,
-    draft_of,
-    drafting_of,
-    looks_up,
+    way_of,
     with_lookup,
 )
+from distill.commands.compare.options import CompareOptions
 from distill.commands.compare.screen import plot_comparison, print_comparison
 from distill.commands.compare.served import compare_served, is_url
-from distill.commands.options import CompareOptions
-from distill.commands.output import check_known, check_plot, check_writable, write_asked
+from distill.commands.output import check_known, check_writable, write_asked
 from distill.config.layout import RESPONSES, TARGET_FACTS, best_student, find_student, run_of
 from distill.run.frozen_text import FrozenText, load_frozen_text
 from distill.run.responses import decode_settings
@@ -48,6 +45,7 @@ from speculative.rules.rule import RULES
 from speculative.rules.verify import draft_settings_for
 
 METRICS = ("alpha", "tau", "speed_up")
+OTHERS = "others"  # --fail-below others: exit 1 when another way is certainly better
 
 
 @dataclass(frozen=True)
@@ -64,7 +62,7 @@ def compare(options: CompareOptions, console: Console) -> int:
     """Run `compare_command`, or `compare_served` if a way is a URL, print the result and return the exit status."""
     own = [name for name in options.drafts if not is_url(name)]
     if len(own) < len(options.drafts):
-        _refuse_early(options, None)
+        _refuse_early(options)
         return compare_served(options, load_text(replace(options, drafts=own)), console)
     result, status = compare_command(options)
     print_comparison(console, result)
@@ -76,31 +74,31 @@ def compare_command(options: CompareOptions) -> tuple[Comparison, int]:
 
     Raises UserError: fewer than two drafts, no run to take the text from, a draft of another target or vocabulary, an invalid gate.
     """
-    gates = [parse_gate(text, options.timing, options.drafts[:1]) for text in options.fail_below or ()]
-    plot = options.plot or (options.out.parent / "compare.svg" if options.out is not None else None)
-    _refuse_early(options, plot)
+    limits = [text for text in options.fail_below or () if text != OTHERS]
+    gates = [parse_gate(text, options.timing, options.drafts[:1]) for text in limits]
+    plot = options.out.parent / "compare.svg" if options.out is not None else None
+    _refuse_early(options)
     text = load_text(options)
     gamma = options.gamma or text.config.judge.gamma
     entries = read_drafts(text, options.drafts, gamma, options.timing)
     result = comparison(text, entries, gamma)
-    judged, failures = judge_gates(result, gates, options.fail_if_worse)
+    judged, failures = judge_gates(result, gates, OTHERS in (options.fail_below or ()))
     result = result.model_copy(update={"gates": judged, "failures": failures})
     write_asked("--out", options.out, result.record())
     if plot is not None:
-        with writing(f"--plot {plot}"):
+        with writing(f"--out: {plot}"):
             plot_comparison(result, plot)
         result = result.model_copy(update={"plot": str(plot)})
     return result, 1 if failures else 0
 
 
-def _refuse_early(options: CompareOptions, plot: Path | None) -> None:
+def _refuse_early(options: CompareOptions) -> None:
     if len(options.drafts) < 2:
         raise UserError("compare needs at least two drafts: runs, checkpoints, model directories or hub ids")
-    if all(draft_of(name) is None for name in options.drafts):
-        raise UserError("compare lookup: one way needs a draft, e.g. compare lookup runs/demo lookup+runs/demo")
+    if all(not is_url(name) and way_of(name).draft is None for name in options.drafts):
+        raise UserError("compare: one way needs a draft, e.g. compare prompt-lookup runs/demo lookup+draft:runs/demo")
     check_known("--rule", options.rule, ("", *RULES))
     check_writable("--out", options.out)
-    check_plot(plot)
 
 
 def parse_gate(text: str, timing: bool = True, first: Sequence[str] = ()) -> Gate:
@@ -123,7 +121,7 @@ def parse_gate(text: str, timing: bool = True, first: Sequence[str] = ()) -> Gat
         raise UserError(f"--fail-below {text}: {number or 'nothing'!r} is not a number; write e.g. {name}=2.1")
     if metric == "speed_up" and not timing:
         raise UserError(f"--fail-below {text}: the speed-up is not known with --no-timing; remove one of the two")
-    if metric == "alpha" and any(map(looks_up, first)):
+    if metric == "alpha" and any(not is_url(name) and way_of(name).recipe.looks_up for name in first):
         raise UserError(f"--fail-below {text}: {first[0]} has no alpha; use tau or speed_up, or name a draft first")
     return Gate(text, metric, bool(dot), bound)
 
@@ -142,7 +140,7 @@ def load_text(options: CompareOptions) -> FrozenText:
 
     Raises UserError: none of the drafts is a run, a rule the run has no text for, a draft of another target.
     """
-    paths = [path for name in options.drafts if (path := draft_of(name)) is not None]
+    paths = [path for name in options.drafts if (path := way_of(name).draft) is not None]
     runs = [(path, run) for path in paths if (run := run_of(path)) is not None]
     home = options.on or next((run for _, run in runs if target_of(run) is not None), None)
     if home is None:
@@ -176,7 +174,7 @@ def read_drafts(text: FrozenText, names: Sequence[str], gamma: int, timing: bool
     drafts: dict[tuple[str, Drafting], Scored] = {}
     by_shape: dict[Any, StepCosts] = {}
     for name in names:
-        path, drafting = draft_of(name), drafting_of(name)
+        (_, path), drafting = way_of(name), way_of(name).drafting
         if path is None or (find_student(path), drafting) in drafts:
             continue
         draft = _load(text, path, drafting)
@@ -197,10 +195,10 @@ def read_drafts(text: FrozenText, names: Sequence[str], gamma: int, timing: bool
     costs = _shared_target(by_shape)
     entries = []
     for number, name in enumerate(names):
-        path = draft_of(name)
-        own = None if path is None else drafts[find_student(path), drafting_of(name)]
+        path = way_of(name).draft
+        own = None if path is None else drafts[find_student(path), way_of(name).drafting]
         price = next(iter(costs.values()), None) if own is None else costs.get(own.shape)
-        found = with_lookup(own, text.responses, text.rule, gamma, price) if looks_up(name) else own
+        found = with_lookup(own, text.responses, text.rule, gamma, price) if way_of(name).recipe.looks_up else own
         assert found is not None
         shown = name if name not in names[:number] else f"{name} #{number + 1}"
         entries.append(replace(found, name=shown, path=name, costs=price))
@@ -243,7 +241,7 @@ def _shared_target(by_shape: Mapping[Any, StepCosts]) -> dict[Any, StepCosts]:
     return {shape: replace(costs, target_seconds=target, verify_seconds=verify) for shape, costs in by_shape.items()}
 
 
-def judge_gates(result: Comparison, gates: Sequence[Gate], fail_if_worse: bool) -> tuple[list[JudgedGate], list[str]]:
+def judge_gates(result: Comparison, gates: Sequence[Gate], others_too: bool) -> tuple[list[JudgedGate], list[str]]:
     """(every gate with its value, one line for each failed gate). Gates are about the first draft."""
     first, lines, found = result.row(result.against), [], []
     for gate in gates:
@@ -254,10 +252,10 @@ def judge_gates(result: Comparison, gates: Sequence[Gate], fail_if_worse: bool) 
             what = f"the lower end of the 95 % interval of {gate.metric}" if gate.lower_end else gate.metric
             at = "" if gate.metric == "alpha" else f" at gamma {result.gamma}"
             lines.append(f"{first.way}: {what}{at} is {value:.4g}, below {gate.bound:g} (--fail-below {gate.text})")
-    for other in result.differences_on() if fail_if_worse else []:
+    for other in result.differences_on() if others_too else []:
         if other.certain_tau == "gain":
             lines.append(
                 f"{first.way}: tau at gamma {result.gamma} is certainly worse than that of {other.way}, by "
-                f"{other.tau:.3f} (--fail-if-worse)"
+                f"{other.tau:.3f} (--fail-below others)"
             )
     return found, lines

@@ -4,28 +4,32 @@ Shapes: N responses, K gammas.
 """
 
 import datetime
+import functools
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from distill.config.retired import retired
+from distill.config.ways import way_named
 from distill.run.frozen_text import FrozenText
 from speculative.drafters.draft import Drafting
+from speculative.drafters.registry import Recipe, recipes
+from speculative.errors import UserError
 from speculative.evaluate import HeldoutResponse
 from speculative.measure.baseline_replay import found_blocks, found_steps, kept_by_lookup, tuned_lookup
 from speculative.measure.cost import StepCosts, gamma_to_run, given_costs
 from speculative.measure.effects import CallEffects, Certain, Gain, effects_of_calls, paired_effects
 from speculative.measure.engine_costs import EngineCosts
 from speculative.measure.intervals import Interval
-from speculative.measure.measured import HELD_OUT, How, Measured, Row, Way
+from speculative.measure.measured import HELD_OUT, LOOKUP, How, Measured, Row, Way
 from speculative.measure.metrics import CURVE_GAMMAS, alpha_with_interval, calls_curve
 from speculative.measure.record import Record
 from speculative.measure.replay import Blocks, expected_blocks, survival_of, texts_of
 from speculative.measure.token_scores import TokenScores, scored_gammas
 
-LOOKUP = "lookup"
-BEFORE, PARALLEL = f"{LOOKUP}+", "parallel+"
 # Where nothing was timed the fewest target calls are best.
 UNTIMED = given_costs(1.0, 0.0)
 
@@ -82,18 +86,35 @@ class Scored(Way):
         return self.costs.with_prompts(steps_NK, self.tokens_N[:, None], self.scores is not None)
 
 
-def draft_of(way: str) -> str | None:
-    """The draft in a way's name; None for lookup alone. To name a folder called lookup, write `./lookup`."""
-    return None if way == LOOKUP else way.removeprefix(BEFORE).removeprefix(PARALLEL)
+class NamedWay(NamedTuple):
+    """A way to compare: its recipe, and its draft (None: it needs none)."""
+
+    recipe: Recipe
+    draft: str | None
+
+    @property
+    def drafting(self) -> Drafting:
+        return "parallel" if self.recipe.parallel else "autoregressive"
 
 
-def drafting_of(way: str) -> Drafting:
-    """How the draft of this way drafts: a block in one pass in `parallel+DRAFT` and `lookup+parallel+DRAFT`."""
-    return "parallel" if way.removeprefix(BEFORE).startswith(PARALLEL) else "autoregressive"
+@functools.cache
+def way_of(text: str) -> NamedWay:
+    """`WAY:DRAFT`, `WAY` for one that needs no draft, or `DRAFT`. To name a folder called prompt-lookup, write `./prompt-lookup`.
 
-
-def looks_up(way: str) -> bool:
-    return way == LOOKUP or way.startswith(BEFORE)
+    Raises UserError: a way that needs a draft without one or one without a use, and one that replay cannot predict from the text alone.
+    """
+    name, colon, draft = text.partition(":")
+    if text.startswith(("lookup+", "parallel+")) and not colon and text not in recipes() and not Path(text).exists():
+        raise UserError(retired("compare lookup+DRAFT") or text)
+    known = name in recipes() or retired(f"way: {name}") is not None
+    if not known:
+        return NamedWay(recipes()["draft"], text)
+    recipe = way_named(name)
+    if not recipe.replayed or "past" in recipe.needs:
+        raise UserError(f"{text}: {name} is not compared by replay; judge.ways times it in a run")
+    if ("draft" in recipe.needs) != bool(draft):
+        raise UserError(f"{text}: write {name}:DRAFT" if "draft" in recipe.needs else f"{text}: write {name} alone")
+    return NamedWay(recipe, draft or None)
 
 
 def with_lookup(
@@ -111,7 +132,7 @@ def with_lookup(
 
 
 class ComparedWay(Record):
-    """Figures of a way besides its rows. survival is null for a way with lookup. For `parallel+DRAFT` the draft step and `cost_ratio`
+    """Figures of a way besides its rows. survival is null for a way with lookup. For `parallel:DRAFT` the draft step and `cost_ratio`
     are per block, which is one draft call; `cost_ratio_at` is per token. best_gamma 0: none pays. in_engine: `EngineCosts.rows`.
     """
 

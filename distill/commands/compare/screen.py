@@ -7,7 +7,7 @@ import matplotlib
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from distill.commands.compare.comparison import Comparison, drafting_of
+from distill.commands.compare.comparison import Comparison, way_of
 from distill.report.plot import write_figure
 from distill.report.table import Cell, Column, Table
 from speculative.measure.effects import too_few
@@ -33,7 +33,7 @@ def compare_table(result: Comparison) -> Table:
         alpha, tau = Cell(row.alpha, row.alpha_ci), Cell(row.tau, row.tau_ci)
         cells: list[Any] = [Cell(one.way, note=row.sizes), one.parameters or None, alpha, tau]
         if timed:
-            of_block = " a block" if drafting_of(one.path) == "parallel" else ""
+            of_block = " a block" if way_of(one.path).recipe.parallel else ""
             step = None if one.draft_step_seconds is None else 1e3 * one.draft_step_seconds
             cells.append(Cell(step, note="" if step is None else f"c = {one.cost_ratio:.2f}{of_block}"))
             cells.append(Cell(row.speed_up, row.speed_up_ci))

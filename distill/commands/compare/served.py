@@ -10,8 +10,9 @@ from typing import Any, Literal
 import numpy as np
 from rich.console import Console
 
-from distill.commands.compare.comparison import draft_of, drafting_of, looks_up
-from distill.commands.options import CompareOptions, ReadbackOptions
+from distill.commands.compare.comparison import way_of
+from distill.commands.compare.options import CompareOptions
+from distill.commands.options import ReadbackOptions
 from distill.commands.output import write_asked
 from distill.commands.readback.asking import AnswerFile, ask
 from distill.commands.readback.comparison import served_row
@@ -58,16 +59,18 @@ def compare_served(options: CompareOptions, text: FrozenText, console: Console) 
 
     Raises UserError: an option that needs replay of all ways, no server, or one that does not count each request.
     """
-    if options.fail_below or options.fail_if_worse or options.plot:
-        raise UserError("--fail-below, --fail-if-worse, --plot: need drafts, not URLs; use --out and its differences")
-    if names := [name for name in options.drafts if looks_up(name)]:
+    if options.fail_below:
+        raise UserError("--fail-below: needs drafts, not URLs; use --out and its differences")
+    if names := [name for name in options.drafts if not is_url(name) and way_of(name).recipe.looks_up]:
         raise UserError(f"{names[0]}: lookup is not replayed beside URLs; remove it")
     rule: Any = options.rule or "auto"
     asked = ReadbackOptions("", text.run, rule=rule, trust_remote_code=options.trust_remote_code)
     source = of_run(asked, text.run)
     # Drafts first: one that cannot be loaded must not cost the answers of a server.
     ours = {
-        name: Draft(text.draft(str(draft_of(name))), drafting_of(name)) for name in options.drafts if not is_url(name)
+        name: Draft(text.draft(str(way_of(name).draft)), way_of(name).drafting)
+        for name in options.drafts
+        if not is_url(name)
     }
     with held_for(source.folder / "served"):
         served = {number: _served(name, source, number) for number, name in enumerate(options.drafts) if is_url(name)}

@@ -7,9 +7,9 @@ from typing import Any
 
 from rich.console import Console
 
+from distill.commands.evaluate.options import EvaluateOptions
 from distill.commands.evaluate.proofs import add_proofs, lossless_lines, losslessness, result_of_draft
 from distill.commands.evaluate.scores import Asked, score_lines, task_scores
-from distill.commands.options import EvaluateOptions
 from distill.commands.output import check_known, check_writable, write_asked
 from distill.config.load import dump_config, load_trusted
 from distill.config.run import RunConfig
@@ -26,7 +26,7 @@ from distill.verdict.evidence import gather
 from distill.verdict.judging_setup import JudgingSetup
 from distill.verdict.scored_drafts import score_and_time
 from distill.verdict.verdict import verdict_of
-from speculative.drafters.draft import DRAFTINGS, Draft
+from speculative.drafters.draft import Draft
 from speculative.errors import UserError
 from speculative.evaluate import Judgement, judge
 from speculative.measure.cost import gamma_to_run, predicted_speed_ups
@@ -43,29 +43,21 @@ def evaluate_command(options: EvaluateOptions) -> int:
     """
     config = load_trusted(options.config, options.trust_remote_code, options.overrides or [])
     rule: Any = options.rule or config.judge_rule
-    drafting: Any = options.drafting or DRAFTINGS[0]
     check_known("--rule", rule, RULES)
-    check_known("--drafting", drafting, DRAFTINGS)
     gammas = parse_gammas(options.gamma) if options.gamma else [config.judge.gamma]
     if options.losslessness or options.scorer:
         if len(gammas) > 1:
             raise UserError(f"--gamma {options.gamma}: --losslessness and --scorer take one gamma")
-        asked = Asked(config, options.draft, rule, gammas[0], options.prompts, options.samples, drafting)
-        return _prove(options, asked)
+        return _prove(options, Asked(config, options.draft, rule, gammas[0], options.prompts))
     if options.references is not None:
         raise UserError("--references needs --scorer")
-    if options.drafting:
-        raise UserError("--drafting needs --losslessness or --scorer: otherwise the faster way is chosen automatically")
     out = options.out
     check_writable("--out", out)
     if _is_of_a_run(out):
         raise UserError(f"--out {out}: this is the result of a training run; give another name")
     result = evaluate(config, options.draft, gammas, rule, out.with_suffix(".proposals.parquet"))
     write_asked("--out", out, result.record())
-    if options.as_json:
-        print(json.dumps(result.verdict.record(), indent=2))
-    else:
-        _print(result, out)
+    _print(result, out)
     return 0
 
 
@@ -90,17 +82,12 @@ def _is_of_a_run(path: Path) -> bool:
 
 def _prove(options: EvaluateOptions, asked: Asked) -> int:
     """Run the losslessness and score tests and add them to the result at --out if it judges this draft; 1 if one fails."""
-    lossless = losslessness(asked, options.control) if options.losslessness else None
+    lossless = losslessness(asked) if options.losslessness else None
     scores = task_scores(asked, options.scorer, options.references) if options.scorer else None
     proof = None if lossless is None else Losslessness.model_validate({"draft": asked.draft, **lossless.record()})
     known, why = result_of_draft(options.out, asked)
     said = f"Not added to a result: {why}" if known is None else add_proofs(options.out, known, proof, scores)
-    if options.as_json:
-        found = {"losslessness": proof, "scores": scores}
-        print(json.dumps({name: one.record() for name, one in found.items() if one is not None}, indent=2))
-    else:
-        lines = [*(lossless_lines(lossless) if lossless else ()), *(score_lines(scores) if scores else ()), said]
-        print("\n".join(lines))
+    print(*(lossless_lines(lossless) if lossless else ()), *(score_lines(scores) if scores else ()), said, sep="\n")
     return int((lossless is not None and bool(lossless.failed)) or (scores is not None and not scores.passed))
 
 

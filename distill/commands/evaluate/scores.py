@@ -9,7 +9,7 @@ from distill.config.run import RunConfig
 from distill.run.result import ScoreDifference, TaskScores
 from distill.run.session import Pair, open_pair
 from distill.verdict.scorer import load_scorer, read_references, score_texts, summarise
-from speculative.drafters.draft import Draft, Drafting
+from speculative.drafters.draft import drafts_of
 from speculative.drafters.drafter import ModelDrafter
 from speculative.errors import UserError
 from speculative.explain.losslessness import LEVEL, greedy_equality, sampled_texts
@@ -28,12 +28,11 @@ class Asked:
     gamma: int
     prompts: int = 32
     samples: int = 0
-    drafting: Drafting = "autoregressive"
 
     def opened(self) -> tuple[Pair, ModelDrafter]:
-        """The pair and its drafter. Raises UserError: see `open_pair` and `Draft`."""
+        """The pair and its drafter, of a block in one pass where the draft can. Raises UserError: see `open_pair`."""
         pair = open_pair(self.config, self.draft, self.prompts, self.rule)
-        return pair, Draft(pair.draft, self.drafting).drafter()
+        return pair, drafts_of(pair.draft)[-1].drafter()
 
 
 def task_scores(asked: Asked, scorer: str, references: Path | None = None) -> TaskScores:
@@ -50,7 +49,7 @@ def task_scores(asked: Asked, scorer: str, references: Path | None = None) -> Ta
     pair, proposing = asked.opened()
     samples, settings = asked.samples or 1, pair.settings.under(asked.rule, asked.gamma)
     if samples > 1 and settings.sampling.greedy:
-        raise UserError(f"--samples {samples}: at temperature 0 every response to a prompt is the same; give 1")
+        raise UserError(f"{samples} samples: at temperature 0 every response to a prompt is the same; give 1")
     texts = [
         sampled_texts(
             pair.target.model,

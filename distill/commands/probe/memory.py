@@ -1,4 +1,4 @@
-"""`understudy probe --device-memory 80GB --concurrency 64 --context 8k`: whether the pair fits, and how many requests the draft costs."""
+"""`understudy probe --server 80GB,64,8k`: whether the pair fits, and how many requests the draft costs."""
 
 import math
 import re
@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
-from distill.commands.options import ProbeOptions
 from speculative.engine.footprint import USABLE_SHARE, Capacity, Footprint, capacity, footprint
 from speculative.errors import UserError
 
@@ -27,14 +26,14 @@ class Device:
     context: int
 
 
-def device_of(options: ProbeOptions) -> Device | None:
-    """The three options together; None if none is given. Raises UserError: some of them only, or a value that cannot be read."""
-    given = (options.device_memory, options.concurrency, options.context)
-    if not any(given):
+def device_of(server: str) -> Device | None:
+    """`80GB,64,8k`; None if it is empty. Raises UserError for a value that cannot be read."""
+    if not server:
         return None
-    if not all(given):
-        raise UserError("give --device-memory, --concurrency and --context together, e.g. 80GB, 64 and 8k")
-    return Device(parse_bytes(options.device_memory), options.concurrency, parse_tokens(options.context))
+    parts = [part.strip() for part in server.split(",")]
+    if len(parts) != 3 or not parts[1].isdigit() or int(parts[1]) < 1:
+        raise UserError(f"--server {server}: give device memory, concurrent requests and tokens, e.g. 80GB,64,8k")
+    return Device(parse_bytes(parts[0]), int(parts[1]), parse_tokens(parts[2]))
 
 
 def parse_bytes(text: str) -> int:
@@ -43,7 +42,7 @@ def parse_bytes(text: str) -> int:
     unit = BYTES_OF.get(found.group(2).upper()) if found else None
     size = float(found.group(1)) * unit if found and unit else 0.0
     if not (size >= 1 and math.isfinite(size)):
-        raise UserError(f"--device-memory {text}: give a size such as 80GB, 80GiB or 512MiB")
+        raise UserError(f"--server {text}: give a size such as 80GB, 80GiB or 512MiB")
     return int(size)
 
 
@@ -52,7 +51,7 @@ def parse_tokens(text: str) -> int:
     found = _TOKENS.fullmatch(text)
     tokens = int(found.group(1)) * (1024 if found.group(2) else 1) if found else 0
     if tokens < 1:
-        raise UserError(f"--context {text}: give a number of tokens such as 8192 or 8k")
+        raise UserError(f"--server {text}: give a number of tokens such as 8192 or 8k")
     return tokens
 
 

@@ -1,9 +1,10 @@
 """The options of a probe: temperatures, gammas, batch sizes, given times."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
-from distill.commands.options import STDLIB, ProbeOptions
 from distill.commands.output import numbers_of
+from distill.commands.probe.options import ProbeOptions
 from distill.config.layout import ENGINE_COSTS, run_of
 from distill.report.durations import parse_seconds
 from distill.run.verdict_record import WAYS
@@ -55,27 +56,22 @@ def read_plan(options: ProbeOptions) -> Plan:
     temperatures = numbers_of("--temperatures", options.temperatures, float, 0.0, 100.0)
     gammas = sorted(numbers_of("--gammas", options.gammas, int, 1, MOST_GAMMA))
     batch_sizes = numbers_of("--batch-sizes", options.batch_sizes, int, 1, 4096)
-    if options.prompts == STDLIB and (options.prompt_column or options.messages_column):
-        raise UserError("--prompt-column and --messages-column: stdlib has no columns; give a source with --prompts")
-    if bool(options.t_target) != bool(options.t_draft):
-        raise UserError("give --t-target and --t-draft together, or neither to measure them: c is their ratio")
-    if options.t_verify and not options.t_target:
-        raise UserError("--t-verify needs --t-target and --t-draft: give all times, or measure all of them")
     given, runs = None, [run for one in options.drafts or () if (run := run_of(one))]
-    file = options.engine_costs or (runs[0] / ENGINE_COSTS if len(options.drafts or ()) == len(runs) == 1 else None)
-    if file and (options.engine_costs or (file.is_file() and not options.t_target)):
+    durations = options.times if "," in options.times else ""
+    file = Path(options.times) if options.times else None
+    if file is None and len(options.drafts or ()) == len(runs) == 1 and (runs[0] / ENGINE_COSTS).is_file():
+        file = runs[0] / ENGINE_COSTS
+    if file is not None and not durations:
         engine = EngineCosts.read(file, "make it again with `understudy time`")
-        if options.t_target:
-            raise UserError("give --engine-costs or --t-target, not both")
         loads, gammas = [one.batch_size for one in engine.costs], list(engine.costs[0].verify_seconds)
         return Plan(temperatures, gammas, loads, engine.costs[0], engine=engine)
-    if options.t_target:
-        verify = parse_seconds(options.t_verify, "--t-verify") if options.t_verify else None
-        target, draft = parse_seconds(options.t_target, "--t-target"), parse_seconds(options.t_draft, "--t-draft")
-        if verify is not None and verify < target:
+    if durations:
+        seconds = [parse_seconds(part.strip(), "--times") for part in durations.split(",")]
+        if len(seconds) > 3 or min(seconds[2:], default=seconds[0]) < seconds[0]:
             raise UserError(
-                f"--t-verify {options.t_verify} is less than --t-target {options.t_target}: a call with several tokens "
-                "takes at least as long as a call with one"
+                f"--times {durations}: give a target step, a draft call and, if known, a verify call, which takes at least as "
+                "long as a target step"
             )
-        given, batch_sizes = given_costs(target, draft, verify, max(GIVEN_GAMMA, *gammas)), [1]
+        verify = seconds[2] if len(seconds) > 2 else None
+        given, batch_sizes = given_costs(seconds[0], seconds[1], verify, max(GIVEN_GAMMA, *gammas)), [1]
     return Plan(temperatures, gammas, batch_sizes, given)

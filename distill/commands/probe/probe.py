@@ -7,9 +7,9 @@ import torch
 from rich.console import Console
 from transformers import PreTrainedModel
 
-from distill.commands.options import ProbeOptions
 from distill.commands.output import check_writable, write_asked
 from distill.commands.probe.memory import device_of, memory_of
+from distill.commands.probe.options import ProbeOptions
 from distill.commands.probe.plan import GIVEN_GAMMA, TIMED_CONTEXT, Plan, read_plan
 from distill.commands.probe.result import ModelFacts, Probe, Prospect, Settings, overall
 from distill.commands.probe.screen import Stages, assumptions, busy_machine, print_probe
@@ -49,7 +49,7 @@ def probe(options: ProbeOptions, console: Console | None = None) -> Probe:
     Raises UserError: an invalid option, a missing folder, prompts that do not fit, or no usable draft. SelfCheckError: the judge
     contradicts itself on this target.
     """
-    plan, device = read_plan(options), device_of(options)
+    plan, device = read_plan(options), device_of(options.server)
     check_writable("--out", options.out)
     stages = Stages(console)
     with stages("loading"):
@@ -87,19 +87,15 @@ def probe(options: ProbeOptions, console: Console | None = None) -> Probe:
     warning = next(about.warning for _, about in facts if about.text == lead_text)
     served = saved_dtype(target.config) if options.dtype == "auto" else target.dtype
     models = {id(one.draft.model): (one.name, one.draft.model) for one in prospects[::-1] if one.draft is not None}
-    settings = Settings(
-        options.prompts, len(prompts), options.chat, options.max_tokens, lead_text, plan.lead[1], plan.gammas, plan.batch_sizes,
-        plan.engine.label if plan.engine else "measured" if plan.given is None else "given", str(opened.device), torch.get_num_threads(), options.seed,
-    )  # fmt: skip
     result = Probe(
         target=_described(options.target, target),
-        settings=settings,
+        settings=_settings(options, plan, len(prompts), opened.device),
         checks=dict(checks),
         texts=[about for _, about in facts],
         target_prices=[ceilings.price_of(TARGET, rule, costs) for (rule, _), costs in alone.items()],
         lookups=list(lookups.values()),
         drafts=prospects,
-        assumptions=assumptions(plan, options.t_verify),
+        assumptions=assumptions(plan),
         notes=[
             *notes,
             *([f"the target's steps ran as {first.steps}"] if first.steps else []),
@@ -114,6 +110,22 @@ def probe(options: ProbeOptions, console: Console | None = None) -> Probe:
     )
     write_asked("--out", options.out, result.record())
     return result
+
+
+def _settings(options: ProbeOptions, plan: Plan, prompts: int, device: torch.device) -> Settings:
+    return Settings(
+        options.prompts,
+        prompts,
+        options.chat,
+        options.max_tokens,
+        text_name(plan.lead[0]),
+        plan.lead[1],
+        plan.gammas,
+        plan.batch_sizes,
+        plan.engine.label if plan.engine else "measured" if plan.given is None else "given",
+        str(device),
+        torch.get_num_threads(),
+    )
 
 
 def _prospect(path: str, target: Target, longest: int) -> Prospect:
@@ -189,11 +201,15 @@ def _timed(
     with stages(f"timing {name}"):
         return {
             (rule, size): measure_costs(
-                target, draft, DecodeSettings(SamplingSettings(0.0 if rule == "greedy" else plan.lead[0] or 1.0), rule=rule),
-                gammas=plan.gammas, batch_size=size, context=plan.context,
+                target,
+                draft,
+                DecodeSettings(SamplingSettings(0.0 if rule == "greedy" else plan.lead[0] or 1.0), rule=rule),
+                gammas=plan.gammas,
+                batch_size=size,
+                context=plan.context,
             )
             for rule, size in asked
-        }  # fmt: skip
+        }
 
 
 def _judge(
@@ -224,8 +240,14 @@ def _judge(
         for rule in text.rules:
             said = text.responses if rule == text.rules[0] else None
             outlook = ceilings.draft_outlook(
-                own, text.peaks, text.keys, costs[rule, load], text.row(name, rule, load), lookups[text.name].speed_up or 1.0, said
-            )  # fmt: skip
+                own,
+                text.peaks,
+                text.keys,
+                costs[rule, load],
+                text.row(name, rule, load),
+                lookups[text.name].speed_up or 1.0,
+                said,
+            )
             prospect.outlooks.append(outlook)
             if (text.sampling.temperature, rule) == plan.lead:
                 prospect.lead = outlook

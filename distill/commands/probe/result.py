@@ -109,7 +109,6 @@ class Settings:
     times: str
     device: str
     threads: int
-    seed: int
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,7 @@ class Stages:
                 self.console.print(f"{self.seconds[name]:.1f} s", highlight=False)
 
 
-def assumptions(plan: Plan, t_verify: str) -> list[str]:
+def assumptions(plan: Plan) -> list[str]:
     if plan.given is None:
         return [
             f"times are measured on this machine, {torch.get_num_threads()} threads, at a context of {plan.context} tokens, and interpolated between "
@@ -57,10 +57,11 @@ def assumptions(plan: Plan, t_verify: str) -> list[str]:
             f"times are those of {plan.engine.engine}, without prefill, and the same for every draft and rule; gammas and batch sizes are those "
             "that it was timed at, so --gammas and --batch-sizes are not used"
         ]
-    free = "--t-verify is not given, so a verify call is assumed to cost one target step (v = 1); that favours large gammas"
+    given = plan.given.verify_seconds[1]
+    free = "no verify call is given, so it is assumed to cost one target step (v = 1); that favours large gammas"
     return [
         "times are given, not measured, and the same for every draft and rule",
-        f"a verify call takes {t_verify} at every gamma" if t_verify else free,
+        f"a verify call takes {1e3 * given:g} ms at every gamma" if given > plan.given.target_seconds else free,
     ]
 
 

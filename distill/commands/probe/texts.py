@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 from data.prompts.prompt import PromptSource
 from data.prompts.sources import load_source
 from data.prompts.split import content_hash
-from distill.commands.options import STDLIB, ProbeOptions
+from distill.commands.probe.options import STDLIB, ProbeOptions
 from distill.commands.probe.result import TextFacts
 from distill.commands.target import check_room
 from distill.models.target import Target
@@ -76,9 +76,7 @@ def text_name(temperature: float) -> str:
 def decode_settings(options: ProbeOptions, target: Target, temperature: float) -> DecodeSettings:
     """Settings to decode with the target alone."""
     rule: Rule = "greedy" if temperature == 0 else "sample"
-    return DecodeSettings(
-        SamplingSettings(temperature), 0, rule, options.max_tokens, target.facts.eos_ids, options.seed
-    )
+    return DecodeSettings(SamplingSettings(temperature), 0, rule, options.max_tokens, target.facts.eos_ids)
 
 
 def answered(options: ProbeOptions, target: Target, prompts: Sequence[Prompt], temperature: float) -> ProbeText:
@@ -99,14 +97,14 @@ def chosen_prompts(
         rows = sorted(load_source(PromptSource(path=STDLIB, split="heldout")), key=content_hash)[: 4 * options.count]
         rows = [replace(row, origin=f"prompt-{number}") for number, row in enumerate(rows, start=1)]
     else:
-        rows, _ = asked_rows(options.prompts, options.prompt_column, options.messages_column)
+        rows, _ = asked_rows(options.prompts)
     prompts = render_rows(rows, tokenizer, options.chat)
     distinct = list({tuple(ids): (key, ids) for key, ids in reversed(prompts)}.values())[::-1]
     if embedded:
         distinct = [prompt for prompt in distinct if len(prompt[1]) <= longest] or distinct
         chosen = distinct[: options.count]
     else:
-        order = np.random.default_rng(options.seed).permutation(len(distinct))[: options.count]
+        order = np.random.default_rng(0).permutation(len(distinct))[: options.count]
         chosen = [distinct[index] for index in sorted(order)]
     check_room(chosen, options.max_tokens, context)
     notes = []

@@ -22,8 +22,8 @@ from pathlib import Path
 from rich.console import Console
 
 from data.files import MANIFEST, write_json
-from distill.commands.options import SweepOptions
 from distill.commands.sweep.frontier import frontier_table, plot_frontier, points_of, recommended
+from distill.commands.sweep.options import SweepOptions
 from distill.commands.sweep.plan import SweepFile, Trial, finished, plan
 from distill.commands.sweep.table import FIGURES, Row, measured_of, summarise, sweep_table
 from distill.commands.training_process import TrainingFailed, running_twin, terminated_as_interrupted, train_apart

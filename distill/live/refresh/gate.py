@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from distill.commands.compare.compare import read_drafts
-from distill.commands.compare.comparison import PARALLEL, Comparison, Difference, Scored, comparison
+from distill.commands.compare.comparison import Comparison, Difference, Scored, comparison
 from distill.commands.drift.baseline import OTHERS
 from distill.run.frozen_text import FrozenText, load_frozen_text
 from speculative.measure.effects import fewest_prompts
@@ -48,7 +48,7 @@ def judge_gate(
     Raises UserError: there is no text, or a draft cannot be judged on it.
     """
     text = load_frozen_text(run, trusted=True)
-    prefix = PARALLEL if parallel else ""
+    prefix = "parallel:" if parallel else ""
     gamma = text.config.judge.gamma
     entries = read_drafts(text, [f"{prefix}{served}", f"{prefix}{run}"], gamma, timing=False)
     sides = {side: _compared(text, entries, old_keys, side == "old", gamma, looks) for side in ("new", "old")}

@@ -17,7 +17,8 @@ from rich.console import Console
 from tiny_training import tiny_tokenizer
 
 from distill.commands.compare.compare import compare
-from distill.commands.options import CompareOptions, ReadbackOptions
+from distill.commands.compare.options import CompareOptions
+from distill.commands.options import ReadbackOptions
 from distill.commands.readback.asking import Asked
 from distill.commands.readback.readback import readback_command
 from distill.commands.readback.source import counted_alone

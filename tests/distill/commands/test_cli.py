@@ -122,7 +122,7 @@ def test_evaluate_prints_a_table_and_writes_the_shape_of_the_verdict(
     [
         ("drift", "RUN", "--gamma=0"),
         ("compare", "A", "B", "--gamma=33"),
-        ("probe", "A", "--concurrency=-1"),
+        ("probe", "A", "--count=0"),
     ],
 )
 def test_an_option_refuses_a_number_out_of_its_range(words: tuple[str, ...]) -> None:
@@ -135,7 +135,7 @@ def test_an_option_refuses_a_number_out_of_its_range(words: tuple[str, ...]) -> 
 def test_proofs_stand_beside_the_judgement_of_the_same_draft(tiny_run: Path, tiny_config: Path, tmp_path: Path) -> None:
     out = tmp_path / "result.json"
     judged = [str(tiny_run), "--config", str(tiny_config), "--rule", "sample", "--out", str(out)]
-    proof = ["--losslessness", "--prompts", "6", "--samples", "2", "--no-control"]
+    proof = ["--losslessness", "--prompts", "6"]
     assert "Not added to a result: " in run("evaluate", *judged, *proof)
     assert not out.exists()
     run("evaluate", *judged)
@@ -162,15 +162,6 @@ def test_proofs_stand_beside_the_judgement_of_the_same_draft(tiny_run: Path, tin
     page = (tmp_path / "page.html").read_text()
     for words in ("Is the text still the target", "Task scores", "task.py:length"):
         assert words in page
-
-
-def test_evaluate_json_is_json_alone(
-    tiny_run: Path, tiny_config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    arguments = ["--config", str(tiny_config), "--rule", "greedy", "--json", "--out", str(tmp_path / "r.json")]
-    result = json.loads(run("evaluate", str(tiny_run), *arguments))
-    assert result["rule"] == "greedy"
-    assert result["measured"][0]["alpha"] > 0
 
 
 def test_export_show_and_the_outside_check(tiny_run: Path, tmp_path: Path) -> None:

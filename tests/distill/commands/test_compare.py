@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from distill.commands.compare import compare
 from distill.commands.compare.compare import compare_command, judge_gates, load_text, parse_gate, read_drafts
 from distill.commands.compare.comparison import ComparedWay, Comparison, Difference, comparison
+from distill.commands.compare.options import CompareOptions
 from distill.commands.compare.screen import compare_table, difference_lines, domain_table, plot_comparison
-from distill.commands.options import CompareOptions
 from distill.models.target import Target
 from speculative.errors import UserError
 from speculative.measure.baseline_replay import found_blocks, kept_by_lookup, tuned_lookup
@@ -171,7 +171,7 @@ def test_the_screen_and_the_picture_show_every_draft(timed, untimed, tmp_path):
 
 
 def test_domains_are_compared_each_by_itself(tiny_run, worse):
-    asked = options(tiny_run, worse, "lookup")
+    asked = options(tiny_run, worse, "prompt-lookup")
     text = load_text(asked)
     text = replace(text, responses=[replace(one, domain=f"half-{n % 2}") for n, one in enumerate(text.responses)])
     entries = read_drafts(text, asked.drafts, 3, timing=False)
@@ -181,7 +181,7 @@ def test_domains_are_compared_each_by_itself(tiny_run, worse):
         parts = [result.row(row.way, domain) for domain in result.domains]
         assert sum(part.tokens for part in parts) == row.tokens
         assert sum(part.tokens / part.tau for part in parts) == pytest.approx(row.tokens / row.tau)
-    assert [result.row("lookup", domain).alpha for domain in result.domains] == [None, None]
+    assert [result.row("prompt-lookup", domain).alpha for domain in result.domains] == [None, None]
     for number, domain in enumerate(result.domains):
         taus = []
         for entry in entries[:2]:
@@ -214,7 +214,7 @@ def test_few_prompts_are_certain_of_nothing_on_the_table_by_domain_or_at_the_gat
     assert line.endswith("4 prompts are too few to be certain; give at least 6")
     assert "would have been detected" not in line
     assert drawn(domain_table(result)).count("*") == 1, "in the caption only"
-    assert judge_gates(result, [], fail_if_worse=True)[1] == []
+    assert judge_gates(result, [], others_too=True)[1] == []
 
 
 def test_what_could_have_been_seen_is_said_with_its_chance():
@@ -264,13 +264,13 @@ def test_a_gate_is_about_the_first_draft(tiny_run, worse, gate, shut, words):
 def test_several_gates_and_being_worse_are_told_in_a_line_each(tiny_run, worse):
     home = tiny_run
     result, status = compare_command(
-        options(worse, tiny_run, on=home, fail_below=["tau=50", "alpha=0", "alpha=2"], fail_if_worse=True)
+        options(worse, tiny_run, on=home, fail_below=["tau=50", "alpha=0", "alpha=2", "others"])
     )
     assert status == 1
     assert len(result.failures) == 3
     assert f"certainly worse than that of {tiny_run}, by " in result.failures[-1]
     assert "\n" not in "".join(result.failures)
-    assert compare_command(options(tiny_run, worse, fail_if_worse=True))[1] == 0
+    assert compare_command(options(tiny_run, worse, fail_below=["others"]))[1] == 0
 
 
 @pytest.mark.parametrize(
@@ -318,14 +318,18 @@ def test_a_run_of_another_target_is_refused_by_name_unless_asked_for(tiny_run, t
         (["RUN"], {}, "at least two drafts"),
         (["WORSE", "WORSE"], {}, "is a run with held-out responses; give --on RUN"),
         (["RUN", "WORSE"], {"rule": "best"}, "--rule best: choose one of sample"),
-        (["RUN", "WORSE"], {"plot": Path("compare.pdf")}, "compare.pdf: its name must end in .svg or .png"),
         (["RUN", "WORSE"], {"out": Path(".")}, "exists and is not a regular file"),
         (["RUN", "STRANGER"], {}, "/stranger: draft and target do not share a vocabulary"),
         (["RUN", "./none"], {}, "no config.json there"),
         (["RUN", "UNFINISHED"], {}, "unfinished: this run has no best checkpoint yet"),
-        (["lookup", "lookup"], {}, "one way needs a draft"),
-        (["lookup+nowhere", "lookup"], {}, "none of nowhere"),
-        (["lookup", "RUN"], {"fail_below": ["alpha=.5"]}, "--fail-below alpha=.5: lookup has no alpha"),
+        (["prompt-lookup", "prompt-lookup"], {}, "one way needs a draft"),
+        (["lookup+draft:nowhere", "prompt-lookup"], {}, "none of nowhere"),
+        (["lookup+draft", "RUN"], {}, "lookup+draft: write lookup+draft:DRAFT"),
+        (["prompt-lookup:x", "RUN"], {}, "prompt-lookup:x: write prompt-lookup alone"),
+        (["token-tree:x", "RUN"], {}, "token-tree is not compared by replay"),
+        (["lookup+x", "RUN"], {}, "`compare lookup+DRAFT` is retired"),
+        (["lookup", "RUN"], {}, "`way: lookup` is retired; write prompt-lookup"),
+        (["prompt-lookup", "RUN"], {"fail_below": ["alpha=.5"]}, "--fail-below alpha=.5: prompt-lookup has no alpha"),
     ],
 )
 def test_what_cannot_be_compared_is_refused_by_name(tiny_run, worse, tmp_path, names, changes, message):
@@ -361,7 +365,7 @@ def test_every_rule_with_text_is_compared(tiny_run, worse, rule):
 
 
 def with_dashes(names):
-    return [f"lookup+{name}" for name in names]
+    return [f"lookup+draft:{name}" for name in names]
 
 
 def baseline_costs(monkeypatch):
@@ -373,7 +377,7 @@ def baseline_costs(monkeypatch):
 
 def test_lookup_and_lookup_before_a_draft_are_contestants(tiny_run, monkeypatch):
     costs = baseline_costs(monkeypatch)
-    names = [str(tiny_run), "lookup", f"lookup+{tiny_run}"]
+    names = [str(tiny_run), "prompt-lookup", f"lookup+draft:{tiny_run}"]
     result, _ = compare_command(options(*names, timing=True))
     draft, lookup, both = rows(result)
     ways = result.ways
@@ -409,11 +413,11 @@ def test_a_draft_is_compared_with_itself_drafting_in_one_pass(tiny_run, tmp_path
     monkeypatch.setattr(compare, "step_costs", lambda *args: by_block if args[3].parallel else by_token)
     both = shutil.copytree(tiny_run / "best" / "student", tmp_path / "both")
     (both / "config.json").write_text(json.dumps(json.loads((both / "config.json").read_text()) | {"pard_token": 7}))
-    names = [str(both), f"parallel+{both}", f"lookup+parallel+{both}"]
+    names = [str(both), f"parallel:{both}", f"lookup+parallel:{both}"]
     result, _ = compare_command(options(*names, timing=True, on=tiny_run))
     token, block, cascade = rows(result)
     ways = result.ways
-    text = load_text(options(tiny_run, "lookup"))
+    text = load_text(options(tiny_run, "prompt-lookup"))
     scores = score_tokens(text.draft(str(both)), text.responses, text.sampling, offsets=8)
     assert block.tau == pytest.approx(token.tokens / expected_blocks_of(scores, text.rule, (3,)).sum())
     assert (block.alpha, ways[1].taus[1]) == (pytest.approx(token.alpha), pytest.approx(ways[0].taus[1]))
@@ -428,16 +432,16 @@ def test_a_draft_is_compared_with_itself_drafting_in_one_pass(tiny_run, tmp_path
     assert drawn(compare_table(result)).count("c = 0.23 a block") == 2
     plot_comparison(result, tmp_path / "all.svg")
     with pytest.raises(UserError, match=f"^{tiny_run}: its config.json has no mask token"):
-        compare_command(options(tiny_run, f"parallel+{tiny_run}"))
+        compare_command(options(tiny_run, f"parallel:{tiny_run}"))
 
 
 def test_another_draft_can_be_first_and_differences_change_sign(tiny_run, monkeypatch):
     baseline_costs(monkeypatch)
-    one, _ = compare_command(options("lookup", tiny_run, timing=True, fail_below=["speed_up=99"]))
-    other, _ = compare_command(options(tiny_run, "lookup", timing=True))
+    one, _ = compare_command(options("prompt-lookup", tiny_run, timing=True, fail_below=["speed_up=99"]))
+    other, _ = compare_command(options(tiny_run, "prompt-lookup", timing=True))
     assert one.differences[0].tau.gain == pytest.approx(-other.differences[0].tau.gain)
     assert one.differences[0].speed_up.gain == pytest.approx(-other.differences[0].speed_up.gain)
-    assert one.failures[0].startswith("lookup: speed_up at gamma 3 is ")
+    assert one.failures[0].startswith("prompt-lookup: speed_up at gamma 3 is ")
     # Against itself before the same draft again: nothing.
     same, _ = compare_command(options(*with_dashes([tiny_run, tiny_run])))
     assert same.differences[0].tau == Gain(gain=0.0, ci=(0.0, 0.0))

@@ -16,8 +16,10 @@ from rich.console import Console
 
 from distill.commands import options as of
 from distill.commands.compare.compare import compare
+from distill.commands.compare.options import CompareOptions
 from distill.commands.drift.drift import drift
 from distill.commands.evaluate.evaluate import evaluate_command
+from distill.commands.evaluate.options import EvaluateOptions
 from distill.commands.export import check_export, export, export_run
 from distill.commands.options import ReadbackOptions
 from distill.commands.readback.readback import readback
@@ -63,11 +65,11 @@ COMMANDS: dict[str, Callable[[Path, Path], Any]] = {
     "readback": lambda run, to: readback(ReadbackOptions("http://127.0.0.1:9", run)),
     "export": lambda run, to: export(of.ExportOptions(run, to / "out")),
     "evaluate": lambda run, to: evaluate_command(
-        of.EvaluateOptions(str(run), str(run / "config.yaml"), out=to / "r.json")
+        EvaluateOptions(str(run), str(run / "config.yaml"), out=to / "r.json")
     ),
     "export --check": lambda run, to: check_export(of.ExportOptions(run), run),
     "show": lambda run, to: show(of.ShowRunOptions(run)),
-    "compare": lambda run, to: compare(of.CompareOptions([str(run), "lookup"]), Console(quiet=True)),
+    "compare": lambda run, to: compare(CompareOptions([str(run), "prompt-lookup"]), Console(quiet=True)),
     "drift": lambda run, to: drift(of.DriftOptions(run, log=_written(to / "log.jsonl"))),
     "refresh": lambda run, to: refresh_command(RefreshOptions(run), Console(quiet=True)),
     "traffic export": lambda run, to: export_command(

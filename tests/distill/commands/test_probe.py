@@ -16,9 +16,9 @@ from refusals import refused
 from rich.console import Console
 from tiny_training import tiny_tokenizer
 
-from distill.commands.options import ProbeOptions
 from distill.commands.probe import probe as program
 from distill.commands.probe import texts as answers
+from distill.commands.probe.options import ProbeOptions
 from distill.commands.probe.plan import read_plan
 from distill.commands.probe.probe import probe
 from distill.commands.probe.result import ModelFacts, Probe, Prospect, draft_sentence
@@ -80,8 +80,7 @@ def given(folder: Path, tiny_target: Path) -> ProbeOptions:
         str(folder / "prompts.txt"),
         count=6,
         max_tokens=12,
-        t_target="25ms",
-        t_draft="3ms",
+        times="25ms,3ms",
         device="cpu",
     )
 
@@ -211,28 +210,25 @@ def test_what_could_be_seen_is_said_with_its_chance(measured, prompts, seen):
 
 
 def test_memory_is_said_when_it_is_asked_for(given):
-    result = probe(replace(given, device_memory="1GB", concurrency=4, context="64"))
+    result = probe(replace(given, server="1GB,4,64"))
     (row,) = result.memory.drafts
     assert row.capacity.fits
     assert row.capacity.requests_lost == row.capacity.requests_alone - row.capacity.requests_with_draft > 0
     assert any(f"so the draft costs {row.capacity.requests_lost:,} requests" in line for line in probe_lines(result))
 
 
-@pytest.mark.parametrize(("c", "faster"), [(0.001, "token by token"), (0.1, None), (0.5, "one pass a block")])
+@pytest.mark.parametrize(("c", "faster"), [(0.001, "token by token"), (0.1, None), (0.5, "parallel")])
 def test_a_draft_that_can_draft_both_ways_is_two_and_the_faster_is_picked(given, folder, c, faster):
     draft = str(folder / "both")
-    asked = replace(
-        given, drafts=[draft], temperatures="1", t_target="100ms", t_draft=f"{100 * c}ms", device_memory="1GB"
-    )
-    result = probe(replace(asked, concurrency=4, context="64"))
-    names = {"token by token": draft, "one pass a block": f"{draft}, one pass a block"}
+    result = probe(replace(given, drafts=[draft], temperatures="1", times=f"100ms,{100 * c}ms", server="1GB,4,64"))
+    names = {"token by token": draft, "parallel": f"{draft}, parallel"}
     assert {one.drafting: one.name for one in result.drafts} == names
     by_token, by_block = (one.lead.taus for one in result.drafts)
     assert by_token[1] == pytest.approx(by_block[1]), "a block of one needs no mask"
     assert by_token[16] != pytest.approx(by_block[16])
     by_hand = {
         "token by token": max(1.0, *(tau / (gamma * c + 1) for gamma, tau in by_token.items())),
-        "one pass a block": max(1.0, *(tau / (c + 1) for tau in by_block.values())),
+        "parallel": max(1.0, *(tau / (c + 1) for tau in by_block.values())),
     }
     for one in result.drafts:
         assert one.lead.now.speed_up == pytest.approx(by_hand[one.drafting])
@@ -255,7 +251,7 @@ def test_each_way_to_draft_is_timed_by_its_own_costs(given, folder, monkeypatch)
         return StepCosts(1.0, {1: 0.3, 2: 0.4}, {1: 1.0, 2: 1.1}, 1, 64, parallel=asked[-1] == "parallel")
 
     monkeypatch.setattr(program, "measure_costs", one_price)
-    options = replace(given, drafts=[str(folder / "both")], t_target="", t_draft="", gammas="1,2", batch_sizes="1")
+    options = replace(given, drafts=[str(folder / "both")], times="", gammas="1,2", batch_sizes="1")
     token, block = probe(replace(options, temperatures="0")).drafts
     assert asked == ["none", "autoregressive", "parallel"], "the target alone, and each way"
     assert (token.prices[0].cost_ratio, block.prices[0].cost_ratio) == pytest.approx((0.25, 0.35))
@@ -266,12 +262,12 @@ def test_each_way_to_draft_is_timed_by_its_own_costs(given, folder, monkeypatch)
     ("changes", "decision", "words"),
     [
         (
-            {"t_draft": "15.5ms"},
+            {"times": "25ms,15.5ms"},
             "hopeless",
             "at c = 0.62 even a draft that is always accepted would give 1.56x: use a shallower",
         ),
-        ({"t_draft": "1ms", "t_verify": "250ms"}, "hopeless", "a shallower draft cannot help"),
-        ({"drafts": [], "t_draft": "15.5ms"}, "hopeless", "Hopeless: at c = 0.62"),
+        ({"times": "25ms,1ms,250ms"}, "hopeless", "a shallower draft cannot help"),
+        ({"drafts": [], "times": "25ms,15.5ms"}, "hopeless", "Hopeless: at c = 0.62"),
         (
             {"drafts": []},
             "no_draft",
@@ -291,7 +287,7 @@ def test_the_decision_is_in_words_and_for_machines(given, changes, decision, wor
 
 
 def test_without_a_draft_lookup_is_what_there_is(given):
-    result = probe(replace(given, drafts=[], t_target="", t_draft="", gammas="1,2", batch_sizes="1", temperatures="0"))
+    result = probe(replace(given, drafts=[], times="", gammas="1,2", batch_sizes="1", temperatures="0"))
     assert (result.decision, result.go, result.drafts, result.best) == ("no_draft", False, [], None)
     assert result.sentence.startswith("No draft was given. Prompt lookup ")
     assert list(result.target_prices[0].verify_seconds) == [1, 2]
@@ -303,7 +299,7 @@ def test_prompts_are_distinct_and_fit(given, folder, chat_target):
     assert result.settings.prompts == 20
     assert "20 distinct prompts instead of 32" in result.notes[0]
     bare = replace(given, target=str(chat_target), temperatures="0", max_tokens=4, drafts=[])
-    chats = probe(replace(bare, prompts=str(folder / "chats.jsonl"), messages_column="messages"))
+    chats = probe(replace(bare, prompts=str(folder / "chats.jsonl")))
     asked = probe(replace(bare, chat=True))
     assert chats.texts == asked.texts
     plain = probe(replace(bare, count=20))
@@ -313,10 +309,10 @@ def test_prompts_are_distinct_and_fit(given, folder, chat_target):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"t_draft": ""}, "give --t-target and --t-draft together"),
-        ({"t_target": "", "t_draft": "", "t_verify": "3ms"}, "--t-verify needs --t-target and --t-draft"),
-        ({"t_verify": "3ms"}, "--t-verify 3ms is less than --t-target 25ms"),
-        ({"t_target": "fast"}, "--t-target fast: give a time"),
+        ({"times": "25ms,3ms,3ms"}, "--times 25ms,3ms,3ms: give a target step, a draft call"),
+        ({"times": "25ms,3ms,28ms,1ms"}, "--times 25ms,3ms,28ms,1ms: give a target step"),
+        ({"times": "fast,3ms"}, "--times fast: give a time"),
+        ({"times": "fast"}, "fast: not there"),
         ({"temperatures": "warm"}, "--temperatures warm: give numbers from 0"),
         ({"gammas": "1,33"}, "--gammas 1,33: give numbers from 1 to 32"),
         ({"batch_sizes": "0"}, "--batch-sizes 0: "),
@@ -327,7 +323,6 @@ def test_prompts_are_distinct_and_fit(given, folder, chat_target):
         ({"max_tokens": 1000, "prompts": "stdlib"}, "fills the target's context of 128"),
         ({"prompts": "long.jsonl"}, "prompt long.jsonl:1 has "),
         ({"prompts": "chats.jsonl"}, "chats.jsonl:1: the tokenizer"),
-        ({"prompts": "stdlib", "prompt_column": "text"}, "stdlib has no columns"),
         ({"drafts": ["foreign"]}, "it does not share the target's vocabulary"),
         ({"drafts": ["short"]}, "its context of 16 tokens is too short"),
         ({"drafts": ["huge"]}, "the draft returned NaN or infinite logits"),

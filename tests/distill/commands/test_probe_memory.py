@@ -1,41 +1,26 @@
 """The options of `understudy probe` on memory: how they are read, and what is said."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from tiny_models import tiny_model
 
-from distill.commands.options import ProbeOptions
 from distill.commands.probe.memory import Device, device_of, memory_of, parse_bytes, parse_tokens
 from speculative.errors import UserError
 
-ASKED = ProbeOptions("embedded", device_memory="80GB", concurrency=64, context="8k")
-
 
 def test_sizes_and_contexts_are_read() -> None:
-    assert device_of(ASKED) == Device(80 * 10**9, 64, 8192)
-    assert device_of(ProbeOptions("embedded")) is None
+    assert device_of("80GB, 64, 8k") == Device(80 * 10**9, 64, 8192)
+    assert device_of("") is None
     assert (parse_bytes("80GiB"), parse_bytes("1.5 tb"), parse_bytes("512MiB")) == (80 * 2**30, 15 * 10**11, 2**29)
     assert (parse_tokens("8192"), parse_tokens("32K")) == (8192, 32768)
 
 
-@pytest.mark.parametrize("text", ["80", "GB", "0GB", "-1GB", "80 apples", "nanGB"])
-def test_a_size_that_is_none_is_refused(text: str) -> None:
-    with pytest.raises(UserError, match=r"--device-memory .*80GiB"):
-        parse_bytes(text)
-
-
-@pytest.mark.parametrize("text", ["0", "8m", "k", "-8k", "8.5k"])
-def test_a_context_that_is_none_is_refused(text: str) -> None:
-    with pytest.raises(UserError, match=r"--context .*8k"):
-        parse_tokens(text)
-
-
-@pytest.mark.parametrize("missing", [{"device_memory": ""}, {"concurrency": 0}, {"context": ""}])
-def test_the_three_options_go_together(missing: dict) -> None:
-    with pytest.raises(UserError, match="give --device-memory, --concurrency and --context together"):
-        device_of(replace(ASKED, **missing))
+@pytest.mark.parametrize(
+    "text", ["80GB", "80GB,64", "80GB,0,8k", "80,64,8k", "0GB,64,8k", "-1GB,64,8k", "80 apples,64,8k", "80GB,64,8m"]
+)
+def test_a_server_that_cannot_be_read_is_refused(text: str) -> None:
+    with pytest.raises(UserError, match="--server "):
+        device_of(text)
 
 
 def test_the_answer_in_words_follows_from_its_numbers() -> None:

@@ -259,10 +259,10 @@ def test_the_scorer_of_an_lm_eval_task_reads_its_document_back(tmp_path, monkeyp
 
     class Task:
         def test_docs(self):
-            return [{"setup": "1 + 1", "answer": "2"}]
+            return [{"question": "1 + 1", "answer": "2"}]
 
         def doc_to_text(self, doc):
-            return f"JudgingSetup: {doc['setup']}"
+            return f"Question: {doc['question']}"
 
         def process_results(self, doc, results):
             return {"exact_match": float(doc["answer"] == results[0])}
@@ -279,8 +279,8 @@ def test_the_scorer_of_an_lm_eval_task_reads_its_document_back(tmp_path, monkeyp
     scorer = load_scorer(f"{file}:score")
     assert capsys.readouterr().out == "", "reading the scorer writes no references"
     found = read_references((), references)
-    assert list(found) == ["JudgingSetup: 1 + 1"]
-    scores = [scorer("JudgingSetup: 1 + 1", response, found["JudgingSetup: 1 + 1"]) for response in ("2", "3")]
+    assert list(found) == ["Question: 1 + 1"]
+    scores = [scorer("Question: 1 + 1", response, found["Question: 1 + 1"]) for response in ("2", "3")]
     assert scores == [1.0, 0.0]
 
 
@@ -311,9 +311,8 @@ def test_a_scorer_that_draws_lots_is_refused(pair, monkeypatch):
     ("own", "message"),
     [
         ({"reference_column": None}, "raised ValueError: there is no reference: set reference_column"),
-        ({"temperature": 0.0, "rule": "greedy", "samples": 4}, "--samples 4: at temperature 0"),
+        ({"temperature": 0.0, "rule": "greedy", "samples": 4}, "4 samples: at temperature 0"),
         ({"temperature": 0.0}, "--rule sample samples from the target"),
-        ({"temperature": 0.0, "rule": "greedy", "drafting": "parallel"}, "has no mask token"),
     ],
 )
 def test_what_cannot_be_scored_is_refused(pair, own, message):
@@ -332,11 +331,11 @@ def test_the_losslessness_of_a_config_is_checked_and_read_aloud(pair):
     assert "at most about once in 1,000 uses" in lines[-2]
 
 
-def test_either_proof_is_of_the_way_of_drafting_that_was_asked_for(pair, tmp_path):
+def test_a_draft_with_a_mask_token_is_tested_in_one_pass_a_block(pair, tmp_path):
     marked = shutil.copytree(pair / "draft", tmp_path / "marked")
     own = json.loads((marked / "config.json").read_text())
     (marked / "config.json").write_text(json.dumps(own | {"pard_token": TOKENS - 1}))
-    asked = asked_of(pair, "greedy", temperature=0.0, drafting="parallel", prompts=6, draft=marked)
+    asked = asked_of(pair, "greedy", temperature=0.0, prompts=6, draft=marked)
     greedy = losslessness(asked)
     assert not greedy.failed
     assert len(lossless_lines(greedy)) == 2

@@ -19,8 +19,10 @@ from refusals import refused
 from rich.console import Console
 
 from distill.commands.compare.compare import compare_command
+from distill.commands.compare.options import CompareOptions
 from distill.commands.compare.screen import engine_table
-from distill.commands.options import CompareOptions, ProbeOptions, ReadbackOptions
+from distill.commands.options import ReadbackOptions
+from distill.commands.probe.options import ProbeOptions
 from distill.commands.probe.plan import read_plan
 from distill.commands.probe.screen import assumptions
 from distill.commands.readback.asking import AnswerFile, Asked
@@ -111,7 +113,7 @@ def test_compare_predicts_in_the_engine_without_the_targets_weights(timed_run: P
     other = tmp_path / "other"
     shutil.copytree(timed_run, other, symlinks=True)
     (other / ENGINE_COSTS).unlink()
-    names = [str(timed_run), str(other), f"lookup+{timed_run}"]
+    names = [str(timed_run), str(other), f"lookup+draft:{timed_run}"]
     result, _ = compare_command(CompareOptions(names, timing=False))
     first, without, lookup = result.ways
     assert first.engine == "predicted (engine vLLM 0.32.0)"
@@ -127,21 +129,19 @@ def test_compare_predicts_in_the_engine_without_the_targets_weights(timed_run: P
 def test_probe_plans_with_the_engines_times(timed_run: Path, tmp_path: Path) -> None:
     file = tmp_path / "costs.json"
     shutil.copy(timed_run / ENGINE_COSTS, file)
-    for options in (ProbeOptions("embedded", ["x"], engine_costs=file), ProbeOptions("embedded", [str(timed_run)])):
+    for options in (ProbeOptions("embedded", ["x"], times=str(file)), ProbeOptions("embedded", [str(timed_run)])):
         plan = read_plan(options)
         assert (plan.batch_sizes, plan.gammas) == ([1, 4], [1, 3])
-        assert "times are those of vLLM 0.32.0" in assumptions(plan, "")[0]
-        assert "--gammas and --batch-sizes are not used" in assumptions(plan, "")[0]
+        assert "times are those of vLLM 0.32.0" in assumptions(plan)[0]
+        assert "--gammas and --batch-sizes are not used" in assumptions(plan)[0]
         assert plan.costs_of(None, 4).target_seconds == pytest.approx(0.014)
         assert plan.costs_of(SimpleNamespace(parallel=False), 4) == plan.costs_of(None, 4)
         told = refused(plan.costs_of, SimpleNamespace(parallel=True), 4)
         assert "engine_costs.json was timed for `draft, token by token`" in told
     assert read_plan(ProbeOptions("embedded", [str(timed_run), "x"])).given is None, "whose draft it was is not known"
-    assert read_plan(ProbeOptions("embedded", [str(timed_run)], t_target="2ms", t_draft="1ms")).engine is None
-    told = refused(read_plan, ProbeOptions("embedded", ["x"], engine_costs=file, t_target="2ms", t_draft="1ms"))
-    assert "--engine-costs or --t-target" in told
+    assert read_plan(ProbeOptions("embedded", [str(timed_run)], times="2ms,1ms")).engine is None
     assert "costs.json: not there" in refused(
-        read_plan, ProbeOptions("e", ["x"], engine_costs=tmp_path / "no" / "costs.json")
+        read_plan, ProbeOptions("e", ["x"], times=str(tmp_path / "no" / "costs.json"))
     )
 
 

@@ -28,8 +28,8 @@ from scipy import stats
 from tiny_training import TOKENS, tiny_tokenizer
 
 from distill import train
-from distill.commands.options import SweepOptions
 from distill.commands.sweep.frontier import Point, marked, recommended
+from distill.commands.sweep.options import SweepOptions
 from distill.commands.sweep.plan import Trial, finished, plan
 from distill.commands.sweep.sweep import run_sweep, share_stores
 from distill.commands.sweep.table import Row, summarise, sweep_table, t_interval

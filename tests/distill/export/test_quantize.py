@@ -15,10 +15,11 @@ from transformers import AutoModelForCausalLM
 
 from distill import train
 from distill.commands.compare.compare import compare_command
+from distill.commands.compare.options import CompareOptions
 from distill.commands.export import export_run
 from distill.commands.generate.generate import load, recipe_of
 from distill.commands.generate.options import GenerateOptions
-from distill.commands.options import CompareOptions, ExportOptions
+from distill.commands.options import ExportOptions
 from distill.config.command_line import TrainOptions
 from distill.config.load import load_config
 from distill.export.check import outside_check
