@@ -124,7 +124,7 @@ def slice_alarm(name: str, records: Sequence[TrafficRecord], burn_in: int, level
         ci=change.interval,
         since=fall.since if fall else None,
         over=over,
-        time=moment_of(records[fall.since - 1]) if fall else None,
+        time=moment_of(records[fall.since - 1].time) if fall else None,
     )
 
 

@@ -1,12 +1,11 @@
 """`understudy refresh RUN --traffic DIR`: reasons, training, gate, version. Each stage writes its result, so a killed refresh can resume.
 
-runs/NAME-refresh-v0002/refresh.json   reasons, decision, gate and outcome, which are not computed again
+runs/NAME-refresh-v0002/refresh.json   stage, reasons and gate, which are not computed again
                         traffic/       the export of the log
                         probe/         the run that measures headroom, deleted at the end
                         refresh.yaml   the training's config; the folder is that run
 """
 
-import datetime
 import re
 import shlex
 import shutil
@@ -14,14 +13,14 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from rich.console import Console
 
 from data.responses.rendered import StoredPrompts
 from data.responses.store import Store
 from distill.commands.training_process import TrainingFailed, running_twin, terminated_as_interrupted, train_apart
-from distill.config.layout import CHECKPOINTS, PROMPTS, RESPONSES, TRAINING, VERDICT
+from distill.config.layout import PROMPTS, RESPONSES, TRAINING, VERDICT
 from distill.config.load import load_config
 from distill.live.alarm import Reason, alarm
 from distill.live.arms import ARMS, read_arms
@@ -29,10 +28,20 @@ from distill.live.options import ExportTrafficOptions, RefreshOptions
 from distill.live.refresh.gate import judge_gate
 from distill.live.refresh.plan import adopt_stores, run_config, student_of, write_probe, write_training
 from distill.live.refresh.reasons import Headroom, Payback, headroom, own_words, payback
-from distill.live.refresh.state import STATE, UNTRAINED, Decision, Outcome, Reasons, State, read_state, refresh_folder
-from distill.live.rollout.state import read_state as read_rollout
+from distill.live.refresh.state import (
+    KEPT,
+    NOT_NEEDED,
+    PUBLISHED,
+    REFUSED,
+    STATUS,
+    UNTRAINED,
+    Reasons,
+    State,
+    refresh_folder,
+)
+from distill.live.rollout.state import State as RolloutState
 from distill.live.traffic.export import export_traffic
-from distill.live.traffic.reader import TrafficLog, read_traffic, served_by
+from distill.live.traffic.reader import TrafficLog, moment_of, read_traffic, served_by
 from distill.live.versions import Version, current_version, make_current, prune, publish, waiting_version
 from distill.run.checkpoint import judged_scores
 from distill.run.prompts import HELDOUT_FILE, TRAIN_FILE
@@ -56,7 +65,7 @@ OWN_KEYS = (
 )
 R = TypeVar("R", bound=Reason)
 # Options that must be the same when a refresh resumes.
-ASKED = ("share", "margin", "payback_days", "target_version")
+FIXED = ("share", "margin", "payback_days", "target_version")
 
 
 def refresh_command(options: RefreshOptions, console: Console) -> int:
@@ -113,8 +122,7 @@ def _check(options: RefreshOptions) -> None:
 
 def _first(options: RefreshOptions, drafts: Path, console: Console) -> Version:
     """Publish RUN's best draft as v0001 and make it current; complete what a killed call left."""
-    told = {"approved_by": options.approve or None}
-    version = publish(options.run.resolve(), drafts, told, name="v0001")
+    version = publish(options.run.resolve(), drafts, {"approved_by": options.approve or None}, name="v0001")
     make_current(drafts, version.name, options.approve or "refresh: the draft of the run")
     _say(console, f"{version.folder}: the first version, from the best draft of {options.run}; `current` points to it")
     return version
@@ -132,12 +140,12 @@ def _usable_log(traffic: Path, target_version: str, home: Path) -> TrafficLog:
     if not texts:
         raise UserError(f"{traffic}: {len(log.records):,} requests, none with text; start the gateway with --text")
     target = str(Store(home / RESPONSES / TRAINING).manifest()["target"])
-    own = {target_version} if target_version else {target, run_config(home).target.path}
-    others = sorted({record.target_version for record in texts} - own)
+    versions = {target_version} if target_version else {target, run_config(home).target.path}
+    others = sorted({record.target_version for record in texts} - versions)
     if all(record.target_version in others for record in texts):
         raise UserError(
             f"{traffic}: all text comes from another target version ({', '.join(others)[:200]}) than {home} "
-            f"({', '.join(sorted(own))}); give its name in the log with --target-version, or train a run for the new target"
+            f"({', '.join(sorted(versions))}); give its name in the log with --target-version, or train a run for the new target"
         )
     if len(texts) < FEWEST_PROMPTS:
         raise UserError(f"{traffic}: {len(texts)} requests with text; at least {FEWEST_PROMPTS} are needed; log more")
@@ -161,104 +169,87 @@ class _Refresh:
     def run(self) -> int:
         """Run all unfinished stages; return the exit status."""
         self._begin()
-        needed = self._decide()
-        if (text := self.state.reasons.text) is not None and not text.holds:
-            self._say("gate: keep the old draft: such text is never trained on, not even with --force")
-            return self._end("refused the text", 1)
-        if not needed:
-            return self._end("not needed", 0)
+        stages = {
+            "deciding": self._decide,
+            "training": self._train,
+            "judging": self._judge,
+            "publishing": self._publish,
+        }
         if self.options.dry_run:
-            return 0
-        self._train()
-        if not self._passes():
-            return self._end("kept the old one", 1)
-        self._publish()
-        return self._end("published", 0)
+            stages = {"deciding": self._decide}
+        last = self.state.resume(stages)
+        if last in UNTRAINED or self.options.dry_run:
+            shutil.rmtree(self.folder / TRAFFIC, ignore_errors=True)
+        if last in STATUS:
+            shutil.rmtree(self.folder / PROBE, ignore_errors=True)
+            self._say(f"{last}: {self.folder / State.FILE}")
+        return STATUS.get(last, 0)
 
     def _begin(self) -> None:
-        """Load the state of a killed refresh, or make a new one. Results found with other options are dropped."""
-        options = self.options
-        asked = {name: getattr(options, name) for name in ASKED} | {"overrides": list(options.overrides or [])}
-        found = read_state(self.folder)
-        self.state = found or State(
-            format=2,
-            kind="refresh",
-            run=str(options.run),
+        """Load the state of a killed refresh, or make a new one. Reasons found with other options are dropped."""
+        chosen = {name: getattr(self.options, name) for name in FIXED} | {
+            "overrides": list(self.options.overrides or [])
+        }
+        self.state = State.stored(self.folder) or State(
+            stage="deciding",
+            run=str(self.options.run),
             home=str(self.home),
-            traffic=str(options.traffic),
+            traffic=str(self.options.traffic),
             drafts=str(self.drafts),
             parent=self.version,
             version=self.folder.name.rpartition("-")[2],
-            asked=asked,
-            started=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            reasons=Reasons(),
-            outcome=None,
+            options=chosen,
         )
-        other = [key for key, value in asked.items() if self.state.asked.get(key) != value]
-        if other and (self.folder / CHECKPOINTS).exists():
+        before = self.state.options
+        changed = [key for key, value in chosen.items() if before.get(key) != value]
+        if changed and self.state.stage != "deciding":
+            key = changed[0]
             raise UserError(
-                f"{self.folder}: a refresh with {other[0]} {self.state.asked.get(other[0])} (not {asked[other[0]]}) has already begun to train "
-                "there; give the same value, or delete the folder"
+                f"{self.folder}: a refresh with {key} {before.get(key)} (not {chosen[key]}) has already begun to train there; give the same "
+                "value, or delete the folder"
             )
-        if other:
-            shutil.rmtree(self.folder / TRAFFIC, ignore_errors=True)
-            shutil.rmtree(self.folder / PROBE, ignore_errors=True)
-            self.state.asked, self.state.reasons = asked, Reasons()
-            self.state.window = self.state.decision = None
-
-    def _keep(self, **found: Any) -> None:
-        for name, value in found.items():
-            setattr(self.state, name, value)
-        self.state.write(self.folder)
+        if changed:
+            for name in (TRAFFIC, PROBE):
+                shutil.rmtree(self.folder / name, ignore_errors=True)
+            self.state.options, self.state.reasons, self.state.window = chosen, Reasons(), None
 
     def _say(self, words: str) -> None:
         _say(self.console, words)
 
+    def _enter(self, stage: str, words: str) -> None:
+        self._say(words)
+        self.state.enter(self.folder, stage, words)
+
     def _reason(self, name: str, find: Callable[[], R]) -> R:
         """Compute a reason, or take it from the state; print it."""
         if getattr(self.state.reasons, name) is None:
-            self._keep(reasons=self.state.reasons.model_copy(update={name: find()}))
-        found: R = getattr(self.state.reasons, name)
-        self._say(found.sentence)
-        return found
+            self.state.reasons = self.state.reasons.model_copy(update={name: find()})
+            self.state.store(self.folder)
+        reason: R = getattr(self.state.reasons, name)
+        self._say(reason.sentence)
+        return reason
 
-    def _end(self, outcome: Outcome, status: int) -> int:
-        """Delete traffic that is not needed any more, and write the outcome."""
-        if outcome in UNTRAINED:
-            shutil.rmtree(self.folder / TRAFFIC, ignore_errors=True)
-        shutil.rmtree(self.folder / PROBE, ignore_errors=True)
-        if not self.options.dry_run:
-            self._keep(outcome=outcome)
-            self._say(f"{outcome}: {self.folder / STATE}")
-        return status
-
-    def _decide(self) -> bool:
-        """Whether to train; print the reasons. Without an alarm, the others are computed only with --force or --dry-run."""
+    def _decide(self) -> None:
+        """Decide whether to train. Without an alarm, the other reasons are computed only with --force or --dry-run."""
         options = self.options
-        if self.state.decision is None:
-            needed = self._reason("alarm", lambda: alarm(self.log, self.version)).holds
-            if needed or options.force or options.dry_run:
-                needed = self._worth_it() and needed
-            missing = self.state.reasons.missing()
-            words = "train" if needed else f"do not train (no {', no '.join(missing)})"
-            forced = options.force and not needed and "text" not in missing
-            words += "; training anyway (--force)" if forced else ""
-            self._keep(decision=Decision(refresh=needed, forced=forced, sentence=words))
-        decision = self.state.decision
-        assert decision is not None
-        self._say(f"decision: {decision.sentence}")
-        return decision.refresh or decision.forced
+        needed = self._reason("alarm", lambda: alarm(self.log, self.version)).holds
+        if needed or options.force or options.dry_run:
+            needed = self._worth_it() and needed
+        missing = self.state.reasons.missing()
+        words = "decision: train" if needed else f"decision: do not train (no {', no '.join(missing)})"
+        if "text" in missing:
+            self._enter(REFUSED, f"{words}; such text is never trained on, not even with --force")
+        elif needed or options.force:
+            self._enter("training", words + ("" if needed else "; training anyway (--force)"))
+        else:
+            self._enter(NOT_NEEDED, words)
 
     def _worth_it(self) -> bool:
         """Compute text check, headroom and payback; whether all hold."""
-        try:
-            if not self._reason("text", lambda: own_words(self.home, self._export())).holds:
-                return False
-            found = self._reason("headroom", self._headroom)
-            return self._reason("payback", lambda: self._payback(found)).holds and found.holds
-        finally:
-            if self.options.dry_run:
-                shutil.rmtree(self.folder / TRAFFIC, ignore_errors=True)
+        if not self._reason("text", lambda: own_words(self.home, self._export())).holds:
+            return False
+        gain = self._reason("headroom", self._headroom)
+        return self._reason("payback", lambda: self._payback(gain)).holds and gain.holds
 
     def _headroom(self) -> Headroom:
         export, probe = self._export(), self.folder / PROBE
@@ -273,41 +264,36 @@ class _Refresh:
         export, traffic = self.folder / TRAFFIC, self.log.directory
         if self.state.window is None:
             shutil.rmtree(export, ignore_errors=True)
-            asked = ExportTrafficOptions(
-                traffic,
-                self.home,
-                export,
-                target_version=self.options.target_version,
-            )
-            made = export_traffic(asked)
-            if made.train < FEWEST_PROMPTS:
-                why = "; ".join(f"{count:,} {reason}" for reason, count in made.left_out.items())
-                raise UserError(f"{traffic}: {made.train} requests to train on; {FEWEST_PROMPTS} are needed ({why})")
-            self._keep(window=made)
+            version = self.options.target_version
+            window = export_traffic(ExportTrafficOptions(traffic, self.home, export, target_version=version))
+            if window.train < FEWEST_PROMPTS:
+                why = "; ".join(f"{count:,} {reason}" for reason, count in window.left_out.items())
+                raise UserError(f"{traffic}: {window.train} requests to train on; {FEWEST_PROMPTS} are needed ({why})")
+            self.state.window = window
+            self.state.store(self.folder)
         return export
 
-    def _payback(self, found: Headroom) -> Payback:
+    def _payback(self, gain: Headroom) -> Payback:
         verdict, steps = load_verdict(self.home), load_config(self._config()).train.steps
-        told = re.search(r"--num[_-]processes[ =](\d+)", self.options.launcher)
-        devices = int(told[1]) if told else 1
+        processes = re.search(r"--num[_-]processes[ =](\d+)", self.options.launcher)
         others = sum(verdict.seconds.get(stage, 0.0) for stage in ("self_checks", "judge", "verdict"))
-        seconds = devices * (found.train_seconds / found.steps * steps + others)
+        seconds = (int(processes[1]) if processes else 1) * (gain.train_seconds / gain.steps * steps + others)
         records = [record for record in self.log.records if record.draft_version == self.version]
         costs = verdict.costs or load_verdict(self.options.run).costs  # models of the same shapes
-        return payback(costs, records, found.tau, found.tau_gain, seconds, self.options.payback_days)
+        return payback(costs, records, gain.tau, gain.tau_gain, seconds, self.options.payback_days)
 
     def _config(self) -> Path:
         """Write the training's config and return its path."""
-        student, asked = student_of(self.served, self.home), self.options.overrides or []
-        return write_training(self.home, student, self.folder / TRAFFIC, self.folder, self.options.share, asked)
+        student, overrides = student_of(self.served, self.home), self.options.overrides or []
+        return write_training(self.home, student, self._export(), self.folder, self.options.share, overrides)
 
     def _train(self) -> None:
-        if (self.folder / VERDICT).exists():
-            return
-        path = self._config()
-        adopt_stores(self.folder, [self.home, self.folder / TRAFFIC, self.folder / PROBE])
-        self._say(f"training {self.folder}: {load_config(path).train.steps} steps, log in {self.folder}.log")
-        self._apart(path)
+        if not (self.folder / VERDICT).exists():
+            path = self._config()
+            adopt_stores(self.folder, [self.home, self.folder / TRAFFIC, self.folder / PROBE])
+            self._say(f"training {self.folder}: {load_config(path).train.steps} steps, log in {self.folder}.log")
+            self._apart(path)
+        self._enter("judging", f"{self.folder} is trained")
 
     def _apart(self, path: Path) -> None:
         """Train in a separate process unless finished; wait for a process that a killed refresh left."""
@@ -318,30 +304,29 @@ class _Refresh:
         if not (config.folder / VERDICT).exists():
             train_apart(config, [str(path)], log, shlex.split(self.options.launcher) or [sys.executable])
 
-    def _passes(self) -> bool:
-        if self.state.gate is None:
-            old = StoredPrompts(self.home / PROMPTS / HELDOUT_FILE).column("prompt_id").to_pylist()
-            looks = max(1, len(judged_scores(self.folder)) - 1)
-            verdict = load_verdict(self.home)
-            parallel = drafting_to_serve(verdict, verdict.drafts[-1].drafting == "parallel") == "parallel"
-            served = str(student_of(self.served, self.home))
-            self._keep(gate=judge_gate(self.folder, served, set(old), self.options.margin, looks, parallel))
-        gate = self.state.gate
-        assert gate is not None
+    def _judge(self) -> None:
+        old = StoredPrompts(self.home / PROMPTS / HELDOUT_FILE).column("prompt_id").to_pylist()
+        looks = max(1, len(judged_scores(self.folder)) - 1)
+        verdict = load_verdict(self.home)
+        parallel = drafting_to_serve(verdict, verdict.drafts[-1].drafting == "parallel") == "parallel"
+        served = str(student_of(self.served, self.home))
+        gate = self.state.gate = judge_gate(self.folder, served, set(old), self.options.margin, looks, parallel)
         for side, parts in (("new", gate.new), ("old", gate.old)):
             for part in parts:
                 assert part.alpha is not None
                 alpha = f"alpha {part.alpha.gain:+.4f} {interval(part.alpha.ci, '+.4f')}"
                 self._say(f"gate, {side} {part.name}: {alpha}, tau {part.tau.gain:+.3f}, {part.prompts} prompts")
-        self._say("gate: passed" if gate.passed else f"gate: keep the old draft: {'; '.join(gate.failures)}")
-        return gate.passed
+        if gate.passed:
+            self._enter("publishing", "gate: passed")
+        else:
+            self._enter(KEPT, f"gate: keep the old draft: {'; '.join(gate.failures)}")
 
     def _publish(self) -> None:
         state, options, gate, window = self.state, self.options, self.state.gate, self.state.window
         assert gate is not None
         assert window is not None
-        told = {
-            "data_window": [_moment(window.since), _moment(window.until)],
+        provenance = {
+            "data_window": [moment_of(window.since), moment_of(window.until)],
             "traffic": str(options.traffic),
             "traffic_requests": window.train,
             "share": options.share,
@@ -352,25 +337,21 @@ class _Refresh:
             },
             "expected_gain": {"gamma": gate.gamma, "tau_ci": gate.new[0].tau.ci},  # the rollout compares with it
         }
-        version = publish(self.folder.resolve(), self.drafts, told, parent=state.parent, name=state.version)
+        version = publish(self.folder.resolve(), self.drafts, provenance, parent=state.parent, name=state.version)
         state.published = str(version.folder)
-        _say(self.console, f"{version.folder}: published")
         if options.approve:
             make_current(self.drafts, state.version, options.approve)
         prune_unused(self.drafts, KEPT_VERSIONS, options.traffic, state.version, self.console)
+        self._enter(PUBLISHED, f"{version.folder}: published")
 
 
 def prune_unused(drafts: Path, keep: int, traffic: Path | None, name: str, console: Console) -> None:
     """Remove old versions, except those in arms.json or being rolled out, which may not be in arms.json yet."""
-    arms, rolled = traffic / ARMS if traffic else None, read_rollout(drafts)
+    arms, rolled = traffic / ARMS if traffic else None, RolloutState.stored(drafts)
     used = {arm.draft_version for arm in read_arms(arms).arms} if arms is not None and arms.exists() else set()
     used |= {name} | ({rolled.version} if rolled is not None else set())
     if gone := prune(drafts, keep, used):
         _say(console, f"pruned: {', '.join(gone)}")
-
-
-def _moment(seconds: float) -> str:
-    return datetime.datetime.fromtimestamp(seconds, datetime.UTC).isoformat(timespec="seconds")
 
 
 def _say(console: Console, words: str) -> None:

@@ -6,32 +6,26 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar
 
 from pydantic import Field
 from rich.console import Console
 
-from data.files import locked, write_json, writing
+from data.files import locked
 from distill.live.alarm import Alarm, Reason
 from distill.live.options import RefreshOptions
 from distill.live.refresh.gate import Gate
 from distill.live.refresh.reasons import Headroom, OwnText, Payback
+from distill.live.stages import Stages
 from distill.live.traffic.export import Exported
 from distill.live.versions import next_name, waiting_version
 from speculative.errors import UserError
 from speculative.measure.record import Record
 
-STATE, LOCK = "refresh.json", ".refresh.lock"
-Outcome = Literal["not needed", "refused the text", "kept the old one", "published"]
-UNTRAINED: tuple[Outcome, ...] = ("not needed", "refused the text")  # nothing of these is kept for inspection
-
-
-class Decision(Record):
-    """Whether to train: because of the reasons, or forced."""
-
-    refresh: bool
-    forced: bool
-    sentence: str
+LOCK = ".refresh.lock"
+NOT_NEEDED, REFUSED, KEPT, PUBLISHED = "not needed", "refused the text", "kept the old one", "published"
+STATUS = {NOT_NEEDED: 0, REFUSED: 1, KEPT: 1, PUBLISHED: 0}  # exit status by last stage
+UNTRAINED = (NOT_NEEDED, REFUSED)  # nothing of these is left for inspection
 
 
 class Reasons(Record):
@@ -47,46 +41,31 @@ class Reasons(Record):
         return [name for name, found in self if isinstance(found, Reason) and not found.holds]
 
 
-class State(Record, frozen=False):
-    """State of a refresh. home: the run of the served version. parent: that version; version: the new one. asked: the options in ASKED.
-    window: the exported traffic. Stages not reached are null.
+class State(Stages):
+    """State of a refresh. home: the run of the served version. parent: that version; version: the new one. options: those that must stay
+    the same. window: the exported traffic. Results of stages not reached are null.
     """
 
-    FORMAT = 2
-    format: int
-    kind: str
+    FILE: ClassVar[str] = "refresh.json"
+    REMEDY: ClassVar[str] = "delete {folder} to start again"
     run: str
     home: str
     traffic: str
     drafts: str
     parent: str
     version: str
-    asked: dict[str, Any]
-    started: str
+    options: dict[str, Any]
     reasons: Reasons = Field(default_factory=Reasons)
     window: Exported | None = None
-    decision: Decision | None = None
     gate: Gate | None = None
     published: str | None = None
-    outcome: Outcome | None = None
-
-    def write(self, folder: Path) -> None:
-        """Write refresh.json atomically. Raises UserError if that fails."""
-        with writing(folder):
-            folder.mkdir(parents=True, exist_ok=True)
-            write_json(folder / STATE, self.record())
 
 
-def read_state(folder: Path) -> State | None:
-    """The state in refresh.json; None if there is none. Raises UserError if it is damaged."""
-    path = folder / STATE
-    return State.read(path, f"delete {folder} to start again") if path.exists() else None
-
-
-def _outcome(folder: Path) -> str | None:
-    """The outcome of a refresh, in any format version; None if unfinished or unreadable."""
+def _last_stage(folder: Path) -> str | None:
+    """The last stage of an ended refresh; None if unfinished or unreadable."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
-        return json.loads((folder / STATE).read_text(encoding="utf-8")).get("outcome")
+        stage = json.loads((folder / State.FILE).read_text(encoding="utf-8")).get("stage")
+        return stage if stage in STATUS else None
     return None
 
 
@@ -102,16 +81,16 @@ def refresh_folder(
         with tempfile.TemporaryDirectory(prefix="understudy-refresh-") as passing:
             yield Path(passing) / f"{stem.name}{next_name(drafts)}"
         return
-    found = {path: _outcome(path) for path in sorted(stem.parent.glob(f"{stem.name}v*")) if path.is_dir()}
-    left = [path for path, outcome in found.items() if outcome is None]
+    last = {path: _last_stage(path) for path in sorted(stem.parent.glob(f"{stem.name}v*")) if path.is_dir()}
+    left = [path for path, stage in last.items() if stage is None]
     waiting = waiting_version(drafts)
     if not left and waiting is not None and not options.force:
         words = "is waiting for its rollout; --approve makes it current, --force makes another version"
         console.print(f"{waiting.folder} {words}", highlight=False, markup=False, soft_wrap=True)
         yield None
         return
-    folder = left[0] if left else _new_folder(stem, next_name(drafts), found)
-    state = read_state(folder) if left else None
+    folder = left[0] if left else _new_folder(stem, next_name(drafts), last)
+    state = State.stored(folder) if left else None
     if state is not None and version not in (state.parent, state.version):
         raise UserError(
             f"{folder}: an unfinished refresh of {state.parent}, but {version} is served now; delete the folder"
@@ -120,12 +99,12 @@ def refresh_folder(
         yield folder
 
 
-def _new_folder(stem: Path, name: str, found: dict[Path, str | None]) -> Path:
-    """The folder of the next free number; folders of refreshes that trained are kept for inspection."""
+def _new_folder(stem: Path, name: str, last: dict[Path, str | None]) -> Path:
+    """The folder of the next free number; folders of refreshes that trained are left for inspection."""
     number = int(name[1:])
-    taken = {path for path, outcome in found.items() if outcome not in UNTRAINED}
+    taken = {path for path, stage in last.items() if stage not in UNTRAINED}
     while (folder := stem.with_name(f"{stem.name}v{number:04d}")) in taken:
         number += 1
-    if folder in found:
+    if folder in last:
         shutil.rmtree(folder)
     return folder

@@ -19,7 +19,7 @@ from distill.live.options import RolloutOptions
 from distill.live.rollout import engine as engines
 from distill.live.rollout import state as states
 from distill.live.rollout.judgement import SEEN, Criteria, Decision, GateGain, Served, Tally, compare, watch
-from distill.live.rollout.state import ENDS, Event, Stage, State, arms_before, gateway_runs
+from distill.live.rollout.state import State, arms_before, gateway_runs
 from distill.live.traffic.reader import LogTail, end_of
 from distill.live.versions import Version, current_version, make_current, reject
 from speculative.errors import UserError
@@ -44,7 +44,7 @@ def rollout(options: RolloutOptions) -> int:
     states.check_options(options)
     if not options.drafts.is_dir() and (named := Path("drafts") / options.drafts).is_dir():
         options = dataclasses.replace(options, drafts=named)
-    version = states.asked_version(options)
+    version = states.wanted_version(options)
     busy = f"{options.drafts}: another rollout is running there; wait for it or stop it"
     with locked(options.drafts / states.ROLLOUT_LOCK, busy):
         state = states.opened(options, version)
@@ -74,26 +74,20 @@ class Rollout:
         }
         if self.options.back and self.state.stage != "finishing":
             self._enter("returning", "--back was given")
-        while self.state.stage not in ENDS:
-            try:
-                stages[self.state.stage]()
-            except UserError as error:
-                if self.state.stage in ("finishing", "returning"):
-                    raise
+        try:
+            return 0 if self.state.resume(stages) == "done" else TAKEN_BACK
+        except UserError as error:
+            if self.state.stage not in ("finishing", "returning"):
                 # Nothing would watch the new engine, so the old one serves until the user fixed the mistake.
                 self.state.blames = False
                 self._enter("returning", str(error))
                 self._return()
-                raise
-        return 0 if self.state.stage == "done" else TAKEN_BACK
+            raise
 
-    def _enter(self, stage: Stage, text: str) -> None:
-        """Store the next stage before it begins."""
-        self.state.stage, self.state.since, self.state.reason = stage, time.time(), text
+    def _enter(self, stage: str, text: str) -> None:
         if stage in ("comparing", "watching"):
             self.state.place = end_of(Path(self.state.log))
-        self.state.events.append(Event(time=self.state.since, stage=stage, text=text))
-        self.state.write(self.options.drafts)
+        self.state.enter(self.options.drafts, stage, text)
         print(f"{time.strftime('%H:%M:%S')} {self.state.version} {stage}: {text}", flush=True)
 
     def _start(self) -> None:
@@ -103,7 +97,7 @@ class Rollout:
                 words = engines.engine_words(self.options.engine_command, self.version.folder, state.engine.port)
                 process = engines.start_engine(state.engine, words, self._engine_log())
             state.engine.pid, state.engine.created = process.pid, process.create_time()
-            state.write(self.options.drafts)
+            state.store(self.options.drafts)
         seconds = self._wait()
         # The gateway may have been restarted meanwhile with other flags.
         state.before = arms_before(self.arms_file.parent)
@@ -138,7 +132,7 @@ class Rollout:
         if self._direct(self.state.share):
             # A run killed before this stored a start that did not happen.
             self.state.place = end_of(Path(self.state.log))
-            self.state.write(self.options.drafts)
+            self.state.store(self.options.drafts)
         criteria, heeds, unheeded = self._criteria(), time.monotonic() + HEED_SECONDS, 0
 
         def judge(new: Served, old: Served) -> Decision:
@@ -162,7 +156,7 @@ class Rollout:
         criteria = self._criteria()
         self._look(lambda new, _: watch(new, self.state.old, criteria), "finishing")
 
-    def _look(self, judge: Callable[[Served, Served], Decision], following: Stage) -> None:
+    def _look(self, judge: Callable[[Served, Served], Decision], following: str) -> None:
         """Poll what the new engine served since the stage began, until there is a decision or it died."""
         log, url, silent, left = Path(self.state.log), self.state.engine.url, 0, 0
         tail = LogTail(log, self.state.place or end_of(log))

@@ -8,65 +8,42 @@ import math
 import time
 import uuid
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar
 
 from pydantic import Field
 
-from data.files import write_json, writing
 from data.responses.endpoint_keys import is_address, root_of
 from distill.live.arms import ARMS, BY_FLAGS, Arms, read_arms
 from distill.live.options import RolloutOptions
 from distill.live.rollout.engine import Engine, engine_words, free_port
 from distill.live.rollout.judgement import Served
+from distill.live.stages import Stages
 from distill.live.traffic.reader import Place
 from distill.live.traffic.record import LOCK
 from distill.live.versions import Version, list_versions, read_version
 from speculative.errors import UserError
-from speculative.measure.record import Record
 
-STATE, ROLLOUT_LOCK = "rollout.json", ".rollout.lock"
-Stage = Literal["starting", "comparing", "watching", "finishing", "returning", "done", "back"]
+ROLLOUT_LOCK = ".rollout.lock"
 ENDS = ("done", "back")
 
 
-class Event(Record):
-    """Start of a stage; time: Unix seconds."""
-
-    time: float
-    stage: Stage
-    text: str
-
-
-class State(Record, frozen=False):
+class State(Stages):
     """State of a rollout. log: the gateway's directory. share: of the new engine while comparing. before: arms.json as found. before_engine:
-    started by an earlier rollout. since: start of the stage, Unix seconds. place: end of the log at that time. old: what the old engine
-    served during the comparison. reason: why it went on or back. blames: whether going back is the draft's fault.
+    started by an earlier rollout. place: end of the log when the stage began. old: what the old engine served during the comparison.
+    blames: whether going back is the draft's fault.
     """
 
+    FILE: ClassVar[str] = "rollout.json"
+    REMEDY: ClassVar[str] = "check which engines are running, then delete it"
     version: str
     log: str
-    stage: Stage
     share: float
     engine: Engine
     before: Arms
     before_engine: Engine | None = None
-    since: float = 0.0
     place: Place | None = None
     old: Served = Field(default_factory=Served)
-    reason: str = ""
     blames: bool = True
-    events: list[Event] = Field(default_factory=list)
-
-    def write(self, drafts: Path) -> None:
-        """Write rollout.json atomically. Raises UserError if that fails."""
-        with writing(drafts / STATE):
-            write_json(drafts / STATE, self.model_dump())
-
-
-def read_state(drafts: Path) -> State | None:
-    """The last rollout of a draft; None before the first. Raises UserError if it cannot be read."""
-    path = drafts / STATE
-    return State.read(path, "check which engines are running, then delete it") if path.exists() else None
 
 
 def check_options(options: RolloutOptions) -> None:
@@ -86,11 +63,11 @@ def check_options(options: RolloutOptions) -> None:
         engine_words(options.engine_command, Path(), 0)
 
 
-def asked_version(options: RolloutOptions) -> Version:
+def wanted_version(options: RolloutOptions) -> Version:
     """The version to serve. Raises UserError if it does not exist."""
     if not (options.drafts / options.version).is_dir():
-        known = ", ".join(version.name for version in list_versions(options.drafts)) or "none"
-        raise UserError(f"{options.drafts / options.version}: no such version; found: {known}")
+        names = ", ".join(version.name for version in list_versions(options.drafts)) or "none"
+        raise UserError(f"{options.drafts / options.version}: no such version; found: {names}")
     return read_version(options.drafts / options.version)
 
 
@@ -118,13 +95,13 @@ def opened(options: RolloutOptions, version: Version) -> State:
     Raises UserError: an unfinished rollout of another version or log, no gateway, nothing to take back, the version is already served, a
     port in use.
     """
-    last, log = read_state(options.drafts), options.log
+    last, log = State.stored(options.drafts), options.log
     unfinished = last if last is not None and last.stage not in ENDS else None
     if unfinished is None and options.back:
         raise UserError(f"--back: no rollout of {options.drafts} is in progress")
     if unfinished is not None and unfinished.version != options.version:
         what = f"the rollout of {unfinished.version} is not finished ({unfinished.stage})"
-        raise UserError(f"{options.drafts / STATE}: {what}; run it again, or with --back")
+        raise UserError(f"{options.drafts / State.FILE}: {what}; run it again, or with --back")
     if unfinished is not None and Path(unfinished.log) != log.resolve():
         with_log = f"is being rolled out with --log {unfinished.log}; give that one"
         raise UserError(f"--log {log}: {unfinished.version} {with_log}")
@@ -153,5 +130,5 @@ def opened(options: RolloutOptions, version: Version) -> State:
         before_engine=earlier,
         since=time.time(),
     )
-    state.write(options.drafts)
+    state.store(options.drafts)
     return state

@@ -137,6 +137,6 @@ def served_by(log: TrafficLog, version: str) -> tuple[list[TrafficRecord], list[
     return records, warnings
 
 
-def moment_of(record: TrafficRecord) -> str:
-    """When a request arrived, UTC."""
-    return datetime.datetime.fromtimestamp(record.time, datetime.UTC).isoformat(timespec="seconds")
+def moment_of(seconds: float) -> str:
+    """A Unix time in UTC."""
+    return datetime.datetime.fromtimestamp(seconds, datetime.UTC).isoformat(timespec="seconds")

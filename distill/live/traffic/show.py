@@ -1,6 +1,5 @@
 """`understudy traffic show`: requests and acceptance by slice, by draft version and over time."""
 
-import datetime
 from collections import Counter
 from collections.abc import Sequence
 
@@ -9,7 +8,7 @@ from rich.console import Console
 
 from distill.live.alarm import Alarm, alarm
 from distill.live.options import ShowOptions
-from distill.live.traffic.reader import TrafficLog, accepts, read_traffic
+from distill.live.traffic.reader import TrafficLog, accepts, moment_of, read_traffic
 from distill.live.traffic.record import TrafficRecord
 from distill.report.table import Cell, Column, Table
 from speculative.measure.intervals import Interval
@@ -63,7 +62,7 @@ def show_traffic(options: ShowOptions, console: Console) -> Shown:
     if options.as_json:
         console.print_json(data=shown.model_dump())
         return shown
-    lines = [f"{options.log}: {shown.requests:,} requests, {_moment(shown.since)} to {_moment(shown.until)} UTC"]
+    lines = [f"{options.log}: {shown.requests:,} requests, {moment_of(shown.since)} to {moment_of(shown.until)}"]
     notes = dict.fromkeys([*shown.warnings, *(shown.alarm.notes if shown.alarm else ())])
     lines += [f"note: {note}" for note in notes] + ([shown.alarm.sentence] if shown.alarm else [])
     rate = Column("accepted/drafted", ".3f")
@@ -76,7 +75,7 @@ def show_traffic(options: ShowOptions, console: Console) -> Shown:
         table.add(row.slice, row.draft_version, *numbers, Cell(row.rate, row.ci), first)
     over_time = Table(["from", "draft", Column("requests", ","), rate])
     for row in shown.over_time:
-        over_time.add(_moment(row.since), row.draft_version, row.requests, Cell(row.rate, row.ci))
+        over_time.add(moment_of(row.since), row.draft_version, row.requests, Cell(row.rate, row.ci))
     console.print(table)
     console.print(over_time)
     for line in lines:
@@ -135,7 +134,3 @@ def _row(records: Sequence[TrafficRecord], name: str, version: str, span: tuple[
         ci=ratio_with_interval(accepted_N, drafted_N, prompts)[1] if len(counted) > 1 else None,
         first_token_s=float(np.median(waits)) if waits else None,
     )
-
-
-def _moment(seconds: float) -> str:
-    return datetime.datetime.fromtimestamp(seconds, datetime.UTC).isoformat(" ", "seconds").removesuffix("+00:00")

@@ -25,6 +25,7 @@ from distill.live.options import RefreshOptions
 from distill.live.refresh import refresh
 from distill.live.refresh.plan import write_probe
 from distill.live.refresh.refresh import refresh_command
+from distill.live.refresh.state import State
 from distill.live.rollout.rollout import gate_of
 from distill.live.traffic.record import TrafficRecord
 from distill.live.versions import current_version, list_versions
@@ -142,7 +143,7 @@ def gain_by_hand(place: Path) -> float:
 def test_a_good_refresh_is_the_next_version(place: Path, responses: list[TrafficRecord], trained: list[str]) -> None:
     status, words = call(place)
     state = state_of(place)
-    assert (status, state["outcome"]) == (0, "published"), words
+    assert (status, state["stage"]) == (0, "published"), words
     assert {name: found["holds"] for name, found in state["reasons"].items()} == dict.fromkeys(
         ("alarm", "text", "headroom", "payback"), True
     )
@@ -193,7 +194,7 @@ def test_a_bad_refresh_is_stopped_at_the_gate(place: Path, trained: list[str]) -
     bad = {"overrides": [*QUICK, "loss.name=ce", "optim.lr=0.05"], "force": True, "approve": "Ann", "share": 1.0}
     status, words = call(place, **bad)
     state = state_of(place)
-    assert (status, state["outcome"], state["gate"]["passed"]) == (1, "kept the old one", False), words
+    assert (status, state["stage"], state["gate"]["passed"]) == (1, "kept the old one", False), words
     assert "gate: keep the old draft" in words
     assert [version.name for version in list_versions(place / "drafts")] == ["v0001"]
     assert (current_version(place / "drafts") or pytest.fail("none")).name == "v0001"
@@ -206,7 +207,7 @@ def test_nothing_is_trained_on_mixed_up_text(place: Path, responses: list[Traffi
     ]
     write_log(place / "traffic", mixed_up)
     status, words = call(place, force=True)
-    assert (status, trained, state_of(place)["outcome"]) == (1, [], "refused the text"), words
+    assert (status, trained, state_of(place)["stage"]) == (1, [], "refused the text"), words
     assert "not the target's own text" in words
     write_log(place / "traffic", responses)
     assert call(place, dry_run=True)[1].count("text: ") == 1
@@ -227,28 +228,28 @@ def test_a_dry_run_changes_nothing(place: Path, trained: list[str]) -> None:
 
 
 def test_killed_after_any_stage_it_continues(place: Path, trained: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    keep: Callable[..., None] = refresh._Refresh._keep
-    kept: list[str] = []
+    store: Callable[..., None] = State.store
+    stages: list[str] = []
 
-    def keep_and_die(self: Any, **found: Any) -> None:
-        keep(self, **found)
-        if found != {"outcome": "published"}:
-            kept.extend(found)
+    def store_and_die(self: State, folder: Path) -> None:
+        store(self, folder)
+        stages.append(self.stage)
+        if self.stage != "published":
             raise Killed
 
-    monkeypatch.setattr(refresh._Refresh, "_keep", keep_and_die)
+    monkeypatch.setattr(State, "store", store_and_die)
     for _ in range(20):
         try:
             status, _ = call(place, approve="Ann")
             break
         except Killed:
-            if kept == ["reasons"]:  # an earlier version did not know this option
+            if len(stages) == 1:  # begun with another value of an option
                 state = state_of(place)
-                del state["asked"]["margin"]
+                state["options"]["margin"] = 0.2
                 (place / "runs" / "tiny-refresh-v0002" / "refresh.json").write_text(json.dumps(state))
-    assert (status, state_of(place)["outcome"]) == (0, "published")
+    assert (status, state_of(place)["stage"]) == (0, "published")
     assert trained == ["probe", "tiny-refresh-v0002"]
-    assert set(kept) >= {"reasons", "window", "decision", "gate"}
+    assert [*dict.fromkeys(stages)] == ["deciding", "training", "judging", "publishing", "published"]
     version = current_version(place / "drafts")
     assert version is not None
     assert (version.name, version.provenance["approved_by"]) == ("v0002", "Ann")
@@ -257,14 +258,14 @@ def test_killed_after_any_stage_it_continues(place: Path, trained: list[str], mo
 def test_without_an_alarm_nothing_is_trained(place: Path, responses: list[TrafficRecord], trained: list[str]) -> None:
     write_log(place / "traffic", [replace(one, accepted=12) for one in responses])
     status, words = call(place)
-    assert (status, trained, state_of(place)["outcome"]) == (0, [], "not needed")
+    assert (status, trained, state_of(place)["stage"]) == (0, [], "not needed")
     assert "do not train (no alarm)" in words
     assert call(place)[0] == 0  # the same number again: no version was made
 
 
 def test_no_headroom_is_no_refresh(place: Path, trained: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     status, words = call(place, overrides=[*QUICK, "optim.lr=1e-12"])
-    assert (status, trained, state_of(place)["outcome"]) == (0, ["probe"], "not needed")
+    assert (status, trained, state_of(place)["stage"]) == (0, ["probe"], "not needed")
     assert "do not train (no headroom" in words
     assert "no certain gain" in words
     folder = place / "runs" / "tiny-refresh-v0002"

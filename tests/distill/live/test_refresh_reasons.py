@@ -224,7 +224,7 @@ def test_a_version_whose_rollout_has_begun_is_not_pruned(tmp_path: Path) -> None
     engine = Engine(url="http://127.0.0.1:9", port=9)
     arms = Arms("flags", (Arm("v0002", "http://127.0.0.1:8", 1.0, "v0002"),))
     state = State(version="v0003", log=str(tmp_path), stage="starting", share=0.1, engine=engine, before=arms)
-    state.write(tmp_path)
+    state.store(tmp_path)
     refresh.prune_unused(tmp_path, 1, None, "v0005", Console(file=io.StringIO()))
     assert [version.name for version in list_versions(tmp_path)] == ["v0001", "v0002", "v0003", "v0005"]
 
@@ -233,7 +233,7 @@ def test_a_version_whose_rollout_has_begun_is_not_pruned(tmp_path: Path) -> None
 def test_an_ended_refresh_of_another_version_of_ours_is_in_nobodys_way(tmp_path: Path, outcome: str, name: str) -> None:
     ended = tmp_path / "tiny-refresh-v0001"
     ended.mkdir()
-    (ended / "refresh.json").write_text(json.dumps({"outcome": outcome, "parent": "v0001"}))
+    (ended / "refresh.json").write_text(json.dumps({"stage": outcome, "parent": "v0001"}))
     options = RefreshOptions(tmp_path, traffic=tmp_path, drafts=tmp_path / "drafts")
     with refresh_folder(options, tmp_path / "tiny-refresh-", tmp_path / "drafts", "v0001", Console()) as folder:
         assert folder == tmp_path / f"tiny-refresh-{name}"

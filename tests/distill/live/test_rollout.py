@@ -33,7 +33,7 @@ from distill.live.rollout import engine as engines
 from distill.live.rollout import rollout as module
 from distill.live.rollout.engine import MARK, Engine
 from distill.live.rollout.rollout import TAKEN_BACK, rollout
-from distill.live.rollout.state import ROLLOUT_LOCK, State, read_state
+from distill.live.rollout.state import ROLLOUT_LOCK, State
 from distill.live.traffic.record import LOCK, TrafficRecord
 from distill.live.versions import current_version, history, make_current
 from speculative.errors import UserError
@@ -53,7 +53,7 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[2])), Handler).serve_forever()
 
 def engines_of(options: RolloutOptions) -> list[psutil.Process]:
     """Running processes that rollouts of these drafts started, found by their mark."""
-    state = read_state(options.drafts)
+    state = State.stored(options.drafts)
     found = []
     for process in psutil.Process().children(recursive=True) if state is not None else ():
         try:
@@ -110,7 +110,7 @@ def all_is_back(options: RolloutOptions) -> bool:
 
 
 def state_of(options: RolloutOptions) -> State:
-    state = read_state(options.drafts)
+    state = State.stored(options.drafts)
     assert state is not None
     return state
 
@@ -224,11 +224,11 @@ def kill_behind(act: str, options: RolloutOptions, tmp_path: Path) -> None:
             "start_engine": lambda: engines_of(options),
             "make_current": lambda: served(options) == "v0002",
             "stop_engine": lambda: (
-                (state := read_state(options.drafts)) and state.stage == "returning" and not engines_of(options)
+                (state := State.stored(options.drafts)) and state.stage == "returning" and not engines_of(options)
             ),
             "reject": lambda: history(options.drafts)[-1]["event"] == "rejected",
         }
-        stage = lambda: (state := read_state(options.drafts)) is not None and state.stage == act  # noqa: E731
+        stage = lambda: (state := State.stored(options.drafts)) is not None and state.stage == act  # noqa: E731
         until(frames.get(act, stage))
         child.kill()
 
@@ -512,7 +512,7 @@ def test_without_a_gateway_nothing_begins(options: RolloutOptions, tmp_path: Pat
     (other / LOCK).touch()
     with pytest.raises(UserError, match="no gateway is running on it"):
         rollout(replace(options, log=other))
-    assert read_state(options.drafts) is None
+    assert State.stored(options.drafts) is None
 
 
 def test_two_rollouts_of_one_draft_at_once_are_refused(options: RolloutOptions) -> None:
