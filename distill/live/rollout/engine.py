@@ -18,7 +18,7 @@ import psutil
 from data.responses.engine_http import page_at
 from speculative.errors import UserError
 
-# In the engine's environment, so that a rollout killed before it stored the process id finds the engine.
+# In the engine's environment, so that the next rollout finds the engine, however this one ended.
 MARK = "UNDERSTUDY_ROLLOUT"
 GRACE_SECONDS = 15.0  # for an engine to exit after SIGTERM
 POLL_SECONDS = 0.5
@@ -26,15 +26,13 @@ _TOKEN_TIMEOUT = 30.0
 _LINE = 200  # characters of a last line
 
 
-@dataclass
+@dataclass(frozen=True)
 class Engine:
-    """An engine. mark, pid, created: of the started process; an empty mark: not started by a rollout."""
+    """An engine. mark: in the environment of the started process; empty: not started by a rollout."""
 
     url: str
     port: int
     mark: str = ""
-    pid: int | None = None
-    created: float | None = None
 
 
 def marked_environment(variable: str, mark: str) -> dict[str, str]:
@@ -103,15 +101,7 @@ def start_engine(engine: Engine, words: list[str], log: Path) -> psutil.Process:
 
 
 def find_engine(engine: Engine) -> psutil.Process | None:
-    """The running process of an engine; None if it ended or was never started."""
-    if engine.pid is not None:
-        with contextlib.suppress(psutil.Error):
-            process = psutil.Process(engine.pid)
-            # Setting the clock changes the start time; a reused process id has another mark.
-            same = process.create_time() == engine.created or process.environ().get(MARK) == engine.mark
-            return process if same and alive(process) else None
-        return None
-    # The process id was never stored. Children have the mark too, but only the engine leads its session.
+    """The running process of an engine; None if it ended or was never started. Its children have the mark too, but it leads the session."""
     return next((process for process in marked(MARK, engine.mark) if os.getsid(process.pid) == process.pid), None)
 
 
@@ -123,9 +113,9 @@ def stop_engine(engine: Engine, drain: float) -> None:
             process.terminate()
         _until(lambda: not alive(process), GRACE_SECONDS)
     left = list(marked(MARK, engine.mark))
-    for one in left:
+    for child in left:
         with contextlib.suppress(psutil.Error):
-            one.kill()
+            child.kill()
     _until(lambda: not any(map(alive, left)), GRACE_SECONDS)
 
 

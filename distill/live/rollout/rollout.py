@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
+
 from data.files import locked
 from data.responses.engine_http import answers
 from distill.faults import Interrupted
@@ -62,6 +64,7 @@ class Rollout:
         self.options, self.version, self.state = options, version, state
         self.arms_file = Path(state.log) / ARMS
         self._reported = -math.inf
+        self._process: psutil.Process | None = None
 
     def run(self) -> int:
         """Run all remaining stages; return the exit status."""
@@ -92,12 +95,9 @@ class Rollout:
 
     def _start(self) -> None:
         state = self.state
-        if state.engine.mark:
-            if (process := engines.find_engine(state.engine)) is None:
-                words = engines.engine_words(self.options.engine_command, self.version.folder, state.engine.port)
-                process = engines.start_engine(state.engine, words, self._engine_log())
-            state.engine.pid, state.engine.created = process.pid, process.create_time()
-            state.store(self.options.drafts)
+        if state.engine.mark and self._has_died():
+            words = engines.engine_words(self.options.engine_command, self.version.folder, state.engine.port)
+            self._process = engines.start_engine(state.engine, words, self._engine_log())
         seconds = self._wait()
         # The gateway may have been restarted meanwhile with other flags.
         state.before = arms_before(self.arms_file.parent)
@@ -239,7 +239,10 @@ class Rollout:
         return changed
 
     def _has_died(self) -> bool:
-        return bool(self.state.engine.mark) and engines.find_engine(self.state.engine) is None
+        if not self.state.engine.mark:
+            return False
+        self._process = self._process or engines.find_engine(self.state.engine)
+        return self._process is None or not engines.alive(self._process)
 
     def _engine_log(self) -> Path:
         return self.options.drafts / f"engine-{self.state.version}.log"

@@ -1,10 +1,6 @@
 """The gateway with scripted engines: responses are forwarded unchanged and logged completely."""
 
-import dataclasses
-import hashlib
-import itertools
 import json
-import math
 import socket
 import time
 from contextlib import ExitStack
@@ -14,7 +10,6 @@ from typing import Any
 import httpx
 import pytest
 from gateway_server import connected, heard, metric, running_gateway
-from live_arms import served_of
 from processes import until
 from running_app import running_app
 from scripted_engine import ACCEPTED, DRAFTED, IDS, ScriptedEngine
@@ -27,7 +22,6 @@ from distill.live.gateway import limits
 from distill.live.gateway.command import _begin_with, arms_of
 from distill.live.gateway.request import parse_sampling
 from distill.live.options import GatewayOptions
-from distill.live.rollout.judgement import Criteria, compare, watch
 from distill.live.traffic.reader import read_traffic
 from distill.live.traffic.record import TrafficRecord, keyed_hash, read_salt
 from speculative.errors import UserError
@@ -198,38 +192,6 @@ def test_an_engine_that_says_nothing_is_given_up(direct: str, tmp_path: Path, mo
         monkeypatch.setattr(gateway_app, "IDLE_SECONDS", 0.1)
         assert post(url, {**PROMPT, "user": "silent"}).status_code == 504
     assert [record.finish for record in records(tmp_path)] == ["error", "error"]
-
-
-def foretold(conversation: str, shares: dict[str, float]) -> str:
-    """The arm that somebody without the secret would expect."""
-    drawn = {}
-    for name, share in shares.items():
-        digest = hashlib.blake2b(name.encode() + b"\0" + conversation.encode(), digest_size=8).digest()
-        drawn[name] = -math.log((int.from_bytes(digest, "big") + 0.5) / 2**64) / share
-    return min(drawn, key=drawn.__getitem__)
-
-
-def test_clients_that_leave_take_no_version_back(engine: ScriptedEngine, direct: str, tmp_path: Path) -> None:
-    """Three requests of conversations on the new arm, each cancelled before its first byte."""
-    aimed = (word for word in map(str, itertools.count()) if foretold(word, {"a": 0.9, "b": 0.1}) == "b")
-    criteria = Criteria(0.1, 0.0, 0.05, 20_000, 500)
-    with running_gateway(tmp_path, direct, direct, share=0.1) as url:
-        for _ in range(60):
-            post(url, PROMPT, **{"x-understudy-conversation": next(aimed)})
-        before = engine.left
-        for number in range(1, 4):
-            headers = {"x-understudy-conversation": next(aimed)}
-            with pytest.raises(httpx.ReadTimeout):
-                HTTP.post(f"{url}/v1/completions", json={**PROMPT, "user": "silent"}, headers=headers, timeout=0.1)
-            until(lambda number=number: engine.left == before + number)
-        until(lambda: metric(url, "cancelled") == 3)
-    found = records(tmp_path)
-    assert sum(record.arm == "a" for record in found) > 30, "where the hash has no key, none"
-    left = [dataclasses.replace(record, arm="b") for record in found if record.finish == "cancelled"]
-    new, old = (served_of(one for one in [*found[:60], *left] if one.arm == arm) for arm in "ba")
-    assert (new.left, new.errors) == (3, 0)
-    for judge in (compare, watch):
-        assert "errors" not in judge(new, old, criteria).reason
 
 
 def test_streams_without_counts_are_said_once(
