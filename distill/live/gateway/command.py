@@ -7,15 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import uvicorn
+from pydantic import ValidationError
 
-from data.responses.endpoint_keys import key_in, root_of
+from data.responses.endpoint_keys import key_in
 from data.responses.engine_http import listening
 from distill.live.arms import ARMS, BY_FLAGS, Arm, Arms, read_arms, write_arms
 from distill.live.gateway.app import Gateway
 from distill.live.gateway.limits import HEADER_BYTES, TimedProtocol
 from distill.live.gateway.request import parse_sampling
 from distill.live.options import GatewayOptions
+from distill.live.traffic.record import first_fault
 from distill.live.traffic.writer import LogWriter
+from speculative.errors import UserError
 
 MOST_CLIENTS = 2048
 _GRACE_SECONDS = 10
@@ -64,11 +67,14 @@ def configured(gateway: Gateway, clients: int = MOST_CLIENTS) -> uvicorn.Config:
 
 
 def arms_of(options: GatewayOptions) -> Arms:
-    """The arms of the flags: a, and `plain` for the engine without a draft."""
-    arms = [Arm("a", root_of(options.engine), 1.0, options.draft_version, options.target_version)]
-    if options.plain_engine:
-        arms.append(Arm("plain", root_of(options.plain_engine), 0.0, "none", options.target_version, drafts=False))
-    return Arms(BY_FLAGS, tuple(arms))
+    """The arms of the flags: a, and `plain` for the engine without a draft. Raises UserError for no address or an odd version."""
+    try:
+        arms = [Arm("a", options.engine, 1.0, options.draft_version, options.target_version)]
+        if options.plain_engine:
+            arms.append(Arm("plain", options.plain_engine, 0.0, "none", options.target_version, drafts=False))
+        return Arms(BY_FLAGS, tuple(arms))
+    except ValidationError as error:
+        raise UserError(f"arm {first_fault(error)}") from error
 
 
 def _allowed_clients() -> int:

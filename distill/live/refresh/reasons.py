@@ -52,13 +52,8 @@ class Headroom(Reason):
 
 
 class Payback(Reason):
-    """Load, time per block and GPU-hours. days: until paid back; null if never or unknown."""
+    """GPU-hours that the gain saves and that the training costs. days: until paid back; null if never or unknown."""
 
-    requests_per_day: float | None = None
-    tokens_per_day: float | None = None
-    gamma: int | None = None
-    block_seconds: float | None = None
-    concurrency: float | None = None
     saved_gpu_hours_per_day: float | None = None
     training_gpu_hours: float | None = None
     days: float | None = None
@@ -116,23 +111,24 @@ def payback(
     records: requests that this draft served. tau, tau_gain: tokens per target call of the served draft, and the probe's gain. seconds: of
     the training, summed over devices. days: limit until it is paid back.
     """
-    told = [record for record in records if record.response_tokens and record.drafted and record.blocks]
-    if costs is None or not told:
+    counted = [record for record in records if record.response_tokens and record.drafted and record.blocks]
+    if costs is None or not counted:
         why = "the run was not timed (judge.live)" if costs is None else "no request reports its tokens and blocks"
         return Payback(holds=False, sentence=f"payback: unknown, {why}")
-    span = max(record.time + (record.total_s or 0.0) for record in told) - told[0].time
-    tokens_a_day = sum(record.response_tokens or 0 for record in told) / max(span, 1.0) * DAY_SECONDS
-    gamma = round(sum(record.drafted or 0 for record in told) / sum(record.blocks or 0 for record in told))
-    measured = min(costs.cost_ratio_at, key=lambda known: abs(known - gamma), default=None)
-    draft = costs.cost_ratio_at[measured] if measured is not None else costs.cost_ratio
-    verify = costs.verify_ratio[min(costs.verify_ratio, key=lambda known: abs(known - gamma))]
+    span = max(1.0, max(record.time + (record.total_s or 0.0) for record in counted) - counted[0].time)
+    tokens, drafted, blocks = (
+        sum(getattr(record, key) for record in counted) for key in ("response_tokens", "drafted", "blocks")
+    )
+    gamma, days_seen = round(drafted / blocks), span / DAY_SECONDS
+    ratios = [costs.cost_ratio_at or {gamma: costs.cost_ratio}, costs.verify_ratio]
+    draft, verify = (ratio[min(ratio, key=lambda other: abs(other - gamma))] for ratio in ratios)
     block_seconds = costs.target_step_seconds * (gamma * draft + verify)
-    at_once = concurrency(told)
-    saved = tokens_a_day * block_seconds / at_once * (1 / tau - 1 / max(tau + tau_gain, 1.0)) / HOUR_SECONDS
-    cost = seconds / HOUR_SECONDS
+    in_flight = concurrency(counted)
+    gain = 1 / tau - 1 / max(tau + tau_gain, 1.0)
+    saved, cost = tokens / days_seen * block_seconds / in_flight * gain / HOUR_SECONDS, seconds / HOUR_SECONDS
     needed = cost / saved if saved > 0 else math.inf
     words = (
-        f"payback: {tokens_a_day:,.0f} tokens and {len(told) / max(span, 1.0) * DAY_SECONDS:,.0f} requests a day, {at_once:.1f} in flight, "
+        f"payback: {tokens / days_seen:,.0f} tokens and {len(counted) / days_seen:,.0f} requests a day, {in_flight:.1f} in flight, "
         f"{1000 * block_seconds:.2f} ms per block: {saved:.3g} GPU-hours saved a day against {cost:.3g} for training, "
         + (f"paid back in {needed:.2g} days" if saved > 0 else "never paid back")
         + f" (limit {days:g})"
@@ -142,11 +138,6 @@ def payback(
     return Payback(
         holds=needed <= days,
         sentence=words,
-        requests_per_day=len(told) / max(span, 1.0) * DAY_SECONDS,
-        tokens_per_day=tokens_a_day,
-        gamma=gamma,
-        block_seconds=block_seconds,
-        concurrency=at_once,
         saved_gpu_hours_per_day=saved,
         training_gpu_hours=cost,
         days=needed if saved > 0 else None,

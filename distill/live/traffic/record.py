@@ -132,11 +132,15 @@ def from_line(line: bytes) -> TrafficRecord:
     try:
         return _SCHEMA.validate_json(body + b"}")
     except ValidationError as error:
-        first = error.errors()[0]
-        parts = first["loc"][: 2 if first["loc"][:1] == ("sampling",) else 1]
-        message = first["msg"].removeprefix("Value error, ")
-        value = f" (not {str(first['input'])[:100]!r})" if parts else ""
-        raise RecordError(": ".join(filter(None, (".".join(map(str, parts)), message + value)))) from error
+        raise RecordError(first_fault(error)) from error
+
+
+def first_fault(error: ValidationError) -> str:
+    """The first fault in words, with its key and value."""
+    first = error.errors()[0]
+    key = ".".join(str(part) for part in first["loc"] if part not in ("int", "float"))
+    value = f" (not {str(first['input'])[:100]!r})" if key else ""
+    return ": ".join(filter(None, (key, first["msg"].removeprefix("Value error, ") + value)))
 
 
 def log_files(directory: Path) -> list[Path]:
