@@ -53,16 +53,7 @@ TRAFFIC, PROBE = "traffic", "probe"
 PROBE_STEPS = 30  # trial steps on fresh traffic that measure the headroom
 KEPT_VERSIONS = 5  # the newest; the current one and its parent always stay
 FEWEST_PROMPTS = 24  # to train on; a probe on fewer is not meaningful
-OWN_KEYS = (
-    "name",
-    "output",
-    "target",
-    "serving",
-    "data.train",
-    "data.heldout",
-    "student.init",
-    "student.path",
-)
+OWN_KEYS = ("name", "output", "target", "serving", "data.train", "data.heldout", "student.init", "student.path")
 R = TypeVar("R", bound=Reason)
 # Options that must be the same when a refresh resumes.
 FIXED = ("share", "margin", "payback_days", "target_version")

@@ -42,11 +42,7 @@ class LogWriter:
     """
 
     def __init__(
-        self,
-        directory: Path,
-        text: bool = False,
-        retention_days: float = 30.0,
-        file_bytes: int = 64 << 20,
+        self, directory: Path, text: bool = False, retention_days: float = 30.0, file_bytes: int = 64 << 20
     ) -> None:
         """``text``: keep token ids. Sweeps run at the start, after each ``file_bytes`` and every hour. Raises UserError: another gateway
         writes here, the directory is another user's and readable by others, or it cannot be written.

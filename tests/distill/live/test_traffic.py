@@ -113,10 +113,7 @@ def test_what_the_run_holds_out_and_what_it_learnt_keep_their_side(tmp_path: Pat
     records += [record_of(90, prompt_ids=learnt, target_version=records[0].target_version)]
     log = write_log(tmp_path / "log", records)
     made = export_traffic(ExportTrafficOptions(log, own_run, tmp_path / "may", heldout=3))
-    assert made.left_out == {
-        "held out by the run": 1,
-        "as new as what is held out, or of its prompts": 1,
-    }
+    assert made.left_out == {"held out by the run": 1, "as new as what is held out, or of its prompts": 1}
     kept = [[prompt.prompt_ids for prompt in StoredPrompts(tmp_path / "may" / name)] for name in PROMPT_FILES]
     assert learnt not in kept[1]
     assert held not in (*kept[0], *kept[1])
