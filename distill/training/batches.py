@@ -24,7 +24,7 @@ from distill.loss.offsets import Survival, drawn_depths
 from distill.models.heads import SplitModel
 from distill.models.target import Target
 from distill.run.run import Run
-from distill.training.rollouts import Draft, Rollouts
+from distill.training.rollouts import CurrentDraft, Rollouts
 from distill.training.teacher import StoredTeacher, TeacherSource
 from speculative.engine.models import in_eval_mode
 from speculative.errors import UserError
@@ -76,7 +76,7 @@ class BatchSource:
             if name in self.mixture.pools:
                 self._hold(name, 0, () if given is None else given)
 
-    def micro_batches(self, step: int, draft: Draft | None = None) -> list[Batch]:
+    def micro_batches(self, step: int, draft: CurrentDraft | None = None) -> list[Batch]:
         """This rank's micro-batches of a step. All ranks call it, because `draft` makes new rollouts here when they are due.
 
         Without rollouts, a thread makes the micro-batches of the next step while this one is computed.
@@ -99,7 +99,7 @@ class BatchSource:
             self.read_ahead(window)
         return window
 
-    def _window(self, step: int, draft: Draft | None) -> list[Batch]:
+    def _window(self, step: int, draft: CurrentDraft | None) -> list[Batch]:
         train = self.config.train
         documents, numbers = self._documents(step, draft)
         lengths = np.array([len(document.input_ids) for document in documents])
@@ -121,7 +121,7 @@ class BatchSource:
         rollout = self.rollouts.longest if self.rollouts is not None else 0
         return self.config.train.packing or max(rollout, *held, 2)
 
-    def _documents(self, step: int, draft: Draft | None) -> tuple[list[Example], list[int]]:
+    def _documents(self, step: int, draft: CurrentDraft | None) -> tuple[list[Example], list[int]]:
         """The sequences of a step, pool after pool, and their numbers."""
         documents: list[Example] = []
         numbers: list[int] = []

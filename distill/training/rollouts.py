@@ -34,7 +34,7 @@ ROLLOUT_FORMAT = 2
 GAMMA, REJECTED_WEIGHT = 4, 2.0  # drafted tokens per block; loss weight where a drafted token was rejected
 Kind = Literal["student", "speculative"]
 # Returns an ordinary causal LM with the current weights of the trained module.
-Draft = Callable[[], PreTrainedModel]
+CurrentDraft = Callable[[], PreTrainedModel]
 
 
 def chosen_prompts(
@@ -60,14 +60,14 @@ class Rollouts:
         """Maximum tokens of a rollout including its prompt."""
         return int(prompt_lengths(self.prompts).max()) + self.config.serving.max_tokens
 
-    def student(self, generation: int, draft: Draft) -> list[Example]:
+    def student(self, generation: int, draft: CurrentDraft) -> list[Example]:
         """The draft's own responses, sampled at temperature 1 (on-policy distillation, arXiv 2306.13649).
 
         Raises UserError: disk full; a store of other settings; a damaged shard.
         """
         return [row.example() for row in self._generation("student", generation, draft)]
 
-    def speculative(self, generation: int, draft: Draft) -> list[Example]:
+    def speculative(self, generation: int, draft: CurrentDraft) -> list[Example]:
         """The target's responses decoded with the draft at the serving settings; their text has the distribution of the target alone.
 
         Positions where a draft token was rejected have weight `REJECTED_WEIGHT`, all others 1. UserError: as `student`.
@@ -86,7 +86,7 @@ class Rollouts:
         rule: Rule = "greedy" if sampling.greedy else "greedy-draft" if drafts_greedily else "sample"
         return replace(settings, sampling=sampling, rule=rule, gamma=GAMMA)
 
-    def _generation(self, kind: Kind, generation: int, draft: Draft) -> list[Row]:
+    def _generation(self, kind: Kind, generation: int, draft: CurrentDraft) -> list[Row]:
         """Rows of a generation; this rank generates its share of the missing shards."""
         settings, serving = self._settings(kind, generation), self.config.serving
         prompts = chosen_prompts(self.prompts, self.config.data.rollouts.prompts, self.config.seed, generation)

@@ -60,12 +60,6 @@ def test_muon_in_float32_is_torchs_muon(shape: tuple[int, int]) -> None:
     assert isinstance(make_optimizers(tiny_model(), OptimConfig(name="muon"))[1], Float32Muon), "on a CPU"
 
 
-def test_embedding_decay_follows_the_matrices_unless_given() -> None:
-    model = tiny_model()
-    decay = groups_of(make_optimizers(model, OptimConfig(lr=1e-3, weight_decay=0.1)))
-    assert decay[id(model.lm_head.weight)] == 0.1
-
-
 def test_default_learning_rate_falls_with_size_and_adapters_take_their_own() -> None:
     rates = [row[1] for row in DEFAULT_LR]
     assert rates == sorted(rates, reverse=True)
@@ -82,50 +76,6 @@ def test_default_learning_rate_falls_with_size_and_adapters_take_their_own() -> 
     assert default_lr(add_lora(tiny_model(), 2, 4, "all-linear")) == DEFAULT_LR[0][2]
 
 
-def test_adamw_is_fused_and_updates_as_the_plain_one() -> None:
-    def updated(fused: bool) -> torch.Tensor:
-        torch.manual_seed(0)
-        layer = nn.Linear(6, 5)
-        (optimizer,) = make_optimizers(layer, OptimConfig(lr=1e-2, weight_decay=0.1))
-        assert optimizer.defaults["fused"]
-        if not fused:
-            optimizer = torch.optim.AdamW(
-                [{"params": [layer.weight], "weight_decay": 0.1}, {"params": [layer.bias], "weight_decay": 0.0}],
-                lr=1e-2,
-                betas=(0.9, 0.95),
-                foreach=False,
-                fused=False,
-            )
-        for step in range(5):
-            layer(torch.full((2, 6), float(step + 1))).square().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return layer.weight.detach()
-
-    # Fused arithmetic rounds in another order.
-    torch.testing.assert_close(updated(True), updated(False), rtol=1e-5, atol=1e-6)
-
-
-def test_eight_bit_moments_learn_as_full_ones_do() -> None:
-    def final_loss(name: str) -> float:
-        torch.manual_seed(0)
-        layer, inputs = nn.Linear(128, 64), torch.randn(256, 128)
-        wanted = inputs @ torch.randn(128, 64)
-        optimizers = make_optimizers(layer, OptimConfig(name=name, lr=3e-2))
-        for _ in range(150):
-            loss = (layer(inputs) - wanted).square().mean()
-            loss.backward()
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-        return float(loss.detach())
-
-    start = 128.0  # the variance of the wanted outputs
-    assert final_loss("adamw") < 1e-3 * start
-    with torch.compiler.set_stance("force_eager"):  # the same arithmetic, not compiled for half a minute
-        assert final_loss("adamw8bit") < 1e-3 * start
-
-
 def test_missing_torchao_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 
@@ -138,6 +88,7 @@ def test_missing_torchao_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
 
 class TestSpikeGuard:
     def test_a_spike_is_many_times_the_median_and_is_not_remembered(self) -> None:
+        assert not any(SpikeGuard().is_spike(10.0**index) for index in range(16)), "nothing to compare with"
         guard = SpikeGuard()
         assert not any(guard.is_spike(1.0 + 0.1 * (index % 3)) for index in range(30))
         assert guard.is_spike(50.0)
@@ -146,10 +97,6 @@ class TestSpikeGuard:
         assert not guard.is_spike(2.0)
         assert guard.skipped_in_a_row == 0
         assert max(guard.norms) == 2.0
-
-    def test_the_first_norms_are_never_spikes(self) -> None:
-        guard = SpikeGuard()
-        assert not any(guard.is_spike(10.0**index) for index in range(16))
 
     def test_memory_survives_a_checkpoint(self) -> None:
         first, second = SpikeGuard(), SpikeGuard()
