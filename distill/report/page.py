@@ -19,7 +19,7 @@ from distill.config.layout import REPORT, RESULT
 from distill.report import sections
 from distill.report.figures import figures_of
 from distill.report.money import Prices
-from distill.report.section import SECTIONS, Made, Section
+from distill.report.section import SECTIONS, Content, Section
 from distill.report.sections.tokens import token_text
 from distill.report.view import OUTCOMES, View
 from distill.run.lock import held_for
@@ -52,12 +52,12 @@ def write_page(source: Path, to: Path | None = None, prices: Prices | None = Non
     return html
 
 
-def made_sections(view: View) -> list[tuple[Section, Made]]:
+def filled_sections(view: View) -> list[tuple[Section, Content]]:
     """Every registered section that applies to this result, from top to bottom, with its parts or the reason why it is empty."""
     for module in pkgutil.iter_modules(sections.__path__):
         importlib.import_module(f"{sections.__name__}.{module.name}")
-    parts = [(section, section.make(view)) for section in sorted(SECTIONS.values(), key=lambda section: section.order)]
-    return [(section, made) for section, made in parts if made is not None]
+    filled = [(section, section.make(view)) for section in sorted(SECTIONS.values(), key=lambda section: section.order)]
+    return [(section, content) for section, content in filled if content is not None]
 
 
 def render_page(result: Result, prices: Prices | None = None) -> str:
@@ -70,7 +70,7 @@ def render_page(result: Result, prices: Prices | None = None) -> str:
     environment.filters |= {"token_text": token_text, "percent": lambda share: f"{100 * min(1, max(0, share)):.1f}%"}
     script, style = ((TEMPLATES / name).read_text(encoding="utf-8") for name in ("report.js", "report.css"))
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    shown, verdict = made_sections(view), result.verdict
+    shown, verdict = filled_sections(view), result.verdict
     return environment.get_template("report.html.j2").render(
         result=result,
         verdict=verdict,

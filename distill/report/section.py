@@ -20,7 +20,7 @@ class Piece:
 
 Part = str | Table | Piece
 # Parts from top to bottom. A plain string: why there is nothing to show. None: the section is left out of this report.
-Made = Sequence[Part] | str | None
+Content = Sequence[Part] | str | None
 
 
 @dataclass(frozen=True)
@@ -31,16 +31,16 @@ class Section:
     title: str
     order: int
     nav: str
-    make: Callable[[View], Made] = field(repr=False)
+    make: Callable[[View], Content] = field(repr=False)
 
 
 SECTIONS: dict[str, Section] = {}
 
 
-def section(name: str, title: str, *, order: int, nav: str = "") -> Callable[[Callable[[View], Made]], Any]:
+def section(name: str, title: str, *, order: int, nav: str = "") -> Callable[[Callable[[View], Content]], Any]:
     """Register a function as the maker of a section."""
 
-    def register(make: Callable[[View], Made]) -> Callable[[View], Made]:
+    def register(make: Callable[[View], Content]) -> Callable[[View], Content]:
         SECTIONS[name] = Section(name, title, order, nav, make)
         return make
 

@@ -1,14 +1,14 @@
 """Sections on speed: every way to decode, one request at a time and under load, and latency."""
 
 from distill.report.measured import engine_parts, load_table, stages_table, waits_table, ways_tables
-from distill.report.section import Made, Piece, section
+from distill.report.section import Content, Piece, section
 from distill.report.view import View
 from distill.run.verdict_record import Verdict
 from speculative.measure.effects import Effects, words
 
 
 @section("numbers", "The numbers", order=10)
-def numbers(view: View) -> Made:
+def numbers(view: View) -> Content:
     """The tables of ways, and how certain the gain is."""
     effects = (Piece("fine", line) for line in effect_lines(view.verdict))
     return [*ways_tables(view.verdict), *effects, Piece("nav", None)]
@@ -36,7 +36,7 @@ def _confidence(effects: Effects) -> str:
 
 
 @section("load", "Under load", order=50)
-def load(view: View) -> Made:
+def load(view: View) -> Content:
     """The speed-up of each way at each number of concurrent requests."""
     verdict = view.verdict
     return [*load_lines(verdict), load_table(verdict)] if max(verdict.concurrencies, default=1) > 1 else None
@@ -66,13 +66,13 @@ def load_lines(verdict: Verdict) -> list[str]:
 
 
 @section("engine", "In the engine", order=51)
-def engine(view: View) -> Made:
+def engine(view: View) -> Content:
     """What engine_costs.json predicts (`understudy time`)."""
     return engine_parts(view.verdict) or None
 
 
 @section("latency", "Latency", order=52)
-def latency(view: View) -> Made:
+def latency(view: View) -> Content:
     """Waits for the first and for every further token, and the stages of a block, at every load."""
     rows = view.verdict.measured
     if not any(row.first_token_ms for row in rows):

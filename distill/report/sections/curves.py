@@ -1,6 +1,6 @@
 """Curves: acceptance over steps, survival by position, speed-up over gamma."""
 
-from distill.report.section import Made, Part, Piece, figures, section
+from distill.report.section import Content, Part, Piece, figures, section
 from distill.report.table import Cell, Column, Table
 from distill.report.view import View
 
@@ -8,7 +8,7 @@ SHOWN_GAMMAS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 32)
 
 
 @section("steps", "Acceptance over steps", order=20, nav="Steps")
-def steps(view: View) -> Made:
+def steps(view: View) -> Content:
     """alpha and tau of every judged checkpoint."""
     rows = view.verdict.checkpoints
     if len(rows) < 2:
@@ -26,7 +26,7 @@ def steps(view: View) -> Made:
 
 
 @section("survival", "Survival by position", order=30, nav="Survival")
-def survival(view: View) -> Made:
+def survival(view: View) -> Content:
     """How often the first j drafted tokens are all accepted."""
     if not view.survival:
         return "Survival by position is not known: nothing was decoded live and no rule could be replayed."
@@ -38,7 +38,7 @@ def survival(view: View) -> Made:
 
 
 @section("speed", "Speed-up over gamma", order=40, nav="Speed")
-def speed(view: View) -> Made:
+def speed(view: View) -> Content:
     """tau and predicted speed-up over gamma, under each rule, and at other step times."""
     if view.curves is None:
         return "There are no curves over gamma: no rule could be replayed on this held-out text."

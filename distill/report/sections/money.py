@@ -1,14 +1,14 @@
 """Cost of tokens and responses, if prices were given."""
 
 from distill.report.money import Prices, price_rows, run_hours, run_price
-from distill.report.section import Made, section
+from distill.report.section import Content, section
 from distill.report.table import Cell, Column, Table
 from distill.report.view import View
 from distill.run.verdict_record import Verdict
 
 
 @section("money", "What it costs", order=55)
-def money(view: View) -> Made:
+def money(view: View) -> Content:
     """Cost by number of concurrent requests; the cheaper way is bold."""
     if view.prices is None:
         return None

@@ -3,7 +3,7 @@
 import itertools
 
 from distill.report.measured import waits_table
-from distill.report.section import Made, section
+from distill.report.section import Content, section
 from distill.report.table import Cell, Column, Table
 from distill.report.view import View
 from distill.run.readback_record import SERVED_TEXT, ReadbackRecord
@@ -12,7 +12,7 @@ from speculative.measure.replay import WORRYING_Z
 
 
 @section("readback", "Measured in an engine", order=45)
-def readback(view: View) -> Made:
+def readback(view: View) -> Content:
     """The content of readback.json in the run's folder."""
     record = view.result.readback
     if record is None:

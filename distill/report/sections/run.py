@@ -2,7 +2,7 @@
 
 import shlex
 
-from distill.report.section import Made, Part, Piece, section
+from distill.report.section import Content, Part, Piece, section
 from distill.report.sections.curves import of_block
 from distill.report.view import View
 from distill.run.result import Result
@@ -33,7 +33,7 @@ CHECKS = (
 
 
 @section("run", "What was run", order=98, nav="What was run")
-def run(view: View) -> Made:
+def run(view: View) -> Content:
     """Provenance, the config and the checks."""
     result = view.result
     parts: list[Part] = [Piece("facts", run_facts(view))]
@@ -45,7 +45,7 @@ def run(view: View) -> Made:
 
 
 @section("serve", "Serve it", order=99, nav="Serve it")
-def serve(view: View) -> Made:
+def serve(view: View) -> Content:
     """The command for each engine, and why serving may not be worth it."""
     if not view.result.serve:
         return None
@@ -54,7 +54,7 @@ def serve(view: View) -> Made:
 
 
 @section("words", "Glossary", order=100, nav="Glossary")
-def words(view: View) -> Made:
+def words(view: View) -> Content:
     return [Piece("facts", list(GLOSSARY.items()))]
 
 

@@ -2,7 +2,7 @@
 
 import re
 
-from distill.report.section import Made, Part, Piece, section
+from distill.report.section import Content, Part, Piece, section
 from distill.report.table import Cell, Column, Table
 from distill.report.view import View
 from speculative.explain.disagreements import Disagreement
@@ -26,7 +26,7 @@ def visible(text: str) -> str:
 
 
 @section("slices", "Where it gains and loses", order=60, nav="Slices")
-def slices(view: View) -> Made:
+def slices(view: View) -> Content:
     """alpha by dimension of the held-out text."""
     if not view.result.slices:
         return "There are no slices."
@@ -94,7 +94,7 @@ def untrained(view: View) -> list[SliceRow]:
 
 
 @section("disagreements", "Most expensive disagreements", order=95, nav="Disagreements")
-def disagreements(view: View) -> Made:
+def disagreements(view: View) -> Content:
     """The most expensive disagreements between draft and target."""
     every = view.result.disagreements
     if not every:

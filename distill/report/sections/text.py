@@ -1,13 +1,13 @@
 """Sections on the text: repetition, losslessness and task scores."""
 
-from distill.report.section import Made, section
+from distill.report.section import Content, section
 from distill.report.sections.slices import prompts_of
 from distill.report.table import Cell, Column, Table
 from distill.report.view import View
 
 
 @section("repetition", "How much of the text repeats", order=75)
-def repetition(view: View) -> Made:
+def repetition(view: View) -> Content:
     """Repeated and looping shares, whole and by domain."""
     found = view.verdict.repetition
     if found is None:
@@ -25,7 +25,7 @@ def repetition(view: View) -> Made:
 
 
 @section("proofs", "Is the text still the target's?", order=78)
-def proofs(view: View) -> Made:
+def proofs(view: View) -> Content:
     """Losslessness and task scores, if `understudy evaluate` added them."""
     test, scores = view.result.losslessness, view.result.scores
     if test is None and not scores:

@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from distill.report.section import Made, Piece, section
+from distill.report.section import Content, Piece, section
 from distill.report.sections.slices import CONTROL_SIGNS
 from distill.report.view import View
 
@@ -16,7 +16,7 @@ def token_text(text: str) -> str:
 
 
 @section("tokens", "Who wrote each token", order=90, nav="Tokens")
-def tokens(view: View) -> Made:
+def tokens(view: View) -> Content:
     """The token view. Both models' most probable tokens are in the page's data."""
     shown = view.result.token_view
     if shown is None:

@@ -100,15 +100,15 @@ def with_text(value: Any, text: str, keys: tuple[str, ...]) -> Any:
 
 def outside_references(source: str) -> list[str]:
     """Everything in a page that would be fetched: attributes that load, and url() or @import in styles."""
-    found = []
-    for tag, attributes in Reader(source).tags:
-        for name, value in attributes.items():
-            if name in ("src", "srcset", "href", "xlink:href", "action", "poster", "data", "background", "ping"):
-                found.append(f"{tag} {name}={value}") if not (value or "").startswith(
-                    ("#", "data:,", "data:image/svg+xml;base64,")
-                ) else None
+    loading = ("src", "srcset", "href", "xlink:href", "action", "poster", "data", "background", "ping")
+    addresses = [
+        f"{tag} {name}={value}"
+        for tag, attributes in Reader(source).tags
+        for name, value in attributes.items()
+        if name in loading and not (value or "").startswith(("#", "data:,", "data:image/svg+xml;base64,"))
+    ]
     urls = re.findall(r"url\(\s*['\"]?([^)'\"]*)", source)
-    return found + [url for url in urls if not url.startswith("#")] + re.findall(r"@import[^;]*", source)
+    return addresses + [url for url in urls if not url.startswith("#")] + re.findall(r"@import[^;]*", source)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

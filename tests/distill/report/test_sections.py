@@ -18,7 +18,7 @@ from data.files import write_json
 from distill.cli import app
 from distill.config.layout import RESULT
 from distill.report.money import Prices, parse_prices, price_rows
-from distill.report.page import made_sections
+from distill.report.page import filled_sections
 from distill.report.screen import last_screen
 from distill.report.section import Piece
 from distill.report.sections.curves import rules_table, speed_line, times_table
@@ -45,7 +45,7 @@ def of_verdict(tree: dict[str, Any], **changes: Any) -> dict[str, Any]:
 
 
 def sections_of(tree: dict[str, Any], **view: Any) -> dict[str, Any]:
-    return {section.id: parts for section, parts in made_sections(view_of(tree, **view))}
+    return {section.id: parts for section, parts in filled_sections(view_of(tree, **view))}
 
 
 def tables_of(tree: dict[str, Any], name: str, **view: Any) -> dict[str, Table]:
