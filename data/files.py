@@ -107,14 +107,14 @@ def read_manifest(folder: Path) -> Manifest:
     """The manifest of a store, without its checksum, which is checked; UserError if it is missing or damaged."""
     path = folder / MANIFEST
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        checksum = found.pop(CHECKSUM, None)
+        content = json.loads(path.read_text(encoding="utf-8"))
+        checksum = content.pop(CHECKSUM, None)
     except (OSError, ValueError, AttributeError, TypeError, RecursionError) as error:
         raise UserError(f"{path}: cannot be read as a manifest; delete the folder to make it again") from error
     # A manifest without a checksum has another format; comparing the keys gives a clearer message.
-    if checksum is not None and checksum != _digest(found):
+    if checksum is not None and checksum != _digest(content):
         raise UserError(f"{path}: damaged, its checksum does not match; delete the folder to make it again")
-    return found
+    return content
 
 
 def require_manifest(folder: Path, wanted: Manifest, remedy: str) -> None:

@@ -75,11 +75,11 @@ def json_rows(path: Path) -> Rows:
 
 
 def _named_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    value = dict(pairs)
+    if len(value) < len(pairs):
         names = [name for name, _ in pairs]
         raise ValueError(f"{max(names, key=names.count)!r} is specified twice")
-    return found
+    return value
 
 
 _STRICT_JSON = json.JSONDecoder(object_pairs_hook=_named_once)

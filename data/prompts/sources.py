@@ -47,13 +47,13 @@ class _Table:
 
 def _arrow_table(schema: pa.Schema, batches: Callable[[list[str]], Iterable[pa.RecordBatch]], name: str) -> _Table:
     def rows(wanted: Sequence[str]) -> Rows:
-        found: Iterable[dict[str, Any]] = (values for batch in batches(list(wanted)) for values in batch.to_pylist())
+        values: Iterable[dict[str, Any]] = (values for batch in batches(list(wanted)) for values in batch.to_pylist())
         chosen = pa.schema([schema.field(column) for column in wanted])
         if any("arrow.json" in str(one) for one in chosen.types):  # Objects with different keys, stored as JSON.
             import datasets
 
-            found = map(datasets.Features.from_arrow_schema(chosen).decode_example, found)
-        return enumerate(found, start=1)
+            values = map(datasets.Features.from_arrow_schema(chosen).decode_example, values)
+        return enumerate(values, start=1)
 
     return _Table(name, schema.names, rows)
 
@@ -83,18 +83,18 @@ def load_source(
         rows = _limited(_stdlib_rows(source), source.limit)
     else:
         tables, domain = _open(source)
-        own: list[UserError] | None = None if bad_rows is None else []
+        faults: list[UserError] | None = None if bad_rows is None else []
         coming = (
-            row for table in tables for row in _table_rows(table, source, source.domain or domain, preferred, own)
+            row for table in tables for row in _table_rows(table, source, source.domain or domain, preferred, faults)
         )
         try:
             rows = _limited(coming, source.limit)
         except UNREADABLE as error:
             raise UserError(f"{source.path}: cannot be read to its end: {one_line(error)}") from error
-        if own and not rows:
-            raise own[0]
+        if faults and not rows:
+            raise faults[0]
         if bad_rows is not None:
-            bad_rows += own or []
+            bad_rows += faults or []
     if not rows:
         raise UserError(f"{source.path}: the source is empty; it must have at least one prompt")
     return rows
@@ -172,11 +172,11 @@ def _near_files(path: Path) -> str:
 def _file_tables(files: list[Path], format: str, split: str) -> Iterator[_Table]:
     if split != "train":
         log.warning("%s: split %r is ignored: a single file or a glob has no splits", files[0], split)
-    told = [(file, format_of(file) if format == "auto" else format) for file in files]
-    for file, kind in told:
+    formats = [(file, format_of(file) if format == "auto" else format) for file in files]
+    for file, kind in formats:
         if kind is None:
             raise UserError(f"{file}: the suffix gives no format; rename it or set format to {', '.join(FORMATS)}")
-    return (table for file, kind in told for table in _read_file(file, FORMATS[str(kind)]))
+    return (table for file, kind in formats for table in _read_file(file, FORMATS[str(kind)]))
 
 
 def format_of(file: Path) -> str | None:

@@ -60,19 +60,19 @@ def deduplicate(rows: Sequence[PromptRow]) -> tuple[list[PromptRow], int]:
     Prompts that were rendered earlier are compared by id. UserError if several rows all have the same prompt.
     """
     seen: set[str] = set()
-    kept: list[PromptRow] = []
+    unique: list[PromptRow] = []
     for row in rows:
         # The program that rendered a prompt chose how often a question may occur.
         keys = {content_hash(row), row.prompt_id or normalised_hash(row)}
         if seen.isdisjoint(keys):
-            kept.append(row)
+            unique.append(row)
         seen |= keys
-    if len(kept) == 1 and len(rows) > 1:
+    if len(unique) == 1 and len(rows) > 1:
         raise UserError(
             f"all prompts are duplicates: {len(rows)} rows, 1 unique (first at {rows[0].origin}); check which column "
             "is mapped to the prompt"
         )
-    return kept, len(rows) - len(kept)
+    return unique, len(rows) - len(unique)
 
 
 def held_out(prompt_ids: Sequence[str], heldout_count: int, groups: Sequence[str] | None = None) -> list[int]:
@@ -87,29 +87,29 @@ def held_out(prompt_ids: Sequence[str], heldout_count: int, groups: Sequence[str
     if groups is None:
         groups = prompt_ids
     positions = [(_position(group), prompt_id) for group, prompt_id in zip(groups, prompt_ids, strict=True)]
-    found = heapq.nsmallest(heldout_count, range(len(positions)), key=positions.__getitem__)
-    last, first = groups[found[-1]], set(found)
+    numbers = heapq.nsmallest(heldout_count, range(len(positions)), key=positions.__getitem__)
+    last, first = groups[numbers[-1]], set(numbers)
     rest = [number for number, group in enumerate(groups) if group == last and number not in first]
-    found += sorted(rest, key=positions.__getitem__)
-    if len(found) == len(prompt_ids):
+    numbers += sorted(rest, key=positions.__getitem__)
+    if len(numbers) == len(prompt_ids):
         raise UserError(
-            f"all {len(found)} prompts would be held out: they start with only {len(set(groups))} questions, and prompts with the same "
+            f"all {len(numbers)} prompts would be held out: they start with only {len(set(groups))} questions, and prompts with the same "
             "question stay together; give more prompts, lower data.heldout_count, or set data.heldout"
         )
-    return found
+    return numbers
 
 
 def remove_overlap(train: Sequence[PromptRow], heldout: Sequence[PromptRow]) -> tuple[list[PromptRow], int]:
     """(training prompts whose group, see `split_groups`, is not held out; number of removed ones). UserError if none is left."""
     groups = split_groups([*heldout, *train], normalised=True)
     held = set(groups[: len(heldout)])
-    kept = [row for row, group in zip(train, groups[len(heldout) :], strict=True) if group not in held]
-    if train and not kept:
+    rows = [row for row, group in zip(train, groups[len(heldout) :], strict=True) if group not in held]
+    if train and not rows:
         raise UserError(
             f"all {len(train)} training prompts are also held out (first at {train[0].origin}); give two "
             "different sources, or one source and a held-out share"
         )
-    return kept, len(train) - len(kept)
+    return rows, len(train) - len(rows)
 
 
 def _opening(row: PromptRow) -> Sequence[Mapping[str, object]]:

@@ -205,14 +205,17 @@ class SignalStore:
         if table.schema.metadata != self._settings:
             self._others[name] = (table.schema.metadata or {}).get(b"signal", b"{}")
             return
-        keys, facts = table["key"].to_numpy(), {one: table[one].to_numpy() for one in ("tail_sum", "tail_max")}
+        keys, facts = (
+            table["key"].to_numpy(),
+            {figure: table[figure].to_numpy() for figure in ("tail_sum", "tail_max")},
+        )
         places = np.searchsorted(self._keys_U, keys)
         wanted = places < len(self._keys_U)
         wanted[wanted] = self._keys_U[places[wanted]] == keys[wanted]
         rows = np.zeros(int(wanted.sum()), _PLACE)
         rows["file"], rows["row"] = len(self._names), np.flatnonzero(wanted)
-        for one, values in facts.items():
-            rows[one] = values[wanted]
+        for figure, values in facts.items():
+            rows[figure] = values[wanted]
         self._names.append(name)
         self._tokens[name] = int(table["tokens"].to_numpy().sum())
         self._place_U[places[wanted]] = rows

@@ -173,11 +173,11 @@ def _drawn_from(made_with: Manifest, now: Manifest) -> Manifest:
 
 
 def _digests(folder: Path) -> dict[str, str]:
-    found = {}
+    digests = {}
     for name in (TRAIN_FILE, HELDOUT_FILE):
         with (folder / name).open("rb") as file:
-            found[name] = hashlib.file_digest(file, "sha256").hexdigest()
-    return found
+            digests[name] = hashlib.file_digest(file, "sha256").hexdigest()
+    return digests
 
 
 def _read(folder: Path, judged: int) -> PromptSets:

@@ -119,13 +119,13 @@ def plain_loads(run: Path) -> dict[str, tuple[int, ...]]:
 
 def with_plain_loads(record: ReadbackRecord, run: Path) -> ReadbackRecord:
     """Return a new record with its `plain_loads`, those of an earlier readback of the same engine and version among them."""
-    loads, own = set[int](), record.served
+    loads, served = set[int](), record.served
     with contextlib.suppress(UserError):
         if (earlier := load_readback(run)) is not None and earlier.where == record.where:
             loads = set(earlier.plain_loads)
-    if own.gamma == 0 and own.speed_up is not None and own.speed_up_ci is not None:
-        fine = own.speed_up_ci[1] >= 1.0 and own.speed_up >= 1.0 - SLOWER
-        loads = loads | {own.concurrency} if fine else loads - {own.concurrency}
+    if served.gamma == 0 and served.speed_up is not None and served.speed_up_ci is not None:
+        fine = served.speed_up_ci[1] >= 1.0 and served.speed_up >= 1.0 - SLOWER
+        loads = loads | {served.concurrency} if fine else loads - {served.concurrency}
     return record.model_copy(update={"plain_loads": sorted(loads)})
 
 

@@ -17,8 +17,8 @@ from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs
 from filelock import AcquireReturnProxy
 
-from data.files import MANIFEST, write_bytes, write_json, writing
-from distill.config.layout import CHECKPOINTS, CONFIG, PROMPTS, SELF_CHECKS, STUDENT_NOTES
+from data.files import write_bytes, write_json, writing
+from distill.config.layout import CHECKPOINTS, CONFIG, SELF_CHECKS, STUDENT_NOTES
 from distill.config.load import dump_config, load_config, parse_config
 from distill.config.origin import remember_origin, spelled
 from distill.config.run import RunConfig
@@ -119,13 +119,13 @@ class Run:
             dist.broadcast_object_list(found, group=group, device=torch.device("cpu"))
         return found[0]  # type: ignore[return-value]
 
-    def gathered(self, own: Seen) -> list[Seen]:
+    def gathered(self, value: Seen) -> list[Seen]:
         """What each rank gives, by rank, on every rank. All ranks must call it."""
-        found: list[Any] = [own]
+        gathered: list[Any] = [value]
         if self.ranks > 1:
-            found *= self.ranks
-            dist.all_gather_object(found, own, group=self._patient)
-        return found
+            gathered *= self.ranks
+            dist.all_gather_object(gathered, value, group=self._patient)
+        return gathered
 
     def dealt(
         self, folder: Path, name: str, pieces: Sequence[Piece], work: Callable[[Piece], Any], alone: bool = False
@@ -137,7 +137,7 @@ class Run:
 
         Raises UserError: ``folder`` cannot be written.
         """
-        own = {}
+        results = {}
         for index, piece in enumerate(pieces):
             if self.rank == (0 if alone else index % self.ranks):
                 path = folder / f"{name}-{index:04d}.json"
@@ -146,8 +146,8 @@ class Run:
                     with writing(path):
                         folder.mkdir(exist_ok=True)
                         write_json(path, result)
-                own[index] = json.loads(path.read_text(encoding="utf-8"))
-        found = {index: result for part in self.gathered(own) for index, result in part.items()}
+                results[index] = json.loads(path.read_text(encoding="utf-8"))
+        found = {index: result for part in self.gathered(results) for index, result in part.items()}
         return [found[index] for index in range(len(pieces))]
 
     def once(self, path: Path, make: Callable[[], object]) -> None:
@@ -197,12 +197,32 @@ def _digest(path: Path) -> bytes | None:
 
 
 # Keys that may change when a run resumes: they do not affect what is trained, only where it runs and how it is shown.
-MAY_DIFFER = (
-    "output", "target.shard", "target.device_map", "student.gradient_checkpointing", "target.endpoint.url", "target.endpoint.api_key_env",
-    "target.endpoint.concurrency", "target.endpoint.timeout", "target.endpoint.retries", "train.micro_batch_size", "loss.chunk_tokens",
-    "serving.batch_size", "judge.batch_size", "judge.live", "judge.live_prompts", "judge.speed_prompts", "judge.speed_seconds", "judge.speed_threads", "judge.served", "tracking.trackers",
-    "tracking.project", "export.quantize",
-)  # fmt: skip
+MAY_DIFFER = frozenset(
+    [
+        "output",
+        "target.shard",
+        "target.device_map",
+        "student.gradient_checkpointing",
+        "target.endpoint.url",
+        "target.endpoint.api_key_env",
+        "target.endpoint.concurrency",
+        "target.endpoint.timeout",
+        "target.endpoint.retries",
+        "train.micro_batch_size",
+        "loss.chunk_tokens",
+        "serving.batch_size",
+        "judge.batch_size",
+        "judge.live",
+        "judge.live_prompts",
+        "judge.speed_prompts",
+        "judge.speed_seconds",
+        "judge.speed_threads",
+        "judge.served",
+        "tracking.trackers",
+        "tracking.project",
+        "export.quantize",
+    ]
+)
 
 
 def claim_folder(config: RunConfig) -> None:
@@ -226,11 +246,9 @@ def claim_folder(config: RunConfig) -> None:
             old_tree = spelled(load_config(path).model_dump(mode="json"), folder)
             if difference := _first_difference(old_tree, tree, may):
                 key, old, new = difference
-                # Runs of version 0.1 have no prompts/, and their responses have another format.
-                copied = " (its responses may be copied there)" if (folder / PROMPTS / MANIFEST).exists() else ""
                 raise UserError(
                     f"{folder}: holds a run with another config ({key} is {old}, now {new}); "
-                    f"choose another name=...{copied}, or delete the folder"
+                    f"choose another name=... (its responses may be copied there), or delete the folder"
                 )
         elif path.exists() and path.read_text(encoding="utf-8") != text:
             for stale in (SELF_CHECKS, STUDENT_NOTES):

@@ -119,13 +119,13 @@ def check_instrument(
 
     def checked() -> dict[str, object]:
         keyed = [(prompt.prompt_id, prompt.prompt_ids) for prompt in prompts[:CHECKED_PROMPTS]]
-        found = self_checks(target.model, keyed, settings, batch_size=run.config.judge.batch_size)
+        checks = self_checks(target.model, keyed, settings, batch_size=run.config.judge.batch_size)
         run.say(
-            f"self-checks: target as its own draft alpha {found['alpha_live']:.3f} live, {found['alpha_replay']:.3f} replay; "
-            f"speculative greedy = plain greedy on {found['greedy_equal']}/{found['prompts']} prompts"
+            f"self-checks: target as its own draft alpha {checks['alpha_live']:.3f} live, {checks['alpha_replay']:.3f} replay; "
+            f"speculative greedy = plain greedy on {checks['greedy_equal']}/{checks['prompts']} prompts"
         )
-        for warning in found["warnings"]:
+        for warning in checks["warnings"]:
             run.say(f"warning: {warning}")
-        return dict(found)
+        return dict(checks)
 
     return run.record(run.folder / SELF_CHECKS, checked)

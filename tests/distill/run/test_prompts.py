@@ -79,13 +79,11 @@ def test_prompts_are_rendered_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         no_reading(patched)
         sets = loaded(data, run=run)
         assert (list(sets.train), sets.heldout, sets.report) == (list(first.train), first.heldout, first.report)
-        (tmp_path / "prompts.jsonl").unlink()
-        assert held_out(data, 4, run) == first.heldout, "the sources are not needed"
-        data_of(tmp_path)
-        assert held_out(data, 4, run) == first.heldout
         assert loaded(data, 8, run=run).heldout[:4] == first.heldout, "another number to judge"
         other: Any = SimpleNamespace(folder=run, once=lambda *_: None, await_seen=lambda *_: None)
         assert list(load_prompts(data, TOKENIZER, 100, 10, 4, run=other).train) == list(first.train)
+        (tmp_path / "prompts.jsonl").unlink()
+        assert held_out(data, 4, run) == first.heldout, "the sources are not needed"
     assert {path.name for path in (run / PROMPTS).iterdir()} == {"train.arrow", "heldout.arrow", "manifest.json"}
 
 
