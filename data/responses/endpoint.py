@@ -306,7 +306,7 @@ class EndpointTarget:
         import openai
 
         endpoint = self.endpoint
-        url, said = endpoint.url, " ".join(str(getattr(error, "message", error)).split())[:200]
+        url, message = endpoint.url, " ".join(str(getattr(error, "message", error)).split())[:200]
         stays = "finished work is kept; the same command continues"
         if isinstance(error, openai.APITimeoutError):
             return (
@@ -314,21 +314,21 @@ class EndpointTarget:
                 f"lower target.endpoint.concurrency; {stays}"
             )
         if isinstance(error, openai.APIConnectionError):
-            cause = str(error.__cause__ or "").split("\n")[0] or said
+            cause = str(error.__cause__ or "").split("\n")[0] or message
             return f"target.endpoint.url = {url}: no server answers ({cause}); start it (`vllm serve MODEL`); {stays}"
         if isinstance(error, openai.AuthenticationError | openai.PermissionDeniedError):
             named = endpoint.api_key_env or "that target.endpoint.api_key_env (--api-key-env) names"
             return f"{url}: refuses the API key; put the right one into the environment variable {named}"
         if isinstance(error, openai.NotFoundError):
-            return f"{url}: {said or 'not found'}; target.endpoint.url must end in /v1, and {self._model or 'a model'} must be served there"
-        limit = re.search(r"logprobs.*(?:max allowed|maximum)\D*(\d+)", said)
+            return f"{url}: {message or 'not found'}; target.endpoint.url must end in /v1, and {self._model or 'a model'} must be served there"
+        limit = re.search(r"logprobs.*(?:max allowed|maximum)\D*(\d+)", message)
         if k is not None and limit:
-            return f"{url}: returns at most {limit.group(1)} {'prompt_logprobs' if 'prompt' in said else 'top_logprobs'}; start it with --max-logprobs {k}, or lower signal.k"
-        too_long = re.search(r"context length|max_model_len|maximum model length", said)
+            return f"{url}: returns at most {limit.group(1)} {'prompt_logprobs' if 'prompt' in message else 'top_logprobs'}; start it with --max-logprobs {k}, or lower signal.k"
+        too_long = re.search(r"context length|max_model_len|maximum model length", message)
         if isinstance(error, openai.BadRequestError) and too_long:
-            return f"{url}: a text is too long for the server ({said}); set data.context_length below its limit"
+            return f"{url}: a text is too long for the server ({message}); set data.context_length below its limit"
         status = getattr(error, "status_code", None)
-        return f"{url}: {status or type(error).__name__}: {said}; {stays}"
+        return f"{url}: {status or type(error).__name__}: {message}; {stays}"
 
     def close(self) -> None:
         """End all requests; later ones get another client."""

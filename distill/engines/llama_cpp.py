@@ -118,15 +118,18 @@ def main() -> None:
     parser.add_argument("--draft")
     parser.add_argument("--weights", type=str.lower, default=FLOATS[0])
     parser.add_argument("--draft-weights", type=str.lower, default=FLOATS[0])
-    given, words = parser.parse_known_args()
+    options, words = parser.parse_known_args()
     try:
-        files = ["-m", str(gguf_of(given.target, given.store / "target", given.weights, given.program))]
-        if given.draft:
-            files += ["-md", str(gguf_of(given.draft, given.store / "draft", given.draft_weights, given.program))]
+        files = ["-m", str(gguf_of(options.target, options.store / "target", options.weights, options.program))]
+        if options.draft:
+            files += [
+                "-md",
+                str(gguf_of(options.draft, options.store / "draft", options.draft_weights, options.program)),
+            ]
     except UserError as error:
         sys.exit(str(error))
-    own = ["--alias", given.target, "--metrics", "--no-webui"]
-    os.execv(given.program, [str(given.program), *files, *own, *words])
+    own = ["--alias", options.target, "--metrics", "--no-webui"]
+    os.execv(options.program, [str(options.program), *files, *own, *words])
 
 
 register(

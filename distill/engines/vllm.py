@@ -88,12 +88,12 @@ def _refusals(facts: "EngineFacts") -> list[str]:
 
 
 def _warnings(facts: "EngineFacts") -> list[str]:
-    told = "it computes the draft in the target's dtype, so acceptance can differ from the measured one; export with the target's dtype"
+    effect = "it computes the draft in the target's dtype, so acceptance can differ from the measured one; export with the target's dtype"
     target, draft = facts.dtypes
-    notes = [f"config.json: dtype: {target} in the target, {draft} in the draft; {told}"] if target != draft else []
+    notes = [f"config.json: dtype: {target} in the target, {draft} in the draft; {effect}"] if target != draft else []
     sizes = {side: shape[0] for side, shape in facts.shapes.items() if shape[0] not in CPU_HEADS}
-    told = "its CPU build has no attention kernel for it; serve on a GPU"
-    notes += [f"config.json: head_dim {size} in the {side}; {told}" for side, size in sizes.items()]
+    effect = "its CPU build has no attention kernel for it; serve on a GPU"
+    notes += [f"config.json: head_dim {size} in the {side}; {effect}" for side, size in sizes.items()]
     return notes + _cache(facts)[1] + _schedule(facts)
 
 
@@ -105,28 +105,28 @@ def _cache(facts: "EngineFacts") -> tuple[list[str], list[str]]:
         facts.STATE in (*target, *draft) or len({*target, *draft} - {facts.FULL, facts.STATE}) > 1
     ):
         threads = "vllm#49112, 2026-07-19, open" if facts.STATE in draft else WINDOW_THREADS
-        told = f"model runner V1 stops at start, since a draft must fit one group of its cache ({threads})"
-        return [f"{reads}; {told}; use a draft whose layers all read {facts.FULL}"], []
+        effect = f"model runner V1 stops at start, since a draft must fit one group of its cache ({threads})"
+        return [f"{reads}; {effect}; use a draft whose layers all read {facts.FULL}"], []
     if set(draft) - {facts.FULL, facts.STATE}:
-        told = "the command turns that off, which costs memory" if split_cache(facts) else "if it does, turn that off"
+        effect = "the command turns that off, which costs memory" if split_cache(facts) else "if it does, turn that off"
         flag = "--disable-hybrid-kv-cache-manager"
         return [], [
-            f"{reads}; such a draft can stop at start with the hybrid cache manager ({WINDOW_THREADS}); {told} ({flag})"
+            f"{reads}; such a draft can stop at start with the hybrid cache manager ({WINDOW_THREADS}); {effect} ({flag})"
         ]
     if facts.STATE in target and facts.STATE not in draft:
-        told = "such a pair can stop at start (vllm#43626, 2026-05-26, mended in 0.32; vllm#57721, 2026-09-19, open)"
-        return [], [f"{reads}; {told}; start it once before you rely on it"]
+        effect = "such a pair can stop at start (vllm#43626, 2026-05-26, mended in 0.32; vllm#57721, 2026-09-19, open)"
+        return [], [f"{reads}; {effect}; start it once before you rely on it"]
     return [], []
 
 
 def _schedule(facts: "EngineFacts") -> list[str]:
     plain = facts.load_words([one for one in facts.gamma_by_load if one not in schedule(facts)])
-    told = (
+    effect = (
         "is faster by the run's timings, but rows of gamma 0 can be slower than either (232 to 24 tokens/s at the threshold: vllm#49548, open, "
         "also in 0.27.1 on 2026-08-24), so the command drafts 1 token there; to get the row, start vLLM with it, run `understudy readback --plain "
         "URL --concurrency N` at that load, and export again"
     )
-    return [f"num_speculative_tokens_per_batch_size: {plain}, {told}"] if plain and facts.by_load else []
+    return [f"num_speculative_tokens_per_batch_size: {plain}, {effect}"] if plain and facts.by_load else []
 
 
 def _rule(facts: "EngineFacts") -> str:

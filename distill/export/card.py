@@ -38,7 +38,7 @@ def model_card(serving: dict[str, Any], verdict: Verdict | None, provenance: dic
     # Long strings such as a whole config would fill the card.
     long = [key for key, value in recorded.items() if isinstance(value, str) and len(value) > LONGEST_SHOWN]
     recorded |= dict.fromkeys(long, "see provenance.json")
-    told = without_folders(json.dumps(recorded, indent=2, default=str, ensure_ascii=False)) if recorded else ""
+    record = without_folders(json.dumps(recorded, indent=2, default=str, ensure_ascii=False)) if recorded else ""
     page = environment(TEMPLATES).get_template("README.md.j2")
     return page.render(
         serving=serving,
@@ -50,19 +50,19 @@ def model_card(serving: dict[str, Any], verdict: Verdict | None, provenance: dic
         no_gain=NO_GAIN.format(gamma=serving["gamma"]),
         not_measured=NOT_MEASURED,
         command=facts.get("command") or shlex.join(map(str, facts.get("argv") or [])),
-        recorded=told,
+        recorded=record,
     )
 
 
 def serving_page(serving: dict[str, Any]) -> str:
     """Return SERVING.md: for each engine whether it supports the pair, its acceptance rule, and the command."""
-    own = serving["facts"].get("timed_in")
+    timed = serving["facts"].get("timed_in")
     page = environment(TEMPLATES).get_template("SERVING.md.j2")
     return page.render(
         serving=serving,
         places=places('"$PWD"', _place(serving["target"]["name"])),
         by_load=EngineFacts.load_words(serving["gamma_by_load"]),
-        own_by_load=EngineFacts.load_words(own.by_load) if own else "",
+        own_by_load=EngineFacts.load_words(timed.by_load) if timed else "",
     )
 
 

@@ -69,20 +69,20 @@ def check_with_transformers(
     draft.generation_config.num_assistant_tokens = gamma
     draft.generation_config.num_assistant_tokens_schedule = "constant"
     draft.generation_config.assistant_confidence_threshold = 0.0
-    generation, found = _greedy(target_model, max_new_tokens), Assisted()
+    generation, assisted = _greedy(target_model, max_new_tokens), Assisted()
     for index, prompt_ids in enumerate(prompts_ids):
         plain_ids = _continuation(target_model, prompt_ids, generation)
         with counted_calls(target_model) as target_calls, counted_calls(draft) as draft_calls:
             assisted_ids = _continuation(target_model, prompt_ids, generation, assistant_model=draft)
-        found.tokens_N.append(len(assisted_ids))
-        found.target_calls_N.append(target_calls[0])
+        assisted.tokens_N.append(len(assisted_ids))
+        assisted.target_calls_N.append(target_calls[0])
         # Each call of the draft, including its prefill, proposes exactly one token.
-        found.drafted_N.append(draft_calls[0])
-        found.equal_N.append(plain_ids == assisted_ids)
-        if plain_ids != assisted_ids and not found.first_difference:
+        assisted.drafted_N.append(draft_calls[0])
+        assisted.equal_N.append(plain_ids == assisted_ids)
+        if plain_ids != assisted_ids and not assisted.first_difference:
             sides = [Response(str(index), list(prompt_ids), response_ids=ids) for ids in (plain_ids, assisted_ids)]
-            found.first_difference = difference(target_model, *sides)
-    return found
+            assisted.first_difference = difference(target_model, *sides)
+    return assisted
 
 
 # This warning is about how transformers itself calls the draft.
@@ -107,15 +107,15 @@ def counted_calls(model: Any) -> Iterator[list[int]]:
 
 
 def _greedy(target_model: Any, max_new_tokens: int) -> GenerationConfig:
-    own = target_model.generation_config
-    eos_ids = [own.eos_token_id] if isinstance(own.eos_token_id, int) else list(own.eos_token_id or [])
+    config = target_model.generation_config
+    eos_ids = [config.eos_token_id] if isinstance(config.eos_token_id, int) else list(config.eos_token_id or [])
     return GenerationConfig(
         do_sample=False,
         num_beams=1,
         repetition_penalty=1.0,
         max_new_tokens=max_new_tokens,
-        bos_token_id=own.bos_token_id,
-        eos_token_id=own.eos_token_id,
+        bos_token_id=config.bos_token_id,
+        eos_token_id=config.eos_token_id,
         # transformers infers the draft's attention mask and hides every pad id in the text (often bos), which lowers
         # acceptance. It does not infer a mask if the pad id is an eos or not a token id.
         pad_token_id=eos_ids[0] if eos_ids else -1,

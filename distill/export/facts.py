@@ -95,15 +95,15 @@ def ways_to_serve(
 
     plan = gamma_plan(verdict, names["autoregressive"])
     gamma, taus = served(plan, names["autoregressive"])
-    found: dict[str, Any] = {"gamma": gamma, "taus": taus, **_lookups_of(verdict)}
+    fields: dict[str, Any] = {"gamma": gamma, "taus": taus, **_lookups_of(verdict)}
     if mask_token is not None and drafting_to_serve(verdict, True) == "parallel":
         plan = gamma_plan(verdict, names["parallel"])
-        found["one_pass"] = OnePass(mask_token, *served(plan, names["parallel"]))
-    if verdict and verdict.engine and (verdict.drafts[-1].drafting == "parallel") == ("one_pass" in found):
+        fields["one_pass"] = OnePass(mask_token, *served(plan, names["parallel"]))
+    if verdict and verdict.engine and (verdict.drafts[-1].drafting == "parallel") == ("one_pass" in fields):
         engine = engine_in(verdict.engine.engine).name
         own = gamma_plan(verdict, engine=engine)
-        found["timed_in"] = Timed(engine, *served(own, DRAFT), own.by_load)
-    return plan, found | {"gamma_by_load": plan.by_load, "measured_rule": verdict.rule if verdict else None}
+        fields["timed_in"] = Timed(engine, *served(own, DRAFT), own.by_load)
+    return plan, fields | {"gamma_by_load": plan.by_load, "measured_rule": verdict.rule if verdict else None}
 
 
 def _lookups_of(verdict: Verdict | None) -> dict[str, Measured | None]:

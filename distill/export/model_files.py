@@ -64,11 +64,11 @@ def copy_tokenizer(target: TargetSide, folder: Path, revision: str | None = None
     """Copy the target's tokenizer files. One that has none (a GGUF file) gets the tokenizer as transformers writes it."""
     how: dict[str, Any] = {"revision": revision, "_raise_exceptions_for_missing_entries": False}
     names = () if target.name.endswith(GGUF) else (TOKENIZER_CONFIG, "tokenizer.json")
-    found = next((place for name in names if (place := cached_file(target.name, name, **how))), None)
-    if found is None:
+    known_file = next((place for name in names if (place := cached_file(target.name, name, **how))), None)
+    if known_file is None:
         target.tokenizer.save_pretrained(folder)
-    for pattern in TOKENIZER_FILES if found else ():
-        for file in Path(found or "").parent.glob(pattern):
+    for pattern in TOKENIZER_FILES if known_file else ():
+        for file in Path(known_file or "").parent.glob(pattern):
             if file.is_file():
                 shutil.copyfile(file, folder / file.name)
             elif file.name == TEMPLATES:

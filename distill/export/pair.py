@@ -53,19 +53,21 @@ def check_pair(
     facts = gather_facts(
         sides["target"], sides["draft"], sides["draft"].name, tensor_parallel=tensor_parallel, **_schedule(draft)
     )
-    found: dict[tuple[bool, str], list[str]] = defaultdict(list)
+    engines_by_line: dict[tuple[bool, str], list[str]] = defaultdict(list)
     for name, engine in known_engines().items():
         if engines and name not in engines:
             continue
         verdict = check(name, facts)
-        lines = [(True, one) for one in verdict.reasons] + [(False, one) for one in verdict.warnings]
-        lines += [one for path in ggufs if engine.reads_gguf for one in _gguf(path, sides["target"])]
+        lines = [(True, text) for text in verdict.reasons] + [(False, text) for text in verdict.warnings]
+        lines += [text for path in ggufs if engine.reads_gguf for text in _gguf(path, sides["target"])]
         for line in lines:
-            found[line].append(f"{name} {engine.version}")
-    general = [(True, one) for what, side in sides.items() for one in _weights(side, what, bool(ggufs))]
-    found |= {line: ["every engine"] for line in (*general, *((False, one) for one in pair_notes(facts)))}
-    broken = [f"breaks {', '.join(who)}: {text}" for (breaks, text), who in found.items() if breaks]
-    return broken, [f"note for {', '.join(who)}: {text}" for (breaks, text), who in found.items() if not breaks]
+            engines_by_line[line].append(f"{name} {engine.version}")
+    general = [(True, text) for what, side in sides.items() for text in _weights(side, what, bool(ggufs))]
+    engines_by_line |= {line: ["every engine"] for line in (*general, *((False, text) for text in pair_notes(facts)))}
+    broken = [f"breaks {', '.join(who)}: {text}" for (breaks, text), who in engines_by_line.items() if breaks]
+    return broken, [
+        f"note for {', '.join(who)}: {text}" for (breaks, text), who in engines_by_line.items() if not breaks
+    ]
 
 
 def _schedule(draft: str) -> dict[str, Any]:
@@ -107,13 +109,15 @@ def _weights(side: TargetSide, what: str, elsewhere: bool) -> Iterable[str]:
                 tables += [tensors.get_tensor(name) for name in pair if text.tie_word_embeddings]
         except (OSError, SafetensorError) as error:
             raise UserError(f"{file}: not a complete safetensors file ({error}); copy it again") from error
-    told = "engines do not load it or leave rows unset, so tokens are noise; save the model again with numbers that fit"
+    effect = (
+        "engines do not load it or leave rows unset, so tokens are noise; save the model again with numbers that fit"
+    )
     for name, count in rows.items():
         if name.endswith(TABLES) and count != text.vocab_size:
-            yield f"{name} has {count} rows in the {what}'s safetensors, config.json: vocab_size is {text.vocab_size}; {told}"
+            yield f"{name} has {count} rows in the {what}'s safetensors, config.json: vocab_size is {text.vocab_size}; {effect}"
     embedded, head = (any(word in name for name in rows) for word in (TABLES[0], "lm_head."))
     if embedded and not head and not missing and not text.tie_word_embeddings:
-        yield f"config.json: tie_word_embeddings false in the {what}, and its safetensors have no lm_head.weight; {told}"
+        yield f"config.json: tie_word_embeddings false in the {what}, and its safetensors have no lm_head.weight; {effect}"
     if len(tables) == 2 and tables[0].shape == tables[1].shape and not torch.equal(*tables):
         yield (
             f"config.json: tie_word_embeddings true in the {what}, and its safetensors have another lm_head.weight, which transformers 5 uses "
@@ -141,21 +145,24 @@ def _gguf(path: Path, target: TargetSide) -> Iterable[tuple[bool, str]]:
     """Yield (whether it breaks serving, text) for what differs between a GGUF file and the target's files."""
     metadata, shapes = read_gguf(path)
     strings, ends = tokens_by_id(target.tokenizer), added_ends(target.tokenizer)
-    known: dict[Any, str] = tokens_of(path, metadata)
+    strings_by_id: dict[Any, str] = tokens_of(path, metadata)
     key = f"{metadata.get('general.architecture')}.context_length"
     # Without the key llama.cpp adds bos by the kind of tokenizer, which only for `llama` is always so.
     metadata.setdefault("tokenizer.ggml.add_bos_token", metadata.get("tokenizer.ggml.model") == "llama" or bool(ends))
-    adding = [one for one in ("bos", "eos") if metadata.get(f"tokenizer.ggml.add_{one}_token")]
+    adding = [name for name in ("bos", "eos") if metadata.get(f"tokenizer.ggml.add_{name}_token")]
     limit = max_positions(target.config) or 0
-    other = first_string_difference(strings, {one: known[one] for one in strings if one in known}) or (None,) * 3
-    for breaks, place, its, ours, told in (
+    other = (
+        first_string_difference(strings, {name: strings_by_id[name] for name in strings if name in strings_by_id})
+        or (None,) * 3
+    )
+    for breaks, place, its, ours, effect in (
         (True, f"tokenizer.ggml.tokens: id {other[0]}", other[2], other[1], "it refuses a pair with other strings; convert the right model"),
-        (True, "tokenizer.ggml.add_bos_token, add_eos_token: added", [known.get(metadata.get(f"tokenizer.ggml.{one}_token_id")) for one in adding], ends,
+        (True, "tokenizer.ggml.add_bos_token, add_eos_token: added", [strings_by_id.get(metadata.get(f"tokenizer.ggml.{name}_token_id")) for name in adding], ends,
          "it refuses a pair whose files differ in this, and else serves other text than was measured; convert it with the target's tokenizer"),
-        (True, "token_embd.weight: rows", shapes.get("token_embd.weight", [len(known)])[-1:], [len(known)], "it does not load; convert it again"),
+        (True, "token_embd.weight: rows", shapes.get("token_embd.weight", [len(strings_by_id)])[-1:], [len(strings_by_id)], "it does not load; convert it again"),
         (False, "tokenizer.chat_template", metadata.get("tokenizer.chat_template"), getattr(target.tokenizer, "chat_template", None),
          "llama-server uses that of its target file, so prompts can differ from the measured ones; convert it again"),
         (False, key, min(metadata.get(key, limit), limit), limit, "longer texts degrade; start llama-server with a -c that is not larger"),
     ):  # fmt: skip
         if its != ours:
-            yield breaks, f"{path}: {place}: {shown(its)}, and {shown(ours)} by the target's files; {told}"
+            yield breaks, f"{path}: {place}: {shown(its)}, and {shown(ours)} by the target's files; {effect}"

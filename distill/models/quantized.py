@@ -64,13 +64,6 @@ def stored_parts(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         yield from stored_parts(f"{name}.{part}", getattr(tensor, part))
 
 
-def rounds_activations(model: Any) -> bool:
-    """Whether a layer of a compressed-tensors model rounds its inputs to integers."""
-    schemes = (getattr(one, "quantization_scheme", None) for one in model.modules())
-    inputs = (None if scheme is None else scheme.input_activations for scheme in schemes)
-    return any(one is not None and one.type == "int" for one in inputs)
-
-
 class Int8Linear(nn.Module):
     """A linear layer with 8-bit weights and bfloat16 activations. It is faster on a CPU, where a step's time is mostly weight reads.
 

@@ -90,14 +90,14 @@ def drawn_prompts(
     beyond_G = _beyond(scores, rule, gamma)
     rows: list[AcceptanceRecord] = []
     for domain, score, (costs_T, *_) in zip(domains, scores, texts_of(scores, rule), strict=True):
-        start = blocks = kept = 0
+        start = blocks = accepted = 0
         while start < len(score):
             own_G = (costs_T[start] if costs_T.ndim == 2 else costs_T[start:])[: min(gamma, len(score) - start)]
             highest_G = np.maximum.accumulate(np.concatenate([own_G, beyond_G[len(own_G) :]]).cumsum())
             here = int((highest_G <= rng.exponential()).sum())
-            start, blocks, kept = start + here + 1, blocks + 1, kept + here
+            start, blocks, accepted = start + here + 1, blocks + 1, accepted + here
         if blocks:
-            rows.append(AcceptanceRecord(len(rows), blocks * gamma, kept, blocks, domain))
+            rows.append(AcceptanceRecord(len(rows), blocks * gamma, accepted, blocks, domain))
     return rows
 
 
@@ -147,10 +147,10 @@ def slices_of(
     rare = len(counts) - len(alone)
     notes, slices = [f"{rare} rare labels are combined as `{OTHERS}`"] if rare else [], []
     for name, records_here in by_name.items():
-        own = [index for index, prompt in enumerate(prompts) if prompt.slice == name]
-        few = len(own) < FEWEST_REQUESTS
+        same_label = [index for index, prompt in enumerate(prompts) if prompt.slice == name]
+        few = len(same_label) < FEWEST_REQUESTS
         if few and name not in (OTHERS, ALL):
-            there = f"only {len(own)} held-out prompts" if own else "no held-out prompts"
+            there = f"only {len(same_label)} held-out prompts" if same_label else "no held-out prompts"
             notes.append(f"{name}: {there} with that label, so it is compared with all {len(prompts)}")
-        slices.append(Slice(name, records_here, [*range(len(prompts))] if few else own, ALL if few else name))
+        slices.append(Slice(name, records_here, [*range(len(prompts))] if few else same_label, ALL if few else name))
     return slices, notes

@@ -76,12 +76,12 @@ def drift_command(options: DriftOptions, console: Console | None = None) -> Drif
     gamma, notes = gamma_of(log, options.gamma)
     baseline = baseline_of(options, gamma)
     notes = log.warnings + notes
-    found = _compared(options, log, baseline, notes)
-    for note in found.notes:
+    result = _compared(options, log, baseline, notes)
+    for note in result.notes:
         console.print(f"note: {note}", highlight=False, markup=False)
-    console.print(found.sentence, style="yellow" if found.refresh else "green", highlight=False, markup=False)
-    write_asked("--out", options.out, found.record())
-    return found
+    console.print(result.sentence, style="yellow" if result.refresh else "green", highlight=False, markup=False)
+    write_asked("--out", options.out, result.record())
+    return result
 
 
 def _check(options: DriftOptions) -> None:
@@ -106,17 +106,17 @@ def _compared(options: DriftOptions, log: AcceptanceLog, baseline: Baseline, not
         for records in ([record for record, _ in ordered], baseline.prompts)
     )
     labels = [number for _, number in ordered]
-    found = rate_change(now, labels, judged, members_SP, sums=log.sums, confidence=CONFIDENCE)
-    refresh, requests = found.ci[1] < 0, len(log.records)
+    change = rate_change(now, labels, judged, members_SP, sums=log.sums, confidence=CONFIDENCE)
+    refresh, requests = change.ci[1] < 0, len(log.records)
     sentence = (
-        f"{'Refresh the draft' if refresh else 'No drift'}: accepted/drafted is {found.rate:.3f}, and {found.baseline:.3f} in the run at "
-        f"gamma {baseline.gamma}, rule {baseline.rule}. The change is {found.change:+.3f} {interval(found.ci, '+.3f')} over {requests:,} "
+        f"{'Refresh the draft' if refresh else 'No drift'}: accepted/drafted is {change.rate:.3f}, and {change.baseline:.3f} in the run at "
+        f"gamma {baseline.gamma}, rule {baseline.rule}. The change is {change.change:+.3f} {interval(change.ci, '+.3f')} over {requests:,} "
         f"{'intervals' if log.sums else 'requests'}."
     )
     source, way = str(options.log or options.metrics_url), Measured(DRAFT, baseline.rule)
     kinds: tuple[tuple[str, int, float, How], ...] = (
-        (source, requests, found.rate, "served"),
-        (HELD_OUT, len(baseline.prompts), found.baseline, "replay"),
+        (source, requests, change.rate, "served"),
+        (HELD_OUT, len(baseline.prompts), change.baseline, "replay"),
     )
     rows = [
         replace(
@@ -135,8 +135,8 @@ def _compared(options: DriftOptions, log: AcceptanceLog, baseline: Baseline, not
         source=source,
         drafting=baseline.drafting,
         measured=rows,
-        change=found.change,
-        ci=found.ci,
+        change=change.change,
+        ci=change.ci,
         confidence=CONFIDENCE,
         refresh=refresh,
         sentence=sentence,

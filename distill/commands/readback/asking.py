@@ -27,7 +27,7 @@ _KEYS = ("key", "domain", "asked", "seconds", "first_seconds", "response")
 
 
 @dataclass(frozen=True)
-class Asked:
+class Replies:
     """All answers under one sampling setting. answers: in the order of `texts`, the run's own responses to the same prompts.
 
     plain: answers of the server without the draft; empty if there is none. server: difference of the draft server's counters.
@@ -78,14 +78,14 @@ class AnswerFile:
             return self.client.read(row["response"], settings, text.key, row["seconds"], row["first_seconds"])
         try:
             before = self.client.scrape() if self.counting else None
-            found = self.client.ask(text.prompt_ids, settings, text.key)
+            reply = self.client.ask(text.prompt_ids, settings, text.key)
             if before is not None and (after := self.client.scrape(settle=True)) is not None:
-                body = found.body | as_counts(difference(before, after))
-                found = self.client.read(body, settings, text.key, found.seconds, found.first_seconds)
+                body = reply.body | as_counts(difference(before, after))
+                reply = self.client.read(body, settings, text.key, reply.seconds, reply.first_seconds)
         except (UserError, CountsError) as error:
             raise UserError(f"{error}; {self.kept}") from error
         with self._lock:
-            values = (text.key, text.domain, json.loads(place[1]), found.seconds, found.first_seconds, found.body)
+            values = (text.key, text.domain, json.loads(place[1]), reply.seconds, reply.first_seconds, reply.body)
             row = dict(zip(_KEYS, values, strict=True))
             self._known[place] = row
             if self.fresh:
@@ -94,7 +94,7 @@ class AnswerFile:
             else:
                 write_bytes(self.path, "".join(json.dumps(one) + "\n" for one in self._known.values()).encode())
             self.fresh += 1
-        return found
+        return reply
 
     def spare(self, text: HeldoutResponse, settings: DecodeSettings) -> None:
         """Ask for a response that is neither kept nor counted. Raises UserError: as `answer`."""
@@ -117,7 +117,7 @@ def ask(
     settings: DecodeSettings,
     by_request: bool = False,
     full: bool = False,
-) -> Asked:
+) -> Replies:
     """Send every prompt to every server, one server at a time, in short turns so that both see the same machine load.
 
     full: keep the servers busy before and after each turn with requests that are not counted, where answers have counts of their own.
@@ -127,47 +127,54 @@ def ask(
     Raises UserError: a server is gone or cannot answer, or the --plain server uses a draft. Interrupted: Ctrl-C; the message states how
     many answers are kept.
     """
-    own, client, earlier = files[0], files[0].client, files[0].fresh
-    lacking = [one for one in files if not one.has(texts, settings)]
-    for one in lacking:
+    drafting, client, earlier = files[0], files[0].client, files[0].fresh
+    lacking = [file for file in files if not file.has(texts, settings)]
+    for file in lacking:
         few = replace(settings, seed=~settings.seed, max_tokens=min(WARM_TOKENS, settings.max_tokens))
-        warm = one.client.ask(texts[0].prompt_ids, few, "warm")
-        seen = one.client.scrape() if one is not own else None
-        if one is not own and (warm.counts is not None or (seen is not None and seen.blocks)):
+        warm = file.client.ask(texts[0].prompt_ids, few, "warm")
+        seen = file.client.scrape() if file is not drafting else None
+        if file is not drafting and (warm.counts is not None or (seen is not None and seen.blocks)):
             raise UserError(
-                f"--plain {one.client.endpoint.url}: this server drafts too; give the same engine without the draft"
+                f"--plain {file.client.endpoint.url}: this server drafts too; give the same engine without the draft"
             )
-        full = full and (one is not own or warm.counts is not None)
-        one.counting = by_request and one is own and warm.counts is None and client.endpoint.concurrency == 1
-    before = client.scrape(settle=True) if own in lacking else None
+        full = full and (file is not drafting or warm.counts is not None)
+        file.counting = by_request and file is drafting and warm.counts is None and client.endpoint.concurrency == 1
+    before = client.scrape(settle=True) if drafting in lacking else None
     # Servers take turns: together they would slow each other down.
     busy = client.endpoint.concurrency
     turn = len(texts) if len(files) == 1 else TURN * busy if busy > 1 or full else 1
     answers = dict[tuple[int, str], Answer]()
     try:
         with ProgressBar(f"asking, {busy} at a time", len(files) * len(texts), 0, bool(lacking)) as bar:
-            for first, (place, one) in itertools.product(range(0, len(texts), turn), enumerate(files)):
+            for first, (place, file) in itertools.product(range(0, len(texts), turn), enumerate(files)):
                 ours = texts[first : first + turn]
-                spare: list[_Job] = [(one.spare, text) for text in ours[: busy if full else 0]]
-                jobs = [*spare, *((one.answer, text) for text in ours), *spare]
+                spare: list[_Job] = [(file.spare, text) for text in ours[: busy if full else 0]]
+                jobs = [*spare, *((file.answer, text) for text in ours), *spare]
                 for (_, text), answer in client.each(lambda job: job[0](job[1], settings), jobs):
                     if answer is not None:
                         answers[place, text.key] = answer
                         bar.store(1)
     except KeyboardInterrupt:
-        raise Interrupted(own.kept) from None
-    after = client.scrape(settle=True) if own in lacking else None
+        raise Interrupted(drafting.kept) from None
+    after = client.scrape(settle=True) if drafting in lacking else None
     server, reset = None, ""
     # Answers from the file are not in the server's counters, and with `full` others are.
-    if not full and before is not None and after is not None and own.fresh - earlier == len(texts):
+    if not full and before is not None and after is not None and drafting.fresh - earlier == len(texts):
         try:
             server = difference(before, after)
         except CountsError as error:
             reset = str(error)
-    of_server = [[answers[one, text.key] for text in texts] for one in range(len(files))]
-    known = [row for row, answer in enumerate(of_server[0]) if answer.ids is not None] or [*range(len(texts))]
-    drafted, *plain = ([of[row] for row in known] for of in of_server)
-    kept = [texts[row] for row in known]
-    return Asked(
-        settings, kept, drafted, plain[0] if plain else [], server, reset, len(texts) - len(known), client.engine
+    of_server = [[answers[file, text.key] for text in texts] for file in range(len(files))]
+    listed = [row for row, answer in enumerate(of_server[0]) if answer.ids is not None] or [*range(len(texts))]
+    drafted, *plain = ([of[row] for row in listed] for of in of_server)
+    listed_texts = [texts[row] for row in listed]
+    return Replies(
+        settings,
+        listed_texts,
+        drafted,
+        plain[0] if plain else [],
+        server,
+        reset,
+        len(texts) - len(listed),
+        client.engine,
     )

@@ -3,8 +3,6 @@
 import math
 
 from distill.commands.readback.comparison import Counted, Predicted, Replayer
-from distill.models.quantized import rounds_activations
-from distill.run.verdict_record import WAYS
 from speculative.explain.text_law import TextLaw
 from speculative.measure.engine_blocks import canary, foreign_tokens
 from speculative.measure.replay import WORRYING_Z
@@ -15,110 +13,79 @@ _LEAST = 3  # such tokens, at least
 _FAR = 0.1  # Share of the blocks
 
 
-def acceptance_causes(counted: Counted, replayer: Replayer, found: Predicted) -> list[str]:
+def acceptance_causes(counted: Counted, replayer: Replayer, prediction: Predicted) -> list[str]:
     """Return the causes of a difference in blocks, the most certain first.
 
     ``found``: the prediction at the requested gamma under the rule that the server is assumed to use.
     """
-    tau = replayer.expect(found.rule, counted.gamma)[0]
+    tau = replayer.expect(prediction.rule, counted.gamma)[0]
     share = counted.accepted_per_drafted
     share = (counted.tau - 1.0) / counted.gamma if share is None else share
     broken = canary(share, (tau - 1.0) / counted.gamma, counted.blocks)
-    told = f"canary: {share:.3f} of the drafted tokens are accepted (tau {counted.tau:.2f}; {tau:.2f} by replay of the run's own text); "
+    canary_line = f"canary: {share:.3f} of the drafted tokens are accepted (tau {counted.tau:.2f}; {tau:.2f} by replay of the run's own text); "
     if broken == "all":  # Replay of the served text agrees: it is the draft's own text.
-        return [f"{told}the engine accepts all that is drafted, so its text is the draft's; do not serve it"]
-    causes = _differences(counted, replayer, found)
+        return [f"{canary_line}the engine accepts all that is drafted, so its text is the draft's; do not serve it"]
+    causes = _differences(counted, replayer, prediction)
     if broken == "none":
-        told += "a quantised draft can load and propose noise (sglang#39087); serve it unquantised"
-        causes[-1:] = ["; ".join([*causes[-1:], told])]
+        canary_line += "a quantised draft can load and propose noise (sglang#39087); serve it unquantised"
+        causes[-1:] = ["; ".join([*causes[-1:], canary_line])]
     return causes
 
 
-def _differences(counted: Counted, replayer: Replayer, found: Predicted) -> list[str]:
+def _differences(counted: Counted, replayer: Replayer, prediction: Predicted) -> list[str]:
     causes: list[str] = []
-    if counted.varies and not (found.agrees and counted.gamma == found.gamma):
+    if counted.varies and not (prediction.agrees and counted.gamma == prediction.gamma):
         varies = f"gamma: the server varies it ({counted.varies}), and replay needs one gamma; use --concurrency 1"
-        return foreign(counted, replayer, found) or [varies]
-    if counted.gamma != found.gamma:
-        there = replayer.predict(counted, found.rule, counted.gamma)
+        return foreign(counted, replayer, prediction) or [varies]
+    if counted.gamma != prediction.gamma:
+        there = replayer.predict(counted, prediction.rule, counted.gamma)
         fits = "replay agrees" if there.agrees else f"replay disagrees there too, z {there.z:+.1f}"
         causes.append(
-            f"gamma: the server drafts {counted.gamma} tokens per block, not {found.gamma}; at gamma {counted.gamma} {fits} "
-            f"(tau {there.tau:.2f}); start it with gamma {found.gamma}, or give --gamma {counted.gamma}"
+            f"gamma: the server drafts {counted.gamma} tokens per block, not {prediction.gamma}; at gamma {counted.gamma} {fits} "
+            f"(tau {there.tau:.2f}); start it with gamma {prediction.gamma}, or give --gamma {counted.gamma}"
         )
         if there.agrees:
             return causes
-        found = there
-    if told := _drafting(counted, replayer, found):
-        return [*causes, told]
-    causes += foreign(counted, replayer, found)
-    if found.agrees:
+        prediction = there
+    causes += foreign(counted, replayer, prediction)
+    if prediction.agrees:
         return causes
-    for rule in replayer.rules(found.rule):
+    for rule in replayer.rules(prediction.rule):
         other = replayer.predict(counted, rule, counted.gamma)
-        if rule != found.rule and other.agrees:
+        if rule != prediction.rule and other.agrees:
             causes.append(
-                f"rule: the counts match rule {rule} (tau {other.tau:.2f}), not {found.rule}; give --rule {rule}"
+                f"rule: the counts match rule {rule} (tau {other.tau:.2f}), not {prediction.rule}; give --rule {rule}"
             )
     if not causes:
-        # Without VNNI, oneDNN adds two products of 8-bit activations in 16 bits.
-        saturates = ". On a CPU without VNNI instructions vLLM's 8-bit products saturate: serve a draft exported without --quantize"
         causes.append(
-            f"draft: acceptance is {'lower' if counted.tau < found.tau else 'higher'} than replay of the run's best draft (tau "
-            f"{counted.tau:.2f}, replay {found.tau:.2f}), and no rule or gamma explains it; check that the server uses "
-            f"this run's export of the best checkpoint, in the same precision{saturates * rounds_activations(replayer.draft.model)}"
+            f"draft: acceptance is {'lower' if counted.tau < prediction.tau else 'higher'} than replay of the run's best draft (tau "
+            f"{counted.tau:.2f}, replay {prediction.tau:.2f}), and no rule or gamma explains it; check that the server uses "
+            f"this run's export of the best checkpoint, in the same precision, and drafts in the same way"
         )
     return causes
 
 
-def _drafting(counted: Counted, replayer: Replayer, found: Predicted) -> str:
-    """Return the cause if the counts match the other way of drafting; else an empty string."""
-    if _fits(counted, replayer, found.rule):
-        return ""
-    other = replayer.other_way()
-    if other is None:
-        return ""
-    # Argmax rules come first: nothing is random under them, so a match is more certain.
-    rules = sorted(dict.fromkeys((found.rule, *replayer.rules(found.rule))), key=draft_draws)
-    rule, way = next(
-        ((rule, way) for rule in rules for way in (replayer, other) if _fits(counted, way, rule)), ("", replayer)
-    )
-    if way is replayer:
-        return ""
-    wanted, theirs = str(replayer.draft.parallel).lower(), way.draft.drafting
-    return (
-        f"drafting: the counts match `{WAYS[theirs]}` (rule {rule}, tau {way.predict(counted, rule, counted.gamma).tau:.2f}), "
-        f'not `{WAYS[replayer.draft.drafting]}`; start it with "parallel_drafting": {wanted}'
-    )
-
-
-def _fits(counted: Counted, replayer: Replayer, rule: str) -> bool:
-    """Whether replay under the rule gives the counted blocks, with tokens that this draft proposes."""
-    found = replayer.predict(counted, rule, counted.gamma)
-    return found.agrees and not foreign(counted, replayer, found)
-
-
-def foreign(counted: Counted, replayer: Replayer, found: Predicted) -> list[str]:
+def foreign(counted: Counted, replayer: Replayer, prediction: Predicted) -> list[str]:
     """Detect another draft, which accepts other tokens even if it accepts the same number.
 
     Argmax drafts: count accepted tokens that our draft would not propose. Sampled drafts: given the text, each token is accepted
     with a known probability, so the sum of (accepted - probability) x (probability - 1/2) has mean 0 and a known variance.
     """
-    if counted.rows is None or not replayer.knows(found.rule) or found.rule == "block":
+    if counted.rows is None or not replayer.knows(prediction.rule) or prediction.rule == "block":
         return []
     assert replayer.scores is not None
-    accepted, never, tested = foreign_tokens(counted.rows, replayer.scores, found.rule)
-    if draft_draws(found.rule):
+    accepted, never, tested = foreign_tokens(counted.rows, replayer.scores, prediction.rule)
+    if draft_draws(prediction.rule):
         terms = [((was - own) * (own - 0.5), own * (1 - own) * (own - 0.5) ** 2) for own, was in tested]
         spread = math.sqrt(sum(variance for _, variance in terms))
         z = sum(term for term, _ in terms) / max(spread, 1e-9)
         over = f"z {z:+.1f} over {len(tested):,} tokens"
-        told = f"the accepted tokens differ from those of this run's best draft ({over})"
+        finding = f"the accepted tokens differ from those of this run's best draft ({over})"
         strange = spread > 0 and abs(z) > WORRYING_Z
     else:
-        told = f"the run's best draft would not propose {never:,} of the {accepted:,} accepted tokens"
+        finding = f"the run's best draft would not propose {never:,} of the {accepted:,} accepted tokens"
         strange = never >= _LEAST and never > _FOREIGN * accepted
-    cause = f"draft: {told}; the server uses another draft (another checkpoint, or one made for another target)"
+    cause = f"draft: {finding}; the server uses another draft (another checkpoint, or one made for another target)"
     return [cause] if strange else []
 
 
@@ -133,17 +100,7 @@ def text_causes(law: TextLaw) -> list[str]:
     ]
 
 
-def few_note(counted: Counted, found: Predicted) -> list[str]:
+def few_note(counted: Counted, prediction: Predicted) -> list[str]:
     """Return a note if the test can miss a large difference in blocks."""
-    far = f"a difference below {100 * found.unseen:.0f} % from replay"
-    return [f"{counted.blocks:,} blocks are too few to detect {far}; use more prompts"] * (found.unseen >= _FAR)
-
-
-def end_note(counted: Counted, engine: str) -> list[str]:
-    """Return a note if the engine drafts fewer tokens at the end of a response."""
-    if counted.rows is None:
-        return []
-    last = [row.drafted_B[-1] for row in counted.rows if row.drafted_B]
-    short = sum(drafted < counted.gamma for drafted in last)
-    of = f"{short} of {len(last)} last blocks"
-    return [f"{engine} drafts fewer tokens in {of}: it cuts drafts at the end of a response"] if short else []
+    far = f"a difference below {100 * prediction.unseen:.0f} % from replay"
+    return [f"{counted.blocks:,} blocks are too few to detect {far}; use more prompts"] * (prediction.unseen >= _FAR)

@@ -41,7 +41,7 @@ def time_command(options: TimeOptions) -> int:
     Raises UserError: an option out of range, no verdict in the run, no server, or a server with a draft that reports no counts.
     """
     asked = (("--load", options.load), ("--gamma", options.gamma))
-    loads, gammas = (sorted(numbers_of(*one, int, 1, 1024, least=2)) for one in asked)
+    loads, gammas = (sorted(numbers_of(*text, int, 1, 1024, least=2)) for text in asked)
     if bool(options.plain) != bool(options.url):
         raise UserError("--plain, --url: give an engine without the draft and two or more with it, or neither")
     verdict, frozen = load_verdict(options.run), load_frozen_text(options.run)
@@ -50,7 +50,7 @@ def time_command(options: TimeOptions) -> int:
     settings = decode_settings(frozen.config.serving, 0, frozen.target)
     blocks, reads, name = (*(defaultdict[tuple[int, int], list[float]](list) for _ in range(2)), "")
     tokens = (
-        max(len(one.prompt_ids) for one in frozen.responses)
+        max(len(text.prompt_ids) for text in frozen.responses)
         + max(FEWEST_TOKENS, settings.max_tokens)
         + gammas[-1]
         + SPARE_TOKENS
@@ -62,7 +62,7 @@ def time_command(options: TimeOptions) -> int:
                 client.identify()
                 name = f"{client.engine.name} {client.version}".strip()
             texts = {
-                client: ((turn, one) for turn in itertools.count() for one in frozen.responses) for client in clients
+                client: ((turn, text) for turn in itertools.count() for text in frozen.responses) for client in clients
             }
             for load, client in itertools.product(loads, clients):
                 # Not timed: an engine may prepare each size of its steps when it first comes.
@@ -75,12 +75,12 @@ def time_command(options: TimeOptions) -> int:
                     bar.update(bar.task, facts=f"{client.endpoint.url}, {load} at a time")
                     gamma, block, read, _ = _turn(client, texts[client], load, settings)
                     if bool(gamma) != urls[client.endpoint.url]:
-                        told = (
+                        mistake = (
                             "drafts too; start it without the draft"
                             if gamma
                             else "reports no drafts (docs/readback.md)"
                         )
-                        raise UserError(f"{client.endpoint.url}: {told}")
+                        raise UserError(f"{client.endpoint.url}: {mistake}")
                     blocks[load, gamma].append(block)
                     reads[load, gamma].append(read)
                     bar.store(1)
@@ -96,7 +96,7 @@ def time_command(options: TimeOptions) -> int:
         device=options.plain or device,
         flags=options.words or [],
         costs=costs,
-        ratios={one.batch_size: ratios_of(one, repeats) for one, *repeats in zip(costs, *each, strict=True)},
+        ratios={text.batch_size: ratios_of(text, repeats) for text, *repeats in zip(costs, *each, strict=True)},
         prefill={load: {gamma: median(of) for (n, gamma), of in sorted(reads.items()) if n == load} for load in loads},
     )
     write_json(out, result.record())

@@ -6,11 +6,11 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from distill.commands.readback.asking import Asked
+from distill.commands.readback.asking import Replies
 from distill.engines.protocol.client import Answer
 from distill.run.readback_record import SERVED_TEXT
 from speculative.decoder.responses import Response
-from speculative.drafters.draft import Draft, drafts_of
+from speculative.drafters.draft import Draft
 from speculative.errors import UserError
 from speculative.explain.text_law import IMPOSSIBLE, TextLaw
 from speculative.measure.engine_blocks import (
@@ -82,19 +82,14 @@ class Predicted:
 class Replayer:
     """Draft scores of the served text and of the run's own, from the second token on, for one way of drafting."""
 
-    def __init__(self, draft: Draft, asked: Asked, law: TextLaw | None, most_gamma: int = 1) -> None:
+    def __init__(self, draft: Draft, replies: Replies, law: TextLaw | None, most_gamma: int = 1) -> None:
         """Score both texts. ``law``: the target's probabilities of the served text, if known. ``most_gamma``: the largest gamma of interest."""
-        self.draft, self.asked, self.law, self.most_gamma = draft, asked, law, most_gamma
-        sampling, texts = asked.settings.sampling, served_texts(asked, law)
+        self.draft, self.replies, self.law, self.most_gamma = draft, replies, law, most_gamma
+        sampling, texts = replies.settings.sampling, served_texts(replies, law)
         offsets = draft.offsets(most_gamma, least=most_gamma)
-        own = [after_prefill(text) for text in asked.texts]
+        own = [after_prefill(text) for text in replies.texts]
         self.own_scores = score_tokens(draft.model, own, sampling, offsets=offsets)
         self.scores = None if texts is None else score_tokens(draft.model, texts, sampling, offsets=offsets)
-
-    def other_way(self) -> "Replayer | None":
-        """Return a replayer for the other way of drafting, or None if the draft has only one."""
-        others = (way for way in drafts_of(self.draft.model) if way.drafting != self.draft.drafting)
-        return next((Replayer(way, self.asked, self.law, self.most_gamma) for way in others), None)
 
     def knows(self, rule: str) -> bool:
         """Whether the served text can be replayed under a rule: its ids are known, and its probabilities if the draft samples."""
@@ -102,7 +97,7 @@ class Replayer:
 
     def rules(self, rule: str) -> tuple[Rule, ...]:
         """Return the rules that the served text can be replayed under, each once."""
-        return rules_of_text(rule, self.knows("sample"), self.asked.settings.sampling.truncates)
+        return rules_of_text(rule, self.knows("sample"), self.replies.settings.sampling.truncates)
 
     def predict(self, counted: Counted, rule: str, gamma: int) -> Predicted:
         """Predict from the served text if it can be replayed, else from the run's own text with z over prompts."""
@@ -131,7 +126,7 @@ class Replayer:
     def _tau(self, scores: list[TokenScores], rule: str, gamma: int) -> tuple[float, Interval]:
         tau, blocks_N = tau_of(scores, rule, gamma)
         tokens_N = np.array([len(score) for score in scores])
-        return tau, ratio_with_interval(tokens_N, blocks_N, self.asked.prompts)[1]
+        return tau, ratio_with_interval(tokens_N, blocks_N, self.replies.prompts)[1]
 
     def shares(self, rule: str, gamma: int, spared: int) -> tuple[list[float], float]:
         """Return (survival, accepted/drafted) of the text that `predict` uses."""
@@ -139,55 +134,55 @@ class Replayer:
         return predicted_shares(scores, rule, gamma, spared=spared)
 
 
-def served_texts(asked: Asked, law: TextLaw | None = None) -> list[Decoded] | None:
+def served_texts(replies: Replies, law: TextLaw | None = None) -> list[Decoded] | None:
     """Return the served responses from their second token on; None if one has no token ids."""
     texts = []
-    for index, (own, answer) in enumerate(zip(asked.texts, asked.answers, strict=True)):
+    for index, (text, answer) in enumerate(zip(replies.texts, replies.answers, strict=True)):
         if answer.ids is None:
             return None
         logs = [0.0] * len(answer.ids)
         if law is not None:
             # A faulty engine emits tokens with probability 0 in both models; they must not count as accepted.
             logs = np.maximum(law.log_target_probs[index], IMPOSSIBLE).tolist()
-        texts.append(after_prefill(Decoded(own.prompt_ids, answer.ids, logs)))
+        texts.append(after_prefill(Decoded(text.prompt_ids, answer.ids, logs)))
     return texts
 
 
-def count(asked: Asked, gamma: int) -> Counted:
+def count(replies: Replies, gamma: int) -> Counted:
     """Return the server's counts: per response if it reports them, else the difference of its counters.
 
     gamma: the requested one, which gives the blocks if an engine counts only tokens.
 
     Raises UserError: the server reports no draft counts.
     """
-    server, tokens = asked.server, sum(max(0, answer.tokens - 1) for answer in asked.answers)
-    drafted = [one.counts.drafted for one in asked.answers if one.counts is not None]
+    server, tokens = replies.server, sum(max(0, answer.tokens - 1) for answer in replies.answers)
+    drafted = [answer.counts.drafted for answer in replies.answers if answer.counts is not None]
     if not any(drafted) and (drafted or (server is not None and 0 in (server.blocks, server.drafted))):
-        if not asked.plain:
+        if not replies.plain:
             raise UserError(
                 "reports no draft counts but 0; if gamma is 0 at this load, give --plain URL to compare the speed"
             )
         return Counted("responses" if drafted else "metrics", None, tokens, tokens, 0, None, None)
-    gamma = _gamma_without_blocks(asked.answers) or gamma
-    rows = [_row(answer, gamma) for answer in asked.answers]
-    if asked.engine.dialect.silent and any(one.counts is not None for one in asked.answers):
+    gamma = _gamma_without_blocks(replies.answers) or gamma
+    rows = [_row(answer, gamma) for answer in replies.answers]
+    if replies.engine.dialect.silent and any(answer.counts is not None for answer in replies.answers):
         # Without counts nothing was drafted: then each token is a call.
-        whole = [max(0, one.tokens - 1) for one in asked.answers]
+        whole = [max(0, answer.tokens - 1) for answer in replies.answers]
         rows = [row or ServedBlocks(tokens, tokens) for row, tokens in zip(rows, whole, strict=True)]
     if all(row is not None for row in rows) and any(row.blocks for row in rows if row is not None):
-        return _by_response([row for row in rows if row is not None], asked)
-    if asked.reset:
-        raise UserError(f"its counters cannot be used: {asked.reset}; keep it running and repeat the readback")
+        return _by_response([row for row in rows if row is not None], replies)
+    if replies.reset:
+        raise UserError(f"its counters cannot be used: {replies.reset}; keep it running and repeat the readback")
     if server is None or not server.blocks:
         raise UserError(
             "reports no draft counts, neither in its answers nor on /metrics; check that it uses a draft, and start vLLM with "
             "--per-request-spec-decode-metrics detailed, SGLang with --enable-metrics, llama-server with --metrics"
         )
-    said = sum(answer.tokens for answer in asked.answers)
+    ours = sum(answer.tokens for answer in replies.answers)
     # An engine may count tokens that it cut off after the end of a response.
-    if server.tokens is not None and not said <= server.tokens <= said + 128 * len(asked.answers):
+    if server.tokens is not None and not ours <= server.tokens <= ours + 128 * len(replies.answers):
         raise UserError(
-            f"it generated {server.tokens:,} tokens, but ours are {said:,}, so its counters include other clients; repeat without other "
+            f"it generated {server.tokens:,} tokens, but ours are {ours:,}, so its counters include other clients; repeat without other "
             "clients, or make it report each request (vLLM: --per-request-spec-decode-metrics detailed)"
         )
     notes = ["the server reports only sums, so its survival includes tokens drafted after the end of a response"]
@@ -200,11 +195,11 @@ def count(asked: Asked, gamma: int) -> Counted:
 def _gamma_without_blocks(answers: Sequence[Answer]) -> int:
     """Return gamma of an engine that does not report blocks, from responses cut at max_tokens, whose calls are known; 0 if there is none."""
     longest = 0
-    for one in answers:
-        counts = one.counts
-        if one.finished or counts is None or counts.blocks is not None or counts.accepted is None:
+    for answer in answers:
+        counts = answer.counts
+        if answer.finished or counts is None or counts.blocks is not None or counts.accepted is None:
             continue
-        if (blocks := one.tokens - 1 - counts.accepted) > 0:
+        if (blocks := answer.tokens - 1 - counts.accepted) > 0:
             longest = max(longest, math.ceil((counts.drafted or 0) / blocks))
     return longest
 
@@ -222,17 +217,17 @@ def _row(answer: Answer, gamma: int) -> ServedBlocks | None:
     return None if blocks is None else ServedBlocks(tokens, blocks, counts.accepted_B, counts.drafted_B)
 
 
-def _by_response(rows: list[ServedBlocks], asked: Asked) -> Counted:
-    counts = [answer.counts for answer in asked.answers if answer.counts is not None]
+def _by_response(rows: list[ServedBlocks], replies: Replies) -> Counted:
+    counts = [answer.counts for answer in replies.answers if answer.counts is not None]
     notes = []
-    drafted, accepted = sum(one.drafted or 0 for one in counts), sum(one.accepted or 0 for one in counts)
+    drafted, accepted = sum(each.drafted or 0 for each in counts), sum(each.accepted or 0 for each in counts)
     blocks, tokens = sum(row.blocks for row in rows), sum(row.tokens for row in rows)
-    server = asked.server
+    server = replies.server
     if server is not None and counts[0].blocks is not None and server.blocks not in (None, blocks):
         notes.append(
             f"its counters report {server.blocks:,} blocks, its answers {blocks:,}; it serves other clients too"
         )
-    said = [one.gamma for one in counts if one.gamma]
+    gammas = [each.gamma for each in counts if each.gamma]
     survival: list[float] | None = None
     ends: list[Interval] | None = None
     if any(row.accepted_B for row in rows):
@@ -248,23 +243,23 @@ def _by_response(rows: list[ServedBlocks], asked: Asked) -> Counted:
             notes.append(
                 f"the blocks of {broken} of {len(rows)} responses do not add up to the response; some calls are not counted"
             )
-        blocks_NJ, kept_NJ = (np.array(sums) for sums in zip(*(one.sums(gamma) for one in rows), strict=True))
-        ends, spared = survival_intervals(blocks_NJ, kept_NJ, asked.prompts), _spared(rows, gamma)
+        blocks_NJ, kept_NJ = (np.array(sums) for sums in zip(*(each.sums(gamma) for each in rows), strict=True))
+        ends, spared = survival_intervals(blocks_NJ, kept_NJ, replies.prompts), _spared(rows, gamma)
         return Counted(
-            "responses", rows, blocks, tokens, gamma, survival, rate, spared, varies, ends, notes, asked.prompts
+            "responses", rows, blocks, tokens, gamma, survival, rate, spared, varies, ends, notes, replies.prompts
         )
-    gamma = max(said) if said else max(1, math.ceil(drafted / blocks - 1e-9))
-    if all(one.histogram for one in counts):
-        kept_NJ = np.array([[sum(one.histogram[j:]) for j in range(1, gamma + 1)] for one in counts])
+    gamma = max(gammas) if gammas else max(1, math.ceil(drafted / blocks - 1e-9))
+    if all(each.histogram for each in counts):
+        kept_NJ = np.array([[sum(each.histogram[j:]) for j in range(1, gamma + 1)] for each in counts])
         survival = (kept_NJ.sum(0) / blocks).tolist()
-        blocks_N = np.array([sum(one.histogram) for one in counts])
-        ends = survival_intervals(np.repeat(blocks_N[:, None], gamma, 1), kept_NJ, asked.prompts)
+        blocks_N = np.array([sum(each.histogram) for each in counts])
+        ends = survival_intervals(np.repeat(blocks_N[:, None], gamma, 1), kept_NJ, replies.prompts)
     if survival is None and server is not None and server.blocks and server.drafted == drafted:
         survival = [accepted / server.blocks for accepted in server.accepted_G] or None
     notes.append("the server reports sums per response, so survival includes tokens drafted after its end")
-    spared = int(asked.engine.dialect.leaves_room)
+    spared = int(replies.engine.dialect.leaves_room)
     rate = accepted / drafted if drafted else 0.0
-    return Counted("responses", rows, blocks, tokens, gamma, survival, rate, spared, "", ends, notes, asked.prompts)
+    return Counted("responses", rows, blocks, tokens, gamma, survival, rate, spared, "", ends, notes, replies.prompts)
 
 
 def _spared(rows: list[ServedBlocks], gamma: int) -> int:
@@ -311,16 +306,16 @@ class Pace:
 
 
 def served_row(
-    asked: Asked, counted: Counted, rule: str, gamma: int | None, tau_ci: Interval | None, load: int
+    replies: Replies, counted: Counted, rule: str, gamma: int | None, tau_ci: Interval | None, load: int
 ) -> tuple[Measured, Pace]:
     """(the row of an engine's answers, their speed). load: requests sent at once."""
-    speed, tokens = pace(asked.answers, asked.plain, asked.prompts), sum(one.tokens for one in asked.answers)
+    speed, tokens = pace(replies.answers, replies.plain, replies.prompts), sum(one.tokens for one in replies.answers)
     row = Measured(
         DRAFT,
         rule,
         load,
         SERVED_TEXT,
-        len(set(asked.prompts)),
+        len(set(replies.prompts)),
         tokens,
         gamma,
         tau=counted.tau,
@@ -329,7 +324,7 @@ def served_row(
         tokens_per_second=speed.tokens_per_second,
         speed_up=speed.speed_up,
         speed_up_ci=speed.speed_up_ci,
-        **waits(asked.answers),
+        **waits(replies.answers),
         how=dict.fromkeys(
             ("tau", "accepted_per_drafted", "tokens_per_second", "speed_up", "first_token_ms", "per_token_ms"), "served"
         ),

@@ -15,8 +15,8 @@ from data.files import write_json
 from data.responses.endpoint_keys import key_in
 from distill.commands.options import ReadbackOptions
 from distill.commands.output import check_known, check_writable
-from distill.commands.readback.asking import AnswerFile, Asked, ask
-from distill.commands.readback.causes import end_note, text_causes
+from distill.commands.readback.asking import AnswerFile, Replies, ask
+from distill.commands.readback.causes import text_causes
 from distill.commands.readback.comparison import served_row, waits
 from distill.commands.readback.source import Judged, Source, of_prompts, of_run
 from distill.config.layout import ANSWERS, GREEDY_ANSWERS, PLAIN_ANSWERS, READBACK
@@ -108,20 +108,20 @@ def _clients(options: ReadbackOptions, source: Source) -> list[EngineClient]:
     return clients
 
 
-def _law(asked: Asked, source: Source) -> tuple[TextLaw | None, list[str]]:
+def _law(replies: Replies, source: Source) -> tuple[TextLaw | None, list[str]]:
     """Return (the test of the sampled text against the target, notes on why it was not run)."""
     if source.target.config.endpoint is not None:
         return None, ["the target's weights are on a server, so the distribution of the text is not tested"]
-    if any(answer.ids is None for answer in asked.answers):
+    if any(answer.ids is None for answer in replies.answers):
         instead = "" if source.by_request else ", and replay uses the run's text"
         return None, [f"the server gives no token ids, so the distribution of its text is not tested{instead}"]
-    pairs = zip(asked.texts, asked.answers, strict=True)
+    pairs = zip(replies.texts, replies.answers, strict=True)
     texts = [Decoded(own.prompt_ids, answer.ids or [], []) for own, answer in pairs]
-    return text_law(source.target.model, texts, asked.settings.sampling), []
+    return text_law(source.target.model, texts, replies.settings.sampling), []
 
 
 def _record(
-    options: ReadbackOptions, source: Source, client: EngineClient, main: Asked, greedy: Asked | None
+    options: ReadbackOptions, source: Source, client: EngineClient, main: Replies, greedy: Replies | None
 ) -> ReadbackRecord:
     law, notes = _law(main, source) if not main.settings.sampling.greedy else (None, [])
     try:
@@ -150,21 +150,21 @@ def _record(
         greedy=texts,
         text_law=None if law is None else TextLawRecord.model_validate(law, from_attributes=True),
         causes=causes,
-        notes=notes + judged.notes + end_note(counted, client.engine.name),
+        notes=notes + judged.notes,
     )
 
 
-def _measured(options: ReadbackOptions, asked: Asked, judged: Judged) -> Mapping[str, Any]:
+def _measured(options: ReadbackOptions, replies: Replies, judged: Judged) -> Mapping[str, Any]:
     """Return the numeric keys of `ReadbackRecord`."""
     counted = judged.counted
-    served, speed = served_row(asked, counted, judged.rule, judged.gamma, judged.tau_ci, options.concurrency)
+    served, speed = served_row(replies, counted, judged.rule, judged.gamma, judged.tau_ci, options.concurrency)
     rows = [served, *judged.rows[:1]]
     if speed.plain is not None:
         rows.append(
             replace(
                 served,
                 way=TARGET,
-                tokens=sum(answer.tokens for answer in asked.plain),
+                tokens=sum(answer.tokens for answer in replies.plain),
                 gamma=0,
                 tau=1.0,
                 tau_ci=None,
@@ -173,7 +173,7 @@ def _measured(options: ReadbackOptions, asked: Asked, judged: Judged) -> Mapping
                 speed_up=1.0,
                 speed_up_ci=None,
                 how=dict.fromkeys(("tokens_per_second", "first_token_ms", "per_token_ms"), "served"),
-                **waits(asked.plain),
+                **waits(replies.plain),
             )
         )
     return {
@@ -186,30 +186,30 @@ def _measured(options: ReadbackOptions, asked: Asked, judged: Judged) -> Mapping
     }
 
 
-def _greedy_texts(asked: Asked | None, target: Target) -> tuple[GreedyTexts | None, list[str]]:
+def _greedy_texts(replies: Replies | None, target: Target) -> tuple[GreedyTexts | None, list[str]]:
     """Return (comparison of greedy texts, the cause if they differ beyond near-ties)."""
-    if asked is None:
+    if replies is None:
         return None, []
     equal = ties = 0
     worst = ""
-    for own, answer in zip(asked.texts, asked.answers, strict=True):
+    for text, answer in zip(replies.texts, replies.answers, strict=True):
         if answer.ids is None:
-            decoded = str(target.tokenizer.decode(own.response_ids, skip_special_tokens=False))
+            decoded = str(target.tokenizer.decode(text.response_ids, skip_special_tokens=False))
             same = answer.text == decoded or (answer.finished and decoded.startswith(answer.text))
         else:
-            same = answer.ids == own.response_ids
+            same = answer.ids == text.response_ids
         if same:
             equal += 1
         elif target.config.endpoint is not None or not answer.ids:
-            worst = worst or f"prompt {own.key} differs"
+            worst = worst or f"prompt {text.key} differs"
         else:
-            said = Response(own.key, own.prompt_ids, response_ids=answer.ids)
+            said = Response(text.key, text.prompt_ids, response_ids=answer.ids)
             try:
-                near_tie(target.model, replace(said, response_ids=own.response_ids), said)
+                near_tie(target.model, replace(said, response_ids=text.response_ids), said)
                 ties += 1
             except SelfCheckError as error:
                 worst = worst or str(error)
-    texts = GreedyTexts(prompts=len(asked.answers), equal=equal, near_ties=ties)
+    texts = GreedyTexts(prompts=len(replies.answers), equal=equal, near_ties=ties)
     if not worst:
         return texts, []
     told = (
@@ -220,11 +220,11 @@ def _greedy_texts(asked: Asked | None, target: Target) -> tuple[GreedyTexts | No
 
 def _print(console: Console, record: ReadbackRecord, name: str) -> None:
     """Print the table of readback.json, its notes and causes, and whether the engine agrees."""
-    own = record.served
-    drafting = f"{WAYS[record.drafting]}, rule {own.rule}, " if record.drafting else ""
-    gamma = "unknown" if own.gamma is None else own.gamma
+    served = record.served
+    drafting = f"{WAYS[record.drafting]}, rule {served.rule}, " if record.drafting else ""
+    gamma = "unknown" if served.gamma is None else served.gamma
     title = f"{name} in {record.where}: {drafting}gamma {gamma}"
-    console.print(f"{title}, {own.prompts} prompts, {own.tokens:,} tokens", highlight=False, markup=False)
+    console.print(f"{title}, {served.prompts} prompts, {served.tokens:,} tokens", highlight=False, markup=False)
     for table in readback_tables(record):
         console.print(table)
     console.print(

@@ -9,7 +9,7 @@ from typing import Any
 
 from data.responses.store import Store
 from distill.commands.options import ReadbackOptions
-from distill.commands.readback.asking import Asked
+from distill.commands.readback.asking import Replies
 from distill.commands.readback.causes import acceptance_causes, few_note, foreign
 from distill.commands.readback.comparison import Counted, Predicted, Replayer, count, own_interval, tau_interval
 from distill.commands.readback.speed import speed_checks
@@ -70,7 +70,7 @@ class Source:
     texts: list[HeldoutResponse]
     greedy: list[HeldoutResponse]
     settings: DecodeSettings
-    judge: Callable[[Asked, TextLaw | None, str], Judged]
+    judge: Callable[[Replies, TextLaw | None, str], Judged]
     by_request: bool = False
     speed: Callable[..., list[SpeedCheck]] | None = None
 
@@ -92,39 +92,39 @@ def of_prompts(options: ReadbackOptions) -> Source:
     greedy = frozen_responses(target.model, keyed, settings.under("greedy", 0), "")
     texts = greedy if sampling.greedy else [replace(text, response_ids=[], log_target_probs=[]) for text in greedy]
 
-    def judge(asked: Asked, *_: Any) -> Judged:
-        return counted_alone(asked, options.gamma, options.rule)
+    def judge(replies: Replies, *_: Any) -> Judged:
+        return counted_alone(replies, options.gamma, options.rule)
 
     name = f"{options.prompts} for {options.target}"
     return Source(name, options.to, target, "--target", texts, greedy, settings, judge, True)
 
 
-def counted_alone(asked: Asked, gamma: int | None, rule: str = "auto") -> Judged:
+def counted_alone(replies: Replies, gamma: int | None, rule: str = "auto") -> Judged:
     """The counts with the calls in which nothing was drafted, as with n-grams. Engines do not count those; each emits one token."""
-    counts = [answer.counts for answer in asked.answers]
-    found = count(asked, gamma or _MOST_GAMMA)
-    notes = [f"gamma: the server varies it ({found.varies})"] if found.varies else []
-    if found.rows is not None:
-        taken = [(one and one.accepted) or 0 for one in counts]
+    counts = [answer.counts for answer in replies.answers]
+    counted = count(replies, gamma or _MOST_GAMMA)
+    notes = [f"gamma: the server varies it ({counted.varies})"] if counted.varies else []
+    if counted.rows is not None:
+        taken = [(each and each.accepted) or 0 for each in counts]
         rows = [
-            replace(row, blocks=max(row.blocks, row.tokens - own)) for row, own in zip(found.rows, taken, strict=True)
+            replace(row, blocks=max(row.blocks, row.tokens - own)) for row, own in zip(counted.rows, taken, strict=True)
         ]
-        total = replace(found, rows=rows, blocks=sum(row.blocks for row in rows))
-        knows_gamma = any(one is not None and (one.gamma or one.drafted) for one in counts)
+        total = replace(counted, rows=rows, blocks=sum(row.blocks for row in rows))
+        knows_gamma = any(each is not None and (each.gamma or each.drafted) for each in counts)
     else:
-        server = asked.server
+        server = replies.server
         assert server is not None
-        total = replace(found, blocks=max(found.blocks, found.tokens - (server.accepted or 0)))
+        total = replace(counted, blocks=max(counted.blocks, counted.tokens - (server.accepted or 0)))
         knows_gamma = server.drafted is not None
         notes.append(
             "sums only, so there are no intervals; use --concurrency 1, or make the engine report each request"
         )
-    if total.blocks > found.blocks:
+    if total.blocks > counted.blocks:
         notes.append(
-            f"nothing was drafted in {1 - found.blocks / total.blocks:.0%} of the calls; they count in tau, not in survival. Tokens accepted "
+            f"nothing was drafted in {1 - counted.blocks / total.blocks:.0%} of the calls; they count in tau, not in survival. Tokens accepted "
             "after the end of a response can hide such a call, so tau is slightly high"
         )
-    rule = "greedy" if asked.settings.sampling.greedy else "unknown" if rule == "auto" else rule
+    rule = "greedy" if replies.settings.sampling.greedy else "unknown" if rule == "auto" else rule
     gamma = total.gamma if knows_gamma else gamma
     return Judged(total, rule, own_interval(total), gamma, notes=total.notes + notes)
 
@@ -163,7 +163,12 @@ def of_run(options: ReadbackOptions, run: Path) -> Source:
 
 
 def _judge(
-    options: ReadbackOptions, frozen: FrozenText, verdict: Verdict | None, main: Asked, law: TextLaw | None, engine: str
+    options: ReadbackOptions,
+    frozen: FrozenText,
+    verdict: Verdict | None,
+    main: Replies,
+    law: TextLaw | None,
+    engine: str,
 ) -> Judged:
     sampled, model = frozen.rule != "greedy", frozen.draft(options.draft or _served(frozen.run))
     way = drafting_to_serve(verdict, mask_token_of(model.config) is not None)
@@ -176,40 +181,40 @@ def _judge(
         return Judged(replace(counted, rows=None, blocks=counted.tokens, survival=None), rule, None, 0, notes=[note])
     wanted = counted.gamma if counted.gamma in gammas else gammas[0]
     replayer = Replayer(draft, main, law, max(wanted, counted.gamma))
-    found = _rule(options, counted, replayer, wanted, sampled)
-    shown = replayer.predict(counted, found.rule, counted.gamma)
-    survival, rate = replayer.shares(found.rule, found.gamma, counted.spared)
+    prediction = _rule(options, counted, replayer, wanted, sampled)
+    shown = replayer.predict(counted, prediction.rule, counted.gamma)
+    survival, rate = replayer.shares(prediction.rule, prediction.gamma, counted.spared)
     return Judged(
         counted,
-        found.rule,
+        prediction.rule,
         tau_interval(counted, shown.tau, shown.tau_ci),
         counted.gamma,
-        _rows(replayer, found, rate),
+        _rows(replayer, prediction, rate),
         {"replay": survival},
-        found.z,
+        prediction.z,
         draft.drafting,
-        acceptance_causes(counted, replayer, found),
-        counted.notes + few_note(counted, found),
+        acceptance_causes(counted, replayer, prediction),
+        counted.notes + few_note(counted, prediction),
     )
 
 
-def _rows(replayer: Replayer, found: Predicted, rate: float) -> list[Measured]:
+def _rows(replayer: Replayer, prediction: Predicted, rate: float) -> list[Measured]:
     """Replay of the served text if it is known, and of the run's own text."""
-    known = replayer.knows(found.rule)
+    replayable = replayer.knows(prediction.rule)
     row = Measured(
         DRAFT,
-        found.rule,
-        text=SERVED_TEXT if known else HELD_OUT,
-        prompts=len(replayer.asked.answers),
-        gamma=found.gamma,
-        tau=found.tau,
-        tau_ci=found.tau_ci,
+        prediction.rule,
+        text=SERVED_TEXT if replayable else HELD_OUT,
+        prompts=len(replayer.replies.answers),
+        gamma=prediction.gamma,
+        tau=prediction.tau,
+        tau_ci=prediction.tau_ci,
         accepted_per_drafted=rate,
         how=dict.fromkeys(("tau", "accepted_per_drafted"), "replay"),
     )
-    if not known:
+    if not replayable:
         return [row]
-    tau, tau_ci = replayer.expect(found.rule, found.gamma)
+    tau, tau_ci = replayer.expect(prediction.rule, prediction.gamma)
     own = replace(row, text=HELD_OUT, tau=tau, tau_ci=tau_ci, accepted_per_drafted=None, how={"tau": "replay"})
     return [row, own]
 
@@ -253,7 +258,7 @@ def _rule(options: ReadbackOptions, counted: Counted, replayer: Replayer, gamma:
     """Return the prediction under --rule; by default under the closest of the rules that engines use."""
     if not sampled or options.rule != "auto":
         return replayer.predict(counted, "greedy" if not sampled else options.rule, gamma)
-    truncated = replayer.asked.settings.sampling.truncates
+    truncated = replayer.replies.settings.sampling.truncates
     usual = [rule for rule in rules_of_text("sample", truncated=truncated) if rule != "block"]
     near = {rule: replayer.predict(counted, rule, counted.gamma) for rule in usual}
     # Two rules can have the same tau and accept other tokens.

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from distill.commands.readback.asking import AnswerFile, Asked, ask
+from distill.commands.readback.asking import AnswerFile, Replies, ask
 from distill.commands.readback.comparison import count, served_row, tau_interval
 from distill.engines.protocol.engine import engine_in
 from distill.run.readback_record import SpeedCheck
@@ -31,14 +31,14 @@ def speed_checks(
     verdict: Verdict,
     run: Path,
     files: Sequence[AnswerFile],
-    asked: tuple[Sequence[HeldoutResponse], DecodeSettings],
+    replies: tuple[Sequence[HeldoutResponse], DecodeSettings],
     rule: str,
 ) -> list[SpeedCheck]:
     """Ask both servers in turn at each load of engine_costs.json, and compare. rule: the engine's.
 
     Raises UserError: as `ask`.
     """
-    costs, (texts, settings), found = verdict.engine, asked, list[SpeedCheck]()
+    costs, (texts, settings), checks = verdict.engine, replies, list[SpeedCheck]()
     assert costs is not None
     # In files of their own, because `drift --log` counts the others.
     files = [AnswerFile(one.path.with_name(f"speed-{one.path.name}"), one.client, resume=False) for one in files]
@@ -47,13 +47,13 @@ def speed_checks(
             file.client.timed = True
             file.client.endpoint = file.client.endpoint.model_copy(update={"concurrency": load})
         answers = ask(files, texts, replace(settings, seed=settings.seed + load), full=True)
-        found.append(check_speed(verdict, load, answers, seen_in(run, costs.engine, load), rule))
-    return found
+        checks.append(check_speed(verdict, load, answers, seen_in(run, costs.engine, load), rule))
+    return checks
 
 
-def check_speed(verdict: Verdict, load: int, asked: Asked, seen: Sequence[str], rule: str) -> SpeedCheck:
+def check_speed(verdict: Verdict, load: int, replies: Replies, seen: Sequence[str], rule: str) -> SpeedCheck:
     """Compare the answers at a load with the prediction. seen: causes of slow steps. UserError: some steps were without a draft."""
-    counted, costs = count(asked, verdict.gamma), verdict.engine
+    counted, costs = count(replies, verdict.gamma), verdict.engine
     assert costs is not None
     if counted.undrafted():
         raise UserError(f"--speed: at {load} requests steps were not drafted; start the engine with one gamma for all")
@@ -61,12 +61,12 @@ def check_speed(verdict: Verdict, load: int, asked: Asked, seen: Sequence[str], 
         raise UserError(
             f"--speed: the engine drafts {counted.gamma} tokens; replay knows tau up to {max(verdict.replay)}"
         )
-    one = next(one for one in costs.costs if one.batch_size == load)
+    at_load = next(at_load for at_load in costs.costs if at_load.batch_size == load)
     gamma, tau = counted.gamma, verdict.replay[counted.gamma]
-    predicted = costs.row(one, gamma, tau, verdict.rule, verdict.response_tokens)
+    predicted = costs.row(at_load, gamma, tau, verdict.rule, verdict.response_tokens)
     tau_ci = tau_interval(counted, tau, (tau, tau))
-    served, speed = served_row(asked, counted, rule, gamma, tau_ci, load)
-    at_tau = costs.speed_up(one, gamma, counted.tau, verdict.response_tokens)
+    served, speed = served_row(replies, counted, rule, gamma, tau_ci, load)
+    at_tau = costs.speed_up(at_load, gamma, counted.tau, verdict.response_tokens)
     difference, of_tau = ((value or 1.0) / (predicted.speed_up or 1.0) - 1.0 for value in (speed.speed_up, at_tau))
     of_costs, holds, causes = (1.0 + difference) / (1.0 + of_tau) - 1.0, abs(difference) <= MARK, list[str]()
     if not holds and abs(of_tau) > abs(of_costs):

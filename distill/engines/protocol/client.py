@@ -181,14 +181,14 @@ class EngineClient(EndpointTarget):
 
         ``settle``: wait until they stop changing, since an engine may update them after its answer.
         """
-        found, waited = counters_of(self.root, self.key), 0.0
-        while settle and found is not None and waited < _LONGEST_SETTLING:
+        counters, waited = counters_of(self.root, self.key), 0.0
+        while settle and counters is not None and waited < _LONGEST_SETTLING:
             time.sleep(_SETTLED_SECONDS)
             waited += _SETTLED_SECONDS
-            before, found = found, counters_of(self.root, self.key)
-            if before == found:
+            before, counters = counters, counters_of(self.root, self.key)
+            if before == counters:
                 break
-        return found
+        return counters
 
     def _refusal(self, error: Any, k: int | None) -> str:
         import openai
@@ -231,11 +231,11 @@ def counters_of(root: str, key: str = "") -> ServerCounts | None:
     for path in PAGES:
         page = _page(root + path, key)
         try:
-            found = counts_of(parse_page(page)) if page else None
+            counters = counts_of(parse_page(page)) if page else None
         except CountsError as error:
             raise UserError(f"{root}{path}: {error}") from error
-        if found is not None:
-            return found
+        if counters is not None:
+            return counters
     return None
 
 

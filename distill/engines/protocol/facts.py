@@ -178,19 +178,19 @@ def _first_tokens(target: TargetSide, draft: TargetSide) -> dict[str, str]:
     """Return, as `tokenizer_differences`, where the draft's bos differs, if the target's tokenizer adds tokens to a text."""
     ours, theirs = (
         {
-            "tokenizer_config.json: bos_token": getattr(one.tokenizer, "bos_token", None),
+            "tokenizer_config.json: bos_token": getattr(side.tokenizer, "bos_token", None),
             "config.json (read where the tokenizer's files have no bos): bos_token_id": getattr(
-                one.config.get_text_config(), "bos_token_id", None
+                side.config.get_text_config(), "bos_token_id", None
             ),
         }
-        for one in (target, draft)
+        for side in (target, draft)
     )
-    found = [
+    differing = [
         f"{place}: {ours[place]} in the target, {theirs[place]} in the draft"
         for place in ours
         if None not in (ours[place], theirs[place]) and ours[place] != theirs[place]
     ]
-    return {"bos": " and ".join(found)} if found and added_ends(target.tokenizer) else {}
+    return {"bos": " and ".join(differing)} if differing and added_ends(target.tokenizer) else {}
 
 
 def _layer_kinds(config: Any) -> tuple[str, ...]:

@@ -106,14 +106,14 @@ def with_places(command: str, language: str, draft: str, target: str) -> str:
 @cache
 def environment(folder: Path) -> jinja2.Environment:
     """Return the environment of the templates in a folder. It escapes nothing: values are numbers or quoted words."""
-    made = jinja2.Environment(
+    templates = jinja2.Environment(
         loader=jinja2.FileSystemLoader(folder),
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    made.filters["json"] = lambda value: json.dumps(value, separators=(",", ":"))
-    return made
+    templates.filters["json"] = lambda value: json.dumps(value, separators=(",", ":"))
+    return templates
 
 
 def lines_of(text: str) -> list[str]:
@@ -138,9 +138,9 @@ def _vocabulary_reasons(engine: Engine, facts: EngineFacts) -> list[str]:
     reasons = []
     for side, rows in (("target", facts.target_rows), ("draft", facts.draft_rows)):
         if rows < facts.token_rows:
-            told = "an id without a row crashes the engine or reads foreign memory; export the draft with the target's rows"
+            effect = "an id without a row crashes the engine or reads foreign memory; export the draft with the target's rows"
             reasons.append(
-                f"config.json: vocab_size {rows} in the {side}, tokenizer.json needs {facts.token_rows}; {told}"
+                f"config.json: vocab_size {rows} in the {side}, tokenizer.json needs {facts.token_rows}; {effect}"
             )
     if abs(facts.target_rows - facts.draft_rows) > engine.row_slack:
         allowed = f"a difference of at most {engine.row_slack}" if engine.row_slack else "the same number"
@@ -151,12 +151,12 @@ def _vocabulary_reasons(engine: Engine, facts: EngineFacts) -> list[str]:
     difference = facts.first_difference_from_5 if engine.first_compared_id else facts.first_difference
     if difference is not None:
         token_id, target_string, draft_string = difference
-        told = "it refuses such a pair"
+        effect = "it refuses such a pair"
         if not engine.equal_strings:
-            told = "it compares only sizes, so proposals mean other text and are rejected"
+            effect = "it compares only sizes, so proposals mean other text and are rejected"
         reasons.append(
             f"token id {token_id} is {target_string!r} in the target and {draft_string!r} in the draft (tokenizer.json: model.vocab); "
-            f"{told}; use a draft with the target's tokenizer"
+            f"{effect}; use a draft with the target's tokenizer"
         )
     return reasons
 

@@ -19,7 +19,7 @@ from tiny_training import tiny_tokenizer
 from distill.commands.compare.compare import compare
 from distill.commands.compare.options import CompareOptions
 from distill.commands.options import ReadbackOptions
-from distill.commands.readback.asking import Asked
+from distill.commands.readback.asking import Replies
 from distill.commands.readback.readback import readback_command
 from distill.commands.readback.source import counted_alone
 from distill.engines.protocol.client import Answer
@@ -143,12 +143,12 @@ def test_calls_without_a_draft_count_in_tau() -> None:
     texts = [HeldoutResponse(str(number), "", [1], [], []) for number in range(2)]
     counts = RequestCounts("vllm", 3, 12, 4, 3)
     answers = [Answer(text.key, list(range(11)), "", False, 1.0, counts, 11, {}) for text in texts]
-    found = counted_alone(Asked(DecodeSettings(), texts, answers), None)
+    found = counted_alone(Replies(DecodeSettings(), texts, answers), None)
     assert found.counted.tau == pytest.approx(10 / 7)
     assert found.tau_ci == pytest.approx((10 / 7, 10 / 7))
     assert "43%" in found.notes[-1]
     sums = replace(
-        Asked(DecodeSettings(), texts, [replace(one, counts=None) for one in answers]),
+        Replies(DecodeSettings(), texts, [replace(one, counts=None) for one in answers]),
         server=ServerCounts("vllm", 6, 24, 8, (4, 2), 22),
     )
     assert counted_alone(sums, None).counted.tau == pytest.approx(10 / 7)

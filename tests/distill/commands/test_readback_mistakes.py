@@ -19,7 +19,7 @@ from refusals import refused
 
 from distill.commands.options import ReadbackOptions
 from distill.commands.readback import source
-from distill.commands.readback.asking import AnswerFile, Asked
+from distill.commands.readback.asking import AnswerFile, Replies
 from distill.commands.readback.causes import acceptance_causes
 from distill.commands.readback.comparison import Counted, Replayer, count
 from distill.commands.readback.readback import readback_command
@@ -175,7 +175,7 @@ def counted_of(accepted: list[list[int]], drafted: list[list[int]], tokens: int,
         answers.append(Answer("", [5] * tokens, "", False, 1.0, counts, tokens, {}))
     texts = [HeldoutResponse("", "", [1], [5] * tokens, [0.0] * tokens) for _ in answers]
     named = engine_in("vLLM" if engine == "vllm" else engine)
-    return count(Asked(DecodeSettings(), texts, answers, engine=named), GAMMA)
+    return count(Replies(DecodeSettings(), texts, answers, engine=named), GAMMA)
 
 
 def test_a_gamma_that_varies_is_the_cause_and_no_other_draft() -> None:
@@ -183,7 +183,7 @@ def test_a_gamma_that_varies_is_the_cause_and_no_other_draft() -> None:
     counted = counted_of([[4, 2] * 8] * 20, [[4, 2] * 8] * 20, 65)
     scores = [TokenScores(np.zeros(64), np.zeros(64), np.ones(64, dtype=bool), np.full(64, 5), np.ones(64))] * 20
     replayer = object.__new__(Replayer)
-    replayer.asked = SimpleNamespace(prompts=range(20))  # type: ignore[assignment]
+    replayer.replies = SimpleNamespace(prompts=range(20))  # type: ignore[assignment]
     replayer.law, replayer.scores, replayer.own_scores = None, scores, scores
     found = replayer.predict(counted, "greedy-draft", 4)
     assert not found.agrees
@@ -203,7 +203,7 @@ def test_llama_cpps_answer_without_counts_was_not_drafted() -> None:
     counts = RequestCounts("llama.cpp", 10, 30, None, None)
     answers = [Answer("", [5] * 21, "", False, 1.0, counts, 21, {}), Answer("", [5] * 3, "", True, 1.0, None, 3, {})]
     texts = [HeldoutResponse("", "", [1], [5] * one.tokens, [0.0] * one.tokens) for one in answers]
-    counted = count(Asked(DecodeSettings(), texts, answers, engine=engine_in("llama.cpp")), GAMMA)
+    counted = count(Replies(DecodeSettings(), texts, answers, engine=engine_in("llama.cpp")), GAMMA)
     assert (counted.tokens, counted.blocks) == (22, 12)
 
 

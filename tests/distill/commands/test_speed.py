@@ -25,7 +25,7 @@ from distill.commands.options import ReadbackOptions
 from distill.commands.probe.options import ProbeOptions
 from distill.commands.probe.plan import read_plan
 from distill.commands.probe.screen import assumptions
-from distill.commands.readback.asking import AnswerFile, Asked
+from distill.commands.readback.asking import AnswerFile, Replies
 from distill.commands.readback.readback import readback_command
 from distill.commands.readback.source import _gammas
 from distill.commands.readback.speed import check_speed, seen_in
@@ -180,13 +180,13 @@ def test_readback_expects_the_gammas_of_the_engine_first(run: Path, frozen: Froz
     assert (found[0], 3 in found) == (best, True)
 
 
-def asked(seconds: float, blocks: int, tokens: int = 11, load: int = 4) -> Asked:
+def asked(seconds: float, blocks: int, tokens: int = 11, load: int = 4) -> Replies:
     """Eight answers of `tokens` tokens each; without the draft they take 0.14 s, as ten steps at four requests do."""
     kept = tokens - 1 - blocks
     counts = RequestCounts("vllm", kept, 3 * blocks, blocks, 3)
     own = [Answer(str(n), None, "", False, seconds * (0.9 + 0.2 * (n % 2)), counts, tokens, {}) for n in range(8)]
     plain = [replace(one, seconds=0.14, counts=None) for one in own]
-    return Asked(None, [], own, plain)  # type: ignore[arg-type]
+    return Replies(None, [], own, plain)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
