@@ -1,7 +1,8 @@
 """Has the served acceptance of a draft version fallen, slice by slice, below that of its own earlier requests?
 
-The run's held-out prompts are no baseline, because users ask for other things, in an order and more than once (`understudy readback` asks
-whether an engine accepts what the run predicts). The false alarm rate covers all slices of one call (Bonferroni). An alarm does not say why.
+The run's held-out prompts are no baseline, because users ask for other things, in an order and more than once (`understudy readback`
+asks whether an engine accepts what the run predicts). The false alarm rate covers all slices of one call (Bonferroni). An alarm does
+not say why.
 """
 
 from collections import Counter
@@ -31,9 +32,9 @@ class Reason(Record):
 
 
 class SliceAlarm(Record):
-    """Requests of one slice, counted from 1. since: the first request of a fall that lasts; null without one. change: accepted/drafted since
-    then minus that of all requests before it; without a fall, of all requests after the first ones minus theirs. over: [first, last] request
-    of earlier falls. time: at which the fall began.
+    """Requests of one slice, counted from 1. since: the first request of a fall that lasts; null without one. change: accepted/drafted
+    since then minus that of all requests before it; without a fall, of all requests after the first ones minus theirs. over: [first,
+    last] request of earlier falls. time: at which the fall began.
     """
 
     name: str

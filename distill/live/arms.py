@@ -63,7 +63,7 @@ class Arms:
         """The arm of a conversation; with ``shed`` the arm without a draft, if there is one.
 
         Weighted rendezvous hashing: a stable hash gives each arm an exponential time with rate `share`, and the smallest wins. So arms get
-        their shares, and an arm whose share grows takes conversations from others and loses none. ``key``: the log's secret, so that clients
+        their shares, and an arm whose share grows takes conversations from others and loses none. ``key``: the log's secret: clients
         cannot predict their arm.
         """
         if shed and (plain := [arm for arm in self.arms if not arm.drafts]):

@@ -118,7 +118,7 @@ class RefreshOptions:
 class RolloutOptions:
     """Compare a new draft on live traffic.
 
-    understudy rollout drafts/demo v0002 --log traffic/ --engine-command "understudy serve {draft} --port {port} -- --per-request-spec-decode-metrics detailed"
+    understudy rollout drafts/demo v0002 --log traffic/ --engine-command "understudy serve {draft} --port {port}"
 
     Serves it next to the current version, compares the two, then moves all traffic to it or takes it back.
 

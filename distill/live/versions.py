@@ -88,7 +88,7 @@ def publish(run: Path, drafts: Path, provenance: Mapping[str, Any], *, parent: s
         folder = drafts / name
         if not folder.exists():
             verdict = facts.verdict
-            told = {
+            origin = {
                 "version": name,
                 "parent": parent,
                 "run": str(run),
@@ -98,7 +98,7 @@ def publish(run: Path, drafts: Path, provenance: Mapping[str, Any], *, parent: s
                 "approved_by": None,
                 "made": _now(),
             }
-            export_draft(replace(facts, provenance=(facts.provenance or {}) | told | dict(provenance)), folder)
+            export_draft(replace(facts, provenance=(facts.provenance or {}) | origin | dict(provenance)), folder)
         version = read_version(folder)
         if version.provenance["run"] != str(run):
             raise UserError(f"{folder}: already exists, made from {version.provenance['run']}; a version never changes")

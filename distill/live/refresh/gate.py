@@ -11,7 +11,7 @@ from pathlib import Path
 
 from distill.commands.compare.compare import read_drafts
 from distill.commands.compare.comparison import Comparison, Difference, Scored, comparison
-from distill.commands.drift.baseline import OTHERS
+from distill.live.alarm import OTHERS
 from distill.run.frozen_text import FrozenText, load_frozen_text
 from speculative.measure.effects import fewest_prompts
 from speculative.measure.record import Record
@@ -51,10 +51,12 @@ def judge_gate(
     prefix = "parallel:" if parallel else ""
     gamma = text.config.judge.gamma
     entries = read_drafts(text, [f"{prefix}{served}", f"{prefix}{run}"], gamma, timing=False)
-    sides = {side: _compared(text, entries, old_keys, side == "old", gamma, looks) for side in ("new", "old")}
-    new, old = (_slices(sides[side], side, margin) for side in ("new", "old"))
-    failures = [part.failure for part in (*new, *old) if part.failure]
-    failures += [f"there is no held-out {side} text" for side, found in (("new", new), ("old", old)) if not found]
+    sides = {
+        side: _slices(_compared(text, entries, old_keys, side == "old", gamma, looks), side, margin)
+        for side in ("new", "old")
+    }
+    failures = [part.failure for parts in sides.values() for part in parts if part.failure]
+    failures += [f"there is no held-out {side} text" for side, parts in sides.items() if not parts]
     return Gate(
         passed=not failures,
         margin=margin,
@@ -62,9 +64,8 @@ def judge_gate(
         gamma=gamma,
         confidence=0.95,
         looks=looks,
-        new=new,
-        old=old,
         failures=failures,
+        **sides,
     )
 
 
@@ -72,13 +73,14 @@ def _compared(
     text: FrozenText, entries: Sequence[Scored], old_keys: Collection[str], old: bool, gamma: int, looks: int
 ) -> Comparison | None:
     """Compare the drafts on one side of the text; None without text."""
-    chosen = [index for index, one in enumerate(text.responses) if (one.key in old_keys) == old]
+    chosen = [index for index, response in enumerate(text.responses) if (response.key in old_keys) == old]
     if not chosen:
         return None
-    own = [text.responses[index] for index in chosen]
-    small = small_slices(Counter(domain for domain, _ in {(one.domain, one.prompt) for one in own}), looks)
-    own = [replace(one, domain=OTHERS) if one.domain in small else one for one in own]
-    return comparison(replace(text, responses=own), [entry.chosen(chosen) for entry in entries], gamma, looks)
+    responses = [text.responses[index] for index in chosen]
+    prompts = {(response.domain, response.prompt) for response in responses}
+    small = small_slices(Counter(domain for domain, _ in prompts), looks)
+    merged = [replace(response, domain=OTHERS) if response.domain in small else response for response in responses]
+    return comparison(replace(text, responses=merged), [entry.chosen(chosen) for entry in entries], gamma, looks)
 
 
 def small_slices(sizes: Mapping[str, int], looks: int) -> set[str]:
@@ -92,14 +94,14 @@ def small_slices(sizes: Mapping[str, int], looks: int) -> set[str]:
     return small if len(small) > 1 else set()
 
 
-def _slices(found: Comparison | None, side: str, margin: float) -> list[GateSlice]:
+def _slices(differences: Comparison | None, side: str, margin: float) -> list[GateSlice]:
     """The parts to judge: all new text and its slices; the old slices, or all old text if there is only one."""
-    if found is None:
+    if differences is None:
         return []
-    parts = [(domain, found.differences_on(domain)[0], False) for domain in found.domains]
+    parts = [(domain, differences.differences_on(domain)[0], False) for domain in differences.domains]
     if side == "new" or not parts:
         name = "all traffic" if side == "new" else "the old text"
-        parts = [(name, found.differences_on()[0], True), *parts]
+        parts = [(name, differences.differences_on()[0], True), *parts]
     return [
         GateSlice(**dict(gain), name=name, failure=failure_of(name, gain, side, margin, whole))
         for name, gain, whole in parts

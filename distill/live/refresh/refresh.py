@@ -196,8 +196,8 @@ class _Refresh:
         if changed and self.state.stage != "deciding":
             key = changed[0]
             raise UserError(
-                f"{self.folder}: a refresh with {key} {before.get(key)} (not {chosen[key]}) has already begun to train there; give the same "
-                "value, or delete the folder"
+                f"{self.folder}: a refresh with {key} {before.get(key)} (not {chosen[key]}) has already begun to train there; "
+                "give the same value, or delete the folder"
             )
         if changed:
             for name in (TRAFFIC, PROBE):

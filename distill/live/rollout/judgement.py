@@ -210,7 +210,8 @@ def _slower(new: Served, old: Served, criteria: Criteria, slower: float) -> str:
     low, high = anytime_interval(times, LEVEL, LATENCY_SCALE)
     if low <= math.log1p(slower):
         return ""
-    return f"certainly slower: {math.exp(times.value):.2f} [{math.exp(low):.2f}, {math.exp(high):.2f}] times the old engine's seconds per token"
+    ratio = f"{math.exp(times.value):.2f} [{math.exp(low):.2f}, {math.exp(high):.2f}]"
+    return f"certainly slower: {ratio} times the old engine's seconds per token"
 
 
 def _silent(new: Served, old: Served) -> str:

@@ -43,19 +43,19 @@ def forget(directory: Path, ids: Sequence[str]) -> tuple[list[str], list[str]]:
     salt = read_salt(directory)
     # First, so that no reader, writer or export sees them again, even if this process is killed.
     with writing(directory), write_lock(directory):
-        add_forgotten(directory, {keyed_hash(salt, FORGOTTEN, one) for one in ids})
+        add_forgotten(directory, {keyed_hash(salt, FORGOTTEN, name) for name in ids})
     with writing(directory):
         first = [record for record in _records(directory) if record.id in ids]
         talks = {record.conversation for record in first if record.conversation}
         prompts = {record.prompt_ids for record in first if len(record.prompt_ids or ()) >= _FEWEST_IDS}
     with writing(directory), write_lock(directory):
         add_forgotten(directory, {keyed_hash(salt, CONVERSATION, talk) for talk in talks})
-    names = [json.dumps(one)[1:-1].encode() for one in ids]
+    quoted = [json.dumps(name)[1:-1].encode() for name in ids]
 
     def without(line: bytes) -> bytes:
         record = record_in(line)
         # A damaged line with the id is removed too.
-        gone = any(name in line for name in names) if record is None else record.id in ids
+        gone = any(name in line for name in quoted) if record is None else record.id in ids
         return b"" if gone else line
 
     def without_text(line: bytes) -> bytes:
@@ -71,8 +71,8 @@ def forget(directory: Path, ids: Sequence[str]) -> tuple[list[str], list[str]]:
     lines = [
         f"{directory}: {removed:,} lines removed; text removed from {scrubbed:,} other requests of the same conversation or with the same "
         "first tokens",
-        "what stays: counts, times and keyed hashes of those other requests, and a keyed hash of each id and conversation, so that they stay "
-        "forgotten",
+        "what stays: counts, times and keyed hashes of those other requests, and a keyed hash of each id and conversation, "
+        "so that they stay forgotten",
         "exports of this log, and runs that were trained on them, may hold copies: delete those and export again",
     ]
     return lines, sorted(set(ids) - {record.id for record in first})

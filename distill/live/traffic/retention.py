@@ -40,7 +40,8 @@ def write_lock(directory: Path) -> Iterator[None]:
 def sweep(directory: Path, retention_days: float, now: float, most_texts: int = MOST_TEXTS) -> tuple[int, int]:
     """Remove the text of records that are too old or not in their slice's sample: (number of these records, of texts that are left).
 
-    A slice keeps the text of the ``most_texts`` records with the smallest keyed hashes, a reproducible random sample. ``now``: Unix seconds.
+    A slice keeps the text of the ``most_texts`` records with the smallest keyed hashes, a reproducible random sample. ``now``: Unix
+    seconds.
 
     Raises UserError: the clock has jumped, or the directory cannot be read or written.
     """
@@ -107,12 +108,12 @@ def rewrite(directory: Path, changed: Callable[[bytes], bytes]) -> int:
     while left := [path for path in log_files(directory) if path not in done]:
         with writing(left[0]):
             # Do the slow part before taking the lock, because the gateway waits for it.
-            known = {line: changed(line) for line in left[0].read_bytes().splitlines(keepends=True)}
+            results = {line: changed(line) for line in left[0].read_bytes().splitlines(keepends=True)}
             with write_lock(directory):
                 for stale in directory.glob(".log-*.tmp"):
                     stale.unlink()
                 before = left[0].read_bytes().splitlines(keepends=True)
-                after = [known[line] if line in known else changed(line) for line in before]
+                after = [results[line] if line in results else changed(line) for line in before]
                 if after != before:
                     write_bytes(left[0], b"".join(after), 0o600, synced=True)
                     count += sum(old != new for old, new in zip(before, after, strict=True))

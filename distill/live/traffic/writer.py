@@ -166,7 +166,7 @@ class LogWriter:
             self._sweep_now.set()
 
     def _open(self, path: Path) -> FileIO:
-        """The open file of that name. It stays open, so that logging works without a free file descriptor; a rewrite may have replaced it."""
+        """The open file of that name. It stays open, so that logging needs no free file descriptor; a rewrite may have replaced it."""
         if self._file is not None:
             with contextlib.suppress(FileNotFoundError):
                 if os.path.samestat(path.stat(), os.fstat(self._file.fileno())):
@@ -180,11 +180,11 @@ class LogWriter:
     def _read_forgotten(self) -> set[str]:
         """The forgotten hashes; read again if the file changed."""
         try:
-            found = (self.directory / FORGOTTEN).stat()
+            file = (self.directory / FORGOTTEN).stat()
         except FileNotFoundError:
             return set()
         # mtime ticks only every few milliseconds, but the size grows with each id.
-        if (changed := (found.st_mtime_ns, found.st_size)) != self._forgotten[0]:
+        if (changed := (file.st_mtime_ns, file.st_size)) != self._forgotten[0]:
             self._forgotten = changed, forgotten_hashes(self.directory)
         return self._forgotten[1]
 
