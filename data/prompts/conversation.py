@@ -92,7 +92,9 @@ def _without_nulls(value: Any, where: str, depth: int = 0) -> Any:
 def served_turn(turn: Turn, words: Collection[str], where: str) -> Turn:
     """A turn as engines give it to a template: arguments of tool calls as objects, a thought under every name that a template may read.
 
-    A developer is the system, as in llama.cpp, unless the role is among ``words``, the template's strings. UserError: arguments without JSON.
+    A developer is the system, as in llama.cpp, unless the role is among ``words``, the template's strings.
+
+    Raises UserError: arguments that are not JSON.
     """
     thought = next((turn[key] for key in REASONING_KEYS if key in turn), None)
     served = turn | (dict.fromkeys(REASONING_KEYS, thought) if thought else {})

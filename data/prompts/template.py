@@ -194,7 +194,7 @@ def _required_template(tokenizer: Any, other_way: str, where: str = "") -> str:
 
 @functools.lru_cache(maxsize=16)
 def template_words(template: str) -> tuple[frozenset[str], frozenset[str]] | None:
-    """(variables that a template reads; attributes and strings in it); None if plain jinja cannot parse it (rendering then reports the error)."""
+    """(variables that a template reads; attributes and strings in it); None if jinja cannot parse it, which rendering reports."""
     # transformers' tag around assistant text has no effect here, and jinja does not know it.
     template = re.sub(r"\{%[-+]?\s*(end)?generation\s*[-+]?%\}", "", template)
     try:

@@ -1,31 +1,42 @@
-"""File names in a run's folder, and how a path from the user is resolved.
-
-runs/NAME/config.yaml             the resolved config
-         began.txt                the folder that relative paths in config.yaml start at, relative to the run
-         .lock, .holder           the lock of the process that writes in the folder; which process holds it, or held it last
-         metrics.jsonl            one line per step
-         wandb.id                 of the run in wandb, with tracking.trackers: [wandb]
-         target.json              facts about the target that need no weights
-         student.json             what was measured and chosen for the initial weights of the draft
-         student.partial/         the draft before training, while it is saved and loaded again as a check
-         prompts/                 prompts as the target sees them, rendered once: train.arrow, heldout.arrow, manifest.json
-         responses/               token stores with the target's probabilities; day.txt if the chat template writes the
-                                  date, server_identity.json for a target at a server
-         rollouts/                sequences made during training
-         checkpoints/step-000100/ student/ (a Hugging Face model), adapter/ (of student.lora), state/ (optimizer, scheduler, RNG), progress.json,
-                                  judgement.json, judging/ (parts of a judgement that was not finished), provenance.json (commit, versions, machine, command)
-         self_checks.json         checks that ran before anything was measured
-         best                     link to the best checkpoint
-         judging/                 parts of a verdict that was not finished
-         readback.json, readback.jsonl  what `understudy readback` measured in an engine, and that engine's answers
-         engine_costs.json         step times of that engine (`understudy time`)
-         result.json, proposals.parquet, report.html
-         verdict.json, plot.png   verdict.json is written last: a run that has it is finished
-         dataset/                 what `understudy export --push-dataset` uploads
-         export/                  where `understudy demo` exports to; commands in a report use this path
-"""
+"""File names in a run's folder, and how a path from the user is resolved."""
 
 from pathlib import Path
+
+# What a run's folder holds: file, who writes it and when, contents. docs/reference/run.md shows this table.
+FILES = (
+    ("config.yaml", "each start", "all keys of the config, with defaults"),
+    ("began.txt", "first start", "the folder that relative paths in config.yaml start at, relative to the run"),
+    (".lock, .holder", "whoever writes", "lock; the process that holds it or held it last"),
+    ("target.json", "first start", "facts about the target that need no weights"),
+    ("prompts/", "first start", "prompts as token ids; delete it to read a hub dataset again"),
+    ("self_checks.json", "first start", "checks that ran before anything was measured"),
+    ("student.json", "first start", "how the draft's initial weights were chosen"),
+    ("student.partial/", "first start", "the draft before training, while it is saved and loaded again as a check"),
+    ("responses/", "train, respond", "the target's responses and top-k probabilities (Arrow), one folder for each use"),
+    ("responses/day.txt", "first start", "the day that a chat template writes"),
+    ("responses/server_identity.json", "first start", "which model answers, for a target at a server"),
+    ("rollouts/", "train", "sequences made during training"),
+    ("metrics.jsonl", "each step", "one line per step and per judgement; also sent to `tracking.trackers`"),
+    ("wandb.id", "first start", "of the run in wandb"),
+    ("tensorboard/, wandb/", "train", "logs of the trackers"),
+    (
+        "checkpoints/step-*/",
+        "each judged step",
+        "`student/`, `adapter/` (LoRA), `state/` (to resume), `progress.json`, `judgement.json`, `provenance.json` (commit, versions, "
+        "machine, command)",
+    ),
+    ("best", "each judged step", "link to the best checkpoint; `best/student` is a Hugging Face model"),
+    ("judging/", "train", "parts of a judgement or verdict that was not finished, also in a checkpoint"),
+    ("result.json", "end", "everything that the page shows"),
+    ("proposals.parquet", "end", "every drafted token of the live run"),
+    ("plot.png", "end", "alpha and tau over steps, with the baseline"),
+    ("report.html", "end", "the verdict as a page"),
+    ("verdict.json", "end, last", "all ways to decode, and what to run; a run that has it is finished"),
+    ("readback*.json, readback*.jsonl", "`readback`", "what was measured in an engine, and that engine's answers"),
+    ("engine_costs.json", "`time`", "step times of an engine"),
+    ("dataset/", "`export --push-dataset`", "what is uploaded"),
+    ("export/", "`demo`", "the exported draft; commands in a report use this path"),
+)
 
 CONFIG, BEGAN, METRICS, WANDB_ID = "config.yaml", "began.txt", "metrics.jsonl", "wandb.id"
 LOCK, HOLDER = ".lock", ".holder"
@@ -36,7 +47,6 @@ DAY, SERVER_IDENTITY = "day.txt", "server_identity.json"  # Next to the stores o
 ROLLOUTS = "rollouts"
 CHECKPOINTS, BEST_LINK = "checkpoints", "best"
 ADAPTER = "adapter"  # The peft directory of a student.lora, which `student` has merged; also next to an export.
-# The last two exist until it is known which is better.
 STUDENT = "student"
 STATE, PROGRESS, JUDGEMENT, PROVENANCE = "state", "progress.json", "judgement.json", "provenance.json"
 JUDGING = "judging"

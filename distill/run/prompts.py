@@ -70,8 +70,8 @@ def load_prompts(
         run: all its ranks call this together; None = keep nothing.
         vocab_rows: vocabulary rows of the target; None = any id will do.
 
-    Raises UserError: sources missing, empty or all duplicates; a prompt too long (`data.too_long: error`) or with a token that has no row; no
-    template; the prompts of a run with checkpoints have changed.
+    Raises UserError: sources missing, empty or all duplicates; a prompt too long (`data.too_long: error`) or with a token that has no
+    row; no template; the prompts of a run with checkpoints have changed.
     """
     made_with = _made_with(data, tokenizer, context_length, max_tokens)
     if run is None:
@@ -333,8 +333,8 @@ class _Renderer:
             highest = max(prompt_ids, default=0)
             if self.rows is not None and highest >= self.rows:
                 raise UserError(
-                    f"{row.origin}: token {self.tokenizer.convert_ids_to_tokens(highest)!r} has id {highest}, but the target has rows 0..{self.rows - 1} "
-                    "only (config.json: vocab_size); leave the row out, or give the target's embedding more rows"
+                    f"{row.origin}: token {self.tokenizer.convert_ids_to_tokens(highest)!r} has id {highest}, but the target has "
+                    f"rows 0..{self.rows - 1} only (config.json: vocab_size); leave the row out, or give the target's embedding more rows"
                 )
         except UserError as error:
             if self.bad_rows is None:

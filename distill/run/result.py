@@ -161,5 +161,7 @@ class Result(Record):
 
 def load_result(path: Path) -> Result:
     """A result.json; UserError as `Record.read`; a file of another format has another value of `format`."""
-    absent = "not there: finish the run (start its command again), or make one with `understudy evaluate DRAFT --config CONFIG --out result.json`"
+    absent = (
+        "not there: finish the run (start its command again), or make one with `understudy evaluate --out result.json`"
+    )
     return Result.read(path, "make it again: finish the run, or use `understudy evaluate`", absent)

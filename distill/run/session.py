@@ -42,8 +42,8 @@ def preflight(run: Run, target: Target) -> None:
     rowless = tokens_without_row(tokenizer, rows)
     if own := rowless.keys() - getattr(tokenizer, "added_tokens_decoder", {}).keys():
         raise UserError(
-            f"target.path {config.target.path!r}: its tokenizer has token {rowless[min(own)]!r} (id {min(own)}), but the model has {rows} rows "
-            "(config.json: vocab_size); give the tokenizer of this model"
+            f"target.path {config.target.path!r}: its tokenizer has token {rowless[min(own)]!r} (id {min(own)}), but the model has "
+            f"{rows} rows (config.json: vocab_size); give the tokenizer of this model"
         )
     if rowless:
         run.say(

@@ -86,7 +86,7 @@ class Verdict(Record):
     replay: dict[int, float] = Field({}, description="tau of the draft by gamma, 0 to 32, by replay")
     best_gamma_range: tuple[int, int] | None = Field(
         None,
-        description="first and last gamma whose predicted speed-up is within 3 % (or the error of the step times) of the highest; null: none pays",
+        description="first and last gamma whose predicted speed-up is within 3 % (or the step times' error) of the highest; null: none",
     )
     costs: Costs | None = Field(None, description="step times of the draft and the target")
     plain_wins_from: int | None = Field(
@@ -145,7 +145,7 @@ def drafting_to_serve(verdict: Verdict | None, parallel: bool) -> Drafting:
 
 
 def load_verdict(run: Path) -> Verdict:
-    """verdict.json of a finished run, with `engine` from engine_costs.json; UserError if it is not there or damaged, or a key is missing or of another type."""
+    """verdict.json of a finished run, with `engine` from engine_costs.json; UserError as `Record.read`."""
     unfinished = "not there: the run is not finished; start its command again"
     verdict = Verdict.read(run / VERDICT, "delete it, and start the run's command again", unfinished)
     costs = load_engine_costs(run)

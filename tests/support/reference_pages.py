@@ -1,6 +1,6 @@
 """The generated pages of docs/reference, made from the code's own help texts and fields; a test compares them.
 
-python tests/support/reference_pages.py        # writes docs/reference/config.md, verdict.md and cli.md
+python tests/support/reference_pages.py        # writes docs/reference/*.md
 """
 
 import sys
@@ -14,6 +14,7 @@ from key_table import key_table  # noqa: E402
 from typer.cli import get_docs_for_click  # noqa: E402
 
 from distill.cli import app  # noqa: E402
+from distill.config.layout import FILES  # noqa: E402
 from distill.config.table import config_table  # noqa: E402
 
 FOLDER = ROOT / "docs" / "reference"
@@ -45,7 +46,18 @@ def cli_page() -> str:
     return "\n".join(line.rstrip() for line in text.strip().splitlines()) + "\n"
 
 
-PAGES = {"config.md": config_page, "verdict.md": verdict_page, "cli.md": cli_page}
+def run_page() -> str:
+    rows = [(", ".join(f"`{name}`" for name in names.split(", ")), *more) for names, *more in FILES]
+    table = "\n".join(
+        f"| {' | '.join(row)} |" for row in (("file", "written by, or at", "contents"), ("---",) * 3, *rows)
+    )
+    return f"""# What a run leaves in its folder
+
+{table}
+"""
+
+
+PAGES = {"config.md": config_page, "verdict.md": verdict_page, "cli.md": cli_page, "run.md": run_page}
 
 
 if __name__ == "__main__":

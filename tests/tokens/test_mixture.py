@@ -92,25 +92,6 @@ def test_a_generation_begins_a_plan_of_its_own() -> None:
     assert mixture.chosen("student", 10, lengths[:12]).max() < 12
 
 
-def test_pools_of_equal_lengths_have_different_orders() -> None:
-    lengths = np.ones(64, dtype=int)
-    mixture = Mixture([Pool("target", 1.0), Pool("text", 1.0), Pool("student", 2.0, every=50)], batch_size=32, seed=0)
-    chosen = {name: mixture.chosen(name, 0, lengths) for name in ("target", "text")}
-    assert not np.array_equal(chosen["target"], chosen["text"])
-    assert not np.array_equal(
-        mixture.chosen("target", 0, lengths), Mixture([Pool("target", 1.0)], 8, 1).chosen("target", 0, lengths)
-    )
-
-
-def test_sequences_of_a_pool_in_a_step_are_of_like_length() -> None:
-    lengths = np.random.default_rng(0).integers(1, 1000, 640)
-    mixture = Mixture([Pool("target", 0.5), Pool("text", 0.5)], batch_size=16, seed=0)
-    spreads = [
-        np.ptp(lengths[mixture.chosen(name, step, lengths)]) for name in ("target", "text") for step in range(80)
-    ]
-    assert np.mean(spreads) < 250, "a random choice of eight spreads over about 780"
-
-
 @pytest.mark.parametrize("pools", [[], [Pool("target", 0.0)], [Pool("target", 1.0), Pool("target", 2.0)]])
 def test_impossible_pools_are_refused(pools: list[Pool]) -> None:
     with pytest.raises(ValueError, match="pools"):

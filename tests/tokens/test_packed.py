@@ -94,11 +94,6 @@ def test_a_small_case_by_hand() -> None:
     assert batch.indices == (20, 10, 30)
 
 
-def test_a_row_that_is_too_long_is_refused() -> None:
-    with pytest.raises(ValueError, match="13 tokens"):
-        collate_packed([examples_of([9, 4])], 0, 12)
-
-
 @pytest.mark.parametrize("kind", PACKING)
 def test_hidden_states_are_those_of_each_sequence_alone(kind: str) -> None:
     split = SplitModel(tiny_model(kind, **PACKING[kind]))
@@ -168,13 +163,6 @@ def test_the_check_tells_in_half_precision_too(kind: str, spread: float) -> None
         check_packing(split)
     else:
         assert "attend to each other" in refused(check_packing, split)
-
-
-def test_the_check_leaves_training_mode_and_gradients_alone() -> None:
-    model = tiny_model("gpt2").train()
-    check_packing(SplitModel(model))
-    assert all(module.training for module in model.modules())
-    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def leaky(right: Any, ids_BT: torch.Tensor, positions_BT: torch.Tensor) -> torch.Tensor:

@@ -123,11 +123,6 @@ def test_rows_hold_every_sequence_once_and_could_not_be_merged(lengths: list[int
         assert all(lengths[first] >= lengths[second] for first, second in itertools.pairwise(row))
 
 
-def test_first_fit_decreasing_by_hand() -> None:
-    assert pack([3, 8, 5, 2, 5, 7], 10) == [[1, 3], [5, 0], [2, 4]]
-    assert pack([], 10) == []
-
-
 @pytest.mark.parametrize("lengths", [[3, 11], [0, 4]])
 def test_a_sequence_that_fits_no_row_is_refused(lengths: list[int]) -> None:
     with pytest.raises(ValueError, match="rows of 10"):

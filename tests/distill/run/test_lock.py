@@ -129,10 +129,3 @@ def test_a_process_may_hold_a_run_by_any_of_its_paths(tmp_path: Path, monkeypatc
     (tmp_path / "link").symlink_to(tmp_path / "run")
     with hold(Path("run")), hold(tmp_path / "run"), hold(Path("link")):
         monkeypatch.chdir("/")
-
-
-def test_a_process_may_hold_a_run_twice(tmp_path: Path) -> None:
-    with hold(tmp_path), hold(tmp_path):
-        pass
-    with forked(_holds, tmp_path, said := FORK.Event()):
-        assert said.wait(30)

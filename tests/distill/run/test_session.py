@@ -11,6 +11,7 @@ from tiny_models import tiny_model
 from tiny_training import small_config, tiny_tokenizer, write_target
 
 from distill import respond, train
+from distill.config.layout import FILES
 from distill.config.load import load_config
 from distill.export.export import take_over_ids
 from distill.models.load import load_tokenizer
@@ -32,6 +33,11 @@ def test_a_pair_has_prompts_that_both_models_take(tiny_config: Path, tiny_run: P
     assert max(len(ids) for _, ids in pair.keyed) + config.serving.max_tokens <= pair.context
     assert pair.draft.dtype == pair.target.dtype
     assert (pair.settings.gamma, pair.settings.sampling.temperature) == (0, config.serving.temperature)
+
+
+def test_the_table_of_files_has_all_that_a_run_leaves(tiny_run: Path) -> None:
+    names = {name.rstrip("/") for names, *_ in FILES for name in names.split(", ")}
+    assert {path.name for path in tiny_run.iterdir()} - {"checkpoints"} <= names
 
 
 @pytest.mark.parametrize(
