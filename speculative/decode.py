@@ -185,7 +185,7 @@ class _Call:
         self.target, self.drafter, self.prompts, self.settings = target, drafter, prompts, settings
         self.tokenizer, self.gate, self.log = options.get("tokenizer"), options.get("gate"), options.get("log")
         self.policy = policy = options.get("policy") or FixedGamma(settings.gamma)
-        fixed = type(policy) is FixedGamma and policy.max_gamma == settings.gamma and policy.stop_below == 0.0
+        fixed = type(policy) is FixedGamma and policy.max_gamma == settings.gamma
         self.reads_each_block = self.gate is not None or not fixed
         self.runs_ahead = runs_ahead and self.gate is None and not settings.stop
         self.gamma = 0  # of the last choice
@@ -325,7 +325,7 @@ class _Call:
         if not loop.ahead:
             self.gamma = policy.choose(loop.active_R)
             loop.may_run = getattr(policy, "holds", 1) if self.runs_ahead else 1  # policies of others may lack it
-        outcome = loop.run_block(self.gamma, policy.stop_below)
+        outcome = loop.run_block(self.gamma)
         # In compiled code without what a call costs, whatever number of blocks it runs: all widths are timed alike.
         own = None if outcome.ended is None else timing.decoding_seconds - before
         seconds = (own or time.perf_counter() - began) if timing.recording_calls == recorded else None

@@ -181,13 +181,13 @@ class BlockLoop:
             self.drafter.keep(rows)
 
     @in_step_mode
-    def run_block(self, gamma: int | None = None, stop_below: float = 0.0) -> BlockOutcome:
+    def run_block(self, gamma: int | None = None) -> BlockOutcome:
         """Draft, verify and commit one block of every active row. Raises UserError on NaN or infinite logits."""
         gamma = self.settings.gamma if gamma is None else gamma
         recordings = self._recordings()
         clock = StageClock(self._device, self._exact_stages)
         uniforms = self._block_uniforms(gamma)
-        proposal = self._propose(gamma, stop_below, uniforms)
+        proposal = self._propose(gamma, uniforms)
         clock.mark("draft")
 
         last_R = self.tokens_RC[self._rows_R, self.lengths_R - 1]
@@ -219,7 +219,7 @@ class BlockLoop:
     def _recordings(self) -> int:
         return self.target.runner.recordings + (self.drafter.recordings if self.drafter is not None else 0)
 
-    def _propose(self, gamma: int, stop_below: float, uniforms: torch.Tensor | None) -> Proposal:
+    def _propose(self, gamma: int, uniforms: torch.Tensor | None) -> Proposal:
         if self.drafter is None:
             return Proposal(torch.zeros((len(self.lengths_R), 0), dtype=torch.int64, device=self._device))
         draft_uniforms = None
@@ -227,7 +227,7 @@ class BlockLoop:
             draft_uniforms = columns(uniforms[:, :gamma], DRAFT_UNIFORM, 3)
         text = self.tokens_RC, self.lengths_R, self.prompt_lengths_R, self.active_R
         sampling, rules, tree = self.draft_sampling, self._rules, self.settings.tree if gamma > 0 else None
-        return self.drafter.propose(Ask(*text, gamma, sampling, draft_uniforms, rules, stop_below, tree))
+        return self.drafter.propose(Ask(*text, gamma, sampling, draft_uniforms, rules, tree))
 
     def _uniform_table(self, key: str) -> np.ndarray:
         """Uniforms (L, G1, U) of a response: three per place of a block, plus two per further candidate."""

@@ -34,20 +34,20 @@ class CompiledLoop(BlockLoop):
         # None: of a tokenizer without an end token.
         self._ends_E = np.array([token for token in self.settings.eos_ids if token is not None], dtype=np.int64)
 
-    def run_block(self, gamma: int | None = None, stop_below: float = 0.0) -> BlockOutcome:
+    def run_block(self, gamma: int | None = None) -> BlockOutcome:
         """See `BlockLoop`: the same outcome, to rounding."""
-        return self._next() if self.ahead else self._start(gamma, stop_below)
+        return self._next() if self.ahead else self._start(gamma)
 
     @in_step_mode
-    def _start(self, gamma: int | None, stop_below: float) -> BlockOutcome:
+    def _start(self, gamma: int | None) -> BlockOutcome:
         gamma = self.settings.gamma if gamma is None else gamma
         target, drafter = _compiled(self.target), self.drafter
         settings, lossy_greedy = self.settings, self.settings.lossy is not None and self.settings.sampling.greedy
         token_by_token = not (self._rules or settings.tree or settings.rule == "block" or lossy_greedy)
         told_more = self._keep_probs or (drafter is not None and drafter.observes)
         if target is None or not token_by_token or told_more or not self.active_R.any():
-            return super().run_block(gamma, stop_below)
-        drafting = self._drafting(gamma, stop_below, target.vocab)
+            return super().run_block(gamma)
+        drafting = self._drafting(gamma, target.vocab)
         arrays = (
             self.tokens_RC,
             self.lengths_R,
@@ -76,8 +76,8 @@ class CompiledLoop(BlockLoop):
             request = self._requests[drafting.gamma] = _Request(self, made_for, target.vocab, arrays, drafting)
         return self._run(request, target, drafting.proposal)
 
-    def _drafting(self, gamma: int, stop_below: float, vocab: int) -> "_Drafting":
-        plan = Plan() if self.drafter is None else self.drafter.plan() if stop_below == 0.0 else None
+    def _drafting(self, gamma: int, vocab: int) -> "_Drafting":
+        plan = Plan() if self.drafter is None else self.drafter.plan()
         if plan is not None:
             if plan.model is None:
                 return _Drafting(gamma, plan.ngrams, past=plan.past)
@@ -87,7 +87,7 @@ class CompiledLoop(BlockLoop):
                     gamma, plan.ngrams, model, min(gamma, plan.steps or gamma), plan.model.read_R, past=plan.past
                 )
         began = time.perf_counter()
-        proposal = self._propose(gamma, stop_below, self._block_uniforms(gamma))
+        proposal = self._propose(gamma, self._block_uniforms(gamma))
         self.timing.draft_seconds += time.perf_counter() - began
         if proposal.peaks_RG is not None:
             self._refuse_non_finite({"draft_peaks": proposal.peaks_RG.float().numpy()}, self.active_R)

@@ -151,10 +151,9 @@ class DeviceLoop(BlockLoop):
         super().close(reusable)
 
     @in_step_mode
-    def run_block(self, gamma: int | None = None, stop_below: float = 0.0) -> BlockOutcome:
+    def run_block(self, gamma: int | None = None) -> BlockOutcome:
         """Read the next block; the one after it is already launched. Raises UserError on NaN or infinite logits."""
         assert gamma in (None, self.settings.gamma)
-        assert stop_below == 0.0
         flight = self._flight
         if flight is None or not self._seated(flight).any():
             if flight is not None:

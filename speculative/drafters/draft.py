@@ -28,8 +28,7 @@ class ParallelDrafter(ModelDrafter):
 
     The logits at the last committed token propose the first token, those at mask k propose the token after it; proposals do not see each
     other. The next block overwrites the masks' entries in the cache. So each block reads up to gamma + 1 new tokens, and its cost hardly
-    depends on gamma, which may be one the draft was not trained for. A block may end after a doubtful token (`Ask.stop_below`): whether
-    token k + 1 is proposed depends on tokens 1..k, which are verified. This saves target positions, but no draft call.
+    depends on gamma, which may be one the draft was not trained for.
     """
 
     source_names = ("parallel draft",)

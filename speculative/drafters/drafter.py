@@ -35,8 +35,7 @@ class Seats:
 
 class Ask(NamedTuple):
     """The request to a drafter before each block. Arrays are on the host; `tokens_RC` after `lengths_R` is scratch. `uniforms_RGK`: the
-    draft's, by place in the block and candidate; None when nothing is sampled. `stop_below`: stop once every row has a drafted token below
-    this probability. `tree`: propose this tree of candidates if supported (gamma is its depth); a chain is always allowed.
+    draft's, by place in the block and candidate; None when nothing is sampled. `tree`: propose this tree of candidates if supported (gamma is its depth); a chain is always allowed.
     """
 
     tokens_RC: np.ndarray
@@ -47,7 +46,6 @@ class Ask(NamedTuple):
     sampling: SamplingSettings
     uniforms_RGK: torch.Tensor | None = None
     rules: LogitsRules | None = None
-    stop_below: float = 0.0
     tree: TokenTree | None = None
 
 
@@ -297,35 +295,23 @@ class ModelDrafter(Drafter):
         ids: list[torch.Tensor] = []
         probs: list[torch.Tensor] = []
         peaks: list[torch.Tensor] = []
-        counts_R = np.full(len(ask.lengths_R), ask.gamma)
-        running_R = ask.active_R.copy()
         for step, logits_RV in enumerate(self._chain_logits(ask, ids)):
             if scratch is not None:
                 logits_RV = scratch.apply(logits_RV, step)
             if ask.sampling.greedy:
                 id_R, peak_R = most_likely_and_peak(logits_RV)
                 peaks.append(peak_R)
-                chosen_R = logits_RV.softmax(-1).amax(-1) if ask.stop_below > 0 else None
             else:
                 probs.append(logits_to_probs(logits_RV, ask.sampling))
                 assert ask.uniforms_RGK is not None
                 id_R = sample(probs[-1], ask.uniforms_RGK[:, step, 0])
-                chosen_R = probs[-1].gather(-1, id_R.unsqueeze(-1)).squeeze(-1) if ask.stop_below > 0 else None
             ids.append(id_R)
             if scratch is not None:
                 scratch.write(id_R, step)
-            if chosen_R is not None:
-                # The doubtful token itself is still proposed: a stop that depends on a token that is not proposed biases the text.
-                doubtful_R = running_R & (chosen_R.float().cpu().numpy() < ask.stop_below)
-                counts_R[doubtful_R] = step + 1
-                running_R &= ~doubtful_R
-                if not running_R.any():
-                    break
         probs_RGV = torch.stack(probs, 1) if probs else None
         # Softmax makes the whole row NaN when one logit is NaN or infinite: one column is enough.
         peaks_RG = torch.stack(peaks, 1) if probs_RGV is None else probs_RGV[..., 0]
-        counts = np.minimum(counts_R, len(ids)) if ask.stop_below > 0 else None
-        return Proposal(torch.stack(ids, 1), probs_RGV, counts, peaks_RG)
+        return Proposal(torch.stack(ids, 1), probs_RGV, None, peaks_RG)
 
     def _propose_tree(self, ask: Ask, tree: TokenTree) -> Proposal:
         """Level by level: all nodes of a depth are fed in one call that re-reads the levels above."""

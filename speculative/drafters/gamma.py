@@ -15,12 +15,11 @@ from speculative.errors import UserError
 
 
 class GammaPolicy(Protocol):
-    """Chooses gamma before a block and gets the outcome after it. `stop_below`: see `drafters.Ask`. `holds`: blocks that the last choice may
+    """Chooses gamma before a block and gets the outcome after it. `holds`: blocks that the last choice may
     be used for, if compiled code can run them without asking; no longer than the rows are the same.
     """
 
     max_gamma: int
-    stop_below: float
     holds: int = 1
 
     def start(self, rows: int) -> None:
@@ -50,9 +49,8 @@ class GammaPolicy(Protocol):
 class FixedGamma(GammaPolicy):
     """The same gamma for every block."""
 
-    def __init__(self, gamma: int, stop_below: float = 0.0):
+    def __init__(self, gamma: int):
         self.max_gamma = gamma
-        self.stop_below = _checked_threshold(stop_below)
 
     def choose(self, active_R: np.ndarray) -> int:
         self.holds = sys.maxsize if type(self) is FixedGamma else 1
@@ -127,11 +125,10 @@ class AdaptiveGamma(GammaPolicy):
     CLEAR_GAIN = 1.5  # Larger than any timing error of a plain block.
     HOLDS = 4  # Blocks of a choice to draft; once plain decoding is timed, it holds until acceptance is checked again.
 
-    def __init__(self, max_gamma: int, stop_below: float = 0.0):
+    def __init__(self, max_gamma: int):
         if max_gamma < 1:
             raise UserError(f"adaptive gamma with max_gamma = {max_gamma}: must be at least 1")
         self.max_gamma = max_gamma
-        self.stop_below = _checked_threshold(stop_below)
         self._block_seconds: dict[int, BlockSeconds] = {}  # by load
         self.chosen: dict[int, int] = {}
         self._kept_G, self._tested_G = np.zeros(max_gamma), np.zeros(max_gamma)
@@ -245,9 +242,3 @@ class AdaptiveGamma(GammaPolicy):
 def _load_of(active_R: np.ndarray) -> int:
     """1, 2, 4, 8, ...: because a decoder drops empty rows when half are empty."""
     return 1 << max(int(active_R.sum()) - 1, 0).bit_length()
-
-
-def _checked_threshold(stop_below: float) -> float:
-    if not 0.0 <= stop_below < 1.0:
-        raise UserError(f"stop_below = {stop_below}: must be at least 0 (off) and below 1")
-    return stop_below

@@ -18,7 +18,7 @@ from speculative.rules.sampling import one_hot
 
 
 class LookupDraft(Drafter):
-    """Rows in which `first` finds at least `min_found` tokens use them; `then` drafts for the other rows. They can be nested.
+    """Rows in which `first` finds a token use its tokens; `then` drafts for the other rows. They can be nested.
 
     Why it is lossless: the choice of the drafter depends on the past alone, and either drafter is lossless. A choice that looks at what
     `first` sampled in this block would not be: the tokens that pass it do not follow the probabilities given to the rule. So `first` must
@@ -27,15 +27,15 @@ class LookupDraft(Drafter):
     `then` drafts for the whole batch as soon as one row needs it: at most `then_gamma` tokens (None = as many as `first`), always a chain.
     """
 
-    def __init__(self, first: Drafter, then: Drafter, min_found: int = 1, then_gamma: int | None = None):
+    def __init__(self, first: Drafter, then: Drafter, then_gamma: int | None = None):
         """Raises UserError for a first drafter that always proposes (a model, a Lookahead), and for a number under 1."""
-        if min_found < 1 or (then_gamma is not None and then_gamma < 1):
-            raise UserError(f"min_found = {min_found}, then_gamma = {then_gamma}: must be at least 1 token")
+        if then_gamma is not None and then_gamma < 1:
+            raise UserError(f"then_gamma = {then_gamma}: must be at least 1 token")
         if first.model is not None or first.observes:
             raise UserError(
                 f"the {first.name} always proposes, so nothing would reach the second drafter: swap the two"
             )
-        self.first, self.then, self.min_found, self.then_gamma = first, then, min_found, then_gamma
+        self.first, self.then, self.then_gamma = first, then, then_gamma
         self.name = f"{first.name} before {then.name}"
         self.source_names: tuple[str, ...] = (*first.source_names, *then.source_names)
         self.model, self.observes, self.shares_cache = then.model, then.observes, then.shares_cache
@@ -50,8 +50,7 @@ class LookupDraft(Drafter):
         first = self.first.plan()
         if first is None or type(self) is not LookupDraft or type(self.then) is not ModelDrafter:
             return None
-        # In its own text a row finds gamma tokens or none, so `min_found` decides nothing. Strayed rows are called back by `propose`.
-        if self._strayed_R.any() or (first.past is not None and self.min_found > 1):
+        if self._strayed_R.any():  # they are called back by `propose`
             return None
         return first._replace(model=self.then, steps=self.then_gamma)
 
@@ -91,7 +90,7 @@ class LookupDraft(Drafter):
                 "use one that depends only on the committed text, such as PromptLookup"
             )
         found_R = early.real_R
-        taken_R = (found_R >= min(self.min_found, ask.gamma)) & ask.active_R
+        taken_R = (found_R > 0) & ask.active_R
         if ask.gamma == 0 or bool((taken_R == ask.active_R).all()):
             # Not needed in this block, but it must know the committed length: its last draft was verified only up to here.
             self.then.propose(ask._replace(gamma=0))

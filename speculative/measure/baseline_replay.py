@@ -43,22 +43,20 @@ def kept_by_lookup(text: StoredText, gamma: int, max_ngram: int = 3, min_ngram: 
     return kept_T
 
 
-def kept_by_past_responses(text: StoredText, gamma: int, datastore: ResponseIndex, min_found: int = 1) -> np.ndarray:
-    """(T,) as `kept_by_lookup`, of proposals from a datastore; also -1 if fewer than min(min_found, gamma) are found. For a smaller gamma
-    it is min(kept, gamma) as long as that is at least `min_found`.
-    """
+def kept_by_past_responses(text: StoredText, gamma: int, index: ResponseIndex) -> np.ndarray:
+    """(T,) as `kept_by_lookup`, of proposals from past responses."""
     prompt, said = len(text.prompt_ids), np.asarray(text.response_ids, dtype=np.int64)
     if not len(said):
         return np.zeros(0, dtype=np.int64)
     tokens_C = np.concatenate((np.asarray(text.prompt_ids, dtype=np.int64), said))
     # Every position is a row of the same text at its own length.
     tokens_TC = np.broadcast_to(tokens_C, (len(said), len(tokens_C)))
-    ids_TG, counts_T = datastore.continuations(tokens_TC, prompt + np.arange(len(said)), gamma)
+    ids_TG, counts_T = index.continuations(tokens_TC, prompt + np.arange(len(said)), gamma)
     padded = np.concatenate((said, np.full(gamma - 1, -1)))
     same_TG = np.lib.stride_tricks.sliding_window_view(padded, gamma) == ids_TG
     same_TG &= np.arange(gamma) < counts_T[:, None]
     kept_T = np.logical_and.accumulate(same_TG, axis=1).sum(1)
-    return np.where(counts_T >= min(min_found, gamma), kept_T, -1)
+    return np.where(counts_T > 0, kept_T, -1)
 
 
 def found_blocks(

@@ -49,14 +49,12 @@ ENTRIES_PER_GROUP = 1 << 22
 class TextCosts(NamedTuple):
     """Cost of each token of a response (T,) under a rule, inf where it is never kept; and the positions without the draft.
 
-    costs_T, stops_T are tables (T, J) by start and offset for a parallel draft; see `TokenScores.by_start`.
-    stops_T: a block that keeps this token drafts no further, whatever its gamma (a confidence stop); None = nowhere.
+    costs_T is a table (T, J) by start and offset for a parallel draft; see `TokenScores.by_start`.
     sure_T: tokens kept of a block that starts at this token if a drafter without a model proposes it (`baseline_replay`);
     -1 if the draft proposes. None = the draft proposes everywhere. lossy: costs of weights, which may exceed 1 (`lossy_texts`).
     """
 
     costs_T: np.ndarray
-    stops_T: np.ndarray | None = None
     sure_T: np.ndarray | None = None
     lossy: bool = False
 
@@ -73,10 +71,8 @@ class Blocks(NamedTuple):
         return self.found_NK + self.others_NK
 
 
-def texts_of(
-    scores: Sequence[TokenScores], rule: str, stop_below: float = 0.0, sure: Sequence[np.ndarray] | None = None
-) -> list[TextCosts]:
-    """Costs of scored responses for the law of blocks; `greedy` and `greedy-draft` are equal here. stop_below: see `GammaPolicy`. sure:
+def texts_of(scores: Sequence[TokenScores], rule: str, sure: Sequence[np.ndarray] | None = None) -> list[TextCosts]:
+    """Costs of scored responses for the law of blocks; `greedy` and `greedy-draft` are equal here. sure:
     `TextCosts.sure_T` of each, if another drafter proposes first.
     """
     takes_argmax, texts = not draft_draws(rule), []
@@ -87,10 +83,7 @@ def texts_of(
         else:
             costs_T = np.asarray(own.log_target_probs - own.log_drafted(rule))
             costs_T = costs_T if rule == "block" else np.maximum(costs_T, 0.0)
-        stops_T = None
-        if stop_below > 0.0:
-            stops_T = (own.choice_probs if takes_argmax else np.exp(own.log_drafted(rule))) < stop_below
-        texts.append(TextCosts(costs_T, stops_T, None if sure is None else sure[place]))
+        texts.append(TextCosts(costs_T, None if sure is None else sure[place]))
     return texts
 
 
@@ -121,12 +114,11 @@ def law_of(rule: str, sampling: SamplingSettings) -> str:
 class _Group(NamedTuple):
     """Responses padded to one length, with room for a block of `width` tokens after the last, and the requested gammas.
 
-    costs, stops: (T, N), or for a parallel draft (T, N, J) by start and offset; see `_steps_JN`.
+    costs: (T, N), or for a parallel draft (T, N, J) by start and offset; see `_steps_JN`.
     """
 
     rows: list[int]
     costs: np.ndarray
-    stops: np.ndarray | None
     sure_TN: np.ndarray | None
     lengths_N: np.ndarray
     gammas_K: np.ndarray
@@ -156,7 +148,6 @@ def _groups(texts: Sequence[TextCosts], gammas: Sequence[int], sure_gammas: Sequ
         rows, order = order[:count], order[count:]
         # Offsets beyond the draft's: only drafters without a model propose that many tokens.
         costs = np.full((longest, len(rows), *offsets), np.inf if scored else 0.0)
-        stops = np.zeros_like(costs) if any(texts[row].stops_T is not None for row in rows) else None
         sure_TN = None
         if any(texts[row].sure_T is not None for row in rows):
             sure_TN = np.full((longest, len(rows)), -1, dtype=np.int64)
@@ -164,14 +155,11 @@ def _groups(texts: Sequence[TextCosts], gammas: Sequence[int], sure_gammas: Sequ
             text = texts[row]
             own = text.costs_T[..., :width] if scored else text.costs_T
             costs[: len(own), column][..., : own.shape[-1]] = own
-            if stops is not None and text.stops_T is not None:
-                own = np.where(text.stops_T[..., :width] if scored else text.stops_T, np.inf, 0.0)
-                stops[: len(own), column][..., : own.shape[-1]] = own
             if sure_TN is not None and text.sure_T is not None:
                 sure_TN[: len(text.sure_T), column] = text.sure_T
         lengths_N = np.array([len(texts[row].costs_T) for row in rows])
         both = np.array(gammas), np.array(sure_gammas)
-        yield _Group(rows, costs, stops, sure_TN, lengths_N, *both, width, texts[0].lossy)
+        yield _Group(rows, costs, sure_TN, lengths_N, *both, width, texts[0].lossy)
 
 
 def _steps_JN(table: np.ndarray, start: int, width: int) -> np.ndarray:
@@ -182,9 +170,6 @@ def _steps_JN(table: np.ndarray, start: int, width: int) -> np.ndarray:
 def _kept_NJ1(group: _Group, start: int) -> np.ndarray:
     """P(k >= j | text), j = 0..width, of a block that starts at token `start`; the law at the top of this file."""
     steps_JN = _steps_JN(group.costs, start, group.width)
-    if group.stops is not None and group.width > 1:
-        steps_JN = steps_JN.copy()
-        steps_JN[1:] += _steps_JN(group.stops, start, group.width - 1)
     highest_JN = steps_JN.cumsum(0)
     if not group.lossy:
         highest_JN = np.maximum(np.maximum.accumulate(highest_JN, axis=0), 0.0)
@@ -241,14 +226,12 @@ def expected_blocks(
     return Blocks(found_NK, others_NK)
 
 
-def expected_blocks_of(
-    scores: Sequence[TokenScores], rule: str, gammas: Iterable[int] = GAMMAS, *, stop_below: float = 0.0
-) -> np.ndarray:
+def expected_blocks_of(scores: Sequence[TokenScores], rule: str, gammas: Iterable[int] = GAMMAS) -> np.ndarray:
     """Expected target calls (N, K) of each scored response, at each gamma, by any rule: sum_t P(a block starts at t), exact (no i.i.d.
-    assumption). The last block counts in full even though the text ends inside it. gamma 0 is plain decoding. stop_below: see
+    assumption). The last block counts in full even though the text ends inside it. gamma 0 is plain decoding. See
     `GammaPolicy`.
     """
-    return expected_blocks(texts_of(scores, rule, stop_below), gammas).others_NK
+    return expected_blocks(texts_of(scores, rule), gammas).others_NK
 
 
 def block_variance(texts: Sequence[TextCosts], gamma: int) -> np.ndarray:
@@ -320,12 +303,10 @@ def agreement_of(
     rule: str,
     counted_blocks_N: Sequence[int],
     gamma: int,
-    *,
-    stop_below: float = 0.0,
     sure: Sequence[np.ndarray] | None = None,
 ) -> ReplayCheck:
     """Replay of a live run's text against the blocks it counted; sure: `TextCosts.sure_T` of a cascade. See `agreement`."""
-    predicted_N, variance_N = predicted_blocks(scores, rule, gamma, stop_below=stop_below, sure=sure)
+    predicted_N, variance_N = predicted_blocks(scores, rule, gamma, sure)
     return agreement(predicted_N, variance_N, counted_blocks_N)
 
 
@@ -333,12 +314,10 @@ def predicted_blocks(
     scores: Sequence[TokenScores],
     rule: str,
     gamma: int,
-    *,
-    stop_below: float = 0.0,
     sure: Sequence[np.ndarray] | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Mean and variance (N,) of the blocks of each response, given its text."""
-    texts = texts_of(scores, rule, stop_below, sure)
+    texts = texts_of(scores, rule, sure)
     return expected_blocks(texts, (gamma,)).calls_NK[:, 0], block_variance(texts, gamma)
 
 

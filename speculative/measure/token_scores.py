@@ -46,8 +46,7 @@ class TokenScores:
 
     log_draft_probs: of the stored token, under the serving settings (-inf if the draft never proposes it); under greedy settings the
     draft's own, at temperature 1. log_target_probs: as stored, under the serving settings (0 when greedy). matches: the draft's argmax is
-    the stored token. choice_ids, choice_probs: that argmax and its probability in the draft's own distribution, temperature 1 and nothing
-    cut: the confidence of a draft that takes its argmax. log_whole_probs: as log_draft_probs, of a draft that truncates nothing (rule
+    the stored token. choice_ids: that argmax. log_whole_probs: as log_draft_probs, of a draft that truncates nothing (rule
     sample-untruncated); None where the serving settings do not truncate either. by_start: of a parallel draft, the same values as tables
     (T, J): at [i, j] token i + j of the response, proposed at offset j + 1 of the block that starts with token i; a token that is always
     kept after the end of the text. None: it drafts token by token.
@@ -57,7 +56,6 @@ class TokenScores:
     log_target_probs: np.ndarray
     matches: np.ndarray
     choice_ids: np.ndarray
-    choice_probs: np.ndarray
     by_start: "TokenScores | None" = None
     log_whole_probs: np.ndarray | None = None
 
@@ -101,15 +99,12 @@ def score_tokens(
     that is not parallel.
     """
     own = SamplingSettings() if settings.greedy else settings
-    width = 4 if own.truncates else 3
+    width = 3 if own.truncates else 2
 
     def columns(logits_RV: torch.Tensor, token_ids_R: torch.Tensor) -> torch.Tensor:
         probs_RV = logits_to_probs(logits_RV, own)
         log_probs_R = probs_RV.gather(-1, token_ids_R.unsqueeze(-1)).squeeze(-1).double().log()
-        peaks_R, choices_R = logits_RV.float().max(-1)
-        # A confidence: float32 is enough, and twice as fast over the vocabulary.
-        choice_probs_R = (peaks_R - logits_RV.float().logsumexp(-1)).double().exp()
-        parts = [log_probs_R, choices_R.double(), choice_probs_R]
+        parts = [log_probs_R, logits_RV.float().argmax(-1).double()]
         if own.truncates:
             warm_RV = logits_RV.float() / own.temperature
             parts.append((warm_RV.gather(-1, token_ids_R.unsqueeze(-1)).squeeze(-1) - warm_RV.logsumexp(-1)).double())
@@ -121,10 +116,8 @@ def score_tokens(
         choices = values_TK[:, 1].astype(np.int64)
         log_target_probs = np.asarray(text.log_target_probs, dtype=np.float64)
         matches = choices == np.asarray(text.response_ids, dtype=np.int64)
-        whole_T = values_TK[:, 3] if width > 3 else None
-        scores.append(
-            TokenScores(values_TK[:, 0], log_target_probs, matches, choices, values_TK[:, 2], log_whole_probs=whole_T)
-        )
+        whole_T = values_TK[:, 2] if width > 2 else None
+        scores.append(TokenScores(values_TK[:, 0], log_target_probs, matches, choices, log_whole_probs=whole_T))
     if offsets is None:
         return scores
     tables = _values_by_start(draft, texts, columns, offsets, width)
@@ -135,12 +128,12 @@ def score_tokens(
 
 
 def _in_tables(text: StoredText, own: TokenScores, values_TJK: np.ndarray) -> TokenScores:
-    """`TokenScores.by_start` from the columns (T, J, K) of every (start, offset): log draft probability, choice, its probability, and the
-    whole draft's log probability where K is 4.
+    """`TokenScores.by_start` from the columns (T, J, K) of every (start, offset): log draft probability, choice, and the whole draft's log
+    probability where K is 3.
     """
     tokens, offsets = len(own), values_TJK.shape[1]
     # The first offset is that of the text itself.
-    firsts = own.log_draft_probs, own.choice_ids, own.choice_probs, own.log_whole_probs
+    firsts = own.log_draft_probs, own.choice_ids, own.log_whole_probs
     values_TJK[:, 0] = np.stack([one for one in firsts if one is not None], 1)
     places_TJ = np.arange(tokens)[:, None] + np.arange(offsets)
     inside_TJ = places_TJ < tokens
@@ -152,8 +145,7 @@ def _in_tables(text: StoredText, own: TokenScores, values_TJK: np.ndarray) -> To
         np.where(inside_TJ, own.log_target_probs[places_TJ], 0.0),
         (choices_TJ == ids_T[places_TJ]) | ~inside_TJ,
         choices_TJ,
-        np.where(inside_TJ, values_TJK[..., 2], 1.0),
-        log_whole_probs=np.where(inside_TJ, values_TJK[..., 3], 0.0) if own.log_whole_probs is not None else None,
+        log_whole_probs=np.where(inside_TJ, values_TJK[..., 2], 0.0) if own.log_whole_probs is not None else None,
     )
 
 

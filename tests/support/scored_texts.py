@@ -13,12 +13,10 @@ def random_scores(length, seed=0, spread=1.0):
     log_target = np.log(rng.uniform(0.05, 1.0, length))
     log_draft = np.minimum(log_target + spread * rng.normal(size=length), 0.0)
     log_draft[rng.random(length) < 0.05] = -np.inf
-    return TokenScores(
-        log_draft, log_target, rng.random(length) < 0.7, np.zeros(length, dtype=int), rng.uniform(0.1, 1.0, length)
-    )
+    return TokenScores(log_draft, log_target, rng.random(length) < 0.7, np.zeros(length, dtype=int))
 
 
-def kept_at_least(scores, rule, start, count, stop_below=0.0):
+def kept_at_least(scores, rule, start, count):
     """P(a block from `start` keeps `count` tokens | text), token by token."""
     walk = highest = 0.0
     if scores.by_start is not None:
@@ -26,13 +24,10 @@ def kept_at_least(scores, rule, start, count, stop_below=0.0):
         scores, start = TokenScores(**row), 0
     for place in range(start, start + count):
         if rule in ("greedy", "greedy-draft"):
-            confidence = scores.choice_probs[place]
             ratio = 1.0 if scores.matches[place] else math.inf
         else:
-            confidence = math.exp(scores.log_draft_probs[place])
-            ratio = math.exp(scores.log_target_probs[place]) / confidence if confidence > 0 else math.inf
+            drafted = math.exp(scores.log_draft_probs[place])
+            ratio = math.exp(scores.log_target_probs[place]) / drafted if drafted > 0 else math.inf
         walk += math.log(ratio) if rule == "block" else math.log(max(1.0, ratio))
         highest = max(highest, walk)
-        if confidence < stop_below and place < start + count - 1:
-            return 0.0
     return math.exp(-highest)

@@ -213,7 +213,7 @@ def test_drawing_blocks_along_a_text_gives_the_counts_of_decoding(rule: Rule, dr
 
 def test_after_the_end_of_a_text_the_mean_acceptance_is_used() -> None:
     half, nothing = np.log([0.5]), np.zeros(1)
-    score = TokenScores(half, nothing, nothing.astype(bool), nothing.astype(int), nothing)
+    score = TokenScores(half, nothing, nothing.astype(bool), nothing.astype(int))
     rows = drawn_prompts(["d"] * 2000, [score] * 2000, "sample", 3)
     assert {row.blocks for row in rows} == {1}
     # 1/2 + 1/4 + 1/8 of three; 0.02 is three standard errors of 2,000 blocks.

@@ -155,7 +155,7 @@ def test_a_token_that_neither_model_can_say_is_no_kept_draft() -> None:
     asked = Replies(DecodeSettings(), [HeldoutResponse("", "", [1], [5], [0.0])], answers)
     (text,) = served_texts(asked, law) or []
     logs = np.array([-1.0, -np.inf])
-    score = TokenScores(logs, np.array(text.log_target_probs), np.zeros(2, bool), np.zeros(2, int), np.zeros(2))
+    score = TokenScores(logs, np.array(text.log_target_probs), np.zeros(2, bool), np.zeros(2, int))
     assert score.accept_probs("sample").tolist() == [1.0, 0.0]
     assert expected_blocks_of([score], "sample", (1,)).tolist() == [[1.0]]
 
@@ -384,7 +384,7 @@ def test_blocks_are_counted_from_the_second_token_and_cut_at_the_end() -> None:
     rest = after_prefill(text)
     assert (rest.prompt_ids, rest.response_ids) == ([1, 2, 10], [11, 12, 13, 14, 15])
     matches = np.array([True, True, False, True, True])
-    score = TokenScores(np.zeros(5), np.zeros(5), matches, np.zeros(5, dtype=np.int64), np.ones(5))
+    score = TokenScores(np.zeros(5), np.zeros(5), matches, np.zeros(5, dtype=np.int64))
     # Blocks of 3 drafted: [11 12 | 13], then [14 15 and one behind the end].
     assert expected_blocks_of([score], "greedy", (3,))[0, 0] == 2
     served = ServedBlocks(5, 2, (2, 3), (3, 3))

@@ -181,7 +181,7 @@ def counted_of(accepted: list[list[int]], drafted: list[list[int]], tokens: int,
 def test_a_gamma_that_varies_is_the_cause_and_no_other_draft() -> None:
     """A draft that is always right, 4 and 2 tokens drafted by turns: 1 + 8 x (5 + 3) tokens."""
     counted = counted_of([[4, 2] * 8] * 20, [[4, 2] * 8] * 20, 65)
-    scores = [TokenScores(np.zeros(64), np.zeros(64), np.ones(64, dtype=bool), np.full(64, 5), np.ones(64))] * 20
+    scores = [TokenScores(np.zeros(64), np.zeros(64), np.ones(64, dtype=bool), np.full(64, 5))] * 20
     replayer = object.__new__(Replayer)
     replayer.replies = SimpleNamespace(prompts=range(20))  # type: ignore[assignment]
     replayer.law, replayer.scores, replayer.own_scores = None, scores, scores

@@ -55,7 +55,6 @@ def scores_of(alphas_NT):
             np.zeros(len(own)),
             np.zeros(len(own), bool),
             np.zeros(len(own), np.int64),
-            own,
         )
         for own in alphas_NT
     ]

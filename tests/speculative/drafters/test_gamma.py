@@ -7,10 +7,9 @@ from tiny_models import generated, perturbed, prompts_of, texts, tiny_model
 from speculative.decode import decode
 from speculative.decoder.responses import DecodeSettings
 from speculative.drafters.drafter import ModelDrafter
-from speculative.drafters.gamma import AdaptiveGamma, BlockSeconds, FixedGamma
+from speculative.drafters.gamma import AdaptiveGamma, BlockSeconds
 from speculative.errors import UserError
-from speculative.measure.token_scores import score_responses
-from speculative.rules.sampling import GREEDY, SamplingSettings
+from speculative.rules.sampling import GREEDY
 
 TARGET = tiny_model()
 DRAFT = perturbed(TARGET)
@@ -93,19 +92,6 @@ def test_admissions_do_not_keep_plain_decoding_from_looking_again():
     assert gammas[-200:].count(8) > 150
 
 
-def test_a_draft_that_always_stops_early_is_given_up_too():
-    """With a confidence stop the width that is asked for is never the one that is timed."""
-    policy = AdaptiveGamma(8, stop_below=0.9)
-    policy.start(1)
-    active, gammas = np.ones(1, dtype=bool), []
-    for _ in range(300):
-        gamma = policy.choose(active)
-        width = min(gamma, 1)
-        policy.record(width, active, np.full(1, width), np.zeros(1, dtype=np.int64), 1.0 + 0.5 * width)
-        gammas.append(gamma)
-    assert gammas[100:].count(0) > 180
-
-
 def test_seconds_are_medians_of_what_was_timed_and_a_line_between():
     seconds = BlockSeconds()
     assert seconds.estimates(4) is None
@@ -181,50 +167,14 @@ def test_what_a_draft_proposed_after_the_first_rejection_changes_no_choice():
 def test_odd_policies_are_refused():
     with pytest.raises(UserError, match="max_gamma = 0: must be at least 1"):
         AdaptiveGamma(0)
-    for wrong in (-0.1, 1.0, float("nan")):
-        with pytest.raises(UserError, match="stop_below"):
-            FixedGamma(3, stop_below=wrong)
 
 
-@pytest.mark.parametrize("stop_below", [0.0, 0.4])
 @pytest.mark.parametrize("batch_size", [1, 3])
-def test_adaptive_gamma_and_the_confidence_stop_leave_greedy_text_as_it_is(batch_size, stop_below):
+def test_adaptive_gamma_leaves_greedy_text_as_it_is(batch_size):
     prompts = prompts_of([9, 1, 23, 4, 70, 2])
     settings = DecodeSettings(GREEDY, 6, "greedy", max_tokens=40)
-    policy = AdaptiveGamma(6, stop_below=stop_below)
+    policy = AdaptiveGamma(6)
     responses, _ = decode(TARGET, ModelDrafter(DRAFT), prompts, settings, batch_size=batch_size, policy=policy)
     assert texts(responses) == generated(TARGET, prompts, 40)
     drafted = [count for response in responses for count in response.drafted_counts]
-    assert len(set(drafted)) >= (2 if stop_below else 3)
-
-
-def test_the_confidence_stop_ends_a_block_after_the_first_doubtful_token():
-    """Each drafted count is a function of the tokens that were verified: the bias the published decoders have is absent."""
-    prompts = prompts_of([9, 1, 23, 4, 70, 2])
-    settings = DecodeSettings(GREEDY, 6, "greedy", max_tokens=40)
-    results = {
-        threshold: decode(TARGET, ModelDrafter(DRAFT), prompts, settings, policy=FixedGamma(6, stop_below=threshold))[0]
-        for threshold in (0.0, 0.3, 0.6, 0.999)
-    }
-    shares = []
-    for threshold, responses in results.items():
-        assert texts(responses) == texts(results[0.0])
-        drafted, accepted = sum(r.drafted for r in responses), sum(r.accepted for r in responses)
-        assert all(count >= 1 for response in responses for count in response.drafted_counts)
-        assert threshold > 0 or drafted == 6 * sum(response.blocks for response in responses)
-        shares.append(accepted / drafted)
-    assert shares == sorted(shares)  # doubt is well placed: what is left is accepted more often
-
-
-def test_the_confidence_stop_keeps_sampled_text_unbiased():
-    """Mean acceptance on the text it wrote is what replay gives for that text: rows that stop early are not special."""
-    prompts = [(str(number), ids) for number, (_, ids) in enumerate(prompts_of([9, 2, 17, 5] * 30))]
-    settings = DecodeSettings(SamplingSettings(1.0), 4, "sample", max_tokens=24)
-    plain, _ = decode(TARGET, None, prompts, DecodeSettings(SamplingSettings(1.0), 0, max_tokens=24, seed=9))
-    gated, _ = decode(TARGET, ModelDrafter(DRAFT), prompts, settings, policy=FixedGamma(4, stop_below=0.5))
-    means = [
-        np.array([scores.mean() for scores in score_responses(DRAFT, responses, settings.sampling)])
-        for responses in (plain, gated)
-    ]
-    error = float(np.hypot(means[0].std(), means[1].std()) / np.sqrt(len(prompts)))
-    assert abs(means[0].mean() - means[1].mean()) < 4 * error
+    assert len(set(drafted)) >= 3

@@ -70,10 +70,10 @@ def asked(cascade: LookupDraft, gamma: int, rows: int, active: tuple[int, ...] |
 
 
 def test_rows_take_the_first_drafter_where_it_found_enough():
-    first = Scripted("first", chains([1, 2], [3], [], [4, 5]), ("a", "b"))
+    first = Scripted("first", chains([1, 2], [], [], [4, 5]), ("a", "b"))
     first.proposal = first.proposal._replace(sources_R=np.array([0, 1, 0, 1]))
     then = Scripted("then", Proposal(torch.arange(12).reshape(4, 3) + 20))
-    mixed = asked(LookupDraft(first, then, min_found=2), 3, 4)
+    mixed = asked(LookupDraft(first, then), 3, 4)
     assert mixed.ids_RG.tolist() == [[1, 2, 0], [23, 24, 25], [26, 27, 28], [4, 5, 0]]
     assert mixed.counts_R.tolist() == [2, 3, 3, 2]
     assert mixed.probs_RGV is None
@@ -119,11 +119,6 @@ def test_all_rows_are_the_seconds_when_the_first_finds_nothing():
     assert proposal.sources_R.tolist() == [2, 2]
 
 
-def test_few_tokens_wanted_are_enough():
-    first, then = Scripted("first", chains([1, 2], [])), Scripted("then", chains([7, 7], [8, 8]))
-    assert asked(LookupDraft(first, then, min_found=3), 2, 2).ids_RG.tolist() == [[1, 2], [8, 8]]
-
-
 def test_a_draft_nobody_verified_is_called_back_once():
     first, then = Scripted("first", chains([1], [])), Scripted("then", chains([7], [8]))
     cascade = LookupDraft(first, then)
@@ -167,8 +162,7 @@ def test_both_hear_of_rows_and_only_watchers_observe():
 def test_pairs_that_make_no_sense_are_refused():
     for make, message in (
         (lambda: LookupDraft(ModelDrafter(DRAFT), PromptLookup()), "the draft always proposes, .* swap the two"),
-        (lambda: LookupDraft(Lookahead(), PromptLookup()), "the jacobi pool always proposes"),
-        (lambda: LookupDraft(PromptLookup(), Lookahead(), min_found=0), "min_found = 0"),
+        (lambda: LookupDraft(Lookahead(), PromptLookup()), "the lookahead pool always proposes"),
         (lambda: LookupDraft(PromptLookup(), Lookahead(), then_gamma=0), "then_gamma = 0"),
     ):
         with pytest.raises(UserError, match=message):

@@ -19,7 +19,7 @@ from speculative.decode import decode
 from speculative.decoder.responses import DecodeSettings
 from speculative.drafters.draft import ParallelDrafter, drafts_of
 from speculative.drafters.drafter import CATCH_UP_TOKENS, ModelDrafter
-from speculative.drafters.gamma import AdaptiveGamma, FixedGamma
+from speculative.drafters.gamma import AdaptiveGamma
 from speculative.drafters.lookup import PromptLookup
 from speculative.drafters.lookup_draft import LookupDraft
 from speculative.errors import UserError
@@ -121,14 +121,8 @@ def test_replay_agrees_with_live_decoding_and_with_its_survival(rule: str) -> No
     assert not agreement_of(score_tokens(SMALL, live, SAMPLED), rule, counted, 4).agrees
 
 
-def test_replay_knows_a_confidence_stop_and_a_lookup_before_the_draft() -> None:
+def test_replay_knows_a_lookup_before_a_parallel_draft() -> None:
     settings = DecodeSettings(SAMPLED, 4, "sample", max_tokens=40)
-    policy = FixedGamma(4, stop_below=0.2)
-    live, _ = decode(SMALL_TARGET, ParallelDrafter(SMALL), small_prompts(60), settings, batch_size=60, policy=policy)
-    scores, counted = score_tokens(SMALL, live, SAMPLED, offsets=4), [response.blocks for response in live]
-    assert abs(agreement_of(scores, "sample", counted, 4, stop_below=0.2).z) < 3.5
-    assert agreement_of(scores, "sample", counted, 4).predicted_blocks < sum(counted) - 50
-
     both = LookupDraft(PromptLookup(min_ngram=2), ParallelDrafter(SMALL))
     live, _ = decode(SMALL_TARGET, both, small_prompts(60), settings, batch_size=60)
     scores, counted = score_tokens(SMALL, live, SAMPLED, offsets=4), [response.blocks for response in live]

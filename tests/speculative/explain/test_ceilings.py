@@ -71,7 +71,7 @@ def test_a_parallel_draft_whose_every_offset_is_as_good_has_the_outlook_of_one_t
 
     both = []
     for own in plain:
-        parts = {"log_draft_probs": 0.0, "log_target_probs": 0.0, "matches": True, "choice_ids": 0, "choice_probs": 1.0}
+        parts = {"log_draft_probs": 0.0, "log_target_probs": 0.0, "matches": True, "choice_ids": 0}
         both.append(
             replace(own, by_start=replace(own, **{name: table(getattr(own, name), of) for name, of in parts.items()}))
         )

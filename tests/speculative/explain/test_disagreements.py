@@ -29,7 +29,7 @@ def scored(ids, choices, log_draft=None, log_target=None):
     ids, choices = np.array(ids), np.array(choices)
     log_target = np.zeros(len(ids)) if log_target is None else np.array(log_target)
     log_draft = np.where(ids == choices, 0.0, -np.inf) if log_draft is None else np.array(log_draft)
-    return TokenScores(log_draft, log_target, ids == choices, choices, np.full(len(ids), 0.5))
+    return TokenScores(log_draft, log_target, ids == choices, choices)
 
 
 def random_text(seed, responses=4, longest=30):
@@ -119,7 +119,7 @@ def test_a_parallel_draft_is_right_there_from_every_start(rule):
         log_draft = np.where(inside, np.minimum(own.log_draft_probs[places] - rng.random(places.shape), 0.0), 0.0)
         log_target = np.where(inside, own.log_target_probs[places], 0.0)
         matches = (own.matches[places] & (rng.random(places.shape) < 0.7)) | ~inside
-        table = TokenScores(log_draft, log_target, matches, own.choice_ids[places], own.choice_probs[places])
+        table = TokenScores(log_draft, log_target, matches, own.choice_ids[places])
         scores[index] = replace(own, by_start=table)
     rows = disagreements(texts, scores, rule=rule, gamma=offsets, tokenizer=TOKENIZER)
     names = {word(text): text for text in (" return", " if", "self", " for")}

@@ -19,7 +19,7 @@ def scores_of(rng, log_target_probs, likeness):
     length = len(log_target_probs)
     log_draft = log_target_probs + np.log(rng.random(length) ** (1 / likeness)) if likeness else log_target_probs
     choices = rng.integers(0, 9, length)
-    return TokenScores(log_draft, log_target_probs, rng.random(length) < 0.6, choices, rng.random(length))
+    return TokenScores(log_draft, log_target_probs, rng.random(length) < 0.6, choices)
 
 
 def stored_text(seed=0, prompts=6, samples=2, longest=40, greedy=False):
@@ -145,7 +145,7 @@ def test_a_row_is_certain_only_beyond_chance_among_its_neighbours_and_on_enough_
             texts.append(HeldoutResponse(f"{domain}-{prompt}", domain, [len(texts)], [5] * 20, logs.tolist()))
             for name, extra in ((UNDISTILLED, 0.0), (DRAFT, shift)):
                 wanted = 0.6 + extra + rng.normal(0, 0.01, 20)
-                own = TokenScores(logs + np.log(wanted), logs, np.ones(20, bool), np.zeros(20), np.ones(20))
+                own = TokenScores(logs + np.log(wanted), logs, np.ones(20, bool), np.zeros(20))
                 scores[name].append(own)
     table = slice_tables(texts, scores, rule="sample", pieces=None)[0]
     # Six rows at 70 % together are 95 % each.
@@ -173,8 +173,7 @@ def test_without_entropies_sampled_text_is_sliced_by_surprisal_and_greedy_text_i
 def test_a_perfect_draft_loses_nothing_and_empty_text_has_no_table():
     texts, scores, _, _ = stored_text(2)
     perfect = [
-        TokenScores(one.log_target_probs, one.log_target_probs, one.matches, one.choice_ids, one.choice_probs)
-        for one in scores[DRAFT]
+        TokenScores(one.log_target_probs, one.log_target_probs, one.matches, one.choice_ids) for one in scores[DRAFT]
     ]
     for table in slice_tables(texts, {DRAFT: perfect}, rule="sample", pieces=None):
         assert all(row.lost_share == 0.0 and row.alpha[DRAFT] == 1.0 for row in table.rows)

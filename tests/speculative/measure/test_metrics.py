@@ -252,7 +252,7 @@ def test_a_curve_is_its_parts(rule):
 def test_nothing_to_replay_is_said():
     with pytest.raises(UserError, match="no response token"):
         rule_curve([], [], "sample", survival_gamma=3)
-    empty = TokenScores(*[np.zeros(0)] * 5)
+    empty = TokenScores(*[np.zeros(0)] * 4)
     with pytest.raises(UserError, match="no response token"):
         rule_curve([empty], ["a"], "sample", survival_gamma=3)
     # A prompt without a token changes nothing.

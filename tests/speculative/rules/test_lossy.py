@@ -99,7 +99,7 @@ def test_replay_has_the_same_distance_acceptance_and_kept_blocks(lossy):
 
 
 def scored(draft_T, target_T):
-    return TokenScores(np.log(draft_T), np.log(target_T), draft_T == 1, np.zeros(len(draft_T), dtype=int), draft_T)
+    return TokenScores(np.log(draft_T), np.log(target_T), draft_T == 1, np.zeros(len(draft_T), dtype=int))
 
 
 @pytest.mark.parametrize("lossy", [Lossy(1.0), Lossy(1.7), Lossy(6.0)])
