@@ -14,42 +14,21 @@ from collections.abc import Iterator
 from pathlib import Path
 
 # Tests are not library code. The rest are generated tables or vendored copies, from which a model learns only numbers.
-EXCLUDED_FOLDERS = frozenset(
-    [
-        "test",
-        "tests",
-        "idle_test",
-        "site-packages",
-        "dist-packages",
-        "__pycache__",
-        "encodings",
-        "pydoc_data",
-        "_bundled",
-    ]
-)
-EXCLUDED_MODULES = frozenset(
-    ["html/entities.py", "msilib/schema.py", "msilib/sequence.py", "msilib/text.py", "stringprep.py"]
-)
+_FOLDERS = """
+test tests idle_test site-packages dist-packages __pycache__ encodings pydoc_data _bundled
+"""
+EXCLUDED_FOLDERS = frozenset(_FOLDERS.split())
+_MODULES = """
+html/entities.py msilib/schema.py msilib/sequence.py msilib/text.py stringprep.py
+"""
+EXCLUDED_MODULES = frozenset(_MODULES.split())
 EXCLUDED_PREFIXES = ("config-", "_sysconfigdata", "lib2to3/pgen2/", "turtledemo/")
 
 # Never trained on, and present in every supported Python. A name stands for a module or a package.
-HELDOUT_MODULES = frozenset(
-    [
-        "calendar",
-        "configparser",
-        "csv",
-        "difflib",
-        "fractions",
-        "heapq",
-        "random",
-        "shutil",
-        "smtplib",
-        "socketserver",
-        "statistics",
-        "textwrap",
-        "zipfile",
-    ]
-)
+_HELDOUT = """
+calendar configparser csv difflib fractions heapq random shutil smtplib socketserver statistics textwrap zipfile
+"""
+HELDOUT_MODULES = frozenset(_HELDOUT.split())
 
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 

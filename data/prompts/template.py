@@ -25,23 +25,11 @@ from speculative.errors import UserError
 log = logging.getLogger(__name__)
 
 # Arguments of apply_chat_template that Understudy sets; the user may not.
-RESERVED_KWARGS = frozenset(
-    [
-        "add_generation_prompt",
-        "chat_template",
-        "continue_final_message",
-        "conversation",
-        "max_length",
-        "messages",
-        "padding",
-        "return_assistant_tokens_mask",
-        "return_dict",
-        "return_tensors",
-        "tokenize",
-        "tokenizer_kwargs",
-        "truncation",
-    ]
-)
+_RESERVED = """
+add_generation_prompt chat_template continue_final_message conversation max_length messages padding
+return_assistant_tokens_mask return_dict return_tensors tokenize tokenizer_kwargs truncation
+"""
+RESERVED_KWARGS = frozenset(_RESERVED.split())
 WORD = "understudy"  # Placeholder for a user turn; templates must leave it unchanged.
 # How a template, such as that of Llama 3, writes the date.
 _DATE_CALL = re.compile(r"""strftime_now\s*\(\s*(["'])(.*?)\1\s*\)""")
