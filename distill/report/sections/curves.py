@@ -1,6 +1,7 @@
 """Curves: acceptance over steps, survival by position, speed-up over gamma."""
 
 from distill.report.section import Content, Part, Piece, figures, section
+from distill.report.sentences import say
 from distill.report.table import Cell, Column, Table
 from distill.report.view import View
 
@@ -13,16 +14,8 @@ def steps(view: View) -> Content:
     rows = view.verdict.checkpoints
     if len(rows) < 2:
         return "Only one checkpoint was judged, so there is no curve over steps."
-    judged_on = "Every checkpoint was judged on the same frozen held-out text, with tau by replay."
-    if any(step.live_check for step in rows):
-        judged_on += (
-            " Crosses: tau of the prompts that each checkpoint decoded live, other prompts and other text each time. Each was "
-            "compared with replay of that text."
-        )
-    if any(step.fresh_check for step in rows):
-        judged_on += " Crosses: alpha of prompts that the target's server answered again, other prompts each time."
     shown = figures(view, ("steps_alpha", "alpha, acceptance rate"), ("steps_tau", "tau, tokens per target call"))
-    return [f"{judged_on} The dashed line is the draft before training. The bands are 95 % intervals.", shown]
+    return [*say("steps", rows), shown]
 
 
 @section("survival", "Survival by position", order=30, nav="Survival")
@@ -30,11 +23,7 @@ def survival(view: View) -> Content:
     """How often the first j drafted tokens are all accepted."""
     if not view.survival:
         return "Survival by position is not known: nothing was decoded live and no rule could be replayed."
-    line = (
-        "How often the first j drafted tokens of a block are all accepted. Every drafted token costs time, so use a small gamma if the "
-        "curve falls fast. The judged draft was counted live if it was decoded; the others are by replay."
-    )
-    return [line, figures(view, ("survival", "share of blocks whose first j drafted tokens are accepted"))]
+    return [*say("survival"), figures(view, ("survival", "share of blocks whose first j drafted tokens are accepted"))]
 
 
 @section("speed", "Speed-up over gamma", order=40, nav="Speed")
@@ -43,7 +32,7 @@ def speed(view: View) -> Content:
     if view.curves is None:
         return "There are no curves over gamma: no rule could be replayed on this held-out text."
     parts: list[Part] = [
-        speed_line(view),
+        *say("speed", view),
         figures(
             view,
             ("tau", "tau by replay of the held-out text"),
@@ -57,38 +46,8 @@ def speed(view: View) -> Content:
     parts += [Piece("heading", "Under each engine's rule"), rules] if rules.cells else []
     refused = view.result.curves.refused if view.result.curves else {}
     parts += [Piece("fine", f"Rule {rule} is left out: {why}.") for rule, why in refused.items()]
-    times = Piece("times", (times_line(view), view.times, times_table(view)))
+    times = Piece("times", (say("times", view)[0], view.times, times_table(view)))
     return [*parts, Piece("heading", "At other step times"), times]
-
-
-def speed_line(view: View) -> str:
-    """The timed speed-up, and the costs that the curve is predicted from."""
-    verdict, costs, row = view.verdict, view.verdict.costs, view.verdict.row(view.draft.way)
-    if costs is None:
-        return "Nothing was timed on this machine. The table below is for the step times above it."
-    timed = f"Timed: {row.speed_up:.2f}x at gamma {row.gamma}. " if row is not None and row.speed_up is not None else ""
-    ends = verdict.best_gamma_range
-    if ends is None:
-        best = "no gamma is predicted to pay off"
-    else:
-        gammas = f"{ends[0]} to {ends[1]} are" if ends[0] < ends[1] else f"{ends[0]} is"
-        best = f"gamma {gammas} predicted to be best, within 3 %"
-    return f"{timed}The curve is predicted from c = {costs.cost_ratio:.2f}{of_block(view)} at batch {costs.batch_size}: {best}."
-
-
-def of_block(view: View) -> str:
-    """The unit of the cost ratio if the judged draft drafts a block in one pass, else nothing."""
-    return " per block" if view.draft.drafting == "parallel" else ""
-
-
-def times_line(view: View) -> str:
-    """The step times that the speed-up is predicted for, and their source."""
-    times, example = view.times, "an example: nothing was measured here"
-    return (
-        f"target step {1e3 * times.target_seconds:.4g} ms, draft call {1e3 * times.draft_seconds:.4g} ms (c = "
-        f"{times.cost_ratio:.3f}{of_block(view)}); each drafted token adds {100 * times.verify_extra:.1f} % to the target's "
-        f"call ({'measured here' if times.measured else example})"
-    )
 
 
 def rules_table(view: View) -> Table:

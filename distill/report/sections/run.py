@@ -3,33 +3,9 @@
 import shlex
 
 from distill.report.section import Content, Part, Piece, section
-from distill.report.sections.curves import of_block
+from distill.report.sentences import glossary, say
 from distill.report.view import View
 from distill.run.result import Result
-from speculative.measure.replay import agreement_words
-
-GLOSSARY = {
-    "target": "The large model that is served. Speculative decoding changes its speed, not its text.",
-    "draft": "The small model that proposes the next tokens. The target checks them all in one call.",
-    "block": "One round: the draft proposes gamma tokens, the target verifies them in one call and adds one of its own.",
-    "alpha, acceptance rate": "Share of proposed tokens that are accepted, over all positions of the target's text.",
-    "accepted / drafted": "As alpha, but tokens after the first rejected one count too, so it falls as gamma grows.",
-    "tau, block efficiency": "Tokens per target call: from 1 (every proposal is rejected) to gamma + 1.",
-    "survival": "How often the first j tokens of a block are all accepted.",
-    "correction, bonus": "The target's own token: in place of the first rejected one, or after a fully accepted block.",
-    "c, cost ratio": "Time of one draft call (for a token, or a block in one pass) over time of one target step.",
-    "v": "Time of the target call that verifies a block over time of a call for one token.",
-    "speed-up": "Tokens per second over those of the target alone: timed, or predicted as tau / (gamma c + v).",
-    "replay": "tau computed from both models' probabilities on stored text of the target, for every gamma at once.",
-    "rule": "How the server accepts. sample: the draft samples. greedy-draft: it takes its most probable token. "
-    "greedy: temperature 0. block: whole blocks are judged jointly.",
-    "[a, b]": "95 % interval, from resampling the held-out prompts.",
-}
-
-CHECKS = (
-    "Before measuring, the target as its own draft must have alpha 1, and speculative greedy text must equal plain greedy text. "
-    "Without live decoding nothing was checked."
-)
 
 
 @section("run", "What was run", order=98, nav="What was run")
@@ -40,8 +16,8 @@ def run(view: View) -> Content:
     if name := result.files.get("proposals"):
         parts.append(Piece("fine", f"Every proposed token with its probabilities is in {name}, next to result.json."))
     parts += [Piece("config", result.config)] if result.config else []
-    parts += [Piece("heading", "Checks"), CHECKS, Piece("facts", check_facts(result))]
-    return [*parts, *agreement_lines(result)]
+    parts += [Piece("heading", "Checks"), *say("checks"), Piece("facts", check_facts(result))]
+    return [*parts, *say("agreement", view.verdict)]
 
 
 @section("serve", "Serve it", order=99, nav="Serve it")
@@ -49,36 +25,13 @@ def serve(view: View) -> Content:
     """The command for each engine, and why serving may not be worth it."""
     if not view.result.serve:
         return None
-    warning = serve_warning(view)
-    return [*([Piece("warning", warning)] if warning else []), Piece("serve", view.result.serve)]
+    warnings = (Piece("warning", line) for line in say("before_serving", view.verdict, view.draft.step))
+    return [*warnings, Piece("serve", view.result.serve)]
 
 
 @section("words", "Glossary", order=100, nav="Glossary")
 def words(view: View) -> Content:
-    return [Piece("facts", list(GLOSSARY.items()))]
-
-
-def serve_warning(view: View) -> str:
-    """Why serving the draft may not be worth it; "" if the draft pays off."""
-    verdict = view.verdict
-    reasons = []
-    if verdict.outcome == "loss":
-        reasons.append("this draft is worse than the undistilled one")
-    elif view.draft.step == 0:
-        reasons.append("this draft is the undistilled one")
-    elif verdict.outcome == "no_measurable_gain":
-        reasons.append("this draft is not certainly better than the undistilled one")
-    if verdict.outcome == "baseline_better":
-        reasons.append(f"{verdict.to_run()} is faster and needs no training")
-    elif verdict.outcome == "best_together":
-        reasons.append("the draft is faster with prompt lookup before it (understudy generate, or an engine with both)")
-    if verdict.pays is False or verdict.outcome == "no_speed":
-        reasons.append("the target with this draft by itself was not certainly faster than the target alone")
-    if reasons:
-        return f"Before serving it: {'; '.join(reasons)}. The commands are listed anyway."
-    if verdict.pays is None:
-        return "Not timed: it was not measured whether the target is faster with this draft."
-    return ""
+    return [Piece("facts", list(glossary().items()))]
 
 
 def check_facts(result: Result) -> list[tuple[str, str]]:
@@ -91,31 +44,6 @@ def check_facts(result: Result) -> list[tuple[str, str]]:
         for name, value in checks.items()
         if isinstance(value, str | int | float)
     ]
-
-
-def agreement_lines(result: Result) -> list[str]:
-    """Live decoding compared with replay of its own text, at checkpoints and in the verdict."""
-    verdict, lines = result.verdict, list[str]()
-    if fresh := [step.fresh_check for step in verdict.checkpoints if step.fresh_check]:
-        lines.append(
-            f"At {len(fresh)} checkpoints the target's server answered up to {max(check.prompts for check in fresh)} prompts "
-            f"again, |z| of alpha at most {max(abs(check.z) for check in fresh):.1f}; "
-            f"{sum(not check.agrees for check in fresh) or 'none'} disagreed with the stored responses."
-        )
-    if live := [step.live_check for step in verdict.checkpoints if step.live_check and step.live_check.replay]:
-        replays = [check.replay for check in live if check.replay]
-        scores = [abs(replay.z) for replay in replays if replay.z is not None]
-        lines.append(
-            f"Each of {len(live)} checkpoints decoded up to {max(check.prompts for check in live)} prompts live"
-            f"{f', |z| at most {max(scores):.1f}' if scores else ''}; "
-            f"{sum(not replay.agrees for replay in replays) or 'none'} disagreed with replay."
-        )
-    if verdict.replay_check and (tokens := verdict.live_tokens):
-        tau = tokens / verdict.replay_check.live_blocks
-        lines.append(
-            f"The verdict decoded all prompts: tau {tau:.2f}, {agreement_words(verdict.replay_check, tokens)}."
-        )
-    return lines or ["Live decoding was not compared with replay, because nothing was decoded live."]
 
 
 def run_facts(view: View) -> list[tuple[str, str]]:
@@ -140,7 +68,7 @@ def run_facts(view: View) -> list[tuple[str, str]]:
     ]
     if costs:
         target, draft = 1e3 * costs.target_step_seconds, 1e3 * costs.draft_step_seconds
-        ratio = f"c = {costs.cost_ratio:.3f}{of_block(view)}"
+        ratio = f"c = {costs.cost_ratio:.3f}" + (" per block" if view.draft.drafting == "parallel" else "")
         rows += [
             ("timed at", f"batch {costs.batch_size}, context {costs.context} tokens"),
             (

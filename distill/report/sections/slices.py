@@ -3,6 +3,7 @@
 import re
 
 from distill.report.section import Content, Part, Piece, section
+from distill.report.sentences import say
 from distill.report.table import Cell, Column, Table
 from distill.report.view import View
 from speculative.explain.disagreements import Disagreement
@@ -30,25 +31,11 @@ def slices(view: View) -> Content:
     """alpha by dimension of the held-out text."""
     if not view.result.slices:
         return "There are no slices."
-    intro = (
-        "alpha on parts of the held-out text. The bar is the judged draft, the tick the undistilled one. “loses most” marks the part with "
-        "the most rejected tokens."
-    )
-    tables = [slice_table(view, group) for group in view.result.slices if group.rows]
-    return [intro, Piece("fine", slices_line(view)), *tables]
-
-
-def slices_line(view: View) -> str:
-    """How the intervals are corrected, and when a slice is marked."""
     groups = view.result.slices
-    marks = "“worse” and “forgotten” mark" if untrained(view) else "“worse” marks"
     levels = [group.corrected_confidence for group in groups if group.corrected_confidence]
-    if not levels or not any(row.gain is not None for group in groups for row in group.rows):
-        return "Intervals are not corrected for the number of rows."
-    return (
-        f"The intervals of the gains hold jointly at 95 % over the rows of a table (Bonferroni: each at up to {100 * max(levels):.1f} %); "
-        f"{marks} a certain loss on enough prompts. The intervals of alpha are not corrected."
-    )
+    corrected = levels and any(row.gain is not None for group in groups for row in group.rows)
+    intro, intervals = say("slices", corrected, max(levels, default=0.0), untrained(view))
+    return [intro, Piece("fine", intervals), *(slice_table(view, group) for group in groups if group.rows)]
 
 
 def slice_table(view: View, group: SliceTable) -> Table:
@@ -101,7 +88,7 @@ def disagreements(view: View) -> Content:
         return "No disagreements were recorded."
     timed = any(row.tokens_per_second_lost is not None for row in every)
     parts: list[Part] = [
-        "Where the draft's first choice most often differs from the target's token (␣ is a space, ↵ a new line).",
+        *say("disagreements"),
         disagreement_table(every[:SHOWN_DISAGREEMENTS], timed),
     ]
     more = every[SHOWN_DISAGREEMENTS:]

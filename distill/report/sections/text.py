@@ -2,6 +2,7 @@
 
 from distill.report.section import Content, section
 from distill.report.sections.slices import prompts_of
+from distill.report.sentences import say
 from distill.report.table import Cell, Column, Table
 from distill.report.view import View
 
@@ -17,11 +18,7 @@ def repetition(view: View) -> Content:
     for name, part in parts.items():
         tokens = view.verdict.tokens if part.tokens is None else part.tokens
         table.add(name, Cell(part.repeated, bar=part.repeated), Cell(part.looping, bar=part.looping), tokens)
-    line = (
-        "Share of the target's own tokens inside a sequence of 8 that occurred earlier in prompt or response (repeated), and inside a loop "
-        "(looping). Prompt lookup finds repeated text without a draft."
-    )
-    return [line, table]
+    return [*say("repetition"), table]
 
 
 @section("proofs", "Is the text still the target's?", order=78)
@@ -30,9 +27,6 @@ def proofs(view: View) -> Content:
     test, scores = view.result.losslessness, view.result.scores
     if test is None and not scores:
         return None
-    passed = "" if test is None else "Passed" if test.passed else "FAILED"
-    lines = [f"{passed} (rule {test.rule}, gamma {test.gamma}): {test.sentence}"] if test is not None else []
-    lines += [f"{score.scorer}: {score.sentence}" for score in scores]
     table = Table(
         ["scorer", Column("with the draft", ".3f"), Column("target alone", ".3f"), Column("difference", "+.3f")],
         title="Task scores",
@@ -45,4 +39,4 @@ def proofs(view: View) -> Content:
             Cell(score.alone.score, score.alone.ci),
             Cell(score.difference.value, score.difference.ci),
         )
-    return [*lines, *([table] if scores else [])]
+    return [*say("proofs", test, scores), *([table] if scores else [])]

@@ -4,6 +4,7 @@ from collections import Counter
 
 from distill.report.section import Content, Piece, section
 from distill.report.sections.slices import CONTROL_SIGNS
+from distill.report.sentences import say
 from distill.report.view import View
 
 OPEN_RESPONSES = 2  # the others are folded
@@ -22,11 +23,6 @@ def tokens(view: View) -> Content:
     if shown is None:
         return "There is no token view: nothing was decoded live."
     written = [Counter(token.by for token in response.tokens) for response in shown.responses]
-    intro = (
-        f"Held-out responses, decoded with the {shown.way} under rule {shown.rule} at gamma {shown.gamma}. Point at a token, tap "
-        "it, or use Tab and the arrow keys to see both models' most probable tokens there (↵ is a new line, ∅ a token that "
-        "completes no character)."
-    )
     values = {
         "written": sum(written, Counter()),
         "responses": list(zip(shown.responses, written, strict=True)),
@@ -35,4 +31,4 @@ def tokens(view: View) -> Content:
             [token.model_dump(include=SHOWN_OF_TOKEN) for token in response.tokens] for response in shown.responses
         ],
     }
-    return [intro, Piece("tokens", values)]
+    return [*say("tokens", shown), Piece("tokens", values)]

@@ -21,11 +21,12 @@ from distill.report.money import Prices, parse_prices, price_rows
 from distill.report.page import filled_sections
 from distill.report.screen import last_screen
 from distill.report.section import Piece
-from distill.report.sections.curves import rules_table, speed_line, times_table
+from distill.report.sections.curves import rules_table, times_table
 from distill.report.sections.money import money_lines
-from distill.report.sections.run import agreement_lines, run_facts, serve_warning
+from distill.report.sections.run import run_facts
 from distill.report.sections.slices import visible
 from distill.report.sections.tokens import token_text
+from distill.report.sentences import say
 from distill.report.table import NOTHING, Table
 from distill.report.view import StepTimes, View, step_times
 from speculative.measure.measured import DRAFT, LOOKUP, LOOKUP_DRAFT, TARGET, Measured
@@ -124,7 +125,7 @@ def test_the_best_gamma_is_among_the_timed_ones(result: dict[str, Any]) -> None:
     assert rules_table(view_of(beyond)).texts()[0][3:] == expected, "no extrapolated one"
     curve["predicted_speed_up"] = [None] * 33
     assert rules_table(view_of(beyond)).texts()[0][3:] == [NOTHING] * 2
-    said = speed_line(view_of(result))
+    (said,) = say("speed", view_of(result))
     assert said.startswith("Timed: 1.36x at gamma 3. The curve is predicted from c = 0.26 at batch 1: gamma 2 to 4 are")
 
 
@@ -133,21 +134,21 @@ def test_live_and_replay_are_of_one_run_and_always_told(result: dict[str, Any]) 
     tau, replayed = (
         best["live_tokens"] / best["replay_check"][blocks] for blocks in ("live_blocks", "predicted_blocks")
     )
-    first, last = agreement_lines(typed(result))
+    first, last = say("agreement", typed(result).verdict)
     assert last.endswith(f"tau {tau:.2f}, replay {replayed:.2f}, z -0.2.")
     assert first == "Each of 1 checkpoints decoded up to 4 prompts live, |z| at most 0.6; none disagreed with replay."
     old = copy.deepcopy(result)
     del old["verdict"]["replay_check"]
-    assert agreement_lines(typed(old))[-1].endswith("none disagreed with replay.")
+    assert say("agreement", typed(old).verdict)[-1].endswith("none disagreed with replay.")
     old["verdict"]["checkpoints"][-1]["live_check"]["replay"]["agrees"] = False
-    assert agreement_lines(typed(old))[-1].endswith("; 1 disagreed with replay.")
-    assert "nothing was decoded live" in agreement_lines(typed(not_timed(result)))[-1]
+    assert say("agreement", typed(old).verdict)[-1].endswith("; 1 disagreed with replay.")
+    assert "nothing was decoded live" in say("agreement", typed(not_timed(result)).verdict)[-1]
     fresh = {"prompts": 20, "tokens": 600, "alpha": 0.71, "stored_alpha": 0.72, "z": -0.4, "agrees": True}
     old["verdict"]["checkpoints"][-1]["fresh_check"] = fresh
     told = (
         "At 1 checkpoints the target's server answered up to 20 prompts again, |z| of alpha at most 0.4; none disagreed"
     )
-    assert told in agreement_lines(typed(old))[0]
+    assert told in say("agreement", typed(old).verdict)[0]
 
 
 @pytest.mark.parametrize(
@@ -166,7 +167,8 @@ def test_commands_for_a_draft_without_gain_carry_a_warning(
 ) -> None:
     made = copy.deepcopy(of_verdict(result, **verdict))
     made["verdict"]["drafts"][-1]["step"] = step
-    warning = serve_warning(view_of(made))
+    view = view_of(made)
+    warning = " ".join(say("before_serving", view.verdict, view.draft.step))
     assert said in warning
     assert bool(said) == bool(warning)
     assert [part.kind for part in sections_of(made)["serve"]] == (["warning", "serve"] if said else ["serve"])

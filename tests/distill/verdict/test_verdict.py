@@ -16,7 +16,7 @@ from distill.config.sections import JudgeConfig
 from distill.export.export import export_draft
 from distill.export.facts import RunFacts
 from distill.report.page import render_page
-from distill.report.sections.run import serve_warning
+from distill.report.sentences import say
 from distill.report.view import OUTCOMES, View
 from distill.run.verdict_record import Outcome, Verdict
 from distill.verdict.conclusion import findings_of
@@ -390,7 +390,8 @@ def test_what_only_the_uncorrected_interval_shows_is_claimed_nowhere(
         assert apart == (run != LOOKUP or outcome == "baseline_better")
 
         result = findings_of(evidence, found, tiny_tokenizer(), kind="run", name="a", seen=None)
-        warning = serve_warning(View(result))
+        view = View(result)
+        warning = " ".join(say("before_serving", view.verdict, view.draft.step))
         assert ("is faster and needs no training" in warning) == (outcome == "baseline_better")
         assert ("prompt lookup before it" in warning) == (outcome == "best_together")
         assert ("not certainly faster than the target alone" in warning) == (not found.pays)
