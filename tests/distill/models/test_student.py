@@ -28,41 +28,13 @@ ARCHITECTURE = {
 }
 
 
-KINDS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("model.layers", {"num_hidden_layers": 4}),
-    "gpt2": ("transformer.h", {"n_layer": 4}),
-    "gpt_neox": ("gpt_neox.layers", {"num_hidden_layers": 4}),
-    "qwen2": (
-        "model.layers",
-        {
-            "num_hidden_layers": 4,
-            "use_sliding_window": True,
-            "sliding_window": 4,
-            "layer_types": ["full_attention", "sliding_attention", "full_attention", "sliding_attention"],
-        },
-    ),
-}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("layers", [[0, -1], [2], [3, 1, 0]])
-def test_carved_layers_are_the_targets_bit_for_bit(kind: str, layers: list[int]) -> None:
-    prefix, options = KINDS[kind]
-    target = tiny_model(kind, **options)
-    draft = carve(target, layers)
-    source, found = target.state_dict(), draft.state_dict()
-    chosen = [layer % 4 for layer in layers]
-    assert draft.config.num_hidden_layers == len(layers)
-    for name, value in found.items():
-        origin = name
-        if name.startswith(prefix + "."):
-            index, _, rest = name.removeprefix(prefix + ".").partition(".")
-            origin = f"{prefix}.{chosen[int(index)]}.{rest}"
+def test_carved_layers_come_in_the_order_that_is_asked_for() -> None:
+    target = tiny_model("qwen2", num_hidden_layers=4, dtype=torch.bfloat16)
+    draft, source = carve(target, [3, 1, -4]), target.state_dict()
+    for name, value in draft.state_dict().items():
+        layer = re.match(r"model\.layers\.(\d)\.", name)
+        origin = name if layer is None else name.replace(layer[0], f"model.layers.{(3, 1, 0)[int(layer[1])]}.")
         torch.testing.assert_close(value, source[origin].float(), rtol=0, atol=0, msg=name)
-    expected = {f"{prefix}.{layer}." for layer in range(4) if layer not in chosen}
-    assert len(found) == len([name for name in source if not name.startswith(tuple(expected))])
-    if "layer_types" in options:
-        assert list(draft.config.layer_types) == [options["layer_types"][layer] for layer in chosen]
     assert logits(draft).isfinite().all()
 
 
