@@ -7,11 +7,13 @@ import typer
 
 from distill.commands import options as of
 from distill.commands.compare.options import CompareOptions
+from distill.commands.drift.options import DriftOptions
 from distill.commands.evaluate.options import EvaluateOptions
 from distill.commands.generate.options import GenerateOptions
 from distill.commands.probe.options import ProbeOptions
+from distill.commands.readback.options import ReadbackOptions, TimeOptions
 from distill.commands.sweep.options import SweepOptions
-from distill.config.command_line import CheckPairOptions, RespondOptions, TimeOptions, TrainOptions, lazy_command
+from distill.config.command_line import CheckPairOptions, RespondOptions, TrainOptions, lazy_command
 from distill.config.retired import retired
 from distill.faults import exit_status
 from distill.live.options import (
@@ -42,8 +44,8 @@ COMMANDS = (
     ("serve", SERVE, of.ServeOptions, "distill.commands.serve:serve"),
     ("time", SERVE, TimeOptions, "distill.commands.readback.clock:time_command"),
     ("generate", SERVE, GenerateOptions, "distill.commands.generate.generate:generate_command"),
-    ("readback", WATCH, of.ReadbackOptions, "distill.commands.readback.readback:readback"),
-    ("drift", WATCH, of.DriftOptions, "distill.commands.drift.drift:drift"),
+    ("readback", WATCH, ReadbackOptions, "distill.commands.readback.readback:readback"),
+    ("drift", WATCH, DriftOptions, "distill.commands.drift.drift:drift"),
     ("gateway", WATCH, GatewayOptions, "distill.live.gateway.command:gateway"),
     ("refresh", WATCH, RefreshOptions, "distill.live.refresh.refresh:refresh_command"),
     ("rollout", WATCH, RolloutOptions, "distill.live.rollout.rollout:rollout"),

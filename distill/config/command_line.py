@@ -41,6 +41,7 @@ Launcher = Annotated[str, option('command put before `-m distill.train`, e.g. "a
 TrustRemoteCode = Annotated[bool, option("run the weights' own code if the config asks for it", "--trust-remote-code")]
 Out = Annotated[Path | None, option("file for all results, as JSON")]
 Plot = Annotated[Path | None, option("file for a plot, .png or .svg")]
+KeyVariable = Annotated[str, option("environment variable with the engine's API key; default: no key is sent")]
 Json = Annotated[bool, option("print the result as JSON", "--json")]
 
 
@@ -115,28 +116,6 @@ class CheckPairOptions:
     engine: Annotated[str, option("check for this engine only, e.g. vLLM or llama.cpp; default: all")] = ""
     tensor_parallel: Annotated[int, option("GPUs that the engine splits each layer over", min=1)] = 1
     trust_remote_code: TrustRemoteCode = False
-
-
-@dataclass(frozen=True)
-class TimeOptions:
-    """Measure step times in the serving engine.
-
-    understudy time runs/demo --load 1,4,16 -- --enforce-eager --dtype float32
-
-    Starts an engine without the draft and with each --gamma, or asks running ones. Prints and writes c, v and the predicted
-    speed-ups to engine_costs.json in the run.
-    """
-
-    run: Annotated[Path, argument("run folder; to start an engine it needs an export")]
-    words: Annotated[list[str] | None, argument("more flags for the engine, given after --")] = None
-    engine: Annotated[str, option("engine to start: vllm or llama.cpp")] = "vllm"
-    plain: Annotated[str, option("URL of a running engine without the draft")] = ""
-    url: Annotated[list[str] | None, option("URL of one with the draft; repeatable, with other gammas")] = None
-    load: Annotated[str, option("concurrent requests, two numbers or more")] = "1,4,16"
-    gamma: Annotated[str, option("drafted tokens per block of an engine that is started, two numbers or more")] = (
-        "1,3,6"
-    )
-    port: Annotated[int, option("port for the engine", min=1024, max=65535)] = 8000
 
 
 def command_of(program: Callable[[Any], int | None]) -> Callable[..., None]:

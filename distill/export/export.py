@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from transformers import AutoTokenizer, GenerationConfig
 
 from distill.config.layout import ADAPTER, PROVENANCE, SERVING_FILE, SERVING_FORMAT, VERDICT
-from distill.engines.protocol.facts import gather_facts
+from distill.engines.protocol.facts import EngineFacts, gather_facts
 from distill.engines.protocol.verdict import EngineVerdict, check_all, others
 from distill.export.card import NO_GAIN, NOT_MEASURED, model_card, serving_page
 from distill.export.destination import appearing_directory, check_destination
@@ -31,6 +31,7 @@ from distill.models.target import TargetSide, load_target_side
 from distill.models.text_model import PROBE_TOKENS
 from distill.models.vocabulary import VocabularyAgreement, role_ids, tokenizer_differences, vocabulary_rows
 from distill.report.measured import engine_parts
+from distill.run.verdict_record import Verdict
 from speculative.engine.models import end_token_ids
 from speculative.errors import UserError
 from speculative.measure.measured import HELD_OUT
@@ -76,26 +77,24 @@ def export_draft(
 
     Raises UserError: for a path, model, vocabulary or dtype that cannot be exported. The content of `to` is unchanged then.
     """
-    verdict = run.verdict
     path = check_destination(to, sources=_directories_read(run.student_dir, run.target), overwrite=overwrite)
     target_side = load_target_side(run.target, run.trust_remote_code, run.revision)
     export_dtype, rows = _export_dtype(dtype, target_side.config), vocabulary_rows(target_side.config)
     student = load_merged_student(run.student_dir, target_side.tokenizer, rows, run.trust_remote_code)
-    plan, served = ways_to_serve(verdict, run.curves, student.model.config)
+    plan, served = ways_to_serve(run.verdict, run.curves, student.model.config)
     take_over_ids(student.model, target_side, served["gamma"], run.sampling)  # transformers drafts token by token
     cast_weights(student.model, export_dtype)
     warnings = student.notes + _warnings(plan.gamma, plan.gain, run.quantize)
     if (base := base_of_adapter(run.target, run.revision)) is not None:
         warnings.append(f"the target is {MERGE.format(base=base.path)} in the commands")
     parameters = sum(parameter.numel() for parameter in student.model.parameters())
-    target_record = {
-        "name": public_name(run.target), "rows": rows, "dtype": _dtype_name(saved_dtype(target_side.config)),
-        "quantised": getattr(target_side.config, "quantization_config", None) is not None,
-    }  # fmt: skip
     draft_record = {
-        "name": path.name, "rows": vocabulary_rows(student.model.config), "dtype": _dtype_name(export_dtype),
-        "quantised": run.quantize, "parameters": parameters,
-    }  # fmt: skip
+        "name": path.name,
+        "rows": vocabulary_rows(student.model.config),
+        "dtype": _dtype_name(export_dtype),
+        "quantised": run.quantize,
+        "parameters": parameters,
+    }
     packed = quantize_draft(student.model, run.quantize) if run.quantize else None
     try:
         with appearing_directory(path) as working:
@@ -103,28 +102,75 @@ def export_draft(
             rewrite(working / "config.json", add_older_keys)
             copy_tokenizer(target_side, working, run.revision)
             checks = check_exported(working, student.model, target_side.tokenizer, run.trust_remote_code)
-            facts = gather_facts(
-                target_side, load_target_side(str(working), run.trust_remote_code), str(path), sampling=run.sampling, plain_loads=run.plain_loads, **served
-            )  # fmt: skip
+            draft_side = load_target_side(str(working), run.trust_remote_code)
+            served |= {"sampling": run.sampling, "plain_loads": run.plain_loads}
+            facts = gather_facts(target_side, draft_side, str(path), **served)
             engines = check_all(facts)
             warnings += pair_notes(facts)
-            told = replace(facts, target=public_name(run.target), draft=path.name, lookup=None, together=None)
             serving = {
-                "format": SERVING_FORMAT, "version": SERVING_VERSION, "target": target_record, "draft": draft_record,
-                "vocabulary": asdict(student.agreement), "gamma": plan.gamma, "gamma_source": plan.source, "gain": plan.gain,
-                "measured": [one.record() for one in verdict.measured if one.text == HELD_OUT] if verdict else None,
-                "headline": verdict.headline if verdict else "", "run": verdict.run if verdict else {}, "gamma_by_load": facts.gamma_by_load,
-                "timed_in": [part if isinstance(part, str) else part.markdown() for part in engine_parts(verdict)] if verdict else [], "sampling": facts.request,
-                "facts": asdict(told), "engines": {engine.engine: asdict(engine) for engine in engines}, "other_engines": others(facts),
-                "warnings": warnings, "checks": checks,
-            }  # fmt: skip
+                "format": SERVING_FORMAT,
+                "version": SERVING_VERSION,
+                "target": _target_record(run, target_side),
+                "draft": draft_record,
+                "vocabulary": asdict(student.agreement),
+                "gamma": plan.gamma,
+                "gamma_source": plan.source,
+                "gain": plan.gain,
+                **_measurements(run.verdict),
+                **_of_engines(facts, engines, run.target, path.name),
+                "warnings": warnings,
+                "checks": checks,
+            }
             files = _write_pages(working, serving, run)
     except (OSError, SafetensorError) as error:
         raise UserError(f"cannot write {path}: {error}; free space there or choose another directory") from error
     return ExportReport(
-        path, _dtype_name(export_dtype), parameters, plan.gamma, plan.gain, student.agreement, engines, student.merge_error,
-        warnings, checks, files,
-    )  # fmt: skip
+        path=path,
+        dtype=_dtype_name(export_dtype),
+        parameters=parameters,
+        gamma=plan.gamma,
+        gain=plan.gain,
+        vocabulary=student.agreement,
+        engines=engines,
+        merge_error=student.merge_error,
+        warnings=warnings,
+        checks=checks,
+        files=files,
+    )
+
+
+def _target_record(run: RunFacts, side: TargetSide) -> dict[str, Any]:
+    return {
+        "name": public_name(run.target),
+        "rows": vocabulary_rows(side.config),
+        "dtype": _dtype_name(saved_dtype(side.config)),
+        "quantised": getattr(side.config, "quantization_config", None) is not None,
+    }
+
+
+def _measurements(verdict: Verdict | None) -> dict[str, Any]:
+    """Return the part of serving.json that comes from the verdict."""
+    if verdict is None:
+        return {"measured": None, "headline": "", "run": {}, "timed_in": []}
+    parts = engine_parts(verdict)
+    return {
+        "measured": [row.record() for row in verdict.measured if row.text == HELD_OUT],
+        "headline": verdict.headline,
+        "run": verdict.run,
+        "timed_in": [part if isinstance(part, str) else part.markdown() for part in parts],
+    }
+
+
+def _of_engines(facts: EngineFacts, engines: list[EngineVerdict], target: str, draft: str) -> dict[str, Any]:
+    """Return the part of serving.json that is about engines; it names no folder of this machine."""
+    public = replace(facts, target=public_name(target), draft=draft, lookup=None, together=None)
+    return {
+        "gamma_by_load": facts.gamma_by_load,
+        "sampling": facts.request,
+        "facts": asdict(public),
+        "engines": {engine.engine: asdict(engine) for engine in engines},
+        "other_engines": others(facts),
+    }
 
 
 def check_exported(directory: Path, model: Any, tokenizer: Any, trust_remote_code: bool = False) -> list[str]:

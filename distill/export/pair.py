@@ -155,14 +155,24 @@ def _gguf(path: Path, target: TargetSide) -> Iterable[tuple[bool, str]]:
         first_string_difference(strings, {name: strings_by_id[name] for name in strings if name in strings_by_id})
         or (None,) * 3
     )
+    added = [strings_by_id.get(metadata.get(f"tokenizer.ggml.{name}_token_id")) for name in adding]
+    rows = shapes.get("token_embd.weight", [len(strings_by_id)])[-1:]
+    template = getattr(target.tokenizer, "chat_template", None)
+    refused = "it refuses a pair with other strings; convert the right model"
+    other_text = (
+        "it refuses a pair whose files differ in this, and else serves other text than was measured; "
+        "convert it with the target's tokenizer"
+    )
+    other_prompts = (
+        "llama-server uses that of its target file, so prompts can differ from the measured ones; convert it again"
+    )
+    longer = "longer texts degrade; start llama-server with a -c that is not larger"
     for breaks, place, its, ours, effect in (
-        (True, f"tokenizer.ggml.tokens: id {other[0]}", other[2], other[1], "it refuses a pair with other strings; convert the right model"),
-        (True, "tokenizer.ggml.add_bos_token, add_eos_token: added", [strings_by_id.get(metadata.get(f"tokenizer.ggml.{name}_token_id")) for name in adding], ends,
-         "it refuses a pair whose files differ in this, and else serves other text than was measured; convert it with the target's tokenizer"),
-        (True, "token_embd.weight: rows", shapes.get("token_embd.weight", [len(strings_by_id)])[-1:], [len(strings_by_id)], "it does not load; convert it again"),
-        (False, "tokenizer.chat_template", metadata.get("tokenizer.chat_template"), getattr(target.tokenizer, "chat_template", None),
-         "llama-server uses that of its target file, so prompts can differ from the measured ones; convert it again"),
-        (False, key, min(metadata.get(key, limit), limit), limit, "longer texts degrade; start llama-server with a -c that is not larger"),
-    ):  # fmt: skip
+        (True, f"tokenizer.ggml.tokens: id {other[0]}", other[2], other[1], refused),
+        (True, "tokenizer.ggml.add_bos_token, add_eos_token: added", added, ends, other_text),
+        (True, "token_embd.weight: rows", rows, [len(strings_by_id)], "it does not load; convert it again"),
+        (False, "tokenizer.chat_template", metadata.get("tokenizer.chat_template"), template, other_prompts),
+        (False, key, min(metadata.get(key, limit), limit), limit, longer),
+    ):
         if its != ours:
             yield breaks, f"{path}: {place}: {shown(its)}, and {shown(ours)} by the target's files; {effect}"

@@ -18,7 +18,7 @@ from engine_process import ROOT, Server, raw_vllm
 from function_heads import write_heads
 from tiny_training import tiny_tokenizer
 
-from distill.commands.options import ReadbackOptions
+from distill.commands.readback.options import ReadbackOptions
 from distill.commands.readback.readback import readback_command
 from distill.models.load import EMBEDDED_FOLDER, load_tokenizer
 from distill.run.readback_record import ReadbackRecord

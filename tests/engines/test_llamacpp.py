@@ -23,11 +23,10 @@ from processes import free_port
 from timed_run import write_verdict
 
 from data.responses.engine_http import answers
-from distill.commands.options import ReadbackOptions
 from distill.commands.readback.clock import time_command
+from distill.commands.readback.options import ReadbackOptions, TimeOptions
 from distill.commands.readback.readback import readback_command
 from distill.commands.readback.speed import seen_in
-from distill.config.command_line import TimeOptions
 from distill.config.layout import ENGINE_COSTS, EXPORT
 from distill.export.pair import check_pair
 from distill.models.load import EMBEDDED_FOLDER, load_model

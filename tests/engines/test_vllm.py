@@ -21,8 +21,10 @@ from engine_process import ROOT, Server, serving
 from tiny_training import tiny_tokenizer
 
 from distill.commands.drift.drift import drift_command
+from distill.commands.drift.options import DriftOptions
 from distill.commands.export import export_run
-from distill.commands.options import DriftOptions, ExportOptions, ReadbackOptions
+from distill.commands.options import ExportOptions
+from distill.commands.readback.options import ReadbackOptions
 from distill.commands.readback.readback import readback_command
 from distill.config.layout import ANSWERS, BEST_LINK, EXPORT, HELDOUT_GREEDY, RESPONSES, STUDENT
 from distill.engines.protocol.client import EngineClient

@@ -13,8 +13,8 @@ from tiny_models import perturbed
 from tiny_training import fresh_accelerator
 
 from data.responses.rendered import RenderedPrompt
-from distill.commands.options import ReadbackOptions
 from distill.commands.readback import source
+from distill.commands.readback.options import ReadbackOptions
 from distill.commands.readback.readback import readback_command
 from distill.config.load import dump_config, load_config
 from distill.engines.protocol import client as engine_client

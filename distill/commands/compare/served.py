@@ -12,10 +12,10 @@ from rich.console import Console
 
 from distill.commands.compare.comparison import way_of
 from distill.commands.compare.options import CompareOptions
-from distill.commands.options import ReadbackOptions
 from distill.commands.output import write_asked
 from distill.commands.readback.asking import AnswerFile, ask
 from distill.commands.readback.comparison import served_row
+from distill.commands.readback.options import ReadbackOptions
 from distill.commands.readback.source import Source, counted_alone, of_run
 from distill.engines.protocol.client import EngineClient
 from distill.report.table import Cell, Column, Table

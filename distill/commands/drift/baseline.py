@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from distill.commands.options import DriftOptions
+from distill.commands.drift.options import DriftOptions
 from distill.config.layout import VERDICT
 from distill.engines.protocol.counts import AcceptanceLog, AcceptanceRecord
 from distill.run.frozen_text import load_frozen_text

@@ -13,8 +13,8 @@ from rich.console import Console
 
 from data.responses.endpoint_keys import key_in
 from distill.commands.drift.baseline import Baseline, baseline_of, gamma_of, slices_of
+from distill.commands.drift.options import DriftOptions
 from distill.commands.drift.sources import read_answers, scrape
-from distill.commands.options import DriftOptions
 from distill.commands.output import check_known, check_writable, write_asked
 from distill.engines.protocol.counts import AcceptanceLog
 from speculative.errors import UserError

@@ -16,8 +16,8 @@ from data.responses.endpoint_keys import root_of
 from data.responses.respond import ProgressBar
 from distill.commands.options import ServeOptions
 from distill.commands.output import check_writable, numbers_of
+from distill.commands.readback.options import TimeOptions
 from distill.commands.serve import started
-from distill.config.command_line import TimeOptions
 from distill.config.layout import ENGINE_COSTS
 from distill.engines.protocol.client import EngineClient
 from distill.report.measured import engine_parts

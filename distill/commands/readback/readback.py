@@ -13,11 +13,11 @@ from rich.console import Console
 
 from data.files import write_json
 from data.responses.endpoint_keys import key_in
-from distill.commands.options import ReadbackOptions
 from distill.commands.output import check_known, check_writable
 from distill.commands.readback.asking import AnswerFile, Replies, ask
 from distill.commands.readback.causes import text_causes
 from distill.commands.readback.comparison import served_row, waits
+from distill.commands.readback.options import ReadbackOptions
 from distill.commands.readback.source import Judged, Source, of_prompts, of_run
 from distill.config.layout import ANSWERS, GREEDY_ANSWERS, PLAIN_ANSWERS, READBACK
 from distill.engines.protocol.client import EngineClient

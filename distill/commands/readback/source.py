@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from data.responses.store import Store
-from distill.commands.options import ReadbackOptions
 from distill.commands.readback.asking import Replies
 from distill.commands.readback.causes import acceptance_causes, few_note, foreign
 from distill.commands.readback.comparison import Counted, Predicted, Replayer, count, own_interval, tau_interval
+from distill.commands.readback.options import ReadbackOptions
 from distill.commands.readback.speed import speed_checks
 from distill.commands.target import check_room, open_target
 from distill.config.layout import EXPORT, HELDOUT_GREEDY, RESPONSES, VERDICT

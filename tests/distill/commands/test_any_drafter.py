@@ -18,8 +18,8 @@ from tiny_training import tiny_tokenizer
 
 from distill.commands.compare.compare import compare
 from distill.commands.compare.options import CompareOptions
-from distill.commands.options import ReadbackOptions
 from distill.commands.readback.asking import Replies
+from distill.commands.readback.options import ReadbackOptions
 from distill.commands.readback.readback import readback_command
 from distill.commands.readback.source import counted_alone
 from distill.engines.protocol.client import Answer

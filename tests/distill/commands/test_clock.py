@@ -16,7 +16,7 @@ from timed_engine import TimedEngine
 from distill.commands.options import ServeOptions
 from distill.commands.readback import clock
 from distill.commands.readback.clock import time_command
-from distill.config.command_line import TimeOptions
+from distill.commands.readback.options import TimeOptions
 from distill.config.layout import ENGINE_COSTS
 from distill.run.frozen_text import load_frozen_text
 from distill.run.verdict_record import load_verdict

@@ -22,7 +22,7 @@ from distill.commands.drift.baseline import (
     slices_of,
 )
 from distill.commands.drift.drift import Drift, drift_command
-from distill.commands.options import DriftOptions
+from distill.commands.drift.options import DriftOptions
 from distill.engines.protocol.counts import AcceptanceLog, AcceptanceRecord
 from distill.run.frozen_text import load_frozen_text
 from speculative.decode import decode

@@ -16,7 +16,7 @@ from tiny_models import perturbed
 from distill.commands.drift import baseline
 from distill.commands.drift.baseline import baseline_of
 from distill.commands.drift.drift import Drift, drift_command
-from distill.commands.options import DriftOptions
+from distill.commands.drift.options import DriftOptions
 from distill.run.frozen_text import FrozenText, load_frozen_text
 from distill.run.verdict_record import WAYS, load_verdict
 from speculative.errors import UserError

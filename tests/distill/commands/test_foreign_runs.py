@@ -18,10 +18,11 @@ from distill.commands import options as of
 from distill.commands.compare.compare import compare
 from distill.commands.compare.options import CompareOptions
 from distill.commands.drift.drift import drift
+from distill.commands.drift.options import DriftOptions
 from distill.commands.evaluate.evaluate import evaluate_command
 from distill.commands.evaluate.options import EvaluateOptions
 from distill.commands.export import check_export, export, export_run
-from distill.commands.options import ReadbackOptions
+from distill.commands.readback.options import ReadbackOptions
 from distill.commands.readback.readback import readback
 from distill.commands.show import show
 from distill.config.load import load_config
@@ -70,7 +71,7 @@ COMMANDS: dict[str, Callable[[Path, Path], Any]] = {
     "export --check": lambda run, to: check_export(of.ExportOptions(run), run),
     "show": lambda run, to: show(of.ShowRunOptions(run)),
     "compare": lambda run, to: compare(CompareOptions([str(run), "prompt-lookup"]), Console(quiet=True)),
-    "drift": lambda run, to: drift(of.DriftOptions(run, log=_written(to / "log.jsonl"))),
+    "drift": lambda run, to: drift(DriftOptions(run, log=_written(to / "log.jsonl"))),
     "refresh": lambda run, to: refresh_command(RefreshOptions(run), Console(quiet=True)),
     "traffic export": lambda run, to: export_command(
         ExportTrafficOptions(to / "log", run, to / "out"), Console(quiet=True)

@@ -20,10 +20,10 @@ from typer.testing import CliRunner
 from data.files import write_json
 from distill.cli import app
 from distill.commands.drift.sources import read_answers
-from distill.commands.options import ReadbackOptions
 from distill.commands.readback import source
 from distill.commands.readback.asking import Replies
 from distill.commands.readback.comparison import Counted, Predicted, pace, served_texts, waits
+from distill.commands.readback.options import ReadbackOptions
 from distill.commands.readback.readback import readback_command
 from distill.engines.protocol.client import Answer
 from distill.report.page import write_page

@@ -17,11 +17,11 @@ from page_server import page_server
 from readback_run import GAMMA, read
 from refusals import refused
 
-from distill.commands.options import ReadbackOptions
 from distill.commands.readback import source
 from distill.commands.readback.asking import AnswerFile, Replies
 from distill.commands.readback.causes import acceptance_causes
 from distill.commands.readback.comparison import Counted, Replayer, count
+from distill.commands.readback.options import ReadbackOptions
 from distill.commands.readback.readback import readback_command
 from distill.engines.protocol import client as engine_client
 from distill.engines.protocol.client import Answer

@@ -21,11 +21,11 @@ from rich.console import Console
 from distill.commands.compare.compare import compare_command
 from distill.commands.compare.options import CompareOptions
 from distill.commands.compare.screen import engine_table
-from distill.commands.options import ReadbackOptions
 from distill.commands.probe.options import ProbeOptions
 from distill.commands.probe.plan import read_plan
 from distill.commands.probe.screen import assumptions
 from distill.commands.readback.asking import AnswerFile, Replies
+from distill.commands.readback.options import ReadbackOptions
 from distill.commands.readback.readback import readback_command
 from distill.commands.readback.source import _gammas
 from distill.commands.readback.speed import check_speed, seen_in

@@ -24,7 +24,7 @@ from data.responses.endpoint import EndpointTarget
 from data.responses.endpoint_keys import Endpoint
 from data.responses.engine_http import answers, page_at
 from distill.commands.drift.sources import scrape
-from distill.commands.options import ReadbackOptions
+from distill.commands.readback.options import ReadbackOptions
 from distill.commands.readback.readback import readback_command
 from distill.engines.protocol import client as engine_client
 from distill.engines.protocol.client import EngineClient, counters_of

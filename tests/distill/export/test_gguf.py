@@ -5,7 +5,7 @@ from dataclasses import replace
 from types import ModuleType
 
 import pytest
-from test_engines import GOOD, calls
+from engine_facts import GOOD, calls
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from test_engines import GOOD, options, tensorrt_file
+from engine_facts import GOOD, options, tensorrt_file
 
 from distill.engines.protocol.facts import EngineFacts
 from distill.engines.protocol.verdict import check, check_all

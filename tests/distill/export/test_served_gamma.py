@@ -9,7 +9,8 @@ import torch
 from pydantic import TypeAdapter
 from test_export import PADDED_ROWS, export, make_llama, make_tokenizer, make_verdict, timed
 
-from distill.commands.options import ReadbackOptions, ServeOptions
+from distill.commands.options import ServeOptions
+from distill.commands.readback.options import ReadbackOptions
 from distill.commands.readback.source import _gammas
 from distill.commands.serve import engine_words, read_export
 from distill.config.layout import best_student
