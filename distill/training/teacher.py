@@ -3,7 +3,7 @@
 Legend: B sequences, T positions, R response tokens (rows), C rows of a chunk, D hidden width, V vocabulary, K stored entries.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -35,34 +35,25 @@ class Teacher:
         return DenseSignal(hidden_BTD.reshape(-1, hidden_BTD.shape[-1])[batch.rows_R], self.split.head)
 
 
-def _logits_in_chunks(
-    head: Head, hidden_RD: Tensor, temperature: float, chunk: int | None
-) -> Iterator[tuple[slice, Tensor]]:
-    """(rows, their logits / temperature (C, V) in float32) for all rows; ``chunk`` None = as many rows as fit in CHUNK_BYTES."""
-    start, rows = 0, chunk or FIRST_ROWS
-    while start < max(1, len(hidden_RD)):  # without rows there is one empty chunk
-        part = slice(start, max(1, min(start + rows, len(hidden_RD))))
-        logits_CV = head(hidden_RD[part]).float()
-        yield part, logits_CV if temperature == 1.0 else logits_CV / temperature
-        start, rows = part.stop, chunk or max(1, CHUNK_BYTES // (4 * logits_CV.shape[-1]))
-
-
 @torch.no_grad()
 def topk_signal(
     head: Head, hidden_RD: Tensor, k: int, temperature: float = 1.0, chunk: int | None = None
 ) -> TopKSignal:
     """The k most probable tokens of softmax(head(hidden) / temperature), most probable first, and the log of the rest's mass.
 
-    The rest is summed directly, so a small tail keeps its precision. On the device of ``hidden_RD``. ValueError: k above the vocabulary.
+    The rest is summed directly, so a small tail keeps its precision. On the device of ``hidden_RD``. ``chunk``: rows whose logits exist at
+    once; None = as many as fit in CHUNK_BYTES. ValueError: k above the vocabulary.
     """
-    parts = []
-    for _, logits_CV in _logits_in_chunks(head, hidden_RD, temperature, chunk):
+    parts, start, rows = [], 0, chunk or FIRST_ROWS
+    while start < max(1, len(hidden_RD)):  # without rows there is one empty chunk
+        logits_CV = head(hidden_RD[start : start + rows]).float() / temperature
         if k > logits_CV.shape[-1]:
             raise ValueError(f"k = {k} of a vocabulary of {logits_CV.shape[-1]}")
         top_CK, ids_CK = logits_CV.topk(k, dim=-1)
         rest_C = logits_CV.scatter(-1, ids_CK, -torch.inf).logsumexp(-1)
         total_C = torch.logaddexp(top_CK.logsumexp(-1), rest_C)
         parts.append(TopKSignal(ids_CK, top_CK - total_C.unsqueeze(-1), rest_C - total_C))
+        start, rows = start + rows, chunk or max(1, CHUNK_BYTES // (4 * logits_CV.shape[-1]))
     return joined(parts).to(hidden_RD.device)
 
 
